@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
     """Run halloc and return the exit status of its command."""
     try:
         values, command = _parse(sys.argv[1:] if argv is None else argv)
-    except stepoptions.UsageError as error:
+    except stepoptions.OptionError as error:
         return _complain(face, error.text(face.name), face.usage_code)
     if values.get("help"):
         what = "Allocate the nodes of a job while a command (by default a shell) runs on this machine."
@@ -167,7 +167,7 @@ def _change_user(values: stepoptions.Values) -> None:
 
 
 def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
-    """Return options and command; in A : B, the later components become an option. Raises UsageError."""
+    """Return options and command; in A : B, the later components become an option. Raises OptionError."""
     values, command = stepoptions.parse(argv, OPTIONS)
     components, command = _components(values, command)
     for option in OPTIONS:
@@ -185,7 +185,7 @@ def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
 
 
 def _components(values: stepoptions.Values, command: list[str]) -> tuple[list[stepoptions.Values], list[str]]:
-    """Return the options of each component after the first one, and the command. Raises UsageError."""
+    """Return the options of each component after the first one, and the command. Raises OptionError."""
     components: list[stepoptions.Values] = []
     while command[:1] == [":"]:
         own, command = stepoptions.parse(command[1:], OPTIONS)
@@ -196,7 +196,7 @@ def _components(values: stepoptions.Values, command: list[str]) -> tuple[list[st
         }
         strange = [name for name in own if name not in stepoptions.OF_A_COMPONENT]
         if strange:
-            raise stepoptions.UsageError(
+            raise stepoptions.OptionError(
                 f"cannot give component {len(components) + 1} of the job its own --{strange[0]}: all components have that of the "
                 "first one; leave it out"
             )

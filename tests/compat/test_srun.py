@@ -187,7 +187,7 @@ def test_a_file_of_hosts(cluster: LocalCluster, job: Client) -> None:
     assert sorted(lines[:3]) == ["0 n2 arbitrary", "1 n1 arbitrary", "2 n1 arbitrary"]
     assert sorted(lines[3:5]) == ["0 n1 block", "1 n2 block"]
     assert lines[5:] == [
-        "srun: error: cannot deal tasks with -m arbitrary: SLURM_HOSTFILE must name the file of their hosts"
+        "srun: error: cannot place tasks with -m arbitrary: SLURM_HOSTFILE must name the file of their hosts"
     ]
 
 

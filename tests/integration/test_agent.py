@@ -270,7 +270,7 @@ def test_only_the_agents_own_account_may_be_its_controller(place: Path) -> None:
         pytest.skip("needs root")
     with running_node(place / "node") as node:
         said = _as_nobody(node, protocol.encode(protocol.Hello(protocol.VERSION, "c", INCARNATION, 99, "n1")))
-        assert b"is not who this agent obeys" in said
+        assert b"may not control this agent" in said
         assert isinstance(Controller(node, epoch=1).welcome, protocol.Welcome)
 
 
@@ -354,7 +354,7 @@ def test_an_agent_that_nobody_needs_ends_and_one_with_a_job_stays(place: Path, w
 def test_one_agent_for_each_root(node: NodeUnderTest) -> None:
     first = node.agent
     node.start()
-    assert "another one has" in node.said
+    assert "another one holds" in node.said
     node.agent = first
     assert isinstance(Controller(node).welcome, protocol.Welcome)
 

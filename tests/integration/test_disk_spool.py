@@ -137,7 +137,7 @@ def check(root: Path, marks: list[list[str]], tokens: list[str], over: str, wher
     after = Node(root, "boot-2")
     epoch = max((int(mark[1]) for mark in marks if mark[0] == "epoch"), default=0)
     if epoch > 1:
-        assert "of the past" in after.ledger.epochs.begin(INCARNATION, epoch - 1), where
+        assert "in the past" in after.ledger.epochs.begin(INCARNATION, epoch - 1), where
     assert after.ledger.epochs.begin(INCARNATION, 9) == "", where
     for token in tokens:
         after.ledger.launch(launch_of(token, epoch=9), SCRIPT)

@@ -522,7 +522,7 @@ def test_hrun_does_not_poll(controller: Controller, run: Callable[..., Running])
         (("--ntask=2", "x"), "option --ntask is ambiguous: --ntasks --ntasks-per-core --ntasks-per-node"),
         (("--label=yes", "x"), "option --label takes no value"),
         (("-n2",), "no command given"),
-        (("--mpi=pmix", "x"), "cannot start tasks with --mpi=pmix: only none is there. Start MPI programs with mpirun"),
+        (("--mpi=pmix", "x"), "cannot start tasks with --mpi=pmix: only none exists. Start MPI programs with mpirun"),
         (("--wait=soon", "x"), "cannot read --wait=soon"),
         (("-K2", "x"), "cannot read '2': 0 or 1 is needed"),
     ],

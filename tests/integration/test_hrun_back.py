@@ -134,12 +134,10 @@ def test_a_step_that_the_next_agent_does_not_know_is_lost(controller: Controller
     controller.start()
     controller.hang_up()
     controller.take(StepBack)
-    controller.say(Goodbye("the agent before this one had closed it"))
+    controller.say(Goodbye("the previous agent had closed it"))
     code, _, err = hrun.finish()
     assert code == 1
-    assert err.startswith(
-        "hrun: error: lost the connection to the node's agent: the agent before this one had closed it."
-    )
+    assert err.startswith("hrun: error: lost the connection to the node's agent: the previous agent had closed it.")
 
 
 def test_output_that_is_missing_at_the_end_is_fetched_from_the_next_agent(controller: Controller, run: Run) -> None:

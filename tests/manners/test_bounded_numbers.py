@@ -18,8 +18,8 @@ PLACES = ("controller", "steps", "jobscript", "api", "model", "listing")
 READERS = {HEAD / "model" / "numbers.py", NODE / "wire" / "gate.py"}
 COMMANDS = "commands"  # they run as their caller, whose text it is
 OF_THE_KERNEL = {  # or of this agent itself, or bounded by a pattern
-    "agent/attach.py", "agent/command.py", "agent/link_speed.py", "agent/probe.py", "agent/step_commands.py", "os/cgroup.py",
-    "os/faults.py", "os/process.py", "shepherd/allocation_file.py", "wire/tokens.py",
+    "agent/attach.py", "agent/command.py", "agent/probe.py", "agent/step_commands.py", "os/cgroup.py",
+    "os/faults.py", "os/process.py", "wire/tokens.py",
 }  # fmt: skip
 
 

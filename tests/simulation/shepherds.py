@@ -16,7 +16,7 @@ from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.os import process
 from hpcnode.os.account import UserAccount
 from hpcnode.shepherd.environment import MARKER
-from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Event, State, after, allows
+from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, StepEvent, StepState, after, allows
 from hpcnode.wire import protocol
 from hpcnode.wire.message import Message
 from hpcnode.wire.shepherd_messages import (
@@ -128,7 +128,11 @@ class Task(Process):
         self.shepherd.run_program()
 
 
-EVENTS: dict[type[Message], Event] = {EndTasks: Event.END, SignalTasks: Event.SIGNAL, ReleaseTasks: Event.GO}
+EVENTS: dict[type[Message], StepEvent] = {
+    EndTasks: StepEvent.END,
+    SignalTasks: StepEvent.SIGNAL,
+    ReleaseTasks: StepEvent.GO,
+}
 
 
 class SimShepherd(Process):
@@ -144,7 +148,7 @@ class SimShepherd(Process):
         self.launch: protocol.Launch | None = None
         self.task: Task | None = None
         self.programs: list[Program] = []
-        self.state = State.PREPARING
+        self.state = StepState.PREPARING
         self.started: TasksStarted | None = None
         self.ended: TasksEnded | None = None
         self.kill_at_s: float | None = None
@@ -164,7 +168,7 @@ class SimShepherd(Process):
     def _later(self, call: Any, *args: Any) -> None:
         self.world.agenda.at(self.world.soon(), self, call, *args)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: StepEvent) -> None:
         self.state = after(self.state, event)
 
     def reached(self, point: str) -> None:
@@ -188,7 +192,7 @@ class SimShepherd(Process):
         if self.state in BEFORE_RELEASE | RUNNING and not self.lease.lasts_for_ever:
             left_s = self.lease.left_s()
             if left_s <= 0:
-                self.lease_over = self.lease_over or self.state is not State.ENDING
+                self.lease_over = self.lease_over or self.state is not StepState.ENDING
                 self.end(max(0.0, left_s + self.lease.grace_s), protocol.LEASE_OVER)
             pause_s = (
                 min(LOOK_S, max(0.001, left_s)) if left_s > 0 else LOOK_S
@@ -196,7 +200,7 @@ class SimShepherd(Process):
             self.world.agenda.later(pause_s, self, self._watch_lease)
 
     def fork(self) -> None:
-        if self.state is State.PREPARING:
+        if self.state is StepState.PREPARING:
             self.task = Task(self)
             self.machine.started(self.task)
             self.reached("tasks.forked")
@@ -207,12 +211,12 @@ class SimShepherd(Process):
         how = behaviour_of(self.launch)
         if how.cannot_start or (how.misses_directory and self.machine.name == "n1"):
             self.refuse("cannot enter the job's directory")
-        elif self.state is State.PREPARING:
-            self._apply(Event.TASKS_READY)
+        elif self.state is StepState.PREPARING:
+            self._apply(StepEvent.TASKS_READY)
             self.release_if_allowed()
 
     def release_if_allowed(self) -> None:
-        if self.state is not State.READY or self.suspended:
+        if self.state is not StepState.READY or self.suspended:
             return
         if self.may_go:
             self.release()
@@ -247,7 +251,7 @@ class SimShepherd(Process):
             self.refuse(f"cannot record the start: {error.strerror}")
             return
         self.started = started
-        self._apply(Event.RELEASE)
+        self._apply(StepEvent.RELEASE)
         self.task.release()
         self.reached("released")
         self.send(started)
@@ -302,9 +306,9 @@ class SimShepherd(Process):
     def refuse(self, why: str) -> None:
         if self.state in BEFORE_RELEASE:
             self.why = self.why or why
-            self.over_before_release(Event.REFUSE, protocol.REFUSED)
+            self.over_before_release(StepEvent.REFUSE, protocol.REFUSED)
 
-    def over_before_release(self, event: Event, status: str) -> None:
+    def over_before_release(self, event: StepEvent, status: str) -> None:
         if self.task is not None:
             self.task.pipe_closed()
         self.close(event, self.end_record(status))
@@ -329,13 +333,13 @@ class SimShepherd(Process):
     def end(self, grace_s: float, why: str, signum: int = 15) -> None:
         self.why = self.why or why
         if self.state in BEFORE_RELEASE:
-            self.over_before_release(Event.END, protocol.REVOKED)
+            self.over_before_release(StepEvent.END, protocol.REVOKED)
             return
-        was_ending = self.state is State.ENDING
-        self._apply(Event.END)
-        if self.state is State.GONE:
+        was_ending = self.state is StepState.ENDING
+        self._apply(StepEvent.END)
+        if self.state is StepState.GONE:
             self.exit()
-        if self.state is not State.ENDING:
+        if self.state is not StepState.ENDING:
             return
         at_s = self.world.agenda.now_s + grace_s
         if not was_ending and grace_s > 0:
@@ -360,13 +364,13 @@ class SimShepherd(Process):
         if self.state not in RUNNING or not self.main_over:
             return
         if any(one.alive for one in self.programs):
-            if self.state is State.RELEASED:
-                self._apply(Event.TASKS_OVER)
+            if self.state is StepState.RELEASED:
+                self._apply(StepEvent.TASKS_OVER)
                 self.kill_at_s = 0.0
                 self.kill_all()
             return
         self.reached("tasks.over")
-        self.close(Event.TREE_EMPTY, self.end_record(protocol.ENDED))
+        self.close(StepEvent.TREE_EMPTY, self.end_record(protocol.ENDED))
 
     def end_record(self, status: str) -> TasksEnded:
         """Return the record of the end."""
@@ -389,7 +393,7 @@ class SimShepherd(Process):
             unexecuted=self.unexecuted,
         )
 
-    def close(self, event: Event, ended: TasksEnded) -> None:
+    def close(self, event: StepEvent, ended: TasksEnded) -> None:
         self._apply(event)
         self.ended = ended
         self.write_final()
@@ -402,20 +406,20 @@ class SimShepherd(Process):
             if self.started is not None:
                 self.world.agenda.later(RETRY_S, self, self.write_final)
                 return
-        self._apply(Event.RECORD)
+        self._apply(StepEvent.RECORD)
         if self.started is not None and self.ended.status == protocol.ENDED:
             self.world.truth.end_kept(self.machine, self.token, record_of(self.ended))
         self.after_moves()
 
     def report_final(self) -> None:
-        if self.state is State.RECORDED and self.wire is not None and self.ended is not None:
+        if self.state is StepState.RECORDED and self.wire is not None and self.ended is not None:
             self.send(self.ended)
-            self._apply(Event.REPORT)
+            self._apply(StepEvent.REPORT)
 
     def after_moves(self) -> None:
         if self.state in REPORTABLE:
             self.report_final()
-            self._apply(Event.LEAVE)
+            self._apply(StepEvent.LEAVE)
             self.exit()
 
     def exit(self) -> None:
@@ -448,7 +452,7 @@ class SimShepherd(Process):
     def handle(self, wire: Wire, message: Message) -> None:
         event = EVENTS.get(type(message))
         if isinstance(message, SuspendTasks):
-            event = Event.SUSPEND if message.on else Event.RESUME
+            event = StepEvent.SUSPEND if message.on else StepEvent.RESUME
         if wire is not self.wire or event is None or not allows(self.state, event):
             return
         match message:
@@ -477,7 +481,7 @@ class SimShepherd(Process):
         return self.wire
 
     def greet(self) -> None:
-        self._apply(Event.RECONNECT)
+        self._apply(StepEvent.RECONNECT)
         if self.started is not None:
             self.send(self.started)
         else:

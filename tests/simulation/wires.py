@@ -124,9 +124,9 @@ class Connection:
         """Hand a frame to its receiver, if that is still there."""
         if way == DOWN:
             if self.agent_open and self.agent.alive:
-                self.world.run(self.agent, self.agent.do, self.agent.hears, self, *frame)
+                self.world.run(self.agent, self.agent.do, self.agent.receive, self, *frame)
         elif self.head_open and self.link.head.alive:
-            self.world.run(self.link.head, self.link.hears, self, *frame)
+            self.world.run(self.link.head, self.link.receive, self, *frame)
 
     def say_late(self, way: int, frame: Frame, after_next: bool) -> None:
         """A frame of an earlier connection comes now, or after the next one."""

@@ -1,4 +1,4 @@
-"""The one program of a node: `attach`, `agent`, `probe`, the step commands `hrun` and `hrsh`, and two of Slurm's."""
+"""The program of a node: `attach`, `agent`, `probe`, the step commands `hrun` and `hrsh`, and `srun` and `scontrol`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if __package__ in (None, ""):  # run as a directory or a file: `python3 .../hpcn
 
 
 def main() -> int:
-    """Run the part of the program that the first word names."""
+    """Run the subcommand that the first word names."""
     word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if word == "attach":
         from hpcnode.agent import attach
@@ -58,7 +58,7 @@ def _step_command(word: str, rest: List[str]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process now: to take all its modules apart would take a step command a quarter of its time."""
+    """End this process without Python's cleanup, which takes a quarter of a step command's time."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Tokens as the ledger knows them, what it needs of the shepherds, and how an entry becomes a Report. Plain code."""
+"""Ledger entries: the known tokens of a node, what the ledger needs of the shepherds, and the report of an entry."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RESULT = (
 
 
 class ShepherdControl(Protocol):
-    """What the ledger needs of the shepherds."""
+    """The shepherds, as the ledger uses them."""
 
     def start(self, launch: protocol.Launch, account: UserAccount, suspended: bool) -> None: ...
-    def try_to_start(self) -> None: ...  # anything at all. Raises OSError if this node can have no more processes
+    def try_to_start(self) -> None: ...  # raises OSError if this node cannot fork
     def adopt(self, token: str) -> None: ...
     def is_supervised(self, token: str) -> bool: ...
     def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
@@ -36,7 +36,7 @@ class ShepherdControl(Protocol):
 
 
 class Entry:
-    """What is known of one token."""
+    """One token and its state on this node."""
 
     __slots__ = (
         "token",
@@ -69,11 +69,13 @@ class Entry:
         self.starts = 0
         self.seq = 0
         self.acked = False
-        self.held = False  # it is over, but not to be told before the rest of its job here
-        self.ending: Optional[Tuple[float, str]] = None  # an end was asked for: grace, why
-        self.saving = False  # that end was a signal to save what it has: TERM has not been sent yet
-        self.prepared = False  # its shepherd waits for Go
-        self.renewed_s: Optional[float] = None  # its lease, on the boot clock; None: it has none yet, or needs none
+        self.held = False  # over, but reported only after the other steps of its job
+        self.ending: Optional[Tuple[float, str]] = None  # a requested end: grace in seconds, why
+        self.saving = False  # the requested end was a signal to save state: SIGTERM was not sent yet
+        self.prepared = False  # its tasks wait for Go
+        self.renewed_s: Optional[float] = (
+            None  # last renewal of its lease, boot clock; None: no lease yet, or none needed
+        )
 
     @property
     def is_final(self) -> bool:
@@ -81,32 +83,32 @@ class Entry:
 
     @property
     def lease_s(self) -> float:
-        """How long it may run without word of the controller; 0: for ever."""
+        """Seconds it may run without the controller; 0: no limit."""
         return self.launch.lease_s if self.launch is not None and self.launch.lease == protocol.KILL else 0.0
 
     def accepts_signal(self, signum: int) -> bool:
-        """Whether a signal for the steps of its job is for this one.
+        """Return whether a signal for all steps of its job is sent to this one.
 
-        What a remote shell starts are mpirun's daemons, which many signals end; mpirun hands these on to its ranks itself.
+        Steps of a remote shell are daemons of mpirun. Many signals end them, and mpirun forwards signals to its ranks itself.
         """
         of_mpirun = self.launch is not None and self.launch.remote_shell
         return not of_mpirun or signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
 
 
 class Entries(Dict[str, Entry]):
-    """All entries of a node, by token. `add` and `remove` alone change them."""
+    """All entries of a node by token. Change them through `add` and `remove` only."""
 
     def __init__(self) -> None:
         super().__init__()
         self._of_job: Dict[Tuple[str, int], Set[str]] = {}
 
     def add(self, entry: Entry) -> None:
-        """Take in an entry."""
+        """Add an entry."""
         self[entry.token] = entry
         self._of_job.setdefault(entry.key.job, set()).add(entry.token)
 
     def remove(self, token: str) -> Entry:
-        """Take out an entry, and return it."""
+        """Remove an entry and return it."""
         entry = self.pop(token)
         siblings = self._of_job[entry.key.job]
         siblings.discard(token)
@@ -115,28 +117,28 @@ class Entries(Dict[str, Entry]):
         return entry
 
     def of_job(self, job: Tuple[str, int], up_to: Optional[Life] = None) -> Iterator[Entry]:
-        """Yield the entries of the job's attempts and stays up to that one, or all; they may be removed meanwhile."""
+        """Yield the job's entries, up to that attempt and stay or all. The caller may remove them meanwhile."""
         for token in tuple(self._of_job.get(job, ())):
             entry = self[token]
             if up_to is None or entry.key.life <= up_to:
                 yield entry
 
     def batch_is_over(self, key: Token) -> bool:
-        """Whether the attempt's batch step has ended here: with its report the controller takes the node back."""
+        """Return whether the attempt's batch step has ended here. Its report frees the node."""
         batches = (e for e in self.of_job(key.job) if e.key.step == protocol.BATCH)
         return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
 
     def may_report(self, entry: Entry) -> bool:
-        """Whether its state may be told: a batch step's end, only when nothing else of its attempt is left here."""
+        """Return whether its state may be reported: a batch step's end only after all other steps of its attempt."""
         if not entry.is_final or entry.key.step != protocol.BATCH:
             return True
         return all(e.is_final for e in self.of_job(entry.key.job, entry.key.life))
 
 
 def report_of(entry: Entry, now_s: float, boot_id: str, boot_s: float) -> protocol.Report:
-    """Return what is to be reported of an entry under its number; of one that is held: that it still runs.
+    """Return the report of an entry under its number. A held entry is reported as running.
 
-    `boot_id`, `boot_s`: of this boot, and for how long it has lasted.
+    `boot_id`, `boot_s`: this boot, and its age in seconds.
     """
     record = entry.record
     start = {"pid": record.get("pid", 0), "started_at_s": record.get("started_at_s", 0.0)}
@@ -160,7 +162,7 @@ def _stream_to(entry: Entry) -> Optional[protocol.Address]:
 
 
 def mismatch(launch: protocol.Launch, key: Token, script: bytes) -> str:
-    """Return why the launch cannot be what its token says, or ""."""
+    """Return why the launch contradicts its token or cannot run, or ""."""
     if (launch.job_id, launch.attempt, launch.step) != (key.job_id, key.attempt, key.step):
         return "the launch is of another step than its token says"
     if launch.step == protocol.BATCH and not script.startswith(b"#!"):

@@ -1,18 +1,18 @@
-"""Leases: how long a step with `--lease=kill` may run on a node that hears nothing of the controller.
+"""Leases: how long a step with `--lease=kill` may run on a node that does not hear from the controller.
 
-A lease is renewed by a round trip, not by whatever arrives: the agent sends a Ping at `asked_s` and the controller answers. So
-the controller was alive, and took this node for connected, at `asked_s` or later, however long the answer (or a whole buffer of
-older messages) lay in a queue of a machine that was asleep. What the controller counts, from the end of its last connection to
-the node, begins later than what the node counts: there the lease is over first.
+A lease is renewed by a round trip, not by any message that arrives: the agent sends a Ping at `asked_s`, and the controller
+answers. So the controller was alive and had this node connected at `asked_s` or later, however long the answer waited in the
+queue of a sleeping machine. The controller counts from the end of its last connection to the node, which is later. So the lease
+ends on the node first.
 
 Rules:
-- All times are CLOCK_BOOTTIME, which counts sleep and knows no steps.
-- A lease that ran out is not renewed: the controller may have started the next attempt elsewhere already.
-- A step is renewed in a file of its spool entry, where its shepherd looks when it has to: it needs no agent for it. The file
-  need not be durable: what ends the machine ends the step.
+- All times are CLOCK_BOOTTIME, which counts sleep and has no steps.
+- An expired lease is not renewed: the controller may have started the next attempt elsewhere.
+- A renewal is written to a file of the spool entry, which the shepherd reads when its time runs out, with or without an agent.
+  The file need not be durable, because what ends the machine ends the step.
 
-`Leases` are all of a node, `Renewals` the round trips, `StepLease` what a shepherd has of its own. It does not know how a
-step is ended.
+`Leases` are those of a node, `Renewals` the round trips, `StepLease` is the shepherd's view. How a step is ended is not known
+here.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from hpcnode.os.loop import Loop, Timer
 from hpcnode.os.process import boot_clock_s
 from hpcnode.wire import protocol
 
-RENEWALS = 6  # round trips within one lease, so that one that is slow ends nothing
-LOOK_S = 1.0  # how often a shepherd looks at its clock: a wait does not count time asleep
+RENEWALS = 6  # round trips per lease, so that a slow one ends nothing
+LOOK_S = 1.0  # how often a shepherd reads its clock, because timers do not count sleep
 
 
 class Leases:
-    """The entries that need a lease, and when each was renewed."""
+    """The entries that need a lease, and their renewals."""
 
     def __init__(self, spool: Any, log: Callable[[str], None], boot_s: Callable[[], float]) -> None:
         self._spool = spool
         self._log = log
         self._boot_s = boot_s
         self._entries: Dict[str, Entry] = {}
-        self._heard_s: Optional[float] = None  # the last renewal on this connection
+        self._heard_s: Optional[float] = None  # last renewal on this connection
 
     def add(self, entry: Entry) -> None:
-        """Take note of an entry, if it needs a lease."""
+        """Add an entry, if it needs a lease."""
         if entry.lease_s:
             self._entries[entry.token] = entry
 
     def begin(self, entry: Entry) -> None:
-        """Give a launch that came just now its lease, if the controller has answered on its connection just before."""
+        """Start the lease of a new launch, if the controller has just answered on the same connection."""
         if entry.lease_s and self._heard_s is not None and self._boot_s() < self._heard_s + entry.lease_s / RENEWALS:
             self._renew(entry, self._heard_s)
 
     def holds(self, entry: Entry) -> bool:
-        """Return whether its lease lasts now."""
+        """Return whether the lease of an entry is valid now."""
         return entry.renewed_s is not None and self._boot_s() < entry.renewed_s + entry.lease_s
 
     def renewed(self, asked_s: float) -> List[Entry]:
-        """The controller has answered a question of that time: returns what was waiting for its first lease."""
+        """Renew all valid leases: a Ping of that time was answered; return entries that waited for their first lease."""
         self._heard_s = asked_s
         waiting = self.waiting()
         for entry in self._living():
@@ -63,17 +63,17 @@ class Leases:
         return waiting
 
     def disconnected(self) -> List[Entry]:
-        """The connection has ended: returns what can get no lease any more."""
+        """Note the end of the connection; return entries that cannot get their first lease any more."""
         self._heard_s = None
         return self.waiting()
 
     def waiting(self) -> List[Entry]:
-        """Return what waits for its first lease."""
+        """Return entries that wait for their first lease."""
         return [entry for entry in self._living() if entry.renewed_s is None]
 
     @property
     def renew_every_s(self) -> Optional[float]:
-        """How often the controller has to be asked; None: nothing here has a lease."""
+        """Seconds between Pings; None if no entry has a lease."""
         return min((entry.lease_s for entry in self._living()), default=0.0) / RENEWALS or None
 
     def _living(self) -> List[Entry]:
@@ -86,11 +86,11 @@ class Leases:
         try:
             self._spool.renew(entry.token, asked_s)
         except OSError as error:
-            self._log("cannot renew the lease of %s: %s" % (entry.token, error))  # then its shepherd ends it
+            self._log("cannot renew the lease of %s: %s" % (entry.token, error))  # its shepherd ends the step
 
 
 class Renewals:
-    """The agent's questions to the one controller it has."""
+    """The agent's Pings to its controller."""
 
     def __init__(self, loop: Loop, leases: Leases, send: Callable[[protocol.Message], Any]) -> None:
         self._loop = loop
@@ -102,7 +102,7 @@ class Renewals:
         self._timer: Optional[Timer] = None
 
     def keep_on(self, connected: bool) -> None:
-        """Ask now if something waits for the answer, else when it is due. To be called after each turn of the loop."""
+        """Send a Ping now if an entry waits for its first lease, else when it is due. Call it after each turn of the loop."""
         every_s = self._leases.renew_every_s if connected else None
         if every_s is None:
             if self._timer is not None:
@@ -124,7 +124,7 @@ class Renewals:
         self._send(protocol.Ping(self._number))
 
     def answered(self, number: int) -> Optional[float]:
-        """Take an answer; return when its question was asked, None if it renews nothing."""
+        """Return when the answered Ping was sent, None if the answer renews nothing."""
         asked_s = self._asked.pop(number, None)
         if asked_s is None or (self._last_s is not None and asked_s <= self._last_s):
             return None
@@ -133,13 +133,13 @@ class Renewals:
         return asked_s
 
     def forget(self) -> None:
-        """The connection is another one, or there is none: answers of the old one renew nothing."""
+        """Ignore answers to earlier Pings: the connection has ended."""
         self._asked.clear()
         self._last_s = None
 
 
 class StepLease:
-    """One step's lease, as its shepherd sees it."""
+    """The lease of one step, as its shepherd sees it."""
 
     def __init__(self, launch: protocol.Launch, read: Callable[[], Optional[float]]) -> None:
         self.lasts_for_ever = launch.lease != protocol.KILL or launch.lease_s <= 0
@@ -149,9 +149,9 @@ class StepLease:
         self._renewed_s: Optional[float] = None
 
     def left_s(self) -> float:
-        """Return for how long the step may go on until it is told to end; at or below 0: since when it should have been.
+        """Return the seconds until SIGTERM is due; 0 or less if it is overdue by that much.
 
-        Its spool entry is asked when what is known has run out.
+        The spool entry is read when the known lease has run out.
         """
         left_s = self._left_s()
         if left_s <= 0:
@@ -166,7 +166,7 @@ class StepLease:
 
 
 def write_renewal(entry: str, asked_s: float) -> None:
-    """Note in the spool entry when the step's lease was renewed last. In place: a full disk does not keep it from that."""
+    """Write the time of a renewal into the spool entry, in place, so that a full disk does not prevent it."""
     text = "%020.3f %020.3f\n" % (asked_s, asked_s)
     fd = os.open(_path(entry), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -176,7 +176,7 @@ def write_renewal(entry: str, asked_s: float) -> None:
 
 
 def read_renewal(entry: str) -> Optional[float]:
-    """Return what was noted; None if there is nothing, or it is being written at this moment."""
+    """Return the last renewal; None if there is none or it is being written."""
     try:
         with open(_path(entry), "rb") as file:
             words = file.read(64).split()

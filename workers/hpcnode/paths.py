@@ -1,6 +1,6 @@
-"""Where things of one agent lie, and how its programs are run again: paths below its root, the socket, the shims.
+"""Paths below an agent's root, its socket, and how its programs are run again.
 
-A unix socket's path has 107 bytes at most; when the root's is too long, the socket lies in a private directory under /tmp.
+A path of a unix socket has at most 107 bytes. If the root's path is too long, the socket is in a private directory in /tmp.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def socket_path(root: str) -> str:
     path = os.path.join(root, "agent.sock")
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
         return path
-    import hashlib  # most paths are short enough; see `agent` for what an import costs
+    import hashlib  # rarely needed; see `agent` on the cost of imports
 
     digest = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     return "/tmp/hpcnode-%d/%s.sock" % (os.geteuid(), digest)  # noqa: S108 - make_socket_folder checks its owner
 
 
 def make_socket_folder(path: str) -> None:
-    """Make the directory of the socket if it is not there. Raises PermissionError if it is somebody else's."""
+    """Create the directory of the socket. Raises PermissionError if it belongs to another user."""
     folder = os.path.dirname(path)
     mode = 0o711 if os.geteuid() == 0 else 0o700
     try:
@@ -45,7 +45,7 @@ def make_socket_folder(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory of ours with all in it, if it is there; what cannot be deleted stays."""
+    """Delete a directory with its contents, as far as that is possible; it need not exist."""
     for folder, folders, files in os.walk(path, topdown=False):
         for delete, names in ((os.unlink, files), (os.rmdir, folders)):
             for name in names:
@@ -62,27 +62,27 @@ def _try(delete: Callable[[str], None], path: str) -> None:
 
 
 def program() -> str:
-    """Return what Python is to run to get this program again: the bundle, or the package's directory."""
+    """Return the path that Python runs to start this program: the bundle, or the package's directory."""
     here = os.path.dirname(os.path.abspath(__file__))
     bundle = os.path.dirname(here)
     return bundle if os.path.isfile(bundle) else here
 
 
 def version() -> str:
-    """Return which bundle this is: its hash, `source` for a directory."""
+    """Return the hash of this bundle, `source` for a directory."""
     match = _BUNDLE.search(program())
     return match.group(1) if match else "source"
 
 
 def command(*words: str, source: str = "") -> List[str]:
-    """Return the argument vector that runs this program with `words`, isolated from the user's Python settings."""
+    """Return the command that runs this program with `words`, isolated from the user's Python settings."""
     return [sys.executable, "-I", "-S", source or program(), *words]
 
 
 def delete_old_bundles(root: str, in_use: Callable[[bytes], bool], now_s: float) -> List[str]:
-    """Delete the bundles of other versions that no process runs from; return their names.
+    """Delete unused bundles of other versions; return their names.
 
-    Not those that came a moment ago: somebody is about to start from one.
+    New bundles stay, because a process may be about to start from one.
     """
     deleted = []
     ours = os.path.basename(program())
@@ -97,10 +97,9 @@ def delete_old_bundles(root: str, in_use: Callable[[bytes], bool], now_s: float)
 
 
 def unpack(root: str) -> str:
-    """Return what Python is to run of this bundle's modules, unpacked and compiled for it; unpack them if they are not yet.
+    """Unpack and compile this bundle's modules, if need be; return the file that Python runs. Raises OSError.
 
-    A step command that starts from the bundle itself compiles its modules each time, which takes most of its time; to
-    start from a directory takes longer than from a file. Raises OSError.
+    A step command that starts from the bundle would compile its modules each time, which takes most of its run time.
     """
     name = "steps-%s-%s" % (version(), sys.implementation.cache_tag)
     path = os.path.join(root, name)
@@ -111,13 +110,13 @@ def unpack(root: str) -> str:
             os.rename(coming, path)
         except OSError:
             remove_tree(coming)
-            if not os.path.isdir(path):  # else somebody was quicker
+            if not os.path.isdir(path):  # else another process was quicker
                 raise
     return os.path.join(path, "hpcnode", "__main__.py")
 
 
 def unpack_aside(root: str, log: Callable[[str], None]) -> None:
-    """Let hrun and hrsh start from compiled modules; in a child, because that takes a while; who calls reaps it."""
+    """Let hrun and hrsh start from compiled modules. A child unpacks them; the caller reaps it."""
     if version() == "source":
         return
     try:
@@ -136,7 +135,7 @@ def unpack_aside(root: str, log: Callable[[str], None]) -> None:
 
 
 def _unpack_to(folder: str) -> None:
-    import py_compile  # these are for whoever unpacks, once for each version: no agent need have them in memory
+    import py_compile  # needed once per version, in a child; see `agent` on the cost of imports
     import zipfile
 
     with zipfile.ZipFile(program()) as bundle:
@@ -150,7 +149,7 @@ def _unpack_to(folder: str) -> None:
 
 
 def delete_old_steps(root: str, in_use: Callable[[bytes], bool], now_s: float) -> List[str]:
-    """Delete what `unpack` of other versions has left and no process runs from; return the names."""
+    """Delete unused directories that `unpack` of other versions made; return their names."""
     deleted = []
     ours = "steps-%s-%s" % (version(), sys.implementation.cache_tag)
     for name in sorted(os.listdir(root)):
@@ -164,9 +163,9 @@ def delete_old_steps(root: str, in_use: Callable[[bytes], bool], now_s: float) -
 
 
 def write_shims(root: str, source: str = "") -> None:
-    """Put hrun, hrsh, hpty and htun into ROOT/bin, and what has Slurm's name into ROOT/bin/slurm.
+    """Write hrun, hrsh, hpty and htun to ROOT/bin, and the commands with Slurm's names to ROOT/bin/slurm.
 
-    They are for this bundle, or for `source`, which is what Python is to run instead of it.
+    They run this bundle, or `source` if that is given.
     """
     folder = os.path.join(root, "bin")
     for each in (folder, os.path.join(folder, "slurm")):

@@ -1,34 +1,34 @@
-"""The node's memory of what it was asked to run: one directory for each token, on the node's own disk.
+"""The spool: what a node was asked to run, one directory for each token, on the node's own disk.
 
-    ROOT/epochs               the controllers' terms that were seen, by incarnation
+    ROOT/epochs               the incarnations and epochs of controllers that were seen
     ROOT/seq                  every report number below this may have been used
     ROOT/spool/TOKEN/spec     the Launch; the directory itself is the claim
-                     lock     another name of the same file, held by the shepherd as long as it lives, and by what it has
-                              forked but not released
-                     started  who runs: written before the program is released
-                     final    how it ended, or that it never will run
-                     lease    when the controller was heard of last (see `lease`)
-    ROOT/spool/identity       which spool this is (see `identity`)
-    ROOT/spool/done_log, .1     tokens that are over and were acknowledged
-    ROOT/jobs/TOKEN           the batch script, its user's to read and to run
-    ROOT/spare                files of removed entries, to be written anew: see below
+                     lock     a second name of that file, locked by the shepherd as long as it lives, and by forked tasks
+                              until their release
+                     started  which processes run; written before the tasks are released
+                     final    how the step ended, or that it never runs
+                     lease    when the lease was renewed last (see `lease`)
+    ROOT/spool/identity       which spool this is, see `identity_of`
+    ROOT/spool/done_log[.1]   ended and acknowledged tokens, see `DoneLog`
+    ROOT/jobs/TOKEN           the batch script; its user may read and run it
+    ROOT/spare                files of removed entries, for reuse
 
-What is durable when, and why that is enough for *never twice*:
-- A claim need not survive a power failure by itself: until `started` is durable nothing was released, and after a power
-  failure nothing runs. So `mkdir` and `spec` are only written (they survive the agent), and the fsyncs of `started` (file,
-  entry, spool) make the claim durable with it, before the program is released. They run in the shepherds, side by side.
-- `final` is durable before it is reported. A tombstone (bar) is durable before it is reported; on a full disk, instead of it,
-  that the entry has no `spec` any more (`void`).
-- An epoch is durable before a command of that controller is obeyed.
-- An entry goes only when its final report was acknowledged, and after the log has it.
+What is durable when, and why that is enough for "never twice":
+- A claim need not survive a power failure by itself: nothing was released before `started` is durable, and nothing runs after a
+  power failure. So `mkdir` and `spec` are only written. The fsyncs of `started` (file, entry, spool) make the claim durable
+  with it, before the release. They run in the shepherds, in parallel.
+- `final` is durable before it is reported. A tombstone is durable before it is reported; on a full disk, the removal of `spec`
+  takes its place (`invalidate`).
+- An epoch is durable before an order of that controller is carried out.
+- An entry is removed only after its final report was acknowledged and the done log has its token.
 
-To make a file takes some file systems longer than all the rest (ext4 looks through what was deleted of late), so what held
-`started` and `final` of a removed entry is lent to a later one, as `started.new` and `final.new`. Nobody reads those; they are
-emptied, written and synced before they get a name that counts, as new ones would be. After a power failure a file might still
-have its name here, too: so no agent uses what it finds, and scripts and specs, which are not synced, are never lent.
+Some file systems are slow to create files (ext4 searches recently deleted inodes). So the files of `started` and `final` of a
+removed entry are reused by a later one, as `started.new` and `final.new`. These names are never read; the files are emptied,
+written and synced before they get their final name. After a power failure a spare file might still have its old name as well.
+So a new agent uses no spare files that it finds, and scripts and specs, which are not synced, are never reused.
 
-Knows nothing of processes, sockets and clocks. Its directories are 0700 and the agent's own, `jobs` 0711: no job's user can
-make or replace a name in them, so paths are safe here.
+It knows nothing of processes, sockets and clocks. Its directories are 0700 and the agent's own, `jobs` is 0711. No job's user
+can make or replace a name in them, so paths are safe here.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from hpcnode.os.faults import CrashPoints
 from hpcnode.wire import protocol
 from hpcnode.wire.tokens import Life, Token, read_token
 
-# ----- what is over for good: the log that keeps a late, doubled Launch from running again after its entry has gone
+# ----- the done log: keeps a late or doubled Launch from running again after its entry was removed
 # Two kinds of lines, in `spool/done_log` and (older) `spool/done_log.1`:
 #     t TOKEN                       this token is over and was acknowledged
-#     j INCARNATION JOB ATTEMPT     nothing of this job's attempts up to this one may start here (ATTEMPT-STAY: see `tokens`)
+#     j INCARNATION JOB ATTEMPT     no attempt of this job up to this one may start here (ATTEMPT-STAY: see `tokens`)
 #
-# The log is durable before an entry is removed, and before an EndJob is obeyed. It is bounded: when `done_log` has LINES lines it
-# becomes `done_log.1` and that is dropped, so at least the last LINES facts are known. What makes a launch later than that
-# impossible is not this log but the channel: it keeps order, the controller sends an Ack only after it has committed the end of
-# that token and never launches it after that, an older controller is refused by its epoch, and a restored one is of another
-# incarnation. The log is for what remains: a frame that was doubled or delayed within one controller's term.
+# The log is durable before an entry is removed, and before an EndJob is carried out. It is bounded: at LINES lines `done_log`
+# replaces `done_log.1`, so at least the last LINES facts are known. Later launches are excluded by the channel: it keeps
+# the order, the controller sends an Ack only after it has committed the end of that token and never launches it again, a lower
+# epoch is refused, and a restored controller has another incarnation. The log covers frames that are doubled or delayed
+# within one epoch.
 
 
 LINES = 32_768
@@ -67,7 +67,7 @@ class _DoneFile:
         self.lines = 0
 
     def take(self, line: str) -> None:
-        """Learn one line; a line cut off by a power failure says nothing (its fsync never returned)."""
+        """Add one line. A line that a power failure cut off is ignored: its fsync never returned."""
         self.lines += 1
         words = line.split(" ")
         if words[0] == "t" and len(words) == 2:
@@ -89,7 +89,7 @@ class _DoneFile:
 
 
 class DoneLog:
-    """The tokens and attempts that are over on this node."""
+    """The ended tokens and attempts of this node."""
 
     def __init__(self, folder: str, faults: CrashPoints, lines: int = LINES) -> None:
         self._folder = folder
@@ -108,16 +108,16 @@ class DoneLog:
         )
 
     def is_noted(self, text: str) -> bool:
-        """Return whether this very token was noted."""
+        """Return whether exactly this token was added."""
         token = read_token(text)
         return token is not None and any(_name(token) in part.nonces for part in (self._newer, self._older))
 
     def add(self, tokens: Iterable[str]) -> None:
-        """Note these tokens durably."""
+        """Add these tokens durably."""
         self._append(["t " + text for text in tokens])
 
     def end_attempts(self, job: Tuple[str, int], life: Life) -> None:
-        """Note durably that no attempt of the job up to this one (of its last: no stay up to this) may start here."""
+        """Record durably that no attempt of the job up to this one may start here (of this one: no stay up to this)."""
         if all(part.floors.get(job, NEVER) < life for part in (self._newer, self._older)):
             attempt, stay = life
             self._append(["j %s %d %d%s" % (*job, attempt, "-%d" % stay if stay else "")])
@@ -147,7 +147,7 @@ class DoneLog:
 
 
 def _name(token: Token) -> bytes:
-    """Return what no other token of this node has: the claims of one attempt share a nonce, each has a stay of its own."""
+    """Return bytes unique to the token on this node: claims of one attempt share a nonce, and differ in their stay."""
     return bytes.fromhex(token.nonce) + (b"%d" % token.stay if token.stay else b"")
 
 
@@ -164,7 +164,7 @@ def _read_done(path: str) -> _DoneFile:
 
 
 SEQ_BLOCK = 1_000_000
-TRY_BYTES = 64 << 10  # what an entry with a script may take
+TRY_BYTES = 64 << 10  # size of an entry with a script
 MAX_FORMER_INCARNATIONS = 64
 KEPT = frozenset({"spec", "lock", "started", "final"})
 RECORDS = ("started", "final")
@@ -172,17 +172,17 @@ MAX_SPARE = 256  # files
 
 
 class Found(NamedTuple):
-    """One entry as it is on the disk. Whatever is missing or was cut off by a power failure is None."""
+    """One entry on disk. Files that are missing or were cut off by a power failure are None."""
 
     token: str
     launch: Optional[protocol.Launch]
-    boot_id: str  # of the boot in which it was claimed
+    boot_id: str  # the boot in which it was claimed
     started: Optional[Dict[str, Any]]
     final: Optional[Dict[str, Any]]
 
 
 class Epochs(NamedTuple):
-    """Which controller this node obeys: `epoch` of `incarnation`; those in `former` never again."""
+    """The accepted controller: `epoch` of `incarnation`. Incarnations in `former` are refused."""
 
     incarnation: str
     epoch: int
@@ -202,7 +202,7 @@ class Spool:
         os.makedirs(self.path, 0o700, exist_ok=True)
         os.makedirs(self.jobs, 0o711, exist_ok=True)
         os.makedirs(self.spare, 0o700, exist_ok=True)
-        sync_way_to(os.path.abspath(root))  # what is durable below is only as durable as the way to it
+        sync_way_to(os.path.abspath(root))  # a name is only as durable as the names above it
         os.chmod(self.jobs, 0o711 if os.geteuid() == 0 else 0o700)
         self.done_log = DoneLog(self.path, faults)
 
@@ -221,7 +221,7 @@ class Spool:
         self._faults.reached("epoch.after")
 
     def reserve_seqs(self, used_below: int = 0) -> Tuple[int, int]:
-        """Reserve numbers for reports: returns [first, end), durably ours, above all that were ever used."""
+        """Reserve report numbers durably; return [first, end), above all numbers ever used."""
         stored = (read_object(os.path.join(self.root, "seq")) or {}).get("end", 1)
         first = max(stored, used_below)
         write_durably(self.root, "seq", to_bytes({"end": first + SEQ_BLOCK}))
@@ -238,7 +238,7 @@ class Spool:
         return os.path.join(self.jobs, token)
 
     def claim(self, launch: protocol.Launch, script: bytes, boot: str, owner: Tuple[int, int]) -> bool:
-        """Claim the token; False if it was claimed or revoked before. The script is its user's to read and to run."""
+        """Claim the token; return False if it was claimed or revoked before. Its user may read and run the script."""
         entry = self.entry(launch.token)
         self._faults.reached("claim.before")
         try:
@@ -257,7 +257,7 @@ class Spool:
         return True
 
     def _reuse_files(self, entry: str) -> None:
-        """Put spare files where the entry's records are going to be written, if there are some."""
+        """Move spare files to the temporary names of the entry's records, if there are spare files."""
         for record in RECORDS:
             self._spare_names = self._spare_names or os.listdir(self.spare)
             if not self._spare_names:
@@ -265,7 +265,7 @@ class Spool:
             try:
                 os.rename(os.path.join(self.spare, self._spare_names.pop()), os.path.join(entry, record + ".new"))
             except OSError:
-                return  # then the record's writer makes one
+                return  # then the record's writer creates one
 
     def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int]) -> None:
         path = self.script(token)
@@ -274,7 +274,7 @@ class Spool:
             os.chown(path, *owner, follow_symlinks=False)
 
     def revoke(self, token: str, final: Dict[str, Any]) -> bool:
-        """Leave a tombstone for a token without a claim; False if there is an entry."""
+        """Write a tombstone for a token without a claim; return False if it has an entry."""
         self._faults.reached("revoke.before")
         try:
             os.mkdir(self.entry(token), 0o700)
@@ -285,44 +285,44 @@ class Spool:
         return True
 
     def invalidate(self, token: str) -> None:
-        """Take the launch out of an entry, durably, so that no later agent starts it. Needs no room on the disk."""
+        """Remove the launch of an entry durably, so that no later agent starts it. Needs no disk space."""
         entry = self.entry(token)
         try:
             os.unlink(os.path.join(entry, "spec"))
         except FileNotFoundError:
-            return  # it never had one, or is no entry at all
+            return  # it never had one, or there is no entry
         sync_folder(entry)
 
     def write_started(self, token: str, record: Dict[str, Any]) -> None:
-        """Make durable who runs, and with it the claim."""
+        """Make durable which processes run, and with them the claim."""
         self._faults.reached("started.before")
         write_durably(self.entry(token), "started", to_bytes(record), parents=(self.path,))
         self._faults.reached("started.after")
 
     def write_final(self, token: str, record: Dict[str, Any]) -> None:
-        """Make durable how it ended; whatever stood there first stays."""
+        """Make durable how the step ended. An existing record stays."""
         self._faults.reached("final.before")
         entry = self.entry(token)
         if not os.path.exists(os.path.join(entry, "final")):
-            named = os.path.exists(os.path.join(entry, "started"))  # then the entry's own name is durable already
+            named = os.path.exists(os.path.join(entry, "started"))  # then the entry's name is durable already
             write_durably(entry, "final", to_bytes(record), parents=() if named else (self.path,))
         self._faults.reached("final.after")
 
     def renew(self, token: str, asked_s: float) -> None:
-        """Note when the step's lease was renewed last."""
+        """Record when the step's lease was renewed."""
         write_renewal(self.entry(token), asked_s)
 
     def renewed_s(self, token: str) -> Optional[float]:
-        """Return when the step's lease was renewed last, as far as that is noted."""
+        """Return when the step's lease was renewed last, None if that was not recorded."""
         return read_renewal(self.entry(token))
 
     def try_to_write(self) -> None:
-        """Find out whether a claim could be kept. Raises OSError if it could not."""
+        """Try to write as much as a claim needs. Raises OSError."""
         write_durably(self.path, "try", bytes(TRY_BYTES))
         os.unlink(os.path.join(self.path, "try"))
 
     def read(self, token: str) -> Found:
-        """Return what the disk says of a token that has an entry."""
+        """Return the entry of a token on disk."""
         entry = self.entry(token)
         launch, boot = self._read_spec(entry)
         return Found(
@@ -334,7 +334,7 @@ class Spool:
         )
 
     def read_launch(self, token: str) -> Optional[protocol.Launch]:
-        """Return what a claimed token is to run, None if its entry does not say."""
+        """Return the launch of a claimed token, None if its entry has none."""
         return self._read_spec(self.entry(token))[0]
 
     def _read_spec(self, entry: str) -> Tuple[Optional[protocol.Launch], str]:
@@ -343,9 +343,9 @@ class Spool:
         return _launch(spec), boot
 
     def open_lock(self, token: str) -> int:
-        """Return a descriptor of the entry's lock file, to be locked by the caller.
+        """Return a descriptor of the entry's lock file for the caller to lock.
 
-        The lock is a second name of the spec: a file system may take a good part of a launch to make one file more.
+        The lock is a second name of the spec, because creating a file can take a good part of a launch.
         """
         entry = self.entry(token)
         path = os.path.join(entry, "lock")
@@ -357,11 +357,11 @@ class Spool:
         try:
             os.link(os.path.join(entry, "spec"), path, follow_symlinks=False)
         except OSError:
-            flags |= os.O_CREAT  # a file system without second names, or an entry without a spec
+            flags |= os.O_CREAT  # a file system without hard links, or an entry without a spec
         return os.open(path, flags, 0o600)
 
     def load(self) -> List[Found]:
-        """Return all entries. One that holds nothing yet says nothing: its maker died before it had answered anybody."""
+        """Return all entries. Remove empty ones: their agent died before it reported anything."""
         for name in os.listdir(self.spare):
             os.unlink(os.path.join(self.spare, name))
         names = [name for name in sorted(os.listdir(self.path)) if read_token(name) is not None]
@@ -371,19 +371,19 @@ class Spool:
         left = [name for name in names if name not in empty]
         over = [name for name in left if self.done_log.is_noted(name)]
         for name in over:
-            self._remove(name)  # an agent before us had not come to it
+            self._remove(name)  # an earlier agent had no time for it
         for name in set(os.listdir(self.jobs)).difference(left):
             os.unlink(self.script(name))  # a power failure took its entry
         return [self.read(name) for name in left if name not in over]
 
     def note_finished(self, tokens: List[str]) -> None:
-        """Make durable that these acknowledged tokens are over: their entries may go."""
+        """Make durable that these acknowledged tokens are over, so that their entries may be removed."""
         self._faults.reached("forget.before")
         self.done_log.add(tokens)
         self._faults.reached("forget.noted")
 
     def remove(self, tokens: Iterable[str]) -> None:
-        """Remove entries. Slow on some file systems, so the agent lets a child do it; what stays is found at its start."""
+        """Remove entries. A child of the agent does it, because it can be slow; a new agent finds what is left."""
         room = MAX_SPARE - len(os.listdir(self.spare))
         for token in tokens:
             self._remove(token, keep_records=room > 0)
@@ -395,7 +395,7 @@ class Spool:
         try:
             os.unlink(self.script(token))
         except FileNotFoundError:
-            pass  # a step without one
+            pass  # a step has none
         for name in os.listdir(entry):
             if keep_records and name in RECORDS:
                 os.rename(os.path.join(entry, name), os.path.join(self.spare, "%s.%s" % (token, name)))
@@ -410,7 +410,7 @@ def _launch(spec: Optional[Dict[str, Any]]) -> Optional[protocol.Launch]:
     try:
         launch = protocol.from_json(spec)
     except protocol.WireError:
-        return None  # an agent of another version wrote it
+        return None  # written by an agent of another version
     return launch if isinstance(launch, protocol.Launch) else None
 
 
@@ -421,6 +421,19 @@ def token_of(found: Found) -> Token:
     return token
 
 
+# ----- the identity of a spool: no other directory has it, on this machine or on another one
+#     ROOT/spool/identity   {"id": 32 random hex digits, "upgraded": whether a version without identities used the spool before}
+#
+# The controller remembers for each launch the spool that it was sent to. The inventory of another spool proves nothing about the
+# launch: it may still run in a directory, or on a machine, that the node's name does not lead to any more.
+#
+# The machine's id and the file's inode are parts of the identity, so a copied directory, and a directory that several machines
+# see through a network file system, are other spools. `hardware` tells machines apart that were cloned from one image and share
+# /etc/machine-id; it is empty if nothing can be found out (in a container, for example). The controller keeps hashes only.
+#
+# The file is made once, by link(2): a crash leaves it whole or absent. It is never replaced. Source: machine-id(5).
+
+
 IDENTITY = "identity"
 MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 NETWORK = "/sys/class/net"
@@ -428,7 +441,7 @@ PRODUCT_UUID = "/sys/class/dmi/id/product_uuid"
 
 
 def identity_of(spool: str, environ: Mapping[str, str]) -> Dict[str, Any]:
-    """Return the identity of the spool directory; make it if there is none. Raises OSError."""
+    """Return the identity of the spool directory; create it if there is none. Raises OSError."""
     path = os.path.join(spool, IDENTITY)
     record = read_object(path)
     if record is None:
@@ -444,7 +457,7 @@ def identity_of(spool: str, environ: Mapping[str, str]) -> Dict[str, Any]:
 
 
 def make_identity(spool: str) -> None:
-    """Make the file, durably; one that another process has made meanwhile stays. Raises OSError."""
+    """Create the file durably; a file that another process created meanwhile stays. Raises OSError."""
     path = os.path.join(spool, IDENTITY)
     upgraded = os.path.exists(os.path.join(os.path.dirname(spool), "epochs"))
     data = to_bytes({"id": os.urandom(16).hex(), "upgraded": upgraded})
@@ -461,16 +474,16 @@ def make_identity(spool: str) -> None:
         except FileExistsError:
             pass
         except OSError:
-            os.rename(temporary, path)  # a file system without second names; the agent's lock keeps others away
+            os.rename(temporary, path)  # a file system without hard links; the agent's lock excludes others
     finally:
         _unlink(temporary)
     sync_folder(spool)
 
 
 def machine_id(environ: Mapping[str, str]) -> str:
-    """Return what /etc/machine-id says, or the host's name where there is none.
+    """Return /etc/machine-id, or the host name if there is none.
 
-    HPCNODE_MACHINE_ID is for machines that are simulated on one.
+    HPCNODE_MACHINE_ID overrides it for simulated machines.
     """
     if environ.get("HPCNODE_MACHINE_ID"):
         return environ["HPCNODE_MACHINE_ID"]
@@ -482,14 +495,14 @@ def machine_id(environ: Mapping[str, str]) -> str:
 
 
 def hardware(environ: Mapping[str, str]) -> List[str]:
-    """Return what the firmware and the network devices say of the machine; empty if nothing does."""
+    """Return ids of the firmware and the network devices; empty if there are none."""
     if environ.get("HPCNODE_MACHINE_ID"):
         return ["simulated"]
     return [mark for mark in (_first_line(PRODUCT_UUID), *sorted(_addresses())) if mark]
 
 
 def _addresses() -> Iterator[str]:
-    """Yield the addresses of network devices that are more than software."""
+    """Yield the addresses of hardware network devices."""
     try:
         names = os.listdir(NETWORK)
     except OSError:

@@ -78,7 +78,7 @@ def entry(name: str, uid: int, *, password: str = "x", login: str = "/bin/sh") -
     [
         (entry("root", 0), "", "its uid 0 is below allow_uid_below = 1000"),
         (entry("www-data", 33, login="/usr/sbin/nologin"), "", "its uid 33 is below"),
-        (entry("nobody", 65534), "", "it is nobody's account"),
+        (entry("nobody", 65534), "", "it is the account nobody"),
         (
             entry("svc", 1500, login="/usr/sbin/nologin"),
             "svc:!:1::::::",

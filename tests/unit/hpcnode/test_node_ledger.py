@@ -274,7 +274,7 @@ def test_commands_of_an_older_epoch_or_another_incarnation_are_dropped() -> None
     assert (world.sent, world.shepherds.starts) == ([], [])
     assert "dropped" in world.logged[-1]
     assert world.ledger.epochs.begin("0123456789", 1) == ""
-    assert "of the past" in world.ledger.epochs.begin(INCARNATION, 9)
+    assert "in the past" in world.ledger.epochs.begin(INCARNATION, 9)
     world.launch(token(), epoch=9)
     assert world.shepherds.starts == []
 

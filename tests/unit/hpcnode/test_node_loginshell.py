@@ -36,7 +36,7 @@ exit 3
     ],
 )
 def test_which_first_lines_ask_for_a_login_shell(line: str, expected: bool) -> None:
-    assert task.is_one(line.split(None, 1)) is expected
+    assert task.is_login_script(line.split(None, 1)) is expected
 
 
 def test_the_profile_is_read_and_our_commands_are_found(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_task_without_a_program_says_so(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("0-1 true\n1 false\n", "line 2: tasks 1 have a program already"),
-        ("3-1 true\n", "line 1: 3-1 are no tasks"),
+        ("3-1 true\n", "line 1: 3-1 are not tasks"),
         ("true\n", "line 1: it begins with 'true', not with tasks as 0-3,7 or *"),
         ("0\n", "line 1: tasks 0 have no program"),
         ("0 'true\n", "line 1: No closing quotation"),

@@ -16,40 +16,49 @@ from hpcnode.os.loop import Loop
 from hpcnode.os.process import Identity
 from hpcnode.shepherd.assignment import Assignment, Own, Setting
 from hpcnode.shepherd.shepherd import Shepherd
-from hpcnode.shepherd.step_state import BEFORE_RELEASE, NEXT, RUNNING, Event, State, TransitionError, after, allows
+from hpcnode.shepherd.step_state import (
+    BEFORE_RELEASE,
+    NEXT,
+    RUNNING,
+    StepEvent,
+    StepState,
+    TransitionError,
+    after,
+    allows,
+)
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
 from hpcnode.wire.shepherd_messages import EndCommitted, TasksStarted
 
-OVER = frozenset(State) - BEFORE_RELEASE - RUNNING
+OVER = frozenset(StepState) - BEFORE_RELEASE - RUNNING
 
 
 def test_a_step_passes_through_all_states_in_order() -> None:
-    state, passed = State.PREPARING, [State.PREPARING]
+    state, passed = StepState.PREPARING, [StepState.PREPARING]
     for event in (
-        Event.TASKS_READY,
-        Event.RELEASE,
-        Event.END,
-        Event.TREE_EMPTY,
-        Event.RECORD,
-        Event.REPORT,
-        Event.ACKNOWLEDGE,
-        Event.LEAVE,
+        StepEvent.TASKS_READY,
+        StepEvent.RELEASE,
+        StepEvent.END,
+        StepEvent.TREE_EMPTY,
+        StepEvent.RECORD,
+        StepEvent.REPORT,
+        StepEvent.ACKNOWLEDGE,
+        StepEvent.LEAVE,
     ):
         state = after(state, event)
         passed.append(state)
-    assert passed == list(State)
+    assert passed == list(StepState)
 
 
 def test_every_state_is_reached_and_every_event_is_used() -> None:
-    reached = {State.PREPARING} | {state for row in NEXT.values() for state in row.values()}
-    assert reached == set(NEXT) == set(State)
-    assert {event for row in NEXT.values() for event in row} == set(Event)
+    reached = {StepState.PREPARING} | {state for row in NEXT.values() for state in row.values()}
+    assert reached == set(NEXT) == set(StepState)
+    assert {event for row in NEXT.values() for event in row} == set(StepEvent)
 
 
-@pytest.mark.parametrize("state", State)
-def test_a_transition_that_the_table_does_not_have_raises(state: State) -> None:
-    for event in Event:
+@pytest.mark.parametrize("state", StepState)
+def test_a_transition_that_the_table_does_not_have_raises(state: StepState) -> None:
+    for event in StepEvent:
         if not allows(state, event):
             with pytest.raises(TransitionError, match=f"{event.name} is not allowed while the step is {state.value}"):
                 after(state, event)
@@ -63,22 +72,22 @@ def test_nothing_goes_back_to_an_earlier_part_of_its_life() -> None:
 
 
 def test_only_ready_steps_are_released_and_only_recorded_ends_are_reported() -> None:
-    assert {state for state in State if allows(state, Event.RELEASE)} == {State.READY}
-    assert {state for state in State if allows(state, Event.REPORT)} == {State.RECORDED}
-    assert {state for state in State if State.RECORDED in NEXT[state].values()} == {
-        State.OVER,
-        State.RECORDED,
-        State.REPORTED,
+    assert {state for state in StepState if allows(state, StepEvent.RELEASE)} == {StepState.READY}
+    assert {state for state in StepState if allows(state, StepEvent.REPORT)} == {StepState.RECORDED}
+    assert {state for state in StepState if StepState.RECORDED in NEXT[state].values()} == {
+        StepState.OVER,
+        StepState.RECORDED,
+        StepState.REPORTED,
     }
 
 
 def test_an_end_may_be_requested_until_the_step_is_gone() -> None:
-    assert {state for state in State if not allows(state, Event.END)} == {State.GONE}
+    assert {state for state in StepState if not allows(state, StepEvent.END)} == {StepState.GONE}
 
 
 def test_a_new_agent_hears_the_end_again() -> None:
-    assert after(State.REPORTED, Event.RECONNECT) is State.RECORDED
-    assert after(State.ACKNOWLEDGED, Event.RECONNECT) is State.ACKNOWLEDGED
+    assert after(StepState.REPORTED, StepEvent.RECONNECT) is StepState.RECORDED
+    assert after(StepState.ACKNOWLEDGED, StepEvent.RECONNECT) is StepState.ACKNOWLEDGED
 
 
 class FullSpool(Spool):
@@ -102,7 +111,7 @@ def shepherd(tmp_path: Path) -> Iterator[Shepherd]:
     ours, theirs = socket.socketpair()
     made = Shepherd(setting, job, theirs, Loop(), Own(Identity(1, 1, "boot"), [], None, False))
     made._started = TasksStarted(7, 1.0, 1.0, [(7, 1, "boot")], (1, 1, "boot"), "boot", 1.0, 1001)
-    made.state = State.RELEASED
+    made.state = StepState.RELEASED
     yield made
     ours.close()
     theirs.close()
@@ -112,19 +121,19 @@ def test_words_that_the_state_does_not_allow_are_logged_and_dropped(
     shepherd: Shepherd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shepherd._handle(EndCommitted())
-    assert shepherd.state is State.RELEASED
+    assert shepherd.state is StepState.RELEASED
     assert capsys.readouterr().err == f"the end is committed dropped: step {shepherd.token} is released\n"
 
 
 def test_an_end_request_does_not_lose_an_end_that_the_full_disk_does_not_take(shepherd: Shepherd) -> None:
-    shepherd._close(Event.TREE_EMPTY, shepherd._end_record())
-    assert shepherd.state is State.OVER
+    shepherd._close(StepEvent.TREE_EMPTY, shepherd._end_record())
+    assert shepherd.state is StepState.OVER
     shepherd.terminate()
-    assert shepherd.state is State.OVER
+    assert shepherd.state is StepState.OVER
     assert not shepherd.loop.stopped
     shepherd.setting.spool.full = False  # type: ignore[attr-defined]
     shepherd._write_final()
-    assert shepherd.state is State.GONE
+    assert shepherd.state is StepState.GONE
     found = shepherd.setting.spool.read(shepherd.token).final
     assert found is not None
     assert found["status"] == protocol.ENDED
@@ -134,7 +143,7 @@ def test_a_step_that_is_over_is_left_alone_by_its_timers(shepherd: Shepherd) -> 
     shepherd.setting.spool.full = False  # type: ignore[attr-defined]
     shepherd._suspension.begin()
     shepherd._set_time_limit(0.0)
-    shepherd._close(Event.TREE_EMPTY, shepherd._end_record())
+    shepherd._close(StepEvent.TREE_EMPTY, shepherd._end_record())
     gone = shepherd.state
     for _ in range(3):
         shepherd.loop.later(0.0, lambda: None)

@@ -1,1 +1,1 @@
-"""The agent of a node: launches what it is told, remembers it on disk, reports it."""
+"""The agent of a node: connections, launches, and the facts of the node."""

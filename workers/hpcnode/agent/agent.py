@@ -1,14 +1,12 @@
-"""The agent: our process on a node, at the far end of the controller's channel. One thread, one loop, no blocking.
+"""The agent: our process on a node, at the other end of the controller's channel. One thread, one loop, no blocking calls.
 
-It serves one controller (the newest), the step commands of the node's jobs, and its shepherds, at one unix socket. What is
-to be done with launches the `ledger` decides; here are the connections, the timers and the process itself. It is there only
-while it is needed: it ends when for a while there was neither a controller nor a living step. It may be killed at any
-moment: shepherds run on, and the next agent finds them in the spool.
+It serves one controller (the newest), the step commands of the node's jobs, and its shepherds, on one unix socket. The `ledger`
+decides what happens to launches; here are the connections, the timers and the process. The agent ends when there was neither a
+controller nor a living step for a while. It may be killed at any time: shepherds continue, and the next agent finds them in the
+spool. On SIGTERM it ends and leaves the shepherds alone, because another version takes over.
 
-SIGTERM: end now and leave the shepherds alone (another version takes over).
-
-All that it has in memory each fork maps again, and each first write into it copies: so modules that few need are imported
-where they are needed, in a child if that is possible.
+Cost of imports: each fork maps the agent's whole memory, and copies a page at its first write. So modules that are rarely needed
+are imported where they are needed, in a child if possible.
 """
 
 from __future__ import annotations
@@ -55,14 +53,14 @@ from hpcnode.wire.shepherd_messages import (
 IDLE_S = 60.0
 TICK_S = 0.1
 FORGET_S = 0.25
-RENAMED_S = 0.3  # after a controller calls it by another name: its connection has gone then
-HIGH_WATER = 8 << 20  # unsent to the controller: then the shepherds have to wait
+RENAMED_S = 0.3  # until the connection of a controller that uses another node name has closed
+HIGH_WATER = 8 << 20  # bytes unsent to the controller; above it the shepherds are paused
 LOW_WATER = 1 << 20
 ACCOUNT_AGE_S = 60.0
 
 
 class AgentError(Exception):
-    """The agent cannot run here; the text says why."""
+    """The agent cannot run here; the text is the reason."""
 
 
 class Agent:
@@ -84,7 +82,7 @@ class Agent:
         self._protect()
         cgroup_base = cgroup.find_base()
         if cgroup_base is not None:
-            cgroup.remove_empty(cgroup_base)  # of agents that were killed
+            cgroup.remove_empty(cgroup_base)  # of killed agents
         setting = Setting(
             spool=self._spool,
             faults=self._faults,
@@ -107,20 +105,20 @@ class Agent:
         self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
         self._accounts: Dict[Tuple[str, int], Tuple[float, user.UserAccount]] = {}
         self._helpers = helpers.Helpers(self._loop)
-        awaited = ResumableClients(root, self._boot_id)
-        self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], awaited, log)
+        resumable = ResumableClients(root, self._boot_id)
+        self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], resumable, log)
         self._handlers = self._make_handlers()
         self._controller: Optional[Stream] = None
         self._welcomed = False
-        self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not asked yet
-        self._watchers: Dict[str, List[protocol.Address]] = {}  # who else is sent the output of a token
+        self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not known yet
+        self._watchers: Dict[str, List[protocol.Address]] = {}  # other readers of the output of a token
         self._paused = False
         self._idle_timer: Optional[Timer] = None
         self._tick_timer: Optional[Timer] = None
         self._forget_timer: Optional[Timer] = None
 
     def run(self, ready_fd: int) -> None:
-        """Serve until nobody needs us any more; a byte to `ready_fd` says that the socket answers."""
+        """Serve until the agent is not needed any more. Write a line to `ready_fd` when the socket answers."""
         paths.write_shims(self.root)
         self._shepherds.on_message = self._from_shepherd
         self._shepherds.on_gone = self._shepherd_gone
@@ -145,7 +143,7 @@ class Agent:
         self._loop.after_turn = self._after_turn
         gc.collect()
         process.return_free_memory()
-        gc.freeze()  # a shepherd's collector must not touch, and so copy, what it shares with us
+        gc.freeze()  # a shepherd's garbage collector must not write to, and so copy, shared pages
         self._tidy()
         paths.unpack_aside(self.root, log)
         self._loop.run()
@@ -154,19 +152,19 @@ class Agent:
         listener.close()
 
     def _tidy(self) -> None:
-        """Delete what versions before us have left and nothing runs from: shepherds and step commands of theirs live on."""
+        """Delete unused files of earlier versions. Their shepherds and step commands may still run."""
         if paths.version() == "source":
             return
         try:
             old = paths.delete_old_bundles(self.root, process.is_named, time.time())
             for name in (*old, *paths.delete_old_steps(self.root, process.is_named, time.time())):
-                log("deleted %s: nothing runs from it any more" % name)
+                log("deleted %s: no process runs from it" % name)
         except OSError as error:
             log("cannot delete old bundles: %s" % error)
 
     def _protect(self) -> None:
         os.umask(0o077)
-        process.become_subreaper()  # orphans of a killed shepherd come to us, not to init
+        process.become_subreaper()  # so that orphans of a killed shepherd become our children
         if os.geteuid() == 0:
             try:
                 with open("/proc/self/oom_score_adj", "w") as file:
@@ -178,12 +176,12 @@ class Agent:
         path = self._socket_path
         paths.make_socket_folder(path)
         try:
-            os.unlink(path)  # we hold the lock: it is of an agent that is gone
+            os.unlink(path)  # of an ended agent: we hold the lock
         except FileNotFoundError:
             pass
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
-        os.chmod(path, 0o666 if os.geteuid() == 0 else 0o600)  # who asks is checked for each connection
+        os.chmod(path, 0o666 if os.geteuid() == 0 else 0o600)  # the peer of each connection is checked
         listener.listen(128)
         listener.setblocking(False)
         self._loop.watch(listener.fileno(), READ, lambda _events: self._accept(listener))
@@ -202,7 +200,7 @@ class Agent:
             try:
                 self._clients.accept(sock)
             except Exception:
-                log_exception("a connection of uid %d is closed: it cannot be taken" % uid)
+                log_exception("a connection of uid %d is closed: it cannot be accepted" % uid)
                 sock.close()
 
     # ----- the controller
@@ -210,7 +208,7 @@ class Agent:
     def take_over(
         self, stream: Stream, uid: int, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
     ) -> bool:
-        """Take a connection that began with `hello` as the controller's, if it may be that. `frames`: what followed."""
+        """Accept the connection of a controller, if it is allowed. `frames` came after its `hello`."""
         why = self._refusal(hello, uid)
         if why:
             log("a controller was refused: %s" % why)
@@ -233,7 +231,7 @@ class Agent:
 
     def _refusal(self, hello: protocol.Hello, uid: int) -> str:
         if uid not in (os.geteuid(), 0):
-            return "uid %d is not who this agent obeys" % uid
+            return "uid %d may not control this agent" % uid
         if hello.version != protocol.VERSION:
             return "this agent speaks protocol %d, not %d" % (protocol.VERSION, hello.version)
         if (hello.cluster, hello.node) != (self.cluster, self.node):
@@ -241,10 +239,10 @@ class Agent:
         try:
             return self._ledger.epochs.begin(hello.incarnation, hello.epoch)
         except OSError as error:
-            return "cannot keep the controller's term in %s: %s" % (self.root, error.strerror)
+            return "cannot store the controller's epoch in %s: %s" % (self.root, error.strerror)
 
     def _look_then_welcome(self, stream: Stream) -> None:
-        """Say Welcome, after the GPUs were counted once (which may take seconds, so not here)."""
+        """Send Welcome, after a helper has counted the GPUs once, which may take seconds."""
         if self._gpus is None and probe.has_gpu_tool(self._environ):
             self._ask_for_facts(protocol.Probe(0), lambda facts: self._welcome(stream, facts.facts.get("gpus", [])))
         else:
@@ -275,7 +273,7 @@ class Agent:
         self._shepherds.keep_one_ready()
 
     def to_controller(self, message: protocol.Message, blob: bytes = b"") -> bool:
-        """Send it if a controller listens; return whether one does."""
+        """Send a message if a controller is connected; return whether one is."""
         if self._controller is None or not self._welcomed or self._controller.closed:
             return False
         self._controller.send(protocol.encode(message, blob))
@@ -298,7 +296,7 @@ class Agent:
     def _controller_gone(self, stream: Stream) -> None:
         if stream is self._controller:
             self._controller, self._welcomed = None, False
-            self._watchers.clear()  # it asks again, if anybody still listens
+            self._watchers.clear()  # the next controller asks again
             self._end_renewals()
             self._clients.controller_went()
 
@@ -368,7 +366,7 @@ class Agent:
         try:
             news = environment.write_allocation(self.root, order)
         except OSError as error:
-            log("cannot note the nodes of job %d: %s" % (order.job_id, error))  # it comes again with each connection
+            log("cannot write the nodes of job %d: %s" % (order.job_id, error))  # sent again on each connection
             return
         if news:
             self._ledger.signal_job(order.incarnation, order.job_id, order.attempt, signal.SIGWINCH)
@@ -377,7 +375,7 @@ class Agent:
         if not self._clients.to_stream(message.stream, protocol.from_json(message.message), blob):
             self.to_controller(protocol.CloseStream(message.stream))
 
-    def _ask_for_facts(self, order: protocol.Probe, tell: Any) -> None:
+    def _ask_for_facts(self, order: protocol.Probe, deliver: Any) -> None:
         live = {entry.key.job_id for entry in self._ledger.entries.values() if not entry.is_final}
 
         def look() -> Dict[str, Any]:
@@ -388,7 +386,7 @@ class Agent:
         self._helpers.ask(
             lambda: (protocol.Facts(order.request, look()), b""),
             lambda why: (protocol.Facts(order.request, {"error": why}), b""),
-            lambda answer: tell(answer[0]),
+            lambda answer: deliver(answer[0]),
         )
 
     def _read_file(self, order: protocol.ReadFile) -> None:
@@ -460,7 +458,7 @@ class Agent:
         self._ledger.shepherd_gone(token)
 
     def job_runs_here(self, job_id: int, uid: int) -> Optional[int]:
-        """Return the attempt of the job that runs here as this user (any, for root and for ourselves), else None."""
+        """Return the attempt of the job that runs here as this user, None if none does. Root and our account see all jobs."""
         for entry in self._ledger.entries.values():
             if entry.key.job_id == job_id and not entry.is_final:
                 owner = entry.account.uid if entry.account is not None else entry.record.get("uid", os.geteuid())
@@ -475,7 +473,7 @@ class Agent:
         return to is not None and (to.node, to.stream) == (self.node, stream)
 
     def send_again(self, stream: int) -> None:
-        """Have what streams to this step command from here, and was not acknowledged, sent again."""
+        """Have the unacknowledged output of this step command's tasks here sent again."""
         for token in self._ledger.entries:
             if self.owns_stream(token, stream):
                 self.to_shepherd(token, ResendOutput(self._shepherds.round))
@@ -487,7 +485,7 @@ class Agent:
     # ----- time
 
     def _after_turn(self) -> None:
-        """Set the timers that the turn has made necessary, and slow down or let go who writes too fast."""
+        """Set timers that the turn made necessary; pause or resume the shepherds."""
         self._flow()
         self._renewals.keep_on(self._welcomed)
         if self._ledger.waits and self._tick_timer is None:
@@ -534,23 +532,23 @@ class Agent:
         self._loop.later(REPEAT_S, self._repeat)
 
     def _hand_over(self) -> None:
-        """End; shepherds live on, and the spool says everything to the next agent."""
+        """End. Shepherds continue, and the next agent reads the spool."""
         if self._ledger.to_forget:
             self._forget()
         self._loop.stopped = True
 
 
 def take_lock(root: str, boot: str) -> int:
-    """Take the lock that makes this the one agent of its root, and note who we are in it. Raises AgentError."""
+    """Take the lock of the one agent of this root, and write our identity to it. Raises AgentError."""
     path = os.path.join(root, "agent.lock")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise AgentError("cannot start the agent: another one has %s" % path) from None
-    who = process.identify(os.getpid(), boot)
+        raise AgentError("cannot start the agent: another one holds %s" % path) from None
+    identity = process.identify(os.getpid(), boot)
     os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({"agent": who, "version": paths.version(), "python": sys.executable}).encode(), 0)
+    os.pwrite(fd, json.dumps({"agent": identity, "version": paths.version(), "python": sys.executable}).encode(), 0)
     return fd
 
 

@@ -1,9 +1,9 @@
-"""The controller's foot in the door: makes sure that an agent runs, and joins stdin and stdout to its socket.
+"""`hpcnode attach`: makes sure that an agent runs, and joins stdin and stdout to its socket.
 
-It starts the agent in a session of its own, so that it outlives this connection, and replaces one of another version: that
-one is told to end (SIGTERM), which leaves its shepherds alone, and is killed if it does not. So is one that takes connections and
-answers nothing on two of them: everything that matters is on disk.
-It does not look at what it passes on.
+It starts the agent in a session of its own, so that the agent outlives this connection. It replaces an agent of another version
+by SIGTERM, which leaves its shepherds alone, and SIGKILL if that does not help. It also replaces an agent that accepts two
+connections and answers on neither. Killing is safe, because everything that matters is on disk. The data that it forwards is not
+looked at.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CHUNK = 256 << 10
 
 
 class Unanswered(Exception):
-    """Somebody takes connections, but does not answer."""
+    """A process accepts connections, but does not answer."""
 
 
 class AttachError(Exception):
-    """No agent can be reached; the text says why."""
+    """No agent can be reached; the text is the reason."""
 
 
 def main(argv: List[str]) -> int:
@@ -67,7 +67,9 @@ def reach(root: str, cluster: str, node: str, idle_s: Optional[float]) -> socket
     unanswered = 0
     late = False
     while not late:
-        late = time.monotonic() >= deadline_s  # before the attempt: after a pause of the machine there is one more
+        late = (
+            time.monotonic() >= deadline_s
+        )  # before the attempt, so that one more follows a suspended machine's wake-up
         running, version, python = who_runs(root)
         is_other = version != paths.version() or python not in ("", sys.executable)
         if running is not None and (is_other or unanswered >= MAX_UNANSWERED):
@@ -87,7 +89,7 @@ def reach(root: str, cluster: str, node: str, idle_s: Optional[float]) -> socket
 
 
 def who_runs(root: str) -> Tuple[Optional[process.Identity], str, str]:
-    """Return the living agent of this root, its version, and its Python ("": not known)."""
+    """Return the living agent of this root, its version, and its Python ("" if unknown)."""
     try:
         with open(os.path.join(root, "agent.lock")) as file:
             noted = json.load(file)
@@ -99,21 +101,21 @@ def who_runs(root: str) -> Tuple[Optional[process.Identity], str, str]:
 
 
 def replace(running: process.Identity, wait_s: float) -> None:
-    """End an agent, which has so long to do it by itself; its shepherds run on."""
+    """End an agent: SIGTERM, after `wait_s` SIGKILL. Its shepherds continue."""
     boot = process.boot_id(os.environ)
     process.send_signal(running, boot, signal.SIGTERM)
     deadline_s = time.monotonic() + wait_s
     while process.is_alive(running, boot):
         if time.monotonic() > deadline_s:
-            process.send_signal(running, boot, signal.SIGKILL)  # safe: everything that matters is on disk
+            process.send_signal(running, boot, signal.SIGKILL)  # safe: all state is on disk
             deadline_s += HAND_OVER_S
         time.sleep(0.005)
 
 
 def answer_of(path: str) -> Optional[socket.socket]:
-    """Return a connection at whose other end an agent has answered, None if there is none (or it is just leaving).
+    """Return a connection to an agent that has answered, None if there is no agent (or it is just ending).
 
-    Raises Unanswered if it takes the connection and does nothing with it.
+    Raises Unanswered if the connection is accepted but not answered.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(ANSWER_S)
@@ -145,7 +147,7 @@ def _peer_uid(sock: socket.socket) -> int:
 
 
 def start(root: str, cluster: str, node: str, idle_s: Optional[float]) -> str:
-    """Start an agent and wait until it answers; return "" or why it could not."""
+    """Start an agent and wait until it answers; return "" or why that failed."""
     words = ["agent", "--root", root, "--cluster", cluster, "--node", node]
     if idle_s is not None:
         words += ["--idle-s", str(idle_s)]
@@ -164,7 +166,7 @@ def start(root: str, cluster: str, node: str, idle_s: Optional[float]) -> str:
     said = _read_word(read_end)
     os.close(read_end)
     if said.startswith("ready"):
-        child.returncode = 0  # it lives on without us
+        child.returncode = 0  # it outlives this process; nothing waits for it
         return ""
     return said.partition("error: ")[2].strip() or "cannot start the agent: it ended at once (see %s/log)" % root
 
@@ -190,9 +192,9 @@ def open_log(root: str) -> BinaryIO:
 
 
 def join(sock: socket.socket) -> bool:
-    """Pass on stdin to the socket and the socket to stdout, each as fast as the other end takes it, until either ends.
+    """Copy stdin to the socket and the socket to stdout until either ends.
 
-    Returns False if it was the agent that ended.
+    Return False if the agent ended.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     pumps = [_Pump(0, sock.fileno()), _Pump(sock.fileno(), 1)]
@@ -224,7 +226,7 @@ def _set(selector: selectors.PollSelector, fd: int, events: int) -> None:
 
 
 class _Pump:
-    """One direction: holds at most one chunk."""
+    """One direction of the copy; holds at most one chunk."""
 
     def __init__(self, source: int, sink: int) -> None:
         self.source = source
@@ -238,7 +240,7 @@ class _Pump:
         return self.source, selectors.EVENT_READ
 
     def move(self) -> None:
-        """Read if nothing is held, then write what the sink takes."""
+        """Read if nothing is held, then write as much as the sink takes."""
         try:
             if not self._held:
                 self._held = os.read(self.source, CHUNK)

@@ -1,7 +1,4 @@
-"""The agent as a command: its words, its log, and whom it tells why it cannot run.
-
-Its words come from `attach`, not from people. It does not know what an agent does.
-"""
+"""`hpcnode agent`: the command line of the agent and its log. `attach` writes the command line, not people."""
 
 from __future__ import annotations
 
@@ -14,24 +11,24 @@ from typing import Callable, Dict, List
 
 from hpcnode.agent.agent import IDLE_S, Agent, AgentError, log
 
-# ----- the log of an agent and its shepherds: it takes the place of their stderr, the file ROOT/log
-# It is bounded and never a reason to fail. Text that a full disk does not take is dropped. A line that repeats the one before
-# it is counted, and so are lines beyond `MAX_LINES_PER_S`. At `LOG_BYTES` the log moves to ROOT/log.1.
+# ----- the log of an agent and its shepherds: their stderr is the file ROOT/log
+# It is bounded and never makes its writer fail. Text that a full disk does not take is dropped. Repeated lines, and lines beyond
+# `MAX_LINES_PER_S`, are only counted. At `LOG_BYTES` the log moves to ROOT/log.1.
 
 
 LOG_BYTES = 4 << 20
 MAX_LINES_PER_S = 20
-BURST_LINES = 500  # lines that may come at once, a traceback's for example
+BURST_LINES = 500  # lines at once, for example of a traceback
 MAX_LINE_CHARS = 8000
 LOOK_BYTES = 64 << 10  # written between looks at the log's size
 STAMP_CHARS = len("2026-01-01T00:00:00 ")
 
 
 class RateLimitedLog(io.TextIOBase):
-    """Writes each line to a descriptor that was opened to append, or drops it."""
+    """A text stream that writes each line to a descriptor opened for appending, or drops it."""
 
     def __init__(self, fd: int, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """`path`: of the file, for moving it to ``path.1`` when it is long; "": it is never moved."""
+        """`path`: the file, which moves to ``path.1`` when it is long; "": it never moves."""
         self._fd = fd
         self._path = path
         self._clock = clock
@@ -49,7 +46,7 @@ class RateLimitedLog(io.TextIOBase):
         return self._fd
 
     def write(self, text: str) -> int:
-        """Take text; whole lines are written if there is room for them."""
+        """Write whole lines, within the rate; hold the rest."""
         *lines, rest = (self._partial + text).split("\n")
         self._partial = rest[:MAX_LINE_CHARS]
         for line in lines:
@@ -57,14 +54,14 @@ class RateLimitedLog(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write what has no end of line yet."""
+        """Write the incomplete last line."""
         if self._partial:
             partial, self._partial = self._partial, ""
             self._put(partial)
 
     def _take(self, line: str) -> None:
-        said = line[STAMP_CHARS:] if line[:4].isdigit() else line
-        if said and said == self._last:
+        text = line[STAMP_CHARS:] if line[:4].isdigit() else line
+        if text and text == self._last:
             self._repeated += 1
             return
         now_s = self._clock()
@@ -78,7 +75,7 @@ class RateLimitedLog(io.TextIOBase):
             self._put("last line repeated %d times\n" % self._repeated)
         if self._dropped:
             self._put("%d lines dropped: more than %d per second\n" % (self._dropped, MAX_LINES_PER_S))
-        self._last, self._repeated, self._dropped = said, 0, 0
+        self._last, self._repeated, self._dropped = text, 0, 0
         self._put(line + "\n")
 
     def _put(self, text: str) -> None:
@@ -93,14 +90,14 @@ class RateLimitedLog(io.TextIOBase):
             pass
 
     def _rotate(self) -> None:
-        """Move what a long log has to ``path.1``. Shepherds have the file open too: it is emptied, not replaced."""
+        """Copy a long log to ``path.1`` and truncate it. Shepherds have the file open, so it is not replaced."""
         status = os.fstat(self._fd)
         if not self._path or status.st_size <= LOG_BYTES or not os.path.samestat(status, os.stat(self._path)):
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(self._path, "rb") as old, open(os.open(self._path + ".1", flags, 0o600), "wb") as kept:
+        with open(self._path, "rb") as old, open(os.open(self._path + ".1", flags, 0o600), "wb") as older:
             old.seek(max(0, status.st_size - LOG_BYTES))
-            kept.write(old.read(LOG_BYTES))
+            older.write(old.read(LOG_BYTES))
         os.ftruncate(self._fd, 0)
 
 
@@ -119,18 +116,18 @@ def main(argv: List[str]) -> int:
         sys.stderr.write("cannot start the agent: %s\n%s\n" % (error, USAGE))
         return 2
     sys.stderr = RateLimitedLog(2, os.path.join(root, "log"))
-    say = functools.partial(_say_why, ready_fd)
+    report = functools.partial(_report_failure, ready_fd)
     try:
         agent = Agent(root=root, cluster=cluster, node=node, idle_s=idle_s, environ=os.environ)
         agent.run(ready_fd)
     except (AgentError, OSError) as error:
-        say(str(error))
+        report(str(error))
         return 1
     return 0
 
 
 def _options(argv: List[str]) -> Dict[str, str]:
-    """Return the words by their options. Not by argparse, which is a tenth of the memory that each fork would copy."""
+    """Return the values by option. argparse would add a tenth to the memory that each fork maps."""
     given = dict(zip(argv[::2], argv[1::2]))
     unknown = set(given).difference(OPTIONS)
     if unknown or len(argv) % 2:
@@ -141,11 +138,11 @@ def _options(argv: List[str]) -> Dict[str, str]:
     return given
 
 
-def _say_why(ready_fd: int, why: str) -> None:
-    """Tell whoever waits for us, and the log."""
+def _report_failure(ready_fd: int, why: str) -> None:
+    """Write the reason to the log, and to the process that waits for the agent."""
     log(why)
     if ready_fd >= 0:
         try:
             os.write(ready_fd, ("error: %s\n" % why).encode("utf-8", "surrogateescape"))
         except OSError:
-            pass  # it was told already that we are ready, or has gone
+            pass  # it got "ready" before, or is gone

@@ -1,6 +1,6 @@
-"""What might block is done in a child: reading a user's file, asking the GPUs. The agent's loop never waits for it.
+"""Helpers: children that do one thing which may block, such as reading a user's file. The agent's loop never waits for them.
 
-A child's answer is one frame on a pipe; it is killed when it takes too long. It knows neither launches nor connections.
+A child's answer is one frame on a pipe. A child that takes too long is killed. Launches and connections are not known here.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Answer = Tuple[protocol.Message, bytes]
 
 
 class Helpers:
-    """The children that do one thing each."""
+    """The children of the agent that do one thing each."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._running = 0
 
     def ask(
-        self, work: Callable[[], Answer], failed: Callable[[str], Answer], tell: Callable[[Answer], object]
+        self, work: Callable[[], Answer], failed: Callable[[str], Answer], deliver: Callable[[Answer], object]
     ) -> None:
-        """Do `work` in a child and call `tell` with its answer, or with what `failed` makes of the reason."""
+        """Do `work` in a child and call `deliver` with its answer, or with `failed(reason)`."""
         if self._running >= MAX_CHILDREN:
-            tell(failed("too many requests at once"))
+            deliver(failed("too many requests at once"))
             return
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
@@ -45,10 +45,10 @@ class Helpers:
             _work_in_child(work, failed, write_end)
         os.close(write_end)
         self._running += 1
-        _Child(self._loop, pid, read_end, lambda answer: self._over(answer, failed, tell))
+        _Child(self._loop, pid, read_end, lambda answer: self._over(answer, failed, deliver))
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do `work` in a child, without an answer and without a deadline; when a child cannot be had, do it here."""
+        """Do `work` in a child without answer and deadline; if fork fails, do it here."""
         try:
             pid = os.fork()
         except OSError:
@@ -61,20 +61,20 @@ class Helpers:
             finally:
                 os._exit(0)
 
-    def _over(self, data: bytes, failed: Callable[[str], Answer], tell: Callable[[Answer], object]) -> None:
+    def _over(self, data: bytes, failed: Callable[[str], Answer], deliver: Callable[[Answer], object]) -> None:
         self._running -= 1
         frames = list(protocol.Framer().feed(data))
-        tell(frames[0] if frames else failed("no answer within %g s" % DEADLINE_S))
+        deliver(frames[0] if frames else failed("no answer within %g s" % DEADLINE_S))
 
 
 class _Child:
-    """Collects what one child writes."""
+    """Collects the output of one child."""
 
-    def __init__(self, loop: Loop, pid: int, pipe: int, tell: Callable[[bytes], None]) -> None:
+    def __init__(self, loop: Loop, pid: int, pipe: int, deliver: Callable[[bytes], None]) -> None:
         self._loop = loop
         self._pid = pid
         self._pipe = pipe
-        self._tell = tell
+        self._deliver = deliver
         self._data = bytearray()
         os.set_blocking(pipe, False)
         loop.watch(pipe, READ, self._ready)
@@ -101,7 +101,7 @@ class _Child:
         self._timer.cancel()
         self._loop.watch(self._pipe, 0, self._ready)
         os.close(self._pipe)
-        self._tell(bytes(self._data))
+        self._deliver(bytes(self._data))
 
 
 def _work_in_child(work: Callable[[], Answer], failed: Callable[[str], Answer], write_end: int) -> None:
@@ -123,7 +123,7 @@ def _work_in_child(work: Callable[[], Answer], failed: Callable[[str], Answer], 
 
 
 def read_file(order: protocol.ReadFile, account: user.UserAccount) -> Answer:
-    """Read a part of a regular file as its user. To be called in a child: it becomes the user."""
+    """Read a part of a regular file as its user. Call it in a child: it becomes the user."""
     user.become(account)
     fd = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     info = os.fstat(fd)
@@ -135,9 +135,9 @@ def read_file(order: protocol.ReadFile, account: user.UserAccount) -> Answer:
 
 
 def compare_probe(order: protocol.CompareProbe) -> Answer:
-    """Compare a share probe with what its writer expects. To be called in a child: a share may hang.
+    """Compare a share probe with its writer's checksum. Call it in a child: a share may hang.
 
-    The agent may be root and the share may be writable for everyone, so nothing but a probe is opened for its content.
+    The agent may be root and the share writable for everyone, so only files that look like a probe are read.
     """
     if not _PROBE_NAME.match(order.name):
         raise ValueError("not the name of a share probe")
@@ -149,7 +149,7 @@ def compare_probe(order: protocol.CompareProbe) -> Answer:
         raise ValueError("it is not the share probe: not a regular file of %d bytes" % protocol.PROBE_BYTES)
     if info.st_uid not in (0, order.uid):
         raise ValueError("the share probe belongs to uid %d there, and to uid %d here" % (info.st_uid, order.uid))
-    import hashlib  # in a child: see `agent` for what an import costs
+    import hashlib  # in a child; see `agent` on the cost of imports
 
     same = hashlib.sha256(os.read(fd, protocol.PROBE_BYTES)).hexdigest() == order.sha256
     return protocol.ProbeCompared(order.request, same), b""

@@ -1,18 +1,18 @@
-"""What this node knows of every token, and what it answers: the agent's brain.
-
-It decides; it does no I/O of its own but through the spool (disk), the shepherds (`ShepherdControl`) and `send` (the controller),
-and reads no clock: time comes in as an argument. So it can be driven on simulated ones.
+"""The ledger: the state of every token on this node, and the answer to every order of the controller.
 
     unknown --Launch--> claimed --shepherd--> started --> ended | lost
        |                   +--> refused | revoked
        +--EndStep, EndJob--> revoked
 
+It does no I/O except through the spool (disk), the shepherds (`ShepherdControl`) and `send` (the controller). It reads no clock
+except through its arguments. So tests can drive it on simulated ones.
+
 Rules:
-- A token starts at most once: the claim is exclusive, and a shepherd is started again only when its lock is free and it had
-  put no `started` on disk, for then nothing was released.
-- A final state never changes. A batch step's end is reported when nothing else of its job is left on this node.
-- An older attempt is gone before a newer one of the same job starts here.
-- What has a lease starts only under one that was renewed on the connection that its launch came by (see `lease`).
+- A token starts at most once. The claim is exclusive. A second shepherd is started only if the lock of the first is free and it
+  has not written `started`, because then nothing was released.
+- A final state never changes. A batch step's end is reported after all other steps of its job on this node have ended.
+- An older attempt is gone before a newer attempt of the same job starts here.
+- A launch with a lease starts only under a lease that was renewed on the connection that brought the launch (see `lease`).
 """
 
 from __future__ import annotations
@@ -39,29 +39,31 @@ from hpcnode.wire.shepherd_messages import (
 )
 from hpcnode.wire.tokens import Life, Token, read_token
 
-# ----- which controller this node obeys
-# One of a lower epoch, or of an incarnation that another has followed, is refused for ever.
+# ----- the controller that this node accepts
+# A controller of a lower epoch, or of an incarnation that was replaced, is refused.
 
 
-ADVICE = (
-    ": another controller runs, or the database is an older copy (the way to put one in its place is hpcsched restore)"
-)
+ADVICE = ": another controller runs, or the database is an older copy. To use an older copy, run 'hpcsched restore'"
 
 
 class SeenEpochs:
-    """The controllers' terms that this node has seen; kept on disk."""
+    """The incarnations and epochs of controllers that this node has seen, on disk."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self.seen = spool.epochs()
 
     def begin(self, incarnation: str, epoch: int) -> str:
-        """Take a controller's term, durably; return "" or why it is refused."""
+        """Accept a controller durably; return "" or why it is refused."""
         seen = self.seen
         if incarnation in seen.former:
-            return "this node obeys incarnation %s since; %s is of the past%s" % (seen.incarnation, incarnation, ADVICE)
+            return "this node has accepted the later incarnation %s; %s is in the past%s" % (
+                seen.incarnation,
+                incarnation,
+                ADVICE,
+            )
         if incarnation == seen.incarnation and epoch < seen.epoch:
-            return "this node has seen epoch %d; %d is of the past%s" % (seen.epoch, epoch, ADVICE)
+            return "this node has accepted epoch %d; %d is in the past%s" % (seen.epoch, epoch, ADVICE)
         if (incarnation, epoch) != (seen.incarnation, seen.epoch):
             former = seen.former
             if seen.incarnation not in ("", incarnation):
@@ -74,17 +76,17 @@ class SeenEpochs:
         return ""
 
     def is_past(self, incarnation: str, epoch: int) -> bool:
-        """Return whether what bears these was ordered by another controller than the one that is obeyed now."""
+        """Return whether an order with these is from another controller than the accepted one."""
         return epoch < self.seen.epoch or incarnation != self.seen.incarnation
 
 
-# ----- what a full or broken disk leaves to be done: the controller is told, and what could not be written is tried again
-# A spool that cannot be written is a fault of the node, not of the job: while it lasts the node can take no launches. So is it
-# that no process can be forked: a node that refused every job would soon have had them all.
+# ----- writes that a full or broken disk did not take; they are retried, and the controller is told about the fault
+# A spool that cannot be written, and a node that cannot fork, are faults of the node, not of the job. While a fault lasts
+# the node gets no launches; otherwise it would soon have refused every job of the queue.
 
 
 class PendingWrites:
-    """What the spool of this node did not take yet."""
+    """Writes that the spool of this node did not take yet, and the fault of the node."""
 
     def __init__(
         self,
@@ -97,41 +99,41 @@ class PendingWrites:
         self._shepherds = shepherds
         self._send = send
         self._log = log
-        self.fault = ""  # why this node can take no launches
+        self.fault = ""  # why this node can start nothing
         self._tombstones: Dict[str, Dict[str, Any]] = {}
         self._ended: List[protocol.EndJob] = []
 
     @property
     def waits(self) -> bool:
-        """Whether `retry` has something to try."""
+        """Whether `retry` has something to write."""
         return bool(self._tombstones or self._ended)
 
     # ----- the node's fault
 
     def is_unwell(self, why: str) -> None:
-        """This node can take no launches: say so."""
+        """Note and report that this node can start nothing."""
         if why != self.fault:
             self._log(why)
         self.fault = why
         self._send(protocol.Condition(why))
 
     def look_again(self) -> None:
-        """Find out whether a fault is still there, and say so when it has gone."""
+        """Check whether the fault is still there; report when it is gone."""
         if not self.fault:
             return
         try:
             self._spool.try_to_write()
             self._shepherds.try_to_start()
         except OSError as error:
-            self._log("nothing can be started here yet: %s" % error)
+            self._log("cannot start anything here yet: %s" % error)
             return
         self.fault = ""
         self._send(protocol.Condition(""))
 
-    # ----- what is to be written
+    # ----- the writes
 
     def write_tombstone(self, token: str, record: Dict[str, Any]) -> None:
-        """Make durable that the token never runs here; while that cannot be, this agent remembers it (`has`)."""
+        """Make durable that the token never runs here; until the disk takes it, `has` is true."""
         try:
             if not self._spool.revoke(token, record):
                 self._spool.write_final(token, record)
@@ -146,18 +148,18 @@ class PendingWrites:
         return token in self._tombstones
 
     def drop(self, token: str) -> None:
-        """Try no more to write the token's tombstone."""
+        """Stop retrying to write the token's tombstone."""
         del self._tombstones[token]
 
     def note_ended(self, order: protocol.EndJob) -> bool:
-        """Make durable that nothing of the job may start; False: not yet, it is tried again and answered then."""
+        """Make durable that nothing of the job may start; return False if it is retried and answered later."""
         try:
             self._spool.done_log.end_attempts((order.incarnation, order.job_id), (order.attempt, order.stay))
         except OSError as error:
             if order not in self._ended:
                 self._ended.append(order)
                 self.is_unwell(
-                    "cannot note in the spool %s that a job is over: %s" % (self._spool.path, error.strerror)
+                    "cannot record in the spool %s that a job is over: %s" % (self._spool.path, error.strerror)
                 )
             return False
         if order in self._ended:
@@ -165,17 +167,17 @@ class PendingWrites:
         return True
 
     def retry(self) -> List[protocol.EndJob]:
-        """Try again to write the tombstones; return the orders to end a job that are to be carried out again."""
+        """Retry the tombstones; return the EndJob orders that the caller must repeat."""
         for token, record in list(self._tombstones.items()):
             self.write_tombstone(token, record)
         return list(self._ended)
 
 
-# ----- what the controller is told of each entry, and what of it was committed: numbers, repetition, acknowledgement
+# ----- reports to the controller: numbers, repetition, acknowledgement
 # Rules:
-# - Each report has a number higher than all before it, those of the agents before this one included.
-# - A report is repeated until its number is acknowledged; a newer one of the same token takes the place of an older one.
-# - Of an entry that is `held` only the inventory tells, as of one that still runs.
+# - Each report has a higher number than all earlier reports, including those of earlier agents.
+# - A report is repeated until its number is acknowledged. A newer report of the same token replaces the older one.
+# - A `held` entry is reported in the inventory only, as running.
 
 
 class Reports:
@@ -200,16 +202,16 @@ class Reports:
         self._repeat_below = 0
 
     def send(self, entry: Entry) -> None:
-        """Report the entry's present state under a new number."""
+        """Report the entry's state under a new number."""
         self._number(entry)
         self._send(self._report(entry))
 
     def report_over(self, token: str, why: str) -> None:
-        """Answer for a token whose entry has gone: it will not run."""
+        """Report that a token without an entry never runs."""
         self._send(protocol.Report(self._new_seq(), token, protocol.REVOKED, self._wall_s(), why=why))
 
     def inventory(self, entries: Iterable[Entry]) -> List[Dict[str, Any]]:
-        """Return a report of each of these entries, as `Welcome` has them."""
+        """Return a report of each entry, for `Welcome`."""
         reports = []
         for entry in entries:
             if not entry.seq:
@@ -220,21 +222,21 @@ class Reports:
         return reports
 
     def acknowledged(self, seqs: Iterable[int]) -> List[Entry]:
-        """Take note that these reports are committed; return the entries whose last report is among them."""
+        """Note that these reports are committed; return the entries whose last report is among them."""
         entries = [self._unanswered.pop(seq) for seq in seqs if seq in self._unanswered]
         for entry in entries:
             entry.acked = True
         return entries
 
     def repeat(self) -> None:
-        """Send again the reports that have had no answer since the last call."""
+        """Repeat the reports that were sent before the last call and not acknowledged."""
         for seq, entry in tuple(self._unanswered.items()):
             if seq < self._repeat_below and not entry.held:
                 self._send(self._report(entry))
         self._repeat_below = self._next_seq
 
     def forget(self, entry: Entry) -> None:
-        """Repeat nothing of this entry any more."""
+        """Stop repeating the report of this entry."""
         self._unanswered.pop(entry.seq, None)
 
     def _report(self, entry: Entry) -> protocol.Report:
@@ -254,12 +256,12 @@ class Reports:
 
 MAX_STARTS = 3
 REPEAT_S = 10.0
-FORGET_AT_ONCE = 256  # acknowledged entries that are removed with one fsync
+FORGET_AT_ONCE = 256  # acknowledged entries to remove with one fsync
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 
 
 class _Gone(NamedTuple):
-    """An EndJob that is not answered yet."""
+    """An EndJob that was not answered yet."""
 
     job: Tuple[str, int]
     life: Life
@@ -295,14 +297,14 @@ class Ledger:
         self._pending_writes = PendingWrites(spool, shepherds, send, log)
         self.leases = Leases(spool, log, boot_s)
         self._gone: List[_Gone] = []
-        self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its attempt that stands still, as this agent was told
+        self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its suspended attempt
         self._to_forget: Dict[str, None] = {}
-        self._stuck: Set[str] = set()  # neither final nor supervised: `tick` looks again
+        self._stuck: Set[str] = set()  # neither final nor supervised: `tick` checks again
 
     # ----- start
 
     def recover(self) -> None:
-        """Read the spool: what an agent before this one has left."""
+        """Read the entries of earlier agents from the spool."""
         for found in self._spool.load():
             entry = self._add(Entry(found.token, token_of(found), found.launch, found.boot_id))
             self._learn(entry, found)
@@ -317,7 +319,7 @@ class Ledger:
                 self._publish(entry)
         for entry in list(self.entries.values()):
             if entry.is_final and entry.key.step == protocol.BATCH:
-                self._end_other_steps(entry)  # the agent before may have been killed before it could
+                self._end_other_steps(entry)  # the earlier agent may have been killed before it could
 
     def _learn(self, entry: Entry, found: Found) -> None:
         entry.supervised = found.boot_id in ("", self.boot_id) and self._shepherds.is_supervised(entry.token)
@@ -325,7 +327,7 @@ class Ledger:
             entry.status, entry.record = protocol.STARTED, found.started
         if entry.lease_s:
             entry.renewed_s = self._spool.renewed_s(entry.token)
-        # The end of a step that is still supervised is told by its shepherd, when its output has gone before.
+        # A living shepherd reports the end itself, after the output.
         if found.final is not None and not entry.supervised:
             entry.status, entry.record = found.final["status"], found.final
 
@@ -336,12 +338,12 @@ class Ledger:
 
     @property
     def fault(self) -> str:
-        """Why this node can take no launches; "": it can."""
+        """Why this node can start nothing; "" if it can."""
         return self._pending_writes.fault
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step lives and nothing has to be done; a claim alone needs no agent."""
+        """Whether no step lives and nothing is left to do. A claim without tasks needs no agent."""
         if self._gone or self.waits:
             return False
         return not any(
@@ -349,42 +351,45 @@ class Ledger:
             for entry in self.entries.values()
         )
 
-    # ----- the controller: whether it is there
+    # ----- the connection to the controller
 
     def renewed(self, asked_s: float) -> None:
-        """The controller has answered a question of that time (boot clock): whatever still has its lease keeps it."""
+        """Renew all valid leases: the controller has answered a Ping of that time (boot clock)."""
         for entry in self.leases.renewed(asked_s):
             self._start(entry)
 
     def disconnected(self) -> None:
-        """The connection has ended: what waited for a lease on it gets none."""
+        """End what waits for its first lease: the connection is gone."""
         for entry in self.leases.disconnected():
             self._write_end(entry, protocol.REVOKED, "the connection to the controller ended before its lease began")
 
     def is_forgotten(self, token: str) -> bool:
-        """Whether all is over with this token: reported, acknowledged, and its output taken."""
+        """Return whether the token is over, reported and acknowledged, and its output was taken."""
         return token not in self.entries and self._spool.done_log.is_noted(token)
 
     def inventory(self) -> List[Dict[str, Any]]:
-        """Return a report of everything that is known."""
+        """Return a report of every entry."""
         return self._reports.inventory(self.entries.values())
 
-    # ----- the controller: what it wants
+    # ----- orders of the controller
 
     def launch(self, launch: protocol.Launch, script: bytes) -> None:
         """Claim the token and start it, once; answer with its present state."""
         key = read_token(launch.token)
         if key is None or key.node != self.node:
-            self._log("launch dropped: %.200r is no token of node %s" % (launch.token, self.node))
+            self._log("launch dropped: %.200r is not a token of node %s" % (launch.token, self.node))
             return
         if self.epochs.is_past(key.incarnation, launch.epoch):
             self._log(
-                "launch of %s dropped: of epoch %d, now %d" % (launch.token, launch.epoch, self.epochs.seen.epoch)
+                "launch of %s dropped: it is of epoch %d, the controller of epoch %d"
+                % (launch.token, launch.epoch, self.epochs.seen.epoch)
             )
             return
         entry = self.entries.get(launch.token)
         if entry is not None:
-            if not (entry.key.step == protocol.ALLOC and entry.token in self._stuck):  # an older attempt is still there
+            if not (
+                entry.key.step == protocol.ALLOC and entry.token in self._stuck
+            ):  # it waits for an older attempt to end
                 self._publish(entry)
             return
         if self._spool.done_log.is_over(key):
@@ -442,7 +447,7 @@ class Ledger:
             if launch.step == protocol.ALLOC:
                 self._publish(entry)
                 return
-            # In one word with the order: said after it, a quick shepherd has released its tasks by then.
+            # Part of the order: a quick shepherd would have released its tasks before a second message.
             suspended = self._suspended.get(entry.key.job) == entry.key.attempt
             self._shepherds.start(launch, entry.account, suspended)
             entry.supervised = True
@@ -453,11 +458,11 @@ class Ledger:
             self._refuse(entry, "cannot start a shepherd: %s" % error, node_fault=node_fault)
 
     def go(self, order: protocol.Go) -> None:
-        """Let the tasks of a launch with `hold` go."""
+        """Release the tasks of a launch with `hold`."""
         self._shepherds.send(order.token, ReleaseTasks())
 
     def signal_step(self, order: protocol.SignalStep) -> None:
-        """Pass a signal to a step, or to the steps of its job."""
+        """Signal a step, or the steps of its job."""
         entry = self.entries.get(order.token)
         if entry is None:
             return
@@ -467,7 +472,7 @@ class Ledger:
             self.signal_steps(entry, order.signum)
 
     def signal_job(self, incarnation: str, job_id: int, attempt: int, signum: int) -> None:
-        """Pass a signal to all that runs here of the job's attempt, its batch shell included."""
+        """Signal all running steps of the job's attempt here, and its batch shell."""
         for entry in self.entries.of_job((incarnation, job_id)):
             if entry.key.attempt == attempt and entry.status == protocol.STARTED:
                 self._shepherds.send(entry.token, SignalTasks(signum))
@@ -475,16 +480,16 @@ class Ledger:
                     self._shepherds.send(entry.token, SignalTasks(signum, batch_only=True))
 
     def signal_steps(self, batch: Entry, signum: int) -> None:
-        """Pass a signal to the other steps of the batch step's attempt on this node."""
+        """Signal the other steps of the batch step's attempt on this node."""
         for other in self.entries.of_job(batch.key.job, batch.key.life):
             if other is not batch and other.status == protocol.STARTED and other.accepts_signal(signum):
                 self._shepherds.send(other.token, SignalTasks(signum))
 
     def end_step(self, order: protocol.EndStep) -> None:
-        """Bar the token or end it; answered by its final report."""
+        """Revoke the token or end its step. The answer is its final report."""
         key = read_token(order.token)
         if key is None or key.node != self.node:
-            self._log("end dropped: %.200r is no token of node %s" % (order.token, self.node))
+            self._log("end dropped: %.200r is not a token of node %s" % (order.token, self.node))
             return
         entry = self.entries.get(order.token)
         if entry is None:
@@ -493,13 +498,13 @@ class Ledger:
             else:
                 self._revoke(order.token, key, protocol.REVOKED, order.why)
         elif entry.is_final:
-            self._shepherds.send(entry.token, EndTasks(0.0, order.why))  # nobody waits for its output any more
+            self._shepherds.send(entry.token, EndTasks(0.0, order.why))  # its output is not wanted any more
             self._publish(entry)
         else:
             self._end(entry, order.grace_s, order.why)
 
     def end_job(self, order: protocol.EndJob) -> None:
-        """Leave nothing of the job's attempts up to this one; answered by JobGone."""
+        """End all attempts of the job up to this one. The answer is JobGone."""
         job = (order.incarnation, order.job_id)
         durable = self._pending_writes.note_ended(order)
         self._suspended.pop(job, None)
@@ -513,7 +518,7 @@ class Ledger:
             self._answer_gone()
 
     def suspend_job(self, order: protocol.SuspendJob) -> None:
-        """Have the job's attempt stand still here, or go on; what of it is launched later as well."""
+        """Suspend or resume the job's attempt here, including later launches of it."""
         job = (order.incarnation, order.job_id)
         if order.on:
             self._suspended[job] = order.attempt
@@ -524,41 +529,41 @@ class Ledger:
                 self._shepherds.send(entry.token, SuspendTasks(order.on))
 
     def ack(self, seqs: List[int]) -> None:
-        """These reports are committed."""
+        """Note that the controller has committed these reports."""
         for entry in self._reports.acknowledged(seqs):
-            if entry.is_final and not entry.held:  # of one that is held it was the start that is acknowledged
+            if entry.is_final and not entry.held:  # the acknowledged report of a held entry is its start
                 self._shepherds.send(entry.token, EndCommitted())
                 self._forget_if_over(entry)
 
     # ----- the shepherds
 
     def shepherd_started(self, token: str, started: TasksStarted) -> None:
-        """The shepherd has released its tasks."""
+        """Note that the shepherd has released its tasks."""
         entry = self.entries.get(token)
         if entry is not None and entry.status == protocol.CLAIMED:
             entry.status, entry.record = protocol.STARTED, record_of(started)
             self._publish(entry)
 
     def shepherd_ready(self, token: str) -> None:
-        """The shepherd waits for Go."""
+        """Note that all tasks are ready and wait for Go."""
         entry = self.entries.get(token)
         if entry is not None and entry.status == protocol.CLAIMED:
             entry.prepared = True
             self._publish(entry)
 
     def shepherd_ended(self, token: str, ended: TasksEnded) -> None:
-        """The shepherd says how its step ended."""
+        """Note how the step ended."""
         entry = self.entries.get(token)
         if entry is None or entry.is_final:
             return
         record = record_of(ended)
         if ended.status in (protocol.REFUSED, protocol.REVOKED):
-            self._finish_unstarted(entry, record)  # a full disk may have kept the shepherd from recording it
+            self._finish_unstarted(entry, record)  # the shepherd may have failed to record it on a full disk
         else:
             self._finish(entry, record)
 
     def shepherd_gone(self, token: str) -> None:
-        """No shepherd of this token lives: find out on disk how far it came."""
+        """Decide by the spool what to do with a token whose shepherd does not live."""
         entry = self.entries.get(token)
         if entry is None:
             return
@@ -593,7 +598,7 @@ class Ledger:
     # ----- time
 
     def tick(self) -> None:
-        """Do again what could not be done: ends that wait for processes to go, or for room on the disk."""
+        """Retry ends that wait for processes to go, or for room on the disk."""
         for token in tuple(self._stuck):
             self._look_again(token)
         for order in self._pending_writes.retry():
@@ -607,21 +612,21 @@ class Ledger:
 
     @property
     def waits(self) -> bool:
-        """Whether `tick` has something to try again soon."""
+        """Whether `tick` has something to retry."""
         return bool(self._stuck) or self._pending_writes.waits
 
     def repeat(self) -> None:
-        """Send again the reports that have had no answer since the last call; look whether a fault is still there."""
+        """Repeat unacknowledged reports; check whether a fault is still there."""
         self._reports.repeat()
-        self._pending_writes.look_again()  # after the refusals, or one of them would be the last word
+        self._pending_writes.look_again()  # after the refusals, so that the recovery is the last message
 
     def forget_some(self) -> List[str]:
-        """Forget what is over and acknowledged, with one fsync for all of it; returns the entries to be removed."""
+        """Drop entries that are over and acknowledged, with one fsync; return those to remove from disk."""
         tokens = list(self._to_forget)
         try:
             self._spool.note_finished(tokens)
         except OSError as error:
-            self._log("cannot note finished tokens: %s" % error)
+            self._log("cannot record finished tokens: %s" % error)
             return []
         self._to_forget.clear()
         for token in tokens:
@@ -630,7 +635,7 @@ class Ledger:
 
     @property
     def to_forget(self) -> int:
-        """How many entries wait for `forget_some`."""
+        """How many entries `forget_some` would drop."""
         return len(self._to_forget)
 
     # ----- ends
@@ -643,7 +648,7 @@ class Ledger:
             self._write_end(entry, protocol.REVOKED, why)
 
     def _revoke(self, token: str, key: Token, status: str, why: str) -> None:
-        """This token, of which there is no entry, never runs here."""
+        """Record and report that a token without an entry never runs here."""
         entry = self._add(Entry(token, key, None, self.boot_id))
         record = self._final(status, why)
         self._pending_writes.write_tombstone(token, record)
@@ -656,7 +661,7 @@ class Ledger:
         self._finish_unstarted(entry, record)
 
     def _finish_unstarted(self, entry: Entry, record: Dict[str, Any]) -> None:
-        """Say that it never runs, once no later agent would start it."""
+        """Report that it never runs, once no later agent could start it."""
         self._pending_writes.write_tombstone(entry.token, record)
         if self._pending_writes.has(entry.token):
             try:
@@ -665,7 +670,7 @@ class Ledger:
                 self._log("cannot take back the claim of %s: %s" % (entry.token, error))
                 self._pending_writes.drop(entry.token)
                 entry.ending = (0.0, record["why"])
-                self._stuck.add(entry.token)  # not told before it is kept
+                self._stuck.add(entry.token)  # not reported before it is durable
                 return
         self._finish(entry, record)
 
@@ -695,9 +700,9 @@ class Ledger:
             if other is entry:
                 continue
             if other.held:
-                self._publish(other)  # a batch step that waited for us
+                self._publish(other)  # a batch step that waited for this one
             elif other.token in self._stuck and other.status == protocol.CLAIMED:
-                self._look_again(other.token)  # a newer attempt that waited for us, perhaps
+                self._look_again(other.token)  # perhaps a newer attempt that waited for this one
         self._answer_gone()
 
     def _end_other_steps(self, batch: Entry) -> None:
@@ -720,7 +725,7 @@ class Ledger:
     # ----- reports
 
     def _publish(self, entry: Entry) -> None:
-        """Report the entry's present state under a new number."""
+        """Report the entry's state under a new number."""
         entry.held = not self.entries.may_report(entry)
         if not entry.held:
             self._reports.send(entry)

@@ -1,13 +1,16 @@
-"""What a node is and how it is: the facts that the controller asks for.
+"""The facts of a node: what it has, how it is, and how fast its cpus and links are.
 
     cpus mem_mib gpus disk_free_mib disk_total_mib tmp_free_mib load python kernel machine hostname machine_id boot_id
     time_s user uid is_root leftovers root uptime_s mem_free_mib tmp_total_mib link_mbps speed (if it was measured)
 
-`machine_id` is equal on nodes that are one machine: the kernel's own boot id, since /etc/machine-id is equal on machines
-that were copied from one image. `gpus` is a list of {index, name, uuid, mem_mib, mig}, `mig` of the {profile, uuid} of the MIG
-devices that it is cut into. `leftovers` are processes of jobs that
-are no more here: {pid, job}. The agent's welcome also has `spool`, see `hpcnode.spool`.
-Sizes are in MiB, times in seconds. A fact that cannot be found out is missing, never invented.
+`machine_id` is equal on nodes that share a machine: it is the kernel's boot id, because /etc/machine-id is equal on cloned
+machines. `gpus` is a list of {index, name, uuid, mem_mib, mig}; `mig` is a list of {profile, uuid} of its MIG devices.
+`leftovers` are processes of jobs that do not run here any more: {pid, job}. The agent's welcome also has `spool`, see
+`hpcnode.spool`. Sizes are in MiB, times in seconds. Unknown facts are missing.
+
+The link between two nodes: one node sends zeros over TCP for a second to a peer that knows a token, and the peer counts them.
+The first part of that second does not count, because TCP starts slowly (RFC 5681). The rate is that of the payload: 941 of
+1000 Mbit/s on Ethernet.
 """
 
 from __future__ import annotations
@@ -25,22 +28,21 @@ from typing import Any, Collection, Dict, List, Mapping, Optional
 from hpcnode.os import process
 from hpcnode.shepherd.environment import AGENT_ROOT as _AGENT_ROOT
 
-# ----- how fast a node is beside others: one number for its cpus, one for its network
-# The number for cpus is how many GB of BLAKE2b one of them hashes in a second of its own time: plain arithmetic in registers and
-# the nearest cache, no special instructions, and the same code in every Python. It compares machines; it is no unit of anything,
-# and says nothing of memory or GPUs. Cpu time is counted, not the clock's, so that a node that is busy is not taken for a slow
-# one (one whose cpus share cores still seems slower then). The network's is the rate of the link that the default route takes, by
-# the kernel's word; a virtual one or Wi-Fi has none.
+# ----- the speed of a node compared with others: one number for its cpus, one for its network
+# The number for cpus is the GB of BLAKE2b that one cpu hashes in a second of cpu time: plain arithmetic in registers and the
+# nearest cache, without special instructions, with the same code in every Python. It compares machines; it is not a unit, and
+# ignores memory and GPUs. It counts cpu time, so a busy node does not seem slow (unless its cpus share cores). The number for the
+# network is the rate of the default route's link as the kernel reports it; virtual links and Wi-Fi have none.
 
 
 CHUNK = b"\x5a" * (1 << 16)  # fits the nearest caches
-ROUND_BYTES = 24 << 20  # some 30 ms on a machine of today
-ROUNDS = 5  # the best one counts: what disturbs only makes it slower
+ROUND_BYTES = 24 << 20  # takes some 30 ms
+ROUNDS = 5  # the best one counts, because disturbances only slow it down
 
 
 def cpu_speed(rounds: int = ROUNDS, round_bytes: int = ROUND_BYTES) -> float:
-    """Return the speed of a cpu, to three digits after the point; never 0."""
-    import hashlib  # asked for by an admin, in a child: no agent need have it in memory
+    """Return the speed of a cpu, rounded to three decimals and above 0."""
+    import hashlib  # in a child; see `agent` on the cost of imports
 
     best = 0.0
     for _ in range(rounds):
@@ -79,7 +81,7 @@ def facts(
     thorough: bool = True,
     measure: bool = False,
 ) -> Dict[str, Any]:
-    """Return what is known of this node; thorough: GPUs and leftovers too, which may take seconds; measure: its speed."""
+    """Return the facts of this node. `thorough`: with GPUs and leftovers, which may take seconds. `measure`: with speed."""
     found: Dict[str, Any] = {
         "cpus": len(os.sched_getaffinity(0)),
         "python": "%d.%d.%d" % sys.version_info[:3],
@@ -125,7 +127,7 @@ def python_of_users(python: str, root: str) -> Dict[str, str]:
 
 
 def closed_to_others(path: str) -> str:
-    """Return the first part of `path` that accounts in none of its groups cannot enter, or read if it is a file; "": none."""
+    """Return the first part of `path` that other accounts cannot enter (or read, if it is a file), "" if there is none."""
     parts = os.path.abspath(path).split("/")
     for count in range(1, len(parts) + 1):
         part = "/".join(parts[:count]) or "/"
@@ -139,7 +141,7 @@ def closed_to_others(path: str) -> str:
 
 
 def has_gpu_tool(environ: Mapping[str, str]) -> bool:
-    """Return whether asking for GPUs means running a program (which may take its time)."""
+    """Return whether a program must run to list the GPUs, which can take seconds."""
     return _find("nvidia-smi", environ.get("PATH", "/usr/bin:/bin")) is not None
 
 
@@ -157,8 +159,8 @@ def gpus(environ: Mapping[str, str]) -> List[Dict[str, Any]]:
 
 
 def _output_of(*argv: str) -> str:
-    """Return what a program says, "" if it fails or does not answer."""
-    import subprocess  # in a child: no agent need have it in memory
+    """Return a program's output, "" if it fails or takes too long."""
+    import subprocess  # in a child; see `agent` on the cost of imports
 
     try:
         done = subprocess.run(
@@ -175,7 +177,7 @@ def _output_of(*argv: str) -> str:
 
 
 def parse_mig(text: str) -> Dict[str, List[Dict[str, str]]]:
-    """Return the MIG devices of each GPU, by its uuid, that the list of nvidia-smi names."""
+    """Return the MIG devices of each GPU by its uuid, from the output of `nvidia-smi -L`."""
     found: Dict[str, List[Dict[str, str]]] = {}
     gpu = ""
     for line in text.splitlines():
@@ -190,7 +192,7 @@ def parse_mig(text: str) -> Dict[str, List[Dict[str, str]]]:
 
 
 def parse_gpus(text: str) -> List[Dict[str, Any]]:
-    """Return the GPUs that nvidia-smi's table names; lines that are none are skipped."""
+    """Return the GPUs of nvidia-smi's table; other lines are skipped."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -201,7 +203,7 @@ def parse_gpus(text: str) -> List[Dict[str, Any]]:
 
 
 def leftovers(live_jobs: Collection[int], root: str) -> List[Dict[str, int]]:
-    """Return processes that were started for a job below this root and that is no more here."""
+    """Return processes of jobs of this root that do not run here any more."""
     found = []
     for pid, status in process.all_processes().items():
         if status.state in "ZX" or pid == os.getpid():
@@ -265,17 +267,17 @@ def _find(name: str, path: str) -> Optional[str]:
 CHUNK_BYTES = 1 << 20
 GIVE_S = 1.2
 WARM_UP_S = 0.2
-PATIENCE_S = 10.0  # for the other to come, and for each word of it
+PATIENCE_S = 10.0  # for the peer to connect, and for each read
 TOKEN_BYTES = 64  # at most
 
 
 def link_facts(token: str, host: str, port: int) -> Dict[str, Any]:
-    """Return the `link_port` where we give, or, if there is a `host` that does, the `rate_mbps` from there. Raises OSError."""
+    """Return `link_port` of a new sender of zeros, or `rate_mbps` from the sender at `host`. Raises OSError."""
     return {"rate_mbps": rate_mbps(host, port, token)} if host else {"link_port": serve_zeros(token)}
 
 
 def serve_zeros(token: str) -> int:
-    """Give to the one who comes with `token`, from a process of its own, and return the port where. Raises OSError."""
+    """Fork a sender of zeros for a peer with `token`; return its port. Raises OSError."""
     with _listener() as listener:
         port = int(listener.getsockname()[1])
         if os.fork() == 0:
@@ -290,8 +292,8 @@ def serve_zeros(token: str) -> int:
 
 
 def serve_zeros_once(listener: socket.socket, token: str, for_s: float = GIVE_S) -> None:
-    """Wait at `listener` for one who shows `token`, and give zeros for so long; others are turned away. Raises OSError."""
-    import hmac  # in a process of its own: no agent need have it in memory
+    """Send zeros for `for_s` to the first peer with `token`; close other connections. Raises OSError."""
+    import hmac  # in a child; see `agent` on the cost of imports
 
     listener.settimeout(PATIENCE_S)
     while True:
@@ -307,12 +309,12 @@ def serve_zeros_once(listener: socket.socket, token: str, for_s: float = GIVE_S)
 
 
 def rate_mbps(host: str, port: int, token: str, warm_up_s: float = WARM_UP_S) -> int:
-    """Return how many Mbit/s come from the giver there. Raises OSError; ValueError if it turned us away."""
+    """Return the Mbit/s that arrive from a sender of zeros. Raises OSError, ValueError if it refused the token."""
     buffer = bytearray(CHUNK_BYTES)
     with socket.create_connection((host, port), PATIENCE_S) as connection:
         connection.sendall(token.encode() + b"\n")
         came, last_s = 0, 0.0
-        counted_from_s: Optional[float] = None  # before that it warms up
+        counted_from_s: Optional[float] = None  # None: TCP still warms up
         first_s = time.monotonic()
         while True:
             count = connection.recv_into(buffer)
@@ -325,27 +327,27 @@ def rate_mbps(host: str, port: int, token: str, warm_up_s: float = WARM_UP_S) ->
             else:
                 came += count
     if counted_from_s is None or last_s <= counted_from_s:
-        raise ValueError("nothing came from %s port %d" % (host, port))
+        raise ValueError("no data came from %s port %d" % (host, port))
     return max(1, round(came * 8 / 1e6 / (last_s - counted_from_s)))
 
 
 def _listener() -> socket.socket:
-    """Return a socket that listens on all addresses of this node, of both families where there are two."""
+    """Return a socket that listens on all addresses of this node, IPv4 and IPv6."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         except OSError:
-            pass  # the kernel has no IPv6 now
+            pass  # the kernel has IPv6 disabled
     return socket.create_server(("", 0))
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Return the first line that comes, as much of it as a token may have."""
+    """Return the first line, at most as long as a token; b"" if none comes in time."""
     got = b""
     while not got.endswith(b"\n") and len(got) <= TOKEN_BYTES:
         try:
             more = connection.recv(TOKEN_BYTES + 1 - len(got))
-        except OSError:  # gone, or silent: not the one
+        except OSError:  # gone or silent: not our peer
             return b""
         if not more:
             return b""

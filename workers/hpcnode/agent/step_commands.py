@@ -1,14 +1,13 @@
-"""The step commands of this node's jobs (hrun, hrsh) at the agent's socket: who they are, and what passes to and fro.
+"""The step commands of this node's jobs (hrun, hrsh) at the agent's socket: their identity, and the traffic with the controller.
 
-Rules: who speaks is what the kernel says (SO_PEERCRED); a command speaks for a job only if that job runs here as the same
-user. They are not trusted: frames, memory and connections are bounded, and a slow one delays only itself. What they say goes
-to the controller, except what belongs to a token of this node: that goes straight to its shepherd.
+Rules:
+- The kernel tells the user of a connection (SO_PEERCRED). A command speaks for a job only if the job runs here as that user.
+- Commands are not trusted: frames, memory and connections are bounded, and a slow command delays only itself.
+- Their messages go to the controller, except those for a token of this node, which go to its shepherd.
+- They outlive the agent: a client of an earlier agent returns with `StepBack` and gets its stream back (`ResumableClients`).
+- A training program reports its progress on a connection of its own and gets no answer (see `training_progress`).
 
-They outlive their agent: who had asked the one before it comes back with `StepBack` and has its stream again (see `awaited`).
-
-A training program says on a connection of its own how far it is (see `progress`); it is not answered.
-
-It does not know what steps are allowed: that is the controller's.
+Which steps are allowed is the controller's business.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from hpcnode.wire import protocol
 from hpcnode.wire.connection_limits import Bounds, ConnectionLimits
 from hpcnode.wire.shepherd_messages import OutputTaken, TaskInput
 
-# ----- which step commands have asked an agent for something, on disk: they may come back to the agent after it
-# A file for each stream, named by its number, from before anybody is told of the request until the stream is closed. It must
-# outlive the agent, not a crash of the machine, which no step command survives. A stream belongs to one process, and nobody
-# else can have it: not another of the same user, nor one that has got its pid. It does not know what was asked for.
+# ----- resumable clients: step commands with a request, on disk, so that they can return to the next agent
+# A file for each stream, named by its number. It is written before the request is passed on, and removed when the stream closes.
+# It must outlive the agent, but not a crash of the machine, which no step command survives. A stream belongs to one process:
+# another process of the same user, or a new process with the same pid, cannot take it.
 
 
 class ResumableClient(NamedTuple):
-    """The process that asked on a stream, and the job that it did so for."""
+    """The process of a stream, and the job that it asked for."""
 
     number: int
-    who: process.Identity
+    identity: process.Identity
     uid: int
     job_id: int
     attempt: int
 
 
 class ResumableClients:
-    """Who asked this agent, and whom of those that asked the one before it may still expect."""
+    """Step clients of this agent, on disk, and clients of earlier agents that may return."""
 
     def __init__(self, root: str, boot_id: str) -> None:
         self._folder = os.path.join(root, "streams")
         self._boot_id = boot_id
-        self._awaited: Dict[int, ResumableClient] = {}
+        self._resumable: Dict[int, ResumableClient] = {}
         os.makedirs(self._folder, 0o700, exist_ok=True)
         for name in os.listdir(self._folder):
             if name.isdigit():
@@ -59,67 +58,69 @@ class ResumableClients:
         self.look()
 
     def __contains__(self, number: int) -> bool:
-        return number in self._awaited
+        return number in self._resumable
 
     def __len__(self) -> int:
-        return len(self._awaited)
+        return len(self._resumable)
 
     def note(self, number: int, pid: int, uid: int, job_id: int, attempt: int) -> None:
-        """Keep on disk who asks on this stream. Raises OSError: then it must not ask, for it could not come back."""
-        who = process.identify(pid, self._boot_id)
-        if who is not None:  # else it has gone already, or is where we see no processes of
-            record = {"who": who, "uid": uid, "job_id": job_id, "attempt": attempt}
+        """Write the client of this stream to disk. Raises OSError: then its request must be refused."""
+        identity = process.identify(pid, self._boot_id)
+        if identity is not None:  # else it has ended, or is in a pid namespace that we do not see
+            record = {"process": identity, "uid": uid, "job_id": job_id, "attempt": attempt}
             write_plainly(self._path(number), to_bytes(record), 0o600)
 
     def closed(self, number: int) -> None:
-        """The stream is no more."""
+        """Remove the file of a closed stream."""
         try:
             os.unlink(self._path(number))
         except FileNotFoundError:
             pass
 
     def back(self, pid: int, uid: int) -> Optional[ResumableClient]:
-        """Return what this process, which is here again, asked for last; None: nothing that is known."""
-        who = process.identify(pid, self._boot_id)
-        last = max((each for each in self._awaited.values() if (each.who, each.uid) == (who, uid)), default=None)
-        return self._awaited.pop(last.number) if last is not None else None
+        """Return the last stream of this process with an earlier agent, None if there is none."""
+        identity = process.identify(pid, self._boot_id)
+        last = max(
+            (each for each in self._resumable.values() if (each.identity, each.uid) == (identity, uid)), default=None
+        )
+        return self._resumable.pop(last.number) if last is not None else None
 
     def sees(self, pid: int) -> bool:
-        """Whether this process would have been noted, had it asked."""
+        """Return whether a request of this process would have been written to disk."""
         return process.identify(pid, self._boot_id) is not None
 
     def look(self) -> List[int]:
-        """Return the streams whose processes have ended since: nobody comes back to them."""
-        gone = [each.number for each in self._awaited.values() if not process.is_alive(each.who, self._boot_id)]
+        """Drop the streams of ended processes, and return their numbers."""
+        gone = [each.number for each in self._resumable.values() if not process.is_alive(each.identity, self._boot_id)]
         for number in gone:
-            del self._awaited[number]
+            del self._resumable[number]
             self.closed(number)
         return gone
 
     def _recover(self, number: int) -> None:
         record = read_object(self._path(number))
-        if record is None:  # cut off: nobody was told of it
+        if record is None:  # cut off: its request was not passed on
             self.closed(number)
             return
-        who = process.Identity(*record["who"])
-        self._awaited[number] = ResumableClient(number, who, record["uid"], record["job_id"], record["attempt"])
+        identity = process.Identity(*record["process"])
+        self._resumable[number] = ResumableClient(number, identity, record["uid"], record["job_id"], record["attempt"])
 
     def _path(self, number: int) -> str:
         return os.path.join(self._folder, str(number))
 
 
-FRAME_S = 30.0  # in which the first frame must be complete, and each frame that has begun
-FRAME_LOOK_S = 10.0  # between looks for one that has begun
-LOOK_S = 1.0  # between looks whether those who may come back still live
+FRAME_S = 30.0  # limit for the first frame, and for each frame that has begun
+FRAME_LOOK_S = 10.0  # between checks for a frame that has begun
+LOOK_S = 1.0  # between checks whether resumable clients still live
 MAX_CONNECTIONS = 2048
-# Of one account, and of all: bytes that it has not read, and bytes of frames that are not complete.
+# For one account, and for all: bytes that clients have not read, and bytes of incomplete frames.
 UNREAD_BYTES, ALL_UNREAD_BYTES = 64 << 20, 256 << 20
 UNPARSED_BYTES, ALL_UNPARSED_BYTES = 16 << 20, 64 << 20
 _CREDENTIALS = struct.Struct("3i")
 
 
 def peer(sock: socket.socket) -> Tuple[int, int]:
-    """Return (pid, uid) of the process that made this connection, as the kernel noted it then."""
+    """Return (pid, uid) of the process that made this connection, recorded by the kernel at that time."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return pid, uid
@@ -129,7 +130,7 @@ Frames = List[Tuple[protocol.Message, bytes]]
 
 
 def bounds() -> Bounds:
-    """Return what connections may have. Half of the files that this process may open are for the steps."""
+    """Return the bounds on connections. They leave half of this process's descriptors for the steps."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = max(1, min(MAX_CONNECTIONS, files // 2))
     return Bounds(
@@ -143,7 +144,7 @@ def bounds() -> Bounds:
 
 
 class AgentServices(Protocol):
-    """What the clients need of the agent."""
+    """The agent, as its clients use it."""
 
     node: str
 
@@ -167,14 +168,14 @@ class Client:
         self.job_id = 0
         self.attempt = 0
         self.asked = False  # it has sent its request
-        self.asks_api = False  # and that was one to the API
-        self.unsent: Optional[protocol.StepRequest] = None  # its request, which no controller has been told yet
-        self.answered = False  # the controller has said something to it
-        self.started = False  # it was told StepStarted, so output may come
+        self.asks_api = False  # its request is for the API
+        self.unsent: Optional[protocol.StepRequest] = None  # its request, not passed to a controller yet
+        self.answered = False  # the controller has sent it a message
+        self.started = False  # it was sent StepStarted, so output may follow
         self.early: List[Tuple[protocol.Message, bytes]] = []
         self.stream: Optional[Stream] = None
-        self.ended = False  # it was told StepEnded
-        self.heard_s = boot_clock_s()  # when the frame that is coming began
+        self.ended = False  # it was sent StepEnded
+        self.heard_s = boot_clock_s()  # when the incomplete frame began
         self.framer = protocol.Framer(protocol.MAX_COMMAND_BYTES, protocol.MAX_COMMAND_VALUES)
         self.on_drop: Callable[[], None] = lambda: None
 
@@ -199,25 +200,30 @@ class Clients:
     """All step commands that are connected to this agent."""
 
     def __init__(
-        self, loop: Loop, home: AgentServices, first_number: int, awaited: ResumableClients, log: Callable[[str], None]
+        self,
+        loop: Loop,
+        home: AgentServices,
+        first_number: int,
+        resumable: ResumableClients,
+        log: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._home = home
-        self._awaited = awaited
+        self._resumable = resumable
         self._log = log
-        self._next = first_number  # never used before on this node: a stale answer finds nobody
+        self._next = first_number  # never used before on this node, so a stale answer finds no client
         self._clients: Dict[int, Client] = {}
         self._crowd = ConnectionLimits(bounds())
-        self._closed_unseen: List[int] = []  # closed while no controller listened
+        self._unreported_closes: List[int] = []  # closed while no controller was connected
         self._progresses = Progresses(loop, home)
-        if len(awaited):
-            loop.later(LOOK_S, self._look_for_awaited)
+        if len(resumable):
+            loop.later(LOOK_S, self._look_for_ended_clients)
 
     def __len__(self) -> int:
         return len(self._clients)
 
     def accept(self, sock: socket.socket) -> None:
-        """Take a new connection; what it is shows in its first frame."""
+        """Accept a connection. Its first frame tells what it is."""
         pid, uid = peer(sock)
         client = Client(self._next, pid, uid)
         if not self._crowd.comes(uid, client):
@@ -232,13 +238,13 @@ class Clients:
         self._loop.later(FRAME_S, lambda: self._check_asked(client))
 
     def to_stream(self, number: int, message: protocol.Message, blob: bytes) -> bool:
-        """Deliver what the controller says to one of them; False if it is gone for good.
+        """Deliver a message of the controller to a client; return False if the client is gone.
 
-        What is said to one that may come back is dropped: it is asked for again then.
+        A message for a resumable client is dropped: the client asks for it again when it returns.
         """
         client = self._clients.get(number)
         if client is None or client.stream is None:
-            return number in self._awaited
+            return number in self._resumable
         client.answered = True
         if isinstance(message, protocol.Output) and not client.started:
             client.early.append((message, blob))
@@ -256,28 +262,28 @@ class Clients:
         return True
 
     def output(self, number: int, message: protocol.Message, blob: bytes) -> None:
-        """Deliver output of a step whose tasks run on this very node."""
+        """Deliver output of tasks that run on this node."""
         client = self._clients.get(number)
         if client is None:
-            return  # it may come back, and asks for it then; or the controller is told that it went, and ends the step
+            return  # it returns and asks for it, or the controller hears of its end and ends the step
         if client.started:
             self._deliver(client, message, blob)
         else:
             client.early.append((message, blob))
 
     def close(self, number: int) -> None:
-        """The controller is done with it."""
+        """Close a client that the controller has finished with."""
         client = self._clients.get(number)
         if client is not None and client.stream is not None:
             client.stream.close_when_sent()
             self._forget(client)
 
     def controller_came(self) -> None:
-        """Say what went unsaid, and ask for what may have been lost with the last connection, or controller."""
+        """Send what waited for a controller, and ask again for what the last connection may have lost."""
         self._progresses.controller_came()
-        for number in self._closed_unseen:
+        for number in self._unreported_closes:
             self._home.to_controller(protocol.CloseStream(number))
-        self._closed_unseen.clear()
+        self._unreported_closes.clear()
         for client in tuple(self._clients.values()):
             if client.unsent is not None:
                 if self._pass_on(client, client.unsent, b""):
@@ -289,7 +295,7 @@ class Clients:
                 self._ask_after(client)
 
     def controller_went(self) -> None:
-        """Listen to them again when there is one to tell."""
+        """Pause all clients until a controller is connected."""
         for client in self._clients.values():
             if client.asked and client.unsent is None and client.stream is not None:
                 client.stream.pause(True)
@@ -310,14 +316,14 @@ class Clients:
             while frames:
                 if not client.asked and self._is_controller(client, frames):
                     return
-                self._said(client, *frames.pop(0))
+                self._handle(client, *frames.pop(0))
         except protocol.WireError as error:
             self._log("connection of uid %d closed: %s" % (client.uid, error))
             self._deliver(client, protocol.Goodbye(str(error)), b"")
             self._leave(client)
 
     def _is_controller(self, client: Client, frames: Frames) -> bool:
-        """Whether it begins as a controller does: then the agent takes the connection over, with what came already."""
+        """Return whether the client is a controller. Then the agent takes over the connection and what came on it."""
         assert client.stream is not None
         hello = frames[0][0]
         if not isinstance(hello, protocol.Hello):
@@ -328,18 +334,18 @@ class Clients:
             self._leave(client)
         return True
 
-    def _said(self, client: Client, message: protocol.Message, blob: bytes) -> None:
+    def _handle(self, client: Client, message: protocol.Message, blob: bytes) -> None:
         if isinstance(message, protocol.StepRequest):
             self._request(client, message)
         elif isinstance(message, protocol.StepBack):
-            self._came_back(client, message)
+            self._resume(client, message)
         elif isinstance(message, protocol.ApiRequest):
             self._ask(client, message, blob)
-        elif isinstance(message, protocol.Ping):  # is anybody there? `attach` asks before it lets the controller speak
+        elif isinstance(message, protocol.Ping):  # `attach` checks that the agent answers
             self._deliver(client, protocol.Pong(message.request), b"")
         elif isinstance(message, (protocol.Progress, protocol.Failure)) and not client.asked:
             self._progresses.note(client.uid, message)
-            self._leave(client)  # one is enough: who has news comes again
+            self._leave(client)  # one message per connection
         elif not client.asked:
             raise protocol.WireError("cannot begin with %s" % type(message).__name__)
         elif isinstance(message, (protocol.Input, protocol.OutputAck)) and self._home.owns_stream(
@@ -364,22 +370,22 @@ class Clients:
                 return
             client.job_id, client.attempt = request.job_id, attempt
         try:
-            self._awaited.note(client.number, client.pid, client.uid, client.job_id, client.attempt)
+            self._resumable.note(client.number, client.pid, client.uid, client.job_id, client.attempt)
         except OSError as error:
-            why = "cannot start a step: this node cannot keep that it was asked for: %s" % error.strerror
+            why = "cannot start a step: this node cannot record the request: %s" % error.strerror
             self._deliver(client, protocol.StepEnded([], [], why), b"")
             self._leave(client)
             return
         if not self._pass_on(client, request, b""):
             client.unsent = request
-            text = "this node's controller is away: the step waits for it"
+            text = "this node is not connected to the controller: the step waits for it"
             self._deliver(client, protocol.StepWaiting(request.job_id, text), b"")
 
-    def _came_back(self, client: Client, said: protocol.StepBack) -> None:
-        """Give a step command the stream that it had with an agent before us."""
+    def _resume(self, client: Client, said: protocol.StepBack) -> None:
+        """Give a step command the stream that it had with an earlier agent."""
         if client.asked:
-            raise protocol.WireError("a connection comes back once, and first")
-        asker = self._awaited.back(client.pid, client.uid)
+            raise protocol.WireError("StepBack must be the first message of a connection")
+        asker = self._resumable.back(client.pid, client.uid)
         if asker is not None:
             del self._clients[client.number]
             client.number, client.job_id, client.attempt = asker.number, asker.job_id, asker.attempt
@@ -388,30 +394,30 @@ class Clients:
             self._ask_after(client)
             self._home.send_again(client.number)
             return
-        never_told = not said.started and self._awaited.sees(
+        never_told = not said.started and self._resumable.sees(
             client.pid
-        )  # the agent ended before it had read the request
-        why = "the agent before this one had closed it"
+        )  # the earlier agent ended before it read the request
+        why = "the previous agent had closed it"
         self._deliver(client, protocol.StepEnded([], [], again=True) if never_told else protocol.Goodbye(why), b"")
         self._leave(client)
 
     def _ask_after(self, client: Client) -> None:
-        """Ask the controller what has become of what a step command had asked for; it listens when one is there."""
+        """Ask the controller for the state of a client's request; pause the client if none is connected."""
         assert client.stream is not None
         there = self._pass_on(client, protocol.StepAsked(), b"")
         client.stream.pause(not there)
         if there and client.started:
             self._deliver(client, protocol.StepWaiting(client.job_id, ""), b"")
 
-    def _look_for_awaited(self) -> None:
-        """Say of those who might have come back and have ended that they are gone."""
-        for number in self._awaited.look():
+    def _look_for_ended_clients(self) -> None:
+        """Report resumable clients that have ended."""
+        for number in self._resumable.look():
             self._gone(number)
-        if len(self._awaited):
-            self._loop.later(LOOK_S, self._look_for_awaited)
+        if len(self._resumable):
+            self._loop.later(LOOK_S, self._look_for_ended_clients)
 
     def _ask(self, client: Client, request: protocol.ApiRequest, blob: bytes) -> None:
-        """Pass on a question of a command that runs in a job here; nobody waits for a controller that is away."""
+        """Pass on an API request of a command in a job here; fail at once if no controller is connected."""
         if client.asked:
             raise protocol.WireError("a connection asks once")
         attempt = self._home.job_runs_here(request.job_id, client.uid)
@@ -422,7 +428,7 @@ class Clients:
         client.asked = client.asks_api = True
         if not self._pass_on(client, request, blob):
             client.asked = False
-            self._refuse(client, 503, "this node's controller is away")
+            self._refuse(client, 503, "this node is not connected to the controller")
 
     def _refuse(self, client: Client, status: int, why: str) -> None:
         kind = "UnavailableError" if status == 503 else "PermissionDeniedError"
@@ -451,7 +457,7 @@ class Clients:
         self._left(client)
 
     def _check_asked(self, client: Client) -> None:
-        """Close a connection whose first frame, or one that has begun, is not complete in time."""
+        """Close a connection whose first frame, or a begun frame, is not complete in time."""
         if self._clients.get(client.number) is not client:
             return
         is_due = not client.asked or client.framer.pending_bytes
@@ -462,7 +468,7 @@ class Clients:
             self._loop.later(left_s, lambda: self._check_asked(client))
 
     def _leave(self, client: Client) -> None:
-        """Close it as soon as it has what was said to it."""
+        """Close a client when it has read all messages."""
         if client.stream is not None:
             client.stream.close_when_sent()
         self._left(client)
@@ -476,12 +482,12 @@ class Clients:
 
     def _gone(self, number: int) -> None:
         if not self._home.to_controller(protocol.CloseStream(number)):
-            self._closed_unseen.append(number)
+            self._unreported_closes.append(number)
 
     def _forget(self, client: Client) -> None:
         if self._clients.pop(client.number, None) is not None:
             if client.asked and not client.asks_api:
-                self._awaited.closed(client.number)
+                self._resumable.closed(client.number)
             self._crowd.goes(client.uid, client)
 
 

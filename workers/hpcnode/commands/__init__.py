@@ -1,1 +1,1 @@
-"""The commands that run in jobs: hrun, hrsh, and Slurm's names for them."""
+"""The step commands and Slurm's commands that run on nodes."""

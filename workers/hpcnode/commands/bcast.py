@@ -1,9 +1,7 @@
-"""Copies of a file on all nodes of a job: the words of the step that writes them there, for sbcast and ``srun --bcast``.
+"""The step that copies a file to all nodes of a job, for sbcast and ``srun --bcast``.
 
-Needs no share. Written beside its place and renamed, so that nobody sees a half of it; nodes that share the directory write
-the same file one after the other.
-
-Sources: sbcast(1); srun(1), --bcast.
+It needs no share. The file is written beside its target and renamed, so that it is never seen incomplete. Nodes that share the
+directory write the same file in turn. Sources: sbcast(1); srun(1), --bcast.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ OF_NODE = '"_$SLURMD_NODENAME"'
 def step_words(
     source: str, target: str, job_id: str, environ: Mapping[str, str], *, force: bool = True, keep_times: bool = False
 ) -> List[str]:
-    """Return hrun's words for a step that copies `source` to `target`, text of the shell, on each node. Raises OSError."""
+    """Return hrun's arguments for a step that copies `source` to `target` (shell text) on each node. Raises OSError."""
     facts = os.stat(source)
     beside = target + '".bcast.$SLURMD_NODENAME"'
     script = "cat > %s && chmod %o %s && " % (beside, facts.st_mode & 0o777, beside)
@@ -37,7 +35,7 @@ def step_words(
 
 
 def program_path(program: str, environ: Mapping[str, str]) -> str:
-    """Return the file that a command's first word means. Raises FileNotFoundError."""
+    """Return the path of a command's program. Raises FileNotFoundError."""
     if "/" in program:
         return program
     for folder in environ.get("PATH", os.defpath).split(":"):
@@ -48,7 +46,7 @@ def program_path(program: str, environ: Mapping[str, str]) -> str:
 
 
 def shell_target(destination: str, job_id: str) -> str:
-    """Return where --bcast=DESTINATION copies to, as text of the shell: in a directory the node's name makes it unique."""
+    """Return the target of --bcast=DESTINATION as shell text. In a directory the node's name makes it unique."""
     if destination and not destination.endswith("/"):
         return shlex.quote(destination)
     return shlex.quote(os.path.join(destination or os.getcwd(), "slurm_bcast_%s.%d" % (job_id, os.getpid()))) + OF_NODE

@@ -1,10 +1,8 @@
-"""srun A : B: several programs as one step, whose tasks are numbered through, each part with nodes and cpus of its own.
+"""srun A : B: several programs as one step. Its tasks are numbered consecutively; each part has its own nodes and cpus.
 
-The step is asked for with the numbers of its parts; which program a task runs is settled where it starts, by a shell command
-that all of them run; each part may have output files and variables of its own. What else the parts say (labels, memory ...)
-concerns the step, so that only the first says it.
-
-Source: "Heterogeneous Job Steps" of Slurm's documentation.
+The request has the numbers of the parts. All tasks run one shell command, which selects the program of the task. Each part may
+have its own output files and variables. All other options (label, mem ...) are those of the step, so only the first part has
+them. Source: "Heterogeneous Job Steps" of Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from hpcnode.commands import hrun, multi_prog, options
 from hpcnode.commands.output import STREAMS
 
 MAX_TASKS = 100_000
-# What a part may say for itself.
+# Options that each part may have.
 OWN = (
     "nodes",
     "ntasks",
@@ -31,11 +29,11 @@ OWN = (
 
 
 def run(words: Sequence[str], face: hrun.CommandStyle, environ: Mapping[str, str]) -> int:
-    """Run the step that the words ask for and return its exit code."""
+    """Run the step of this command line and return its exit code."""
     try:
         values, command = as_one(words, environ)
-    except (options.UsageError, multi_prog.MultiProgError) as error:
-        text = error.text(face.name) if isinstance(error, options.UsageError) else str(error)
+    except (options.OptionError, multi_prog.MultiProgError) as error:
+        text = error.text(face.name) if isinstance(error, options.OptionError) else str(error)
         sys.stderr.write("%s: error: %s\n" % (face.name, text))
         return face.usage_code
     return hrun.start(values, command, face, environ)
@@ -51,7 +49,7 @@ class Part(NamedTuple):
 
 
 def as_one(words: Sequence[str], environ: Mapping[str, str]) -> Tuple[options.Values, List[str]]:
-    """Return the options and the command of the step ``A : B``. Raises UsageError, MultiProgError."""
+    """Return the options and the command of the step ``A : B``. Raises OptionError, MultiProgError."""
     parsed = [options.parse(part) for part in _split(words)]
     commands = _commands([command for _, command in parsed])
     common: options.Values = {}
@@ -73,7 +71,7 @@ def as_one(words: Sequence[str], environ: Mapping[str, str]) -> Tuple[options.Va
 
 
 def _programs(parts: Sequence[Part]) -> List[Tuple[int, Dict[str, str], List[str]]]:
-    """Return number of tasks, variables and command of each part. Raises UsageError."""
+    """Return number of tasks, variables and command of each part. Raises OptionError."""
     sets_cpus = any("cpus-per-task" in part.own for part in parts)
     programs = []
     for part in parts:
@@ -83,14 +81,14 @@ def _programs(parts: Sequence[Part]) -> List[Tuple[int, Dict[str, str], List[str
 
 
 def _commands(given: Sequence[List[str]]) -> List[List[str]]:
-    """Return the command of each part: its own, or that of the next part that has one. Raises UsageError."""
+    """Return the command of each part: its own, or that of the next part that has one. Raises OptionError."""
     commands: List[List[str]] = []
     for number in range(len(given), 0, -1):
         following = commands[0] if commands else []
         command = given[number - 1] or following
         if not command:
-            raise options.UsageError(
-                "part %d of the step has no command, nor has one behind it" % _first_without(given)
+            raise options.OptionError(
+                "part %d of the step has no command, and no later part has one" % _first_without(given)
             )
         commands.insert(0, command)
     return commands
@@ -102,41 +100,43 @@ def _first_without(given: Sequence[List[str]]) -> int:
 
 
 def _check_same(values: options.Values, common: options.Values, number: int) -> None:
-    """Raise UsageError if a part has an option that the step as a whole has, with another value."""
+    """Raise OptionError if a part has an option that the step as a whole has, with another value."""
     different = [name for name, value in values.items() if common.get(name) != value]
     if different:
-        raise options.UsageError(
+        raise options.OptionError(
             "cannot give part %d of the step its own --%s: the parts of srun A : B may differ in their programs and in %s"
             % (number, different[0], ", ".join("--" + name for name in (*OWN, *STREAMS, "export")))
         )
 
 
 def _files(values: options.Values, number: int) -> Dict[str, str]:
-    """Take the files of a part out of its options."""
+    """Remove the files of a part from its options, and return them."""
     files = {name: str(values.pop(name)) for name in STREAMS if name in values}
     for name, text in files.items():
         if text.isdigit():
-            raise options.UsageError(
+            raise options.OptionError(
                 "cannot read --%s=%s of part %d: a file is needed, all or none" % (name, text, number)
             )
     return files
 
 
 def _variables(export: str) -> Dict[str, str]:
-    """Return the variables that an --export sets itself. Raises UsageError."""
+    """Return the variables that an --export sets itself. Raises OptionError."""
     variables = dict(word.split("=", 1) for word in export.split(",") if "=" in word)
     for name in variables:
         if not name.isidentifier():
-            raise options.UsageError("cannot set %s for a part of the step: that is no variable's name" % name[:60])
+            raise options.OptionError(
+                "cannot set %s for a part of the step: that is not the name of a variable" % name[:60]
+            )
     return variables
 
 
 def _export(texts: Sequence[str]) -> options.Values:
-    """Return the --export of the step, from those of its parts ("": none). Raises UsageError."""
+    """Return the --export of the step, from those of its parts ("": none). Raises OptionError."""
     shared = {_without_variables(text) for text in texts}
     given = shared - {""}
     if len(given) > 1 or ("" in shared and given - {"ALL"}):
-        raise options.UsageError(
+        raise options.OptionError(
             "cannot give the parts of the step --export=%s: they may differ in the variables that they set (NAME=VALUE)"
             % " and ".join(sorted(text or "ALL" for text in shared))
         )
@@ -150,7 +150,7 @@ def _without_variables(export: str) -> str:
 
 
 def _cpus(own: Mapping[str, str]) -> Dict[str, str]:
-    """Return what the tasks of a part find of their cpus in the environment."""
+    """Return the variables of a part's cpus."""
     cpus = own.get("cpus-per-task", "1")
     return {"HPCSCHED_CPUS_PER_TASK": cpus, "SLURM_CPUS_PER_TASK": cpus}
 
@@ -166,13 +166,13 @@ def _split(words: Sequence[str]) -> List[List[str]]:
 
 
 def _tasks(own: Mapping[str, str], number: int, environ: Mapping[str, str]) -> int:
-    """Return how many tasks a part has: --ntasks, or --ntasks-per-node (default: 1) on each of its nodes.
+    """Return the number of tasks of a part: --ntasks, or --ntasks-per-node (default: 1) on each of its nodes.
 
-    In a heterogeneous job a part that does not say has the nodes and tasks of its component.
+    In a heterogeneous job, a part without these options has the nodes and tasks of its component.
     """
     group = own.get("het-group", str(number - 1))
     if "HPCSCHED_HET_SIZE" in environ and not group.isdigit():
-        raise options.UsageError(
+        raise options.OptionError(
             "cannot start part %d of the step in --het-group=%s: a part runs in one component" % (number, group[:40])
         )
     nodes = own.get("nodes") or environ.get("HPCSCHED_NNODES_HET_GROUP_" + group, "1")
@@ -194,12 +194,12 @@ def _counts(text: str) -> List[int]:
 
 def _count(text: str, name: str, number: int) -> int:
     if not text.isdigit() or not 1 <= int(text) <= MAX_TASKS:
-        raise options.UsageError("cannot read --%s=%s of part %d: a number is needed" % (name, text[:40], number))
+        raise options.OptionError("cannot read --%s=%s of part %d: a number is needed" % (name, text[:40], number))
     return int(text)
 
 
 def _allocation(parts: Sequence[Mapping[str, str]]) -> options.Values:
-    """Return the numbers of the job that is made for the step where it is not in one: enough for all of its parts."""
+    """Return the size of a job that is made for the step: enough for all parts."""
     values: options.Values = {"ntasks": str(sum(int(part["ntasks"]) for part in parts))}
     if any("nodes" in part for part in parts):
         values["nodes"] = str(sum(int(part.get("nodes", "1").partition("-")[0]) for part in parts))

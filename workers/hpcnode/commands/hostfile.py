@@ -1,9 +1,9 @@
-"""Hosts in other ways than by their names: ``srun -w ./FILE``, ``-m arbitrary``, whose list has the node of each task, ``-r N``.
+"""Host lists of a step in files: ``srun -w ./FILE``, ``-m arbitrary`` with the node of each task, and ``-r N``.
 
-A file has one name a line, or several with commas or blanks between; ``n1*4`` is n1 four times. An arbitrary distribution
-takes the list of SLURM_HOSTFILE, or else that of --nodelist. SLURM_HOSTFILE without --nodelist asks for one.
+A file has one name a line, or several with commas or blanks between them; ``n1*4`` is n1 four times. An arbitrary distribution
+uses SLURM_HOSTFILE, or else --nodelist. SLURM_HOSTFILE without --nodelist requests one.
 
-Source: srun(1), --nodelist and --distribution.
+Source: srun(1), --nodelist, --distribution.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ _REPEATED = re.compile(r"(.+)\*(\d{1,6})\Z")
 
 
 class HostFileError(Exception):
-    """The hosts cannot be told; the text is for the user."""
+    """The hosts cannot be determined; the text is for the user."""
 
 
 def settle(options: Dict[str, object], environ: Mapping[str, str]) -> None:
-    """Put the names in the place of a file's path, and the node of each task in that of ``-m arbitrary``."""
+    """Replace the path of a file by its names, and ``-m arbitrary`` by the node of each task."""
     arbitrary = str(options.get("distribution", "")).startswith("arbitrary")
     given = str(options.pop("nodelist", "") or "")
     if arbitrary:
         given = environ.get("SLURM_HOSTFILE") or given
         options.pop("distribution")
         if not given:
-            raise HostFileError("cannot deal tasks with -m arbitrary: SLURM_HOSTFILE must name the file of their hosts")
+            raise HostFileError(
+                "cannot place tasks with -m arbitrary: SLURM_HOSTFILE must name the file of their hosts"
+            )
     is_file = "/" in given or (arbitrary and bool(environ.get("SLURM_HOSTFILE")))
     try:
         hosts = _read(given) if is_file else expand(given)
@@ -42,7 +44,7 @@ def settle(options: Dict[str, object], environ: Mapping[str, str]) -> None:
 
 
 def ask_for(options: Dict[str, object]) -> None:
-    """Have the job that is made for the step ask for the nodes of its tasks, and room for them there."""
+    """Add the nodes of the tasks to the request of a job that is made for the step."""
     ntasks = str(options.get("ntasks", ""))
     hosts = str(options["hosts"]).split(",")
     hosts = hosts[: int(ntasks)] if ntasks.isdigit() and len(ntasks) < 10 else hosts
@@ -53,7 +55,7 @@ def ask_for(options: Dict[str, object]) -> None:
 
 
 def leave_out(options: Dict[str, object], number: str, environ: Mapping[str, str]) -> None:
-    """Have the step leave out so many of the job's first nodes (``--relative``)."""
+    """Exclude the first `number` nodes of the job (``--relative``)."""
     nodes = expand(environ.get("SLURM_JOB_NODELIST", ""))
     if not nodes:
         raise HostFileError("cannot take --relative=%s: it counts the nodes of the job that srun runs in" % number)

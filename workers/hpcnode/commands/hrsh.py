@@ -1,11 +1,11 @@
-"""hrsh: run a command on a node of the job, as ssh would, but as a step of the job: `hrsh [OPTIONS] HOST COMMAND...`
+"""hrsh: runs a command on a node of the job, as ssh would, but as a step of the job: `hrsh [OPTIONS] HOST COMMAND...`
 
-mpirun starts its daemons with it. It takes ssh's options (and ignores nearly all), attaches stdin and output, and passes
-on the exit code. The command starts in the home directory, in a POSIX shell, and gets this environment as srun's tasks
-would: Open MPI hands neither PATH nor a virtual environment on by itself (see man/adr/0002). If hrsh is told to end, the
-command gets TERM, and KILL a little later; if hrsh is killed, its agent sees the connection close and ends the command.
+mpirun starts its daemons with it. It accepts ssh's options (and ignores most), attaches stdin and output, and returns the exit
+code. The command starts in the home directory, in a POSIX shell, with this environment, as srun's tasks do: Open MPI does not
+pass on PATH or a virtual environment itself (see man/adr/0002). If hrsh gets a signal that ends it, the command gets SIGTERM, and
+SIGKILL a little later. If hrsh is killed, its agent notices the closed connection and ends the command.
 
-Sources: ssh(1); what PRRTE's plm/ssh and hydra's ssh launcher do with it.
+Sources: ssh(1); the use of ssh in PRRTE's plm/ssh and hydra's ssh launcher.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hpcnode.shepherd import mpi
 from hpcnode.wire import protocol
 from hpcnode.wire.sockets import connect, connect_to_agent
 
-FAILED = 255  # as ssh's: hrsh itself failed
+FAILED = 255  # as ssh: hrsh itself failed
 KILL_AFTER_S = 5.0
 _WITH_VALUE = "bBcDEeFIiJLlmOoPpQRSWw"
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # mpirun, which gets them as well, hands them on
+_FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # mpirun gets them as well, and forwards them
 
 
-class UsageError(Exception):
+class HrshError(Exception):
     """The command line cannot be read."""
 
 
@@ -43,17 +43,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             sys.stderr.write("hrsh of hpcsched, launch protocol %d\n" % protocol.VERSION)
             return 0
         return Hrsh(host, command, os.environ, with_input="n" not in options).run()
-    except (UsageError, ConnectionLost, protocol.WireError) as error:
+    except (HrshError, ConnectionLost, protocol.WireError) as error:
         sys.stderr.write("hrsh: error: %s\n" % error)
         return FAILED
 
 
 def parse(words: Sequence[str]) -> Tuple[str, str, str]:
-    """Return the letters of the options, the host, and the command as one text for a shell."""
+    """Return the option letters, the host, and the command as text for a shell."""
     letters = ""
     rest: List[str] = list(words)
     host = ""
-    while rest and (not host or rest[0].startswith("-")):  # ssh takes options after the host, too
+    while rest and (not host or rest[0].startswith("-")):  # ssh accepts options after the host, too
         word = rest.pop(0)
         if word == "--":
             break
@@ -69,7 +69,7 @@ def parse(words: Sequence[str]) -> Tuple[str, str, str]:
     if not host and rest:
         host = rest.pop(0)
     if "V" not in letters and not rest:
-        raise UsageError("cannot open a login shell: usage: hrsh [OPTIONS] HOST COMMAND...")
+        raise HrshError("cannot open a login shell: usage: hrsh [OPTIONS] HOST COMMAND...")
     return letters, host.rpartition("@")[2], " ".join(rest)
 
 
@@ -84,11 +84,11 @@ class Hrsh(Front):
         self._ended_by = 0
 
     def run(self) -> int:
-        """Start the command, be there while it runs, return the exit code."""
+        """Run the command to its end and return its exit code."""
         job_id = self._environ.get("HPCSCHED_JOB_ID", "")
         path = self._environ.get("HPCSCHED_SOCKET", "")
         if not path or not job_id.isdigit():
-            raise UsageError("cannot reach %s: hrsh works only in a job on a node" % self._host)
+            raise HrshError("cannot reach %s: hrsh works only in a job on a node" % self._host)
         request = self._request(int(job_id))
         self._ask(path, request)
         while self._client.must_ask_again:
@@ -96,11 +96,11 @@ class Hrsh(Front):
         return self._exit_code()
 
     def _ask(self, path: str, request: protocol.StepRequest, former: Optional[StepClient] = None) -> None:
-        """Ask for the step of the command, and be there while it runs."""
+        """Request the step of the command and run it to its end."""
         try:
             self._client = StepClient(connect_to_agent(path), self, lambda: connect(path))
         except OSError as error:
-            raise UsageError("cannot reach the node's agent (%s: %s)" % (path, error.strerror)) from None
+            raise HrshError("cannot reach the node's agent (%s: %s)" % (path, error.strerror)) from None
         if former is not None:
             self._client.take_input_of(former)
         self._client.catch(_ENDING)
@@ -155,12 +155,12 @@ class Hrsh(Front):
 
 
 def _straight_to(outlet: Optional[Outlet]) -> Callable[[int], LineStream]:
-    """Return what gives each task a stream to `outlet`, as it comes."""
+    """Return a function that gives each task an unbuffered stream to `outlet`."""
     return lambda task: LineStream(outlet, by_line=False)
 
 
 def _assignments(variables: Mapping[str, str]) -> str:
-    """Return shell text that sets these in the command: the step's own variables would win over them elsewhere."""
+    """Return shell text that sets these variables. In the environment the step's own variables would override them."""
     import shlex
 
     return "".join("export %s=%s; " % (name, shlex.quote(value)) for name, value in variables.items())

@@ -1,11 +1,13 @@
-"""hrun: start tasks on the nodes of a job, be their terminal, and end as they do.
+"""hrun: starts tasks on the nodes of a job, connects them to this terminal, and ends as they do.
 
-In a job it asks the node's agent (`HPCSCHED_SOCKET`), elsewhere the controller's steps.sock, which allocates a job first.
-It knows options, file names and what is printed; the step itself is `StepClient`'s.
+In a job it sends its request to the node's agent (`HPCSCHED_SOCKET`), elsewhere to the controller's steps.sock, which allocates a
+job first. Options, file names and messages are handled here; the step itself by `StepClient`.
 
-Rules: the text of options goes to the controller as it is, which knows the job; the job's own numbers of nodes and tasks are
-the defaults there, so the variables that repeat them are not read here. A file that all tasks share is written by hrun,
-one per task (%t %n %N) by the node that runs it. Exit code: the highest of the tasks', 128+n for signal n.
+Rules:
+- Options are sent as text, because the controller knows the job. The job's numbers of nodes and tasks are the defaults there, so
+  the variables that repeat them are not read here.
+- hrun writes files that all tasks share. The nodes write files with one name per task (%t %n %N).
+- The exit code is the highest of the tasks', 128+n for signal n.
 
 Sources: srun(1); exit codes, texts and layout as measured on Slurm 22.05.
 """
@@ -35,7 +37,7 @@ from hpcnode.wire.sockets import connect, connect_to_agent
 if TYPE_CHECKING:
     import socket
 
-# ----- the terminal that `hrun --pty` was started at: made raw while the task runs, so that every key goes there, then as it was
+# ----- the terminal of `hrun --pty`: raw while the task runs, so that the task gets every key; restored after that
 
 
 class Screen:
@@ -46,23 +48,23 @@ class Screen:
         self._before: Optional[List[Any]] = None
 
     def make_raw(self) -> None:
-        """Have every key passed on as it is."""
+        """Pass on every key unchanged."""
         if os.isatty(self._fd) and self._before is None:
             self._before = termios.tcgetattr(self._fd)
-            tty.setraw(self._fd, termios.TCSADRAIN)  # what was typed meanwhile is for the task
+            tty.setraw(self._fd, termios.TCSADRAIN)  # earlier input is for the task
 
     def restore(self) -> None:
-        """Make it as it was."""
+        """Restore the settings."""
         if self._before is not None:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
             self._before = None
 
 
-# ----- how tasks ended, in the words that srun has for it
+# ----- the messages of srun about failed tasks
 
 
 def failures(started: protocol.StepStarted, ended: protocol.StepEnded) -> List[str]:
-    """Return a line for each group of tasks of a node that failed alike."""
+    """Return a line for each group of tasks of a node that failed in the same way."""
     lines = []
     for node, ranks, _ in started.parts():
         groups: Dict[str, List[int]] = {}
@@ -99,7 +101,7 @@ def spans_text(tasks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in spans)
 
 
-QUIET_S = 0.5  # a shorter wait is not worth a word
+QUIET_S = 0.5  # a shorter wait is not reported
 AGAIN_S = 1.0  # two interrupts within this time end the step
 IMMEDIATE_S = "5"
 FORWARDED = (
@@ -118,7 +120,7 @@ _LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")
 
 
 class HrunError(Exception):
-    """hrun cannot go on; the text is for the user."""
+    """hrun cannot continue; the text is for the user."""
 
 
 class TooLate(HrunError):
@@ -126,27 +128,27 @@ class TooLate(HrunError):
 
 
 class CommandStyle(NamedTuple):
-    """Under which name hrun runs, and what depends on it."""
+    """The name under which hrun runs, and what depends on it."""
 
     name: str = "hrun"
-    version: Optional[str] = None  # what --version says; None: ours
-    usage_code: int = 2  # for a command line that cannot be read
-    refused: Callable[[int, str], str] = lambda job_id, text: ""  # what is said first of a step or job that was refused
-    slurms: bool = False  # --verbose prints Slurm's lines
+    version: Optional[str] = None  # output of --version; None: ours
+    usage_code: int = 2  # exit code for an invalid command line
+    refused: Callable[[int, str], str] = lambda job_id, text: ""  # first line about a refused step or job
+    is_slurm: bool = False  # --verbose prints Slurm's lines
 
 
 HRUN = CommandStyle()
 
 
 def option_lines(values: stepoptions.Values) -> List[str]:
-    """Return the block in which srun --verbose lists the options that were given."""
+    """Return the lines in which srun --verbose lists the given options."""
     rule = "-" * 20
     given = ["%-20s: %s" % (name, "set" if value is True else value) for name, value in sorted(values.items())]
     return ["defined options", rule + " " + rule, *given, rule + " " + rule, "end of defined options"]
 
 
 def launch_lines(started: protocol.StepStarted, environ: Mapping[str, str], cpus_per_task: int) -> List[str]:
-    """Return the lines of srun --verbose about where a step is launched."""
+    """Return the lines of srun --verbose about the nodes of a step."""
     parts = started.parts()
     nodes = environ.get("SLURM_JOB_NODELIST") or ",".join(node for node, _, _ in parts)
     count = environ.get("SLURM_JOB_NUM_NODES") or str(len(parts))
@@ -165,12 +167,12 @@ def launch_lines(started: protocol.StepStarted, environ: Mapping[str, str], cpus
 def main(
     argv: Optional[Sequence[str]] = None, face: CommandStyle = HRUN, environ: Optional[Mapping[str, str]] = None
 ) -> int:
-    """Run hrun with these words (default: the command line's) in this environment, and return its exit code."""
+    """Run hrun with these arguments (default: the command line) and environment; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     environ = os.environ if environ is None else environ
     try:
         values, command = stepoptions.parse(words)
-    except stepoptions.UsageError as error:
+    except stepoptions.OptionError as error:
         _complain(face, error.text(face.name))
         return _code(environ, "SLURM_EXIT_ERROR", face.usage_code)
     return start(values, command, face, environ)
@@ -185,8 +187,8 @@ def start(values: stepoptions.Values, command: List[str], face: CommandStyle, en
             sys.stdout.write(text)
             return 0
         if not command and "resize" not in values:
-            raise stepoptions.UsageError("no command given: %s [OPTIONS] COMMAND [ARGUMENT...]" % face.name)
-    except stepoptions.UsageError as error:
+            raise stepoptions.OptionError("no command given: %s [OPTIONS] COMMAND [ARGUMENT...]" % face.name)
+    except stepoptions.OptionError as error:
         _complain(face, error.text(face.name))
         return _code(environ, "SLURM_EXIT_ERROR", face.usage_code)
     try:
@@ -200,7 +202,7 @@ def start(values: stepoptions.Values, command: List[str], face: CommandStyle, en
 
 
 def _completed(values: stepoptions.Values, environ: Mapping[str, str]) -> stepoptions.Values:
-    """Return the options with those of the environment, checked. Raises UsageError."""
+    """Return the options with those of the environment, checked. Raises OptionError."""
     values = stepoptions.with_defaults(values, environ)
     if "propagate" in values:
         values["propagate"] = stepoptions.resource_limits(_text(values["propagate"], rlimits.ALL))
@@ -211,7 +213,7 @@ def _completed(values: stepoptions.Values, environ: Mapping[str, str]) -> stepop
 
 def _run_step(values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> int:
     """Run the step, in a job that is made for it if need be, and return the exit code."""
-    if face.slurms and values.get("verbose"):
+    if face.is_slurm and values.get("verbose"):
         for line in option_lines(values):
             _say(face, line)
     if "uid" in values or "gid" in values:
@@ -227,12 +229,12 @@ def _run_step(values: stepoptions.Values, command: List[str], face: CommandStyle
 
 
 def _change_user(values: stepoptions.Values) -> None:
-    from hpcnode.os import account  # for root alone
+    from hpcnode.os import account  # for root only
 
     try:
         if "gid" in values:
             account.refuse_group()
-        _socket_path(os.environ, in_job=False)  # what that needs to import, another user may not be able to read
+        _socket_path(os.environ, in_job=False)  # imports modules that the other user may not be able to read
         account.change(str(values.pop("uid")))
     except account.UserError as error:
         raise HrunError(str(error)) from None
@@ -241,15 +243,15 @@ def _change_user(values: stepoptions.Values) -> None:
 def _no_allocate() -> str:
     if os.getuid() != 0:
         return "--no-allocate only permitted by root user"
-    return "cannot start tasks without a job: each step is accounted to one; leave --no-allocate out"
+    return "cannot start tasks without a job, because each step is accounted to one: leave out --no-allocate"
 
 
 def _in_allocation(
     values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
 ) -> int:
-    """Become halloc with this command in its job: what runs here before the step, or after it, needs the job's nodes."""
+    """Execute halloc with this command: programs that run before or after the step need the job's nodes."""
     if "parts" in values:
-        raise HrunError("cannot take --bcast, --prolog or --epilog with A : B outside a job: use them in one")
+        raise HrunError("cannot use --bcast, --prolog or --epilog with A : B outside a job: use them in a job")
     values.setdefault("job-name", os.path.basename(command[0]))
     words = _words(values)
     of_job = [word for name, word in words.items() if name in stepoptions.OF_A_JOB]
@@ -269,7 +271,7 @@ def _words(values: stepoptions.Values) -> Dict[str, str]:
 def _with_scripts(
     values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
 ) -> int:
-    """Run the step of a job with what --bcast, --prolog and --epilog ask for before and after it."""
+    """Run the step of a job with --bcast, --prolog and --epilog."""
     bcast_to, prolog, epilog = (values.pop(name, "") for name in ("bcast", "prolog", "epilog"))
     given = command
     _run_script("prolog", _text(prolog, ""), given, face, environ)
@@ -285,7 +287,7 @@ def _with_scripts(
 
 
 def _run_script(what: str, program: str, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> None:
-    """Run a program here, whose end changes nothing; "" and none: none."""
+    """Run a program here; its result changes nothing. "" and "none": no program."""
     if program in ("", "none"):
         return
     try:
@@ -302,10 +304,10 @@ def _broadcast(
     destination: str, values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
 ) -> Tuple[List[str], int]:
     """Copy the command's program to the nodes of the job; return the command that runs the copy, and an exit code."""
-    from hpcnode.commands import bcast  # few need it
+    from hpcnode.commands import bcast  # rarely needed
 
     if values.get("multi-prog") or "parts" in values:
-        raise HrunError("cannot take --bcast with several programs: it copies one")
+        raise HrunError("cannot use --bcast with several programs: it copies one")
     job_id = _text(values.get("jobid"), "")
     target = bcast.shell_target(destination, str(_job_id(values, environ)))
     try:
@@ -333,8 +335,8 @@ class Hrun(Front):
         self._job_id = _job_id(values, environ)
         self._at_terminal = values.get("pty") is True
         self._screen = Screen(0)
-        self._unsaid: List[str] = []  # what will be said of the wait if it turns out to be long
-        self._talks = False
+        self._held_messages: List[str] = []  # messages about the wait, shown if it is long
+        self._is_long_wait = False
         self._interrupted_s: Optional[float] = None
         self._is_too_late = False
         if values.get("multi-prog"):
@@ -347,9 +349,9 @@ class Hrun(Front):
         self._input = StreamTarget("input", str(values.get("input", "")))
 
     def run(self) -> int:
-        """Ask for the step, be there while it runs, return the exit code."""
+        """Run the step to its end and return the exit code."""
         self._note_options_without_effect()
-        process.set_name(self._face.name)  # by which the batch step's shepherd knows it
+        process.set_name(self._face.name)  # the batch step's shepherd recognizes it by this name
         path = _socket_path(self._environ, in_job=self._job_id != 0)
         request = self._request()
         self._ask(path, request)
@@ -358,12 +360,12 @@ class Hrun(Front):
         return self._exit_code()
 
     def _ask(self, path: str, request: protocol.StepRequest, former: Optional[StepClient] = None) -> None:
-        """Ask for the step, and be there while it runs."""
+        """Request the step and run it to its end."""
         self._client = StepClient(_connect(path), self, None if _on_the_head(path) else lambda: connect(path))
         if former is not None:
             self._client.take_input_of(former)
         self._client.catch((*FORWARDED, signal.SIGWINCH) if self._at_terminal else FORWARDED)
-        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input, instead of a stop
         self._client.request(request)
         if "immediate" in self._values:
             limit_s = float(_number("immediate", _text(self._values["immediate"], IMMEDIATE_S)))
@@ -373,7 +375,7 @@ class Hrun(Front):
         except ConnectionLost as error:
             what = "the node's agent" if self._job_id else "the controller"
             raise HrunError(
-                "lost the connection to %s: %s. The step is ended with it; it cannot be taken up again" % (what, error)
+                "lost the connection to %s: %s. The step is ended; it cannot be resumed" % (what, error)
             ) from None
         finally:
             self._screen.restore()
@@ -408,16 +410,16 @@ class Hrun(Front):
 
     def _choose_hosts(self, options: Dict[str, object]) -> None:
         """Complete the options that choose nodes from the environment and from host files."""
-        if options.get("distribution") == "plane":  # SLURM_DISTRIBUTION says no more
+        if options.get("distribution") == "plane":  # SLURM_DISTRIBUTION has no size
             options["distribution"] = "plane=" + self._environ.get("SLURM_DIST_PLANESIZE", "")
         if self._environ.get("SLURM_HOSTFILE") and not options.get("nodelist") and "parts" not in options:
             options["distribution"] = "arbitrary"
         if "/" in str(options.get("nodelist", "")) or str(options.get("distribution", "")).startswith("arbitrary"):
-            self._settle_hosts(lambda hosts: hosts.settle(options, self._environ))
+            self._with_host_files(lambda hosts: hosts.settle(options, self._environ))
             if options.get("hosts") and not self._job_id:
-                self._settle_hosts(lambda hosts: hosts.ask_for(options))
+                self._with_host_files(lambda hosts: hosts.ask_for(options))
         if "relative" in self._values:
-            self._settle_hosts(lambda hosts: hosts.leave_out(options, str(self._values["relative"]), self._environ))
+            self._with_host_files(lambda hosts: hosts.leave_out(options, str(self._values["relative"]), self._environ))
 
     def _choose_streams(self, options: Dict[str, object]) -> None:
         """Tell the controller which files the nodes write and read, and where the input goes."""
@@ -434,15 +436,15 @@ class Hrun(Front):
             options["input"] = str(self._input.task)
 
     def _note_options_without_effect(self) -> None:
-        """Say on a terminal, or with --verbose, which options about places are not honoured; programs read the rest."""
+        """Warn about placement options without effect, on a terminal or with --verbose."""
         if self._quiet or not (self._values.get("verbose") or (is_open(2) and os.isatty(2))):
             return
         for name in stepoptions.NOT_HONOURED:
             if name in self._values:
                 self._say("--%s has no effect: it is not taken into account" % name)
 
-    def _settle_hosts(self, settle: Callable[[ModuleType], None]) -> None:
-        from hpcnode.commands import hostfile  # few need it
+    def _with_host_files(self, settle: Callable[[ModuleType], None]) -> None:
+        from hpcnode.commands import hostfile  # rarely needed
 
         try:
             settle(hostfile)
@@ -450,10 +452,10 @@ class Hrun(Front):
             raise HrunError(str(error)) from None
 
     def _take_programs(self, command: List[str]) -> None:
-        from hpcnode.commands import multi_prog  # few need it
+        from hpcnode.commands import multi_prog  # rarely needed
 
         if len(command) > 1:
-            raise HrunError("cannot take arguments with --multi-prog: they stand in %s" % command[0])
+            raise HrunError("cannot use arguments with --multi-prog: they are in %s" % command[0])
         self._values.setdefault("job-name", os.path.basename(command[0]))
         try:
             self._command = multi_prog.command_of(command[0])
@@ -468,15 +470,15 @@ class Hrun(Front):
             return
         if not said.text or self._quiet:
             return
-        if self._talks:
+        if self._is_long_wait:
             self._say(said.text)
-        elif not self._unsaid:
-            self._client.after(QUIET_S, self._talk)
-        self._unsaid.append(said.text)
+        elif not self._held_messages:
+            self._client.after(QUIET_S, self._show_messages)
+        self._held_messages.append(said.text)
 
     def on_started(self, said: protocol.StepStarted) -> None:
-        self._unsaid.clear()
-        if self._values.get("verbose") and self._face.slurms:
+        self._held_messages.clear()
+        if self._values.get("verbose") and self._face.is_slurm:
             cpus_per_task = int(_number("cpus-per-task", _text(self._values.get("cpus-per-task"), "1")))
             for line in launch_lines(said, self._environ, cpus_per_task):
                 self._say(line)
@@ -516,10 +518,10 @@ class Hrun(Front):
             return
         self._interrupted_s = now_s
         self._say("interrupt (one more within 1 sec to abort)")
-        self._tell_tasks()
+        self._print_tasks()
 
-    def _tell_tasks(self) -> str:
-        """Say which tasks run and which are over; return the step's name."""
+    def _print_tasks(self) -> str:
+        """Print which tasks run and which are over; return the step's name."""
         started = self._client.started
         assert started is not None
         name = "StepId=%d.%d" % (started.job_id, started.step)
@@ -530,10 +532,10 @@ class Hrun(Front):
                 self._say("%s %s: %s" % (name, task_list(tasks), state))
         return name
 
-    def _talk(self) -> None:
+    def _show_messages(self) -> None:
         if self._client.started is None:
-            self._talks = True
-            for text in self._unsaid:
+            self._is_long_wait = True
+            for text in self._held_messages:
                 self._say(text)
 
     def _too_late(self) -> None:
@@ -544,7 +546,7 @@ class Hrun(Front):
     def _end_rest(self) -> None:
         if not self._quiet:
             self._say("First task exited %ss ago" % self._values["wait"])
-            self._say("Terminating %s" % self._tell_tasks())
+            self._say("Terminating %s" % self._print_tasks())
         self._client.signal_tasks(signal.SIGKILL)
 
     # ----- files
@@ -579,7 +581,7 @@ class Hrun(Front):
         return self._file(target.local_file, started, opened)
 
     def _file(self, pattern: str, started: protocol.StepStarted, opened: Dict[str, Outlet]) -> Outlet:
-        """Return the outlet to the file of that name, opened at its first mention."""
+        """Return the outlet to the file of that name; open it at the first use."""
         path = os.path.join(self._work_dir, self._fill(pattern, started))
         if path not in opened:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
@@ -607,7 +609,7 @@ class Hrun(Front):
         if self._client.input_task >= _total(started):
             raise HrunError("cannot feed task %d: the step has %d" % (self._client.input_task, _total(started)))
         if self._client.input_fd is not None:
-            return  # read already, for a step that was asked for again
+            return  # open already, for a step that is requested again
         if self._input.local_file:
             path = os.path.join(self._work_dir, self._fill(self._input.local_file, started))
             self._client.input_fd = self._open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -671,7 +673,7 @@ class Hrun(Front):
 
 
 def _code(environ: Mapping[str, str], name: str, usual: int) -> int:
-    """Return the exit code that a variable sets; `usual` if it sets none."""
+    """Return the exit code that a variable sets, else `usual`."""
     text = environ.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 255 else usual
 
@@ -681,7 +683,7 @@ def _total(started: protocol.StepStarted) -> int:
 
 
 def _immediate_answer(values: stepoptions.Values, face: CommandStyle) -> Optional[str]:
-    """Return what to print for options that start no step. Raises UsageError."""
+    """Return the text for options that start no step, None if a step is to start. Raises OptionError."""
     stepoptions.refuse_windows(values)
     if values.get("help"):
         return stepoptions.usage(face.name, "COMMAND [ARGUMENT...]", "Start tasks on the nodes of a job.")
@@ -693,8 +695,8 @@ def _immediate_answer(values: stepoptions.Values, face: CommandStyle) -> Optiona
     if mpi == "list":
         return "MPI plugin types are...\n\tnone\n"
     if mpi != "none":
-        raise stepoptions.UsageError(
-            "cannot start tasks with --mpi=%s: only none is there. Start MPI programs with mpirun, which uses the "
+        raise stepoptions.OptionError(
+            "cannot start tasks with --mpi=%s: only none exists. Start MPI programs with mpirun, which uses the "
             "whole allocation" % mpi[:40]
         )
     for name in ("wait", "immediate"):
@@ -743,17 +745,17 @@ def _switch(value: object) -> bool:
         return True
     if value in ("0", "no", False):
         return False
-    raise stepoptions.UsageError("cannot read %r: 0 or 1 is needed" % value)
+    raise stepoptions.OptionError("cannot read %r: 0 or 1 is needed" % value)
 
 
 def _number(name: str, text: str) -> int:
     if not text.isdigit() or len(text) > 9:
-        raise stepoptions.UsageError("cannot read --%s=%s: a number of seconds is needed" % (name, text[:40]))
+        raise stepoptions.OptionError("cannot read --%s=%s: a number of seconds is needed" % (name, text[:40]))
     return int(text)
 
 
 def _text(value: object, default: str) -> str:
-    """Return the text of an option; `default` where there is none."""
+    """Return the text of an option, else `default`."""
     return value if isinstance(value, str) and value else default
 
 

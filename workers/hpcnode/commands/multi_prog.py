@@ -1,8 +1,7 @@
 """Several programs as one step: srun --multi-prog FILE, and srun A : B. They become one shell command that all tasks run.
 
-A line of the file is ``0-3,7 program argument...`` or ``* program argument...`` (the tasks that no line before it has). ``%t``
-is the task's number, ``%o`` its place in its line. A ``#`` begins a comment, a backslash at the end of a line goes on with the
-next.
+A line of the file is ``0-3,7 program argument...``, or ``* program argument...`` for all other tasks. ``%t`` is
+the task's number, ``%o`` its position in its line. ``#`` starts a comment; a backslash at the end of a line continues it.
 
 Source: srun(1), "MULTIPLE PROGRAM CONFIGURATION", and "Heterogeneous Steps" of Slurm's documentation.
 """
@@ -13,18 +12,18 @@ import re
 import shlex
 from typing import List, Mapping, Sequence, Set, Tuple
 
-MAX_BYTES = 100_000  # of the shell command: one word of a command line may have 128 KiB
+MAX_BYTES = 100_000  # of the shell command: the kernel limits an argument to 128 KiB
 
 _TASKS = re.compile(r"\*|\d+(-\d+)?(,\d+(-\d+)?)*\Z")
 _HOLE = re.compile(r"(%[to])")
 
 
 class MultiProgError(Exception):
-    """The file cannot be read; the text says why."""
+    """The file cannot be read; the text is the reason."""
 
 
 def command_of(path: str) -> List[str]:
-    """Return the command that runs, in each task, the program that the file at `path` has for it. Raises MultiProgError."""
+    """Return the command that runs the program of each task in the file at `path`. Raises MultiProgError."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             text = file.read()
@@ -34,7 +33,7 @@ def command_of(path: str) -> List[str]:
 
 
 def command_for(programs: Sequence[Tuple[int, Mapping[str, str], List[str]]]) -> List[str]:
-    """Return the command that runs these programs, each in so many tasks and with these variables. Raises MultiProgError."""
+    """Return the command of (number of tasks, variables, program) for consecutive tasks. Raises MultiProgError."""
     cases, first = [], 0
     for count, env, words in programs:
         numbers = "|".join(map(str, range(first, first + count)))
@@ -45,7 +44,7 @@ def command_for(programs: Sequence[Tuple[int, Mapping[str, str], List[str]]]) ->
 
 
 def script_of(text: str, path: str) -> str:
-    """Return a shell script that becomes the program of its task. Raises MultiProgError with the line's number."""
+    """Return a shell script that executes the program of its task. Raises MultiProgError with the line number."""
     seen: Set[int] = set()
     cases = []
     for number, line in _lines(text):
@@ -68,15 +67,15 @@ def script_of(text: str, path: str) -> str:
 
 
 def _lines(text: str) -> List[Tuple[int, str]]:
-    """Return the lines with their numbers, those that go on made one."""
+    """Return (number, line), with continued lines joined."""
     lines: List[Tuple[int, str]] = []
-    goes_on = False
+    is_continued = False
     for number, line in enumerate(text.splitlines(), start=1):
-        if goes_on:
+        if is_continued:
             lines[-1] = (lines[-1][0], lines[-1][1] + " " + line.rstrip("\\"))
         else:
             lines.append((number, line.rstrip("\\")))
-        goes_on = line.endswith("\\")
+        is_continued = line.endswith("\\")
     return lines
 
 
@@ -90,7 +89,7 @@ def _cases(tasks: str, words: List[str], seen: Set[int], where: str) -> List[str
         first, _, last = span.partition("-")
         numbers = range(int(first), int(last or first) + 1)
         if not numbers or len(numbers) > 100_000:
-            raise MultiProgError("cannot read %s: %s are no tasks" % (where, span))
+            raise MultiProgError("cannot read %s: %s are not tasks" % (where, span))
         if not seen.isdisjoint(numbers):
             raise MultiProgError("cannot read %s: tasks %s have a program already" % (where, span))
         seen.update(numbers)
@@ -101,17 +100,17 @@ def _cases(tasks: str, words: List[str], seen: Set[int], where: str) -> List[str
 
 
 def _exec(words: Sequence[str]) -> str:
-    """Return what has the shell become this program; 2 is what a task says whose program is not there."""
+    """Return the shell command that executes this program, or exits with 2 if it does not exist."""
     return "command -v %s >/dev/null || exit 2; exec %s" % (words[0], " ".join(words))
 
 
 def _shell(script: str, source: str) -> List[str]:
     if len(script) > MAX_BYTES:
-        raise MultiProgError("cannot use %s: it comes to %d bytes, %d are the most" % (source, len(script), MAX_BYTES))
+        raise MultiProgError("cannot use %s: it has %d bytes, the maximum is %d" % (source, len(script), MAX_BYTES))
     return ["/bin/sh", "-c", script]
 
 
 def _quoted(word: str) -> str:
-    """Return a word of the shell that is `word` with the task's number and place filled in."""
+    """Return `word` as a shell word with %t and %o filled in."""
     holes = {"%t": '"$t"', "%o": '"$o"'}
     return "".join(holes.get(piece) or shlex.quote(piece) for piece in _HOLE.split(word) if piece) or "''"

@@ -1,8 +1,8 @@
-"""The options of hrun: one table, read by the parser, by --help and by whoever compares the man page with it.
+"""The options of hrun: one table for the parser, for --help, and for the test of the man page.
 
-The grammar is getopt_long's: options end at the first other word (the command) or at ``--``; short ones may be joined
-(``-N2 -n4``, ``-lu``), long ones cut short as long as that is unambiguous. An optional value stands after ``=`` or, for a short
-option, joined to it. What is harmless and means nothing here is accepted; anything unknown is refused with its neighbours.
+The grammar is getopt_long's: options end at the first other word (the command) or at ``--``. Short options may be joined
+(``-N2 -n4``, ``-lu``), long ones abbreviated as long as that is unambiguous. An optional value follows ``=``, or a short option
+directly. Slurm's options without effect here are accepted; unknown options are rejected with their nearest neighbours.
 
 Sources: srun(1), getopt(3).
 """
@@ -21,15 +21,15 @@ _INPUT = ("SLURM_STDINMODE",)
 Values = Dict[str, Union[str, bool]]
 
 
-class UsageError(Exception):
-    """The command line cannot be read. `see_help`: the options are not known, which --help lists."""
+class OptionError(Exception):
+    """The command line is invalid. `see_help`: an option is unknown, so --help is mentioned."""
 
     def __init__(self, text: str, see_help: bool = False) -> None:
         super().__init__(text)
         self.see_help = see_help
 
     def text(self, command: str) -> str:
-        """Return what the command says of it."""
+        """Return the message of the command."""
         if not self.see_help:
             return str(self)
         return "%s%s %s --help" % (self, " See" if str(self).endswith("?") else "; see", command)
@@ -41,8 +41,8 @@ class Option(NamedTuple):
     kind: str
     metavar: str
     help: str
-    env: Tuple[str, ...] = ()  # variables that give its default, the first that is set
-    accepted: bool = False  # has no effect, and never will
+    env: Tuple[str, ...] = ()  # variables with its default; the first one that is set counts
+    accepted: bool = False  # has no effect here
 
 
 OPTIONS: Tuple[Option, ...] = (
@@ -53,7 +53,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("chdir", "D", VALUE, "DIR", "run the tasks in DIR; default: here", ("SLURM_WORKING_DIR", "SLURM_REMOTE_CWD")),
     Option("comment", "", VALUE, "TEXT", "a comment on the job"),
     Option("constraint", "C", VALUE, "FEATURES", "features that the job's nodes must have", ("SLURM_CONSTRAINT",)),
-    Option("contiguous", "", FLAG, "", "nodes that follow each other in the order of the nodes"),
+    Option("contiguous", "", FLAG, "", "consecutive nodes"),
     Option("cpus-per-task", "c", VALUE, "N", "cpus for each task", ("HRUN_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")),
     Option("deadline", "", VALUE, "TIME", "the job must have ended by this time"),
     Option("dependency", "d", VALUE, "TERMS", "start the job after others: afterok:12:13, singleton", ("SLURM_DEPENDENCY",)),
@@ -62,7 +62,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("epilog", "", VALUE, "PROGRAM", "run this here after the step, with the command's words; none: nothing",
            ("SLURM_EPILOG",)),
     Option("error", "e", VALUE, "PATTERN", "standard error: file pattern, none, all or a task's number", ("SLURM_STDERRMODE",)),
-    Option("exact", "", FLAG, "", "use only the cpus asked for (always so)", ("SLURM_EXACT",)),
+    Option("exact", "", FLAG, "", "use only the requested cpus (always on)", ("SLURM_EXACT",)),
     Option("exclude", "x", VALUE, "NODES", "do not use these nodes"),
     Option("exclusive", "", OPTIONAL, "", "a job of its own gets whole nodes; a step never shares its cpus",
            ("SLURM_EXCLUSIVE",)),
@@ -74,7 +74,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("gres", "", VALUE, "gpu[:TYPE]:N", "GPUs on each node, or none", ("SLURM_STEP_GRES", "SLURM_GRES")),
     Option("gid", "", VALUE, "GROUP", "for root: be in this group"),
     Option("help", "h", FLAG, "", "show this and exit"),
-    Option("usage", "", FLAG, "", "show the options in short and exit"),
+    Option("usage", "", FLAG, "", "show a short list of the options and exit"),
     Option("het-group", "", VALUE, "LIST", "components of a heterogeneous job to run in, as 0,2-3; default: 0"),
     Option("hint", "", VALUE, "WORDS", "synchronous: nodes of like speed; comm_bound: no slow links, few switches",
            ("SLURM_HINT",)),
@@ -89,7 +89,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("licenses", "L", VALUE, "NAME[:N],...", "licences for the job"),
     Option("mem", "", VALUE, "SIZE", "memory on each node", ("SLURM_MEM_PER_NODE",)),
     Option("mem-per-cpu", "", VALUE, "SIZE", "memory for each cpu", ("SLURM_MEM_PER_CPU",)),
-    Option("mincpus", "", VALUE, "N", "nodes that have at least so many cpus"),
+    Option("mincpus", "", VALUE, "N", "nodes with at least N cpus"),
     Option("mpi", "", VALUE, "TYPE", "none or list: MPI programs are started with mpirun", ("SLURM_MPI_TYPE",)),
     Option("multi-prog", "", FLAG, "", "the command is a file that says which tasks run which program"),
     Option("nice", "", OPTIONAL, "N", "lower the job's priority; default of N: 100"),
@@ -103,37 +103,37 @@ OPTIONS: Tuple[Option, ...] = (
     Option("overcommit", "O", FLAG, "", "let tasks share cpus", ("SLURM_OVERCOMMIT",)),
     Option("overlap", "", FLAG, "", "share the cpus and GPUs of other steps", ("SLURM_OVERLAP",)),
     Option("partition", "p", VALUE, "NAME", "partition of the job", ("SLURM_PARTITION",)),
-    Option("prefer", "", VALUE, "FEATURES", "rather nodes with these features, if they are free"),
+    Option("prefer", "", VALUE, "FEATURES", "prefer nodes with these features"),
     Option("preserve-env", "E", FLAG, "", "tasks see SLURM_NTASKS and SLURM_JOB_NUM_NODES as they are here"),
     Option("priority", "", VALUE, "N", "a fixed priority of the job (0 holds it)"),
     Option("prolog", "", VALUE, "PROGRAM", "run this here before the step, with the command's words; none: nothing",
            ("SLURM_PROLOG",)),
     Option("propagate", "", OPTIONAL, "LIMITS", "resource limits that tasks get: ALL, NONE, NOFILE ...", ("SLURM_PROPAGATE",)),
-    Option("pty", "", FLAG, "", "give task 0 a terminal, and be it here"),
+    Option("pty", "", FLAG, "", "give task 0 a terminal that is connected to this one"),
     Option("qos", "q", VALUE, "NAME", "quality of service of the job", ("SLURM_QOS",)),
-    Option("quiet", "Q", FLAG, "", "say nothing but errors"),
+    Option("quiet", "Q", FLAG, "", "print only errors"),
     Option("quit-on-interrupt", "", FLAG, "", "one interrupt ends the step"),
     Option("relative", "r", VALUE, "N", "leave out the job's first N nodes"),
     Option("reservation", "", VALUE, "NAME", "reservation that the job runs in", ("SLURM_RESERVATION",)),
     Option("resize", "", VALUE, "N", "start nothing: have the job give back all but N of its nodes"),
     Option("signal", "", VALUE, "SIG[@S]", "send the tasks a signal S (60) seconds before the time limit", ("SLURM_SIGNAL",)),
-    Option("spread-job", "", FLAG, "", "as many nodes as there may be, and the tasks dealt to them evenly",
+    Option("spread-job", "", FLAG, "", "use as many nodes as allowed, and spread the tasks evenly",
            ("SLURM_SPREAD_JOB",)),
-    Option("switches", "", VALUE, "N[@TIME]", "nodes on so many switches at most; after TIME of waiting, on more",
+    Option("switches", "", VALUE, "N[@TIME]", "nodes on at most N switches; on more after waiting for TIME",
            ("SLURM_REQ_SWITCH",)),
     Option("task-epilog", "", VALUE, "PROGRAM", "each task runs this after its program", ("SLURM_TASK_EPILOG",)),
     Option("task-prolog", "", VALUE, "PROGRAM", "each task runs this before its program; reads export NAME=VALUE, unset NAME and "
            "print TEXT from it", ("SLURM_TASK_PROLOG",)),
-    Option("test-only", "", FLAG, "", "start nothing; say when and where the job would start"),
+    Option("test-only", "", FLAG, "", "print when and where the job would start; start nothing"),
     Option("time", "t", VALUE, "TIME", "time limit of the step, or of the job", ("SLURM_TIMELIMIT",)),
     Option("time-min", "", VALUE, "TIME", "the job's time limit may be lowered to this if it then starts earlier"),
-    Option("tmp", "", VALUE, "SIZE", "nodes that have so much disk for temporary files"),
+    Option("tmp", "", VALUE, "SIZE", "nodes with this much disk space for temporary files"),
     Option("uid", "", VALUE, "USER", "for root: run the job as this user"),
-    Option("unbuffered", "u", FLAG, "", "pass output on at once, not line by line", ("SLURM_UNBUFFEREDIO",)),
-    Option("verbose", "v", FLAG, "", "say what is done", ("SLURM_DEBUG",)),
+    Option("unbuffered", "u", FLAG, "", "pass on output at once instead of line by line", ("SLURM_UNBUFFEREDIO",)),
+    Option("verbose", "v", FLAG, "", "print what is done", ("SLURM_DEBUG",)),
     Option("version", "V", FLAG, "", "show the version and exit"),
-    Option("wait", "W", VALUE, "SECONDS", "end the step so long after its first task ended", ("SLURM_WAIT",)),
-    Option("wait-for-children", "", FLAG, "", "a task is over when all that it has started is", ("SLURM_WAIT_FOR_CHILDREN",)),
+    Option("wait", "W", VALUE, "SECONDS", "end the step SECONDS after its first task has ended", ("SLURM_WAIT",)),
+    Option("wait-for-children", "", FLAG, "", "a task is over when all its processes are", ("SLURM_WAIT_FOR_CHILDREN",)),
     Option("x11", "", OPTIONAL, "all|first|last", "refused: use ssh -X NODE, with an account there, while the job runs"),
     Option("accel-bind", "", VALUE, "TYPE", "accepted", (), True),
     Option("acctg-freq", "", VALUE, "SECONDS", "accepted", (), True),
@@ -177,27 +177,27 @@ OPTIONS: Tuple[Option, ...] = (
     Option("whole", "", FLAG, "", "accepted", (), True),
 )  # fmt: skip
 
-# Options whose variables a job's own environment has, as facts of it.
+# Options whose variables are set in every job, as facts of the job.
 _FACTS = frozenset((
     "gpus", "gpus-per-node", "gpus-per-task", "mem", "mem-per-cpu", "nodes", "ntasks", "ntasks-per-node",
 ))  # fmt: skip
 _MEMORY = frozenset(("mem", "mem-per-cpu"))
-# What asks for a job, or says how it is called: options of halloc as well.
+# Options that request or name a job; halloc has them, too.
 OF_A_JOB = (
     "account", "begin", "comment", "constraint", "contiguous", "cpus-per-task", "deadline", "dependency", "distribution",
     "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint", "hold", "immediate", "job-name",
     "licenses", "mem", "mem-per-cpu", "mincpus", "nice", "nodelist", "nodes", "ntasks", "ntasks-per-node", "overcommit",
     "partition", "prefer", "priority", "qos", "reservation", "signal", "spread-job", "switches", "time", "time-min", "tmp",
 )  # fmt: skip
-_OF_NEW_JOBS = frozenset(("chdir", "exclusive", "job-name", "reservation"))  # in a job their variables are not read
+_OF_NEW_JOBS = frozenset(("chdir", "exclusive", "job-name", "reservation"))  # their variables are ignored in a job
 
-# Accepted options without effect that would change where tasks run.
+# Options without effect that would change where tasks run in Slurm.
 NOT_HONOURED = (
     "core-spec", "cores-per-socket", "cpus-per-gpu", "extra-node-info", "mem-per-gpu", "ntasks-per-core",
     "ntasks-per-socket", "reboot", "sockets-per-node", "threads-per-core", "use-min-nodes",
 )  # fmt: skip
 
-# What the components of a heterogeneous job may differ in: salloc A : B.
+# Options in which components of a heterogeneous job may differ: salloc A : B.
 OF_A_COMPONENT = (
     "constraint", "cpus-per-task", "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name",
     "mem", "mem-per-cpu", "mincpus", "nodelist", "nodes", "ntasks", "ntasks-per-node", "overcommit", "prefer", "tmp",
@@ -216,7 +216,7 @@ _ALIASES = {
 
 
 def parse(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> Tuple[Values, List[str]]:
-    """Return the options by long name (a later one wins), and the command. Raises UsageError."""
+    """Return the options by long name (the last one counts), and the command. Raises OptionError."""
     values: Values = {}
     long = {option.name: option for option in options}
     short = {option.short: option for option in options if option.short}
@@ -240,8 +240,8 @@ def parse(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> Tuple[Va
 def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[Option] = OPTIONS) -> Values:
     """Return `values` completed from the environment.
 
-    Variables that say how many of something a job has are facts of the job that this runs in, which its controller
-    knows, unless the user has set them: then Slurm's name of it has not the value that ours has.
+    Variables with numbers of the job are facts that the controller knows, unless the user has changed them: then Slurm's
+    variable and ours differ.
     """
     complete = dict(values)
     in_job = bool(environ.get("HPCSCHED_JOB_ID") or environ.get("SLURM_JOB_ID"))
@@ -267,14 +267,14 @@ def _has_default(option: Option, complete: Values, in_job: bool) -> bool:
 
 
 def _default_of(option: Option, text: str) -> Union[str, bool]:
-    """Return the value of an option that a variable sets."""
+    """Return the value that a variable gives an option."""
     if option.kind == FLAG:
         return text.lower() not in ("0", "no", "false")
     return True if option.name == "exclusive" else text
 
 
 def _given(option: Option, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield what the variables of an option say, those that win first."""
+    """Yield the values of an option's variables, by precedence."""
     if option.name in _FACTS:
         for name in option.env:
             value = environ.get(name, "")
@@ -289,28 +289,28 @@ def _given(option: Option, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def refuse_windows(values: Values) -> None:
-    """Raise UsageError for --x11."""
+    """Raise OptionError for --x11."""
     if "x11" in values:
-        raise UsageError(
-            "cannot forward X11: no step has a connection for it. While the job holds a node, 'ssh -X NODE' there forwards your "
+        raise OptionError(
+            "cannot forward X11: steps have no connection for it. While the job holds a node, 'ssh -X NODE' forwards your "
             "display, if you have an account on the node"
         )
 
 
 def output_mode(text: str) -> str:
-    """Return ``append`` or ``truncate``; the first letter is enough, as in Slurm. Raises UsageError."""
+    """Return ``append`` or ``truncate``; the first letter is enough, as in Slurm. Raises OptionError."""
     mode = {"a": "append", "t": "truncate"}.get(text.strip().lower()[:1])
     if mode is None:
-        raise UsageError("Invalid --open-mode specification %r: write append or truncate" % text[:40])
+        raise OptionError("Invalid --open-mode specification %r: write append or truncate" % text[:40])
     return mode
 
 
 def resource_limits(text: str) -> str:
-    """Return a list of resource limits as it was given. Raises UsageError."""
+    """Return the given list of resource limits. Raises OptionError."""
     try:
         rlimits.names(text)
     except ValueError as error:
-        raise UsageError(
+        raise OptionError(
             "--propagate=%s is not valid: %r is not a resource limit; write ALL, NONE, or some of %s"
             % (text[:40], str(error)[:40], ",".join(rlimits.KINDS))
         ) from None
@@ -343,12 +343,12 @@ def _signature(option: Option) -> str:
 
 
 def _long(known: Mapping[str, Option], text: str, following: Union[str, None], values: Values) -> int:
-    """Take the option ``--text`` and return how many words that were."""
+    """Read the option ``--text``; return how many words it has."""
     name, equals, value = text.partition("=")
     option = _find(known, name)
     if option.kind == FLAG:
         if equals:
-            raise UsageError("option --%s takes no value" % option.name)
+            raise OptionError("option --%s takes no value" % option.name)
         values[option.name] = True
         return 1
     if equals or option.kind == OPTIONAL:
@@ -361,7 +361,7 @@ def _cluster(known: Mapping[str, Option], letters: str, following: Union[str, No
     for at, letter in enumerate(letters):
         option = known.get(letter)
         if option is None:
-            raise UsageError(
+            raise OptionError(
                 "unknown option -%s: the short options are %s" % (letter, " ".join(sorted(known))), see_help=True
             )
         rest = letters[at + 1 :]
@@ -377,7 +377,7 @@ def _cluster(known: Mapping[str, Option], letters: str, following: Union[str, No
 
 def _following(option: Option, shown: str, following: Union[str, None], values: Values) -> int:
     if following is None:
-        raise UsageError("option %s needs a value: %s" % (shown, option.metavar))
+        raise OptionError("option %s needs a value: %s" % (shown, option.metavar))
     values[option.name] = following
     return 1
 
@@ -390,9 +390,9 @@ def _find(options: Mapping[str, Option], name: str) -> Option:
     if len(longer) == 1:
         return options[longer[0]]
     if longer:
-        raise UsageError("option --%s is ambiguous: --%s" % (name, " --".join(longer)))
-    import difflib  # only where somebody mistyped
+        raise OptionError("option --%s is ambiguous: --%s" % (name, " --".join(longer)))
+    import difflib  # slow to import
 
     near = difflib.get_close_matches(name, [*options, *_ALIASES], n=3, cutoff=0.5)
     hint = ": did you mean --%s?" % " or --".join(near) if near else ""
-    raise UsageError("unknown option --%s%s" % (name[:60], hint), see_help=True)
+    raise OptionError("unknown option --%s%s" % (name[:60], hint), see_help=True)

@@ -1,7 +1,7 @@
-"""Output of tasks on its way to files: put in order by offset, cut into lines, labelled, written when there is room.
+"""Output of tasks on its way to files: ordered by offset, cut into lines, labelled, written when there is room.
 
-It knows neither the connection nor what a step is. A stream belongs to one task's descriptor, an outlet to one file that
-many streams may share.
+A stream belongs to one descriptor of a task, an outlet to one file that many streams may share. Connections and steps are not
+known here.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Dict, List, Mapping, Optional, Sequence
 
 from hpcnode.wire import protocol
 
-PIPE_PIECE = 4096  # PIPE_BUF: a pipe that poll calls writable takes as much without blocking
+PIPE_PIECE = 4096  # PIPE_BUF: a pipe that is writable for poll takes as much without blocking
 FILE_PIECE = 1 << 20
-MAX_LINE = 64 << 10  # a longer line is passed on in pieces
+MAX_LINE = 64 << 10  # longer lines are written in pieces
 
 
 class Outlet:
-    """A descriptor to write to, shared by the tasks' streams."""
+    """A descriptor for writing, shared by the tasks' streams."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.written = 0  # bytes that were put in and are out (or dropped) again
+        self.written = 0  # bytes that were written or dropped
         self.put = 0
-        self.broken = False  # nobody reads it any more: what comes is dropped
+        self.broken = False  # it has no reader: data is dropped
         self.reported = False
         self._pending = bytearray()
         self._piece = FILE_PIECE if stat.S_ISREG(os.fstat(fd).st_mode) else PIPE_PIECE
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be written."""
+        """Whether data waits to be written."""
         return bool(self._pending)
 
     def write(self, data: bytes) -> int:
-        """Take `data`; return the value that `written` will have when it is out."""
+        """Queue `data`; return the value of `written` when it is written."""
         self.put += len(data)
         if self.broken:
             self.written += len(data)
@@ -59,7 +59,7 @@ class Outlet:
         self.written += count
 
     def drain(self) -> None:
-        """Write everything that waits, however long it takes."""
+        """Write all queued data, however long that takes."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self._pending:
@@ -68,25 +68,25 @@ class Outlet:
 
 
 class LineStream:
-    """What one task writes on one descriptor. Without an outlet it is counted and dropped."""
+    """The output of a task on one descriptor. Without an outlet it is counted and dropped."""
 
     def __init__(self, outlet: Optional[Outlet], label: bytes = b"", by_line: bool = True) -> None:
         self.outlet = outlet
-        self.received = 0  # the offset up to which everything came
+        self.received = 0  # the offset before which all data has come
         self.all_came = False
         self._label = label
         self._by_line = by_line
         self._partial = b""
         self._at_line_start = True
-        self._passed = 0  # `outlet.written` when all that was passed on is out
+        self._passed = 0  # `outlet.written` when all passed data is written
         self._acknowledged = 0
 
     def take(self, offset: int, data: bytes, eof: bool) -> bool:
-        """Take `data` that begins at `offset`; False if bytes before it are missing."""
+        """Take `data` at `offset`; return False if bytes before it are missing."""
         if offset > self.received:
             return False
         if offset < self._acknowledged:
-            self._acknowledged = offset  # that it was taken is not known there: it is said again
+            self._acknowledged = offset  # the sender does not know the acknowledgement: repeat it
         new = data[self.received - offset :]
         self.received += len(new)
         if self.outlet is not None:
@@ -102,11 +102,11 @@ class LineStream:
         return self._acknowledged
 
     def begin_at(self, offset: int) -> None:
-        """Take what comes from `offset` on: nobody wants what was before."""
+        """Start at `offset`, and ignore the output before."""
         self.received = self._acknowledged = offset
 
     def finish(self) -> None:
-        """Pass a last line without an end on."""
+        """Write the incomplete last line."""
         if self._partial:
             self._write(self._partial)
             self._partial = b""
@@ -114,7 +114,7 @@ class LineStream:
             self._write(b"\n")
 
     def to_acknowledge(self) -> Optional[int]:
-        """Return the offset to acknowledge, None if that is known already."""
+        """Return the offset to acknowledge, None if there is nothing new."""
         if self.received == self._acknowledged:
             return None
         if self.outlet is not None and self.outlet.written < self._passed:
@@ -147,9 +147,8 @@ class LineStream:
         return body.replace(b"\n", b"\n" + self._label) + text[len(body) :]
 
 
-# ----- where the streams of a step go: --output, --error and --input of hrun, and those of the parts of ``srun A : B``
-# A file that several tasks share is written by hrun, one per task (%t %n %N) by the node that runs it; those of parts all by
-# hrun.
+# ----- destinations of a step's streams: --output, --error and --input of hrun, and of the parts of ``srun A : B``
+# hrun writes files that several tasks share, and all files of parts. Nodes write files with one name per task (%t %n %N).
 
 
 _PATTERN = re.compile(r"%(%|\d*[A-Za-z])")
@@ -158,13 +157,13 @@ STREAMS = {"output": 1, "error": 2}
 
 
 class StreamTarget:
-    """Where one of the three streams goes: to or from hrun itself, a file of hrun's, or a file on the node."""
+    """The destination or source of a stream: hrun itself, a file of hrun, or a file on the node."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.is_default = not text
         self.to_all = text == "all"
-        self.task: Optional[int] = None  # the only task that takes part
+        self.task: Optional[int] = None  # the only task with this stream; None: all
         self.node_file = ""
         self.local_file = ""
         if text == "none":
@@ -190,14 +189,14 @@ class PartFiles:
 
     @classmethod
     def read(cls, text: str, usual: Mapping[str, str]) -> Optional["PartFiles"]:
-        """Return those that JSON names; None for "". `usual`: the files of parts that name none."""
+        """Return the files in the JSON `text`, None for "". `usual`: the files of parts without their own."""
         if not text:
             return None
         parts: List[Mapping[str, str]] = json.loads(text)
         return cls([{**usual, **part} for part in parts])
 
     def patterns(self, started: protocol.StepStarted) -> Dict[int, Dict[int, str]]:
-        """Return by descriptor and task which file its output goes to, "" for hrun's own; what is of the task is filled in."""
+        """Return the file of each task by descriptor, "" for hrun's own output; patterns of the task are filled in."""
         nodes = {rank: (name, at) for at, (name, ranks, _) in enumerate(started.parts()) for rank in ranks}
         found: Dict[int, Dict[int, str]] = {fd: {} for fd in STREAMS.values()}
         first = 0

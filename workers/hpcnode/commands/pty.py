@@ -1,10 +1,10 @@
-"""hpty: runs a task's command at a terminal of its own, for `hrun --pty`: hpty ROWSxCOLUMNS COMMAND [ARGUMENT...]
+"""hpty: runs a task's command on a pseudo-terminal, for `hrun --pty`: hpty ROWSxCOLUMNS COMMAND [ARGUMENT...]
 
-It lies between the step's pipes and a pseudo-terminal. What it reads on standard input are `frame`s made by hrun: what was typed,
-and the size of the window when that changes. Task 0 gets the terminal; the others run as they would without.
+It connects the step's pipes with the pseudo-terminal. It reads `frame`s of hrun: typed data, and the size of the window when it
+changes. Task 0 gets the terminal; other tasks run without one.
 
-Rules: it ends as the command does. The end of input is typed as the terminal's end-of-file character. TERM hangs the terminal
-up, because an interactive shell does not take TERM.
+Rules: it ends as the command does. The end of input is typed as the terminal's end-of-file character. SIGTERM hangs up the
+terminal, because an interactive shell ignores SIGTERM.
 
 Sources: pty(7), ioctl_tty(2), termios(3).
 """
@@ -29,7 +29,7 @@ CHUNK = 64 << 10
 
 
 def frame(kind: bytes, data: bytes) -> bytes:
-    """Return what hrun sends: something typed, or a window's size."""
+    """Return a frame of hrun: typed data, or the size of the window."""
     return _HEADER.pack(kind, len(data)) + data
 
 
@@ -40,7 +40,7 @@ def window_frame(fd: int) -> bytes:
 
 
 def size_of(fd: int) -> Tuple[int, int]:
-    """Return rows and columns of the terminal `fd`; of what is none, a usual terminal's."""
+    """Return rows and columns of the terminal `fd`, (24, 80) if it is not a terminal."""
     try:
         columns, rows = os.get_terminal_size(fd)
     except OSError:
@@ -49,13 +49,13 @@ def size_of(fd: int) -> Tuple[int, int]:
 
 
 class Frames:
-    """Takes frames apart that come in pieces."""
+    """Splits received bytes into frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Tuple[bytes, bytes]]:
-        """Return what is complete after `data`."""
+        """Yield (kind, body) of each frame that is complete after `data`."""
         self._data += data
         while len(self._data) >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._data)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Terminal:
-    """The command's terminal while it runs."""
+    """The command's terminal while the command runs."""
 
     def __init__(self, child: int, master: int) -> None:
         self._child = child
@@ -116,7 +116,7 @@ class _Terminal:
                 pid, ended = os.waitpid(self._child, os.WNOHANG)
                 status = ended if pid else None
             self._pass_signals()
-        while self._show():  # what it wrote last
+        while self._show():  # its last output
             pass
         return _end_as(status)
 
@@ -140,10 +140,10 @@ class _Terminal:
             self._typed.clear()
 
     def _show(self) -> bool:
-        """Pass on what the terminal shows; False if there is nothing, or it was closed."""
+        """Copy the terminal's output; return False if there is none, or it was closed."""
         try:
             data = memoryview(os.read(self._master, CHUNK))
-        except OSError:  # EIO: nobody has the terminal open any more
+        except OSError:  # EIO: no process has the terminal open any more
             return False
         while data:
             data = data[os.write(1, data) :]

@@ -1,7 +1,6 @@
-"""scontrol on a node of a job: `show hostnames`, which a third of all job scripts ask, needs no controller.
+"""scontrol on a node of a job: `show hostnames`, which many job scripts use, works without the controller.
 
-Everything else is the full command's, if that is on the PATH too: the node may have no hpcsched, but for what its agent
-brought.
+All other subcommands run the full scontrol, if PATH has it. The node may have nothing of hpcsched besides its agent.
 
 Sources: scontrol(1).
 """
@@ -27,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def expand(text: str) -> List[str]:
-    """Return the names that a host list such as ``n[1-3,07],m`` stands for. Raises ValueError."""
+    """Return the names of a host list such as ``n[1-3,07],m``. Raises ValueError."""
     if _WORD.sub("", text).strip(", \t\n"):
         raise ValueError("cannot read the host list %.100r: its brackets do not match" % text)
     names: List[str] = []
@@ -70,7 +69,7 @@ def _show_hostnames(given: str) -> int:
 
 
 def _full_command(argv: List[str]) -> int:
-    """Become the next scontrol on the PATH that is none of an agent's."""
+    """Execute the next scontrol on PATH that is not an agent's."""
     for folder in os.environ.get("PATH", "").split(":"):
         path = os.path.join(folder, "scontrol")
         if folder.endswith("/bin/slurm") or not os.access(path, os.X_OK):

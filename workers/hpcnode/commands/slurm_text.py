@@ -1,15 +1,17 @@
-"""Slurm's words for why something was refused, of our own: clients look for them on a command's standard error.
+"""Slurm's texts: its words for refusals, which clients look for on standard error, and the order of options in its help.
 
-Ours follow on a line of their own: they have the numbers, and what to do.
+Our own text of a refusal follows on a separate line: it has the numbers, and what to do. In help texts the order, headings and
+names are Slurm's, so that its users find an option in the usual place; the descriptions are ours. Options that Slurm lacks follow
+under a separate heading.
 
-Source: slurm_errno.c and the commands of Slurm 23.02.
+Sources: slurm_errno.c, and ``--help`` of the commands of Slurm 22.05 and 23.02.
 """
 
 from __future__ import annotations
 
 from typing import Dict, Iterable, List, Sequence, Tuple
 
-# What our own texts have, in lower case, and Slurm's name for it.
+# (part of our text in lower case, Slurm's text)
 _OF_JOBS = (
     ("invalid partition name", "Invalid partition name specified"),
     ("required partition not available", "Required partition not available (inactive or drain)"),
@@ -42,13 +44,13 @@ def of_job(text: str) -> str:
 
 
 def of_allocation(text: str) -> str:
-    """Return what salloc says when a job was refused; "": nothing more."""
+    """Return salloc's line about a refused job, "" if there is none."""
     return "Job submit/allocate failed: " + of_job(text) if text.startswith("cannot ") else ""
 
 
 def of_step(job_id: int, text: str) -> str:
-    """Return what srun says when a step of job `job_id` was refused; 0: when the job of its own was. "": nothing more."""
-    if not text.startswith("cannot "):  # it was taken, and ended before it ran
+    """Return srun's line about a refused step of job `job_id` (0: about its refused job), "" if there is none."""
+    if not text.startswith("cannot "):  # it was accepted, and ended before it ran
         return ""
     if not job_id:
         return "Unable to allocate resources: " + of_job(text)
@@ -165,14 +167,14 @@ ORDER: Dict[str, Tuple[Tuple[str, str], ...]] = {
 
 
 def groups(command: str, names: Iterable[str]) -> List[Tuple[str, List[str]]]:
-    """Return headings and the options below each, of those that there are; a command that Slurm lacks has its own order."""
+    """Return (heading, options), limited to `names`. A command that Slurm lacks keeps its own order."""
     left = list(names)
     found = []
     for title, words in ORDER.get(command, ()):
-        its = [name for name in words.split() if name in left]
-        left = [name for name in left if name not in its]
-        if its:
-            found.append((title, its))
+        group = [name for name in words.split() if name in left]
+        left = [name for name in left if name not in group]
+        if group:
+            found.append((title, group))
     if left:
         found.insert(len(found) - 2 if len(found) > 2 else len(found), (OTHERS if found and found[0][0] else "", left))
     return found
@@ -180,7 +182,7 @@ def groups(command: str, names: Iterable[str]) -> List[Tuple[str, List[str]]]:
 
 def ordered(command: str, names: Iterable[str]) -> List[str]:
     """Return the options in Slurm's order."""
-    return [name for _, its in groups(command, names) for name in its]
+    return [name for _, group in groups(command, names) for name in group]
 
 
 def usage_word(name: str, short: str, value: str) -> str:
@@ -191,7 +193,7 @@ def usage_word(name: str, short: str, value: str) -> str:
 
 
 def usage_text(command: str, words: Sequence[str]) -> str:
-    """Return what ``--usage`` prints: the command and these words, in lines that fit."""
+    """Return the text of ``--usage``: the command and these words, in lines of limited width."""
     head = "Usage: " + command
     line, lines = head, []
     for word in words:

@@ -1,9 +1,9 @@
 """srun: `hrun` under Slurm's name, on the head and on the nodes of a job.
 
-It differs in what is said, in the version that it announces (MPI launchers ask for it before they use srun), and in that
-SLURM_JOB_ID alone says which job it is in: some clients delete every other variable of the scheduler's before they call it.
+It differs in its messages, in the version that it reports (MPI launchers check it), and in that SLURM_JOB_ID alone selects the
+job: some clients delete all other variables of the scheduler.
 
-Sources: srun(1) of Slurm 23.02; what Open MPI, MPICH and snakemake's job step plugin do with it.
+Sources: srun(1) of Slurm 23.02; the use of srun in Open MPI, MPICH and snakemake's job step plugin.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from hpcnode import paths
 from hpcnode.commands import hrun, slurm_text
 
 SLURM_VERSION = "23.02.7"
-FACE = hrun.CommandStyle("srun", "slurm " + SLURM_VERSION, 1, slurm_text.of_step, slurms=True)
+FACE = hrun.CommandStyle("srun", "slurm " + SLURM_VERSION, 1, slurm_text.of_step, is_slurm=True)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run srun with these words (default: the command line's) and return its exit code."""
+    """Run srun with these arguments (default: the command line) and return its exit code."""
     return _run(list(sys.argv[1:] if argv is None else argv), with_job(os.environ))
 
 
 def main_on_node(root: str, argv: Sequence[str]) -> int:
-    """Run srun on a node, in a job: the agent is the one of `root`, whatever is left of the environment."""
+    """Run srun on a node, in a job, with the agent of `root`, which the environment need not name."""
     environ = with_job(os.environ)
     environ.setdefault("HPCSCHED_SOCKET", paths.socket_path(root))
     return _run(list(argv), environ)
 
 
 def with_job(environ: Mapping[str, str]) -> Dict[str, str]:
-    """Return `environ` with our own variable of the job, if only Slurm's is there."""
+    """Return `environ` with our variable of the job, if only Slurm's is set."""
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
     own = {"HPCSCHED_JOB_ID": job_id} if job_id and not environ.get("HPCSCHED_JOB_ID") else {}
     return {**environ, **own}
@@ -40,7 +40,7 @@ def with_job(environ: Mapping[str, str]) -> Dict[str, str]:
 
 def _run(words: List[str], environ: Mapping[str, str]) -> int:
     if ":" in words:
-        from hpcnode.commands import hetero_step  # few need it
+        from hpcnode.commands import hetero_step  # rarely needed
 
         return hetero_step.run(words, FACE, environ)
     return hrun.main(words, FACE, environ)

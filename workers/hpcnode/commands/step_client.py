@@ -1,14 +1,16 @@
-"""One step as a step command sees it: its request, its streams, its signals, its end. hrun and hrsh drive it.
+"""A step as its command sees it: request, streams, signals, end. hrun and hrsh use it.
 
-A `StepClient` owns the connection and the one loop that waits (for the connection, for stdin, for room in the outputs, for
-signals and for deadlines; nothing is polled). It does not know options, files or what is printed: that is its `Front`.
+A `StepClient` owns the connection and the one loop that waits: for the connection, stdin, room in the outputs, signals and
+deadlines. Nothing is polled. Options, files and messages are the business of its `Front`.
 
-Rules: output is acknowledged when it has been written, so a slow reader slows the task down, not this memory. Bytes that
-come twice (by their offsets) are written once. Blocking flags of descriptors that are shared with others are left alone:
-a pipe is written to in pieces that fit when poll says so. An agent may be killed, or replaced at an upgrade: the client comes
-back to the next one (`StepBack`), and says and asks for again what may have been lost in between, input included. If the
-connection to a controller breaks, that is the end: the step is ended by the other side. If a controller ends before the step
-has begun, `must_ask_again` says so after `run`: then another client, on another connection, asks for the same.
+Rules:
+- Output is acknowledged when it is written, so a slow reader slows down the task, and memory is bounded.
+- Repeated bytes, recognized by their offsets, are written once.
+- Blocking flags of shared descriptors are not changed: a pipe gets pieces that fit when poll reports room.
+- If the agent is killed or replaced, the client connects to the next one (`StepBack`), and repeats and requests again what may
+  have been lost, input included.
+- If the connection to a controller breaks, the other side ends the step. If a controller ends before the step has begun,
+  `must_ask_again` is true after `run`: then another client must send the same request on another connection.
 
 Sources: poll(2), pipe(7); the launch protocol in hpcnode.wire.protocol.
 """
@@ -29,8 +31,8 @@ from hpcnode.wire.sockets import AGENT_BACK_S
 INPUT_WINDOW = 256 << 10
 READ_SIZE = 64 << 10
 SEND_LIMIT = 1 << 20
-DRAIN_S = 60.0  # how long output may be silent after the end of the step, while somebody is there who would bring it
-FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
+DRAIN_S = 60.0  # how long to wait for missing output after the end of the step, while Pings are answered
+FAILED_DRAIN_S = 1.0  # the same for a failed step, because some of its tasks may never have run
 ASK_AGAIN_S = 0.5
 BACK_AGAIN_S = 0.05
 MOST_BACK_AGAIN_S = 1.0
@@ -40,40 +42,42 @@ Answer = Union[protocol.StepWaiting, protocol.StepStarted]
 
 
 class ConnectionLost(Exception):
-    """The other side went away; the text says what is known."""
+    """The connection was lost; the text is the reason."""
 
 
 class Front:
-    """What a step command does at each turn of the step; hrun and hrsh override it."""
+    """The reactions of a step command to events; hrun and hrsh override them."""
 
     def on_waiting(self, said: protocol.StepWaiting) -> None:
-        """The step waits."""
+        """React to a step that waits."""
 
     def on_started(self, said: protocol.StepStarted) -> None:
-        """The step runs: the client's `outlets` must now say where output goes."""
+        """React to the start of the step: set the client's `outlets`."""
 
     def on_signal(self, signum: int) -> None:
-        """This process got a signal."""
+        """React to a signal of this process."""
 
     def on_task_over(self, task: int) -> None:
-        """A task has closed its output."""
+        """React to the end of a task's output."""
 
 
 class StepClient:
-    """See the module. After `run` returns, `ended` says how the step ended."""
+    """The client's end of one step. After `run` returns, `ended` has the end of the step."""
 
     def __init__(
         self, sock: socket.socket, front: Front, connect_again: Optional[Callable[[], socket.socket]] = None
     ) -> None:
-        """`connect_again`: connects to the agent that comes next, or raises OSError; None: `sock` leads to no agent."""
+        """`connect_again`: connects to the next agent or raises OSError; None: `sock` does not lead to an agent."""
         self.front = front
         self.started: Optional[protocol.StepStarted] = None
         self.ended: Optional[protocol.StepEnded] = None
-        self.given_up = ""  # why the client itself stopped
-        self.outlets: Dict[int, Callable[[int], Optional[LineStream]]] = {}  # by descriptor: from task to its stream
+        self.given_up = ""  # why the client stopped
+        self.outlets: Dict[
+            int, Callable[[int], Optional[LineStream]]
+        ] = {}  # by descriptor: returns the stream of a task
         self.input_fd: Optional[int] = None
         self.input_task = 0  # or protocol.ALL_TASKS
-        self.wrap_input: Callable[[bytes], bytes] = lambda data: data  # what is sent for what was read
+        self.wrap_input: Callable[[bytes], bytes] = lambda data: data  # makes input to send from input that was read
         self._sock: Optional[socket.socket] = sock  # None: the agent is away
         self._connect_again = connect_again
         self._away_since_s = 0.0
@@ -85,34 +89,34 @@ class StepClient:
         self._ask_not_before_s = float("-inf")
         self._answered = False  # since the last Ping
         self._input_sent = 0
-        self._input_kept = bytearray()  # the last that was sent: not every task has said that it took it
+        self._input_kept = bytearray()  # sent input that some task has not acknowledged
         self._input_taken: Dict[int, int] = {}
         self._input_over = False
         self._over: List[int] = []
         self._deadlines: List[Tuple[float, Callable[[], None]]] = []
         self._signals: List[int] = []
-        self._unsent_signals: List[int] = []  # for the tasks, not on their way yet
-        self._missed_signals: List[int] = []  # that no agent was there for
+        self._unsent_signals: List[int] = []  # for the tasks, not sent yet
+        self._missed_signals: List[int] = []  # received while no agent was connected
         self._caught: Tuple[signal.Signals, ...] = ()
         self._wakeup, self._wakeup_in = socket.socketpair()
 
-    # ----- what fronts do
+    # ----- for fronts
 
     def request(self, request: protocol.StepRequest) -> None:
-        """Ask for the step."""
+        """Send the request of the step."""
         self._send(request)
 
     def signal_tasks(self, signum: int) -> None:
-        """Pass `signum` on to all tasks; KILL ends the whole step at once."""
+        """Send `signum` to all tasks; SIGKILL ends the whole step at once."""
         (self._missed_signals if self._sock is None else self._unsent_signals).append(signum)
         self._send(protocol.StepSignal(signum=signum))
 
     def give_up(self, why: str) -> None:
-        """Leave: the closed connection ends whatever there is of the step."""
+        """Stop; the closed connection ends the step."""
         self.given_up = self.given_up or why
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Call `act` in the loop after `delay_s`, unless the step is over by then."""
+        """Call `act` in the loop after `delay_s`, unless the step is over before."""
         self._deadlines.append((time.monotonic() + delay_s, act))
 
     def over_tasks(self) -> List[int]:
@@ -121,18 +125,18 @@ class StepClient:
 
     @property
     def must_ask_again(self) -> bool:
-        """Whether no task has run, and all of the input that was read is here: who asks again gets the step."""
+        """Whether no task has run and all input is still here, so that the same request can be sent again."""
         all_here = len(self._input_kept) == self._input_sent
         return self.ended is not None and self.ended.again and all_here and not self.given_up
 
     def take_input_of(self, former: StepClient) -> None:
-        """Begin with what `former` has read for the step that it must ask for again, and go on reading where it was."""
+        """Take over the input that `former` has read, and continue to read after it."""
         self.input_fd = former.input_fd
         self._input_kept, self._input_sent = former._input_kept, former._input_sent
         self._input_over = former._input_over
 
     def catch(self, signals: Tuple[signal.Signals, ...]) -> None:
-        """Hand these signals to the front instead of being killed by them."""
+        """Pass these signals to the front."""
         for each in (self._wakeup, self._wakeup_in):
             each.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_in.fileno(), warn_on_full_buffer=False)
@@ -143,7 +147,7 @@ class StepClient:
     # ----- the loop
 
     def run(self) -> None:
-        """Wait for the step's end and for all of its output. Raises ConnectionLost or WireError."""
+        """Wait for the step's end and all of its output. Raises ConnectionLost or WireError."""
         assert self._sock is not None
         self._sock.setblocking(False)
         while not self._is_over():
@@ -163,7 +167,7 @@ class StepClient:
         return self.ended.never_ran or all(stream.all_came for stream in self._streams.values())
 
     def _register(self) -> None:
-        """Wait for exactly what can move now."""
+        """Register the descriptors that can make progress now."""
         wanted: Dict[int, Tuple[int, Callable[[int], None]]] = {}
         if self._sock is not None:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._sending else 0)
@@ -213,7 +217,7 @@ class StepClient:
     # ----- the connection
 
     def _send(self, message: protocol.Message, blob: bytes = b"") -> None:
-        if self._sock is not None:  # else what matters of it is said by `_catch_up`
+        if self._sock is not None:  # else `_catch_up` repeats what matters
             self._sending += protocol.encode(message, blob)
 
     def _on_socket(self, events: int) -> None:
@@ -227,7 +231,7 @@ class StepClient:
             except BlockingIOError:
                 pass
             except OSError:
-                self._sending.clear()  # it is closed; what it had said before may still wait to be read
+                self._sending.clear()  # closed by the peer; its last messages may still be unread
         if not events & selectors.EVENT_READ:
             return
         try:
@@ -243,7 +247,7 @@ class StepClient:
             self._on_message(message, blob)
 
     def _broken(self, why: str) -> None:
-        """The connection has ended, and nothing was said before."""
+        """Handle the end of the connection without a message before it."""
         if self._connect_again is None or self._is_over():
             self._lost(why)
             return
@@ -265,7 +269,9 @@ class StepClient:
         except OSError:
             away_s = time.monotonic() - self._away_since_s
             if away_s < AGENT_BACK_S <= away_s + pause_s:
-                self.front.on_waiting(protocol.StepWaiting(0, "this node's agent is away: the step goes on without it"))
+                self.front.on_waiting(
+                    protocol.StepWaiting(0, "this node's agent does not answer: the step continues without it")
+                )
             self.after(pause_s, lambda: self._come_back(min(2 * pause_s, MOST_BACK_AGAIN_S)))
             return
         self._sock.setblocking(False)
@@ -314,13 +320,13 @@ class StepClient:
     def _on_ended(self, said: protocol.StepEnded) -> None:
         if self.ended is None:
             self.ended = said
-            self._ask_for_missing()  # all was sent before this was
+            self._ask_for_missing()  # all output was sent before this message
             self.after(ASK_AGAIN_S, lambda: self._watch_drain(-1, 0.0))
 
     def _watch_drain(self, seen_before: int, silent_s: float) -> None:
-        """Ask for output that is missing, and give it up when it never comes; called again as long as some may.
+        """Request missing output repeatedly, and give up when it does not come.
 
-        The time counts in which a Ping is answered: an agent without a controller answers none.
+        Only time with answered Pings counts: an agent without a controller does not answer them.
         """
         seen = sum(stream.received for stream in self._streams.values())
         if seen != seen_before or self._is_writing():
@@ -342,7 +348,7 @@ class StepClient:
     # ----- output
 
     def _on_output(self, message: protocol.Output, blob: bytes) -> None:
-        if message.task == protocol.ALL_TASKS:  # nothing is left of what ran there, so all of it has come
+        if message.task == protocol.ALL_TASKS:  # nothing is left on that node, so all output has come
             for (task, fd), each in self._streams.items():
                 if self._tokens[task] == message.token and not each.all_came:
                     self._on_output(protocol.Output(message.to, message.token, task, fd, each.received, True), b"")
@@ -361,23 +367,23 @@ class StepClient:
                 self.front.on_task_over(message.task)
 
     def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:
-        """Have what is missing before this output sent again: it was on its way, to nobody, when a controller ended."""
+        """Request the output before this message again: it was lost when a controller ended."""
         now_s = time.monotonic()
         if now_s >= self._ask_not_before_s:
-            self._ask_not_before_s = now_s + ASK_AGAIN_S  # what is on its way already has the same gap
+            self._ask_not_before_s = now_s + ASK_AGAIN_S  # messages on their way have the same gap
             self._send(protocol.OutputAck(beyond.token, beyond.task, beyond.fd, acknowledged, again=True))
 
     def _ask_for_missing(self) -> None:
-        """Have each node send again what was not acknowledged: it was on its way, perhaps, when a controller ended."""
+        """Request unacknowledged output of each node again: a controller that ended may have lost it."""
         asked = set()
         for (task, fd), stream in self._streams.items():
             token = self._tokens[task]
             if not stream.all_came and token not in asked:
-                asked.add(token)  # it sends that of all its tasks
+                asked.add(token)  # its shepherd sends that of all its tasks
                 self._send(protocol.OutputAck(token, task, fd, stream.acknowledged, again=True))
 
     def _catch_up(self) -> None:
-        """Say and ask for again what may have been lost: a node has come to a new controller, or we to a new agent."""
+        """Repeat and request again what a new connection of a node, or of this client, may have lost."""
         self._ask_for_missing()
         for (task, fd), stream in self._streams.items():
             if stream.all_came and stream.acknowledged:
@@ -387,7 +393,7 @@ class StepClient:
             self.signal_tasks(self._missed_signals.pop(0))
 
     def _acknowledge(self) -> None:
-        """Tell what was written (or dropped) since the last time."""
+        """Acknowledge output that was written or dropped since the last call."""
         for outlet in self._outlets():
             if outlet.broken and not outlet.reported:
                 outlet.reported = True
@@ -398,7 +404,7 @@ class StepClient:
                 self._send(protocol.OutputAck(token=self._tokens[task], task=task, fd=fd, offset=offset))
 
     def _flush_rest(self) -> None:
-        """Write what is left: the step is over, so waiting for a slow reader is all there is to do."""
+        """Write the remaining output. The step is over, so this may block."""
         for signum in self._caught:
             signal.signal(signum, signal.SIG_DFL)
         for stream in self._streams.values():
@@ -414,7 +420,7 @@ class StepClient:
         return len(self._input_kept) < INPUT_WINDOW and len(self._sending) < SEND_LIMIT
 
     def _forget_input(self) -> None:
-        """Keep no more of the input than some task may still have to be sent again."""
+        """Drop input that all living tasks have acknowledged."""
         live = [task for task in self._input_tasks() if task not in self._over]
         taken = min((self._input_taken.get(task, 0) for task in live), default=self._input_sent)
         del self._input_kept[: max(0, len(self._input_kept) - (self._input_sent - taken))]
@@ -427,13 +433,13 @@ class StepClient:
         try:
             data = os.read(self.input_fd, READ_SIZE)
         except BlockingIOError:
-            return  # somebody else has made it non-blocking, and was faster
+            return  # another process made it non-blocking and read first
         except OSError:
-            data = b""  # a terminal that is not ours to read, or gone: as if it had ended
+            data = b""  # a terminal in the background, or gone: like the end
         self.feed(self.wrap_input(data) if data else b"", eof=not data)
 
     def feed(self, data: bytes, *, eof: bool = False) -> None:
-        """Send `data` as input to the task that takes it, or to all."""
+        """Send `data` as input to the input task, or to all."""
         if self._input_over:
             return
         offset = self._input_sent
@@ -450,14 +456,14 @@ class StepClient:
 
 
 class ListeningClient(StepClient):
-    """One that hears a step that somebody else has asked for, from some moment on: it acknowledges nothing and sends nothing."""
+    """A client that watches the step of another client from now on; it neither acknowledges nor sends anything."""
 
     def __init__(self, sock: socket.socket, front: Front) -> None:
         super().__init__(sock, front)
         self._begun: Set[Tuple[int, int]] = set()
 
     def _is_over(self) -> bool:
-        return bool(self.given_up) or self.ended is not None  # what was written comes before word of the end
+        return bool(self.given_up) or self.ended is not None  # output comes before the message about the end
 
     def _on_output(self, message: protocol.Output, blob: bytes) -> None:
         stream = self._streams.get((message.task, message.fd))
@@ -477,7 +483,7 @@ class ListeningClient(StepClient):
 
 
 def is_open(fd: int) -> bool:
-    """Return whether `fd` is open here."""
+    """Return whether this process has `fd` open."""
     try:
         os.fstat(fd)
     except OSError:

@@ -1,11 +1,10 @@
-"""htun: TCP connections carried through a step's standard input and output, for `htunnel JOB PORT`.
+"""htun: TCP connections through a step's standard input and output, for `htunnel JOB PORT`.
 
-Both ends have a `Tunnel`: the one on the head is given connections that it accepted, the one on the node makes one for each of
-them to HOST and PORT. What each says is a frame: the connection's number, a letter, a length and so many bytes.
+Both ends have a `Tunnel`. The head's end gets accepted connections; the node's end makes a connection to HOST and PORT for each.
+A frame is the connection's number, a letter, a length and that many bytes.
 
-Rules: of one connection at most WINDOW bytes are on their way that the other end has not handed on, so a reader that is slow
-holds up nobody but its own writer, and nothing grows. Who closes a connection is not heard any more: one that is shut down for
-writing alone is closed.
+Rules: of one connection at most WINDOW bytes are on their way, so a slow reader delays only its own writer, and memory is
+bounded. A closed connection is closed in both directions, including one that was shut down for writing only.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ Connect = Callable[[], socket.socket]  # raises OSError
 
 
 class TunnelError(Exception):
-    """The other end does not speak as it should."""
+    """The other end violates the protocol."""
 
 
 class _Connection:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.untaken = 0  # bytes sent that the other end has not handed on
+        self.untaken = 0  # bytes sent that the other end has not delivered
         self.received = 0
-        self.told = 0  # how many of those the other end knows to have been handed on
+        self.reported = 0  # delivered bytes that the other end knows of
 
 
 class Tunnel:
-    """One end. `send` takes what goes to the other end, `feed` what came from there."""
+    """One end. `send` gets bytes for the other end, `feed` takes bytes from there."""
 
     def __init__(self, loop: Loop, send: Callable[[bytes], None], connect: Optional[Connect] = None) -> None:
         self._loop = loop
@@ -51,20 +50,20 @@ class Tunnel:
         self._last = 0
         self.on_ready: Callable[[], None] = lambda: None
         self.on_refused: Callable[[str], None] = lambda why: None
-        loop.after_turn = self._tell_taken
+        loop.after_turn = self._send_taken
 
     def send_ready(self) -> None:
-        """Tell the other end that connections may come."""
-        self._say(0, READY)
+        """Tell the other end that it may open connections."""
+        self._send_frame(0, READY)
 
     def add(self, sock: socket.socket) -> None:
-        """Carry a connection that was accepted here."""
+        """Add a connection that was accepted here."""
         self._last += 1
-        self._say(self._last, OPEN)
+        self._send_frame(self._last, OPEN)
         self._keep(self._last, sock)
 
     def feed(self, data: bytes) -> None:
-        """Act on what the other end has said. Raises TunnelError."""
+        """Handle bytes of the other end. Raises TunnelError."""
         self._data += data
         while len(self._data) >= _HEADER.size:
             number, kind, length = _HEADER.unpack_from(self._data)
@@ -103,41 +102,41 @@ class Tunnel:
         try:
             sock = connect()
         except OSError as error:
-            self._say(number, CLOSE, (error.strerror or str(error)).encode())
+            self._send_frame(number, CLOSE, (error.strerror or str(error)).encode())
         else:
             self._keep(number, sock)
 
     def _keep(self, number: int, sock: socket.socket) -> None:
-        connection = _Connection(Stream(self._loop, sock, lambda data: self._heard(number, data)))
+        connection = _Connection(Stream(self._loop, sock, lambda data: self._received(number, data)))
         self._connections[number] = connection
 
-    def _heard(self, number: int, data: bytes) -> None:
+    def _received(self, number: int, data: bytes) -> None:
         connection = self._connections.get(number)
         if connection is None:
             return
         if not data:
             del self._connections[number]
-            self._say(number, CLOSE)
+            self._send_frame(number, CLOSE)
             return
         connection.untaken += len(data)
         for at in range(0, len(data), WINDOW):
-            self._say(number, DATA, data[at : at + WINDOW])
+            self._send_frame(number, DATA, data[at : at + WINDOW])
         connection.stream.pause(connection.untaken >= WINDOW)
 
-    def _tell_taken(self) -> None:
-        """Tell what was handed on since the last time."""
+    def _send_taken(self) -> None:
+        """Send the number of bytes that were delivered since the last call."""
         for number, connection in self._connections.items():
-            taken = connection.received - connection.stream.unsent - connection.told
+            taken = connection.received - connection.stream.unsent - connection.reported
             if taken > 0:
-                connection.told += taken
-                self._say(number, TAKEN, _COUNT.pack(taken))
+                connection.reported += taken
+                self._send_frame(number, TAKEN, _COUNT.pack(taken))
 
-    def _say(self, number: int, kind: bytes, body: bytes = b"") -> None:
+    def _send_frame(self, number: int, kind: bytes, body: bytes = b"") -> None:
         self._send(_HEADER.pack(number, kind, len(body)) + body)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the end on the node, at standard input and output, until the input ends: htun HOST PORT."""
+    """Serve the node's end on standard input and output until the input ends: htun HOST PORT."""
     host, port = argv[0], int(argv[1])
     loop = Loop()
     tunnel = Tunnel(loop, _write, lambda: socket.create_connection((host, port), CONNECT_S))
@@ -156,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(data: bytes) -> None:
-    """Write to the head's end, which reads whatever comes: to wait for it is safe."""
+    """Write to the head's end, which always reads, so that blocking is safe."""
     left = memoryview(data)
     while left:
         left = left[os.write(1, left) :]

@@ -1,4 +1,4 @@
-"""What of the environment of srun's caller a step gets. Source: srun(1), --export."""
+"""The variables of srun's caller that a step gets. Source: srun(1), --export."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcnode.wire.gate import why_not_text
 def exported(text: str, environ: Mapping[str, str]) -> Dict[str, str]:
     """Return the variables that ``--export=text`` passes on: ALL, NONE, names, NAME=VALUE.
 
-    What the scheduler set is passed on in any case.
+    Variables of the scheduler are always passed on.
     """
     words = [word for word in text.split(",") if word]
     env = {name: value for name, value in environ.items() if name.startswith(("HPCSCHED_", "SLURM_"))}
@@ -27,7 +27,7 @@ def exported(text: str, environ: Mapping[str, str]) -> Dict[str, str]:
 
 
 def as_text(environ: Mapping[str, str]) -> Dict[str, str]:
-    """Return the variables that a message can say: those of other than UTF-8 text are left out, as hsub leaves them out."""
+    """Return the variables that are UTF-8 text and fit into a message; hsub leaves out the others, too."""
     return {name: value for name, value in environ.items() if not why_not_text(name + value)}
 
 

@@ -1,1 +1,1 @@
-"""Processes, accounts, files and limits as Linux has them."""
+"""Linux as the nodes' code uses it: processes, accounts, cgroups, durable files, the event loop."""

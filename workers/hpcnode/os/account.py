@@ -1,8 +1,8 @@
-"""Whose the tasks are: looking an account up, and becoming it for good.
+"""Accounts of tasks: looking one up, and becoming it irrevocably.
 
-Rules: never continue with more rights than the account has: every step of the change is verified, and a failure is an
-error of the launch. An agent that is not root can only be who it is. A node's administrator may narrow who may run here, in
-`/etc/hpcsched/node.json` (root's file): {"allow_root": false, "min_uid": 1000, "deny_users": [], "allow_users": []}.
+Rules: a process never continues with more rights than its account. Every step of the change is verified, and a failure is an
+error of the launch. An agent that is not root runs tasks only as itself. A node's administrator may restrict accounts in
+`/etc/hpcsched/node.json` (owned by root): {"allow_root": false, "min_uid": 1000, "deny_users": [], "allow_users": []}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_LOGIN_SHELLS = ("nologin", "false")
 
 
 class UserError(Exception):
-    """This account cannot run here; the text says why."""
+    """This account cannot run here; the text is the reason."""
 
 
 class UserAccount(NamedTuple):
@@ -39,20 +39,20 @@ class UserAccount(NamedTuple):
 
 
 def why_refused(entry: pwd.struct_passwd, allow_uid_below: int) -> str:
-    """Return why jobs of an account are refused by default, "" if they are not; `allow_uid_below` 0: none are."""
+    """Return why jobs of an account are refused by default, "" if they are allowed. `allow_uid_below` 0 allows all."""
     if allow_uid_below == 0:
         return ""
     if entry.pw_uid < allow_uid_below:
         return "its uid %d is below allow_uid_below = %d" % (entry.pw_uid, allow_uid_below)
     if entry.pw_uid == NOBODY_UID:
-        return "it is nobody's account"
+        return "it is the account nobody"
     if os.path.basename(entry.pw_shell) in NO_LOGIN_SHELLS and _is_locked(entry):
         return "it is locked, and its shell is %s" % entry.pw_shell
     return ""
 
 
 def _is_locked(entry: pwd.struct_passwd) -> bool:
-    """Return whether nobody can log in with a password, as far as this machine's files say."""
+    """Return whether the account has no password login, judged by this machine's files."""
     password = entry.pw_passwd
     try:
         with open(SHADOW_PATH, "rb") as shadow:
@@ -62,7 +62,7 @@ def _is_locked(entry: pwd.struct_passwd) -> bool:
                     password = os.fsdecode(rest.partition(b":")[0])
                     break
     except OSError:
-        pass  # it is root's: another account does not decide who runs
+        pass  # only root can read it, and only root decides which accounts run
     return password[:1] in ("!", "*")
 
 
@@ -106,12 +106,12 @@ def _check_policy(name: str, uid: int, *, explicit: bool) -> None:
 
 
 def read_policy(path: str) -> Dict[str, Any]:
-    """Return the administrator's policy, {} without one. Raises UserError if it cannot be trusted: then nobody runs."""
+    """Return the administrator's policy, {} without one. Raises UserError if it cannot be trusted: then nothing runs."""
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
             if info.st_uid != 0 or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise UserError("cannot trust %s: it must be root's and writable by nobody else" % path)
+                raise UserError("cannot trust %s: it must belong to root and be writable by root only" % path)
             policy = json.load(file)
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -123,7 +123,7 @@ def read_policy(path: str) -> Dict[str, Any]:
 
 
 def become(account: UserAccount) -> None:
-    """Become the account for good, with its groups and no privilege. Raises UserError or OSError; then exit at once."""
+    """Become the account irrevocably, without privileges. Raises UserError or OSError; then exit at once."""
     if os.geteuid() == 0:
         os.setgroups(account.groups)
         os.setresgid(account.gid, account.gid, account.gid)
@@ -140,7 +140,7 @@ def become(account: UserAccount) -> None:
 
 
 def change(name: str) -> None:
-    """Have this process, which is root's, go on as the account `name` (or number), for ``--uid``. Raises UserError."""
+    """Change this process of root to the account `name` (or number), for ``--uid``. Raises UserError."""
     if os.getuid() != 0:
         raise UserError("--uid only permitted by root user")
     try:
@@ -163,5 +163,5 @@ def _check_no_way_back() -> None:
     try:
         os.setuid(0)
     except OSError:
-        return  # EPERM; EINVAL where root is no user of this namespace
+        return  # EPERM; EINVAL if this namespace has no root
     raise UserError("cannot drop root's rights: setuid(0) still works")

@@ -1,13 +1,12 @@
-"""Control groups (version 2), where we may make them: one for each worker and the tasks that it supervises.
+"""Control groups (version 2), if we may create them: one for each shepherd and its tasks.
 
-They make two things sure that a walk through /proc cannot: killing a tree whose shepherd is gone, and limiting memory.
-Where there are none (a plain user without delegation, an old kernel) everything else works without them.
+They add what a walk through /proc cannot guarantee: killing a tree whose shepherd is gone, and limiting memory. Without them (a
+user without delegation, an old kernel) everything else works.
 
-A worker enters its group once, and its tasks are born in it: moving a process takes the kernel some 10 ms each time. So a
-group is killed only when its worker is dead. It is removed when it is empty.
+A process of the shepherd pool enters its group once, and its tasks are born in it, because moving a process takes the kernel
+some 10 ms. So a group is killed only if its shepherd is dead, and removed when it is empty.
 
-Sources: Documentation/admin-guide/cgroup-v2.rst (cgroup.procs, cgroup.kill, cgroup.freeze, memory.max,
-memory.events).
+Sources: Documentation/admin-guide/cgroup-v2.rst (cgroup.procs, cgroup.kill, cgroup.freeze, memory.max, memory.events).
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from __future__ import annotations
 import os
 from typing import List, Optional
 
-STILL = "still"  # of a worker's group: where its tasks are while they are suspended
+FROZEN = "frozen"  # the group below a shepherd's that has its suspended tasks
 MAX_ROUNDS = 20
 
 
 def find_base() -> Optional[str]:
-    """Return a directory in which this process may make groups and move itself there, or None."""
+    """Return a directory in which this process may create and enter groups, or None."""
     mount = _mount_point()
     if mount is None:
         return None
@@ -56,7 +55,7 @@ def _own_group(mount: str) -> Optional[str]:
 
 
 def _can_use(base: str) -> bool:
-    """Try it in a child: a group can be made, entered and killed."""
+    """Return whether a child can enter a group there, and the kernel can kill groups."""
     path = os.path.join(base, "try-%d" % os.getpid())
     try:
         os.mkdir(path)
@@ -72,8 +71,8 @@ def _can_use(base: str) -> bool:
 
 
 def enter_own(base: str) -> Optional[str]:
-    """Move this process into a group of its own and return the group's path, None if that does not work (any more)."""
-    path = os.path.join(base, "shepherd-%d-%s" % (os.getpid(), os.urandom(4).hex()))  # a pid alone comes round again
+    """Move this process into a new group of its own; return the group's path, None if that fails."""
+    path = os.path.join(base, "shepherd-%d-%s" % (os.getpid(), os.urandom(4).hex()))  # pids are reused
     try:
         os.mkdir(path)
     except OSError:
@@ -82,18 +81,18 @@ def enter_own(base: str) -> Optional[str]:
 
 
 def can_limit_memory(path: str) -> bool:
-    """Return whether the kernel limits the memory of this group for us, where it may be asked to for the first time."""
+    """Return whether the kernel can limit the memory of this group; enable that if need be."""
     _write(os.path.dirname(path) + "/cgroup.subtree_control", "+memory")
     return os.path.exists(path + "/memory.max")
 
 
 def limit_memory(path: str, mem_mib: int) -> bool:
-    """Limit the group's memory (0: no more); return whether the kernel does that for us."""
+    """Limit the group's memory (0: no limit); return whether the kernel enforces a limit."""
     return _write(path + "/memory.max", str(mem_mib << 20) if mem_mib > 0 else "max") and mem_mib > 0
 
 
 def memory_kills(path: str) -> int:
-    """Return how often the kernel has killed something of the group for its memory."""
+    """Return how many processes of the group the kernel has killed for memory."""
     for line in _read(path + "/memory.events").splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill":
@@ -102,18 +101,18 @@ def memory_kills(path: str) -> int:
 
 
 def kill(path: str) -> None:
-    """Kill everything in the group, also what forks meanwhile."""
+    """Kill all processes of the group, including those that fork meanwhile."""
     _write(path + "/cgroup.kill", "1")
 
 
 def freeze_others(path: str) -> bool:
-    """Freeze everything in the group but this process; return whether the kernel did. What forks meanwhile is frozen too.
+    """Freeze all processes of the group except this one, including those that fork meanwhile; return whether that worked.
 
-    A frozen group freezes all below it, so the others are moved to one beside us, which is frozen already.
+    A frozen group freezes all groups below it. So the others move to a group below ours, which is frozen already.
     """
-    still = os.path.join(path, STILL)
+    frozen = os.path.join(path, FROZEN)
     try:
-        os.makedirs(still, exist_ok=True)
+        os.makedirs(frozen, exist_ok=True)
     except OSError:
         return False
     if not all([_write(os.path.join(path, name, "cgroup.freeze"), "1") for name in _children(path)]):
@@ -124,30 +123,30 @@ def freeze_others(path: str) -> bool:
         if not others:
             return True
         for pid in others:
-            _write(still + "/cgroup.procs", pid)  # one that has ended meanwhile is none the next time
+            _write(frozen + "/cgroup.procs", pid)  # an ended process is not listed in the next round
     thaw_others(path)
     return False
 
 
 def thaw_others(path: str) -> None:
-    """Let what `freeze_others` has frozen go on."""
+    """Thaw the processes that `freeze_others` froze."""
     for name in _children(path):
         _write(os.path.join(path, name, "cgroup.freeze"), "0")
 
 
 def is_populated(path: str) -> bool:
-    """Return whether anything lives in the group or below it."""
+    """Return whether the group, or a group below it, has living processes."""
     return "populated 1" in _read(path + "/cgroup.events")
 
 
 def remove(path: str) -> None:
     """Remove the group if it is empty."""
     for name in _children(path):
-        remove(os.path.join(path, name))  # a job may have made groups of its own, where it could
+        remove(os.path.join(path, name))  # a job may have created groups of its own
     try:
         os.rmdir(path)
     except OSError:
-        pass  # gone, or not empty yet: `remove_empty` comes again
+        pass  # gone, or not empty yet: `remove_empty` tries again
 
 
 def remove_empty(base: str) -> None:
@@ -174,7 +173,7 @@ def _read(path: str) -> str:
 
 
 def _write(path: str, text: str) -> bool:
-    """Write to a control file that exists; return whether the kernel took it."""
+    """Write to an existing control file; return whether the kernel accepted it."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,6 +1,6 @@
-"""Files that are there, whole, after a power failure: write beside, fsync, rename, fsync the directory.
+"""Files that survive a power failure whole: write a temporary file, fsync, rename, fsync the directory.
 
-Knows nothing of what is written. An OSError (no space, an unwell disk) goes to the caller, and then the old content stands.
+An OSError (disk full or broken) goes to the caller; the old content is still there then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterable, Optional
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`, however many calls that takes."""
+    """Write all of `data`, in as many calls as needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
@@ -27,12 +27,12 @@ def sync_folder(path: str) -> None:
 
 
 def sync_way_to(path: str) -> None:
-    """Make the names in a directory durable, and its own and those of all above it, as far as we may look at them."""
+    """Make durable the names in a directory and in all directories above it that we may read."""
     while True:
         try:
             sync_folder(path)
         except PermissionError:
-            pass  # another made that one, long ago
+            pass  # another account created it, long ago
         above = os.path.dirname(path)
         if above == path:
             return
@@ -40,7 +40,7 @@ def sync_way_to(path: str) -> None:
 
 
 def write_durably(folder: str, name: str, data: bytes, parents: Iterable[str] = ()) -> None:
-    """Put a file under its name so that it is there, whole, after a power failure; its parents' names with it."""
+    """Replace a file durably. `parents`: directories above `folder` whose names must be durable, too."""
     temporary = os.path.join(folder, name + ".new")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -54,7 +54,7 @@ def write_durably(folder: str, name: str, data: bytes, parents: Iterable[str] = 
 
 
 def write_plainly(path: str, data: bytes, mode: int) -> None:
-    """Write a new file that has to outlive this process, but not a power failure."""
+    """Write a new file that must outlive this process, but not a power failure."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         write_all(fd, data)
@@ -68,7 +68,7 @@ def to_bytes(obj: Dict[str, Any]) -> bytes:
 
 
 def read_object(path: str) -> Optional[Dict[str, Any]]:
-    """Return the JSON object in a file, None if there is no such file or it was cut off by a power failure."""
+    """Return the JSON object in a file, None if there is no such file or a power failure cut it off."""
     try:
         with open(path, "rb") as file:
             obj = json.loads(file.read().decode("utf-8", "surrogateescape"))

@@ -1,9 +1,8 @@
-"""Crash points: where a test makes an agent, a shepherd or the controller kill itself, to see what the next one finds.
+"""Crash points: named points at which a test kills an agent, a shepherd or the controller, to check its successor.
 
-`HPCNODE_CRASH_AT=point[:n]` (of the controller `HPCSCHED_CRASH_AT`) kills (SIGKILL) the process that comes to the point for the
-n-th time. It is heeded only together with `HPCNODE_SIMULATED=1` (`HPCSCHED_SIMULATED`), so that nothing in a production
-environment can switch it on by accident.
-The points are named where they stand: before and after each step that puts a promise on the disk.
+`HPCNODE_CRASH_AT=point[:n]` (for the controller `HPCSCHED_CRASH_AT`) kills the process (SIGKILL) that reaches the point for the
+n-th time. It has an effect only together with `HPCNODE_SIMULATED=1` (`HPCSCHED_SIMULATED`), so that it cannot be enabled in
+production by accident. There is a point before and after each step that makes a promise durable.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Mapping
 
 
 class CrashPoints:
-    """Kills the process at one named point; by default nowhere."""
+    """Kills the process at one named point; without a point, never."""
 
     def __init__(self, spec: str = "") -> None:
         self._point, _, count = spec.partition(":")
@@ -22,7 +21,7 @@ class CrashPoints:
         self.armed = bool(spec)
 
     def reached(self, point: str) -> None:
-        """Die here if this is the point that was asked for."""
+        """Kill this process if this is the requested point."""
         if self.armed and point == self._point:
             self._left -= 1
             if self._left == 0:
@@ -31,7 +30,7 @@ class CrashPoints:
 
 
 def crash_points(environ: Mapping[str, str], prefix: str = "HPCNODE") -> CrashPoints:
-    """Return the crash points that the environment asks for, by variables that begin with `prefix`."""
+    """Return the crash points of the environment, from variables that begin with `prefix`."""
     if environ.get(prefix + "_SIMULATED") != "1":
         return CrashPoints()
     return CrashPoints(environ.get(prefix + "_CRASH_AT", ""))

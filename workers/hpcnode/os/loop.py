@@ -1,7 +1,7 @@
-"""A small event loop: descriptors, timers, and buffered byte streams. No threads, since the agent forks.
+"""A small event loop: descriptors, timers, and buffered byte streams. No threads, because the agent forks.
 
-Rules: a callback never blocks; a stream's buffer is bounded by whoever feeds it (look at `Stream.unsent`); what was
-queued in one turn of the loop goes out in one write. Knows nothing of messages.
+Rules: a callback never blocks. The feeder of a stream bounds its buffer (see `Stream.unsent`). What is queued in one turn of the
+loop goes out in one write. Messages are not known here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hpcnode.os.process import boot_clock_s
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 CHUNK = 256 << 10
-MAX_WAIT_S = 300.0  # the wait does not count time asleep, the timers do
+MAX_WAIT_S = 300.0  # waits do not count sleep of the machine, timers do
 
 
 class Timer:
-    """A call that is to be made at some time; `cancel` it freely."""
+    """A scheduled call; it may be cancelled at any time."""
 
     __slots__ = ("call",)
 
@@ -37,7 +37,7 @@ class Timer:
 class Loop:
     """Waits for descriptors and times, and calls back.
 
-    `contains_faults`: an exception of a stream's handler is logged and ends that stream alone, not the loop.
+    `contains_faults`: an exception of a stream's handler is logged and ends that stream, not the loop.
     """
 
     def __init__(self, contains_faults: bool = False) -> None:
@@ -50,7 +50,7 @@ class Loop:
         self.after_turn: Optional[Callable[[], None]] = None
 
     def watch(self, fd: int, events: int, call: Callable[[int], None]) -> None:
-        """Call `call(events)` whenever `fd` is ready; replaces an earlier watch; no events: stop watching."""
+        """Call `call(events)` whenever `fd` is ready; replaces an earlier watch; no events: stop."""
         registered = fd in self._selector.get_map()
         if not events:
             if registered:
@@ -78,11 +78,11 @@ class Loop:
             self.turn()
 
     def clear_timers(self) -> None:
-        """Forget all timers."""
+        """Cancel all timers."""
         self._timers.clear()
 
     def turn(self) -> None:
-        """Wait for something and serve it."""
+        """Wait for events and timers, and serve them."""
         for key, events in self._selector.select(self._wait_s()):
             if self._selector.get_map().get(key.fd) is key:  # an earlier callback may have closed it
                 key.data(events)
@@ -96,7 +96,7 @@ class Loop:
         self.flush()
 
     def flush(self) -> None:
-        """Write out what was queued."""
+        """Write out all queued data."""
         while self._unflushed:
             self._unflushed.pop().flush()
 
@@ -109,7 +109,7 @@ class Loop:
 
 
 class Stream:
-    """A connected socket with an output buffer. `on_data(b"")` is called once, at the end that the peer made."""
+    """A connected socket with an output buffer. `on_data(b"")` is called once, when the peer closes."""
 
     def __init__(self, loop: Loop, sock: socket.socket, on_data: Callable[[bytes], None]) -> None:
         sock.setblocking(False)
@@ -131,7 +131,7 @@ class Stream:
         return self._sock.fileno()
 
     def send(self, data: bytes) -> None:
-        """Queue `data`; it goes out at the end of this turn, or as the peer takes it."""
+        """Queue `data` for the end of this turn, or for when the peer takes it."""
         if self.closed or self._closing:
             return
         self._out.append(data)
@@ -139,13 +139,13 @@ class Stream:
         self._loop.flush_soon(self)
 
     def pause(self, paused: bool) -> None:
-        """Stop reading, or read on: how a slow reader slows its writer down."""
+        """Stop or resume reading, so that the peer slows down."""
         if paused != self._paused and not self.closed:
             self._paused = paused
             self._watch()
 
     def close(self) -> None:
-        """Close at once; what is unsent is dropped."""
+        """Close at once; drop unsent data."""
         if not self.closed:
             self.closed = True
             self._loop.watch(self._sock.fileno(), 0, self._ready)
@@ -154,13 +154,13 @@ class Stream:
             self.unsent = 0
 
     def close_when_sent(self) -> None:
-        """Close as soon as the peer has taken what is queued."""
+        """Close as soon as the peer has taken all queued data."""
         self._closing = True
         if not self._out:
             self.close()
 
     def flush(self) -> None:
-        """Write what the peer takes now."""
+        """Write as much as the peer takes now."""
         if self.closed:
             return
         try:
@@ -232,15 +232,15 @@ class Stream:
 
 
 def log_exception(what: str) -> None:
-    """Write `what` and the traceback of the exception that is being handled to stderr."""
-    import traceback  # not before it is needed: see `agent` for what an import costs
+    """Write `what` and the traceback of the present exception to stderr."""
+    import traceback  # see `agent` on the cost of imports
 
     sys.stderr.write("%s\n%s" % (what, traceback.format_exc()))
     sys.stderr.flush()
 
 
 def wake_on_signals(loop: Loop, calls: Dict[int, Callable[[], None]]) -> None:
-    """Call back in the loop when one of these signals came."""
+    """Call back in the loop when one of these signals arrives."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def wake(_events: int) -> None:

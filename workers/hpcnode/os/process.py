@@ -1,8 +1,7 @@
-"""Processes as Linux tells of them: who they are, what is below them, and how to signal exactly the one that was meant.
+"""Processes on Linux: identity, descendants, signals.
 
-A process is (pid, start time in ticks, boot id). A pid alone never drives a kill: it may have come round again.
-Everything that asks /proc, pidfds or prctl is here (cgroups are in `cgroup`), so that another system can be added beside it.
-It does not know what jobs are.
+A process is (pid, start time in ticks, boot id). A pid alone is never enough to kill, because pids are reused. All uses of /proc,
+pidfds and prctl are here (those of cgroups are in `cgroup`), so that another system can be added.
 
 Sources: proc(5), pidfd_open(2), prctl(2), setsid(2), clock_gettime(2).
 """
@@ -17,7 +16,7 @@ import signal
 import time
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
 
-NO_PROCESS = frozenset({errno.EAGAIN, errno.ENOMEM})  # of fork(2): this node, or our account on it, can have no more
+NO_PROCESS = frozenset({errno.EAGAIN, errno.ENOMEM})  # of fork(2): this node or account cannot have more processes
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
@@ -25,7 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Identity(NamedTuple):
-    """One process, for ever: a pid that comes round again has another start time or another boot id."""
+    """One process, uniquely: a reused pid has another start time or boot id."""
 
     pid: int
     ticks: int
@@ -33,7 +32,7 @@ class Identity(NamedTuple):
 
 
 class Stat(NamedTuple):
-    """What /proc/PID/stat says that we need."""
+    """The needed fields of /proc/PID/stat."""
 
     state: str
     parent: int
@@ -43,12 +42,12 @@ class Stat(NamedTuple):
 
 
 def boot_clock_s() -> float:
-    """Return seconds since boot, time asleep included: what limits and leases are counted on."""
+    """Return seconds since boot, including sleep; limits and leases use this clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id(environ: Mapping[str, str]) -> str:
-    """Return this boot's id. `HPCNODE_BOOT_ID` overrides it where one machine poses as several."""
+    """Return this boot's id. `HPCNODE_BOOT_ID` overrides it if one machine poses as several."""
     given = environ.get("HPCNODE_BOOT_ID")
     if given:
         return given
@@ -57,17 +56,17 @@ def boot_id(environ: Mapping[str, str]) -> str:
 
 
 def read_stat(pid: int) -> Optional[Stat]:
-    """Return what /proc says of `pid`, or None if there is no such process."""
+    """Return the stat of `pid`, None if there is no such process."""
     try:
         text = read_file("/proc/%d/stat" % pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(b")")[2].split()  # the name in front may hold anything
+    fields = text.rpartition(b")")[2].split()  # the name before may have any characters
     return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), int(fields[21]))
 
 
 def read_file(path: str) -> bytes:
-    """Return what a small file of /proc says. Raises OSError. Not by `open`, which asks four things before it reads."""
+    """Return the content of a small file of /proc. Raises OSError. `open` would make four more system calls."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -98,7 +97,7 @@ def send_signal(who: Identity, boot: str, signum: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pidfd = -1  # a kernel before 5.3: the comparison below is then as near as one gets
+        pidfd = -1  # a kernel before 5.3: the check below has a short race then
     try:
         if not is_alive(who, boot):
             return False
@@ -126,13 +125,13 @@ def all_processes() -> Dict[int, Stat]:
 
 
 def is_named(words: bytes) -> bool:
-    """Return whether a process, other than this one, has `words` in its command line."""
+    """Return whether another process has `words` in its command line."""
     for name in os.listdir("/proc"):
         try:
             if name.isdigit() and int(name) != os.getpid() and words in read_file("/proc/%s/cmdline" % name):
                 return True
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            pass  # it has ended, or is hidden from us: then it is none of ours
+            pass  # ended, or hidden from us: then it is not ours
     return False
 
 
@@ -149,14 +148,14 @@ def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None
         for pid in below.get(todo.pop(), ()):
             if pid not in seen:
                 seen.add(pid)
-                todo.append(pid)  # below a zombie too: its threads may live on
+                todo.append(pid)  # below a zombie, too: its threads may still live
                 if known[pid].state not in "ZX":
                     found.append(pid)
     return found
 
 
 def quick_descendants(root: int) -> List[int]:
-    """Return the processes below `root` by the kernel's lists of children: cheap, but one may be missed meanwhile."""
+    """Return the processes below `root` by the kernel's lists of children: cheap, but may miss a new one."""
     found: List[int] = []
     todo = [root]
     while todo:
@@ -174,12 +173,12 @@ def children_of(pid: int) -> List[int]:
             with open("/proc/%d/task/%s/children" % (pid, task), "rb") as file:
                 found += [int(word) for word in file.read().split()]
     except (FileNotFoundError, ProcessLookupError):
-        pass  # gone; or a kernel without these lists
+        pass  # gone, or a kernel without these lists
     return found
 
 
 def name_of(pid: int) -> str:
-    """Return what the kernel calls a process (comm), "" if it is gone."""
+    """Return the kernel's name of a process (comm), "" if it is gone."""
     try:
         with open("/proc/%d/comm" % pid) as file:
             return file.read().rstrip("\n")
@@ -188,28 +187,28 @@ def name_of(pid: int) -> str:
 
 
 def set_name(name: str) -> None:
-    """Have the kernel, and so ps and top, call this process `name` (its first 15 characters)."""
+    """Set this process's name (comm) for ps and top to the first 15 characters of `name`."""
     try:
         with open("/proc/self/comm", "w") as file:
             file.write(name)
     except OSError:
-        pass  # a /proc that cannot be written: then ps shows the interpreter's name
+        pass  # /proc is read-only: ps shows the interpreter's name then
 
 
 def signal_all(pids: Iterable[int], signum: int) -> int:
-    """Signal each of the pids that exists, and return how many were reached. For processes just seen, below ourselves."""
+    """Signal each existing pid; return how many were reached. Only for processes below us that were just listed."""
     reached = 0
     for pid in pids:
         try:
             os.kill(pid, signum)
             reached += 1
         except (ProcessLookupError, PermissionError):
-            pass  # PermissionError: it became another user by a set-uid program; nothing we can do as this one
+            pass  # PermissionError: a set-uid program made it another user's
     return reached
 
 
 def stop_all_below_us() -> None:
-    """Stop every process below, also those that fork meanwhile, within a bounded number of rounds."""
+    """Stop all processes below, including those that fork meanwhile, in a bounded number of rounds."""
     seen: Set[int] = set()
     for _ in range(20):
         pids = set(descendants([os.getpid()])) - seen
@@ -220,7 +219,7 @@ def stop_all_below_us() -> None:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Signal the process group, if it is there."""
+    """Signal the process group, if it exists."""
     try:
         os.killpg(pid, signum)
     except ProcessLookupError:
@@ -228,10 +227,10 @@ def signal_group(pid: int, signum: int) -> None:
 
 
 def remains_of(sessions: Iterable[int], since_ticks: int, uid: int, marker: bytes) -> List[int]:
-    """Return what seems left of a step whose shepherd is gone: its sessions, what bears its marker, and all below.
+    """Return remaining processes of a step whose shepherd is gone: its sessions, processes with its marker, and all below.
 
-    `marker` is a ``NAME=value`` of the environment that each task was started with. Only processes of `uid` that are
-    not older than the step are looked at, so that what a user writes into an environment reaches only his own.
+    `marker` is a ``NAME=value`` in the environment of each task. Only processes of `uid` that are not older than the step are
+    considered, so a forged environment affects only the user's own processes.
     """
     table = all_processes()
     wanted = set(sessions)
@@ -258,11 +257,11 @@ def _environment(pid: int) -> List[bytes]:
         with open("/proc/%d/environ" % pid, "rb") as file:
             return file.read().split(b"\0")
     except OSError:
-        return []  # gone meanwhile, or not ours to read: then the session has to do
+        return []  # gone, or not readable: then only the session counts
 
 
 def environment_of(pid: int) -> Dict[bytes, bytes]:
-    """Return the environment that the process was started with, {} if it is not ours to read."""
+    """Return the environment that the process was started with, {} if it is not readable."""
     return dict(item.split(b"=", 1) for item in _environment(pid) if b"=" in item)
 
 
@@ -278,7 +277,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def return_free_memory() -> None:
-    """Give the heap's free pages back to the system, where the C library can: a fork need not copy what maps them."""
+    """Return free pages of the heap to the system, if the C library can, so that forks need not map them."""
     trim = getattr(_libc(), "malloc_trim", None)  # glibc's; musl has none
     if trim is not None:
         trim(0)
@@ -290,17 +289,17 @@ def become_subreaper() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """Make set-uid programs and file capabilities without effect, here and below, for ever."""
+    """Disable set-uid programs and file capabilities, irrevocably, for this process and all below."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Not inherited, and undone by a change of user."""
+    """Have the kernel kill this process when its parent ends. A change of user undoes this; children do not inherit it."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def proportional_memory_kib(pid: int) -> int:
-    """Return the memory of the process with shared pages divided among those that share them."""
+    """Return the memory of the process in KiB, with shared pages divided among their users."""
     try:
         with open("/proc/%d/smaps_rollup" % pid, "rb") as file:
             for line in file:
@@ -317,7 +316,7 @@ def open_descriptors() -> List[int]:
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """Close every descriptor above 2 that is not kept."""
+    """Close all descriptors above 2 except these."""
     wanted = set(kept)
     for fd in open_descriptors():
         if fd > 2 and fd not in wanted:

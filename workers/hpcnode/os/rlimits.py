@@ -1,9 +1,11 @@
 """Resource limits of the submitting process that a job's processes get, as Slurm's `--propagate`.
 
-A command notes its soft limits in one variable beside the environment (`noted`), the controller leaves out what the
-configuration does not propagate (`propagated`), and the node applies the rest just before it executes the program
-(`readable`, `apply`). Rules: soft limits only, and never above the hard limit of the node; what cannot be read is left out, since
-the text may come from anywhere. ``asked:`` in front of the text says that the user named these limits.
+A command writes its soft limits to one variable of the environment (`noted`). The controller removes limits that the
+configuration does not propagate (`propagated`). The node applies the rest just before it executes the program (`readable`,
+`apply`). ``asked:`` in front of the text means that the user named these limits.
+
+Rules: only soft limits, and never above the node's hard limits. Unreadable parts are ignored, because the text may come from
+anywhere.
 
 Sources: sbatch(1), --propagate; getrlimit(2).
 """
@@ -21,18 +23,18 @@ _ASKED = "asked:"
 _MAX_DIGITS = 18
 _OF_MEMORY = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
-Limits = list[tuple[int, int]]  # the number of a resource and its soft limit
+Limits = list[tuple[int, int]]  # (number of the resource, soft limit)
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment, and its umask and limits, which the job's processes are to have."""
+    """Return this process's environment with its umask and limits, for the job's processes."""
     mask = os.umask(0o077)
     os.umask(mask)
     return {**os.environ, "SLURM_UMASK": "%04o" % mask, VARIABLE: noted()}
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the kinds of ALL, NONE or a list as ``NOFILE,STACK``. Raises ValueError with the word that is none of them."""
+    """Return the kinds in ALL, NONE or a list such as ``NOFILE,STACK``. Raises ValueError with the unknown word."""
     words = [word.strip().upper().replace("RLIMIT_", "", 1) for word in text.split(",") if word.strip()]
     for word in words:
         if word not in KINDS and (word not in (ALL, _NONE) or len(words) > 1):
@@ -41,27 +43,27 @@ def names(text: str) -> frozenset[str]:
 
 
 def noted(asked: str = "") -> str:
-    """Return this process's soft limits as one text; `asked`: what of them the user asked for, "" if that was not said."""
+    """Return this process's soft limits as text. `asked`: the kinds that the user named, "" for none named."""
     wanted = names(asked)
     soft = ["%s=%d" % (kind, resource.getrlimit(_number(kind))[0]) for kind in KINDS if kind in wanted]
     return (_ASKED if asked else "") + ",".join(soft)
 
 
 def chosen(text: str, asked: str) -> str:
-    """Return of the limits that `noted` wrote those that the user asks for."""
+    """Return the limits of `noted` that the user asks for."""
     wanted = names(asked)
     return _ASKED + ",".join(pair for pair in _pairs(text) if pair.partition("=")[0] in wanted)
 
 
 def propagated(text: str, wanted: frozenset[str]) -> str:
-    """Return of the limits that `noted` wrote those that are propagated: the `wanted`, or what the user asked for."""
+    """Return the limits of `noted` that are propagated: `wanted`, or those that the user asked for."""
     if text.startswith(_ASKED):
         return text
     return ",".join(pair for pair in _pairs(text) if pair.partition("=")[0] in wanted)
 
 
 def readable(text: str) -> Limits:
-    """Return the limits that `text` sets; what cannot be read, or is not among `KINDS`, is left out."""
+    """Return the limits in `text`, without unreadable and unknown ones."""
     found: dict[str, int] = {}
     for pair in _pairs(text[:1000]):
         kind, _, value = pair.partition("=")
@@ -72,7 +74,7 @@ def readable(text: str) -> Limits:
 
 
 def apply(limits: Limits) -> None:
-    """Set the soft limits of this process, at most to its hard ones."""
+    """Set the soft limits of this process, at most to its hard limits."""
     for number, soft in limits:
         hard = resource.getrlimit(number)[1]
         if hard != resource.RLIM_INFINITY and (soft == resource.RLIM_INFINITY or soft > hard):
@@ -80,11 +82,11 @@ def apply(limits: Limits) -> None:
         try:
             resource.setrlimit(number, (soft, hard))
         except (OSError, ValueError):
-            pass  # the kernel has its own ceilings, such as fs.nr_open: then the limit stays as it is
+            pass  # the kernel has further maxima, such as fs.nr_open; the limit stays then
 
 
 def lift_memory(limits: Limits) -> None:
-    """Undo `apply` as far as it may keep this very process from memory."""
+    """Raise the memory limits of this process to its hard limits again."""
     for number, _ in limits:
         if number in _OF_MEMORY:
             hard = resource.getrlimit(number)[1]

@@ -1,4 +1,4 @@
-"""What a shepherd is given, and what it notes of its tasks. Plain values."""
+"""The input of a shepherd, and its tasks. Plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcnode.wire import protocol
 
 
 class Setting(NamedTuple):
-    """What all shepherds of an agent have in common."""
+    """Values that all shepherds of an agent share."""
 
     spool: Spool
     faults: CrashPoints
@@ -24,22 +24,22 @@ class Setting(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What the process of a shepherd has of its own, the same for all steps that it supervises one after the other."""
+    """Values of a shepherd's process, the same for all steps that it supervises in turn."""
 
     identity: Identity
-    signals: Sequence[int]  # that it handles or ignores
+    signals: Sequence[int]  # that this process handles or ignores
     cgroup: Optional[str]  # of this process and its tasks
-    limits_memory: bool  # the kernel can do that for the cgroup
+    limits_memory: bool  # the kernel can limit the memory of the cgroup
 
 
 class Assignment(NamedTuple):
-    """What a shepherd has to know of its step."""
+    """One step for a shepherd."""
 
     launch: protocol.Launch
     account: UserAccount
-    environment: Dict[str, str]  # to be added
-    round: int  # of the output's readers, see `local`
-    suspended: bool  # the job stands still: the tasks are not released before it goes on
+    environment: Dict[str, str]  # added to the launch's
+    round: int  # counts the readers of the output, see `hpcnode.agent.shepherds`
+    suspended: bool  # the job is suspended: the tasks are released when it is resumed
 
 
 class Task:

@@ -1,6 +1,10 @@
-"""The environment of a task: the controller's, completed with what only the node knows.
+"""The environment of a task: the controller's, completed with values that only the node knows.
 
-Computed before the change of user and handed to exec as it is; nothing of the agent's own environment goes into it.
+It is computed before the change of user and passed to exec unchanged. Nothing of the agent's own environment is in it.
+
+A job finds changes of its nodes in a file, ROOT/allocation/INCARNATION.JOB.ATTEMPT, which everybody may read. It is JSON:
+`generation` grows with each change, `nodes` are the job's nodes, `wanted` (if not empty) are the nodes that it should keep. It is
+replaced in one step, and does not exist before the first change.
 """
 
 from __future__ import annotations
@@ -16,14 +20,14 @@ from hpcnode.os.account import UserAccount
 from hpcnode.wire import gate, protocol
 
 SOCKET = "HPCSCHED_SOCKET"
-GPU_DEVICES = "HPCSCHED_GPU_DEVICES"  # what CUDA calls the launch's GPUs, where that is not their indices
-GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # each task sees so many of the launch's GPUs, in turn
-AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # which agent's job a process is
+GPU_DEVICES = "HPCSCHED_GPU_DEVICES"  # names of the launch's GPUs for CUDA, if they are not their indices
+GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # number of the launch's GPUs for each task, in order
+AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # the agent of the job that a process belongs to
 ALLOCATION_FILE = "HPCSCHED_ALLOCATION_FILE"
-UMASK = "SLURM_UMASK"  # the submitter's, octal; a step has it in its environment as well
+UMASK = "SLURM_UMASK"  # of the submitter, octal; a step's environment keeps it
 USUAL_UMASK = 0o022
-MARKER = "HPCSCHED_TOKEN"  # how what is left of a step is known when its shepherd is gone
-_SLURM_PATH = re.compile(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
+MARKER = "HPCSCHED_TOKEN"  # marks the processes of a step whose shepherd is gone
+_SLURM_PATH = re.compile(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # printed by `hpcsched slurm-path`
 _COUNT = re.compile("[0-9]{1,6}")
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -31,7 +35,7 @@ DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 def step_environment(
     launch: protocol.Launch, account: UserAccount, *, root: str, socket_path: str, has_gpus: bool
 ) -> Dict[str, str]:
-    """Return what all tasks of the step share."""
+    """Return the variables that all tasks of the step share."""
     env = dict(launch.env)
     env.pop(rlimits.VARIABLE, None)
     if launch.step == protocol.BATCH:
@@ -41,7 +45,7 @@ def step_environment(
     env[SOCKET] = socket_path
     env[MARKER] = launch.token
     for prefix in ("SLURM_", "HPCSCHED_"):
-        env.setdefault(prefix + "JOB_GID", str(account.gid))  # groups are the node's own
+        env.setdefault(prefix + "JOB_GID", str(account.gid))  # groups are those of the node
     incarnation = launch.token.partition(".")[0]
     env[ALLOCATION_FILE] = allocation_path(root, incarnation, launch.job_id, launch.attempt)
     env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
@@ -51,7 +55,7 @@ def step_environment(
 
 
 def umask_of(launch: protocol.Launch) -> int:
-    """Return the umask that the tasks get: what is no umask is taken for the usual one."""
+    """Return the umask of the tasks; the usual one if the text is not a umask."""
     text = launch.env.get(UMASK, "")
     if not 0 < len(text) <= 4 or not set(text) <= set("01234567"):
         return USUAL_UMASK
@@ -60,7 +64,7 @@ def umask_of(launch: protocol.Launch) -> int:
 
 
 def visible_devices() -> str:
-    """Return the variable by which programs on this node are told their GPUs: AMD's driver has one of its own."""
+    """Return the variable that selects GPUs on this node, which depends on the driver."""
     return "ROCR_VISIBLE_DEVICES" if os.path.exists("/dev/kfd") else "CUDA_VISIBLE_DEVICES"
 
 
@@ -70,7 +74,7 @@ def _devices(launch: protocol.Launch) -> List[str]:
 
 
 def _path(root: str, users: str) -> str:
-    """Return the PATH of tasks: with Slurm's names on it only where the user has put them there, on the head."""
+    """Return the PATH of tasks, with Slurm's names only if the user's PATH had them on the head."""
     ours = [bin_dir(root)]
     if any(_SLURM_PATH.search(folder) for folder in users.split(":")):
         ours.append(os.path.join(bin_dir(root), "slurm"))
@@ -78,14 +82,14 @@ def _path(root: str, users: str) -> str:
 
 
 def own_folders(env: Mapping[str, str]) -> List[str]:
-    """Return what of a task's PATH has our commands, or those with Slurm's names."""
+    """Return the folders of a task's PATH that have our commands."""
     ours = bin_dir(env[AGENT_ROOT])
     folders = env["PATH"].split(":")
     return [folder for folder in folders if folder in (ours, ours + "/slurm") or _SLURM_PATH.search(folder)]
 
 
 def bin_dir(root: str) -> str:
-    """Return where the step commands lie."""
+    """Return the folder of the step commands."""
     return os.path.join(root, "bin")
 
 
@@ -114,17 +118,17 @@ def task_environment(shared: Dict[str, str], launch: protocol.Launch, local_rank
 
 
 def node_has_gpus() -> bool:
-    """Return whether this node has NVIDIA GPUs that a job without any must not see."""
+    """Return whether this node has NVIDIA GPUs, which must be hidden from jobs without GPUs."""
     return os.path.exists("/proc/driver/nvidia/gpus") or os.path.exists("/dev/nvidia0")
 
 
 def allocation_path(root: str, incarnation: str, job_id: int, attempt: int) -> str:
-    """Return where the file of the attempt is."""
+    """Return the path of the attempt's allocation file."""
     return os.path.join(root, "allocation", "%s.%d.%d" % (incarnation, job_id, attempt))
 
 
 def write_allocation(root: str, order: protocol.Allocation) -> bool:
-    """Write the file if it is news; return whether it is."""
+    """Write the allocation file if its generation is new; return whether it is."""
     path = allocation_path(root, order.incarnation, order.job_id, order.attempt)
     if allocation_generation(path) >= order.generation:
         return False
@@ -140,7 +144,7 @@ def write_allocation(root: str, order: protocol.Allocation) -> bool:
 
 
 def allocation_generation(path: str) -> int:
-    """Return of which generation the file is, 0 if there is none."""
+    """Return the generation of an allocation file, 0 if there is none."""
     try:
         with open(path) as file:
             return int(json.load(file)["generation"])  # int: of our own file
@@ -149,5 +153,5 @@ def allocation_generation(path: str) -> int:
 
 
 def remove_allocations(root: str) -> None:
-    """Remove all files; no job may be running."""
+    """Remove all allocation files. No job may be running."""
     paths.remove_tree(os.path.join(root, "allocation"))

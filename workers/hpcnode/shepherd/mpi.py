@@ -1,14 +1,14 @@
-"""What a job's environment needs so that plain `mpirun prog` uses all of its allocation, through `hrsh`.
+"""Variables and files that let plain `mpirun prog` use a job's whole allocation, through `hrsh`.
 
-It knows Open MPI 5 (PRRTE), Open MPI 4 (ORTE) and MPICH's hydra, and nothing of jobs, agents or sockets. It does not
-know which MPI the job will use: the variables of all three are set side by side, each reads only its own.
+It knows Open MPI 5 (PRRTE), Open MPI 4 (ORTE) and MPICH's hydra. It does not know which of them the job will use: the variables
+of all three are set, and each reads only its own. Jobs, agents and sockets are not known here.
 
-Rules: host names in files come from the caller; nothing is resolved (a lookup may block for seconds); what helps one
-machine that poses as several nodes is set only when the caller says that it does. Why each variable is set, and what
-was rejected, is in man/adr/0002-mpirun-in-a-job.md.
+Rules: host names in files come from the caller and are not resolved, because a lookup may block for seconds. Variables for one
+machine that poses as several nodes are set only if the caller says that it does. man/adr/0002-mpirun-in-a-job.md explains each
+variable, and what was rejected.
 
-Sources: PRRTE 3 `ess/slurm`, `oob/tcp`, `plm/ssh`; Open MPI 5 FAQ on MCA parameters in the environment; MPICH wiki
-"Using the Hydra Process Manager"; netdevice(7).
+Sources: PRRTE 3 `ess/slurm`, `oob/tcp`, `plm/ssh`; Open MPI 5 FAQ on MCA parameters in the environment; MPICH wiki "Using the
+Hydra Process Manager"; netdevice(7).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpcnode.shepherd.environment import bin_dir
 from hpcnode.wire import protocol
 
 NAME_DAEMONS = "HPCSCHED_MPI_NAME_DAEMONS"
-"""Set to 1 in a job whose Open MPI daemons must be told their node's name (see `daemon_command`)."""
+"""Set to 1 in a job whose Open MPI daemons need the name of their node (see `daemon_command`)."""
 
 _BRIDGES = ("docker0", "podman0", "virbr0", "lxcbr0", "lxdbr0")
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
@@ -48,13 +48,13 @@ def mpi_environment(
 ) -> Dict[str, str]:
     """Return the variables that make `mpirun` use `hosts`, and write the host files that they name.
 
-    Call it on the first node of the allocation, where mpirun will run, as somebody who may write `state_dir`; the
-    files are readable by all, the directory must be reachable by the job's user.
+    Call it on the first node of the allocation, where mpirun runs. The caller needs write access to `state_dir`, and the
+    job's user read access. The files are readable by everybody.
 
     hosts: (node name, slots) of the allocation, the first node first. hrsh: path of the remote shell, the same on all
     nodes, without spaces. same_machine: several of the nodes are one machine. same_hostnames: nodes on different
     machines report one hostname (a home full of `raspberrypi`). peer_address: an IP address of another node, to find
-    the interface that leads there; without one, that of the default route or the only one is taken.
+    the interface that leads there; without it, that of the default route or the only one.
 
     Raises:
         ValueError: no hosts, a slot count below one, or a path that the launchers would split.
@@ -85,16 +85,16 @@ def mpi_environment(
 def daemon_command(command: str, node: str, environ: Mapping[str, str]) -> Tuple[str, Dict[str, str]]:
     """Return the command that `hrsh` must run on `node` in place of `command`, and variables to add to its environment.
 
-    Open MPI's daemon reports `gethostname()`, and MPI hangs when two daemons report the same name. Started as if by
-    Slurm it reports SLURMD_NODENAME instead. So if `environ` (that of hrsh itself) asks for it, `ess env` of a daemon
-    becomes `ess slurm`; any other command is returned as it is.
+    Open MPI's daemon reports `gethostname()`, and MPI hangs if two daemons report the same name. A daemon that believes to be
+    started by Slurm reports SLURMD_NODENAME. So if `environ` (that of hrsh) has NAME_DAEMONS, `ess env` of a daemon becomes
+    `ess slurm`. Other commands are returned unchanged.
     """
     if environ.get(NAME_DAEMONS) != "1" or not _DAEMON.search(command):
         return command, {}
     renamed, count = _ESS_ENV.subn(r"\1slurm", command)
     if not count:
         return command, {}
-    # ess/slurm runs only where SLURM_JOBID is set, and adds SLURM_NODEID to a number that is complete already.
+    # ess/slurm needs SLURM_JOBID, and adds SLURM_NODEID to a number that is complete already.
     job = environ.get("SLURM_JOBID") or "0"
     return renamed, {"SLURMD_NODENAME": node, "SLURM_NODEID": "0", "SLURM_JOBID": job}
 
@@ -171,7 +171,7 @@ def _write(path: str, lines: Sequence[str]) -> None:
 
 
 def _launch_interface(same_machine: bool, peer_address: Optional[str]) -> Optional[str]:
-    """Return the interface on which the other nodes can call this one back, if it can be told."""
+    """Return the interface on which other nodes reach this one, None if it is not known."""
     if peer_address is None:
         # Nodes of one machine may have networks of their own (containers), so its loopback comes last.
         return _default_route_interface() or _only_interface() or ("lo" if same_machine else None)
@@ -206,12 +206,12 @@ def _only_interface() -> Optional[str]:
 
 
 def _has_network() -> bool:
-    """Return whether there is an interface that leads out: PRRTE's daemons need one."""
+    """Return whether there is an interface besides loopback, which PRRTE's daemons need."""
     return bool(_outer_interfaces())
 
 
 def _outer_interfaces() -> List[str]:
-    """Return the interfaces that are up and have an IPv4 address, other than loopbacks."""
+    """Return interfaces that are up and have an IPv4 address, without loopbacks."""
     return [
         name
         for name, (flags, address) in _interfaces().items()
@@ -222,31 +222,30 @@ def _outer_interfaces() -> List[str]:
 def _interfaces() -> Dict[str, Tuple[int, Optional[str]]]:
     """Return {name: (flags, first IPv4 address)} of this network namespace."""
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             try:
-                flags = struct.unpack_from("H", fcntl.ioctl(asker, _SIOCGIFFLAGS, request), 16)[0]
+                flags = struct.unpack_from("H", fcntl.ioctl(sock, _SIOCGIFFLAGS, request), 16)[0]
             except OSError:
                 continue  # gone since it was listed
             try:
-                address = socket.inet_ntoa(fcntl.ioctl(asker, _SIOCGIFADDR, request)[20:24])
+                address = socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
             except OSError:
                 address = None
             found[name] = (flags, address)
     return found
 
 
-# ----- the MPI variables of batch steps, worked out once for each allocation shape: short jobs on the same nodes share them
-# Without them a job runs all the same, only `mpirun` has to be told its hosts; so whatever is wrong here is logged, not fatal.
-# What the variables are is `mpienv`'s business.
+# ----- the MPI variables of batch steps, made once for each allocation shape, because short jobs often have the same nodes
+# A job can run without them, if `mpirun` gets its hosts in another way. So errors here are logged, not fatal.
 
 
 MAX_KNOWN = 256
 
 
 class MpiVariables:
-    """The variables for allocations that were seen, and the host files that they name (ROOT/mpi)."""
+    """The variables of known allocation shapes, and their host files in ROOT/mpi."""
 
     def __init__(self, root: str, log: Callable[[str], None]) -> None:
         self._root = root
@@ -255,7 +254,7 @@ class MpiVariables:
         self._known: Dict[str, Dict[str, str]] = {}
 
     def variables(self, launch: protocol.Launch, account: UserAccount) -> Dict[str, str]:
-        """Return what to add to the environment of this launch."""
+        """Return the variables to add to the environment of this launch."""
         if launch.step != protocol.BATCH or not launch.hosts:
             return {}
         shape = json.dumps([launch.hosts, launch.same_machine, account.uid == 0])
@@ -266,12 +265,12 @@ class MpiVariables:
         return self._known[shape]
 
     def remove_files(self) -> None:
-        """Remove all host files; nobody may be using one."""
+        """Remove all host files. No job may be running."""
         self._known.clear()
         paths.remove_tree(self._folder)
 
     def _make(self, launch: protocol.Launch, account: UserAccount) -> Dict[str, str]:
-        folder = os.path.join(self._folder, launch.token.rpartition(".")[2])  # its nonce: a name never used twice
+        folder = os.path.join(self._folder, launch.token.rpartition(".")[2])  # its nonce, which is unique
         try:
             os.makedirs(folder, exist_ok=True)
             for path in (self._folder, folder):

@@ -1,9 +1,8 @@
-"""A shepherd's connection to its agent, and the streams that flow over it.
+"""A shepherd's connection to its agent, and the streams of its tasks over it.
 
-Output goes to whoever reads it now (`round`, see `local`); what was not taken is kept. When the agent is gone, it listens in
-the spool entry until the next one connects. It does not know when a step is over.
-
-Sources: unix(7).
+Output goes to the present reader (`round`); output that was not acknowledged is kept. If the agent is gone, the relay listens in
+the spool entry until the next agent connects. A bad frame ends the connection, as if the agent had closed it. When a step is over
+is not known here. Sources: unix(7).
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from hpcnode.wire import shepherd_messages
 from hpcnode.wire.message import Message, WireError
 
 MAX_UNSENT = 1 << 20
-RETRY_S = 1.0  # between attempts to listen on a full disk
+RETRY_S = 1.0  # between attempts to create the socket on a full disk
 SOCKET_NAME = "sock"
 
 
 class Relay:
-    """The one connection of a shepherd, and all streams of its tasks."""
+    """The connection of a shepherd, and all streams of its tasks."""
 
     def __init__(self, loop: Loop, entry: str, token: str, round_: int, sock: socket.socket) -> None:
         self._loop = loop
@@ -36,9 +35,9 @@ class Relay:
         self._agent: Optional[Stream] = Stream(loop, sock, self._received)
         self._outputs: List[streams.OutputStream] = []
         self._inputs: List[streams.InputStream] = []
-        self.handle: Callable[[Message], None] = lambda _message: None  # messages that are not about streams
-        self.greet: Callable[[], None] = lambda: None  # a new agent is there: tell it what is so
-        self.moved: Callable[[], None] = lambda: None  # something was sent or taken
+        self.handle: Callable[[Message], None] = lambda _message: None  # for messages that are not about streams
+        self.greet: Callable[[], None] = lambda: None  # a new agent has connected
+        self.moved: Callable[[], None] = lambda: None  # data was sent or taken
 
     @property
     def is_connected(self) -> bool:
@@ -46,7 +45,7 @@ class Relay:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be read from a task, and the first agent is still there."""
+        """Whether all output has ended, and the first agent is still connected."""
         return all(stream.ended for stream in self._outputs) and self._listener is None
 
     @property
@@ -55,12 +54,12 @@ class Relay:
 
     @property
     def taken_bytes(self) -> int:
-        """How much output the reader has acknowledged."""
+        """Bytes of output that the reader has acknowledged."""
         return sum(stream.taken_bytes for stream in self._outputs)
 
     @property
     def all_sent(self) -> bool:
-        """Whether the reader was sent all output, and its ends."""
+        """Whether all output and its ends were sent."""
         return all(stream.all_sent for stream in self._outputs)
 
     @property
@@ -69,7 +68,7 @@ class Relay:
         return all(stream.all_taken for stream in self._outputs)
 
     def add_output(self, task: int, fd: int, limit: int) -> int:
-        """Make a stream of a task's output; returns the end that the task writes to."""
+        """Add a stream of a task's output; return the end that the task writes to."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_end, False)
         stream = streams.OutputStream(task, fd, read_end, limit)
@@ -78,7 +77,7 @@ class Relay:
         return write_end
 
     def add_input(self, task: int) -> int:
-        """Make a stream of a task's input; returns the end that the task reads from."""
+        """Add a stream of a task's input; return the end that the task reads from."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(write_end, False)
         self._inputs.append(streams.InputStream(task, write_end))
@@ -100,7 +99,7 @@ class Relay:
             self._loop.turn()
 
     def close(self) -> None:
-        """Close the connection, and what is left of the tasks' input."""
+        """Close the connection and the tasks' inputs."""
         for stream in self._inputs:
             if stream.pipe >= 0:
                 self._loop.watch(stream.pipe, 0, _nothing)
@@ -109,7 +108,7 @@ class Relay:
             self._agent.close()
 
     def pump(self) -> None:
-        """Send what may be sent, and read where there is room."""
+        """Send output as far as the agent takes it, and read where there is room."""
         for stream in self._outputs:
             if self._agent is not None and self._round is not None and self._agent.unsent < MAX_UNSENT:
                 for offset, data, eof in stream.to_send():
@@ -119,7 +118,7 @@ class Relay:
         self.moved()
 
     def drop_output(self) -> None:
-        """Nobody takes what is left of the output: go without."""
+        """Drop the rest of the output."""
         for stream in self._outputs:
             if not stream.ended:
                 self._loop.watch(stream.pipe, 0, _nothing)
@@ -203,13 +202,13 @@ class Relay:
 
     def _agent_gone(self) -> None:
         self._agent = None
-        self._round = None  # no output before the next agent says to whom
+        self._round = None  # no output until the next agent sends its round
         self._frames = shepherd_messages.reader()
         self._listen()
         self.pump()
 
     def _listen(self) -> None:
-        """Wait for the next agent, in the spool entry."""
+        """Listen for the next agent in the spool entry."""
         try:
             self._listener = listen_in(self._entry)
         except OSError as error:
@@ -234,14 +233,14 @@ class Relay:
 
 
 def listen_in(folder: str) -> socket.socket:
-    """Return a listening socket in the folder, however long its path is."""
+    """Return a listening socket in the folder, whose path may have any length."""
     path = os.path.join(folder, SOCKET_NAME)
     try:
         os.unlink(path)
     except FileNotFoundError:
         pass
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _short_way(folder) as short:
+    with _short_path(folder) as short:
         listener.bind(short)
     listener.listen(1)
     listener.setblocking(False)
@@ -249,10 +248,10 @@ def listen_in(folder: str) -> socket.socket:
 
 
 def connect_in(folder: str) -> socket.socket:
-    """Return a connection to the shepherd that listens in the folder. Raises OSError if none does."""
+    """Return a connection to the shepherd that listens in the folder. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _short_way(folder) as short:
+        with _short_path(folder) as short:
             sock.connect(short)
     except OSError:
         sock.close()
@@ -260,8 +259,8 @@ def connect_in(folder: str) -> socket.socket:
     return sock
 
 
-class _short_way:
-    """The path of the socket in a folder, short enough for an address (unix(7): 108 bytes)."""
+class _short_path:
+    """The path of the socket in a folder, short enough for an address (108 bytes)."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

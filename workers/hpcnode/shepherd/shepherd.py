@@ -30,7 +30,7 @@ from hpcnode.shepherd import task as task_files
 from hpcnode.shepherd.assignment import Assignment, Own, Setting, Task
 from hpcnode.shepherd.process_tree import FIRST_LOOK_S, MEMORY_WATCH_S, ProcessTree, Suspension, Usage, exceeds
 from hpcnode.shepherd.relay import Relay
-from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Event, State, after, allows
+from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, StepEvent, StepState, after, allows
 from hpcnode.shepherd.streams import untaken_limit
 from hpcnode.shepherd.task import READY, TaskPlan, run_task
 from hpcnode.wire import protocol
@@ -82,7 +82,7 @@ class Shepherd:
         self.launch = job.launch
         self.token = job.launch.token
         self.loop = loop
-        self.state = State.PREPARING
+        self.state = StepState.PREPARING
         self._relay = Relay(loop, setting.spool.entry(self.token), self.token, job.round, agent)
         self._relay.handle, self._relay.greet, self._relay.moved = self._handle, self._greet, self._after_moves
         self._tasks: List[Task] = []
@@ -104,11 +104,11 @@ class Shepherd:
 
     # ----- the state
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: StepEvent) -> None:
         """Go to the next state. Raises TransitionError: then the caller is wrong."""
         self.state = after(self.state, event)
 
-    def _accepts(self, event: Event) -> bool:
+    def _accepts(self, event: StepEvent) -> bool:
         """Return whether an event from outside is allowed now; log it if not."""
         if allows(self.state, event):
             return True
@@ -133,7 +133,7 @@ class Shepherd:
                 self._findings.add(Finding.NODE_FAULT)
             self._refuse("cannot start the step: %s" % error)
         self._watch_lease()
-        if self.state is not State.GONE:
+        if self.state is not StepState.GONE:
             self.loop.run()
 
     @property
@@ -256,8 +256,8 @@ class Shepherd:
             return
         if not task.ready and data[:1] == READY:
             task.ready, data = True, data[1:]
-            if self.state is State.PREPARING and all(task.ready for task in self._tasks):
-                self._apply(Event.TASKS_READY)
+            if self.state is StepState.PREPARING and all(task.ready for task in self._tasks):
+                self._apply(StepEvent.TASKS_READY)
                 self._release_if_allowed()
         if data and not task.ready:
             self._refuse(data.decode("utf-8", "surrogateescape"))
@@ -270,7 +270,7 @@ class Shepherd:
         self._why = self._why or why.decode("utf-8", "surrogateescape")
 
     def _release_if_allowed(self) -> None:
-        if self.state is not State.READY or self._suspension.on:
+        if self.state is not StepState.READY or self._suspension.on:
             return
         if self._held:
             self._relay.send(TasksReady())
@@ -290,7 +290,7 @@ class Shepherd:
             self._refuse("cannot record the start in the spool %s: %s" % (self.setting.spool.path, error.strerror))
             return
         self._started = started
-        self._apply(Event.RELEASE)
+        self._apply(StepEvent.RELEASE)
         with contextlib.suppress(BrokenPipeError):  # all its tasks have been killed meanwhile
             os.write(self._release_fd, b"x" * len(self._tasks))
         os.close(self._release_fd)
@@ -323,9 +323,9 @@ class Shepherd:
         """End a step that cannot run; a step that runs, or is over, is left alone."""
         if self.state in BEFORE_RELEASE:
             self._why = self._why or why
-            self._over_before_release(Event.REFUSE, protocol.REFUSED)
+            self._over_before_release(StepEvent.REFUSE, protocol.REFUSED)
 
-    def _over_before_release(self, event: Event, status: str) -> None:
+    def _over_before_release(self, event: StepEvent, status: str) -> None:
         if self._release_fd >= 0:
             os.close(self._release_fd)  # the tasks that wait on it end
             self._release_fd = -1
@@ -358,7 +358,7 @@ class Shepherd:
             return
         left_s = self._lease.left_s()
         if left_s <= 0:
-            if self.state is not State.ENDING:
+            if self.state is not StepState.ENDING:
                 self._findings.add(Finding.LEASE_OVER)
             self._end(max(0.0, left_s + self._lease.grace_s), protocol.LEASE_OVER)
         self.loop.later(min(LOOK_S, left_s) if left_s > 0 else LOOK_S, self._watch_lease)
@@ -407,7 +407,7 @@ class Shepherd:
 
     def terminate(self) -> None:
         """End the step because this process got SIGTERM: the node is going down."""
-        if self._accepts(Event.END):
+        if self._accepts(StepEvent.END):
             self._end(self.launch.grace_s, "the node told the shepherd to stop")
 
     def _suspend(self, on: bool) -> None:
@@ -424,21 +424,21 @@ class Shepherd:
         """
         self._why = self._why or why
         if self.state in BEFORE_RELEASE:
-            self._over_before_release(Event.END, protocol.REVOKED)
+            self._over_before_release(StepEvent.END, protocol.REVOKED)
         elif self.state in RUNNING:
             self._end_tasks(grace_s, signum, batch_only)
         else:
-            self._drop_output(Event.END)
+            self._drop_output(StepEvent.END)
 
     def _end_tasks(self, grace_s: float, signum: int, batch_only: bool) -> None:
-        was_ending = self.state is State.ENDING
+        was_ending = self.state is StepState.ENDING
         self._suspension.resume()
         if signum:
             if not was_ending and (not batch_only or self.launch.step == protocol.BATCH):
                 self._signal(signum, batch_only)
         elif grace_s > 0:
             self._tree.terminate()
-        self._apply(Event.END)
+        self._apply(StepEvent.END)
         at_s = process.boot_clock_s() + grace_s
         if self._kill_at_s is None or at_s < self._kill_at_s:
             self._kill_at_s = at_s
@@ -454,7 +454,7 @@ class Shepherd:
                 if task.pid == pid:
                     self._task_over(task, status)
         in_grace = self._kill_at_s is not None and process.boot_clock_s() < self._kill_at_s
-        if self.state is State.ENDING and in_grace and not self._tree.is_empty:
+        if self.state is StepState.ENDING and in_grace and not self._tree.is_empty:
             self._tree.terminate_orphans()
         self._check_over()
 
@@ -472,15 +472,15 @@ class Shepherd:
         if self.state not in RUNNING or not all(task.over for task in self._tasks):
             return
         if not self._tree.is_empty:
-            if self.state is State.RELEASED:
-                self._apply(Event.TASKS_OVER)
+            if self.state is StepState.RELEASED:
+                self._apply(StepEvent.TASKS_OVER)
                 self._kill_at_s = 0.0
                 self._tree.kill()
             return
         self.setting.faults.reached("tasks.over")
         for task in self._tasks:
             self._last_status(task)
-        self._close(Event.TREE_EMPTY, self._end_record())
+        self._close(StepEvent.TREE_EMPTY, self._end_record())
 
     def _last_status(self, task: Task) -> None:
         """Read why the program could not be executed, if the task wrote that just before it ended."""
@@ -527,7 +527,7 @@ class Shepherd:
             return False
         return task_files.is_full(os.path.join(launch.work_dir, path))
 
-    def _close(self, event: Event, ended: TasksEnded) -> None:
+    def _close(self, event: StepEvent, ended: TasksEnded) -> None:
         """Put the end on disk and report it; leave as soon as the output was taken."""
         self._apply(event)
         self._ended = ended
@@ -547,15 +547,15 @@ class Shepherd:
             if self._started is not None:
                 self.loop.later(RETRY_S, self._write_final)
                 return
-        self._apply(Event.RECORD)
+        self._apply(StepEvent.RECORD)
         if self._started is None or self._kill_at_s is not None:
             self._report_final()
         self._relay.pump()
 
     def _report_final(self) -> None:
-        if self.state is State.RECORDED and self._relay.is_connected and self._ended is not None:
+        if self.state is StepState.RECORDED and self._relay.is_connected and self._ended is not None:
             self._relay.send(self._ended)
-            self._apply(Event.REPORT)
+            self._apply(StepEvent.REPORT)
 
     def _after_moves(self) -> None:
         """Report the end after the output before it was sent; leave when nothing is left to do."""
@@ -563,10 +563,10 @@ class Shepherd:
             return
         if self._relay.all_sent:
             self._report_final()
-        if not self._relay.has_output or (self._relay.all_taken and self.state is State.ACKNOWLEDGED):
-            self._leave(Event.LEAVE)
+        if not self._relay.has_output or (self._relay.all_taken and self.state is StepState.ACKNOWLEDGED):
+            self._leave(StepEvent.LEAVE)
 
-    def _leave(self, event: Event) -> None:
+    def _leave(self, event: StepEvent) -> None:
         self._apply(event)
         self.loop.stopped = True
         self._relay.finish()
@@ -574,11 +574,11 @@ class Shepherd:
     def _linger(self, taken_before: int) -> None:
         taken_bytes = self._relay.taken_bytes
         if taken_bytes == taken_before and self.state in REPORTABLE:
-            self._drop_output(Event.LEAVE)
+            self._drop_output(StepEvent.LEAVE)
         else:
             self.loop.later(LINGER_S, lambda: self._linger(taken_bytes))
 
-    def _drop_output(self, event: Event) -> None:
+    def _drop_output(self, event: StepEvent) -> None:
         """Drop the rest of the output, and leave if the end is on disk."""
         self._relay.drop_output()
         if self.state in REPORTABLE:
@@ -590,7 +590,7 @@ class Shepherd:
         """Do what the agent says, if the state allows it."""
         event = _EVENTS.get(type(message))
         if isinstance(message, SuspendTasks):
-            event = Event.SUSPEND if message.on else Event.RESUME
+            event = StepEvent.SUSPEND if message.on else StepEvent.RESUME
         if event is None or not self._accepts(event):
             return
         if isinstance(message, EndTasks):
@@ -610,25 +610,25 @@ class Shepherd:
 
     def _greet(self) -> None:
         """Report to a new agent what it may not have heard."""
-        if not self._accepts(Event.RECONNECT):
+        if not self._accepts(StepEvent.RECONNECT):
             return
-        self._apply(Event.RECONNECT)
+        self._apply(StepEvent.RECONNECT)
         if self._started is not None:
             self._relay.send(self._started)
         else:
             self._release_if_allowed()
-        if self.state is State.ACKNOWLEDGED and self._ended is not None:
+        if self.state is StepState.ACKNOWLEDGED and self._ended is not None:
             self._relay.send(self._ended)  # the order does not matter: the controller has it
         elif self._kill_at_s is not None:
             self._report_final()
 
 
-_EVENTS: Dict[Type[Message], Event] = {
-    EndTasks: Event.END,
-    SignalTasks: Event.SIGNAL,
-    ChangeTimeLimit: Event.LIMIT,
-    ReleaseTasks: Event.GO,
-    EndCommitted: Event.ACKNOWLEDGE,
+_EVENTS: Dict[Type[Message], StepEvent] = {
+    EndTasks: StepEvent.END,
+    SignalTasks: StepEvent.SIGNAL,
+    ChangeTimeLimit: StepEvent.LIMIT,
+    ReleaseTasks: StepEvent.GO,
+    EndCommitted: StepEvent.ACKNOWLEDGE,
 }
 
 

@@ -17,7 +17,7 @@ import enum
 from typing import Dict
 
 
-class State(enum.Enum):
+class StepState(enum.Enum):
     """How far a step has come on this node."""
 
     PREPARING = "preparing"  # its tasks are forked; some have not opened their files yet
@@ -31,7 +31,7 @@ class State(enum.Enum):
     GONE = "gone"  # nothing is left to do
 
 
-class Event(enum.Enum):
+class StepEvent(enum.Enum):
     """What happens to a step. The last group comes from the agent, at any time."""
 
     TASKS_READY = "all tasks are ready"
@@ -57,83 +57,83 @@ class TransitionError(Exception):
     """The table does not allow this event in this state."""
 
 
-BEFORE_RELEASE = frozenset({State.PREPARING, State.READY})
-RUNNING = frozenset({State.RELEASED, State.ENDING})
-REPORTABLE = frozenset({State.RECORDED, State.REPORTED, State.ACKNOWLEDGED})
+BEFORE_RELEASE = frozenset({StepState.PREPARING, StepState.READY})
+RUNNING = frozenset({StepState.RELEASED, StepState.ENDING})
+REPORTABLE = frozenset({StepState.RECORDED, StepState.REPORTED, StepState.ACKNOWLEDGED})
 
-NEXT: Dict[State, Dict[Event, State]] = {
-    State.PREPARING: {
-        Event.TASKS_READY: State.READY,
-        Event.REFUSE: State.OVER,
-        Event.END: State.OVER,
-        Event.GO: State.PREPARING,
-        Event.SUSPEND: State.PREPARING,
-        Event.RESUME: State.PREPARING,
-        Event.RECONNECT: State.PREPARING,
+NEXT: Dict[StepState, Dict[StepEvent, StepState]] = {
+    StepState.PREPARING: {
+        StepEvent.TASKS_READY: StepState.READY,
+        StepEvent.REFUSE: StepState.OVER,
+        StepEvent.END: StepState.OVER,
+        StepEvent.GO: StepState.PREPARING,
+        StepEvent.SUSPEND: StepState.PREPARING,
+        StepEvent.RESUME: StepState.PREPARING,
+        StepEvent.RECONNECT: StepState.PREPARING,
     },
-    State.READY: {
-        Event.RELEASE: State.RELEASED,
-        Event.REFUSE: State.OVER,
-        Event.END: State.OVER,
-        Event.GO: State.READY,
-        Event.SUSPEND: State.READY,
-        Event.RESUME: State.READY,
-        Event.RECONNECT: State.READY,
+    StepState.READY: {
+        StepEvent.RELEASE: StepState.RELEASED,
+        StepEvent.REFUSE: StepState.OVER,
+        StepEvent.END: StepState.OVER,
+        StepEvent.GO: StepState.READY,
+        StepEvent.SUSPEND: StepState.READY,
+        StepEvent.RESUME: StepState.READY,
+        StepEvent.RECONNECT: StepState.READY,
     },
-    State.RELEASED: {
-        Event.END: State.ENDING,
-        Event.TASKS_OVER: State.ENDING,
-        Event.TREE_EMPTY: State.OVER,
-        Event.GO: State.RELEASED,
-        Event.SIGNAL: State.RELEASED,
-        Event.SUSPEND: State.RELEASED,
-        Event.RESUME: State.RELEASED,
-        Event.LIMIT: State.RELEASED,
-        Event.RECONNECT: State.RELEASED,
+    StepState.RELEASED: {
+        StepEvent.END: StepState.ENDING,
+        StepEvent.TASKS_OVER: StepState.ENDING,
+        StepEvent.TREE_EMPTY: StepState.OVER,
+        StepEvent.GO: StepState.RELEASED,
+        StepEvent.SIGNAL: StepState.RELEASED,
+        StepEvent.SUSPEND: StepState.RELEASED,
+        StepEvent.RESUME: StepState.RELEASED,
+        StepEvent.LIMIT: StepState.RELEASED,
+        StepEvent.RECONNECT: StepState.RELEASED,
     },
-    State.ENDING: {
-        Event.END: State.ENDING,
-        Event.TREE_EMPTY: State.OVER,
-        Event.GO: State.ENDING,
-        Event.SIGNAL: State.ENDING,
-        Event.RESUME: State.ENDING,
-        Event.LIMIT: State.ENDING,
-        Event.RECONNECT: State.ENDING,
+    StepState.ENDING: {
+        StepEvent.END: StepState.ENDING,
+        StepEvent.TREE_EMPTY: StepState.OVER,
+        StepEvent.GO: StepState.ENDING,
+        StepEvent.SIGNAL: StepState.ENDING,
+        StepEvent.RESUME: StepState.ENDING,
+        StepEvent.LIMIT: StepState.ENDING,
+        StepEvent.RECONNECT: StepState.ENDING,
     },
-    State.OVER: {
-        Event.RECORD: State.RECORDED,
-        Event.END: State.OVER,
-        Event.RECONNECT: State.OVER,
+    StepState.OVER: {
+        StepEvent.RECORD: StepState.RECORDED,
+        StepEvent.END: StepState.OVER,
+        StepEvent.RECONNECT: StepState.OVER,
     },
-    State.RECORDED: {
-        Event.REPORT: State.REPORTED,
-        Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
-        Event.LEAVE: State.GONE,
-        Event.END: State.GONE,
-        Event.RECONNECT: State.RECORDED,
+    StepState.RECORDED: {
+        StepEvent.REPORT: StepState.REPORTED,
+        StepEvent.ACKNOWLEDGE: StepState.ACKNOWLEDGED,
+        StepEvent.LEAVE: StepState.GONE,
+        StepEvent.END: StepState.GONE,
+        StepEvent.RECONNECT: StepState.RECORDED,
     },
-    State.REPORTED: {
-        Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
-        Event.LEAVE: State.GONE,
-        Event.END: State.GONE,
-        Event.RECONNECT: State.RECORDED,
+    StepState.REPORTED: {
+        StepEvent.ACKNOWLEDGE: StepState.ACKNOWLEDGED,
+        StepEvent.LEAVE: StepState.GONE,
+        StepEvent.END: StepState.GONE,
+        StepEvent.RECONNECT: StepState.RECORDED,
     },
-    State.ACKNOWLEDGED: {
-        Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
-        Event.LEAVE: State.GONE,
-        Event.END: State.GONE,
-        Event.RECONNECT: State.ACKNOWLEDGED,
+    StepState.ACKNOWLEDGED: {
+        StepEvent.ACKNOWLEDGE: StepState.ACKNOWLEDGED,
+        StepEvent.LEAVE: StepState.GONE,
+        StepEvent.END: StepState.GONE,
+        StepEvent.RECONNECT: StepState.ACKNOWLEDGED,
     },
-    State.GONE: {},
+    StepState.GONE: {},
 }
 
 
-def allows(state: State, event: Event) -> bool:
+def allows(state: StepState, event: StepEvent) -> bool:
     """Return whether the event may happen in this state."""
     return event in NEXT[state]
 
 
-def after(state: State, event: Event) -> State:
+def after(state: StepState, event: StepEvent) -> StepState:
     """Return the state after the event. Raises TransitionError if the table does not have it."""
     try:
         return NEXT[state][event]

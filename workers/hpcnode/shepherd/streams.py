@@ -1,7 +1,7 @@
-"""What flows between tasks and a step command: output kept until it was taken, input handed on as it is wanted.
+"""The streams between tasks and a step command: output kept until it is acknowledged, input written as the task takes it.
 
-Offsets count the bytes of one stream from its start, so that whatever is sent twice is seen once. Bounded: a reader that
-does not take its output stops the task that writes it (through the pipe), never the memory of this process.
+Offsets count the bytes of a stream from its start, so repeated data is recognized. Memory is bounded: if a reader does not take
+the output, the pipe stops the task that writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INPUT_WINDOW = 1 << 20
 
 
 def untaken_limit(tasks: int) -> int:
-    """Return how many bytes one stream may keep, in a step of so many tasks: their one reader has to hold them all."""
+    """Return how many bytes each stream may keep, because one reader holds those of all tasks."""
     return max(CHUNK, min(MAX_UNTAKEN, MAX_STEP_UNTAKEN // (2 * max(1, tasks))))
 
 
@@ -35,7 +35,7 @@ class OutputStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the task (and all that inherited its pipe) has closed it."""
+        """Whether the task, and all processes that inherited its pipe, have closed it."""
         return self.pipe < 0
 
     @property
@@ -45,23 +45,23 @@ class OutputStream:
 
     @property
     def taken_bytes(self) -> int:
-        """How much the reader has acknowledged (or was dropped)."""
+        """Bytes that the reader has acknowledged, or that were dropped."""
         return self._taken
 
     @property
     def all_sent(self) -> bool:
-        """Whether the reader was sent everything, and the end."""
+        """Whether all output and its end were sent."""
         return self._eof_sent
 
     @property
     def all_taken(self) -> bool:
-        """Whether the reader has acknowledged everything."""
+        """Whether the reader has acknowledged all output."""
         return self._eof_sent and not self._kept
 
     def read(self) -> None:
-        """Take what the pipe has now, as far as there is room."""
+        """Read from the pipe, as far as there is room."""
         if not self.wants_more:
-            return  # a read of no bytes would look like the end
+            return  # reading 0 bytes would look like the end
         try:
             data = os.read(self.pipe, min(CHUNK, self._limit - len(self._kept)))
         except BlockingIOError:
@@ -72,19 +72,19 @@ class OutputStream:
             self.end()
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """Close the pipe."""
         if self.pipe >= 0:
             os.close(self.pipe)
             self.pipe = -1
 
     def drop(self) -> None:
-        """Forget all output: nobody wants it."""
+        """Drop all output that was not acknowledged."""
         self._taken += len(self._kept)
         self._sent = self._taken
         self._kept.clear()
 
     def to_send(self) -> List[Tuple[int, bytes, bool]]:
-        """Return the (offset, bytes, eof) that were not sent yet, and count them as sent."""
+        """Return (offset, bytes, eof) of unsent output, and count it as sent."""
         frames = []
         end = self._taken + len(self._kept)
         while self._sent < end:
@@ -98,7 +98,7 @@ class OutputStream:
         return frames
 
     def taken(self, offset: int) -> None:
-        """The reader has everything before `offset`: forget it."""
+        """Drop output before `offset`, which the reader has acknowledged."""
         count = min(offset - self._taken, len(self._kept))
         if count > 0:
             del self._kept[:count]
@@ -106,7 +106,7 @@ class OutputStream:
             self._sent = max(self._sent, self._taken)
 
     def resend(self) -> None:
-        """Send again whatever was not acknowledged, and the end."""
+        """Count unacknowledged output, and the end, as unsent."""
         self._sent = self._taken
         self._eof_sent = False
 
@@ -123,16 +123,16 @@ class InputStream:
 
     @property
     def taken(self) -> int:
-        """The offset before which the task (or its pipe) has everything."""
+        """The offset before which the task or its pipe has all input."""
         return self._received - len(self._waiting)
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether something waits for room in the pipe."""
+        """Whether input waits for room in the pipe."""
         return self.pipe >= 0 and bool(self._waiting or self._eof)
 
     def add(self, offset: int, data: bytes, eof: bool) -> bool:
-        """Take what is new of `data`; False if bytes before it are missing or it is too much: it must be sent again."""
+        """Add the new part of `data`; return False if bytes before it are missing or there is no room: send it again."""
         if offset > self._received:
             return False
         new = data[self._received - offset :]
@@ -145,7 +145,7 @@ class InputStream:
         return True
 
     def write(self) -> bool:
-        """Write what the pipe takes; return whether anything moved."""
+        """Write as much as the pipe takes; return whether anything was written."""
         before = len(self._waiting)
         try:
             while self._waiting:
@@ -160,7 +160,7 @@ class InputStream:
         return True
 
     def close(self) -> None:
-        """Close the pipe; what still comes is taken and dropped, as by a program that reads no more."""
+        """Close the pipe; later input is accepted and dropped."""
         self._waiting.clear()
         if self.pipe >= 0:
             os.close(self.pipe)

@@ -1,13 +1,18 @@
-"""The child's side of a launch: from a fork of the shepherd to the user's program, in one order that matters.
+"""A task's process, from the fork of the shepherd to the user's program.
 
-own session, the shepherd's settings undone, pipes in place -> become the user -> limits, directory, files, all
-as the user -> say "ready" -> wait until the shepherd has put on disk who we are -> exec.
+    own session, signals reset -> become the user -> umask, limits, directory, files, as the user -> report "ready" ->
+    wait until the shepherd has put our identity on disk -> prolog -> exec
 
-If the shepherd dies before it releases us, the pipe that we wait on ends, and so do we: without its record nothing runs.
-It never returns, raises or runs the shepherd's code. Each page of memory that it touches is copied by the kernel, and takes
-longer than what is done there: so signals are set by the module in C below `signal`, which says what was set before as an enum.
+If the shepherd dies before the release, the release pipe ends and the task exits: without its record nothing runs. The task never
+returns, raises or runs the shepherd's code. The kernel copies each page that it writes to, which takes longer than the work done
+there. So signals are set by `_signal`, the C module below `signal`.
 
-Sources: credentials(7), execve(2), signal(7).
+--task-prolog and --task-epilog run with the task's environment, directory and standard error. Of the prolog's standard output,
+``export NAME=value`` and ``unset NAME`` change the environment, ``print TEXT`` goes to standard output, other lines are ignored.
+A failed prolog is reported on standard error, and the task runs nevertheless. For an epilog, and for --wait-for-children, the
+first process of the task stays, waits for the program, runs the epilog and ends as the program did.
+
+Sources: credentials(7), execve(2), signal(7), srun(1).
 """
 
 from __future__ import annotations
@@ -29,9 +34,8 @@ from hpcnode.os.process import become_subreaper, die_with_parent
 from hpcnode.shepherd import environment
 
 # ----- scripts whose first line asks for a login shell (``#!/bin/bash -l``)
-# Its profile sets a PATH anew that has not our commands.
-# Where a cluster's commands are in /usr/bin nobody notices. So the shell is given the folders of ours behind its profile, and
-# reads the script then: its functions, options, arguments and ``$0`` are those of a script that it was started with.
+# The profile of a login shell resets PATH, and our commands are lost. So our folders are put on PATH after the profile, and
+# the shell reads the script then. Functions, options, arguments and ``$0`` are those of a script that it was started with.
 #
 # Source: bash(1), "INVOCATION"; /etc/profile of Debian.
 
@@ -39,7 +43,7 @@ from hpcnode.shepherd import environment
 _SHELLS = ("bash", "dash", "ksh", "sh", "zsh")
 
 
-def is_one(first_line: Sequence[str]) -> bool:
+def is_login_script(first_line: Sequence[str]) -> bool:
     """Return whether the words of a script's first line (program and argument) start a login shell."""
     if len(first_line) != 2 or os.path.basename(first_line[0]) not in _SHELLS:
         return False
@@ -48,28 +52,28 @@ def is_one(first_line: Sequence[str]) -> bool:
 
 
 def command(first_line: Sequence[str], argv: Sequence[str], folders: Sequence[str]) -> List[str]:
-    """Return the words that run the script with its arguments, `argv`, with `folders` first on the PATH."""
-    from shlex import quote  # few scripts need it
+    """Return the command that runs the script `argv` with `folders` first on PATH."""
+    from shlex import quote  # rarely needed
 
     return [*first_line, "-c", 'PATH=%s:"$PATH"; . "$0"' % quote(":".join(folders)), *argv]
 
 
-# ----- the files of a task, opened as the job's user: whatever the path is, it can do no more than the user could
-# A FIFO without a reader cannot block the launch, a missing output directory is made, `%t %n %N` are filled per task.
+# ----- the files of a task, opened as the job's user, so that no path reaches more than the user could
+# A FIFO without a reader cannot block the launch. A missing output directory is created. `%t %n %N` are filled per task.
 
 
 LOOK_S = 1.0
-LEAST_BYTES = 64 << 10  # a file system with less is full
+LEAST_BYTES = 64 << 10  # a file system with less counts as full
 
 _PATTERN = re.compile(r"%(%|(\d{0,2})([tnN]))")
 
 
 class FilesError(Exception):
-    """A file of the task cannot be opened; the text says which and why."""
+    """A file of the task cannot be opened; the text is the reason."""
 
 
 def fill(pattern: str, rank: int, node_rank: int, node: str) -> str:
-    """Return `pattern` with %t (rank), %n (the node's number in the step) and %N (its name) filled; %3t pads."""
+    """Return `pattern` with %t (rank), %n (number of the node in the step) and %N (its name) filled; %3t pads."""
 
     def value(match: re.Match[str]) -> str:
         if match.group(1) == "%":
@@ -83,7 +87,7 @@ def fill(pattern: str, rank: int, node_rank: int, node: str) -> str:
 
 
 def truncates(pattern: str, local_rank: int, node_rank: int) -> bool:
-    """Return whether this task is the one that empties the file: of those that share it, the first."""
+    """Return whether this task truncates the file: it is the first of the tasks that share it."""
     if fill(pattern, 1, 0, "a") != fill(pattern, 2, 0, "a"):
         return True
     one_per_node = fill(pattern, 0, 1, "a") != fill(pattern, 0, 2, "b")
@@ -91,7 +95,7 @@ def truncates(pattern: str, local_rank: int, node_rank: int) -> bool:
 
 
 def open_output(path: str, truncate: bool) -> int:
-    """Open (or make) an output file for appending. Raises FilesError."""
+    """Open or create an output file for appending. Raises FilesError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     if truncate:
         flags |= os.O_TRUNC
@@ -106,9 +110,9 @@ def open_output(path: str, truncate: bool) -> int:
 
 
 def is_full(path: str) -> bool:
-    """Return whether nothing more fits on the file system of `path`; False if it does not say so within LOOK_S.
+    """Return whether the file system of `path` is full; False if it does not answer within LOOK_S.
 
-    A share that hangs must not keep the caller, so a thread asks it.
+    A thread asks, because a share may hang.
     """
     found: List[bool] = []
     answered = _thread.allocate_lock()
@@ -119,13 +123,13 @@ def is_full(path: str) -> bool:
             about = os.statvfs(path)
             found.append(about.f_blocks > 0 and about.f_bavail * about.f_frsize < LEAST_BYTES)
         except OSError:
-            pass  # not ours to look at, or gone: nothing is known
+            pass  # not readable, or gone: unknown
         answered.release()
 
     try:
         _thread.start_new_thread(look, ())
     except RuntimeError:
-        return False  # this account can have no more threads
+        return False  # this account cannot have more threads
     answered.acquire(timeout=LOOK_S)
     return found == [True]
 
@@ -146,12 +150,12 @@ def _blocking(fd: int) -> int:
 
 READY = b"R"
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
-_WAYS_OUT = "; use a directory that all nodes have (a share, or --chdir=DIR), or leave this node out (-x NODE)"
+_ADVICE = "; use a directory that all nodes have (a share, or --chdir=DIR), or leave this node out (-x NODE)"
 NOT_RELEASED = 127
 
 
 class TaskPlan(NamedTuple):
-    """One task: what it runs, as whom, and with which files."""
+    """The program, the account, the files and the limits of one task."""
 
     rank: int
     argv: List[str]
@@ -168,26 +172,26 @@ class TaskPlan(NamedTuple):
     truncate_stdout: bool
     truncate_stderr: bool
     umask: int
-    limits: rlimits.Limits  # those of the submitter
+    limits: rlimits.Limits  # of the submitter
     release_fd: int
     status_fd: int
-    prolog: str  # programs that it runs before its own, and after it; "" if none
+    prolog: str  # programs to run before and after its own; "" if none
     epilog: str
-    wait_for_children: bool  # it is over when all that it has started is
-    signals: Sequence[int]  # those to be put back to what a program begins with: see `touched_signals`
+    wait_for_children: bool  # it is over when all processes that it started are
+    signals: Sequence[int]  # signals to reset, see `touched_signals`
 
 
 def touched_signals() -> List[int]:
-    """Return the signals that this process, and so what it forks, handles or ignores.
+    """Return the signals that this process handles or ignores, and that its children inherit.
 
-    To be asked once: Python takes longer to say it of all than a task takes otherwise from its fork to its program.
+    Call it once: it takes longer than everything else between a task's fork and its program.
     """
     numbers = (number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_DFL]
 
 
 def run_task(plan: TaskPlan) -> NoReturn:
-    """Become the task. Writes READY, or why not, to the status pipe; after the release writes only if exec fails."""
+    """Become the task. Write READY, or the reason for a refusal, to the status pipe; later only a failed exec."""
     try:
         os.setsid()
         _reset_signals(plan.signals)
@@ -221,13 +225,13 @@ def _reset_signals(touched: Sequence[int]) -> None:
 
 
 def _restore_oom_score() -> None:
-    if os.geteuid() == 0:  # a root agent protects itself and its shepherds, not the jobs
+    if os.geteuid() == 0:  # an agent of root protects itself and its shepherds, not the jobs
         try:
             fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
             os.write(fd, b"0")
             os.close(fd)
         except OSError:
-            pass  # a container may forbid it; the score is then what the agent's is
+            pass  # a container may forbid it; the agent's score stays then
 
 
 def _enter(work_dir: str) -> None:
@@ -235,11 +239,11 @@ def _enter(work_dir: str) -> None:
         os.chdir(work_dir)
     except OSError as error:
         why = "cannot enter the job's directory %s: %s" % (work_dir, error.strerror)
-        raise FilesError(why + (_WAYS_OUT if error.errno in _MISSING else "")) from None
+        raise FilesError(why + (_ADVICE if error.errno in _MISSING else "")) from None
 
 
 def _place_files(plan: TaskPlan) -> None:
-    """Put the task's files at 0, 1 and 2."""
+    """Put the task's files at descriptors 0, 1 and 2."""
     sources = [plan.stdin_fd, plan.stdout_fd, plan.stderr_fd]
     if sources[0] is None:
         sources[0] = open_input(_path(plan.stdin))
@@ -284,12 +288,12 @@ def _execute(plan: TaskPlan) -> NoReturn:
     try:
         os.write(2, ("hpcsched: error: %s\n" % why).encode("utf-8", "surrogateescape"))
     except OSError:
-        pass  # nobody reads it; the report says it too
-    os._exit(min(code, 125))  # as Slurm: the error's number, 2 for a program that is not there
+        pass  # no reader; the report has it, too
+    os._exit(min(code, 125))  # as Slurm: the error number, such as 2 for a missing program
 
 
 def _interpreter_of(script: str) -> str:
-    """Return the end of a sentence: what a script that is there misses is the program of its first line."""
+    """Return an addition to the reason: the interpreter that an existing script lacks, or ""."""
     try:
         with open(script, "rb") as file:
             words = os.fsdecode(file.readline(4096)[2:].strip()).split(None, 1)
@@ -302,41 +306,41 @@ def _execute_script(argv: List[str], env: Dict[str, str]) -> None:
     with open(argv[0], "rb") as script:
         first = script.readline(4096)
     words = os.fsdecode(first[2:].strip()).split(None, 1) if first.startswith(b"#!") else []
-    if is_one(words):
+    if is_login_script(words):
         os.execve(words[0], command(words, argv, environment.own_folders(env)), env)
     try:
         os.execve(argv[0], argv, env)
     except PermissionError:
         pass
-    # The spool may be on a file system mounted noexec: do as the kernel would with the script's first line.
+    # The spool may be mounted noexec: do what the kernel would do with the first line.
     if not words:
         raise OSError(errno.ENOEXEC, "no #! line")
     os.execve(words[0], words + argv, env)
 
 
 MAX_OUTPUT = 1 << 20  # of a prolog
-EPILOG_S = 10.0  # then it is killed
+EPILOG_S = 10.0  # after which an epilog is killed
 LOOK_S = 0.02
 _LEFT_ALONE = (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD)
 
 
 def run_prolog(program: str, env: Dict[str, str]) -> None:
-    """Run the prolog, and do to `env` what it says."""
+    """Run the prolog, and change `env` by its output."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         os.dup2(write_end, 1)
         _become(program, env)
     os.close(write_end)
-    said = b""
-    while len(said) <= MAX_OUTPUT:
+    output = b""
+    while len(output) <= MAX_OUTPUT:
         data = os.read(read_end, 1 << 16)
         if not data:
             break
-        said += data
-    os.close(read_end)  # one that says more gets a SIGPIPE
-    _tell("prolog", program, os.waitpid(pid, 0)[1])
-    for line in said[:MAX_OUTPUT].decode("utf-8", "surrogateescape").split("\n"):
+        output += data
+    os.close(read_end)  # a prolog that writes more gets SIGPIPE
+    _report_failure("prolog", program, os.waitpid(pid, 0)[1])
+    for line in output[:MAX_OUTPUT].decode("utf-8", "surrogateescape").split("\n"):
         _take(line.strip("\r"), env)
 
 
@@ -353,13 +357,13 @@ def _take(line: str, env: Dict[str, str]) -> None:
         try:
             os.write(1, (rest + "\n").encode("utf-8", "surrogateescape"))
         except OSError:
-            pass  # nobody reads the task's output
+            pass  # no reader
 
 
 def stay_for_epilog(epilog: str, env: Dict[str, str], wait_for_children: bool) -> None:
-    """Return in a new process, which is to become the task's program; this one runs the epilog when that is over.
+    """Fork; return in the child, which becomes the program, and run the epilog in this process after it.
 
-    With `wait_for_children` that is when nothing is left of what the program has started.
+    With `wait_for_children`, after all processes that the program has started.
     """
     if wait_for_children:
         become_subreaper()
@@ -369,7 +373,7 @@ def stay_for_epilog(epilog: str, env: Dict[str, str], wait_for_children: bool) -
         return
     for number in range(1, 32):
         if number not in _LEFT_ALONE:
-            _signal.signal(number, _signal.SIG_IGN)  # signals for the task are for its program
+            _signal.signal(number, _signal.SIG_IGN)  # signals of the task are for its program
     os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 16 else 1 << 16)
     status = os.waitpid(pid, 0)[1]
     if wait_for_children:
@@ -401,7 +405,7 @@ def _run_epilog(program: str, env: Dict[str, str]) -> None:
             os.kill(pid, _signal.SIGKILL)
         time.sleep(LOOK_S)
         done, ended = os.waitpid(pid, os.WNOHANG)
-    _tell("epilog", program, ended)
+    _report_failure("epilog", program, ended)
 
 
 def _end_as(status: int) -> NoReturn:
@@ -422,11 +426,11 @@ def _become(program: str, env: Dict[str, str]) -> NoReturn:
     os._exit(127)
 
 
-def _tell(what: str, program: str, status: int) -> None:
+def _report_failure(what: str, program: str, status: int) -> None:
     if status:
         how = "signal %d" % os.WTERMSIG(status) if os.WIFSIGNALED(status) else "status %d" % os.WEXITSTATUS(status)
         text = "hpcsched: error: the task %s %s ended with %s\n" % (what, program, how)
         try:
             os.write(2, text.encode("utf-8", "surrogateescape"))
         except OSError:
-            pass  # nobody reads it
+            pass  # no reader

@@ -1,1 +1,1 @@
-"""What passes between controller, agent, shepherds and step commands, and the gate that reads it."""
+"""The messages of controller, agent, shepherds and step commands, and the bounds on what strangers send."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 from itertools import islice
 from typing import Callable, Dict, NamedTuple, Optional, Protocol, Tuple
 
-LOOKED_AT = 64  # connections, for one that is not busy
+LOOKED_AT = 64  # connections that are searched for an idle one
 FORGET_AT = 1000  # buckets
 
 
 class Bounds(NamedTuple):
-    """What a `ConnectionLimits` lets one account and all accounts have."""
+    """Bounds for one account and for all accounts together."""
 
     connections: int
     all_connections: int
@@ -32,35 +32,35 @@ class Guest(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being done for it."""
+        """Whether the server works on its request."""
 
     @property
     def is_lasting(self) -> bool:
-        """Whether something runs that would end with it: it is never closed to make room."""
+        """Whether closing it would end something: then it is never closed to make room."""
 
     @property
     def unread_bytes(self) -> int:
-        """How many bytes of answers the client has not taken yet."""
+        """Bytes of answers that the client has not read yet."""
 
     def drop(self) -> None:
-        """Close it now."""
+        """Close the connection now."""
 
 
 class ConnectionLimits:
-    """The connections of each account, the one that was silent longest first."""
+    """The connections of each account, the longest silent one first."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self._of: Dict[int, Dict[Guest, None]] = {}
         self._count = 0
-        self._unread = _Sum()  # at least what is unread: `_look_at_unread` has it exact
+        self._unread = _Sum()  # an upper bound; `_look_at_unread` makes it exact
         self._unparsed = _Sum()
 
     def __len__(self) -> int:
         return self._count
 
     def comes(self, uid: int, guest: Guest) -> bool:
-        """Take a connection in; another one may be closed for it. Returns False if there is no room."""
+        """Admit a connection; another one may be closed for it. Return False if there is no room."""
         if len(self._of.get(uid, ())) >= self.bounds.connections and not self._make_room(uid):
             return False
         if self._count >= self.bounds.all_connections:
@@ -72,14 +72,14 @@ class ConnectionLimits:
         return True
 
     def is_heard(self, uid: int, guest: Guest) -> None:
-        """Note that something came on the connection, or was answered."""
+        """Note activity on the connection."""
         known = self._of.get(uid, {})
         if guest in known:
             del known[guest]
             known[guest] = None
 
     def goes(self, uid: int, guest: Guest) -> None:
-        """Forget the connection."""
+        """Remove a connection."""
         known = self._of.get(uid, {})
         if guest in known:
             del known[guest]
@@ -90,9 +90,9 @@ class ConnectionLimits:
         self._unparsed.put(uid, guest, 0)
 
     def may_send(self, uid: int, guest: Guest, size: int) -> bool:
-        """Return whether so many bytes more may wait for this client, and count them.
+        """Return whether `size` more bytes may wait for this client, and count them.
 
-        An account may have one answer of any size. Where all together have too many, the connections with most are closed.
+        An account may have one answer of any size. If all together have too many, the largest connections are closed.
         """
         bounds, sums = self.bounds, self._unread
         if sums.of(uid) + size > bounds.unread_bytes:
@@ -109,9 +109,9 @@ class ConnectionLimits:
         return True
 
     def may_hold(self, uid: int, guest: Guest, size: int) -> bool:
-        """Return whether this client's requests may have so many bytes that are not read yet, and count them.
+        """Return whether this client may have `size` bytes of unprocessed requests, and count them.
 
-        Where all together have too many, the connections with most are closed.
+        If all together have too many, the largest connections are closed.
         """
         bounds, sums = self.bounds, self._unparsed
         sums.put(uid, guest, size)
@@ -123,7 +123,7 @@ class ConnectionLimits:
         return True
 
     def _make_room(self, uid: int) -> bool:
-        """Close the connection of the account that was silent longest, first among those that are not busy."""
+        """Close the longest silent connection of the account, an idle one if there is one."""
         leaving = None
         for one in islice(self._of[uid], LOOKED_AT):
             if not one.is_busy:
@@ -138,7 +138,7 @@ class ConnectionLimits:
         return True
 
     def _drop_largest(self, sums: _Sum, asking: Guest) -> bool:
-        """Close the connection that has most, of the account that has most. Returns False if it is the one that asks."""
+        """Close the largest connection of the largest account. Return False if that is the one that asks."""
         uid, guest = sums.largest()
         if guest is asking:
             return False
@@ -152,7 +152,7 @@ class ConnectionLimits:
 
 
 class _Sum:
-    """Bytes by connection, by account and in all."""
+    """Bytes by connection, by account, and in total."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -166,7 +166,7 @@ class _Sum:
         return self._of.get(uid, {}).get(guest, 0)
 
     def put(self, uid: int, guest: Guest, size: int) -> None:
-        """Note what the connection has now."""
+        """Set the bytes of a connection."""
         mine = self._of.get(uid)
         before = mine.get(guest, 0) if mine is not None else 0
         if size == before:
@@ -184,25 +184,25 @@ class _Sum:
             del self._of[uid], self._sums[uid]
 
     def largest(self) -> Tuple[int, Guest]:
-        """Return the account that has most, and its connection that has most. There must be one."""
+        """Return the largest account and its largest connection. There must be one."""
         uid = max(self._sums, key=lambda one: self._sums[one])
         mine = self._of[uid]
         return uid, max(mine, key=lambda guest: mine[guest])
 
 
 class Rates:
-    """A token bucket for each account: `burst` at once, then `per_s` in a second. 0 a second: no bound."""
+    """A token bucket for each account: `burst` at once, then `per_s` per second; 0 means no bound."""
 
     def __init__(self, per_s: float, burst: float, clock: Callable[[], float]) -> None:
         self.per_s = per_s
         self.burst = burst
         self._clock = clock
-        self._buckets: Dict[int, Tuple[float, float]] = {}  # tokens, and when
+        self._buckets: Dict[int, Tuple[float, float]] = {}  # tokens, time
 
     def wait_s(self, uid: int, cost: float = 1.0) -> Optional[float]:
-        """Take the account's tokens and return None if it has one, else return in how many seconds it will.
+        """Take tokens and return None if the account has one, else return the seconds until it has.
 
-        What costs more than there is leaves a debt.
+        A cost above the present tokens leaves a debt.
         """
         if not self.per_s:
             return None

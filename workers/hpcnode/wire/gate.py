@@ -1,11 +1,11 @@
-"""The gate for what comes in as text: JSON and whole numbers, read within bounds or refused with a clear error.
+"""Checked input: JSON and whole numbers from outside, read within bounds or rejected with a clear error.
 
-Everything that a stranger wrote goes through here: the bodies and queries of the controller's API, frames of step commands,
-of agents and of nodes, configuration. Refused are text that is not UTF-8, lone surrogates and NUL in any text or name, a
-name that is there twice, NaN and infinite numbers, whole numbers of more than MAX_DIGITS digits, and nesting of more than
-MAX_DEPTH levels. It does not know what any of it means: who asks checks types and ranges.
+All text from outside passes through here: bodies and queries of the controller's API, frames of step commands, agents and nodes,
+configuration. Rejected are text that is not UTF-8, lone surrogates and NUL in texts and names, duplicate names, NaN and infinite
+numbers, whole numbers of more than MAX_DIGITS digits, and nesting deeper than MAX_DEPTH levels. Types and ranges are checked by
+the caller, who knows the meaning.
 
-Runs on Python 3.9 with the standard library only. Source: RFC 8259, RFC 7493 (I-JSON: names once, no lone surrogates).
+Runs on Python 3.9 with the standard library only. Source: RFC 8259, RFC 7493 (I-JSON: unique names, no lone surrogates).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import json
 import re
 from typing import Any, Dict, Iterable, Iterator, List, Tuple
 
-MAX_DIGITS = 18  # such a number fits into 64 bits, and into SQLite's integers
+MAX_DIGITS = 18  # fits into 64 bits, and into SQLite's integers
 MAX_DEPTH = 32
 MAX_NUMBER_CHARS = 40  # of a fraction; repr writes 24 at most
 SHOWN_CHARS = 60
 
-# An escape that may be NUL or half of a surrogate pair. Only a text with one is looked through value by value.
+# An escape that may be NUL or half of a surrogate pair. Only texts with one are checked value by value.
 _SUSPICIOUS = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 _BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 _DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
@@ -29,11 +29,11 @@ _WHOLE_NUMBER = re.compile("[+-]?[0-9]{1,%d}" % MAX_DIGITS)
 
 
 class GateError(ValueError):
-    """What came in is not taken; the text completes "cannot read ...: "."""
+    """The input is rejected; the text completes "cannot read ...: "."""
 
 
 def read_json(data: bytes) -> Any:
-    """Return the value that `data` spells. Raises GateError."""
+    """Return the value of the JSON text `data`. Raises GateError."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -54,9 +54,9 @@ def read_json(data: bytes) -> Any:
 
 
 def check_value(value: Any) -> None:
-    """Raise GateError if there is something in `value`, made of dictionaries, lists and plain values, that is not taken.
+    """Raise GateError if `value`, made of dictionaries, lists and plain values, has something that is rejected.
 
-    For what another parser has read: TOML, say.
+    For values that another parser has read, such as TOML.
     """
     _check_depth(value)
     check_texts(value)
@@ -66,14 +66,14 @@ def check_value(value: Any) -> None:
 
 
 def check_texts(value: Any) -> None:
-    """Raise GateError if a text or a name in `value` has a NUL or a lone surrogate; the error says where."""
+    """Raise GateError if a text or a name in `value` has a NUL or a lone surrogate; the error has its place."""
     for where, item in _items(value):
         if type(item) is str and _BAD_CHARACTER.search(item):
             raise GateError(where + why_not_text(item))
 
 
 def why_not_text(text: str) -> str:
-    """Return why `text` is not taken, "" if it is."""
+    """Return why `text` is rejected, "" if it is not."""
     found = _BAD_CHARACTER.search(text)
     if found is None:
         return ""
@@ -83,7 +83,7 @@ def why_not_text(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """Return the whole number that `text` spells in ASCII digits, at most MAX_DIGITS. Raises GateError."""
+    """Return the whole number in `text`, at most MAX_DIGITS ASCII digits. Raises GateError."""
     if _WHOLE_NUMBER.fullmatch(text) is None:
         short = repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "...")
         if text.lstrip("+-").isdigit():
@@ -93,7 +93,7 @@ def whole_number(text: str) -> int:
 
 
 def replaced(text: str) -> str:
-    """Return `text` with what is not taken replaced: for our own words, which may quote a file's name."""
+    """Return `text` with rejected characters replaced, for messages that may quote a file name."""
     return _BAD_CHARACTER.sub("\ufffd", text)
 
 
@@ -109,7 +109,7 @@ def _no_constant(word: str) -> Any:
 
 
 def _has_long_number(data: bytes) -> bool:
-    """Return whether there may be a number of more than MAX_DIGITS digits in `data`; in a text they count as well."""
+    """Return whether `data` may have a number of more than MAX_DIGITS digits; digits in texts count, too."""
     return _TOO_MANY_DIGITS in data.translate(_DIGITS_ALIKE)
 
 
@@ -138,7 +138,7 @@ def _check_depth(value: Any) -> None:
         level = [item for one in level for item in filter(None, _contents(one)) if type(item) in _CONTAINERS]
         if not level:
             return
-    # The last level that may be there: on it the empty ones count as well.
+    # On the last allowed level empty containers count, too.
     if any(type(item) in _CONTAINERS for one in level for item in _contents(one)):
         raise GateError("it is nested too deep: the most is %d levels" % MAX_DEPTH)
 
@@ -148,7 +148,7 @@ def _contents(value: Any) -> Iterable[Any]:
 
 
 def _items(value: Any, where: str = "") -> Iterator[Tuple[str, Any]]:
-    """Yield each value and name within `value`, which is not nested deep, and where it is, for an error."""
+    """Yield each value and name in `value` (not nested deep) with its place, for an error."""
     if type(value) is dict:
         for name, item in value.items():
             yield "%sa name: " % where, name

@@ -46,16 +46,16 @@ class _Fresh:
 
 
 def fresh(make: Callable[[], T]) -> T:
-    """Return a default that each message has its own of: ``codes: List[int] = fresh(list)``."""
+    """Return a default that is made anew for each message: ``codes: List[int] = fresh(list)``."""
     default: Any = _Fresh(make)
     return default
 
 
 class Message:
-    """A frozen value; its fields are its class's annotations, in their order."""
+    """A frozen value. Its fields are the annotations of its class, in their order."""
 
-    _usual: Dict[str, Any] = {}  # what a field is where nothing is said
-    _checks: Dict[str, Check]  # made when one is first read: to evaluate all annotations takes a while
+    _usual: Dict[str, Any] = {}  # defaults by field
+    _checks: Dict[str, Check]  # made at the first read, because evaluating all annotations takes a while
     __match_args__: Tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
@@ -98,12 +98,12 @@ M = TypeVar("M", bound=Message)
 
 
 def changed(message: M, **fields: Any) -> M:
-    """Return `message` with other values of these fields."""
+    """Return `message` with these fields changed."""
     return type(message)(**{**message.__dict__, **fields})
 
 
 def to_fields(message: Message) -> Dict[str, Any]:
-    """Return the fields of `message` that are not as usual, as JSON has them."""
+    """Return the fields of `message` that differ from their default, for JSON."""
     fields: Dict[str, Any] = {}
     for name, value in message.__dict__.items():
         if name in message._usual:
@@ -115,7 +115,7 @@ def to_fields(message: Message) -> Dict[str, Any]:
 
 
 def from_fields(cls: Type[M], fields: Dict[str, Any]) -> M:
-    """Return the message of this class that has these fields (parsed JSON). Raises WireError if there is none."""
+    """Return the message of this class with these fields (parsed JSON). Raises WireError."""
     if "_checks" not in cls.__dict__:
         cls._checks = {name: _check_of(text) for name, text in cls.__dict__.get("__annotations__", {}).items()}
     for name in cls.__match_args__:
@@ -134,8 +134,8 @@ def _misuse(message: Message, why: str) -> NoReturn:
 
 
 def _check_of(annotation: str) -> Check:
-    """Return how a field is read that is annotated so: the annotation, evaluated where its names are checks."""
-    check: Check = eval(annotation, {"__builtins__": {}}, _SHAPES)  # noqa: S307 - of our own source
+    """Return the check of an annotation: the annotation, evaluated with checks for its names."""
+    check: Check = eval(annotation, {"__builtins__": {}}, _SHAPES)  # noqa: S307 - our own source
     return check
 
 
@@ -211,7 +211,7 @@ _SHAPES: Dict[str, Any] = {
 
 
 def part(cls: Type[M]) -> Type[M]:
-    """Let other messages have fields of this class: a decorator."""
+    """Let other messages have fields of this class; a decorator."""
 
     def check(where: str, value: Any) -> Any:
         if type(value) is not dict:

@@ -1,13 +1,12 @@
-"""The messages between controller, agent, shepherd and the step commands: the one definition that every end uses.
+"""The messages between controller, agent and step commands: the one definition that all of them use.
 
 Frames and the codec are in `message`; the messages between an agent and its shepherds are in `shepherd_messages`. A peer of
 another version is recognized by `version` in `Hello` and `Welcome`.
 
-Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered
-with the present state; a `Report` is repeated until its `seq` is acknowledged by `Ack`; a lower `epoch` than one seen
-is refused.
+Rules (see LAUNCH in the design): a token names a launch. `Launch` may be repeated, and is answered with the present state. A
+`Report` is repeated until `Ack` has its `seq`. A lower `epoch` than one seen before is refused.
 
-Runs on Python 3.9 with the standard library only. Knows nothing of sockets, clocks or files.
+Runs on Python 3.9 with the standard library only. It knows nothing of sockets, clocks or files.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from hpcnode.wire.message import (
     part,
 )
 
-# ----- the messages between the controller and a command in a job (hrun, hrsh, an API command) or a training program
-# They go through the agent of the command's node, within FromStream and ToStream, or directly. A part of `hpcnode.wire.protocol`,
-# by which all others know them.
+# ----- messages between the controller and a command in a job (hrun, hrsh, an API command) or a training program
+# They pass through the agent of the command's node, inside FromStream and ToStream, or go directly to the controller.
 
 
 class StepRequest(Message):
-    """Start a step. `job_id` 0: allocate a job for it first (hrun alone). `options` are hrun's, by long name.
+    """Start a step. `job_id` 0: allocate a job for it first (hrun only). `options` are hrun's, by long name.
 
     Options that name resources are texts as the user typed them; the controller parses them.
     """
@@ -48,23 +46,23 @@ class StepRequest(Message):
 
 
 class StepAsked(Message):
-    """From the agent, on each new connection, for each step command that had asked for something: is that known?
+    """Ask for the state of a step command's request. The agent sends it for each one on each new connection.
 
-    Answered as the request is: with how far it has come, or with StepEnded and `again` if nothing has been done for it.
+    The answer is that of the request: how far it has come, or StepEnded with `again` if nothing was done for it.
     """
 
 
 class StepBack(Message):
-    """To the agent, first on a connection: this process had asked the agent before it for a step (`started`: and got it).
+    """Resume a request to an earlier agent; the first message of a connection. `started`: its step had started.
 
-    Answered as StepAsked is, and if the step had started with an empty StepWaiting; with Goodbye if nobody knows of it.
+    The answer is that of StepAsked, or an empty StepWaiting if the step had started, or Goodbye if the request is unknown.
     """
 
     started: bool
 
 
 class ApiRequest(Message):
-    """A command in job `job_id` asks the controller's API, as the job's owner. `path` has the query; the blob is the body."""
+    """A request to the controller's API as the owner of job `job_id`. `path` has the query; the blob is the body."""
 
     job_id: int
     method: str
@@ -72,27 +70,26 @@ class ApiRequest(Message):
 
 
 class ApiAnswer(Message):
-    """What the API answered; the blob is the body."""
+    """The answer of the API; the blob is the body."""
 
     status: int
     headers: Dict[str, str]
 
 
 class StepWaiting(Message):
-    """The job or step waits: `text` is for the user. Without a text: a node of the step has come to a new controller."""
+    """The job or step waits; `text` is for the user. Without text: a node of the step has connected to a new controller."""
 
     job_id: int
     text: str
 
 
 class Progress(Message):
-    """How far a training program of job `job_id` is. It says so to the agent of its node, on a connection of its own.
+    """The progress of a training program of job `job_id`, sent to the agent of its node on a connection of its own.
 
-    The agent passes on the newest, at a bounded rate, within FromStream. `total_steps`, `steps_per_s`, `samples_per_s` and
-    `checkpoint_step` are 0 where they are not known; a `loss` that is none is left out. `goodput` is the part of the run's time
-    that went into steps which count. `age_s` is how long ago it was so,
-    which spares the nodes' clocks; `checkpoint_age_s` counts from the same moment. `note` is a line for people.
-    `directory` is where its checkpoints are.
+    The agent forwards the newest at a bounded rate, inside FromStream. `total_steps`, `steps_per_s`, `samples_per_s` and
+    `checkpoint_step` are 0 if unknown. `goodput` is the share of the run's time spent in steps that count. `age_s` is the age
+    of the report, so clocks need not agree; `checkpoint_age_s` counts from the same moment. `note` is a line for people,
+    `directory` the directory of its checkpoints.
     """
 
     job_id: int
@@ -110,9 +107,9 @@ class Progress(Message):
 
 
 class Failure(Message):
-    """Why rank `rank` of `ranks` of job `job_id` fails, in its own words; said and passed on as Progress is, but at once.
+    """Why rank `rank` of `ranks` of job `job_id` fails. Sent and forwarded as Progress is, but at once.
 
-    `echo`: it only noticed that another one is gone.
+    `echo`: the rank only noticed that another rank is gone.
     """
 
     job_id: int
@@ -126,7 +123,7 @@ class Failure(Message):
 class StepStarted(Message):
     """The step has its nodes. `tasks`: node, first rank, count, token for each node, in order.
 
-    `scattered` has the ranks of each node where they are not contiguous.
+    `scattered` has the ranks of each node if they are not contiguous.
     """
 
     job_id: int
@@ -143,22 +140,22 @@ class StepStarted(Message):
 
 
 class JobAllocated(Message):
-    """To halloc alone: its job has its nodes; `env` is what the scheduler sets for the command that holds it."""
+    """To halloc only: its job has its nodes. `env` are the scheduler's variables for the command of halloc."""
 
     job_id: int
     env: Dict[str, str]
 
 
 class StepSignal(Message):
-    """From hrun: pass `signum` on to all tasks."""
+    """From hrun: send `signum` to all tasks."""
 
     signum: int
 
 
 class StepEnded(Message):
-    """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run.
+    """The step is over: codes and signals of all tasks by rank; `error` is the reason if it could not run.
 
-    `again`: a controller ended meanwhile, no task has run or will, and who asks again gets the step.
+    `again`: a controller ended meanwhile and no task has run or will; the command must request the step again.
     """
 
     codes: List[int]
@@ -168,44 +165,44 @@ class StepEnded(Message):
 
     @property
     def never_ran(self) -> bool:
-        """Whether no task has run, so that nothing more is said about it."""
+        """Whether no task has run, so that no further message follows."""
         return self.again or (bool(self.error) and not self.codes)
 
 
 __all__ = ["MAX_BLOB_BYTES", "MAX_FRAME_BYTES", "MAX_JSON_BYTES", "Message", "WireError", "changed"]
 
 VERSION = 1
-# Of frames from step commands, whom nobody vouches for.
+# Bounds on frames of step commands, which are not trusted.
 MAX_COMMAND_BYTES = 4 << 20
 MAX_COMMAND_VALUES = 50_000
 
 BATCH = "batch"
-ALLOC = "alloc"  # a job's part on a node that does not run its batch step: claimed, nothing to run
+ALLOC = "alloc"  # a job's claim on a node without its batch step; nothing runs
 
 KEEP, KILL = "keep", "kill"  # Launch.lease
 LEASE_OVER = "its lease ran out"
 
 ALL_TASKS = -1
-PROBE_PREFIX = ".hpcsched-probe-"  # of CompareProbe.name; 16 hexadecimal digits follow
+PROBE_PREFIX = ".hpcsched-probe-"  # of CompareProbe.name, before 16 hexadecimal digits
 PROBE_BYTES = 64
 
-STREAMED = "-"  # Launch.stderr: a stream of its own although stdout is a file
+STREAMED = "-"  # Launch.stderr: a stream although stdout is a file
 
-# What a Report can say of a token.
-CLAIMED = "claimed"  # the spool entry exists, the program is not released yet
-READY = "ready"  # of a launch with `hold`: all is prepared, it waits for Go
+# Report.status
+CLAIMED = "claimed"  # the spool entry exists, the tasks are not released yet
+READY = "ready"  # a launch with `hold`: the tasks are ready and wait for Go
 STARTED = "started"
-ENDED = "ended"  # with exit status; of a batch step also: nothing of the job is left on this node
+ENDED = "ended"  # with exit status; for a batch step also: nothing of the job is left on this node
 REVOKED = "revoked"  # it never ran here and never will
-REFUSED = "refused"  # it could not be started; `why` says so. Final
-LOST = "lost"  # its record says started, but shepherd and processes are gone without an exit status
+REFUSED = "refused"  # it could not be started; final
+LOST = "lost"  # it was started, but its shepherd and processes are gone without an exit status
 
 
 # ----- messages: controller -> agent
 
 
 class Hello(Message):
-    """First on a connection. The agent answers Welcome, or Goodbye (and closes) if `epoch` is lower than one it has seen."""
+    """The first message of a controller. The agent answers Welcome, or Goodbye if it refuses the controller."""
 
     version: int
     cluster: str
@@ -223,7 +220,7 @@ class TaskSet(Message):
     total: int
     node_rank: int
     nnodes: int
-    scattered: List[int] = fresh(list)  # the ranks, where they are not contiguous
+    scattered: List[int] = fresh(list)  # the ranks, if they are not contiguous
 
     def ranks(self) -> Sequence[int]:
         """Return the ranks of these tasks, ascending."""
@@ -232,7 +229,7 @@ class TaskSet(Message):
 
 @part
 class Address(Message):
-    """Where the output of a step goes: a stream of the agent on `node`, or of the controller itself (node "")."""
+    """The destination of a step's output: a stream of the agent on `node`, or of the controller (node "")."""
 
     node: str
     stream: int
@@ -241,18 +238,16 @@ class Address(Message):
 class Launch(Message):
     """Claim `token` and start its tasks here. The blob is the batch script (empty for a step that has `argv`).
 
-    `user` is the account's name, "" for whoever the agent is. `stdout`/`stderr`/`stdin` are file paths with only the
-    per-task patterns (%t %n) left to fill, relative to `work_dir`; with `stream_to`, empty ones are streams instead,
-    and an empty
-    stdin is fed by `Input` to task 0. An empty stderr goes where stdout goes when that is a file (STREAMED: it does not).
-    `gpus` are indices.
-    `limit_s` counts from the start of the program: then TERM, after `grace_s` KILL, and the report says timed_out.
-    `signum` is sent `signal_before_s` before that limit (0: none), to the batch process alone if `signal_batch_only`.
+    `user` is the account's name, "" for the agent's own. `stdout`, `stderr` and `stdin` are paths relative to `work_dir`, with
+    only the per-task patterns (%t %n) left to fill. With `stream_to`, empty ones are streams, and an empty stdin is fed by
+    `Input` to task 0. An empty stderr follows stdout if that is a file (STREAMED: it does not). `gpus` are indices.
+    `limit_s` counts from the start of the program: then SIGTERM, after `grace_s` SIGKILL, and the report has timed_out.
+    `signum` (0: none) is sent `signal_before_s` before that limit, to the batch process only if `signal_batch_only`.
 
-    The step ALLOC has nothing to run: it is claimed for as long as the job has the node, and answered with CLAIMED. With
-    `hold` everything is prepared and answered with READY; the tasks are released by `Go`.
-    With `lease` KILL nothing of it is left on the node once it has not heard of the controller for `lease_s` (TERM comes
-    `grace_s` before that; the report is LOST, LEASE_OVER). The node counts from when it sent the last Ping that was answered.
+    The step ALLOC has nothing to run: it is claimed as long as the job has the node, and answered with CLAIMED. With `hold` the
+    tasks are prepared and answered with READY; `Go` releases them. With `lease` KILL nothing of the launch is left on the node
+    when it has not heard from the controller for `lease_s` (SIGTERM comes `grace_s` before; the report is LOST, LEASE_OVER).
+    The node counts from the last Ping that was answered.
     """
 
     token: str
@@ -284,25 +279,25 @@ class Launch(Message):
     lease_s: float = 0.0
     hold: bool = False
     hosts: List[Tuple[str, int]] = fresh(list)  # (node, slots) of the whole allocation
-    same_machine: bool = False  # the allocation's nodes are one machine posing as several
-    allow_uid_below: int = 1000  # accounts of a lower uid are refused; see `hpcnode.os.account.why_refused`
+    same_machine: bool = False  # the allocation's nodes are one machine that poses as several
+    allow_uid_below: int = 1000  # accounts with a lower uid are refused; see `hpcnode.os.account.why_refused`
     task_prolog: str = ""  # a program that each task runs as its user before its own, see `hpcnode.shepherd.task`
-    task_epilog: str = ""  # and after it
-    wait_for_children: bool = False  # a task is over when all that it has started is
-    remote_shell: bool = False  # what hrsh starts: signals for the job's steps are not for it (`Entry.hears`)
+    task_epilog: str = ""  # a program that each task runs after its own
+    wait_for_children: bool = False  # a task is over when all processes that it has started are
+    remote_shell: bool = False  # started by hrsh; see `hpcnode.entry.Entry.accepts_signal`
 
 
 class Go(Message):
-    """Release the tasks of `token`, which was launched with `hold`. May be said again, and too early."""
+    """Release the tasks of `token`, which was launched with `hold`. May be repeated, and come early."""
 
     token: str
 
 
 class SignalStep(Message):
-    """Send `signum` to the tasks of `token`: to their process groups.
+    """Send `signum` to the process groups of the tasks of `token`.
 
-    Of the token of a batch step, or of a claim, one of these is set: `batch_only` means the batch shell alone, `steps`
-    every other step of the job on this node, and `full` those, the batch shell and its children.
+    For the token of a batch step or of a claim one of these is set: `batch_only` means the batch shell only, `steps` every
+    other step of the job on this node, `full` those, the batch shell and its children.
     """
 
     token: str
@@ -313,22 +308,22 @@ class SignalStep(Message):
 
 
 class EndStep(Message):
-    """Bar `token`: if it never ran here it never will; if it runs: TERM, after `grace_s` KILL, until its tree is empty.
+    """Revoke `token`: if it never ran here it never will; if it runs: SIGTERM, after `grace_s` SIGKILL until nothing is left.
 
-    Answered by Report ENDED, REVOKED, LOST or REFUSED (again, if it had ended before).
+    The answer is a final Report (again, if it had ended before).
     """
 
     token: str
     grace_s: float
-    why: str  # cancelled | timeout | preempted | ...: noted in the spool for the log
+    why: str  # cancelled | timeout | preempted | ...; recorded in the spool
 
 
 class EndJob(Message):
-    """Leave nothing of this attempt (and of earlier ones) of the job on this node; no later launch of it may start.
+    """End this attempt of the job and all earlier ones on this node; no later launch of them may start.
 
-    Nor of this `stay` (and earlier ones) of the node in the attempt: when it is given to it again, that is the next.
-    With `signum` that is what its processes get instead of TERM at first (only its batch shell if `batch_only`), so that it
-    can save what it has; after `grace_s` comes KILL. Answered by JobGone.
+    The same holds for this `stay` of the node in the attempt and earlier ones. With `signum`, its processes (the batch shell
+    only, if `batch_only`) get that signal instead of SIGTERM first, to save their state. SIGKILL follows after `grace_s`.
+    The answer is JobGone.
     """
 
     incarnation: str
@@ -341,10 +336,10 @@ class EndJob(Message):
 
 
 class SuspendJob(Message):
-    """Have all processes of the job's attempt on this node stand still, or (`on` false) go on.
+    """Suspend all processes of the job's attempt on this node, or resume them (`on` false).
 
-    What is launched of it meanwhile is prepared and not released. Time limits do not run. Not answered; said again on
-    every connection. An attempt that is being ended goes on.
+    Later launches of it are prepared and not released. Time limits do not run meanwhile. An attempt that is being ended is
+    not suspended. There is no answer; the controller repeats it on every connection.
     """
 
     incarnation: str
@@ -354,17 +349,17 @@ class SuspendJob(Message):
 
 
 class TimeLimit(Message):
-    """The time limit of `token`, which has been launched, is `limit_s` now (None: none). Said again on every connection."""
+    """Change the time limit of `token`, which was launched (None: no limit). Repeated on every connection."""
 
     token: str
     limit_s: Optional[float] = None
 
 
 class Allocation(Message):
-    """The job's attempt, which runs, has `nodes` now; with `wanted` it is asked to give all but these back (`hrun --resize`).
+    """The nodes of the job's running attempt. With `wanted`, it should give back all other nodes (`hrun --resize`).
 
-    Kept in a file that the job is told of (HPCSCHED_ALLOCATION_FILE), then its processes here get SIGWINCH. One of a
-    generation that is known changes nothing.
+    They are written to the file in HPCSCHED_ALLOCATION_FILE, and the job's processes here get SIGWINCH. A known generation
+    changes nothing.
     """
 
     incarnation: str
@@ -376,16 +371,16 @@ class Allocation(Message):
 
 
 class Ack(Message):
-    """These reports are committed: they need not be repeated, and ended spool entries may go."""
+    """These reports are committed: the agent stops repeating them and may remove ended spool entries."""
 
     seqs: List[int]
 
 
 class Probe(Message):
-    """Look at the node again; answered by Facts with the same `request`. With `measure` its speed is measured too.
+    """Ask for the facts of the node, with `measure` for its speed, too. The answer is Facts with the same `request`.
 
-    With `link_token` only the network is: without `link_host` the answer is the `link_port` where zeros are given to who
-    knows the token (see hpcnode.agent.probe), with it the `rate_mbps` at which they came from there.
+    With `link_token` only the link is measured: without `link_host` the answer is the `link_port` of a sender of zeros, with
+    it the `rate_mbps` from that sender (see `hpcnode.agent.probe`).
     """
 
     request: int
@@ -396,7 +391,7 @@ class Probe(Message):
 
 
 class ReadFile(Message):
-    """Read up to `limit` bytes of `path` from `offset`, as `user`; answered by FileData with the same `request`.
+    """Read up to `limit` bytes of `path` from `offset` as `user`. The answer is FileData with the same `request`.
 
     A negative `offset` counts from the end.
     """
@@ -409,7 +404,7 @@ class ReadFile(Message):
 
 
 class CompareProbe(Message):
-    """Compare the share probe `name` in `directory` with its SHA-256; answered by ProbeCompared with the same `request`.
+    """Compare the share probe `name` in `directory` with its SHA-256. The answer is ProbeCompared.
 
     `uid` is the probe's owner as its writer sees it. The probe's content never leaves the node.
     """
@@ -431,7 +426,7 @@ class Input(Message):
 
 
 class WatchOutput(Message):
-    """Send the output of this token to this stream as well, from now on (or no more, if not `on`). It acknowledges nothing."""
+    """Send the output of this token to this stream as well, or stop (`on` false). The stream acknowledges nothing."""
 
     token: str
     to: Address
@@ -439,10 +434,10 @@ class WatchOutput(Message):
 
 
 class OutputAck(Message):
-    """The reader has everything of this stream before `offset`: the shepherd may forget it. `again`: and misses the rest.
+    """The reader has all output of this stream before `offset`, so the shepherd may drop it. `again`: the rest is missing.
 
-    A shepherd goes when its reader has all there was. If one that misses something asks then, what it misses is the end:
-    it is told (`to`, which the controller fills in) with an Output of ALL_TASKS.
+    A shepherd leaves when its reader has all output. A reader that asks after that only misses the end. The end is sent to
+    `to` (which the controller fills in) as an Output of ALL_TASKS.
     """
 
     token: str
@@ -461,7 +456,7 @@ class ToStream(Message):
 
 
 class CloseStream(Message):
-    """Close `stream`; sent by the agent when a step command went away, by the controller when it is done with it."""
+    """Close `stream`. The agent sends it when a step command is gone, the controller when it has finished with one."""
 
     stream: int
 
@@ -474,7 +469,7 @@ class Ping(Message):
 
 
 class Welcome(Message):
-    """The agent's answer to Hello: who it is and all that its spool knows (`inventory`: Report fields, seq included)."""
+    """The agent's answer to Hello. `inventory` has the fields of a Report for each entry of its spool."""
 
     version: int
     node: str
@@ -487,18 +482,18 @@ class Welcome(Message):
 
 
 class Goodbye(Message):
-    """The connection ends here: `why` in words."""
+    """The connection ends here, because of `why`."""
 
     why: str
 
 
 class Report(Message):
-    """What is so of `token` on this node. `status` is one of the words above.
+    """The state of `token` on this node. `status` is one of the constants above.
 
-    `seq` grows with every report of this node's spool and survives the agent. Times are this node's clock (Unix s).
+    `seq` grows with every report of this node's spool, across agents. Times are Unix seconds of this node's clock.
     For ENDED: `codes` and `signals` have one entry per task, in rank order (code 0..255, or signal > 0).
-    `usage`: cpu_user_s, cpu_system_s, disk_read_bytes, disk_write_bytes (of the whole step on this node) and max_rss_kib (of one
-    of its tasks), as far as it is known.
+    `usage` has, as far as known, cpu_user_s, cpu_system_s, disk_read_bytes, disk_write_bytes (of the whole step on this node) and
+    max_rss_kib (of one of its tasks).
     """
 
     seq: int
@@ -514,24 +509,24 @@ class Report(Message):
     why: str = ""
     usage: Dict[str, float] = fresh(dict)
     stream_to: Optional[Address] = None
-    output_full: bool = False  # of ENDED: the file system of its output file was full
-    unexecuted: bool = False  # of ENDED: its program was never executed, `why` says why not
-    node_fault: bool = False  # of REFUSED: the node is in no state to start anything (its disk is full, say)
-    ran_s: Optional[float] = None  # from release to end, of STARTED: to now; by the clock that knows no steps
-    ago_s: Optional[float] = None  # of ENDED: how long ago that was when this was sent; None: the node has booted since
+    output_full: bool = False  # ENDED: the file system of its output file was full
+    unexecuted: bool = False  # ENDED: its program was never executed; `why` is the reason
+    node_fault: bool = False  # REFUSED: the node cannot start anything, for example because its disk is full
+    ran_s: Optional[float] = None  # from release to end (STARTED: to now), on a clock without steps
+    ago_s: Optional[float] = None  # ENDED: age of the end when this was sent; None: the node has rebooted since
 
 
 class Condition(Message):
-    """Whether this node can take launches: `why` not, in words, or "". Said when that changes, and at each refusal.
+    """Why this node can start nothing, "" if it can. Sent when that changes, and at each refusal.
 
-    The same is in `Welcome.facts` under "fault".
+    The same text is in `Welcome.facts` under "fault".
     """
 
     why: str
 
 
 class JobGone(Message):
-    """Nothing of the job's attempts up to `attempt` (of that: of the stays up to `stay`) is left on this node."""
+    """Nothing of the job's attempts up to `attempt` (and of its stays up to `stay`) is left on this node."""
 
     incarnation: str
     job_id: int
@@ -540,14 +535,14 @@ class JobGone(Message):
 
 
 class Facts(Message):
-    """Answer to Probe: see hpcnode.agent.probe for the keys of `facts`."""
+    """Answer to Probe. `hpcnode.agent.probe` lists the keys of `facts`."""
 
     request: int
     facts: Dict[str, Any]
 
 
 class FileData(Message):
-    """Answer to ReadFile: the blob is the data from `offset` on; `size` is the file's; `error` in words if it failed."""
+    """Answer to ReadFile. The blob is the data from `offset`; `size` is that of the file; `error` "" if it succeeded."""
 
     request: int
     offset: int
@@ -556,7 +551,7 @@ class FileData(Message):
 
 
 class ProbeCompared(Message):
-    """Answer to CompareProbe: whether the content is the same; `error` says in words why that could not be told."""
+    """Answer to CompareProbe: whether the content is the same; `error` is why it could not be compared."""
 
     request: int
     same: bool
@@ -564,7 +559,7 @@ class ProbeCompared(Message):
 
 
 class Output(Message):
-    """The blob is output of task `task` on descriptor `fd` (1 or 2) at `offset`; `eof` after the last one."""
+    """The blob is output of task `task` on descriptor `fd` (1 or 2) at `offset`; `eof` marks the end."""
 
     to: Address
     token: str
@@ -575,7 +570,7 @@ class Output(Message):
 
 
 class InputAck(Message):
-    """Task `task` has taken its input before `offset`: more may be sent."""
+    """Task `task` has taken its input before `offset`, so more may be sent."""
 
     to: Address
     token: str
@@ -584,10 +579,9 @@ class InputAck(Message):
 
 
 class FromStream(Message):
-    """A step command on this node's `stream` says the inner message (with the blob). The agent vouches for `uid`.
+    """The inner message (and the blob) come from the step command on `stream`. The agent has checked its `uid`.
 
-    `job_id` is the job whose environment the command runs in (the agent checked that it runs on this node as `uid`),
-    0: none.
+    `job_id` is the job of the command (0: none); the agent has checked that it runs on this node as `uid`.
     """
 
     stream: int
@@ -608,7 +602,7 @@ _MESSAGES = (
     StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress, Failure,
     ApiRequest, ApiAnswer,
 )  # fmt: skip
-# Their texts are words for people: what is not UTF-8 in them is the name of a file that they are about.
+# Messages whose texts are for people; what is not UTF-8 in them is a file name.
 _QUOTING = (
     Welcome, Goodbye, Report, Condition, Facts, FileData, ProbeCompared, StepWaiting, StepEnded, Failure, Progress,
 )  # fmt: skip

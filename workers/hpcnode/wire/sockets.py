@@ -1,7 +1,4 @@
-"""Connections to the sockets of agents and of the controller, for step commands.
-
-Sources: unix(7).
-"""
+"""Connections of step commands to the sockets of agents and of the controller. Sources: unix(7)."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import socket
 import time
 from typing import Mapping
 
-AGENT_BACK_S = 20.0  # one that is replaced at an upgrade, or was killed, is there again within moments
+AGENT_BACK_S = 20.0  # limit for an agent to be restarted after an upgrade or a kill
 
 
 def connect_to_agent(path: str) -> socket.socket:
-    """Return a connection to this node's agent; one that is away at the moment is waited for. Raises OSError."""
+    """Return a connection to this node's agent; wait for an agent that is being restarted. Raises OSError."""
     deadline_s = time.monotonic() + AGENT_BACK_S
     while True:
         try:
@@ -26,7 +23,7 @@ def connect_to_agent(path: str) -> socket.socket:
 
 
 def connect(path: str) -> socket.socket:
-    """Return a connection to the unix socket at `path`, however long that is. Raises OSError."""
+    """Return a connection to the unix socket at `path`, of any length. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _connect(sock, path)
@@ -42,18 +39,17 @@ def _connect(sock: socket.socket, path: str) -> None:
     except OSError as error:
         if "too long" not in str(error):
             raise
-        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)  # a socket's path has 107 bytes at most
+        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)  # an address has 107 bytes at most
         try:
             sock.connect("/proc/self/fd/%d/%s" % (directory, os.path.basename(path)))
         finally:
             os.close(directory)
 
 
-# ----- where the controller listens for step commands on the head node, found as every other command finds its socket
-# The rules are those of the head's own `paths` module (a test holds the two together): `HPCSCHED_CONFIG`, else the user's own
-# configuration, else the system's; `run_dir` or `state_dir` of hpcsched.toml win over what follows from that directory.
-#
-# It is a module of its own because nodes have neither hpcsched nor always a Python with tomllib: it is used on the head only.
+# ----- the controller's socket for step commands, on the head node
+# The rules are those of the head's `paths` module (a test compares the two): `HPCSCHED_CONFIG`, else the user's configuration,
+# else the system's. `run_dir` or `state_dir` of hpcsched.toml override the directory that follows from that. Nodes have no
+# hpcsched and sometimes no tomllib, so the rules are repeated here.
 
 
 STEPS_SOCKET = "steps.sock"
@@ -62,7 +58,7 @@ _SYSTEM_RUN = "/run/hpcsched"
 
 
 class NotFound(Exception):
-    """The place cannot be told; the text says why."""
+    """The socket cannot be located; the text is the reason."""
 
 
 def steps_socket(environ: Mapping[str, str], uid: int) -> str:
@@ -91,7 +87,7 @@ def _run_dir(environ: Mapping[str, str], uid: int) -> str:
 
 def _controller_table(path: str, text: str) -> Mapping[str, object]:
     try:
-        import tomllib  # Python 3.11, which the head has; slow to import, so only where the text needs it
+        import tomllib  # Python 3.11, which the head has; slow to import
     except ImportError:
         raise NotFound("cannot read %s with this Python: run hrun in a job, or on the head node" % path) from None
     try:

@@ -1,7 +1,7 @@
-"""The token that names one launch, as the node reads it: ``incarnation.job.attempt.step.node.nonce``.
+"""The token of a launch, as the node reads it: ``incarnation.job.attempt.step.node.nonce``.
 
-A node that has left an attempt and was given to it again has another stay there, written behind the attempt: ``2-1``.
-The controller's twin is `hpcsched.model.ids.Token`; both take the same texts.
+A node that left an attempt and was given to it again is in another stay of the attempt, written behind it: ``2-1``. The
+controller's counterpart is `hpcsched.model.ids.Token`; both accept the same texts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, Optional, Tuple
 
-Life = Tuple[int, int]  # attempt, and stay of a node in it: what a node has of a job is over in this order
+Life = Tuple[int, int]  # (attempt, stay); they end in this order on a node
 
 _TOKEN = re.compile(
     r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})(?:-([1-9]\d{0,8}))?\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
@@ -29,17 +29,17 @@ class Token(NamedTuple):
 
     @property
     def job(self) -> Tuple[str, int]:
-        """The job, whichever attempt."""
+        """The job, without its attempt."""
         return self.incarnation, self.job_id
 
     @property
     def life(self) -> Life:
-        """Which attempt, and which stay of this node in it."""
+        """The attempt, and the stay of this node in it."""
         return self.attempt, self.stay
 
 
 def read_token(text: str) -> Optional[Token]:
-    """Return the token that `text` spells, None if it is none: then it must not become a file name."""
+    """Return the token in `text`, None if it is not a token; then it must not become a file name."""
     match = _TOKEN.match(text)
     if match is None:
         return None
