@@ -301,7 +301,7 @@ class Grammar:
         if said["type"] == "ApiRequest" and self.random.random() < 0.8:
             said["method"], said["path"], _ = self.call()
         if self.random.random() < 0.05:
-            said["type"] = self.pick([*protocol._BY_NAME, [], {}, None, self.text()])
+            said["type"] = self.pick([*(cls.__name__ for cls in protocol._MESSAGES), [], {}, None, self.text()])
         return self.changed(said)
 
     def step_request(self, job_id: int) -> dict[str, Any]:
