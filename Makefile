@@ -33,7 +33,7 @@ PLAIN_PATHS := --config-settings editable_mode=compat
 
 venv: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml Makefile
+$(VENV)/.done: pyproject.toml setup.py hpcsched/cli/thin.c Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "hpcsched needs Python 3.11 or newer; $$($(PYTHON) --version) is too old: make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,23 +16,67 @@ BUILD = "import sys; from setuptools.build_meta import build_wheel; print(build_
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment's prefix with the wheel of this tree in it, built from a copy."""
-    base = tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this tree, to build from."""
+    copy = tmp_path_factory.mktemp("wheel") / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("hpcsched", "workers", "man", "etc", "systemd"):
-        shutil.copytree(ROOT / name, base / "source" / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, base / "source")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def unpacked(source: Path, env: dict[str, str]) -> Path:
+    """Build the wheel in `env`, and return the directory that it is unpacked in."""
+    base = source.parent / f"out{len(list(source.parent.iterdir()))}"
+    base.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(base)], cwd=base / "source", capture_output=True, text=True, check=False
+        [sys.executable, "-c", BUILD, str(base)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | env,
     )
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(base / done.stdout.split()[-1]) as wheel:
         wheel.extractall(base / "wheel")
-    (data,) = (base / "wheel").glob("*.data/data")  # what an installer puts below the prefix
+    return base / "wheel"
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    """What the wheel of this tree has in it."""
+    return unpacked(source, {})
+
+
+@pytest.fixture(scope="module")
+def prefix(wheel: Path) -> Path:
+    """What an installer puts below the prefix of an environment."""
+    (data,) = wheel.glob("*.data/data")
     return data
+
+
+def console_scripts(wheel: Path) -> set[str]:
+    """Return the names of the programs that an installer writes in Python."""
+    (file,) = wheel.glob("*.dist-info/entry_points.txt")
+    return {line.partition(" ")[0] for line in file.read_text().splitlines() if " = " in line}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_with_a_compiler_the_thin_clients_are_programs(wheel: Path) -> None:
+    (scripts,) = wheel.glob("*.data/scripts")
+    assert {path.name for path in scripts.iterdir()} == {"hsub", "hqueue", "hcancel"}
+    assert all(path.read_bytes().startswith(b"\x7fELF") for path in scripts.iterdir())
+    assert console_scripts(wheel).isdisjoint({"hsub", "hqueue", "hcancel"})
+    assert "hpcsched-command" in console_scripts(wheel)
+
+
+def test_without_a_compiler_the_thin_clients_are_python(source: Path) -> None:
+    wheel = unpacked(source, {"CC": "/nonexistent"})
+    assert list(wheel.glob("*.data/scripts")) == []
+    assert {"hsub", "hqueue", "hcancel"} <= console_scripts(wheel)
 
 
 def test_every_manual_page_is_where_man_looks(prefix: Path) -> None:

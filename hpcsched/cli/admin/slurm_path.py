@@ -1,9 +1,9 @@
-"""`hpcsched slurm-path`: the directory of the commands with Slurm's names, made if it is not there yet.
+"""`hpcsched slurm-path`: the directory of the commands with Slurm's names, made if it does not exist.
 
-It lies beside the installation, or, where that cannot be written, in the user's cache. Each file is a few lines that run
-one module with the Python of this installation and nothing of its site (`-S`): that is half of what a command costs.
-A file that says something else, of an older release perhaps, is written again; each by a rename, because others may be
-running it.
+It is beside the installation, or in the user's cache if the installation cannot be written. Each file is the compiled
+client, or a few lines that run one module with the Python of this installation without its site (`-S`), which halves the
+time that a command takes. A file with other content, of an older release perhaps, is replaced by a rename, because other
+processes may be running it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import click
@@ -41,6 +42,7 @@ COMMANDS = {
     "seff": "hpcsched.cli.slurm.seff",
     "sgather": "hpcsched.cli.slurm.sgather",
 }
+COMPILED = ("sbatch", "squeue", "scancel")  # if hsub is compiled: the same program under these names
 LONGEST_FIRST_LINE = 120  # older Linux cuts it at 127
 
 SCRIPT = """\
@@ -48,7 +50,7 @@ SCRIPT = """\
 import sys
 
 sys.path[:0] = {roots!r}
-from {module} import main
+from {module} import {function} as main
 
 sys.exit(main())
 """
@@ -89,19 +91,32 @@ def _roots() -> list[str]:
 
 def _fill(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    for name, module in COMMANDS.items():
-        path, text = directory / name, _script(module)
-        if not path.exists() or path.read_text() != text or not os.access(path, os.X_OK):
+    for name, content in _files().items():
+        path = directory / name
+        if not path.exists() or path.read_bytes() != content or not os.access(path, os.X_OK):
             fresh = directory / f".{name}.{os.getpid()}"
-            fresh.write_text(text)
+            fresh.write_bytes(content)
             fresh.chmod(0o755)
             fresh.replace(path)
 
 
-def _script(module: str) -> str:
+def _files() -> dict[str, bytes]:
+    """Return the content of each program. The compiled ones leave to ``hpcsched-command`` what needs Python."""
+    files = {name: _script(module).encode() for name, module in COMMANDS.items()}
+    try:
+        program = (Path(sysconfig.get_path("scripts")) / "hsub").read_bytes()
+    except OSError:
+        program = b""
+    if program.startswith(b"\x7fELF"):
+        files |= dict.fromkeys(COMPILED, program)
+        files["hpcsched-command"] = _script("hpcsched.cli.thin", "whole").encode()
+    return files
+
+
+def _script(module: str, function: str = "main") -> str:
     python = sys.executable
     first_line = f"#!{python} -ES"
     if len(first_line) > LONGEST_FIRST_LINE or " " in python:
         # A shell reads this as a command that never returns, Python as a string.
         first_line = f"#!/bin/sh\n'''exec' \"{python}\" -ES \"$0\" \"$@\"\n' '''"
-    return SCRIPT.format(first_line=first_line, roots=_roots(), module=module)
+    return SCRIPT.format(first_line=first_line, roots=_roots(), module=module, function=function)

@@ -19,6 +19,7 @@ from hpcsched.cli import thin
 SOURCE = Path(thin.__file__).with_suffix(".c")
 ROOTS = [str(SOURCE.parents[2]), str(SOURCE.parents[2] / "workers")]
 SCRIPT = "#!/bin/sh\n#SBATCH --nodes=2\ntrue\n"
+CHECKS = {"ASAN_OPTIONS": "detect_leaks=0"}  # the client ends before it would free anything
 DONE = b"1 4\n5\n\xc3\xa42 6\nnoted\nexit 0\n"
 ACCEPTED = {"jobs": [{"job_id": 5, "tasks": 1}], "notes": []}
 
@@ -43,7 +44,9 @@ def bins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     compiler = shutil.which("cc")
     if compiler is not None:
         words = [compiler, "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(base / "c" / "hsub"), str(SOURCE)]
-        subprocess.run(words, check=True, timeout=60)
+        checked = [*words, "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+        if subprocess.run(checked, capture_output=True, timeout=60, check=False).returncode:  # no library for it
+            subprocess.run(words, check=True, timeout=60)
         for name in thin.COMMANDS:
             if name != "hsub":
                 (base / "c" / name).symlink_to("hsub")
@@ -61,9 +64,13 @@ def run(request: pytest.FixtureRequest, bins: dict[str, Path], tmp_path: Path, a
     def run(
         name: str, *argv: str | bytes, env: dict[str | bytes, Any] | None = None, stdin: str = "", **how: Any
     ) -> Any:
-        environ = {"PATH": "/bin", "LANG": "C.UTF-8", "HOME": str(tmp_path), "HPCSCHED_API": str(api.path)} | (
-            env or {}
-        )
+        environ = {
+            "PATH": "/bin",
+            "LANG": "C.UTF-8",
+            "HOME": str(tmp_path),
+            "HPCSCHED_API": str(api.path),
+            **CHECKS,
+        } | (env or {})
         return subprocess.run(
             [str(bins[request.param] / name), *argv],
             env={key: value for key, value in environ.items() if value is not None},
@@ -94,7 +101,7 @@ def test_both_clients_send_the_same_words(api: FakeApi, bins: dict[str, Path], t
     api.answers["POST /v1/command"] = answered(DONE)
     env = {
         "HPCSCHED_API": str(api.path), "LANG": "C.UTF-8", "ODD": "\x1b\n\"\\ ☃\x7f", "EMPTY": "", "SLURM_UMASK": "1",
-        "TZ": "Asia/Tokyo",
+        "TZ": "Asia/Tokyo", **CHECKS,
         "PATH": "/bin",
     }  # fmt: skip
     for argv in (["hsub"], ["hsub", "-N", "2", "job.sh", 'a "b"\n', "é", ""], ["squeue", "-h"], ["hcancel", "--me"]):
@@ -109,7 +116,8 @@ def test_both_clients_send_the_same_words(api: FakeApi, bins: dict[str, Path], t
             assert len(body.pop("request_id")) == 32
             assert {"SLURM_UMASK=0027", "EMPTY="} <= set(body["environ"])
             assert any("NOFILE=100" in item for item in body["environ"])
-            body["environ"] = sorted(item for item in body["environ"] if not item.startswith(("LC_CTYPE=", "_=")))
+            seen = dict(item.split("=", 1) for item in reversed(body["environ"]))  # of two of one name the first counts
+            body["environ"] = {name: value for name, value in seen.items() if name not in ("LC_CTYPE", "_")}
         assert bodies[0] == bodies[1]
 
 
@@ -201,8 +209,8 @@ def test_a_script_that_cannot_be_sent_is_read_in_python(run: Run, api: FakeApi, 
     (tmp_path / "job.sh").write_bytes(data)
     api.answers["POST /v1/command"] = answered(b"script 0\n")
     run("hsub", "job.sh")
-    assert len(api.requests("POST /v1/command")) == 1
-    assert "script" not in sent(api)
+    assert not any("script" in body for body in api.requests("POST /v1/command"))
+    assert not any(route == "POST /v1/submit" for route, _, _ in api.asked) or b"\0" not in data
 
 
 def test_no_controller_is_said_by_the_command(run: Run, tmp_path: Path) -> None:
