@@ -88,7 +88,7 @@ lint: venv
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/manners/test_bounded_numbers.py tests/manners/test_docs.py
 
 docs: $(VENV)-docs/.done
-	$(VENV)-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 	@echo 'site/index.html'
 
 $(VENV)-docs/.done: pyproject.toml
