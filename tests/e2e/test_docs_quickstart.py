@@ -86,7 +86,7 @@ def test_the_commands_of_the_quickstart_print_what_the_page_shows(home: Path) ->
     (script,) = (text for language, text in BLOCKS if language == "bash")
     (home / "hello.sh").write_text(script.replace(SLEEP, GATE.format(home)))
     for command, expected in commands():
-        typed = command.replace(SLEEP, LATER).replace("node add local", "node add local --cpus 2")
+        typed = command.replace(SLEEP, LATER).replace("node add local", f"node add local --cpus 2 --root {home}/agent")
         if command.startswith("hlogs -f"):
             (home / "gate").touch()
         printed = run(typed, home)
