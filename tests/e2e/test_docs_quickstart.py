@@ -38,6 +38,7 @@ SLEEP, GATE, LATER = "sleep 20", "until [ -e {0}/gate ]; do sleep 0.1; done", "s
 def home() -> Iterator[Path]:
     """Return an empty directory with a short path, for the sockets; stop the controller at the end."""
     path = Path(tempfile.mkdtemp(prefix="hq-", dir="/tmp"))
+    path.chmod(0o755)
     yield path
     run("hpcsched down", path)
     shutil.rmtree(path, ignore_errors=True)
