@@ -12,7 +12,7 @@ Follow one job through the code:
 7. its launch is sent        lifecycle/effects.py says what must be true, controller/messages.py says it on the wire
 8. over one SSH connection   launch/link.py, launch/ssh.py; the node's code comes along: launch/bundle.py
 9. a node runs it            workers/hpcnode/agent/agent.py claims it in workers/hpcnode/spool.py;
-                             workers/hpcnode/shepherd/shepherd.py minds it
+                             workers/hpcnode/shepherd/shepherd.py supervises it
 10. its end comes back       controller/reports.py, matched by token; `hacct` reads store/ again
 """
 

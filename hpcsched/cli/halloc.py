@@ -64,7 +64,7 @@ _WITH_VARIABLES = frozenset((
 ))  # fmt: skip
 
 
-def _variables(option: stepoptions.Option) -> tuple[str, ...]:
+def _variables(option: stepoptions.StepOption) -> tuple[str, ...]:
     """Return the variable with the default of an option."""
     if option.name not in _WITH_VARIABLES:
         return ()
@@ -78,33 +78,33 @@ OPTIONS = (
         if option.name in _JOB or (option.accepted and option.name not in _OF_STEPS)
     )
     + (
-        stepoptions.Option(
+        stepoptions.StepOption(
             "get-user-env",
             "",
             stepoptions.OPTIONAL,
             "[SECONDS][S|L]",
             "run the command with the environment of a login shell (S: of a plain shell)",
         ),
-        stepoptions.Option(
+        stepoptions.StepOption(
             "kill-command",
             "K",
             stepoptions.OPTIONAL,
             "SIGNAL",
             "signal for the command when the job ends: TERM, or SIGNAL; without the option, HUP",
         ),
-        stepoptions.Option(
+        stepoptions.StepOption(
             "no-shell",
             "",
             stepoptions.FLAG,
             "",
             "run no command: the job lasts until it is cancelled or reaches its time limit",
         ),
-        stepoptions.Option(
+        stepoptions.StepOption(
             "wait", "W", stepoptions.VALUE, "SECONDS", "wait at most this long for the nodes, like --immediate=SECONDS"
         ),
     )
     + tuple(
-        stepoptions.Option(name, short, kind, "", "accepted", (), True)
+        stepoptions.StepOption(name, short, kind, "", "accepted", (), True)
         for name, short, kind in (
             ("bell", "", stepoptions.FLAG),
             ("no-bell", "", stepoptions.FLAG),

@@ -1,1 +1,1 @@
-"""Machines that are not there: nodes on loopback, for the demo and for tests."""
+"""Simulated machines: nodes on loopback, for the demo and for tests."""

@@ -1,7 +1,7 @@
-"""A whole cluster on this machine, for the demo and for tests: nodes on loopback, a configuration, a controller.
+"""A whole cluster on this machine, for the demo and for tests.
 
-Everything lies below one directory and is ended and found again by what is kept here. The commands are run as a user runs
-them: as programs, with HPCSCHED_CONFIG naming this cluster.
+All files are below one directory. A cluster ends with its object. Commands run as a user runs them: as programs, with
+HPCSCHED_CONFIG set to this cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcsched.errors import UnavailableError
 from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes
 
 COMMAND_TIMEOUT_S = 120.0
-# Variables of another cluster, or of a job that we run in: defaults of options, columns, the job's own id.
+# Variables of another cluster, or of a job around us: defaults of options, columns, the job's id.
 FOREIGN_VARIABLES = (
     "HPCSCHED_", "SLURM_", "SLURMD_", "HSUB_", "SBATCH_", "SALLOC_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SPRIO_",
     "SSHARE_", "SRUN_", "SCONTROL_",
@@ -31,7 +31,10 @@ FOREIGN_VARIABLES = (
 
 
 class LocalCluster:
-    """Nodes `names` of `cpus` cpus each and a controller, below the directory `base`; leaving the `with` block ends all."""
+    """Nodes `names` with `cpus` cpus each, and a controller, below `base`.
+
+    The end of the `with` block ends all.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class LocalCluster:
 
     @property
     def env(self) -> dict[str, str]:
-        """What the commands need in their environment to mean this cluster."""
+        """The environment in which commands use this cluster."""
         bin_dir = str(Path(sys.executable).parent)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN_VARIABLES)}
         return inherited | {
@@ -64,16 +67,16 @@ class LocalCluster:
 
     @property
     def server(self) -> str:
-        """Which SSH server answers: sshd or embedded."""
+        """The kind of SSH server: sshd or embedded."""
         return self.machines.server if self.machines is not None else self._server
 
     def start_machines(self) -> LoopbackNodes:
-        """Switch the nodes on."""
+        """Switch on all nodes."""
         self.machines = start_nodes(self.base / "nodes", self._names, server=self._server)
         return self.machines
 
     def write_config(self) -> None:
-        """Write the configuration that `hpcsched init` and `hpcsched node add` would have made."""
+        """Write the configuration that `hpcsched init` and `hpcsched node add` would write."""
         if self.machines is None:
             raise UnavailableError("cannot write the configuration: the nodes have not been started")
         for directory in (self.share, self.config_dir, self.config_dir / paths.NODES_DIR):
@@ -84,7 +87,7 @@ class LocalCluster:
             "partitions.main": {"nodes": "all", "default": True},
         }
         if os.getuid() == 0:
-            chosen["controller"] = {"allow_uid_below": 0}  # who plays with it as root submits as root
+            chosen["controller"] = {"allow_uid_below": 0}  # root may submit jobs as root here
         for section, values in self._settings.items():
             chosen[section] = {**chosen.get(section, {}), **values}
         (self.config_dir / paths.CONFIG_FILE).write_text(render_config(chosen))
@@ -102,7 +105,7 @@ class LocalCluster:
         create_database(state_dir / paths.DATABASE_FILE)
 
     def node_values(self, node: LoopbackNode) -> dict[str, object]:
-        """Return what nodes.d has of a node."""
+        """Return the entry of a node in nodes.d."""
         return {
             "host": node.host,
             "port": node.port,
@@ -116,7 +119,7 @@ class LocalCluster:
         }
 
     def start(self) -> Self:
-        """Start all of it, and wait until every node answers."""
+        """Start nodes and controller, and wait until every node answers."""
         try:
             self.start_machines()
             self.write_config()
@@ -132,11 +135,11 @@ class LocalCluster:
         self.run("hpcsched", "up")
 
     def down(self) -> None:
-        """Stop the controller; jobs run on."""
+        """Stop the controller; jobs continue."""
         self.run("hpcsched", "down")
 
     def stop(self) -> None:
-        """End the controller, then the nodes with all that runs there."""
+        """End the controller, then the nodes and all their processes."""
         try:
             if (self.config_dir / paths.CONFIG_FILE).exists():
                 self.run("hpcsched", "down", check=False)
@@ -161,7 +164,7 @@ class LocalCluster:
             time.sleep(0.05)
 
     def api(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Ask the controller's API."""
+        """Send a request to the controller's API."""
         return client.call(method, path, body, where=self.api_socket)
 
     @property
@@ -178,7 +181,10 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as a user of this cluster would; with `check`, raise UnavailableError if it fails."""
+        """Run a command as a user of this cluster.
+
+        With `check`, raise UnavailableError if it fails.
+        """
         result = subprocess.run(
             command,
             input=stdin,
@@ -195,7 +201,7 @@ class LocalCluster:
         return result
 
     def json(self, *command: str) -> Any:
-        """Run a command and return the JSON that it prints."""
+        """Run a command and return its JSON output."""
         return json.loads(self.run(*command).stdout)
 
     def __enter__(self) -> Self:

@@ -1,10 +1,10 @@
-"""One loopback node: its files and keys, its port, the switch of its power supply, and whether it answers to SSH.
+"""One loopback node: its files, keys, port and power supply.
 
 Rules:
-- Ready means that a command was run through SSH with the pinned host key, not that some time has passed.
-- A node keeps its port while it is off: a socket stays bound to it here, without listening.
+- A node is ready when a command was run through SSH with the pinned host key, not after a fixed time.
+- A node keeps its port while it is off: a socket here stays bound to it without listening.
 
-It does not know of other nodes, nor what runs on this one.
+Other nodes, and the programs on this one, are not known here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOG_TAIL_BYTES = 2000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopbackNode:
-    """How to reach one node, as a person would know it of a real machine."""
+    """The address, keys and directory of one node."""
 
     name: str
     host: str
@@ -47,12 +47,12 @@ class LoopbackNode:
     user: str
     identity_file: Path  # the client's private key
     host_key: str  # as in known_hosts, without the name
-    root: Path  # the node's own directory: its agent's spool and sockets may lie here
-    own_hostname: bool  # whether `hostname` there says `name`, or what this machine is called
+    root: Path  # the node's own directory, for its agent's spool and sockets
+    own_hostname: bool  # `hostname` prints `name` there, not the name of this machine
 
 
 class Machine:
-    """One node's files, its port and, while it is on, its supervisor."""
+    """One node's files, its port and, while it is on, its power supply process."""
 
     def __init__(self, name: str, root: Path, user: str, identity_file: Path, server: ServerKind) -> None:
         self.name, self.root, self.user, self.identity_file = name, root, user, identity_file
@@ -88,7 +88,7 @@ class Machine:
         )
 
     def power_on(self) -> None:
-        """Start the supervisor; `wait_until_ready` waits for it."""
+        """Start the power supply process; `wait_until_ready` waits for it."""
         with self._lock:
             if self._supervisor is not None:
                 raise RequestError(f"cannot switch node {self.name!r} on: it is on already")
@@ -104,7 +104,7 @@ class Machine:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, **marks},
-                start_new_session=True,  # Ctrl-C is for the owner, who then stops us in order
+                start_new_session=True,  # Ctrl-C is for the owner, which then stops us
             )
 
     def _server_command(self, environment: dict[str, str]) -> list[str]:
@@ -128,7 +128,7 @@ class Machine:
         return sshd.sshd_command(config, self._log)
 
     def wait_until_ready(self, deadline_s: float) -> None:
-        """Return when the node runs commands through SSH, and raise when it will not."""
+        """Wait until the node runs commands through SSH; raise if it does not start."""
         with self._lock:
             self._own_hostname = self._read_line(deadline_s) == "up own"
         while (problem := _ssh_problem(self.node)) is not None:
@@ -146,7 +146,7 @@ class Machine:
         return sorted(pid for pid, state in power.descendants(supervisor.pid).items() if state not in "ZX")
 
     def request(self, word: str) -> None:
-        """Have the supervisor do something, and wait until it is done."""
+        """Send a request to the power supply process, and wait until it is done."""
         with self._lock:
             if self._supervisor is None:
                 raise RequestError(f"cannot {word} node {self.name!r}: it is off")
@@ -154,7 +154,10 @@ class Machine:
             self._read_line(time.monotonic() + SWITCH_S)
 
     def ask_to_switch_off(self) -> None:
-        """Start switching off, so that several nodes can do it at the same time; `power_off` waits for it."""
+        """Begin to switch off, so that several nodes do it at the same time.
+
+        `power_off` waits for the end.
+        """
         with self._lock:
             if self._supervisor is not None:
                 self._send("off")
@@ -175,7 +178,7 @@ class Machine:
             )
 
     def release(self) -> None:
-        """Give the port back, for good."""
+        """Free the port; the node cannot start again."""
         self._reservation.close()
 
     def _send(self, word: str) -> None:
@@ -185,7 +188,7 @@ class Machine:
             self._supervisor.stdin.write(word.encode() + b"\n")
             self._supervisor.stdin.flush()
         except BrokenPipeError:
-            pass  # it is ending, and whoever waits for its answer learns how
+            pass  # it is ending; reading its answer shows how
 
     def _read_line(self, deadline_s: float) -> str:
         assert self._supervisor is not None
@@ -203,7 +206,7 @@ class Machine:
 
 
 def is_hopeless(problem: Exception) -> bool:
-    """Return whether to try again changes nothing. A server that was too slow, or went away, is no refusal of the key."""
+    """Return whether a retry is useless. A slow or vanished server has not refused the key."""
     if isinstance(problem, paramiko.AuthenticationException):
         return not any(word in str(problem) for word in ("timeout", "shut down"))
     return isinstance(problem, paramiko.BadHostKeyException)
@@ -212,14 +215,17 @@ def is_hopeless(problem: Exception) -> bool:
 def _make_node_directories(root: Path, ssh_dir: Path, user: str) -> None:
     ssh_dir.mkdir(parents=True, exist_ok=True)
     root.chmod(0o755)
-    ssh_dir.chmod(0o755)  # sshd reads the authorized keys as the user, whatever our umask
+    ssh_dir.chmod(0o755)  # sshd reads the authorized keys as the user, so our umask must not matter
     if os.geteuid() == 0 and user != "root":
         account = pwd.getpwnam(user)
         os.chown(root, account.pw_uid, account.pw_gid)
 
 
 def ensure_key(path: Path) -> str:
-    """Make an Ed25519 key pair at `path` (0600) and `path.pub` unless it is there; return the public key."""
+    """Create an Ed25519 key pair at `path` (0600) and `path.pub` if it is missing.
+
+    Return the public key.
+    """
     if not path.exists():
         private = Ed25519PrivateKey.generate().private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -236,7 +242,7 @@ def _public_key(path: Path) -> str:
 
 
 def _reserve_port() -> socket.socket:
-    # Bound and not listening: the kernel gives the port to nobody else, except to a server that sets SO_REUSEADDR too.
+    # Bound and not listening: only a server that sets SO_REUSEADDR, too, can get the port.
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind(("127.0.0.1", 0))
@@ -244,13 +250,16 @@ def _reserve_port() -> socket.socket:
 
 
 def _node_path() -> str:
-    # sshd's own default, and at its end the interpreter we run on, in case that is the machine's only Python.
+    # The default of sshd, and our interpreter's directory, which may have the only Python.
     interpreter = os.path.dirname(os.path.realpath(sys.executable))
     return f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{interpreter}"
 
 
 def _ssh_problem(node: LoopbackNode) -> Exception | None:
-    """Log in with the pinned host key and run a command; return what went wrong, None if nothing."""
+    """Log in with the pinned host key and run a command.
+
+    Return the error, None if there was none.
+    """
     pin = HostKeyEntry.from_line(f"[{node.host}]:{node.port} {node.host_key}")
     with paramiko.SSHClient() as client:
         client.get_host_keys().add(pin.hostnames[0], pin.key.get_name(), pin.key)

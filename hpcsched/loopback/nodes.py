@@ -1,9 +1,8 @@
-"""Machines on loopback: starts N nodes that answer to SSH as real ones do, switches them off and on, and ends them.
+"""Machines on loopback: start N nodes with SSH, switch them off and on, end them.
 
-Each node (`machine`) is a process tree of its own below a supervisor (`supervise`), with its own port, host key,
-directory, boot id and, where the kernel allows it, host name. In front stands OpenSSH's sshd (`sshd`) or our own server
-(`embedded`). Whatever ends this process ends the nodes: no tree outlives its owner.
-This module does not know what runs on the nodes: it sees accounts, keys and processes.
+Each node (`machine`) is a process tree below its power supply (`power`), with its own port, host key, directory, boot id and, if
+the kernel allows it, host name. Its SSH server is OpenSSH's (`sshd`) or our own (`paramiko_sshd`). If this process ends in any
+way, the nodes end. The programs on the nodes are not known here.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ READY_S = 60.0
 
 
 class LoopbackNodes:
-    """A set of nodes that this process owns; leaving the `with` block stops them."""
+    """The nodes of this process; the end of the `with` block stops them."""
 
     def __init__(self, machines: dict[str, Machine], server: ServerKind) -> None:
         self._machines = machines
@@ -43,33 +42,39 @@ class LoopbackNodes:
         self.stop()
 
     def stop(self) -> None:
-        """Switch all nodes off and give their ports back; a second call does nothing."""
+        """Switch off all nodes and free their ports; a second call does nothing."""
         _stop_machines(list(self._machines.values()))
 
     def power_off(self, name: str) -> None:
-        """Kill everything on the node at once, as a pulled plug does; return when nothing is left."""
+        """Kill all processes of the node at once, like a power failure.
+
+        Return when nothing is left.
+        """
         self._machine(name).power_off()
 
     def power_on(self, name: str) -> None:
-        """Start the node again: same port and host key, new boot id, nothing running; return when it answers."""
+        """Start the node again, with the same port and host key and a new boot id.
+
+        Return when it answers.
+        """
         machine = self._machine(name)
         machine.power_on()
         machine.wait_until_ready(time.monotonic() + READY_S)
 
     def freeze(self, name: str) -> None:
-        """Stop everything on the node where it stands (SIGSTOP): connections stay open, and nobody answers."""
+        """Stop all processes of the node (SIGSTOP): connections stay open without answers."""
         self._machine(name).request("freeze")
 
     def thaw(self, name: str) -> None:
-        """Let what `freeze` stopped go on."""
+        """Resume the processes that `freeze` stopped."""
         self._machine(name).request("thaw")
 
     def processes(self, name: str) -> list[int]:
-        """Return the pids of all that runs on the node, its SSH server included, its power supply not."""
+        """Return the pids of the node's processes, with its SSH server, without its power supply."""
         return self._machine(name).processes()
 
     def boot_id(self, name: str) -> str:
-        """Return the boot id that sessions on the node see now, or saw last."""
+        """Return the present, or last, boot id of the node."""
         return self._machine(name).boot_id
 
     def _machine(self, name: str) -> Machine:
@@ -89,11 +94,10 @@ def start_nodes(
 ) -> LoopbackNodes:
     """Start one node per name below `base_dir` and return them when all answer to SSH.
 
-    `user` is the account that logs in, by default the one that runs this; only root can name another.
-    `auto` takes OpenSSH's sshd where it can let that account in, else the embedded server.
+    `user` is the account for logins, by default our own; only root can choose another. `auto` uses OpenSSH's sshd if it can
+    log in that account, else the embedded server.
 
-    Raises: RequestError (names, user), ConfigError (sshd demanded and unusable), UnavailableError (a node that does
-    not start).
+    Raises: RequestError (names, user), ConfigError (sshd requested but unusable), UnavailableError (a node does not start).
     """
     _check_names(names)
     account = _account(user)
@@ -117,7 +121,10 @@ def start_nodes(
 
 
 def write_ssh_config(nodes: LoopbackNodes, path: Path) -> None:
-    """Write an OpenSSH client config, so that `ssh -F path NAME` reaches the nodes; host keys go next to it."""
+    """Write an OpenSSH client config, so that `ssh -F path NAME` reaches the nodes.
+
+    Host keys go next to it.
+    """
     known_hosts = path.with_name(path.name + ".known_hosts")
     known = [f"[{node.host}]:{node.port} {node.host_key}\n" for node in nodes.nodes.values()]
     known_hosts.write_text("".join(known))
@@ -154,7 +161,7 @@ def _account(user: str | None) -> str:
     try:
         own = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
-        own = f"uid{os.geteuid()}"  # containers run under numbers that nobody has named
+        own = f"uid{os.geteuid()}"  # containers may run under a uid without a name
     if user is not None and user != own and os.geteuid() != 0:
         raise RequestError(f"cannot start nodes for user {user!r}: only root can, and this is {own!r}")
     return user or own
@@ -174,7 +181,7 @@ def _server_kind(server: Literal["auto", "sshd", "embedded"], user: str) -> Serv
 def _stop_machines(machines: list[Machine]) -> None:
     for machine in machines:
         machine.ask_to_switch_off()
-    with contextlib.ExitStack() as todo:  # all of it, even where one fails
+    with contextlib.ExitStack() as todo:  # all of them, even if one fails
         for machine in machines:
             todo.callback(machine.release)
             todo.callback(machine.power_off)

@@ -1,15 +1,15 @@
-"""The SSH server of a loopback node where OpenSSH's sshd is not installed: a program of its own, on paramiko.
+"""The SSH server of a loopback node without OpenSSH's sshd: a program with paramiko.
 
-Run as `python -P embedded.py SETTINGS` (JSON, see `Settings`); `server_command` makes that line. It does what
-hpcsched asks of a machine, the way sshd does it: public key login of one account, `exec` requests with stdin, stdout
-and stderr as raw bytes, and `direct-tcpip` forwarding for ProxyJump. No terminal, no shell session, no sftp.
+Run as `python -P paramiko_sshd.py SETTINGS` (JSON, see `Settings`); `server_command` returns that command. It has the
+functions of sshd that hpcsched needs: public key login of one account, `exec` requests with stdin, stdout and stderr as
+raw bytes, and `direct-tcpip` forwarding for ProxyJump. It has no terminals, shell sessions or sftp.
 
 Rules:
-- A command runs under `/bin/sh -c` in the account's home, with a small environment and no start-up file.
-- Nothing is stored: what one side does not read fills the SSH window or the pipe, and the other side waits.
-- Half-closes go through, both ways. The exit status goes out when the command ends; the channel closes when, moreover,
-  nobody holds its stdout and stderr any longer.
-- A client that goes away closes the pipes and kills nobody. A thread outlives its channel only to reap its command.
+- A command runs under `/bin/sh -c` in the account's home, with a small environment and without start-up files.
+- Nothing is buffered without limit: unread data fills the SSH window or the pipe, and the other side waits.
+- Half-closes are forwarded in both directions. The exit status is sent when the command ends. The channel closes when no process
+  has the command's stdout and stderr open any more.
+- If a client goes away, the pipes close and no process is killed. A thread outlives its channel only to reap its command.
 - It listens on 127.0.0.1 only.
 
 Sources: RFC 4252 (7), RFC 4254 (5, 6, 7.2); paramiko's server interface.
@@ -37,10 +37,10 @@ import paramiko
 from paramiko.common import MSG_CHANNEL_REQUEST, cMSG_CHANNEL_REQUEST
 
 CHUNK_BYTES = 64 * 1024
-LOOK_MS = 200  # how often a waiting pump looks whether its channel is still there
+LOOK_MS = 200  # between checks of a waiting pump whether its channel is open
 ACCEPT_S = 5.0
 CONNECT_S = 5.0
-GONE = (OSError, EOFError, paramiko.SSHException)  # what paramiko raises when the client is no longer there
+GONE = (OSError, EOFError, paramiko.SSHException)  # raised by paramiko when the client is gone
 RFC_SIGNALS = frozenset(
     ["ABRT", "ALRM", "FPE", "HUP", "ILL", "INT", "KILL", "PIPE", "QUIT", "SEGV", "TERM", "USR1", "USR2"]
 )
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the server of one node has to know."""
+    """Settings of the server of one node."""
 
     port: int
     user: str
@@ -91,10 +91,10 @@ def server_command(
 
 
 def account_of(settings: Settings) -> SshAccount:
-    """Return how to run commands as the settings' user."""
+    """Return the account of the settings."""
     try:
         entry = pwd.getpwnam(settings.user)
-    except KeyError:  # a container's nameless number
+    except KeyError:  # a uid without a name, in a container
         home, shell, switch = "/", "/bin/sh", Switch()
     else:
         home, shell, switch = entry.pw_dir, entry.pw_shell, _switch_to(entry)
@@ -114,7 +114,10 @@ def _switch_to(entry: pwd.struct_passwd) -> Switch:
 
 
 class Door(paramiko.ServerInterface):
-    """What one connection may do. Its methods run in the connection's transport thread and must not wait long."""
+    """The permissions of a connection.
+
+    Its methods run in the transport thread and must not block.
+    """
 
     def __init__(self, settings: Settings, authorized: bytes, addresses: tuple[str, str]) -> None:
         self._account = account_of(settings)
@@ -123,7 +126,7 @@ class Door(paramiko.ServerInterface):
         self._ssh_environment = {"SSH_CLIENT": addresses[0], "SSH_CONNECTION": addresses[1]}
         self._commands_begun: set[int] = set()
         self._to_start: list[Callable[[], None]] = []
-        self.forwards: dict[int, socket.socket] = {}  # by channel id, until the channel is there
+        self.forwards: dict[int, socket.socket] = {}  # by channel id, until the channel is open
 
     def get_allowed_auths(self, username: str) -> str:
         return "publickey"
@@ -171,13 +174,13 @@ class Door(paramiko.ServerInterface):
         return paramiko.OPEN_SUCCEEDED
 
     def start_what_was_granted(self) -> None:
-        """Start the pumps of the commands that the client has been told about."""
+        """Start the pumps of commands whose request was answered."""
         while self._to_start:
             self._to_start.pop()()
 
 
 def _answer_then_start(channel: paramiko.Channel, message: paramiko.Message) -> None:
-    # A quick command must not end, and close its channel, before the client knows that it was granted.
+    # A quick command must not end, and close its channel, before its request is answered.
     try:
         channel._handle_request(message)
     finally:
@@ -185,19 +188,19 @@ def _answer_then_start(channel: paramiko.Channel, message: paramiko.Message) -> 
 
 
 class DoorTransport(paramiko.Transport):
-    """A transport that answers a channel request before it starts what was asked for."""
+    """A transport that answers a channel request before it starts the command."""
 
     _channel_handler_table = paramiko.Transport._channel_handler_table | {MSG_CHANNEL_REQUEST: _answer_then_start}
 
 
 def attach_command(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
-    """Connect a running command with its channel, until both have ended."""
+    """Connect a running command with its channel until both have ended."""
     _in_thread(feed_command, channel, process)
     _in_thread(follow_command, channel, process)
 
 
 def feed_command(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
-    """Hand the client's data to the command's stdin, and close that when the client has no more."""
+    """Copy the client's data to the command's stdin, and close that at the end."""
     assert process.stdin is not None
     with process.stdin as stdin:
         os.set_blocking(stdin.fileno(), False)
@@ -207,7 +210,7 @@ def feed_command(channel: paramiko.Channel, process: subprocess.Popen[bytes]) ->
 
 
 def follow_command(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
-    """Hand on what the command writes, then its end; whatever happens to the channel, reap the command."""
+    """Copy the command's output, then report its end; reap the command in any case."""
     assert process.stdout is not None
     assert process.stderr is not None
     teller = ExitTeller(channel, process)
@@ -225,13 +228,13 @@ def follow_command(channel: paramiko.Channel, process: subprocess.Popen[bytes]) 
 
 
 class ExitTeller:
-    """Tells the client once how its command ended."""
+    """Reports the end of a command to the client, once."""
 
     def __init__(self, channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
         self._channel, self._process, self._told = channel, process, False
 
     def tell_if_ended(self) -> None:
-        """Send exit-status or exit-signal, if the command has ended and the client does not know yet."""
+        """Send exit-status or exit-signal, if the command has ended and that was not sent yet."""
         status = None if self._told else self._process.poll()
         if status is None or self._channel.closed:
             return
@@ -257,7 +260,7 @@ def _send_exit_signal(channel: paramiko.Channel, number: int) -> None:
 
 
 def attach_socket(channel: paramiko.Channel, sock: socket.socket) -> None:
-    """Connect a channel with a socket, each direction until its own end, and close both after the second."""
+    """Connect a channel with a socket, each direction until its end, and close both."""
     sock.setblocking(False)
     backward = _in_thread(drain, channel, {sock.fileno(): channel.sendall}, lambda: None, channel.shutdown_write)
     with sock, channel:
@@ -270,7 +273,7 @@ def _half_close(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # the far end is gone already
+        pass  # the peer is gone already
 
 
 def _received(channel: paramiko.Channel) -> Iterator[bytes]:
@@ -279,15 +282,17 @@ def _received(channel: paramiko.Channel) -> Iterator[bytes]:
 
 
 def discard(channel: paramiko.Channel) -> None:
-    """Read what the client still sends to a reader that has gone, so that it does not wait for ever."""
+    """Drop data for a reader that is gone, so that the client does not block."""
     for _ in _received(channel):
         pass
 
 
 def write_all(fd: int, data: bytes, channel: paramiko.Channel) -> bool:
-    """Write all of `data` to a non-blocking descriptor; return False if its reader or the connection has gone.
+    """Write all of `data` to a non-blocking descriptor.
 
-    A channel that was closed in order still gets its last data through, however slow the reader.
+    Return False if its reader or the connection is gone.
+
+    The last data of a closed channel is still delivered to a slow reader.
     """
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
@@ -312,7 +317,10 @@ def drain(
     at_each_look: Callable[[], None],
     at_end: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Hand what each descriptor yields to its sink; return True when all have ended, False if the channel has gone."""
+    """Copy each descriptor to its sink.
+
+    Return True when all have ended, False if the channel is gone.
+    """
     poll = select.poll()
     for fd in sinks:
         poll.register(fd, select.POLLIN)
@@ -346,7 +354,7 @@ def _in_thread(function: Callable[..., object], *args: object) -> threading.Thre
 
 
 def serve_connection(sock: socket.socket, settings: Settings, host_key: paramiko.PKey, authorized: bytes) -> None:
-    """Talk to one client until it goes away."""
+    """Serve one client until it is gone."""
     try:
         with sock, contextlib.closing(DoorTransport(sock)) as transport:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

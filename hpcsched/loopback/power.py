@@ -1,18 +1,17 @@
-"""The power supply of one loopback node: runs the node's SSH server, and takes everything below with it.
+"""The power supply of one loopback node: runs its SSH server, and ends its processes.
 
-Run as `supervise.py OWNER_PID HOSTNAME LOG COMMAND...`; needs the standard library only and ignores the site packages.
-It answers one-word requests on stdin with one line each on stdout: `freeze`, `thaw`, `off`. The first line, sent
-without being asked, says whether the node has a host name of its own (`up own` or `up shared`).
+Run as `power.py OWNER_PID HOSTNAME LOG COMMAND...`; it needs the standard library only, and ignores site packages. It answers
+one-word requests on stdin with one line each on stdout: `freeze`, `thaw`, `off`. Before that it prints one line: `up own` if the
+node has its own host name, else `up shared`.
 
 Rules:
-- It is the subreaper of all that starts below, so a daemon that detaches (double fork, setsid) stays its descendant.
-- `off` stops everything first, so that nothing can fork away, then kills; again and again until nothing is left.
-- It does the same when its owner is gone, however that died: the owner's pidfd and the end of stdin say so. (The signal
-  of PR_SET_PDEATHSIG would also come when merely the *thread* ends that started us, so it is for our own child only.)
+- It is the subreaper of all processes below, so a daemon that detaches (double fork, setsid) stays a descendant.
+- `off` first stops all processes, so that none can fork away, then kills them, repeatedly until nothing is left.
+- It does the same when its owner ends in any way: it watches the owner's pidfd and the end of stdin. (PR_SET_PDEATHSIG would also
+  fire when only the *thread* that started us ends, so it is used for our own child only.)
 - Processes are found by their ancestry in /proc, never by name.
 
-It does not know what an SSH server is, nor what a node does.
-Sources: prctl(2), pidfd_open(2), unshare(2), user_namespaces(7), proc(5).
+SSH and the programs of the node are not known here. Sources: prctl(2), pidfd_open(2), unshare(2), user_namespaces(7), proc(5).
 """
 
 from __future__ import annotations
@@ -37,7 +36,10 @@ KILL_S = 20.0
 
 
 def descendants(root_pid: int) -> dict[int, str]:
-    """Return pid -> state letter (proc(5)) of every process below `root_pid`, zombies included, without itself."""
+    """Return pid -> state letter (proc(5)) of every process below `root_pid`.
+
+    Zombies are included, `root_pid` is not.
+    """
     below: dict[int, list[tuple[int, str]]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (stat := _parent_and_state(int(name))):
@@ -54,7 +56,7 @@ def descendants(root_pid: int) -> dict[int, str]:
 def _parent_and_state(pid: int) -> tuple[int, str] | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()  # the name in front may hold anything
+            fields = stat.read().rpartition(b")")[2].split()  # the name before may have any characters
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(fields[1]), fields[0].decode()
@@ -70,9 +72,9 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def stop_all_below() -> set[int]:
-    """Stop every descendant, also those forked meanwhile, and return the pids that this call stopped.
+    """Stop all descendants, including new ones, and return the pids that this call stopped.
 
-    Who waits in the kernel (D) cannot fork either, and stops as soon as that has ended.
+    A process that waits in the kernel (D) cannot fork, and stops when that wait ends.
     """
     stopped: set[int] = set()
     deadline_s = time.monotonic() + SETTLE_S
@@ -87,7 +89,7 @@ def stop_all_below() -> set[int]:
 
 
 def reap() -> bool:
-    """Collect the children that have ended; return whether any child, living or dead, is left."""
+    """Collect ended children; return whether any child, living or dead, is left."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -98,19 +100,22 @@ def reap() -> bool:
 
 
 def kill_all_below() -> list[int]:
-    """Kill every descendant and return the pids that would not die in time (stuck in the kernel)."""
+    """Kill all descendants; return the pids that did not end in time (stuck in the kernel)."""
     deadline_s = time.monotonic() + KILL_S
     while reap():
         if time.monotonic() > deadline_s:
             return sorted(descendants(os.getpid()))
         stop_all_below()
-        signal_all(descendants(os.getpid()), signal.SIGKILL)  # zombies too: their threads may live on
+        signal_all(descendants(os.getpid()), signal.SIGKILL)  # zombies, too: their threads may still live
         time.sleep(0.001)
     return []
 
 
 def take_own_hostname(hostname: str) -> bool:
-    """Enter a UTS namespace with this host name, if the kernel lets us; return whether it did."""
+    """Enter a UTS namespace with this host name, if the kernel allows it.
+
+    Return whether it did.
+    """
     if not _succeeds_in_a_child(lambda: _enter_uts_namespace(hostname)):
         return False
     _enter_uts_namespace(hostname)
@@ -118,7 +123,7 @@ def take_own_hostname(hostname: str) -> bool:
 
 
 def _succeeds_in_a_child(attempt: Callable[[], None]) -> bool:
-    # A half-made user namespace cannot be left again, so the first try is a child's.
+    # A process cannot leave a half-made user namespace, so a child tries first.
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -163,7 +168,7 @@ def _die_with_parent() -> None:
 
 
 def start_server(command: list[str], log_path: str) -> subprocess.Popen[bytes]:
-    """Start the node's SSH server, its output appended to the log."""
+    """Start the node's SSH server; append its output to the log."""
     with open(log_path, "ab") as log:
         return subprocess.Popen(
             command,
@@ -176,17 +181,17 @@ def start_server(command: list[str], log_path: str) -> subprocess.Popen[bytes]:
 
 
 def owner_watch(owner_pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the owner is gone, or None on kernels without pidfds."""
+    """Return a descriptor that is readable when the owner ends, None without pidfds."""
     try:
         return os.pidfd_open(owner_pid)
     except ProcessLookupError:
         raise SystemExit("the owner is gone already") from None
     except (OSError, AttributeError):
-        return None  # an old kernel or a strict sandbox: then the end of stdin has to do
+        return None  # an old kernel or a strict sandbox: then only the end of stdin counts
 
 
 def serve_requests(watched: list[int], wake: int) -> None:
-    """Answer requests on stdin until `off`, a signal, the end of stdin or the end of the owner."""
+    """Answer requests on stdin until `off`, a signal, or the end of stdin or owner."""
     stopped: set[int] = set()
     pending = b""
     while True:
@@ -216,7 +221,7 @@ def _say(line: str) -> None:
     try:
         os.write(1, line.encode() + b"\n")
     except BrokenPipeError:
-        pass  # nobody listens any more; what has to be done is done all the same
+        pass  # no reader any more; the request is carried out nevertheless
 
 
 def _wakeup_descriptor() -> int:
@@ -229,7 +234,7 @@ def _wakeup_descriptor() -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run one node until it is switched off; the exit status is 0 if nothing is left of it."""
+    """Run one node until it is switched off; return 0 if nothing is left of it."""
     owner_pid, hostname, log_path, *command = argv
     watch = owner_watch(int(owner_pid))
     own = take_own_hostname(hostname)

@@ -1,8 +1,7 @@
-"""OpenSSH's sshd as the front door of one loopback node: whether it can be used here, its config, its command line.
+"""OpenSSH's sshd as the SSH server of one loopback node.
 
-It uses no file of the system's own sshd but the program: own port, host key, authorized key and log, all below the
-node's directory. It does not start anything that stays.
-Sources: sshd(8), sshd_config(5).
+Of the system's own sshd only the program is used: port, host key, authorized key and log are the node's own, in its directory. No
+process is started here. Sources: sshd(8), sshd_config(5).
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# Sessions must not run the account's real start-up files: what those do (version managers take locks in the home
-# directory, and wait for them) would be killed half-way when a node is switched off. bash reads ~/.bashrc for sshd only
-# in an outermost shell; zsh reads ~/.zshenv always, unless that lies elsewhere.
+# Sessions must not run the account's real start-up files: version managers take locks in the home directory, and switching off
+# the node would kill them with the lock held. For sshd, bash reads ~/.bashrc only in an outermost shell; zsh always reads
+# ~/.zshenv unless ZDOTDIR is elsewhere.
 NO_START_UP = {"SHLVL": "1", "ZDOTDIR": "/nonexistent"}
 
 RUN_DIR = Path("/run/sshd")
@@ -53,7 +52,7 @@ def find_sshd() -> str | None:
 
 
 def why_no_sshd(user: str) -> str | None:
-    """Say why sshd cannot let `user` in on this machine, and what to do about it; None if it can."""
+    """Return why sshd cannot log in `user` on this machine, and what to do; None if it can."""
     if find_sshd() is None:
         return "sshd is not installed (Debian: apt-get install openssh-server)"
     try:
@@ -78,7 +77,7 @@ def _is_locked(user: str) -> bool:
 def write_sshd_config(
     path: Path, *, port: int, user: str, host_key: Path, authorized_keys: Path, environment: dict[str, str]
 ) -> None:
-    """Write the config of one node's sshd; `environment` is added to that of every session."""
+    """Write the configuration of one node's sshd; `environment` is added to every session."""
     text = CONFIG.format(
         port=port,
         user=user,
@@ -87,7 +86,7 @@ def write_sshd_config(
         environment=" ".join(_quoted(f"{name}={value}") for name, value in (NO_START_UP | environment).items()),
     )
     if _version() >= (9, 8):
-        text += "PerSourcePenalties no\n"  # a test that is refused must not shut out the next one
+        text += "PerSourcePenalties no\n"  # a refused login must not block the next one
     path.write_text(text)
 
 
@@ -98,14 +97,17 @@ def _quoted(word: str) -> str:
 def _version() -> tuple[int, int]:
     sshd = find_sshd()
     assert sshd is not None
-    # Before 9.2 -V was no option, but the complaint about it names the version as well.
+    # Before 9.2 sshd has no -V, but its error message has the version.
     said = subprocess.run([sshd, "-V"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     found = re.search(r"OpenSSH_(\d+)\.(\d+)", said.stderr + said.stdout)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def sshd_command(config: Path, log: Path) -> list[str]:
-    """Return the command that runs sshd in the foreground; as root, make the directory it insists on."""
+    """Return the command that runs sshd in the foreground.
+
+    As root, create the directory that it requires.
+    """
     sshd = find_sshd()
     assert sshd is not None
     if os.geteuid() == 0:

@@ -1,6 +1,6 @@
 """The steps of running jobs: where the tasks go, which step waits, how it ends. Who may start one: `steprights`.
 
-`StepService` minds every step but the batch step. It does no I/O: it speaks through the callables in
+`StepService` supervises every step but the batch step. It does no I/O: it speaks through the callables in
 `StepPorts`. It does not know how a job gets its nodes, what a process is, or what a row looks like on disk.
 
 Rules:

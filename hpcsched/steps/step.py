@@ -189,7 +189,7 @@ def take_end(step: Step, run: Run, report: protocol.Report) -> None:
             ended_for = "" if step.ending or step.found else "its job is being ended there"
             no_word(step, run, ended_for and f"cannot start the step on {run.node}: {ended_for}")
         case _:
-            no_word(step, run, f"cannot tell how the tasks on {run.node} ended: {report.why or 'their minder died'}")
+            no_word(step, run, f"cannot tell how the tasks on {run.node} ended: {report.why or 'their shepherd died'}")
 
 
 def no_word(step: Step, run: Run, why: str) -> None:

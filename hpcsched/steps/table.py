@@ -1,4 +1,4 @@
-"""The steps that a controller minds, found by their numbers, their tokens and the step commands that asked for them.
+"""The steps of a controller, found by their numbers, their tokens and the step commands that asked for them.
 
 A step that is over is found by its tokens and its origin until that stream closes: output may still come.
 """

@@ -40,7 +40,7 @@ def kill_rounds(cluster: KillableCluster, rounds: int, rng: random.Random) -> Co
             elif kind == "power":
                 cluster.cycle_power(node)
             else:
-                kill = cluster.kill_agent if kind == "agent" else partial(cluster.kill_minder, rng=pick)
+                kill = cluster.kill_agent if kind == "agent" else partial(cluster.kill_shepherd, rng=pick)
                 wait_until(lambda kill=kill, node=node: flow.check() or kill(node), PATIENCE_S, f"a {kind} on {node}")
             killed[kind] += 1
     cluster.kill_controller()  # its next life has forgotten for how long it was going to wait for the nodes

@@ -161,7 +161,7 @@ class KillableCluster(LocalCluster):
         pid = self.agent_pid(node)
         return pid is not None and self._killed("agent", node, pid)
 
-    def kill_minder(self, node: str, rng: random.Random) -> bool:
+    def kill_shepherd(self, node: str, rng: random.Random) -> bool:
         """SIGKILL one of the node's shepherds, if there is one."""
         pids = self.shepherds(node)
         return bool(pids) and self._killed("shepherd", node, rng.choice(pids))

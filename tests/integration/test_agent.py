@@ -256,7 +256,7 @@ def test_an_older_controller_is_refused_and_a_newer_one_takes_over(node: NodeUnd
     assert not (work / "marker").exists()
 
 
-def test_a_restored_database_is_another_incarnation_and_the_old_one_is_of_the_past(node: NodeUnderTest) -> None:
+def test_a_restored_database_is_a_new_incarnation_and_the_old_one_is_refused(node: NodeUnderTest) -> None:
     assert isinstance(Controller(node, epoch=9).welcome, protocol.Welcome)
     restored = secrets.token_hex(8)
     assert isinstance(Controller(node, epoch=1, incarnation=restored).welcome, protocol.Welcome)
@@ -332,7 +332,7 @@ def test_a_bad_frame_of_the_controller_ends_its_connection_but_no_job(node: Node
     assert [r["status"] for r in again.welcome.inventory] == [protocol.STARTED]
 
 
-def test_an_agent_that_nobody_needs_ends_and_one_with_a_job_stays(place: Path, work: Path) -> None:
+def test_an_idle_agent_ends_and_one_with_a_job_stays(place: Path, work: Path) -> None:
     with running_node(place / "node", idle_s=0.3) as node:
         controller = Controller(node)
         token = controller.launch("while [ ! -e go ]; do sleep 0.05; done", work_dir=str(work))

@@ -90,7 +90,7 @@ def test_it_has_its_stream_again_and_no_output_is_lost(node: NodeUnderTest, cont
     assert not list((node.root / "streams").iterdir())
 
 
-def test_it_is_not_said_to_be_gone_before_it_is(node: NodeUnderTest) -> None:
+def test_a_job_is_not_reported_gone_before_it_is(node: NodeUnderTest) -> None:
     controller = Controller(node)
     batch = controller.launch("sleep 100")
     controller.wait_status(batch, protocol.STARTED)
@@ -122,7 +122,7 @@ def test_one_that_ended_with_its_agent_is_gone(node: NodeUnderTest) -> None:
     controller.wait(lambda m: m == protocol.CloseStream(stream))
 
 
-def test_nobody_else_gets_its_stream(node: NodeUnderTest) -> None:
+def test_no_other_process_gets_a_stream(node: NodeUnderTest) -> None:
     controller = Controller(node)
     batch = controller.launch("sleep 100")
     controller.wait_status(batch, protocol.STARTED)
@@ -140,7 +140,7 @@ def test_nobody_else_gets_its_stream(node: NodeUnderTest) -> None:
     command.close()
 
 
-def test_who_had_asked_for_nothing_yet_asks_again(node: NodeUnderTest) -> None:
+def test_a_client_without_a_request_sends_it_again(node: NodeUnderTest) -> None:
     command = StepCommand(node, first=protocol.StepBack(started=False))
     assert command.wait(lambda m: isinstance(m, protocol.StepEnded)).again
 
@@ -157,7 +157,7 @@ def test_a_step_that_cannot_be_kept_is_refused(node: NodeUnderTest) -> None:
     wait_until(lambda: command.pump(0.05) or command.closed)
 
 
-def test_what_is_no_stream_of_ours_keeps_no_agent_from_starting(node: NodeUnderTest) -> None:
+def test_foreign_files_among_the_streams_do_not_stop_an_agent(node: NodeUnderTest) -> None:
     """A file system may leave names of its own there, as NFS does of a file that is deleted while it is open."""
     (node.root / "streams" / ".nfs0000000000a1b2c3").touch()
     controller = replaced(node)

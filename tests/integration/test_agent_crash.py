@@ -126,7 +126,7 @@ def _report(fields: dict[str, object]) -> protocol.Report:
 
 
 @pytest.mark.parametrize("point", LAUNCH_POINTS)
-def test_a_launch_runs_once_whoever_is_killed_where(node: NodeUnderTest, place: Path, point: str) -> None:
+def test_a_launch_runs_once_at_any_crash_point(node: NodeUnderTest, place: Path, point: str) -> None:
     marker = place / "marker"
     if point == "done.turned":
         fill_done_log(node.root)
@@ -152,7 +152,7 @@ def test_a_launch_runs_once_whoever_is_killed_where(node: NodeUnderTest, place: 
 
 
 @pytest.mark.parametrize("point", ["revoke.before", "revoke.made", "final.before", "final.after"])
-def test_a_bar_that_was_answered_holds_whoever_is_killed_where(node: NodeUnderTest, place: Path, point: str) -> None:
+def test_a_reported_revocation_holds_after_any_crash(node: NodeUnderTest, place: Path, point: str) -> None:
     node.start(crash_at=point)
     token = new_token()
     controller = Controller(node)

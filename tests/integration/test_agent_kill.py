@@ -214,7 +214,7 @@ def test_a_job_that_ended_while_there_was_no_agent_is_reported(node: NodeUnderTe
     assert (report["codes"] if isinstance(report, dict) else report.codes) == [6]
 
 
-def test_an_end_reaches_a_shepherd_of_the_agent_before(node: NodeUnderTest, work: Path) -> None:
+def test_an_end_reaches_a_shepherd_of_an_earlier_agent(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = controller.launch("echo $$ >> pids; sleep 100", work_dir=str(work))
     mine = pids(work)

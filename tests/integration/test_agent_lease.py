@@ -58,7 +58,7 @@ def answer_until(controller: Controller, done: Callable[[], object]) -> None:
     wait_until(take)
 
 
-def test_a_job_with_a_lease_lives_on_the_controllers_word_alone(node: NodeUnderTest, work: Path) -> None:
+def test_a_job_with_a_lease_lives_as_long_as_the_controller_answers(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     leased = controller.launch(BEAT, work_dir=str(work), **KILL)
     kept = controller.launch("while [ ! -e go ]; do sleep 0.05; done", new_token(job=2), work_dir=str(work))
@@ -151,7 +151,7 @@ def test_a_step_whose_task_is_killed_while_it_is_held_ends_after_go(node: NodeUn
     controller.close()
 
 
-def test_a_step_that_is_held_can_be_revoked_and_says_early_what_it_lacks(node: NodeUnderTest, work: Path) -> None:
+def test_a_held_step_can_be_revoked_and_reports_errors_early(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     held = controller.launch(argv=["touch", "ran"], work_dir=str(work), hold=True)
     controller.wait_status(held, protocol.READY)
@@ -177,7 +177,7 @@ def test_a_claim_holds_a_place_and_survives_its_agent(node: NodeUnderTest) -> No
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
-def test_a_full_disk_is_told_and_so_is_its_end(work: Path) -> None:
+def test_a_full_disk_and_its_end_are_reported(work: Path) -> None:
     root = work / "small"
     root.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=711", "hpcnode-test", str(root)], check=True)
@@ -211,7 +211,7 @@ def fill(filler: Any) -> None:
             continue
 
 
-def test_a_node_that_can_fork_no_more_says_so_and_is_back_when_it_can(work: Path) -> None:
+def test_a_node_that_cannot_fork_reports_it_and_recovers(work: Path) -> None:
     # Root has no such limit: its agent is nobody's here.
     with running_node(work / "node", user="nobody" if os.geteuid() == 0 else "") as node:
         controller = Controller(node)

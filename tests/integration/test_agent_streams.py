@@ -122,7 +122,7 @@ def test_output_that_was_not_taken_is_kept_and_the_writer_waits(node: NodeUnderT
 
 
 @pytest.mark.parametrize("who", ["agent", "controller"])
-def test_nothing_is_lost_or_doubled_when_somebody_comes_back(node: NodeUnderTest, place: Path, who: str) -> None:
+def test_nothing_is_lost_or_doubled_by_a_reconnect(node: NodeUnderTest, place: Path, who: str) -> None:
     data = os.urandom(5_000_000)
     (place / "data").write_bytes(data)
     controller = Controller(node)
@@ -158,7 +158,7 @@ def test_what_its_reader_misses_is_sent_again(node: NodeUnderTest) -> None:
     controller.final(token)
 
 
-def test_who_misses_only_the_end_of_what_has_gone_is_told(node: NodeUnderTest) -> None:
+def test_a_reader_that_misses_only_the_end_gets_it(node: NodeUnderTest) -> None:
     """The end was on its way when a controller ended; a shepherd whose output was all taken does not wait for that."""
     controller = Controller(node)
     here = protocol.Address("other", 5)
@@ -175,7 +175,7 @@ def test_who_misses_only_the_end_of_what_has_gone_is_told(node: NodeUnderTest) -
     wait_until(told)
 
 
-def test_nothing_is_told_of_what_was_never_here(node: NodeUnderTest) -> None:
+def test_nothing_is_reported_of_an_unknown_token(node: NodeUnderTest) -> None:
     controller = Controller(node)
     token = new_token(job=1)
     controller.send(protocol.OutputAck(token, 0, 1, 0, again=True, to=protocol.Address("other", 5)))
@@ -329,7 +329,7 @@ def _other_stream(controller: Controller, known: int) -> int:
     return found[0] if found else 0
 
 
-def test_what_became_of_its_request_is_asked_when_a_controller_comes(node: NodeUnderTest) -> None:
+def test_a_new_controller_is_asked_for_the_state_of_requests(node: NodeUnderTest) -> None:
     """The one before may have ended before it acted on it, and what it said last may be lost."""
     controller = Controller(node)
     commands = [StepCommand(node, 0)]
@@ -465,7 +465,7 @@ def test_a_command_that_does_not_read_holds_up_nobody_else(node: NodeUnderTest) 
 # ----- training programs
 
 
-def test_a_training_program_says_how_far_it_is(node: NodeUnderTest) -> None:
+def test_a_training_program_reports_its_progress(node: NodeUnderTest) -> None:
     controller = Controller(node)
     controller.wait_status(controller.launch("sleep 100", token=new_token(job=1, attempt=3)), protocol.STARTED)
     heartbeat = Heartbeat({"HPCSCHED_SOCKET": str(node.socket), "HPCSCHED_JOB_ID": "1"})
@@ -480,7 +480,7 @@ def test_a_training_program_says_how_far_it_is(node: NodeUnderTest) -> None:
     assert from_stream(again, protocol.Progress).message["step"] == 8
 
 
-def test_who_is_not_of_the_job_is_not_passed_on(node: NodeUnderTest) -> None:
+def test_commands_of_other_users_are_not_passed_on(node: NodeUnderTest) -> None:
     controller = Controller(node)
     Heartbeat({"HPCSCHED_SOCKET": str(node.socket), "HPCSCHED_JOB_ID": "1"}).say(word(step=7))
     wait_until(lambda: b"does not run on this node" in (node.root / "log").read_bytes())

@@ -39,7 +39,7 @@ echo $$ >> pids; while [ ! -e ask ]; do sleep 0.02; done; touch shell; wait
 """
 
 
-def test_a_suspended_job_stands_still_and_goes_on(node: NodeUnderTest, work: Path) -> None:
+def test_a_suspended_job_stops_and_resumes(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work))
     both = pids(work, 2)
@@ -52,7 +52,7 @@ def test_a_suspended_job_stands_still_and_goes_on(node: NodeUnderTest, work: Pat
     wait_until(lambda: (work / "shell").exists() and (work / "other").exists())
 
 
-def test_it_stands_still_for_as_long_as_it_takes_the_agent_notwithstanding(node: NodeUnderTest, work: Path) -> None:
+def test_a_step_stays_suspended_without_an_agent(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work))
     controller.wait_status(token, protocol.STARTED)
@@ -95,9 +95,7 @@ def test_what_is_launched_in_a_suspended_job_waits_for_it(node: NodeUnderTest, w
     assert controller.final(step).codes == [0]
 
 
-def test_it_waits_from_its_first_moment_also_if_the_agent_dies_right_after_it_gave_the_step_away(
-    node: NodeUnderTest, work: Path
-) -> None:
+def test_a_suspended_step_stays_suspended_if_the_agent_dies_after_the_start(node: NodeUnderTest, work: Path) -> None:
     node.kill()
     node.start(crash_at="fork.after:2")  # nothing can follow the order that the shepherd of the step was given
     controller = Controller(node)
@@ -155,7 +153,7 @@ def test_a_job_is_ended_by_the_signal_that_lets_it_save_what_it_has(
         assert controller.final(step).codes == [75]
 
 
-def test_a_job_hears_of_its_nodes_once_and_finds_them_in_a_file(node: NodeUnderTest, work: Path) -> None:
+def test_a_job_gets_one_signal_for_its_nodes_and_a_file(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     trap = "trap 'cat $HPCSCHED_ALLOCATION_FILE >> {0}' WINCH; echo $$ >> pids; while :; do sleep 0.02; done"
     batch = controller.launch(trap.format("shell"), token=new_token(job=3), work_dir=str(work))

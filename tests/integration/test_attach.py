@@ -121,7 +121,7 @@ def test_an_agent_of_another_bundle_is_replaced_under_running_jobs(root: Path) -
     new.close()
 
 
-def test_an_old_bundle_stays_while_a_job_is_minded_from_it_and_then_goes(root: Path) -> None:
+def test_an_old_bundle_stays_while_a_shepherd_runs_from_it(root: Path) -> None:
     first = bundle(root, "1")
     old = Attached(root, *first)
     token = old.launch("while [ ! -e go ]; do sleep 0.05; done", work_dir=str(root))
@@ -148,7 +148,7 @@ def test_an_agent_that_hangs_is_replaced_too(root: Path) -> None:
     new.close()
 
 
-def test_an_agent_of_the_same_bundle_that_answers_nobody_is_replaced(root: Path) -> None:
+def test_an_agent_that_answers_no_connection_is_replaced(root: Path) -> None:
     old = Attached(root, *source())
     token = old.launch("while [ ! -e go ]; do sleep 0.05; done", work_dir=str(root))
     old.wait_status(token, protocol.STARTED)

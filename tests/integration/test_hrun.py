@@ -115,7 +115,7 @@ def test_output_after_the_end_of_the_step_is_asked_for_again_and_again(
     assert hrun.finish() == (0, "late\n", "")
 
 
-def test_when_a_connection_was_lost_and_is_there_again_what_may_be_lost_is_asked_for(
+def test_after_a_reconnect_possibly_lost_messages_are_requested_again(
     controller: Controller, run: Callable[..., Running]
 ) -> None:
     hrun = run("prog")
@@ -141,7 +141,7 @@ def test_when_a_connection_was_lost_and_is_there_again_what_may_be_lost_is_asked
     assert hrun.finish() == (0, "first\nsecond\nthird\n", "")
 
 
-def test_where_nothing_is_left_only_the_end_was_missing(controller: Controller, run: Callable[..., Running]) -> None:
+def test_an_end_for_all_tasks_completes_their_output(controller: Controller, run: Callable[..., Running]) -> None:
     hrun = run("-l", "prog")
     controller.start()
     controller.output(0, b"first\n")

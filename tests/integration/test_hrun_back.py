@@ -117,7 +117,7 @@ def test_a_request_that_no_agent_has_read_is_made_again(controller: Controller, 
     assert hrun.finish() == (0, "", "")
 
 
-def test_an_agent_that_goes_again_and_again_is_come_back_to(controller: Controller, run: Run) -> None:
+def test_a_client_returns_to_an_agent_that_restarts_repeatedly(controller: Controller, run: Run) -> None:
     hrun = run("-n1", "-i", "none", "prog")
     controller.start(tasks=1)
     for _ in range(3):

@@ -152,9 +152,7 @@ def test_hrsh(cluster: LocalCluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", ["USR1", "USR2"])
-def test_a_signal_for_the_steps_of_a_job_is_not_for_what_a_remote_shell_runs(
-    cluster: LocalCluster, tmp_path: Path, signum: str
-) -> None:
+def test_a_signal_for_steps_does_not_reach_a_remote_shell(cluster: LocalCluster, tmp_path: Path, signum: str) -> None:
     """mpirun hands them on to its ranks itself; its daemons would die of them."""
     there = "echo ready; until [ -e go ]; do sleep 0.1; done; echo unharmed"
     job_id = submit(

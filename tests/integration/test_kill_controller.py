@@ -28,7 +28,7 @@ class Provoking:
 
     def shepherd_killed(self) -> None:
         """A node says that its record of a job is all that is left of it."""
-        self._cluster.kill_minder(self._rng.choice(NAMES), self._rng)
+        self._cluster.kill_shepherd(self._rng.choice(NAMES), self._rng)
 
     def launch_refused(self) -> None:
         """A job that its node cannot start, however often."""

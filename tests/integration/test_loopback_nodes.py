@@ -251,7 +251,7 @@ def test_openssh_reaches_the_nodes_by_name_also_through_each_other(cluster: Loop
 # -- connections that end
 
 
-def test_a_client_that_vanishes_takes_no_detached_process_along(own_cluster: LoopbackNodes) -> None:
+def test_a_vanished_client_ends_no_detached_process(own_cluster: LoopbackNodes) -> None:
     server_pid = wait_until(lambda: _only_process(own_cluster), what="the first connection's processes to end")
     threads_before = _threads(server_pid)
     pids: list[list[int]] = []
@@ -349,9 +349,7 @@ def _state(pid: int) -> str:
         return ""
 
 
-def test_what_could_not_stop_when_its_node_was_frozen_stops_when_it_can(
-    own_cluster: LoopbackNodes, tmp_path: Path
-) -> None:
+def test_a_process_that_could_not_stop_at_a_freeze_stops_later(own_cluster: LoopbackNodes, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     with connected(own_cluster.nodes["node-a"]) as client:

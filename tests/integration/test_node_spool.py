@@ -74,7 +74,7 @@ def test_the_log_is_bounded_and_keeps_the_last_ones(tmp_path: Path) -> None:
     assert sum(len(path.read_text()) for path in tmp_path.iterdir()) < 3000
 
 
-def test_a_line_cut_off_by_a_power_failure_says_nothing_and_spoils_nothing(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_power_failure_is_ignored(tmp_path: Path) -> None:
     first, second, third = token(step="1"), token(step="2"), token(step="3")
     done = DoneLog(str(tmp_path), CrashPoints())
     done.add([first, second])
@@ -178,7 +178,7 @@ def test_a_script_whose_entry_a_power_failure_took_goes(tmp_path: Path) -> None:
     assert os.listdir(spool.jobs) == [kept.token]
 
 
-def test_an_entry_whose_launch_was_taken_back_starts_nothing(tmp_path: Path) -> None:
+def test_an_invalidated_entry_starts_nothing(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     launch = launch_of(token())
     spool.invalidate(launch.token)
@@ -209,9 +209,7 @@ def test_the_lock_is_one_file_with_the_spec(tmp_path: Path) -> None:
     assert spool.read(text).launch is None
 
 
-def test_a_file_system_without_second_names_has_a_lock_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_hard_links_has_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_args: object, **_options: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 

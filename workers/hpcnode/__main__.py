@@ -1,4 +1,4 @@
-"""The program of a node: `attach`, `agent`, `probe`, the step commands `hrun` and `hrsh`, and `srun` and `scontrol`."""
+"""The program of a node: attach, agent, probe, and the step commands."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _step_command(word: str, rest: List[str]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process without Python's cleanup, which takes a quarter of a step command's time."""
+    """Exit without Python's cleanup, which takes a quarter of a step command's time."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

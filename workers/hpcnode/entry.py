@@ -1,4 +1,4 @@
-"""Ledger entries: the known tokens of a node, what the ledger needs of the shepherds, and the report of an entry."""
+"""Ledger entries: the known tokens of a node, and their reports."""
 
 from __future__ import annotations
 
@@ -117,7 +117,10 @@ class Entries(Dict[str, Entry]):
         return entry
 
     def of_job(self, job: Tuple[str, int], up_to: Optional[Life] = None) -> Iterator[Entry]:
-        """Yield the job's entries, up to that attempt and stay or all. The caller may remove them meanwhile."""
+        """Yield the job's entries, up to that attempt and stay or all.
+
+        The caller may remove them meanwhile.
+        """
         for token in tuple(self._of_job.get(job, ())):
             entry = self[token]
             if up_to is None or entry.key.life <= up_to:
@@ -129,7 +132,7 @@ class Entries(Dict[str, Entry]):
         return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
 
     def may_report(self, entry: Entry) -> bool:
-        """Return whether its state may be reported: a batch step's end only after all other steps of its attempt."""
+        """Return whether its state may be reported: a batch step's end only after other steps."""
         if not entry.is_final or entry.key.step != protocol.BATCH:
             return True
         return all(e.is_final for e in self.of_job(entry.key.job, entry.key.life))

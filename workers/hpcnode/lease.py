@@ -1,4 +1,4 @@
-"""Leases: how long a step with `--lease=kill` may run on a node that does not hear from the controller.
+"""Leases: how long a step may run on a node that does not hear from the controller.
 
 A lease is renewed by a round trip, not by any message that arrives: the agent sends a Ping at `asked_s`, and the controller
 answers. So the controller was alive and had this node connected at `asked_s` or later, however long the answer waited in the
@@ -45,7 +45,7 @@ class Leases:
             self._entries[entry.token] = entry
 
     def begin(self, entry: Entry) -> None:
-        """Start the lease of a new launch, if the controller has just answered on the same connection."""
+        """Start the lease of a new launch, if the controller has just answered."""
         if entry.lease_s and self._heard_s is not None and self._boot_s() < self._heard_s + entry.lease_s / RENEWALS:
             self._renew(entry, self._heard_s)
 
@@ -54,7 +54,10 @@ class Leases:
         return entry.renewed_s is not None and self._boot_s() < entry.renewed_s + entry.lease_s
 
     def renewed(self, asked_s: float) -> List[Entry]:
-        """Renew all valid leases: a Ping of that time was answered; return entries that waited for their first lease."""
+        """Renew all valid leases: a Ping of that time was answered.
+
+        Return entries that waited for their first lease.
+        """
         self._heard_s = asked_s
         waiting = self.waiting()
         for entry in self._living():
@@ -63,7 +66,10 @@ class Leases:
         return waiting
 
     def disconnected(self) -> List[Entry]:
-        """Note the end of the connection; return entries that cannot get their first lease any more."""
+        """Note the end of the connection.
+
+        Return entries that cannot get their first lease any more.
+        """
         self._heard_s = None
         return self.waiting()
 
@@ -102,7 +108,10 @@ class Renewals:
         self._timer: Optional[Timer] = None
 
     def keep_on(self, connected: bool) -> None:
-        """Send a Ping now if an entry waits for its first lease, else when it is due. Call it after each turn of the loop."""
+        """Send a Ping now if an entry waits for its first lease, else when it is due.
+
+        Call it after each turn of the loop.
+        """
         every_s = self._leases.renew_every_s if connected else None
         if every_s is None:
             if self._timer is not None:
@@ -166,7 +175,7 @@ class StepLease:
 
 
 def write_renewal(entry: str, asked_s: float) -> None:
-    """Write the time of a renewal into the spool entry, in place, so that a full disk does not prevent it."""
+    """Write the time of a renewal into the spool entry, in place because of full disks."""
     text = "%020.3f %020.3f\n" % (asked_s, asked_s)
     fd = os.open(_path(entry), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -30,7 +30,10 @@ def socket_path(root: str) -> str:
 
 
 def make_socket_folder(path: str) -> None:
-    """Create the directory of the socket. Raises PermissionError if it belongs to another user."""
+    """Create the directory of the socket.
+
+    Raises PermissionError if it belongs to another user.
+    """
     folder = os.path.dirname(path)
     mode = 0o711 if os.geteuid() == 0 else 0o700
     try:
@@ -62,7 +65,7 @@ def _try(delete: Callable[[str], None], path: str) -> None:
 
 
 def program() -> str:
-    """Return the path that Python runs to start this program: the bundle, or the package's directory."""
+    """Return what Python runs to start this program: the bundle, or the package's directory."""
     here = os.path.dirname(os.path.abspath(__file__))
     bundle = os.path.dirname(here)
     return bundle if os.path.isfile(bundle) else here
@@ -75,7 +78,7 @@ def version() -> str:
 
 
 def command(*words: str, source: str = "") -> List[str]:
-    """Return the command that runs this program with `words`, isolated from the user's Python settings."""
+    """Return the command that runs this program with `words`, isolated from user settings."""
     return [sys.executable, "-I", "-S", source or program(), *words]
 
 
@@ -97,7 +100,9 @@ def delete_old_bundles(root: str, in_use: Callable[[bytes], bool], now_s: float)
 
 
 def unpack(root: str) -> str:
-    """Unpack and compile this bundle's modules, if need be; return the file that Python runs. Raises OSError.
+    """Unpack and compile this bundle's modules, if need be; return the file that Python runs.
+
+    Raises OSError.
 
     A step command that starts from the bundle would compile its modules each time, which takes most of its run time.
     """
@@ -116,7 +121,10 @@ def unpack(root: str) -> str:
 
 
 def unpack_aside(root: str, log: Callable[[str], None]) -> None:
-    """Let hrun and hrsh start from compiled modules. A child unpacks them; the caller reaps it."""
+    """Let hrun and hrsh start from compiled modules.
+
+    A child unpacks them; the caller reaps it.
+    """
     if version() == "source":
         return
     try:
@@ -163,7 +171,7 @@ def delete_old_steps(root: str, in_use: Callable[[bytes], bool], now_s: float) -
 
 
 def write_shims(root: str, source: str = "") -> None:
-    """Write hrun, hrsh, hpty and htun to ROOT/bin, and the commands with Slurm's names to ROOT/bin/slurm.
+    """Write the step commands to ROOT/bin, and those with Slurm's names to ROOT/bin/slurm.
 
     They run this bundle, or `source` if that is given.
     """

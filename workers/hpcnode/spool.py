@@ -1,4 +1,4 @@
-"""The spool: what a node was asked to run, one directory for each token, on the node's own disk.
+"""The spool: one directory for each token of this node, on the node's own disk.
 
     ROOT/epochs               the incarnations and epochs of controllers that were seen
     ROOT/seq                  every report number below this may have been used
@@ -117,7 +117,7 @@ class DoneLog:
         self._append(["t " + text for text in tokens])
 
     def end_attempts(self, job: Tuple[str, int], life: Life) -> None:
-        """Record durably that no attempt of the job up to this one may start here (of this one: no stay up to this)."""
+        """Record durably that no attempt and stay of the job up to this may start here."""
         if all(part.floors.get(job, NEVER) < life for part in (self._newer, self._older)):
             attempt, stay = life
             self._append(["j %s %d %d%s" % (*job, attempt, "-%d" % stay if stay else "")])
@@ -147,7 +147,7 @@ class DoneLog:
 
 
 def _name(token: Token) -> bytes:
-    """Return bytes unique to the token on this node: claims of one attempt share a nonce, and differ in their stay."""
+    """Return bytes that are unique to the token: claims of an attempt share a nonce."""
     return bytes.fromhex(token.nonce) + (b"%d" % token.stay if token.stay else b"")
 
 
@@ -238,7 +238,10 @@ class Spool:
         return os.path.join(self.jobs, token)
 
     def claim(self, launch: protocol.Launch, script: bytes, boot: str, owner: Tuple[int, int]) -> bool:
-        """Claim the token; return False if it was claimed or revoked before. Its user may read and run the script."""
+        """Claim the token; return False if it was claimed or revoked before.
+
+        Its user may read and run the script.
+        """
         entry = self.entry(launch.token)
         self._faults.reached("claim.before")
         try:
@@ -257,7 +260,7 @@ class Spool:
         return True
 
     def _reuse_files(self, entry: str) -> None:
-        """Move spare files to the temporary names of the entry's records, if there are spare files."""
+        """Move spare files to the temporary names of the entry's records, if there are any."""
         for record in RECORDS:
             self._spare_names = self._spare_names or os.listdir(self.spare)
             if not self._spare_names:
@@ -285,7 +288,10 @@ class Spool:
         return True
 
     def invalidate(self, token: str) -> None:
-        """Remove the launch of an entry durably, so that no later agent starts it. Needs no disk space."""
+        """Remove the launch of an entry durably, so that no later agent starts it.
+
+        Needs no disk space.
+        """
         entry = self.entry(token)
         try:
             os.unlink(os.path.join(entry, "spec"))
@@ -377,13 +383,16 @@ class Spool:
         return [self.read(name) for name in left if name not in over]
 
     def note_finished(self, tokens: List[str]) -> None:
-        """Make durable that these acknowledged tokens are over, so that their entries may be removed."""
+        """Make durable that these tokens are over, so that their entries may be removed."""
         self._faults.reached("forget.before")
         self.done_log.add(tokens)
         self._faults.reached("forget.noted")
 
     def remove(self, tokens: Iterable[str]) -> None:
-        """Remove entries. A child of the agent does it, because it can be slow; a new agent finds what is left."""
+        """Remove entries.
+
+        A child of the agent does it, because it can be slow; a new agent finds what is left.
+        """
         room = MAX_SPARE - len(os.listdir(self.spare))
         for token in tokens:
             self._remove(token, keep_records=room > 0)
@@ -457,7 +466,10 @@ def identity_of(spool: str, environ: Mapping[str, str]) -> Dict[str, Any]:
 
 
 def make_identity(spool: str) -> None:
-    """Create the file durably; a file that another process created meanwhile stays. Raises OSError."""
+    """Create the file durably; a file that another process created meanwhile stays.
+
+    Raises OSError.
+    """
     path = os.path.join(spool, IDENTITY)
     upgraded = os.path.exists(os.path.join(os.path.dirname(spool), "epochs"))
     data = to_bytes({"id": os.urandom(16).hex(), "upgraded": upgraded})

@@ -154,7 +154,7 @@ def _former(spec: NodeSpec, reach: str) -> NodeSpec:
 # A version before this one named no spools. What it launched belongs to the first spool that a version without identities used.
 
 
-class Spool(NamedTuple):
+class SpoolIdentity(NamedTuple):
     """What an agent's welcome says of its spool; see `hpcnode.spool`. Texts are hashes, "" for what it does not say."""
 
     id: str = ""
@@ -162,13 +162,13 @@ class Spool(NamedTuple):
     upgraded: bool = True
 
 
-def spool_of(welcome: protocol.Welcome) -> Spool:
+def spool_of(welcome: protocol.Welcome) -> SpoolIdentity:
     """Return the spool that an agent speaks for; one of a version without identities does not say."""
     said = welcome.facts.get("spool")
     if not isinstance(said, Mapping) or not said.get("id"):
-        return Spool()
+        return SpoolIdentity()
     machine, hardware = said.get("machine"), said.get("hardware")
-    return Spool(
+    return SpoolIdentity(
         id=_digest(said["id"], machine, said.get("inode")),
         hardware=_digest(machine, hardware) if hardware else "",
         upgraded=said.get("upgraded") is True,
@@ -194,19 +194,19 @@ def why_refused(world: World, node: NodeName, welcome: protocol.Welcome) -> str:
     return ""
 
 
-def was_rebooted(known: Node, spool: Spool, boot_id: str) -> bool:
+def was_rebooted(known: Node, spool: SpoolIdentity, boot_id: str) -> bool:
     """Return whether this is the machine that answered last, and has booted since."""
     return bool(known.hardware and known.boot_id) and known.hardware == spool.hardware and known.boot_id != boot_id
 
 
-def take_spool(tx: Transaction, node: NodeName, spool: Spool) -> None:
+def take_spool(tx: Transaction, node: NodeName, spool: SpoolIdentity) -> None:
     """Note the spool of the jobs on `node` that an older version has launched."""
     for job in tx.world.jobs_on(node) if spool.id else ():
         if not job.spool_on(node):
             tx.record(SpoolFound(job_id=job.id, at_s=tx.now_s, node=node, spool=spool.id))
 
 
-def _may_be_in(bound: str, spool: Spool) -> bool:
+def _may_be_in(bound: str, spool: SpoolIdentity) -> bool:
     return bound == spool.id or (not bound and spool.upgraded)
 
 

@@ -41,9 +41,7 @@ def test_a_share_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     hangs.set()
 
 
-def test_an_account_that_can_have_no_more_threads_learns_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_check_without_threads_reports_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -32,7 +32,7 @@ from hpcsched.model.numbers import number, whole_number
     ],
 )
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_what_json_may_say_is_read(value: Any, ascii_only: bool) -> None:
+def test_good_json_is_read(value: Any, ascii_only: bool) -> None:
     assert gate.read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
@@ -61,7 +61,7 @@ def test_what_json_may_say_is_read(value: Any, ascii_only: bool) -> None:
         (b'"\x00"', "not JSON"),
     ],
 )
-def test_what_json_may_not_say_is_refused_with_the_place(text: bytes, why: str) -> None:
+def test_bad_json_is_rejected_with_its_place(text: bytes, why: str) -> None:
     with pytest.raises(gate.GateError, match=why):
         gate.read_json(text)
 
@@ -105,7 +105,7 @@ def test_what_is_not_a_number_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ['"\\ud800"', '"\\u0000"', "1e400", "9" * 400, "[" * 100 + "]" * 100])
-def test_a_message_with_what_may_not_come_in_is_refused_whatever_its_type(bad: str) -> None:
+def test_a_message_with_bad_text_is_rejected_for_every_type(bad: str) -> None:
     """S9: boot_id, facts.fault, facts.machine_id and Condition.why of a hostile node; S1: what a step command says."""
     texts = [
         f'{{"type":"Condition","why":{bad}}}',
@@ -119,7 +119,7 @@ def test_a_message_with_what_may_not_come_in_is_refused_whatever_its_type(bad: s
             protocol.parse(text.encode())
 
 
-def test_what_we_say_of_a_name_that_is_not_utf8_can_be_read_by_the_other_end() -> None:
+def test_a_message_about_a_name_that_is_not_utf8_is_readable() -> None:
     framer = protocol.Framer()
     ((said, _),) = framer.feed(protocol.encode(protocol.Condition(why="cannot write /data/caf\udce9: disk full")))
     assert said == protocol.Condition(why="cannot write /data/caf\ufffd: disk full")

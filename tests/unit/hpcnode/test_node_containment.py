@@ -59,7 +59,7 @@ def test_a_handler_that_fails_ends_its_connection_alone(capsys: pytest.CaptureFi
             sock.close()
 
 
-def test_a_program_with_one_connection_is_told_of_its_fault() -> None:
+def test_a_loop_that_contains_no_faults_raises_them() -> None:
     loop, (ours, theirs) = Loop(), socket.socketpair()
     with ours, theirs:
 
@@ -72,9 +72,7 @@ def test_a_program_with_one_connection_is_told_of_its_fault() -> None:
             loop.turn()
 
 
-def test_a_shepherd_whose_word_cannot_be_taken_is_connected_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shepherd_whose_message_fails_is_connected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shepherds, "MAX_RETRY_S", 0.01)
     loop, spool, heard = Loop(contains_faults=True), Spool(str(tmp_path), CrashPoints()), []
     setting = Setting(spool, CrashPoints(), process.boot_id({}), "n1", str(tmp_path / "sock"), None, False)

@@ -14,7 +14,7 @@ from hpcnode.wire.shepherd_messages import EndTasks, ReleaseTasks, TasksEnded, r
 KILL: dict[str, Any] = {"lease": "kill", "lease_s": 60.0, "grace_s": 10.0}
 
 
-def test_what_has_a_lease_starts_when_the_controller_has_answered() -> None:
+def test_a_launch_with_a_lease_starts_after_an_answer_of_the_controller() -> None:
     world = World()
     text = world.launch(token(), **KILL)
     assert world.shepherds.starts == []
@@ -44,7 +44,7 @@ def test_it_dies_with_its_agent_too() -> None:
     assert world.shepherds.starts == []
 
 
-def test_an_answer_of_just_before_is_enough_and_one_of_another_connection_is_not() -> None:
+def test_a_recent_answer_on_the_same_connection_starts_a_lease() -> None:
     world = World()
     world.ledger.renewed(495.0)
     fresh = world.launch(token(job=1), **KILL)
@@ -70,7 +70,7 @@ def test_a_lease_that_ran_out_is_not_renewed() -> None:
     assert (world.spool.renewals[early], world.spool.renewals[late]) == (500.0, 560.0)
 
 
-def test_a_shepherd_that_died_is_not_followed_by_another_when_the_lease_is_over() -> None:
+def test_no_new_shepherd_starts_after_the_lease_is_over() -> None:
     world = World()
     text = world.launch(token(), **KILL)
     world.ledger.renewed(500.0)
@@ -107,7 +107,7 @@ class Timers:
         self.calls.clear()
 
 
-def test_answers_count_from_their_questions_and_not_from_an_older_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewal_counts_from_its_ping_on_the_same_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     world, timers = World(), Timers()
     clock = iter([10.0, 20.0, 30.0, 40.0])
     monkeypatch.setattr("hpcnode.lease.boot_clock_s", lambda: next(clock))
@@ -162,7 +162,7 @@ def test_a_claim_without_a_program_is_kept_and_given_back() -> None:
     assert world.statuses(text)[-1] == "revoked"
 
 
-def test_a_claim_is_not_told_again_by_each_step_that_ends() -> None:
+def test_the_end_of_a_step_does_not_report_claims_again() -> None:
     world = World()
     claim, step = world.launch(token(step="alloc")), world.launch(token(step="0"))
     world.started(step)
@@ -190,7 +190,7 @@ def test_a_claim_does_not_outlive_the_machine() -> None:
     assert world.statuses(text)[-1] == "revoked"
 
 
-def test_a_user_whom_the_node_does_not_know_claims_nothing() -> None:
+def test_an_unknown_user_claims_nothing() -> None:
     world = World()
     text = world.launch(token(step="alloc"), user="eve")
     assert world.statuses(text) == ["refused"]
@@ -224,7 +224,7 @@ def test_a_full_disk_is_the_nodes_fault_until_there_is_room() -> None:
     assert (world.ledger.fault, world.sent[-1]) == ("", protocol.Condition(""))
 
 
-def test_a_node_that_can_fork_no_more_refuses_as_one_that_is_unwell_until_it_can() -> None:
+def test_a_node_that_cannot_fork_refuses_launches_until_it_can() -> None:
     world = World()
     world.shepherds.no_process = True
     text = world.launch(token())
@@ -247,7 +247,7 @@ def test_a_start_that_the_disk_did_not_take_is_the_nodes_fault() -> None:
     assert "No space left" in world.ledger.fault
 
 
-def test_a_full_disk_delays_the_word_that_a_job_is_gone_and_not_its_end() -> None:
+def test_a_full_disk_delays_the_report_that_a_job_is_gone_not_its_end() -> None:
     world = World()
     text = world.launch(token())
     world.started(text)
@@ -267,7 +267,7 @@ def test_a_full_disk_delays_the_word_that_a_job_is_gone_and_not_its_end() -> Non
     assert not world.ledger.waits
 
 
-def test_a_controller_whose_term_cannot_be_noted_is_refused_in_words() -> None:
+def test_a_controller_whose_epoch_cannot_be_stored_is_refused() -> None:
     world = World()
 
     def fail(_epochs: Any) -> None:

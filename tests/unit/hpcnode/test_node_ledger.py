@@ -67,7 +67,7 @@ def test_reports_are_repeated_until_they_are_acknowledged() -> None:
     assert world.statuses(text) == ["started", "started"]
 
 
-def test_a_start_that_is_told_late_says_for_how_long_the_script_has_run() -> None:
+def test_a_late_start_report_has_the_run_time_of_the_script() -> None:
     world = World()
     text = world.launch(token())
     world.started(text)
@@ -86,7 +86,7 @@ def test_a_shepherd_that_died_before_the_start_is_replaced_a_few_times() -> None
     assert world.statuses(text) == ["refused"]
 
 
-def test_a_shepherd_that_died_after_the_start_is_lost_once_its_tree_is_gone() -> None:
+def test_a_step_whose_shepherd_died_is_lost_when_its_tree_is_gone() -> None:
     world = World()
     text = world.launch(token())
     world.started(text)
@@ -113,7 +113,7 @@ def test_after_a_reboot_nothing_is_started_again(was_started: bool, expected: st
     assert world.shepherds.starts == [text]
 
 
-def test_after_a_reboot_the_end_of_one_step_starts_no_other_and_a_lost_launch_stops_nothing() -> None:
+def test_after_a_reboot_no_end_starts_a_step_and_no_lost_launch_blocks_one() -> None:
     world = World()
     texts = [world.launch(token(step=str(step))) for step in range(4)]
     world.started(texts[0])
@@ -126,7 +126,7 @@ def test_after_a_reboot_the_end_of_one_step_starts_no_other_and_a_lost_launch_st
     assert world.shepherds.starts == texts
 
 
-def test_an_end_that_a_full_disk_does_not_take_starts_nothing_when_another_step_ends() -> None:
+def test_an_end_that_waits_for_disk_space_starts_no_other_step() -> None:
     world = World()
     first, second = world.launch(token(step="0")), world.launch(token(step="1"))
     world.started(first)
@@ -151,7 +151,7 @@ def test_a_claim_is_ended_although_the_disk_was_full_at_first() -> None:
     assert protocol.JobGone(INCARNATION, 1, 0) in world.sent
 
 
-def test_an_end_before_the_launch_bars_it() -> None:
+def test_an_end_before_the_launch_revokes_it() -> None:
     world = World()
     text = token()
     world.ledger.end_step(protocol.EndStep(text, 1.0, "cancelled"))
@@ -162,7 +162,7 @@ def test_an_end_before_the_launch_bars_it() -> None:
     assert world.shepherds.starts == []
 
 
-def test_an_end_reaches_the_shepherd_and_a_dead_one_is_barred() -> None:
+def test_an_end_reaches_the_shepherd_and_revokes_without_one() -> None:
     world = World()
     text = world.launch(token())
     world.ledger.end_step(protocol.EndStep(text, 2.0, "cancelled"))
@@ -184,7 +184,7 @@ def test_a_batch_step_is_over_only_with_the_rest_of_its_job() -> None:
     assert world.statuses(batch) == ["started", "ended"]
 
 
-def test_a_batch_step_that_ended_while_there_was_no_agent_takes_the_rest_of_its_job_along() -> None:
+def test_a_batch_step_that_ended_without_an_agent_ends_the_other_steps() -> None:
     world = World()
     batch, step = world.launch(token()), world.launch(token(step="0"))
     world.started(batch)
@@ -198,7 +198,7 @@ def test_a_batch_step_that_ended_while_there_was_no_agent_takes_the_rest_of_its_
 
 
 @pytest.mark.parametrize("acknowledged", ["before", "after"])
-def test_the_end_of_a_batch_step_is_not_acknowledged_by_the_word_that_its_start_is(acknowledged: str) -> None:
+def test_the_acknowledged_start_of_a_batch_step_does_not_acknowledge_its_end(acknowledged: str) -> None:
     world = World()
     batch, step = world.launch(token()), world.launch(token(step="0"))
     world.started(batch)
@@ -234,7 +234,7 @@ def test_an_ended_job_is_answered_when_all_of_it_is_gone() -> None:
     assert world.launch(token(attempt=2)) == world.shepherds.starts[-1]
 
 
-def test_a_node_that_is_given_to_the_same_attempt_again_takes_it_and_nothing_late_of_before() -> None:
+def test_a_node_in_a_new_stay_accepts_its_launches_and_no_late_ones_of_the_old() -> None:
     world = World()
     first = world.launch(token(attempt=1, step="alloc"))
     end = protocol.EndJob(INCARNATION, 1, 1, 1.0)
@@ -279,7 +279,7 @@ def test_commands_of_an_older_epoch_or_another_incarnation_are_dropped() -> None
     assert world.shepherds.starts == []
 
 
-def test_a_full_disk_starts_nothing_and_is_said() -> None:
+def test_a_full_disk_starts_nothing_and_is_reported() -> None:
     world = World()
     world.spool.full = True
     text = world.launch(token())
@@ -293,7 +293,7 @@ def test_a_full_disk_starts_nothing_and_is_said() -> None:
 
 
 @pytest.mark.parametrize("by", ["agent", "shepherd"])
-def test_what_was_refused_on_a_full_disk_is_not_started_by_the_next_agent(by: str) -> None:
+def test_the_next_agent_does_not_start_a_launch_refused_on_a_full_disk(by: str) -> None:
     world = World()
     world.shepherds.fails = by == "agent"
     take = world.spool.claim
@@ -366,7 +366,7 @@ MOVES = ["launch", "end", "job", "start", "finish", "die", "ack", "agent", "rebo
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 5))))
-def test_whatever_happens_a_token_is_released_once_and_a_final_state_stays(moves: list[tuple[str, int]]) -> None:
+def test_a_token_is_released_once_and_a_final_state_never_changes(moves: list[tuple[str, int]]) -> None:
     world = World()
     tokens = [token(job=1 + n % 2, attempt=n // 4, step="batch" if n % 2 else "0") for n in range(6)]
     released: list[str] = []
@@ -404,7 +404,7 @@ def test_whatever_happens_a_token_is_released_once_and_a_final_state_stays(moves
     assert len(released) == len(set(released))
 
 
-def test_a_suspended_job_s_steps_are_all_told_also_those_that_come_later() -> None:
+def test_a_suspension_reaches_all_steps_of_a_job_and_later_ones() -> None:
     world = World()
     first, other = world.launch(token(step="0")), world.launch(token(job=2, step="0"))
     world.ledger.suspend_job(protocol.SuspendJob(INCARNATION, 1, 0, True))
@@ -416,7 +416,7 @@ def test_a_suspended_job_s_steps_are_all_told_also_those_that_come_later() -> No
     assert {other, newer}.isdisjoint(text for text, _ in world.shepherds.sent)
 
 
-def test_steps_that_were_to_save_what_they_have_are_ended_with_their_batch_step() -> None:
+def test_steps_that_save_their_state_end_with_their_batch_step() -> None:
     world = World()
     batch, step = world.launch(token()), world.launch(token(step="0"), grace_s=7.0)
     world.started(batch)

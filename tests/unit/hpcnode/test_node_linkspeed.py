@@ -21,7 +21,7 @@ def giver() -> Iterator[int]:
         thread.join()
 
 
-def test_who_knows_the_token_gets_a_rate_and_others_nothing(giver: int) -> None:
+def test_only_a_peer_with_the_token_gets_a_rate(giver: int) -> None:
     for wrong in ("wrong", "r" * 500):
         with pytest.raises((ValueError, OSError)):
             probe.rate_mbps("127.0.0.1", giver, wrong, warm_up_s=0.0)
@@ -30,7 +30,7 @@ def test_who_knows_the_token_gets_a_rate_and_others_nothing(giver: int) -> None:
     assert probe.rate_mbps("127.0.0.1", giver, "right", warm_up_s=0.0) >= 1
 
 
-def test_the_port_is_said_before_anybody_comes() -> None:
+def test_the_port_is_known_before_a_peer_connects() -> None:
     port = probe.link_facts("right", "", 0)["link_port"]
     assert probe.link_facts("right", "127.0.0.1", port)["rate_mbps"] >= 1
     with pytest.raises(OSError):  # it gave once

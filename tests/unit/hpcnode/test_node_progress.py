@@ -62,7 +62,7 @@ def test_a_job_cannot_flood_the_controller_and_its_last_word_comes() -> None:
     assert node.steps[-1] == 1000, "after a silence it is said at once"
 
 
-def test_the_last_word_of_a_job_that_has_ended_meanwhile_is_handed_on_once() -> None:
+def test_the_last_progress_of_an_ended_job_is_forwarded_once() -> None:
     node = Node()
     node.says(1)
     node.says(2)
@@ -73,7 +73,7 @@ def test_the_last_word_of_a_job_that_has_ended_meanwhile_is_handed_on_once() -> 
     assert node.steps == [1, 2]
 
 
-def test_a_new_controller_hears_it_again() -> None:
+def test_a_new_controller_gets_the_progress_again() -> None:
     node = Node()
     node.says(1)
     node.away = True
@@ -105,7 +105,7 @@ def test_the_next_attempt_is_not_held_back_by_the_last_one() -> None:
         (1000, {"step": 1 << 60}),
     ],
 )
-def test_whose_word_or_what_numbers_cannot_be_taken(uid: int, fields: dict[str, Any]) -> None:
+def test_reports_of_other_users_and_bad_numbers_are_rejected(uid: int, fields: dict[str, Any]) -> None:
     node = Node()
     with pytest.raises(protocol.WireError):
         node.progresses.note(uid, protocol.Progress(**{"job_id": 7, "step": 1, **fields}))
@@ -122,7 +122,7 @@ def fails(node: Node, rank: int, text: str = "why") -> None:
     node.progresses.note(1000, protocol.Failure(job_id=7, rank=rank, ranks=100, text=text))
 
 
-def test_why_ranks_fail_is_handed_on_at_once_and_not_without_end() -> None:
+def test_failures_of_ranks_are_forwarded_at_once_and_bounded() -> None:
     node = Node()
     for rank in range(MAX_FAILURES + 10):
         fails(node, rank, "x" * 10_000 + "end")

@@ -47,7 +47,7 @@ def test_both_ends_take_the_same_tokens(text: str) -> None:
         assert theirs == (ours.incarnation, ours.job_id, ours.attempt, ours.step, ours.node, ours.nonce, ours.stay)
 
 
-def test_a_token_bears_the_stay_of_its_node_from_the_second_on() -> None:
+def test_a_token_has_the_stay_of_its_node_from_the_second_one() -> None:
     first, second = f"feedc0de.12.3.alloc.n1.{NONCE}", f"feedc0de.12.3-1.alloc.n1.{NONCE}"
     assert [str(LaunchToken.parse(text)) for text in (first, second)] == [first, second]
     found = [read_token(text) for text in (first, second)]
@@ -262,7 +262,7 @@ def test_the_table_of_gpus() -> None:
     ]
 
 
-def test_a_message_that_says_nothing_new_has_nothing_that_a_version_before_would_not_know() -> None:
+def test_defaults_are_not_sent_so_older_versions_can_read_the_message() -> None:
     ended = protocol.StepEnded([0], [0])
     assert protocol.to_json(ended) == {"type": "StepEnded", "codes": [0], "signals": [0]}
     report = protocol.Report(seq=1, token="t", status=protocol.ENDED, at_s=1.5, codes=[0, 3])
@@ -351,7 +351,7 @@ def test_a_speed_is_measured_when_asked_for(tmp_path: Path) -> None:
     assert "speed" not in probe.facts(str(tmp_path), {}, (), thorough=False)
 
 
-def test_messages_are_values_that_nobody_changes() -> None:
+def test_messages_are_immutable() -> None:
     address = protocol.Address("n1", 3)
     assert address == protocol.Address(node="n1", stream=3)
     assert hash(address) == hash(protocol.Address("n1", 3))

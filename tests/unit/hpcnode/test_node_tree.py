@@ -35,7 +35,7 @@ print(json.dumps({"ends": ends, "delays_s": [delay_s for delay_s, _ in calls], "
 """
 
 
-def test_what_forks_away_from_a_kill_meets_the_next_one_until_nothing_is_left() -> None:
+def test_a_kill_is_repeated_until_no_process_is_left() -> None:
     environ = os.environ | {"PYTHONPATH": str(Path(hpcnode.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", KILLED_TWICE], env=environ, capture_output=True, text=True, timeout=120

@@ -64,7 +64,7 @@ def read(sock: socket.socket) -> bytes | None:
         return None
 
 
-def test_what_is_said_arrives_and_the_end_too() -> None:
+def test_data_and_its_end_arrive_through_the_tunnel() -> None:
     ends = Ends()
     here, there = ends.connection()
     got = bytearray()
@@ -122,6 +122,6 @@ def test_a_port_where_nobody_listens_is_told_and_closed() -> None:
     assert ends.refused == ["Connection refused"]
 
 
-def test_what_no_tunnel_says_is_refused() -> None:
+def test_a_bad_frame_of_a_tunnel_is_rejected() -> None:
     with pytest.raises(TunnelError, match="too long"):
         Tunnel(Loop(), lambda data: None).feed(b"GET / HTTP/1.0\r\n")

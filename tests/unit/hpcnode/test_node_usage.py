@@ -24,7 +24,7 @@ def ended(process: subprocess.Popen[bytes]) -> object:
 @pytest.mark.skipif(
     not Path("/proc/self/io").exists(), reason="this kernel does not count what processes read and write"
 )
-def test_what_was_read_and_written_is_that_of_all_below(tmp_path: Path) -> None:
+def test_bytes_read_and_written_are_those_of_all_descendants(tmp_path: Path) -> None:
     usage = Usage()
     (tmp_path / "own").write_bytes(b"x" * 5_000_000)  # by the shepherd itself: not the step's
     inner = f"open({str(tmp_path / 'copy')!r}, 'wb').write(open({str(tmp_path / 'own')!r}, 'rb').read())"
@@ -65,7 +65,7 @@ def test_memory_is_the_highest_sum_of_a_task_and_all_below_it(tmp_path: Path) ->
     assert usage.as_dict()["max_rss_kib"] >= 80 * 1024
 
 
-def test_of_processes_between_two_looks_the_largest_is_known() -> None:
+def test_the_largest_process_between_two_measurements_counts() -> None:
     usage = Usage()
     usage.look([2**22 + 1])  # none such: it has ended already
     usage.add(ended(subprocess.Popen([sys.executable, "-S", "-c", HOLD.format(mib=50)])))  # type: ignore[arg-type]

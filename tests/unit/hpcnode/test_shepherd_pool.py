@@ -58,7 +58,7 @@ class Node:
         self.loop.turn()
 
 
-def test_the_workers_of_a_burst_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_members_of_a_burst_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, monkeypatch)
     node.start(BURST)
     made = len(node.members)

@@ -1,4 +1,6 @@
-"""The agent: our process on a node, at the other end of the controller's channel. One thread, one loop, no blocking calls.
+"""The agent: our process on a node, at the other end of the controller's channel.
+
+One thread, one loop, no blocking calls.
 
 It serves one controller (the newest), the step commands of the node's jobs, and its shepherds, on one unix socket. The `ledger`
 decides what happens to launches; here are the connections, the timers and the process. The agent ends when there was neither a
@@ -118,7 +120,10 @@ class Agent:
         self._forget_timer: Optional[Timer] = None
 
     def run(self, ready_fd: int) -> None:
-        """Serve until the agent is not needed any more. Write a line to `ready_fd` when the socket answers."""
+        """Serve until the agent is not needed any more.
+
+        Write a line to `ready_fd` when the socket answers.
+        """
         paths.write_shims(self.root)
         self._shepherds.on_message = self._from_shepherd
         self._shepherds.on_gone = self._shepherd_gone
@@ -152,7 +157,10 @@ class Agent:
         listener.close()
 
     def _tidy(self) -> None:
-        """Delete unused files of earlier versions. Their shepherds and step commands may still run."""
+        """Delete unused files of earlier versions.
+
+        Their shepherds and step commands may still run.
+        """
         if paths.version() == "source":
             return
         try:
@@ -208,7 +216,10 @@ class Agent:
     def take_over(
         self, stream: Stream, uid: int, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
     ) -> bool:
-        """Accept the connection of a controller, if it is allowed. `frames` came after its `hello`."""
+        """Accept the connection of a controller, if it is allowed.
+
+        `frames` came after its `hello`.
+        """
         why = self._refusal(hello, uid)
         if why:
             log("a controller was refused: %s" % why)
@@ -434,7 +445,7 @@ class Agent:
             self._forward_stream(token, message, blob)
 
     def _forward_stream(self, token: str, message: Union[TaskOutput, InputTaken], blob: bytes) -> None:
-        """Send stream traffic to the step command that started the step, and output to all watchers."""
+        """Send stream traffic to the step command of the step, and output to watchers."""
         entry = self._ledger.entries.get(token)
         to = entry.launch.stream_to if entry is not None and entry.launch is not None else None
         if to is None:
@@ -458,7 +469,10 @@ class Agent:
         self._ledger.shepherd_gone(token)
 
     def job_runs_here(self, job_id: int, uid: int) -> Optional[int]:
-        """Return the attempt of the job that runs here as this user, None if none does. Root and our account see all jobs."""
+        """Return the attempt of the job that runs here as this user, None if none does.
+
+        Root and our account see all jobs.
+        """
         for entry in self._ledger.entries.values():
             if entry.key.job_id == job_id and not entry.is_final:
                 owner = entry.account.uid if entry.account is not None else entry.record.get("uid", os.geteuid())
@@ -539,7 +553,10 @@ class Agent:
 
 
 def take_lock(root: str, boot: str) -> int:
-    """Take the lock of the one agent of this root, and write our identity to it. Raises AgentError."""
+    """Take the lock of the one agent of this root, and write our identity to it.
+
+    Raises AgentError.
+    """
     path = os.path.join(root, "agent.lock")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""`hpcnode attach`: makes sure that an agent runs, and joins stdin and stdout to its socket.
+"""`hpcnode attach`: starts an agent if need be, and joins stdio to its socket.
 
 It starts the agent in a session of its own, so that the agent outlives this connection. It replaces an agent of another version
 by SIGTERM, which leaves its shepherds alone, and SIGKILL if that does not help. It also replaces an agent that accepts two
@@ -61,7 +61,10 @@ def main(argv: List[str]) -> int:
 
 
 def reach(root: str, cluster: str, node: str, idle_s: Optional[float]) -> socket.socket:
-    """Return a connection to the agent of this root, started or replaced if need be. Raises AttachError."""
+    """Return a connection to the agent of this root, started or replaced if need be.
+
+    Raises AttachError.
+    """
     deadline_s = time.monotonic() + START_S
     why = ""
     unanswered = 0
@@ -93,11 +96,11 @@ def who_runs(root: str) -> Tuple[Optional[process.Identity], str, str]:
     try:
         with open(os.path.join(root, "agent.lock")) as file:
             noted = json.load(file)
-        who = process.Identity(*noted["agent"])
+        identity = process.Identity(*noted["agent"])
         version, python = str(noted["version"]), str(noted.get("python", ""))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None, "", ""
-    return (who if process.is_alive(who, process.boot_id(os.environ)) else None), version, python
+    return (identity if process.is_alive(identity, process.boot_id(os.environ)) else None), version, python
 
 
 def replace(running: process.Identity, wait_s: float) -> None:
@@ -113,7 +116,7 @@ def replace(running: process.Identity, wait_s: float) -> None:
 
 
 def answer_of(path: str) -> Optional[socket.socket]:
-    """Return a connection to an agent that has answered, None if there is no agent (or it is just ending).
+    """Return a connection to an agent that has answered, None if there is no agent.
 
     Raises Unanswered if the connection is accepted but not answered.
     """

@@ -1,4 +1,7 @@
-"""`hpcnode agent`: the command line of the agent and its log. `attach` writes the command line, not people."""
+"""`hpcnode agent`: the command line of the agent and its log.
+
+`attach` writes the command line, not people.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ class RateLimitedLog(io.TextIOBase):
             pass
 
     def _rotate(self) -> None:
-        """Copy a long log to ``path.1`` and truncate it. Shepherds have the file open, so it is not replaced."""
+        """Copy a long log to ``path.1`` and truncate it.
+
+        Shepherds have the file open, so it is not replaced.
+        """
         status = os.fstat(self._fd)
         if not self._path or status.st_size <= LOG_BYTES or not os.path.samestat(status, os.stat(self._path)):
             return
@@ -127,7 +133,10 @@ def main(argv: List[str]) -> int:
 
 
 def _options(argv: List[str]) -> Dict[str, str]:
-    """Return the values by option. argparse would add a tenth to the memory that each fork maps."""
+    """Return the values by option.
+
+    Argparse would add a tenth to the memory that each fork maps.
+    """
     given = dict(zip(argv[::2], argv[1::2]))
     unknown = set(given).difference(OPTIONS)
     if unknown or len(argv) % 2:

@@ -1,4 +1,6 @@
-"""Helpers: children that do one thing which may block, such as reading a user's file. The agent's loop never waits for them.
+"""Helpers: children that do one thing which may block, such as reading a user's file.
+
+The agent's loop never waits for them.
 
 A child's answer is one frame on a pipe. A child that takes too long is killed. Launches and connections are not known here.
 """

@@ -1,4 +1,4 @@
-"""The ledger: the state of every token on this node, and the answer to every order of the controller.
+"""The ledger: the state of every token on this node, and the answers to orders.
 
     unknown --Launch--> claimed --shepherd--> started --> ended | lost
        |                   +--> refused | revoked
@@ -152,7 +152,10 @@ class PendingWrites:
         del self._tombstones[token]
 
     def note_ended(self, order: protocol.EndJob) -> bool:
-        """Make durable that nothing of the job may start; return False if it is retried and answered later."""
+        """Make durable that nothing of the job may start.
+
+        Return False if it is retried and answered later.
+        """
         try:
             self._spool.done_log.end_attempts((order.incarnation, order.job_id), (order.attempt, order.stay))
         except OSError as error:
@@ -222,7 +225,10 @@ class Reports:
         return reports
 
     def acknowledged(self, seqs: Iterable[int]) -> List[Entry]:
-        """Note that these reports are committed; return the entries whose last report is among them."""
+        """Note that these reports are committed.
+
+        Return the entries whose last report is among them.
+        """
         entries = [self._unanswered.pop(seq) for seq in seqs if seq in self._unanswered]
         for entry in entries:
             entry.acked = True
@@ -426,7 +432,7 @@ class Ledger:
         self._start(entry)
 
     def _start(self, entry: Entry) -> None:
-        """Start the shepherd of a claimed entry, once nothing of an older attempt is left, and under its lease."""
+        """Start the shepherd of a claimed entry, after older attempts and under its lease."""
         if entry.lease_s and entry.renewed_s is None:
             return  # `renewed` comes back to it
         older = [e for e in self.entries.of_job(entry.key.job) if e.key.life < entry.key.life and not e.is_final]
@@ -621,7 +627,10 @@ class Ledger:
         self._pending_writes.look_again()  # after the refusals, so that the recovery is the last message
 
     def forget_some(self) -> List[str]:
-        """Drop entries that are over and acknowledged, with one fsync; return those to remove from disk."""
+        """Drop entries that are over and acknowledged, with one fsync.
+
+        Return those to remove from disk.
+        """
         tokens = list(self._to_forget)
         try:
             self._spool.note_finished(tokens)
@@ -718,8 +727,8 @@ class Ledger:
                 self._send(protocol.JobGone(*gone.job, *gone.life))
 
     def _forget_if_over(self, entry: Entry) -> None:
-        told = entry.is_final and entry.acked and not entry.held
-        if told and not entry.supervised and not self._pending_writes.has(entry.token):
+        reported = entry.is_final and entry.acked and not entry.held
+        if reported and not entry.supervised and not self._pending_writes.has(entry.token):
             self._to_forget[entry.token] = None
 
     # ----- reports

@@ -81,7 +81,10 @@ def facts(
     thorough: bool = True,
     measure: bool = False,
 ) -> Dict[str, Any]:
-    """Return the facts of this node. `thorough`: with GPUs and leftovers, which may take seconds. `measure`: with speed."""
+    """Return the facts of this node.
+
+    `thorough`: with GPUs and leftovers, which may take seconds. `measure`: with speed.
+    """
     found: Dict[str, Any] = {
         "cpus": len(os.sched_getaffinity(0)),
         "python": "%d.%d.%d" % sys.version_info[:3],
@@ -112,7 +115,7 @@ def facts(
 
 
 def python_of_users(python: str, root: str) -> Dict[str, str]:
-    """Return whether accounts other than root can run `python`, which starts `hrun` in their jobs, and the files in `root`.
+    """Return whether other accounts than root can run `python` and the files in `root`.
 
     `python_closed` is the directory or file that keeps them out, "" if none does; then `python_for_all` is another Python
     that they can run, "" if there is none.
@@ -127,7 +130,7 @@ def python_of_users(python: str, root: str) -> Dict[str, str]:
 
 
 def closed_to_others(path: str) -> str:
-    """Return the first part of `path` that other accounts cannot enter (or read, if it is a file), "" if there is none."""
+    """Return the first part of `path` that other accounts cannot enter or read, "" for none."""
     parts = os.path.abspath(path).split("/")
     for count in range(1, len(parts) + 1):
         part = "/".join(parts[:count]) or "/"
@@ -272,7 +275,10 @@ TOKEN_BYTES = 64  # at most
 
 
 def link_facts(token: str, host: str, port: int) -> Dict[str, Any]:
-    """Return `link_port` of a new sender of zeros, or `rate_mbps` from the sender at `host`. Raises OSError."""
+    """Return `link_port` of a new sender of zeros, or `rate_mbps` from the sender at `host`.
+
+    Raises OSError.
+    """
     return {"rate_mbps": rate_mbps(host, port, token)} if host else {"link_port": serve_zeros(token)}
 
 
@@ -292,7 +298,10 @@ def serve_zeros(token: str) -> int:
 
 
 def serve_zeros_once(listener: socket.socket, token: str, for_s: float = GIVE_S) -> None:
-    """Send zeros for `for_s` to the first peer with `token`; close other connections. Raises OSError."""
+    """Send zeros for `for_s` to the first peer with `token`; close other connections.
+
+    Raises OSError.
+    """
     import hmac  # in a child; see `agent` on the cost of imports
 
     listener.settimeout(PATIENCE_S)
@@ -309,7 +318,10 @@ def serve_zeros_once(listener: socket.socket, token: str, for_s: float = GIVE_S)
 
 
 def rate_mbps(host: str, port: int, token: str, warm_up_s: float = WARM_UP_S) -> int:
-    """Return the Mbit/s that arrive from a sender of zeros. Raises OSError, ValueError if it refused the token."""
+    """Return the Mbit/s that arrive from a sender of zeros.
+
+    Raises OSError, ValueError if it refused the token.
+    """
     buffer = bytearray(CHUNK_BYTES)
     with socket.create_connection((host, port), PATIENCE_S) as connection:
         connection.sendall(token.encode() + b"\n")

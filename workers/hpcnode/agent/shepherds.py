@@ -1,4 +1,4 @@
-"""The agent's side of its shepherds: a pool of processes, the connections to them, and the end of a shepherd.
+"""The agent's side of its shepherds: a pool of processes, and their connections.
 
     agent --StepOrder + two descriptors--> pool member == the shepherd of that step == frames == agent
 
@@ -171,7 +171,10 @@ class ShepherdPool:
         self.on_gone: Callable[[str], None] = lambda _token: None
 
     def start(self, launch: protocol.Launch, account: UserAccount, suspended: bool) -> None:
-        """Start the shepherd of a claimed token; a suspended job is not released. Raises OSError if the node cannot fork."""
+        """Start the shepherd of a claimed token; a suspended job is not released.
+
+        Raises OSError if the node cannot fork.
+        """
         order = StepOrder(launch.token, account, self._mpi.variables(launch, account), self.round, suspended)
         lock_fd = self._lock(launch.token)
         if lock_fd is None:
@@ -213,7 +216,7 @@ class ShepherdPool:
         os.waitpid(pid, 0)
 
     def keep_one_ready(self) -> None:
-        """Fork an idle member, so that the next launch waits neither for a fork nor for its cgroup."""
+        """Fork an idle member, so that the next launch need not wait for it."""
         self._spare_timer = None
         if any(member.idle for member in self._members):
             return
@@ -281,7 +284,10 @@ class ShepherdPool:
         return False
 
     def adopt(self, token: str) -> None:
-        """Connect to a shepherd of an earlier agent. It listens as soon as it notices that agent's end."""
+        """Connect to a shepherd of an earlier agent.
+
+        It listens as soon as it notices that agent's end.
+        """
         self._unsent_frames.setdefault(token, [])
         self._try_adopt(token, RETRY_S)
 
@@ -309,7 +315,7 @@ class ShepherdPool:
         return stream.unsent if stream is not None else 0
 
     def pause(self, paused: bool) -> None:
-        """Stop or resume reading from all shepherds: a slow controller slows down the tasks' output."""
+        """Stop or resume reading from all shepherds, to slow down the tasks' output."""
         for stream in self._streams.values():
             stream.pause(paused)
 
@@ -324,7 +330,10 @@ class ShepherdPool:
                 return
 
     def kill_remains(self, started: Dict[str, Any]) -> bool:
-        """Kill the remaining processes of a step whose shepherd is gone; return whether there were none."""
+        """Kill the remaining processes of a step whose shepherd is gone.
+
+        Return whether there were none.
+        """
         if started.get("boot_id") != self._setting.boot_id:
             return True  # the node was rebooted since
         group = started.get("cgroup")

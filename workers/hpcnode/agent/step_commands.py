@@ -1,4 +1,4 @@
-"""The step commands of this node's jobs (hrun, hrsh) at the agent's socket: their identity, and the traffic with the controller.
+"""The step commands of this node's jobs (hrun, hrsh) at the agent's socket.
 
 Rules:
 - The kernel tells the user of a connection (SO_PEERCRED). A command speaks for a job only if the job runs here as that user.
@@ -64,7 +64,10 @@ class ResumableClients:
         return len(self._resumable)
 
     def note(self, number: int, pid: int, uid: int, job_id: int, attempt: int) -> None:
-        """Write the client of this stream to disk. Raises OSError: then its request must be refused."""
+        """Write the client of this stream to disk.
+
+        Raises OSError: then its request must be refused.
+        """
         identity = process.identify(pid, self._boot_id)
         if identity is not None:  # else it has ended, or is in a pid namespace that we do not see
             record = {"process": identity, "uid": uid, "job_id": job_id, "attempt": attempt}
@@ -120,7 +123,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer(sock: socket.socket) -> Tuple[int, int]:
-    """Return (pid, uid) of the process that made this connection, recorded by the kernel at that time."""
+    """Return (pid, uid) of the process that made this connection, from the kernel."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return pid, uid
@@ -130,7 +133,10 @@ Frames = List[Tuple[protocol.Message, bytes]]
 
 
 def bounds() -> Bounds:
-    """Return the bounds on connections. They leave half of this process's descriptors for the steps."""
+    """Return the bounds on connections.
+
+    They leave half of this process's descriptors for the steps.
+    """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = max(1, min(MAX_CONNECTIONS, files // 2))
     return Bounds(
@@ -279,7 +285,7 @@ class Clients:
             self._forget(client)
 
     def controller_came(self) -> None:
-        """Send what waited for a controller, and ask again for what the last connection may have lost."""
+        """Send what waited for a controller, and request again what may have been lost."""
         self._progresses.controller_came()
         for number in self._unreported_closes:
             self._home.to_controller(protocol.CloseStream(number))
@@ -323,7 +329,10 @@ class Clients:
             self._leave(client)
 
     def _is_controller(self, client: Client, frames: Frames) -> bool:
-        """Return whether the client is a controller. Then the agent takes over the connection and what came on it."""
+        """Return whether the client is a controller.
+
+        Then the agent takes over the connection and what came on it.
+        """
         assert client.stream is not None
         hello = frames[0][0]
         if not isinstance(hello, protocol.Hello):
@@ -402,7 +411,10 @@ class Clients:
         self._leave(client)
 
     def _ask_after(self, client: Client) -> None:
-        """Ask the controller for the state of a client's request; pause the client if none is connected."""
+        """Ask the controller for the state of a client's request.
+
+        Pause the client if none is connected.
+        """
         assert client.stream is not None
         there = self._pass_on(client, protocol.StepAsked(), b"")
         client.stream.pause(not there)
@@ -417,7 +429,10 @@ class Clients:
             self._loop.later(LOOK_S, self._look_for_ended_clients)
 
     def _ask(self, client: Client, request: protocol.ApiRequest, blob: bytes) -> None:
-        """Pass on an API request of a command in a job here; fail at once if no controller is connected."""
+        """Pass on an API request of a command in a job here.
+
+        Fail at once if no controller is connected.
+        """
         if client.asked:
             raise protocol.WireError("a connection asks once")
         attempt = self._home.job_runs_here(request.job_id, client.uid)

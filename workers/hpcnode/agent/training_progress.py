@@ -1,4 +1,4 @@
-"""Progress of this node's training programs: the newest report of each job, forwarded at a bounded rate, and their failures.
+"""Progress and failures of this node's training programs, at a bounded rate.
 
 Rules:
 - A program speaks for a job only if the job runs here as the same user.
@@ -66,7 +66,10 @@ class Progresses:
         self._unsent_failures: List[Tuple[float, int, int, protocol.Failure]] = []  # (time, uid, attempt, failure)
 
     def note(self, uid: int, progress: TrainingReport) -> None:
-        """Take a program's report. Raises WireError if its job does not run here as this user, or a number is invalid."""
+        """Take a program's report.
+
+        Raises WireError if its job does not run here as this user, or a number is invalid.
+        """
         check(progress)
         attempt = self._home.job_runs_here(progress.job_id, uid)
         if attempt is None:

@@ -16,7 +16,10 @@ OF_NODE = '"_$SLURMD_NODENAME"'
 def step_words(
     source: str, target: str, job_id: str, environ: Mapping[str, str], *, force: bool = True, keep_times: bool = False
 ) -> List[str]:
-    """Return hrun's arguments for a step that copies `source` to `target` (shell text) on each node. Raises OSError."""
+    """Return hrun's arguments for a step that copies `source` to `target` (shell text).
+
+    Raises OSError.
+    """
     facts = os.stat(source)
     beside = target + '".bcast.$SLURMD_NODENAME"'
     script = "cat > %s && chmod %o %s && " % (beside, facts.st_mode & 0o777, beside)
@@ -46,7 +49,10 @@ def program_path(program: str, environ: Mapping[str, str]) -> str:
 
 
 def shell_target(destination: str, job_id: str) -> str:
-    """Return the target of --bcast=DESTINATION as shell text. In a directory the node's name makes it unique."""
+    """Return the target of --bcast=DESTINATION as shell text.
+
+    In a directory the node's name makes it unique.
+    """
     if destination and not destination.endswith("/"):
         return shlex.quote(destination)
     return shlex.quote(os.path.join(destination or os.getcwd(), "slurm_bcast_%s.%d" % (job_id, os.getpid()))) + OF_NODE

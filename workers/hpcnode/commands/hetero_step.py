@@ -1,4 +1,6 @@
-"""srun A : B: several programs as one step. Its tasks are numbered consecutively; each part has its own nodes and cpus.
+"""srun A : B: several programs as one step.
+
+Its tasks are numbered consecutively; each part has its own nodes and cpus.
 
 The request has the numbers of the parts. All tasks run one shell command, which selects the program of the task. Each part may
 have its own output files and variables. All other options (label, mem ...) are those of the step, so only the first part has
@@ -49,7 +51,10 @@ class Part(NamedTuple):
 
 
 def as_one(words: Sequence[str], environ: Mapping[str, str]) -> Tuple[options.Values, List[str]]:
-    """Return the options and the command of the step ``A : B``. Raises OptionError, MultiProgError."""
+    """Return the options and the command of the step ``A : B``.
+
+    Raises OptionError, MultiProgError.
+    """
     parsed = [options.parse(part) for part in _split(words)]
     commands = _commands([command for _, command in parsed])
     common: options.Values = {}
@@ -81,7 +86,10 @@ def _programs(parts: Sequence[Part]) -> List[Tuple[int, Dict[str, str], List[str
 
 
 def _commands(given: Sequence[List[str]]) -> List[List[str]]:
-    """Return the command of each part: its own, or that of the next part that has one. Raises OptionError."""
+    """Return the command of each part: its own, or that of the next part that has one.
+
+    Raises OptionError.
+    """
     commands: List[List[str]] = []
     for number in range(len(given), 0, -1):
         following = commands[0] if commands else []
@@ -100,7 +108,7 @@ def _first_without(given: Sequence[List[str]]) -> int:
 
 
 def _check_same(values: options.Values, common: options.Values, number: int) -> None:
-    """Raise OptionError if a part has an option that the step as a whole has, with another value."""
+    """Raise OptionError if a part has another value of an option of the whole step."""
     different = [name for name, value in values.items() if common.get(name) != value]
     if different:
         raise options.OptionError(
@@ -166,7 +174,7 @@ def _split(words: Sequence[str]) -> List[List[str]]:
 
 
 def _tasks(own: Mapping[str, str], number: int, environ: Mapping[str, str]) -> int:
-    """Return the number of tasks of a part: --ntasks, or --ntasks-per-node (default: 1) on each of its nodes.
+    """Return the number of tasks of a part: --ntasks, or --ntasks-per-node on each node.
 
     In a heterogeneous job, a part without these options has the nodes and tasks of its component.
     """

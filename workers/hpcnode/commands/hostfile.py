@@ -1,4 +1,4 @@
-"""Host lists of a step in files: ``srun -w ./FILE``, ``-m arbitrary`` with the node of each task, and ``-r N``.
+"""Host lists of a step in files: ``srun -w ./FILE``, ``-m arbitrary``, and ``-r N``.
 
 A file has one name a line, or several with commas or blanks between them; ``n1*4`` is n1 four times. An arbitrary distribution
 uses SLURM_HOSTFILE, or else --nodelist. SLURM_HOSTFILE without --nodelist requests one.

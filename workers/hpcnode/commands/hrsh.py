@@ -1,4 +1,6 @@
-"""hrsh: runs a command on a node of the job, as ssh would, but as a step of the job: `hrsh [OPTIONS] HOST COMMAND...`
+"""hrsh: runs a command on a node of the job, as ssh would, but as a step.
+
+Usage: hrsh [OPTIONS] HOST COMMAND...
 
 mpirun starts its daemons with it. It accepts ssh's options (and ignores most), attaches stdin and output, and returns the exit
 code. The command starts in the home directory, in a POSIX shell, with this environment, as srun's tasks do: Open MPI does not
@@ -160,7 +162,10 @@ def _straight_to(outlet: Optional[Outlet]) -> Callable[[int], LineStream]:
 
 
 def _assignments(variables: Mapping[str, str]) -> str:
-    """Return shell text that sets these variables. In the environment the step's own variables would override them."""
+    """Return shell text that sets these variables.
+
+    In the environment the step's own variables would override them.
+    """
     import shlex
 
     return "".join("export %s=%s; " % (name, shlex.quote(value)) for name, value in variables.items())

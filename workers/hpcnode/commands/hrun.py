@@ -1,4 +1,4 @@
-"""hrun: starts tasks on the nodes of a job, connects them to this terminal, and ends as they do.
+"""hrun: starts tasks on the nodes of a job, and connects them to this terminal.
 
 In a job it sends its request to the node's agent (`HPCSCHED_SOCKET`), elsewhere to the controller's steps.sock, which allocates a
 job first. Options, file names and messages are handled here; the step itself by `StepClient`.
@@ -167,7 +167,10 @@ def launch_lines(started: protocol.StepStarted, environ: Mapping[str, str], cpus
 def main(
     argv: Optional[Sequence[str]] = None, face: CommandStyle = HRUN, environ: Optional[Mapping[str, str]] = None
 ) -> int:
-    """Run hrun with these arguments (default: the command line) and environment; return its exit code."""
+    """Run hrun with these arguments (default: the command line) and environment.
+
+    Return its exit code.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     environ = os.environ if environ is None else environ
     try:
@@ -249,7 +252,7 @@ def _no_allocate() -> str:
 def _in_allocation(
     values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
 ) -> int:
-    """Execute halloc with this command: programs that run before or after the step need the job's nodes."""
+    """Execute halloc with this command, because its scripts need the job's nodes."""
     if "parts" in values:
         raise HrunError("cannot use --bcast, --prolog or --epilog with A : B outside a job: use them in a job")
     values.setdefault("job-name", os.path.basename(command[0]))
@@ -303,7 +306,10 @@ def _run_script(what: str, program: str, command: List[str], face: CommandStyle,
 def _broadcast(
     destination: str, values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
 ) -> Tuple[List[str], int]:
-    """Copy the command's program to the nodes of the job; return the command that runs the copy, and an exit code."""
+    """Copy the command's program to the nodes of the job.
+
+    Return the command that runs the copy, and an exit code.
+    """
     from hpcnode.commands import bcast  # rarely needed
 
     if values.get("multi-prog") or "parts" in values:
@@ -683,7 +689,10 @@ def _total(started: protocol.StepStarted) -> int:
 
 
 def _immediate_answer(values: stepoptions.Values, face: CommandStyle) -> Optional[str]:
-    """Return the text for options that start no step, None if a step is to start. Raises OptionError."""
+    """Return the text for options that start no step, None if a step is to start.
+
+    Raises OptionError.
+    """
     stepoptions.refuse_windows(values)
     if values.get("help"):
         return stepoptions.usage(face.name, "COMMAND [ARGUMENT...]", "Start tasks on the nodes of a job.")

@@ -1,4 +1,6 @@
-"""Several programs as one step: srun --multi-prog FILE, and srun A : B. They become one shell command that all tasks run.
+"""Several programs as one step: srun --multi-prog FILE, and srun A : B.
+
+They become one shell command that all tasks run.
 
 A line of the file is ``0-3,7 program argument...``, or ``* program argument...`` for all other tasks. ``%t`` is
 the task's number, ``%o`` its position in its line. ``#`` starts a comment; a backslash at the end of a line continues it.
@@ -23,7 +25,10 @@ class MultiProgError(Exception):
 
 
 def command_of(path: str) -> List[str]:
-    """Return the command that runs the program of each task in the file at `path`. Raises MultiProgError."""
+    """Return the command that runs the program of each task in the file at `path`.
+
+    Raises MultiProgError.
+    """
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             text = file.read()
@@ -33,7 +38,10 @@ def command_of(path: str) -> List[str]:
 
 
 def command_for(programs: Sequence[Tuple[int, Mapping[str, str], List[str]]]) -> List[str]:
-    """Return the command of (number of tasks, variables, program) for consecutive tasks. Raises MultiProgError."""
+    """Return the command of (number of tasks, variables, program) for consecutive tasks.
+
+    Raises MultiProgError.
+    """
     cases, first = [], 0
     for count, env, words in programs:
         numbers = "|".join(map(str, range(first, first + count)))
@@ -44,7 +52,10 @@ def command_for(programs: Sequence[Tuple[int, Mapping[str, str], List[str]]]) ->
 
 
 def script_of(text: str, path: str) -> str:
-    """Return a shell script that executes the program of its task. Raises MultiProgError with the line number."""
+    """Return a shell script that executes the program of its task.
+
+    Raises MultiProgError with the line number.
+    """
     seen: Set[int] = set()
     cases = []
     for number, line in _lines(text):
@@ -100,7 +111,7 @@ def _cases(tasks: str, words: List[str], seen: Set[int], where: str) -> List[str
 
 
 def _exec(words: Sequence[str]) -> str:
-    """Return the shell command that executes this program, or exits with 2 if it does not exist."""
+    """Return the shell command that executes this program; it exits with 2 without it."""
     return "command -v %s >/dev/null || exit 2; exec %s" % (words[0], " ".join(words))
 
 

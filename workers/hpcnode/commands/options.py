@@ -1,4 +1,4 @@
-"""The options of hrun: one table for the parser, for --help, and for the test of the man page.
+"""The options of hrun: one table for the parser and for --help.
 
 The grammar is getopt_long's: options end at the first other word (the command) or at ``--``. Short options may be joined
 (``-N2 -n4``, ``-lu``), long ones abbreviated as long as that is unambiguous. An optional value follows ``=``, or a short option
@@ -35,7 +35,7 @@ class OptionError(Exception):
         return "%s%s %s --help" % (self, " See" if str(self).endswith("?") else "; see", command)
 
 
-class Option(NamedTuple):
+class StepOption(NamedTuple):
     name: str
     short: str
     kind: str
@@ -45,136 +45,140 @@ class Option(NamedTuple):
     accepted: bool = False  # has no effect here
 
 
-OPTIONS: Tuple[Option, ...] = (
-    Option("account", "A", VALUE, "NAME", "charge the job to this account", ("SLURM_ACCOUNT",)),
-    Option("bcast", "", OPTIONAL, "PATH", "copy the program to each node first: to PATH, or beside others in PATH/; default: ./",
-           ("SLURM_BCAST",)),
-    Option("begin", "b", VALUE, "TIME", "do not start the job before this time"),
-    Option("chdir", "D", VALUE, "DIR", "run the tasks in DIR; default: here", ("SLURM_WORKING_DIR", "SLURM_REMOTE_CWD")),
-    Option("comment", "", VALUE, "TEXT", "a comment on the job"),
-    Option("constraint", "C", VALUE, "FEATURES", "features that the job's nodes must have", ("SLURM_CONSTRAINT",)),
-    Option("contiguous", "", FLAG, "", "consecutive nodes"),
-    Option("cpus-per-task", "c", VALUE, "N", "cpus for each task", ("HRUN_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")),
-    Option("deadline", "", VALUE, "TIME", "the job must have ended by this time"),
-    Option("dependency", "d", VALUE, "TERMS", "start the job after others: afterok:12:13, singleton", ("SLURM_DEPENDENCY",)),
-    Option("distribution", "m", VALUE, "TYPE", "task distribution: block, cyclic, plane=N, arbitrary; block:cyclic",
-           ("SLURM_DISTRIBUTION",)),
-    Option("epilog", "", VALUE, "PROGRAM", "run this here after the step, with the command's words; none: nothing",
-           ("SLURM_EPILOG",)),
-    Option("error", "e", VALUE, "PATTERN", "standard error: file pattern, none, all or a task's number", ("SLURM_STDERRMODE",)),
-    Option("exact", "", FLAG, "", "use only the requested cpus (always on)", ("SLURM_EXACT",)),
-    Option("exclude", "x", VALUE, "NODES", "do not use these nodes"),
-    Option("exclusive", "", OPTIONAL, "", "a job of its own gets whole nodes; a step never shares its cpus",
-           ("SLURM_EXCLUSIVE",)),
-    Option("export", "", VALUE, "LIST", "variables for the tasks: ALL, NONE, names, NAME=VALUE",
-           ("SRUN_EXPORT_ENV", "SLURM_EXPORT_ENV")),
-    Option("gpus", "G", VALUE, "[TYPE:]N", "GPUs for all tasks together", ("SLURM_GPUS",)),
-    Option("gpus-per-node", "", VALUE, "[TYPE:]N", "GPUs on each node", ("SLURM_GPUS_PER_NODE",)),
-    Option("gpus-per-task", "", VALUE, "[TYPE:]N", "GPUs for each task", ("SLURM_GPUS_PER_TASK",)),
-    Option("gres", "", VALUE, "gpu[:TYPE]:N", "GPUs on each node, or none", ("SLURM_STEP_GRES", "SLURM_GRES")),
-    Option("gid", "", VALUE, "GROUP", "for root: be in this group"),
-    Option("help", "h", FLAG, "", "show this and exit"),
-    Option("usage", "", FLAG, "", "show a short list of the options and exit"),
-    Option("het-group", "", VALUE, "LIST", "components of a heterogeneous job to run in, as 0,2-3; default: 0"),
-    Option("hint", "", VALUE, "WORDS", "synchronous: nodes of like speed; comm_bound: no slow links, few switches",
-           ("SLURM_HINT",)),
-    Option("hold", "H", FLAG, "", "submit the job held: it waits for its release"),
-    Option("immediate", "I", OPTIONAL, "SECONDS", "give up if the step has not started after SECONDS (default 5)",
-           ("SLURM_IMMEDIATE",)),
-    Option("input", "i", VALUE, "PATTERN", "standard input: file pattern, none, all or a task's number; default: task 0", _INPUT),
-    Option("job-name", "J", VALUE, "NAME", "name of the job and the step; default: the command's", ("SLURM_JOB_NAME",)),
-    Option("jobid", "", VALUE, "ID", "start the step in this job; default: the one that hrun runs in"),
-    Option("kill-on-bad-exit", "K", OPTIONAL, "0|1", "a task that fails ends the step", ("SLURM_KILL_BAD_EXIT",)),
-    Option("label", "l", FLAG, "", "begin each line of output with the task's number", ("SLURM_LABELIO",)),
-    Option("licenses", "L", VALUE, "NAME[:N],...", "licences for the job"),
-    Option("mem", "", VALUE, "SIZE", "memory on each node", ("SLURM_MEM_PER_NODE",)),
-    Option("mem-per-cpu", "", VALUE, "SIZE", "memory for each cpu", ("SLURM_MEM_PER_CPU",)),
-    Option("mincpus", "", VALUE, "N", "nodes with at least N cpus"),
-    Option("mpi", "", VALUE, "TYPE", "none or list: MPI programs are started with mpirun", ("SLURM_MPI_TYPE",)),
-    Option("multi-prog", "", FLAG, "", "the command is a file that says which tasks run which program"),
-    Option("nice", "", OPTIONAL, "N", "lower the job's priority; default of N: 100"),
-    Option("no-allocate", "Z", FLAG, "", "refused: each step belongs to a job"),
-    Option("nodelist", "w", VALUE, "NODES", "use these nodes; a path (with a /) is that of a file of them"),
-    Option("nodes", "N", VALUE, "MIN[-MAX]", "number of nodes", ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")),
-    Option("ntasks", "n", VALUE, "N", "number of tasks", ("SLURM_NTASKS", "SLURM_NPROCS")),
-    Option("ntasks-per-node", "", VALUE, "N", "tasks on each node", ("SLURM_NTASKS_PER_NODE",)),
-    Option("open-mode", "", VALUE, "MODE", "append to output files or truncate them (default)", ("SLURM_OPEN_MODE",)),
-    Option("output", "o", VALUE, "PATTERN", "standard output: file pattern, none, all or a task's number", ("SLURM_STDOUTMODE",)),
-    Option("overcommit", "O", FLAG, "", "let tasks share cpus", ("SLURM_OVERCOMMIT",)),
-    Option("overlap", "", FLAG, "", "share the cpus and GPUs of other steps", ("SLURM_OVERLAP",)),
-    Option("partition", "p", VALUE, "NAME", "partition of the job", ("SLURM_PARTITION",)),
-    Option("prefer", "", VALUE, "FEATURES", "prefer nodes with these features"),
-    Option("preserve-env", "E", FLAG, "", "tasks see SLURM_NTASKS and SLURM_JOB_NUM_NODES as they are here"),
-    Option("priority", "", VALUE, "N", "a fixed priority of the job (0 holds it)"),
-    Option("prolog", "", VALUE, "PROGRAM", "run this here before the step, with the command's words; none: nothing",
-           ("SLURM_PROLOG",)),
-    Option("propagate", "", OPTIONAL, "LIMITS", "resource limits that tasks get: ALL, NONE, NOFILE ...", ("SLURM_PROPAGATE",)),
-    Option("pty", "", FLAG, "", "give task 0 a terminal that is connected to this one"),
-    Option("qos", "q", VALUE, "NAME", "quality of service of the job", ("SLURM_QOS",)),
-    Option("quiet", "Q", FLAG, "", "print only errors"),
-    Option("quit-on-interrupt", "", FLAG, "", "one interrupt ends the step"),
-    Option("relative", "r", VALUE, "N", "leave out the job's first N nodes"),
-    Option("reservation", "", VALUE, "NAME", "reservation that the job runs in", ("SLURM_RESERVATION",)),
-    Option("resize", "", VALUE, "N", "start nothing: have the job give back all but N of its nodes"),
-    Option("signal", "", VALUE, "SIG[@S]", "send the tasks a signal S (60) seconds before the time limit", ("SLURM_SIGNAL",)),
-    Option("spread-job", "", FLAG, "", "use as many nodes as allowed, and spread the tasks evenly",
-           ("SLURM_SPREAD_JOB",)),
-    Option("switches", "", VALUE, "N[@TIME]", "nodes on at most N switches; on more after waiting for TIME",
-           ("SLURM_REQ_SWITCH",)),
-    Option("task-epilog", "", VALUE, "PROGRAM", "each task runs this after its program", ("SLURM_TASK_EPILOG",)),
-    Option("task-prolog", "", VALUE, "PROGRAM", "each task runs this before its program; reads export NAME=VALUE, unset NAME and "
-           "print TEXT from it", ("SLURM_TASK_PROLOG",)),
-    Option("test-only", "", FLAG, "", "print when and where the job would start; start nothing"),
-    Option("time", "t", VALUE, "TIME", "time limit of the step, or of the job", ("SLURM_TIMELIMIT",)),
-    Option("time-min", "", VALUE, "TIME", "the job's time limit may be lowered to this if it then starts earlier"),
-    Option("tmp", "", VALUE, "SIZE", "nodes with this much disk space for temporary files"),
-    Option("uid", "", VALUE, "USER", "for root: run the job as this user"),
-    Option("unbuffered", "u", FLAG, "", "pass on output at once instead of line by line", ("SLURM_UNBUFFEREDIO",)),
-    Option("verbose", "v", FLAG, "", "print what is done", ("SLURM_DEBUG",)),
-    Option("version", "V", FLAG, "", "show the version and exit"),
-    Option("wait", "W", VALUE, "SECONDS", "end the step SECONDS after its first task has ended", ("SLURM_WAIT",)),
-    Option("wait-for-children", "", FLAG, "", "a task is over when all its processes are", ("SLURM_WAIT_FOR_CHILDREN",)),
-    Option("x11", "", OPTIONAL, "all|first|last", "refused: use ssh -X NODE, with an account there, while the job runs"),
-    Option("accel-bind", "", VALUE, "TYPE", "accepted", (), True),
-    Option("acctg-freq", "", VALUE, "SECONDS", "accepted", (), True),
-    Option("bcast-exclude", "", VALUE, "LIST", "accepted", (), True),
-    Option("clusters", "M", VALUE, "NAMES", "accepted: there is one", (), True),
-    Option("compress", "", OPTIONAL, "TYPE", "accepted", (), True),
-    Option("core-spec", "S", VALUE, "N", "accepted", (), True),
-    Option("cores-per-socket", "", VALUE, "N", "accepted", (), True),
-    Option("cpu-bind", "", OPTIONAL, "TYPE", "accepted; tasks are not bound", ("SLURM_CPU_BIND",), True),
-    Option("cpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
-    Option("cpus-per-gpu", "", VALUE, "N", "accepted", (), True),
-    Option("delay-boot", "", VALUE, "MINUTES", "accepted", (), True),
-    Option("disable-status", "X", FLAG, "", "accepted", (), True),
-    Option("external-launcher", "", FLAG, "", "accepted", (), True),
-    Option("extra-node-info", "B", VALUE, "S[:C[:T]]", "accepted", (), True),
-    Option("gpu-bind", "", VALUE, "TYPE", "accepted", (), True),
-    Option("gpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
-    Option("gres-flags", "", VALUE, "TYPE", "accepted", (), True),
-    Option("mail-type", "", VALUE, "EVENTS", "accepted", (), True),
-    Option("mail-user", "", VALUE, "ADDRESS", "accepted", (), True),
-    Option("mem-bind", "", VALUE, "TYPE", "accepted", (), True),
-    Option("mem-per-gpu", "", VALUE, "SIZE", "accepted", (), True),
-    Option("msg-timeout", "", VALUE, "SECONDS", "accepted", (), True),
-    Option("network", "", VALUE, "TYPE", "accepted", (), True),
-    Option("no-kill", "k", OPTIONAL, "", "accepted", (), True),
-    Option("ntasks-per-core", "", VALUE, "N", "accepted", (), True),
-    Option("ntasks-per-socket", "", VALUE, "N", "accepted", (), True),
-    Option("oversubscribe", "s", FLAG, "", "accepted", (), True),
-    Option("profile", "", VALUE, "TYPE", "accepted", (), True),
-    Option("reboot", "", FLAG, "", "accepted", (), True),
-    Option("requeue", "", FLAG, "", "accepted", (), True),
-    Option("resv-ports", "", OPTIONAL, "N", "accepted", (), True),
-    Option("send-libs", "", OPTIONAL, "YES", "accepted", (), True),
-    Option("slurmd-debug", "", VALUE, "LEVEL", "accepted", (), True),
-    Option("sockets-per-node", "", VALUE, "N", "accepted", (), True),
-    Option("treewidth", "", VALUE, "N", "accepted", (), True),
-    Option("threads", "T", VALUE, "N", "accepted", (), True),
-    Option("threads-per-core", "", VALUE, "N", "accepted", (), True),
-    Option("use-min-nodes", "", FLAG, "", "accepted", (), True),
-    Option("wckey", "", VALUE, "KEY", "accepted", (), True),
-    Option("whole", "", FLAG, "", "accepted", (), True),
+OPTIONS: Tuple[StepOption, ...] = (
+    StepOption("account", "A", VALUE, "NAME", "charge the job to this account", ("SLURM_ACCOUNT",)),
+    StepOption("bcast", "", OPTIONAL, "PATH", "copy the program to each node first: to PATH, or into PATH/; default: ./",
+               ("SLURM_BCAST",)),
+    StepOption("begin", "b", VALUE, "TIME", "do not start the job before this time"),
+    StepOption("chdir", "D", VALUE, "DIR", "run the tasks in DIR; default: here", ("SLURM_WORKING_DIR", "SLURM_REMOTE_CWD")),
+    StepOption("comment", "", VALUE, "TEXT", "a comment on the job"),
+    StepOption("constraint", "C", VALUE, "FEATURES", "features that the job's nodes must have", ("SLURM_CONSTRAINT",)),
+    StepOption("contiguous", "", FLAG, "", "consecutive nodes"),
+    StepOption("cpus-per-task", "c", VALUE, "N", "cpus for each task", ("HRUN_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")),
+    StepOption("deadline", "", VALUE, "TIME", "the job must have ended by this time"),
+    StepOption("dependency", "d", VALUE, "TERMS", "start the job after others: afterok:12:13, singleton", ("SLURM_DEPENDENCY",)),
+    StepOption("distribution", "m", VALUE, "TYPE", "task distribution: block, cyclic, plane=N, arbitrary; block:cyclic",
+               ("SLURM_DISTRIBUTION",)),
+    StepOption("epilog", "", VALUE, "PROGRAM", "run this here after the step, with the command as arguments; none: nothing",
+               ("SLURM_EPILOG",)),
+    StepOption("error", "e", VALUE, "PATTERN", "standard error: file pattern, none, all or a task's number",
+               ("SLURM_STDERRMODE",)),
+    StepOption("exact", "", FLAG, "", "use only the requested cpus (always on)", ("SLURM_EXACT",)),
+    StepOption("exclude", "x", VALUE, "NODES", "do not use these nodes"),
+    StepOption("exclusive", "", OPTIONAL, "", "a job of its own gets whole nodes; a step never shares its cpus",
+               ("SLURM_EXCLUSIVE",)),
+    StepOption("export", "", VALUE, "LIST", "variables for the tasks: ALL, NONE, names, NAME=VALUE",
+               ("SRUN_EXPORT_ENV", "SLURM_EXPORT_ENV")),
+    StepOption("gpus", "G", VALUE, "[TYPE:]N", "GPUs for all tasks together", ("SLURM_GPUS",)),
+    StepOption("gpus-per-node", "", VALUE, "[TYPE:]N", "GPUs on each node", ("SLURM_GPUS_PER_NODE",)),
+    StepOption("gpus-per-task", "", VALUE, "[TYPE:]N", "GPUs for each task", ("SLURM_GPUS_PER_TASK",)),
+    StepOption("gres", "", VALUE, "gpu[:TYPE]:N", "GPUs on each node, or none", ("SLURM_STEP_GRES", "SLURM_GRES")),
+    StepOption("gid", "", VALUE, "GROUP", "for root: be in this group"),
+    StepOption("help", "h", FLAG, "", "show this and exit"),
+    StepOption("usage", "", FLAG, "", "show a short list of the options and exit"),
+    StepOption("het-group", "", VALUE, "LIST", "components of a heterogeneous job to run in, as 0,2-3; default: 0"),
+    StepOption("hint", "", VALUE, "WORDS", "synchronous: nodes of like speed; comm_bound: no slow links, few switches",
+               ("SLURM_HINT",)),
+    StepOption("hold", "H", FLAG, "", "submit the job held: it waits for its release"),
+    StepOption("immediate", "I", OPTIONAL, "SECONDS", "give up if the step has not started after SECONDS (default 5)",
+               ("SLURM_IMMEDIATE",)),
+    StepOption("input", "i", VALUE, "PATTERN", "standard input: file pattern, none, all or a task's number; default: task 0",
+               _INPUT),
+    StepOption("job-name", "J", VALUE, "NAME", "name of the job and the step; default: the command's", ("SLURM_JOB_NAME",)),
+    StepOption("jobid", "", VALUE, "ID", "start the step in this job; default: the one that hrun runs in"),
+    StepOption("kill-on-bad-exit", "K", OPTIONAL, "0|1", "a task that fails ends the step", ("SLURM_KILL_BAD_EXIT",)),
+    StepOption("label", "l", FLAG, "", "begin each line of output with the task's number", ("SLURM_LABELIO",)),
+    StepOption("licenses", "L", VALUE, "NAME[:N],...", "licences for the job"),
+    StepOption("mem", "", VALUE, "SIZE", "memory on each node", ("SLURM_MEM_PER_NODE",)),
+    StepOption("mem-per-cpu", "", VALUE, "SIZE", "memory for each cpu", ("SLURM_MEM_PER_CPU",)),
+    StepOption("mincpus", "", VALUE, "N", "nodes with at least N cpus"),
+    StepOption("mpi", "", VALUE, "TYPE", "none or list: MPI programs are started with mpirun", ("SLURM_MPI_TYPE",)),
+    StepOption("multi-prog", "", FLAG, "", "the command is a file that says which tasks run which program"),
+    StepOption("nice", "", OPTIONAL, "N", "lower the job's priority; default of N: 100"),
+    StepOption("no-allocate", "Z", FLAG, "", "refused: each step belongs to a job"),
+    StepOption("nodelist", "w", VALUE, "NODES", "use these nodes; a path (with a /) is that of a file of them"),
+    StepOption("nodes", "N", VALUE, "MIN[-MAX]", "number of nodes", ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")),
+    StepOption("ntasks", "n", VALUE, "N", "number of tasks", ("SLURM_NTASKS", "SLURM_NPROCS")),
+    StepOption("ntasks-per-node", "", VALUE, "N", "tasks on each node", ("SLURM_NTASKS_PER_NODE",)),
+    StepOption("open-mode", "", VALUE, "MODE", "append to output files or truncate them (default)", ("SLURM_OPEN_MODE",)),
+    StepOption("output", "o", VALUE, "PATTERN", "standard output: file pattern, none, all or a task's number",
+               ("SLURM_STDOUTMODE",)),
+    StepOption("overcommit", "O", FLAG, "", "let tasks share cpus", ("SLURM_OVERCOMMIT",)),
+    StepOption("overlap", "", FLAG, "", "share the cpus and GPUs of other steps", ("SLURM_OVERLAP",)),
+    StepOption("partition", "p", VALUE, "NAME", "partition of the job", ("SLURM_PARTITION",)),
+    StepOption("prefer", "", VALUE, "FEATURES", "prefer nodes with these features"),
+    StepOption("preserve-env", "E", FLAG, "", "tasks see SLURM_NTASKS and SLURM_JOB_NUM_NODES as they are here"),
+    StepOption("priority", "", VALUE, "N", "a fixed priority of the job (0 holds it)"),
+    StepOption("prolog", "", VALUE, "PROGRAM", "run this here before the step, with the command as arguments; none: nothing",
+               ("SLURM_PROLOG",)),
+    StepOption("propagate", "", OPTIONAL, "LIMITS", "resource limits that tasks get: ALL, NONE, NOFILE ...",
+               ("SLURM_PROPAGATE",)),
+    StepOption("pty", "", FLAG, "", "give task 0 a terminal that is connected to this one"),
+    StepOption("qos", "q", VALUE, "NAME", "quality of service of the job", ("SLURM_QOS",)),
+    StepOption("quiet", "Q", FLAG, "", "print only errors"),
+    StepOption("quit-on-interrupt", "", FLAG, "", "one interrupt ends the step"),
+    StepOption("relative", "r", VALUE, "N", "leave out the job's first N nodes"),
+    StepOption("reservation", "", VALUE, "NAME", "reservation that the job runs in", ("SLURM_RESERVATION",)),
+    StepOption("resize", "", VALUE, "N", "start nothing: have the job give back all but N of its nodes"),
+    StepOption("signal", "", VALUE, "SIG[@S]", "send the tasks a signal S (60) seconds before the time limit", ("SLURM_SIGNAL",)),
+    StepOption("spread-job", "", FLAG, "", "use as many nodes as allowed, and spread the tasks evenly",
+               ("SLURM_SPREAD_JOB",)),
+    StepOption("switches", "", VALUE, "N[@TIME]", "nodes on at most N switches; on more after waiting for TIME",
+               ("SLURM_REQ_SWITCH",)),
+    StepOption("task-epilog", "", VALUE, "PROGRAM", "each task runs this after its program", ("SLURM_TASK_EPILOG",)),
+    StepOption("task-prolog", "", VALUE, "PROGRAM", "each task runs this before its program, and reads export NAME=VALUE, unset "
+               "NAME and print TEXT from its output", ("SLURM_TASK_PROLOG",)),
+    StepOption("test-only", "", FLAG, "", "print when and where the job would start; start nothing"),
+    StepOption("time", "t", VALUE, "TIME", "time limit of the step, or of the job", ("SLURM_TIMELIMIT",)),
+    StepOption("time-min", "", VALUE, "TIME", "the job's time limit may be lowered to this if it then starts earlier"),
+    StepOption("tmp", "", VALUE, "SIZE", "nodes with this much disk space for temporary files"),
+    StepOption("uid", "", VALUE, "USER", "for root: run the job as this user"),
+    StepOption("unbuffered", "u", FLAG, "", "pass on output at once instead of line by line", ("SLURM_UNBUFFEREDIO",)),
+    StepOption("verbose", "v", FLAG, "", "print what is done", ("SLURM_DEBUG",)),
+    StepOption("version", "V", FLAG, "", "show the version and exit"),
+    StepOption("wait", "W", VALUE, "SECONDS", "end the step SECONDS after its first task has ended", ("SLURM_WAIT",)),
+    StepOption("wait-for-children", "", FLAG, "", "a task is over when all its processes are", ("SLURM_WAIT_FOR_CHILDREN",)),
+    StepOption("x11", "", OPTIONAL, "all|first|last", "refused: use ssh -X NODE, with an account there, while the job runs"),
+    StepOption("accel-bind", "", VALUE, "TYPE", "accepted", (), True),
+    StepOption("acctg-freq", "", VALUE, "SECONDS", "accepted", (), True),
+    StepOption("bcast-exclude", "", VALUE, "LIST", "accepted", (), True),
+    StepOption("clusters", "M", VALUE, "NAMES", "accepted: there is one", (), True),
+    StepOption("compress", "", OPTIONAL, "TYPE", "accepted", (), True),
+    StepOption("core-spec", "S", VALUE, "N", "accepted", (), True),
+    StepOption("cores-per-socket", "", VALUE, "N", "accepted", (), True),
+    StepOption("cpu-bind", "", OPTIONAL, "TYPE", "accepted; tasks are not bound", ("SLURM_CPU_BIND",), True),
+    StepOption("cpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
+    StepOption("cpus-per-gpu", "", VALUE, "N", "accepted", (), True),
+    StepOption("delay-boot", "", VALUE, "MINUTES", "accepted", (), True),
+    StepOption("disable-status", "X", FLAG, "", "accepted", (), True),
+    StepOption("external-launcher", "", FLAG, "", "accepted", (), True),
+    StepOption("extra-node-info", "B", VALUE, "S[:C[:T]]", "accepted", (), True),
+    StepOption("gpu-bind", "", VALUE, "TYPE", "accepted", (), True),
+    StepOption("gpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
+    StepOption("gres-flags", "", VALUE, "TYPE", "accepted", (), True),
+    StepOption("mail-type", "", VALUE, "EVENTS", "accepted", (), True),
+    StepOption("mail-user", "", VALUE, "ADDRESS", "accepted", (), True),
+    StepOption("mem-bind", "", VALUE, "TYPE", "accepted", (), True),
+    StepOption("mem-per-gpu", "", VALUE, "SIZE", "accepted", (), True),
+    StepOption("msg-timeout", "", VALUE, "SECONDS", "accepted", (), True),
+    StepOption("network", "", VALUE, "TYPE", "accepted", (), True),
+    StepOption("no-kill", "k", OPTIONAL, "", "accepted", (), True),
+    StepOption("ntasks-per-core", "", VALUE, "N", "accepted", (), True),
+    StepOption("ntasks-per-socket", "", VALUE, "N", "accepted", (), True),
+    StepOption("oversubscribe", "s", FLAG, "", "accepted", (), True),
+    StepOption("profile", "", VALUE, "TYPE", "accepted", (), True),
+    StepOption("reboot", "", FLAG, "", "accepted", (), True),
+    StepOption("requeue", "", FLAG, "", "accepted", (), True),
+    StepOption("resv-ports", "", OPTIONAL, "N", "accepted", (), True),
+    StepOption("send-libs", "", OPTIONAL, "YES", "accepted", (), True),
+    StepOption("slurmd-debug", "", VALUE, "LEVEL", "accepted", (), True),
+    StepOption("sockets-per-node", "", VALUE, "N", "accepted", (), True),
+    StepOption("treewidth", "", VALUE, "N", "accepted", (), True),
+    StepOption("threads", "T", VALUE, "N", "accepted", (), True),
+    StepOption("threads-per-core", "", VALUE, "N", "accepted", (), True),
+    StepOption("use-min-nodes", "", FLAG, "", "accepted", (), True),
+    StepOption("wckey", "", VALUE, "KEY", "accepted", (), True),
+    StepOption("whole", "", FLAG, "", "accepted", (), True),
 )  # fmt: skip
 
 # Options whose variables are set in every job, as facts of the job.
@@ -215,8 +219,11 @@ _ALIASES = {
 }
 
 
-def parse(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> Tuple[Values, List[str]]:
-    """Return the options by long name (the last one counts), and the command. Raises OptionError."""
+def parse(words: Sequence[str], options: Sequence[StepOption] = OPTIONS) -> Tuple[Values, List[str]]:
+    """Return the options by long name (the last one counts), and the command.
+
+    Raises OptionError.
+    """
     values: Values = {}
     long = {option.name: option for option in options}
     short = {option.short: option for option in options if option.short}
@@ -237,7 +244,7 @@ def parse(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> Tuple[Va
     return values, list(words[at:])
 
 
-def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[Option] = OPTIONS) -> Values:
+def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[StepOption] = OPTIONS) -> Values:
     """Return `values` completed from the environment.
 
     Variables with numbers of the job are facts that the controller knows, unless the user has changed them: then Slurm's
@@ -257,7 +264,7 @@ def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[
     return complete
 
 
-def _has_default(option: Option, complete: Values, in_job: bool) -> bool:
+def _has_default(option: StepOption, complete: Values, in_job: bool) -> bool:
     """Return whether the environment may set an option that the other options leave open."""
     if option.name in complete or option.accepted or (in_job and option.name in _OF_NEW_JOBS):
         return False
@@ -266,14 +273,14 @@ def _has_default(option: Option, complete: Values, in_job: bool) -> bool:
     return option.name not in _MEMORY or not _MEMORY & set(complete)  # they exclude each other
 
 
-def _default_of(option: Option, text: str) -> Union[str, bool]:
+def _default_of(option: StepOption, text: str) -> Union[str, bool]:
     """Return the value that a variable gives an option."""
     if option.kind == FLAG:
         return text.lower() not in ("0", "no", "false")
     return True if option.name == "exclusive" else text
 
 
-def _given(option: Option, environ: Mapping[str, str]) -> Iterator[str]:
+def _given(option: StepOption, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the values of an option's variables, by precedence."""
     if option.name in _FACTS:
         for name in option.env:
@@ -298,7 +305,10 @@ def refuse_windows(values: Values) -> None:
 
 
 def output_mode(text: str) -> str:
-    """Return ``append`` or ``truncate``; the first letter is enough, as in Slurm. Raises OptionError."""
+    """Return ``append`` or ``truncate``; the first letter is enough, as in Slurm.
+
+    Raises OptionError.
+    """
     mode = {"a": "append", "t": "truncate"}.get(text.strip().lower()[:1])
     if mode is None:
         raise OptionError("Invalid --open-mode specification %r: write append or truncate" % text[:40])
@@ -317,7 +327,7 @@ def resource_limits(text: str) -> str:
     return text
 
 
-def usage(command: str, operands: str, what: str, options: Sequence[Option] = OPTIONS) -> str:
+def usage(command: str, operands: str, what: str, options: Sequence[StepOption] = OPTIONS) -> str:
     """Return the text of --help."""
     lines = ["Usage: %s [OPTIONS] %s" % (command, operands), "", what]
     known = {option.name: option for option in options if not option.accepted}
@@ -328,7 +338,7 @@ def usage(command: str, operands: str, what: str, options: Sequence[Option] = OP
     return "\n".join([*lines, "", "Accepted without effect: " + accepted, ""])
 
 
-def short_usage(name: str, operands: str, options: Sequence[Option] = OPTIONS) -> str:
+def short_usage(name: str, operands: str, options: Sequence[StepOption] = OPTIONS) -> str:
     """Return the text of --usage: each option with its value in brackets."""
     known = {option.name: option for option in options if not option.accepted}
     shown = [known[one] for one in slurm_text.ordered(name, known)]
@@ -336,13 +346,13 @@ def short_usage(name: str, operands: str, options: Sequence[Option] = OPTIONS) -
     return slurm_text.usage_text(name, [*words, operands])
 
 
-def _signature(option: Option) -> str:
+def _signature(option: StepOption) -> str:
     short = "-%s, " % option.short if option.short else "    "
     value = {FLAG: "", VALUE: "=" + option.metavar, OPTIONAL: "[=%s]" % option.metavar}[option.kind]
     return short + "--" + option.name + (value if option.metavar else "")
 
 
-def _long(known: Mapping[str, Option], text: str, following: Union[str, None], values: Values) -> int:
+def _long(known: Mapping[str, StepOption], text: str, following: Union[str, None], values: Values) -> int:
     """Read the option ``--text``; return how many words it has."""
     name, equals, value = text.partition("=")
     option = _find(known, name)
@@ -357,7 +367,7 @@ def _long(known: Mapping[str, Option], text: str, following: Union[str, None], v
     return 1 + _following(option, "--" + option.name, following, values)
 
 
-def _cluster(known: Mapping[str, Option], letters: str, following: Union[str, None], values: Values) -> int:
+def _cluster(known: Mapping[str, StepOption], letters: str, following: Union[str, None], values: Values) -> int:
     for at, letter in enumerate(letters):
         option = known.get(letter)
         if option is None:
@@ -375,14 +385,14 @@ def _cluster(known: Mapping[str, Option], letters: str, following: Union[str, No
     return 1
 
 
-def _following(option: Option, shown: str, following: Union[str, None], values: Values) -> int:
+def _following(option: StepOption, shown: str, following: Union[str, None], values: Values) -> int:
     if following is None:
         raise OptionError("option %s needs a value: %s" % (shown, option.metavar))
     values[option.name] = following
     return 1
 
 
-def _find(options: Mapping[str, Option], name: str) -> Option:
+def _find(options: Mapping[str, StepOption], name: str) -> StepOption:
     exact = options.get(_ALIASES.get(name, name))
     if exact is not None:
         return exact

@@ -1,4 +1,4 @@
-"""Output of tasks on its way to files: ordered by offset, cut into lines, labelled, written when there is room.
+"""Output of tasks on its way to files: ordered, cut into lines, labelled, written.
 
 A stream belongs to one descriptor of a task, an outlet to one file that many streams may share. Connections and steps are not
 known here.
@@ -157,7 +157,7 @@ STREAMS = {"output": 1, "error": 2}
 
 
 class StreamTarget:
-    """The destination or source of a stream: hrun itself, a file of hrun, or a file on the node."""
+    """The destination or source of a stream: hrun, a file of hrun, or a file on the node."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
@@ -182,21 +182,27 @@ class StreamTarget:
 
 
 class PartFiles:
-    """The files of the parts of a step, in the order of the parts: ``ntasks``, ``output``, ``error``, as strings."""
+    """The files of the parts of a step: ``ntasks``, ``output``, ``error``, as strings."""
 
     def __init__(self, parts: Sequence[Mapping[str, str]]) -> None:
         self._parts = parts
 
     @classmethod
     def read(cls, text: str, usual: Mapping[str, str]) -> Optional["PartFiles"]:
-        """Return the files in the JSON `text`, None for "". `usual`: the files of parts without their own."""
+        """Return the files in the JSON `text`, None for "".
+
+        `usual`: the files of parts without their own.
+        """
         if not text:
             return None
         parts: List[Mapping[str, str]] = json.loads(text)
         return cls([{**usual, **part} for part in parts])
 
     def patterns(self, started: protocol.StepStarted) -> Dict[int, Dict[int, str]]:
-        """Return the file of each task by descriptor, "" for hrun's own output; patterns of the task are filled in."""
+        """Return the file of each task by descriptor, "" for hrun's own output.
+
+        Patterns of the task are filled in.
+        """
         nodes = {rank: (name, at) for at, (name, ranks, _) in enumerate(started.parts()) for rank in ranks}
         found: Dict[int, Dict[int, str]] = {fd: {} for fd in STREAMS.values()}
         first = 0

@@ -1,4 +1,6 @@
-"""hpty: runs a task's command on a pseudo-terminal, for `hrun --pty`: hpty ROWSxCOLUMNS COMMAND [ARGUMENT...]
+"""hpty: runs a task's command on a pseudo-terminal, for `hrun --pty`.
+
+Usage: hpty ROWSxCOLUMNS COMMAND [ARGUMENT...]
 
 It connects the step's pipes with the pseudo-terminal. It reads `frame`s of hrun: typed data, and the size of the window when it
 changes. Task 0 gets the terminal; other tasks run without one.

@@ -1,4 +1,4 @@
-"""scontrol on a node of a job: `show hostnames`, which many job scripts use, works without the controller.
+"""scontrol on a node of a job: `show hostnames` works without the controller.
 
 All other subcommands run the full scontrol, if PATH has it. The node may have nothing of hpcsched besides its agent.
 

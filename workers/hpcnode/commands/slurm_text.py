@@ -1,4 +1,4 @@
-"""Slurm's texts: its words for refusals, which clients look for on standard error, and the order of options in its help.
+"""Slurm's texts: its words for refusals, and the order of options in its help.
 
 Our own text of a refusal follows on a separate line: it has the numbers, and what to do. In help texts the order, headings and
 names are Slurm's, so that its users find an option in the usual place; the descriptions are ours. Options that Slurm lacks follow
@@ -49,7 +49,7 @@ def of_allocation(text: str) -> str:
 
 
 def of_step(job_id: int, text: str) -> str:
-    """Return srun's line about a refused step of job `job_id` (0: about its refused job), "" if there is none."""
+    """Return srun's line about a refused step (`job_id` 0: a refused job), "" for none."""
     if not text.startswith("cannot "):  # it was accepted, and ended before it ran
         return ""
     if not job_id:
@@ -167,7 +167,10 @@ ORDER: Dict[str, Tuple[Tuple[str, str], ...]] = {
 
 
 def groups(command: str, names: Iterable[str]) -> List[Tuple[str, List[str]]]:
-    """Return (heading, options), limited to `names`. A command that Slurm lacks keeps its own order."""
+    """Return (heading, options), limited to `names`.
+
+    A command that Slurm lacks keeps its own order.
+    """
     left = list(names)
     found = []
     for title, words in ORDER.get(command, ()):

@@ -25,7 +25,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def main_on_node(root: str, argv: Sequence[str]) -> int:
-    """Run srun on a node, in a job, with the agent of `root`, which the environment need not name."""
+    """Run srun on a node, in a job, with the agent of `root`."""
     environ = with_job(os.environ)
     environ.setdefault("HPCSCHED_SOCKET", paths.socket_path(root))
     return _run(list(argv), environ)

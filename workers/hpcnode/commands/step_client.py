@@ -67,7 +67,10 @@ class StepClient:
     def __init__(
         self, sock: socket.socket, front: Front, connect_again: Optional[Callable[[], socket.socket]] = None
     ) -> None:
-        """`connect_again`: connects to the next agent or raises OSError; None: `sock` does not lead to an agent."""
+        """`connect_again`: connects to the next agent or raises OSError.
+
+        None: `sock` does not lead to an agent.
+        """
         self.front = front
         self.started: Optional[protocol.StepStarted] = None
         self.ended: Optional[protocol.StepEnded] = None
@@ -125,7 +128,7 @@ class StepClient:
 
     @property
     def must_ask_again(self) -> bool:
-        """Whether no task has run and all input is still here, so that the same request can be sent again."""
+        """Whether no task has run and all input is here, so that the request can be repeated."""
         all_here = len(self._input_kept) == self._input_sent
         return self.ended is not None and self.ended.again and all_here and not self.given_up
 
@@ -374,7 +377,7 @@ class StepClient:
             self._send(protocol.OutputAck(beyond.token, beyond.task, beyond.fd, acknowledged, again=True))
 
     def _ask_for_missing(self) -> None:
-        """Request unacknowledged output of each node again: a controller that ended may have lost it."""
+        """Request unacknowledged output of each node again, which may have been lost."""
         asked = set()
         for (task, fd), stream in self._streams.items():
             token = self._tokens[task]
@@ -383,7 +386,7 @@ class StepClient:
                 self._send(protocol.OutputAck(token, task, fd, stream.acknowledged, again=True))
 
     def _catch_up(self) -> None:
-        """Repeat and request again what a new connection of a node, or of this client, may have lost."""
+        """Repeat and request again what may have been lost before a new connection."""
         self._ask_for_missing()
         for (task, fd), stream in self._streams.items():
             if stream.all_came and stream.acknowledged:
@@ -456,7 +459,10 @@ class StepClient:
 
 
 class ListeningClient(StepClient):
-    """A client that watches the step of another client from now on; it neither acknowledges nor sends anything."""
+    """A client that watches the step of another client from now on.
+
+    It neither acknowledges nor sends anything.
+    """
 
     def __init__(self, sock: socket.socket, front: Front) -> None:
         super().__init__(sock, front)

@@ -1,4 +1,4 @@
-"""htun: TCP connections through a step's standard input and output, for `htunnel JOB PORT`.
+"""htun: TCP connections through a step's standard input and output, for htunnel.
 
 Both ends have a `Tunnel`. The head's end gets accepted connections; the node's end makes a connection to HOST and PORT for each.
 A frame is the connection's number, a letter, a length and that many bytes.

@@ -27,7 +27,10 @@ def exported(text: str, environ: Mapping[str, str]) -> Dict[str, str]:
 
 
 def as_text(environ: Mapping[str, str]) -> Dict[str, str]:
-    """Return the variables that are UTF-8 text and fit into a message; hsub leaves out the others, too."""
+    """Return the variables that are UTF-8 text and fit into a message.
+
+    Hsub leaves out the others, too.
+    """
     return {name: value for name, value in environ.items() if not why_not_text(name + value)}
 
 

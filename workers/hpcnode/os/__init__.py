@@ -1,1 +1,1 @@
-"""Linux as the nodes' code uses it: processes, accounts, cgroups, durable files, the event loop."""
+"""Linux: processes, accounts, cgroups, durable files, the event loop."""

@@ -39,7 +39,10 @@ class UserAccount(NamedTuple):
 
 
 def why_refused(entry: pwd.struct_passwd, allow_uid_below: int) -> str:
-    """Return why jobs of an account are refused by default, "" if they are allowed. `allow_uid_below` 0 allows all."""
+    """Return why jobs of an account are refused by default, "" if they are allowed.
+
+    `allow_uid_below` 0 allows all.
+    """
     if allow_uid_below == 0:
         return ""
     if entry.pw_uid < allow_uid_below:
@@ -106,7 +109,10 @@ def _check_policy(name: str, uid: int, *, explicit: bool) -> None:
 
 
 def read_policy(path: str) -> Dict[str, Any]:
-    """Return the administrator's policy, {} without one. Raises UserError if it cannot be trusted: then nothing runs."""
+    """Return the administrator's policy, {} without one.
+
+    Raises UserError if it cannot be trusted: then nothing runs.
+    """
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
@@ -123,7 +129,10 @@ def read_policy(path: str) -> Dict[str, Any]:
 
 
 def become(account: UserAccount) -> None:
-    """Become the account irrevocably, without privileges. Raises UserError or OSError; then exit at once."""
+    """Become the account irrevocably, without privileges.
+
+    Raises UserError or OSError; then exit at once.
+    """
     if os.geteuid() == 0:
         os.setgroups(account.groups)
         os.setresgid(account.gid, account.gid, account.gid)
@@ -140,7 +149,10 @@ def become(account: UserAccount) -> None:
 
 
 def change(name: str) -> None:
-    """Change this process of root to the account `name` (or number), for ``--uid``. Raises UserError."""
+    """Change this process of root to the account `name` (or number), for ``--uid``.
+
+    Raises UserError.
+    """
     if os.getuid() != 0:
         raise UserError("--uid only permitted by root user")
     try:

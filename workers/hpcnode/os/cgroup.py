@@ -71,7 +71,10 @@ def _can_use(base: str) -> bool:
 
 
 def enter_own(base: str) -> Optional[str]:
-    """Move this process into a new group of its own; return the group's path, None if that fails."""
+    """Move this process into a new group of its own.
+
+    Return the group's path, None if that fails.
+    """
     path = os.path.join(base, "shepherd-%d-%s" % (os.getpid(), os.urandom(4).hex()))  # pids are reused
     try:
         os.mkdir(path)
@@ -106,7 +109,9 @@ def kill(path: str) -> None:
 
 
 def freeze_others(path: str) -> bool:
-    """Freeze all processes of the group except this one, including those that fork meanwhile; return whether that worked.
+    """Freeze all processes of the group except this one, including those that fork meanwhile.
+
+    Return whether that worked.
 
     A frozen group freezes all groups below it. So the others move to a group below ours, which is frozen already.
     """

@@ -1,4 +1,4 @@
-"""Files that survive a power failure whole: write a temporary file, fsync, rename, fsync the directory.
+"""Files that survive a power failure whole: write, fsync, rename, fsync the directory.
 
 An OSError (disk full or broken) goes to the caller; the old content is still there then.
 """
@@ -40,7 +40,10 @@ def sync_way_to(path: str) -> None:
 
 
 def write_durably(folder: str, name: str, data: bytes, parents: Iterable[str] = ()) -> None:
-    """Replace a file durably. `parents`: directories above `folder` whose names must be durable, too."""
+    """Replace a file durably.
+
+    `parents`: directories above `folder` whose names must be durable, too.
+    """
     temporary = os.path.join(folder, name + ".new")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -68,7 +71,7 @@ def to_bytes(obj: Dict[str, Any]) -> bytes:
 
 
 def read_object(path: str) -> Optional[Dict[str, Any]]:
-    """Return the JSON object in a file, None if there is no such file or a power failure cut it off."""
+    """Return the JSON object in a file, None if it is missing or was cut off."""
     try:
         with open(path, "rb") as file:
             obj = json.loads(file.read().decode("utf-8", "surrogateescape"))

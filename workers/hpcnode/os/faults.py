@@ -1,4 +1,4 @@
-"""Crash points: named points at which a test kills an agent, a shepherd or the controller, to check its successor.
+"""Crash points: named points at which a test kills a process, to check its successor.
 
 `HPCNODE_CRASH_AT=point[:n]` (for the controller `HPCSCHED_CRASH_AT`) kills the process (SIGKILL) that reaches the point for the
 n-th time. It has an effect only together with `HPCNODE_SIMULATED=1` (`HPCSCHED_SIMULATED`), so that it cannot be enabled in

@@ -1,4 +1,6 @@
-"""A small event loop: descriptors, timers, and buffered byte streams. No threads, because the agent forks.
+"""A small event loop: descriptors, timers, and buffered byte streams.
+
+No threads, because the agent forks.
 
 Rules: a callback never blocks. The feeder of a stream bounds its buffer (see `Stream.unsent`). What is queued in one turn of the
 loop goes out in one write. Messages are not known here.
@@ -109,7 +111,10 @@ class Loop:
 
 
 class Stream:
-    """A connected socket with an output buffer. `on_data(b"")` is called once, when the peer closes."""
+    """A connected socket with an output buffer.
+
+    `on_data(b"")` is called once, when the peer closes.
+    """
 
     def __init__(self, loop: Loop, sock: socket.socket, on_data: Callable[[bytes], None]) -> None:
         sock.setblocking(False)

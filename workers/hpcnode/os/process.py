@@ -66,7 +66,10 @@ def read_stat(pid: int) -> Optional[Stat]:
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a small file of /proc. Raises OSError. `open` would make four more system calls."""
+    """Return the content of a small file of /proc.
+
+    Raises OSError. `open` would make four more system calls.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -80,29 +83,29 @@ def identify(pid: int, boot: str) -> Optional[Identity]:
     return None if stat is None else Identity(pid, stat.ticks, boot)
 
 
-def is_alive(who: Identity, boot: str) -> bool:
+def is_alive(identity: Identity, boot: str) -> bool:
     """Return whether this very process still runs (a zombie does not)."""
-    if who.boot_id != boot:
+    if identity.boot_id != boot:
         return False
-    stat = read_stat(who.pid)
-    return stat is not None and stat.ticks == who.ticks and stat.state not in "ZX"
+    stat = read_stat(identity.pid)
+    return stat is not None and stat.ticks == identity.ticks and stat.state not in "ZX"
 
 
-def send_signal(who: Identity, boot: str, signum: int) -> bool:
+def send_signal(identity: Identity, boot: str, signum: int) -> bool:
     """Signal this very process; return whether it was there."""
-    if who.boot_id != boot:
+    if identity.boot_id != boot:
         return False
     try:
-        pidfd = os.pidfd_open(who.pid)
+        pidfd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
         return False
     except OSError:
         pidfd = -1  # a kernel before 5.3: the check below has a short race then
     try:
-        if not is_alive(who, boot):
+        if not is_alive(identity, boot):
             return False
         if pidfd < 0:
-            os.kill(who.pid, signum)
+            os.kill(identity.pid, signum)
         else:
             signal.pidfd_send_signal(pidfd, signum)
         return True
@@ -136,7 +139,7 @@ def is_named(words: bytes) -> bool:
 
 
 def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None) -> List[int]:
-    """Return the living processes below `roots` (not themselves), parents before their children."""
+    """Return the living processes below `roots`, parents before their children."""
     known = all_processes() if table is None else table
     below: Dict[int, List[int]] = {}
     for pid, stat in known.items():
@@ -155,7 +158,7 @@ def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None
 
 
 def quick_descendants(root: int) -> List[int]:
-    """Return the processes below `root` by the kernel's lists of children: cheap, but may miss a new one."""
+    """Return the processes below `root` by the kernel's lists, which may miss a new one."""
     found: List[int] = []
     todo = [root]
     while todo:
@@ -196,7 +199,10 @@ def set_name(name: str) -> None:
 
 
 def signal_all(pids: Iterable[int], signum: int) -> int:
-    """Signal each existing pid; return how many were reached. Only for processes below us that were just listed."""
+    """Signal each existing pid; return how many were reached.
+
+    Only for processes below us that were just listed.
+    """
     reached = 0
     for pid in pids:
         try:
@@ -208,7 +214,7 @@ def signal_all(pids: Iterable[int], signum: int) -> int:
 
 
 def stop_all_below_us() -> None:
-    """Stop all processes below, including those that fork meanwhile, in a bounded number of rounds."""
+    """Stop all processes below, including new ones, in a bounded number of rounds."""
     seen: Set[int] = set()
     for _ in range(20):
         pids = set(descendants([os.getpid()])) - seen
@@ -227,8 +233,9 @@ def signal_group(pid: int, signum: int) -> None:
 
 
 def remains_of(sessions: Iterable[int], since_ticks: int, uid: int, marker: bytes) -> List[int]:
-    """Return remaining processes of a step whose shepherd is gone: its sessions, processes with its marker, and all below.
+    """Return the remaining processes of a step whose shepherd is gone.
 
+    These are its sessions, processes with its marker, and all processes below.
     `marker` is a ``NAME=value`` in the environment of each task. Only processes of `uid` that are not older than the step are
     considered, so a forged environment affects only the user's own processes.
     """
@@ -277,7 +284,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def return_free_memory() -> None:
-    """Return free pages of the heap to the system, if the C library can, so that forks need not map them."""
+    """Return free pages of the heap to the system, so that forks need not map them."""
     trim = getattr(_libc(), "malloc_trim", None)  # glibc's; musl has none
     if trim is not None:
         trim(0)
@@ -289,12 +296,15 @@ def become_subreaper() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """Disable set-uid programs and file capabilities, irrevocably, for this process and all below."""
+    """Disable set-uid programs and file capabilities irrevocably, here and below."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. A change of user undoes this; children do not inherit it."""
+    """Have the kernel kill this process when its parent ends.
+
+    A change of user undoes this; children do not inherit it.
+    """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

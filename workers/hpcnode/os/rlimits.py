@@ -1,4 +1,4 @@
-"""Resource limits of the submitting process that a job's processes get, as Slurm's `--propagate`.
+"""Resource limits that a job inherits from its submitter, as Slurm's `--propagate`.
 
 A command writes its soft limits to one variable of the environment (`noted`). The controller removes limits that the
 configuration does not propagate (`propagated`). The node applies the rest just before it executes the program (`readable`,
@@ -34,7 +34,10 @@ def environment() -> dict[str, str]:
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the kinds in ALL, NONE or a list such as ``NOFILE,STACK``. Raises ValueError with the unknown word."""
+    """Return the kinds in ALL, NONE or a list such as ``NOFILE,STACK``.
+
+    Raises ValueError with the unknown word.
+    """
     words = [word.strip().upper().replace("RLIMIT_", "", 1) for word in text.split(",") if word.strip()]
     for word in words:
         if word not in KINDS and (word not in (ALL, _NONE) or len(words) > 1):
@@ -43,7 +46,10 @@ def names(text: str) -> frozenset[str]:
 
 
 def noted(asked: str = "") -> str:
-    """Return this process's soft limits as text. `asked`: the kinds that the user named, "" for none named."""
+    """Return this process's soft limits as text.
+
+    `asked`: the kinds that the user named, "" for none named.
+    """
     wanted = names(asked)
     soft = ["%s=%d" % (kind, resource.getrlimit(_number(kind))[0]) for kind in KINDS if kind in wanted]
     return (_ASKED if asked else "") + ",".join(soft)
@@ -56,7 +62,7 @@ def chosen(text: str, asked: str) -> str:
 
 
 def propagated(text: str, wanted: frozenset[str]) -> str:
-    """Return the limits of `noted` that are propagated: `wanted`, or those that the user asked for."""
+    """Return the limits of `noted` that are propagated: `wanted`, or those the user named."""
     if text.startswith(_ASKED):
         return text
     return ",".join(pair for pair in _pairs(text) if pair.partition("=")[0] in wanted)

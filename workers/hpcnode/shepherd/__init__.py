@@ -1,1 +1,1 @@
-"""The shepherd of a step on a node: starts its tasks, carries their streams, collects their ends."""
+"""The shepherd of a step on a node: starts tasks, carries their streams, ends them."""

@@ -1,8 +1,8 @@
-"""The environment of a task: the controller's, completed with values that only the node knows.
+"""The environment of a task: the controller's, completed by the node.
 
 It is computed before the change of user and passed to exec unchanged. Nothing of the agent's own environment is in it.
 
-A job finds changes of its nodes in a file, ROOT/allocation/INCARNATION.JOB.ATTEMPT, which everybody may read. It is JSON:
+A job finds changes of its nodes in a file, ROOT/allocation/INCARNATION.JOB.ATTEMPT, which all users may read. It is JSON:
 `generation` grows with each change, `nodes` are the job's nodes, `wanted` (if not empty) are the nodes that it should keep. It is
 replaced in one step, and does not exist before the first change.
 """
@@ -74,7 +74,7 @@ def _devices(launch: protocol.Launch) -> List[str]:
 
 
 def _path(root: str, users: str) -> str:
-    """Return the PATH of tasks, with Slurm's names only if the user's PATH had them on the head."""
+    """Return the PATH of tasks, with Slurm's names if the user's PATH has them."""
     ours = [bin_dir(root)]
     if any(_SLURM_PATH.search(folder) for folder in users.split(":")):
         ours.append(os.path.join(bin_dir(root), "slurm"))

@@ -1,4 +1,4 @@
-"""Variables and files that let plain `mpirun prog` use a job's whole allocation, through `hrsh`.
+"""Variables and files that let plain `mpirun prog` use a job's whole allocation.
 
 It knows Open MPI 5 (PRRTE), Open MPI 4 (ORTE) and MPICH's hydra. It does not know which of them the job will use: the variables
 of all three are set, and each reads only its own. Jobs, agents and sockets are not known here.
@@ -46,10 +46,10 @@ def mpi_environment(
     same_hostnames: bool = False,
     peer_address: Optional[str] = None,
 ) -> Dict[str, str]:
-    """Return the variables that make `mpirun` use `hosts`, and write the host files that they name.
+    """Return the variables that make `mpirun` use `hosts`, and write their host files.
 
     Call it on the first node of the allocation, where mpirun runs. The caller needs write access to `state_dir`, and the
-    job's user read access. The files are readable by everybody.
+    job's user read access. The files are readable by all users.
 
     hosts: (node name, slots) of the allocation, the first node first. hrsh: path of the remote shell, the same on all
     nodes, without spaces. same_machine: several of the nodes are one machine. same_hostnames: nodes on different
@@ -83,7 +83,7 @@ def mpi_environment(
 
 
 def daemon_command(command: str, node: str, environ: Mapping[str, str]) -> Tuple[str, Dict[str, str]]:
-    """Return the command that `hrsh` must run on `node` in place of `command`, and variables to add to its environment.
+    """Return the command and the variables with which `hrsh` runs `command` on `node`.
 
     Open MPI's daemon reports `gethostname()`, and MPI hangs if two daemons report the same name. A daemon that believes to be
     started by Slurm reports SLURMD_NODENAME. So if `environ` (that of hrsh) has NAME_DAEMONS, `ess env` of a daemon becomes

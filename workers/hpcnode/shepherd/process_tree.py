@@ -1,4 +1,4 @@
-"""The processes below a shepherd: killed until none is left, suspended and resumed, their memory and use measured.
+"""The processes below a shepherd: kill, suspend, resume, and measure them.
 
 It does not know what the processes are for, nor why they are suspended or killed.
 
@@ -45,7 +45,7 @@ class ProcessTree:
             self._terminate(process.descendants([os.getpid()]))
 
     def terminate_orphans(self) -> None:
-        """Send SIGTERM to processes that were forked during `terminate` and whose parent has ended since."""
+        """Send SIGTERM to orphans that were forked during `terminate`."""
         if self._terminated:
             self._terminate([pid for pid in process.children_of(os.getpid()) if pid not in self._terminated])
 
@@ -89,7 +89,10 @@ def exceeds(root_pid: int, mem_mib: int) -> bool:
 
 
 class Suspension:
-    """Suspends and resumes the tree, and counts how long it has run. Alarms ring after a run time, not a wall time."""
+    """Suspends and resumes the tree, and counts how long it has run.
+
+    Alarms ring after a run time, not a wall time.
+    """
 
     def __init__(self, loop: Loop, group: Optional[str], on: bool) -> None:
         self.on = on  # true from the start: nothing runs yet, and the caller releases nothing
@@ -158,7 +161,7 @@ class Suspension:
 
 
 class Usage:
-    """Processor time, memory, and bytes read and written below this process since this object was made.
+    """Processor time, memory, and bytes read and written by all processes below.
 
     Processor time comes from wait4 of each ended child. The kernel adds up the bytes likewise (/proc/self/io, less the
     shepherd's own). Memory is that of one task with all processes below it: the highest sum of resident pages seen, or of a
@@ -179,7 +182,10 @@ class Usage:
         self.max_rss_kib = max(self.max_rss_kib, usage.ru_maxrss)
 
     def look(self, roots: Iterable[int]) -> float:
-        """Measure the memory of each of `roots` with all below it; return seconds until the next look."""
+        """Measure the memory of each of `roots` with all below it.
+
+        Return seconds until the next look.
+        """
         page_kib = resource.getpagesize() >> 10
         for root in roots:
             stats = [process.read_stat(pid) for pid in (root, *process.quick_descendants(root))]
@@ -204,7 +210,10 @@ class Usage:
 
 
 def _moved_below() -> Optional[Tuple[int, int]]:
-    """Return bytes read and written by ended processes below; None if the kernel does not count them."""
+    """Return bytes read and written by ended processes below.
+
+    None if the kernel does not count them.
+    """
     whole, own = _moved("/proc/self/io"), _moved("/proc/self/task/%d/io" % os.getpid())
     return None if whole is None or own is None else (whole[0] - own[0], whole[1] - own[1])
 

@@ -1,4 +1,4 @@
-"""The shepherd: supervises one step on one node, and outlives the agent, the connection and the controller.
+"""The shepherd: supervises one step on one node, and outlives agent and controller.
 
 Rules:
 - What may happen when is in `step_state`: nothing is released before `started` is on disk, and nothing is reported before
@@ -344,7 +344,10 @@ class Shepherd:
     # ----- limits
 
     def _set_time_limit(self, limit_s: Optional[float]) -> None:
-        """End the step after this run time (None: never) and warn it before; replaces an earlier limit."""
+        """End the step after this run time (None: never) and warn it before.
+
+        Replaces an earlier limit.
+        """
         self._suspension.cancel_alarms()
         self._limit_s = limit_s
         if limit_s is not None:
@@ -389,7 +392,9 @@ class Shepherd:
     # ----- signals and the end
 
     def _signal(self, signum: int, batch_only: bool, full: bool = False) -> None:
-        """Signal the tasks; of a batch step the children of its shell, the shell alone (`batch_only`) or both (`full`).
+        """Signal the tasks.
+
+        Of a batch step the children of its shell, the shell alone (`batch_only`) or both (`full`).
 
         Step commands among the children are left out: the shepherds of their steps get this signal, too.
         """
@@ -420,7 +425,7 @@ class Shepherd:
     def _end(self, grace_s: float, why: str, signum: int = 0, batch_only: bool = False) -> None:
         """Send SIGTERM (or `signum`, as `_signal`) to all processes, after `grace_s` SIGKILL.
 
-        A second call can only shorten the grace. If the step is over, nobody takes the rest of its output any more.
+        A second call can only shorten the grace. If the step is over, the rest of its output is dropped.
         """
         self._why = self._why or why
         if self.state in BEFORE_RELEASE:
@@ -538,7 +543,10 @@ class Shepherd:
         self._write_final()
 
     def _write_final(self) -> None:
-        """Put the end on disk, now or when the disk has room; a step that never ran is reported without that."""
+        """Put the end on disk, now or when the disk has room.
+
+        A step that never ran is reported without that.
+        """
         assert self._ended is not None
         try:
             self.setting.spool.write_final(self.token, record_of(self._ended))
@@ -609,7 +617,7 @@ class Shepherd:
             self._apply(event)
 
     def _greet(self) -> None:
-        """Report to a new agent what it may not have heard."""
+        """Repeat the reports of the step to a new agent."""
         if not self._accepts(StepEvent.RECONNECT):
             return
         self._apply(StepEvent.RECONNECT)

@@ -8,7 +8,7 @@ Rules:
 - `NEXT` is complete: an event that a state does not list is not allowed in it. `after` raises then.
 - A step leaves PREPARING or READY for OVER directly: it never ran, and never will under this token.
 - RECORDED is reached only when the end is on disk, or when nothing ever ran. So nothing is reported before it is durable.
-- A new agent has not heard the report of the agent before it: RECONNECT takes REPORTED back to RECORDED.
+- A new agent does not have the reports that the earlier one got: RECONNECT takes REPORTED back to RECORDED.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The streams between tasks and a step command: output kept until it is acknowledged, input written as the task takes it.
+"""The streams between tasks and a step command, with bounded buffers.
 
 Offsets count the bytes of a stream from its start, so repeated data is recognized. Memory is bounded: if a reader does not take
 the output, the pipe stops the task that writes it.
@@ -132,7 +132,10 @@ class InputStream:
         return self.pipe >= 0 and bool(self._waiting or self._eof)
 
     def add(self, offset: int, data: bytes, eof: bool) -> bool:
-        """Add the new part of `data`; return False if bytes before it are missing or there is no room: send it again."""
+        """Add the new part of `data`.
+
+        Return False if bytes before it are missing or there is no room: send it again.
+        """
         if offset > self._received:
             return False
         new = data[self._received - offset :]

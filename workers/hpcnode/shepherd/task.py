@@ -44,7 +44,7 @@ _SHELLS = ("bash", "dash", "ksh", "sh", "zsh")
 
 
 def is_login_script(first_line: Sequence[str]) -> bool:
-    """Return whether the words of a script's first line (program and argument) start a login shell."""
+    """Return whether the first line of a script (program, argument) starts a login shell."""
     if len(first_line) != 2 or os.path.basename(first_line[0]) not in _SHELLS:
         return False
     flags = first_line[1]
@@ -73,7 +73,10 @@ class FilesError(Exception):
 
 
 def fill(pattern: str, rank: int, node_rank: int, node: str) -> str:
-    """Return `pattern` with %t (rank), %n (number of the node in the step) and %N (its name) filled; %3t pads."""
+    """Return `pattern` with %t (rank), %n (number of the node) and %N (its name) filled.
+
+    A number pads: ``%3t``.
+    """
 
     def value(match: re.Match[str]) -> str:
         if match.group(1) == "%":
@@ -110,7 +113,9 @@ def open_output(path: str, truncate: bool) -> int:
 
 
 def is_full(path: str) -> bool:
-    """Return whether the file system of `path` is full; False if it does not answer within LOOK_S.
+    """Return whether the file system of `path` is full.
+
+    False if it does not answer within LOOK_S.
 
     A thread asks, because a share may hang.
     """
@@ -191,7 +196,10 @@ def touched_signals() -> List[int]:
 
 
 def run_task(plan: TaskPlan) -> NoReturn:
-    """Become the task. Write READY, or the reason for a refusal, to the status pipe; later only a failed exec."""
+    """Become the task.
+
+    Write READY, or the reason for a refusal, to the status pipe; later only a failed exec.
+    """
     try:
         os.setsid()
         _reset_signals(plan.signals)
@@ -361,7 +369,9 @@ def _take(line: str, env: Dict[str, str]) -> None:
 
 
 def stay_for_epilog(epilog: str, env: Dict[str, str], wait_for_children: bool) -> None:
-    """Fork; return in the child, which becomes the program, and run the epilog in this process after it.
+    """Fork.
+
+    Return in the child, which becomes the program, and run the epilog in this process after it.
 
     With `wait_for_children`, after all processes that the program has started.
     """

@@ -1,1 +1,1 @@
-"""The messages of controller, agent, shepherds and step commands, and the bounds on what strangers send."""
+"""The messages of controller, agent, shepherds and step commands, and their bounds."""

@@ -1,4 +1,4 @@
-"""Bounds on connections, memory and rates of each account, so that no account can exhaust a server.
+"""Bounds on connections, memory and rates of each account of a server.
 
 `ConnectionLimits` bounds, for one account and for all together: connections, bytes that clients have not read, and bytes of
 requests that are incomplete or not processed yet. If all together exceed a bound, the account that has most pays. `Rates`
@@ -109,7 +109,7 @@ class ConnectionLimits:
         return True
 
     def may_hold(self, uid: int, guest: Guest, size: int) -> bool:
-        """Return whether this client may have `size` bytes of unprocessed requests, and count them.
+        """Count `size` bytes of unprocessed requests; return whether they are allowed.
 
         If all together have too many, the largest connections are closed.
         """
@@ -138,7 +138,10 @@ class ConnectionLimits:
         return True
 
     def _drop_largest(self, sums: _Sum, asking: Guest) -> bool:
-        """Close the largest connection of the largest account. Return False if that is the one that asks."""
+        """Close the largest connection of the largest account.
+
+        Return False if that is the one that asks.
+        """
         uid, guest = sums.largest()
         if guest is asking:
             return False
@@ -191,7 +194,10 @@ class _Sum:
 
 
 class Rates:
-    """A token bucket for each account: `burst` at once, then `per_s` per second; 0 means no bound."""
+    """A token bucket for each account: `burst` at once, then `per_s` per second.
+
+    0 means no bound.
+    """
 
     def __init__(self, per_s: float, burst: float, clock: Callable[[], float]) -> None:
         self.per_s = per_s
@@ -200,7 +206,7 @@ class Rates:
         self._buckets: Dict[int, Tuple[float, float]] = {}  # tokens, time
 
     def wait_s(self, uid: int, cost: float = 1.0) -> Optional[float]:
-        """Take tokens and return None if the account has one, else return the seconds until it has.
+        """Take tokens and return None, or return the seconds until the account has one.
 
         A cost above the present tokens leaves a debt.
         """

@@ -1,4 +1,4 @@
-"""Checked input: JSON and whole numbers from outside, read within bounds or rejected with a clear error.
+"""Checked input: JSON and whole numbers from outside, within bounds.
 
 All text from outside passes through here: bodies and queries of the controller's API, frames of step commands, agents and nodes,
 configuration. Rejected are text that is not UTF-8, lone surrogates and NUL in texts and names, duplicate names, NaN and infinite
@@ -54,7 +54,7 @@ def read_json(data: bytes) -> Any:
 
 
 def check_value(value: Any) -> None:
-    """Raise GateError if `value`, made of dictionaries, lists and plain values, has something that is rejected.
+    """Raise GateError if `value` (dictionaries, lists, plain values) is not acceptable.
 
     For values that another parser has read, such as TOML.
     """
@@ -66,7 +66,10 @@ def check_value(value: Any) -> None:
 
 
 def check_texts(value: Any) -> None:
-    """Raise GateError if a text or a name in `value` has a NUL or a lone surrogate; the error has its place."""
+    """Raise GateError if a text or a name in `value` has a NUL or a lone surrogate.
+
+    The error has its place.
+    """
     for where, item in _items(value):
         if type(item) is str and _BAD_CHARACTER.search(item):
             raise GateError(where + why_not_text(item))
@@ -93,7 +96,7 @@ def whole_number(text: str) -> int:
 
 
 def replaced(text: str) -> str:
-    """Return `text` with rejected characters replaced, for messages that may quote a file name."""
+    """Return `text` with rejected characters replaced, for messages with file names."""
     return _BAD_CHARACTER.sub("\ufffd", text)
 
 
@@ -109,7 +112,10 @@ def _no_constant(word: str) -> Any:
 
 
 def _has_long_number(data: bytes) -> bool:
-    """Return whether `data` may have a number of more than MAX_DIGITS digits; digits in texts count, too."""
+    """Return whether `data` may have a number of more than MAX_DIGITS digits.
+
+    Digits in texts count, too.
+    """
     return _TOO_MANY_DIGITS in data.translate(_DIGITS_ALIKE)
 
 

@@ -1,4 +1,4 @@
-"""Messages: values with named, typed fields, and the one codec that turns them into frames and reads frames again.
+"""Messages: values with named, typed fields, and the codec for their frames.
 
 A frame is two big-endian 32-bit lengths, then a JSON object, then raw bytes (output, input, a script). The JSON of a message
 is its fields plus ``"type"``, without the fields that have their default.
@@ -243,7 +243,7 @@ class Codec:
         self._bounds = bounds or {}
 
     def to_json(self, message: Message) -> Dict[str, Any]:
-        """Return the JSON object of `message` with its type, without fields that have their default.
+        """Return the JSON object of `message` with its type, without defaults.
 
         A step command of an older version, in a job that outlives an upgrade, must not be sent newer fields needlessly.
         """
@@ -273,7 +273,10 @@ class Codec:
                 raise WireError("cannot take %s: its %s is not between %g and %g" % (kind, name, least, greatest))
 
     def encode(self, message: Message, blob: bytes = b"") -> bytes:
-        """Return the frame of `message` and `blob`. Raises WireError if the other end would not take it."""
+        """Return the frame of `message` and `blob`.
+
+        Raises WireError if the other end would not take it.
+        """
         self._check_bounds(message)
         words = json.dumps(self.to_json(message), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         try:
@@ -287,7 +290,10 @@ class Codec:
         return _HEADER.pack(len(text), len(blob)) + text + blob
 
     def _as_text(self, message: Message, words: str) -> str:
-        """Return the JSON of a message that is not UTF-8 as text, if it only quotes a file name. Raises WireError if not."""
+        """Return the JSON of a message that is not UTF-8 as text, if it only quotes a file name.
+
+        Raises WireError if not.
+        """
         if isinstance(message, self._quoting):
             return gate.replaced(words)
         try:
@@ -305,7 +311,9 @@ class Codec:
 
 
 class FrameReader:
-    """Turns received bytes into messages. Holds at most one frame; does not recover from an error.
+    """Turns received bytes into messages.
+
+    Holds at most one frame; does not recover from an error.
 
     `limit`: the greatest size of a frame in bytes. `max_values`: the most values in its JSON, approximately; 0: any number.
     `skips_unknown`: messages of an unknown type are dropped, because the peer may be of another version.
@@ -326,7 +334,10 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Tuple[Message, bytes]]:
-        """Yield each (message, blob) that is complete after `data`. Raises WireError; the connection must then close."""
+        """Yield each (message, blob) that is complete after `data`.
+
+        Raises WireError; the connection must then close.
+        """
         self._buffer += data
         while True:
             frame = self.next_frame()

@@ -1,4 +1,4 @@
-"""The messages between controller, agent and step commands: the one definition that all of them use.
+"""The messages between controller, agent and step commands.
 
 Frames and the codec are in `message`; the messages between an agent and its shepherds are in `shepherd_messages`. A peer of
 another version is recognized by `version` in `Hello` and `Welcome`.
@@ -32,7 +32,9 @@ from hpcnode.wire.message import (
 
 
 class StepRequest(Message):
-    """Start a step. `job_id` 0: allocate a job for it first (hrun only). `options` are hrun's, by long name.
+    """Start a step.
+
+    `job_id` 0: allocate a job for it first (hrun only). `options` are hrun's, by long name.
 
     Options that name resources are texts as the user typed them; the controller parses them.
     """
@@ -46,14 +48,18 @@ class StepRequest(Message):
 
 
 class StepAsked(Message):
-    """Ask for the state of a step command's request. The agent sends it for each one on each new connection.
+    """Ask for the state of a step command's request.
+
+    The agent sends it for each one on each new connection.
 
     The answer is that of the request: how far it has come, or StepEnded with `again` if nothing was done for it.
     """
 
 
 class StepBack(Message):
-    """Resume a request to an earlier agent; the first message of a connection. `started`: its step had started.
+    """Resume a request to an earlier agent; the first message of a connection.
+
+    `started`: its step had started.
 
     The answer is that of StepAsked, or an empty StepWaiting if the step had started, or Goodbye if the request is unknown.
     """
@@ -62,7 +68,10 @@ class StepBack(Message):
 
 
 class ApiRequest(Message):
-    """A request to the controller's API as the owner of job `job_id`. `path` has the query; the blob is the body."""
+    """A request to the controller's API as the owner of job `job_id`.
+
+    `path` has the query; the blob is the body.
+    """
 
     job_id: int
     method: str
@@ -77,14 +86,17 @@ class ApiAnswer(Message):
 
 
 class StepWaiting(Message):
-    """The job or step waits; `text` is for the user. Without text: a node of the step has connected to a new controller."""
+    """The job or step waits; `text` is for the user.
+
+    Without text: a node of the step has connected to a new controller.
+    """
 
     job_id: int
     text: str
 
 
 class Progress(Message):
-    """The progress of a training program of job `job_id`, sent to the agent of its node on a connection of its own.
+    """The progress of a training program of job `job_id`, sent to the agent of its node.
 
     The agent forwards the newest at a bounded rate, inside FromStream. `total_steps`, `steps_per_s`, `samples_per_s` and
     `checkpoint_step` are 0 if unknown. `goodput` is the share of the run's time spent in steps that count. `age_s` is the age
@@ -107,7 +119,9 @@ class Progress(Message):
 
 
 class Failure(Message):
-    """Why rank `rank` of `ranks` of job `job_id` fails. Sent and forwarded as Progress is, but at once.
+    """Why rank `rank` of `ranks` of job `job_id` fails.
+
+    Sent and forwarded as Progress is, but at once.
 
     `echo`: the rank only noticed that another rank is gone.
     """
@@ -140,7 +154,10 @@ class StepStarted(Message):
 
 
 class JobAllocated(Message):
-    """To halloc only: its job has its nodes. `env` are the scheduler's variables for the command of halloc."""
+    """To halloc only: its job has its nodes.
+
+    `env` are the scheduler's variables for the command of halloc.
+    """
 
     job_id: int
     env: Dict[str, str]
@@ -153,7 +170,9 @@ class StepSignal(Message):
 
 
 class StepEnded(Message):
-    """The step is over: codes and signals of all tasks by rank; `error` is the reason if it could not run.
+    """The step is over: codes and signals of all tasks by rank.
+
+    `error` is the reason if it could not run.
 
     `again`: a controller ended meanwhile and no task has run or will; the command must request the step again.
     """
@@ -202,7 +221,10 @@ LOST = "lost"  # it was started, but its shepherd and processes are gone without
 
 
 class Hello(Message):
-    """The first message of a controller. The agent answers Welcome, or Goodbye if it refuses the controller."""
+    """The first message of a controller.
+
+    The agent answers Welcome, or Goodbye if it refuses the controller.
+    """
 
     version: int
     cluster: str
@@ -213,7 +235,7 @@ class Hello(Message):
 
 @part
 class TaskSet(Message):
-    """The tasks of a step that run on one node: ranks first_rank .. first_rank+count-1 of `total` on `nnodes` nodes."""
+    """The tasks of a step on one node: `count` ranks from `first_rank` on, of `total`."""
 
     first_rank: int
     count: int
@@ -229,14 +251,16 @@ class TaskSet(Message):
 
 @part
 class Address(Message):
-    """The destination of a step's output: a stream of the agent on `node`, or of the controller (node "")."""
+    """The destination of output: a stream of the agent on `node` (controller: node "")."""
 
     node: str
     stream: int
 
 
 class Launch(Message):
-    """Claim `token` and start its tasks here. The blob is the batch script (empty for a step that has `argv`).
+    """Claim `token` and start its tasks here.
+
+    The blob is the batch script (empty for a step that has `argv`).
 
     `user` is the account's name, "" for the agent's own. `stdout`, `stderr` and `stdin` are paths relative to `work_dir`, with
     only the per-task patterns (%t %n) left to fill. With `stream_to`, empty ones are streams, and an empty stdin is fed by
@@ -288,7 +312,10 @@ class Launch(Message):
 
 
 class Go(Message):
-    """Release the tasks of `token`, which was launched with `hold`. May be repeated, and come early."""
+    """Release the tasks of `token`, which was launched with `hold`.
+
+    May be repeated, and come early.
+    """
 
     token: str
 
@@ -308,7 +335,9 @@ class SignalStep(Message):
 
 
 class EndStep(Message):
-    """Revoke `token`: if it never ran here it never will; if it runs: SIGTERM, after `grace_s` SIGKILL until nothing is left.
+    """Revoke `token`: if it never ran here it never will.
+
+    If it runs: SIGTERM, after `grace_s` SIGKILL until nothing is left.
 
     The answer is a final Report (again, if it had ended before).
     """
@@ -319,7 +348,9 @@ class EndStep(Message):
 
 
 class EndJob(Message):
-    """End this attempt of the job and all earlier ones on this node; no later launch of them may start.
+    """End this attempt of the job and all earlier ones on this node.
+
+    No later launch of them may start.
 
     The same holds for this `stay` of the node in the attempt and earlier ones. With `signum`, its processes (the batch shell
     only, if `batch_only`) get that signal instead of SIGTERM first, to save their state. SIGKILL follows after `grace_s`.
@@ -349,14 +380,19 @@ class SuspendJob(Message):
 
 
 class TimeLimit(Message):
-    """Change the time limit of `token`, which was launched (None: no limit). Repeated on every connection."""
+    """Change the time limit of `token`, which was launched (None: no limit).
+
+    Repeated on every connection.
+    """
 
     token: str
     limit_s: Optional[float] = None
 
 
 class Allocation(Message):
-    """The nodes of the job's running attempt. With `wanted`, it should give back all other nodes (`hrun --resize`).
+    """The nodes of the job's running attempt.
+
+    With `wanted`, it should give back all other nodes (`hrun --resize`).
 
     They are written to the file in HPCSCHED_ALLOCATION_FILE, and the job's processes here get SIGWINCH. A known generation
     changes nothing.
@@ -371,13 +407,15 @@ class Allocation(Message):
 
 
 class Ack(Message):
-    """These reports are committed: the agent stops repeating them and may remove ended spool entries."""
+    """These reports are committed: the agent need not repeat them."""
 
     seqs: List[int]
 
 
 class Probe(Message):
-    """Ask for the facts of the node, with `measure` for its speed, too. The answer is Facts with the same `request`.
+    """Ask for the facts of the node, with `measure` for its speed, too.
+
+    The answer is Facts with the same `request`.
 
     With `link_token` only the link is measured: without `link_host` the answer is the `link_port` of a sender of zeros, with
     it the `rate_mbps` from that sender (see `hpcnode.agent.probe`).
@@ -391,7 +429,9 @@ class Probe(Message):
 
 
 class ReadFile(Message):
-    """Read up to `limit` bytes of `path` from `offset` as `user`. The answer is FileData with the same `request`.
+    """Read up to `limit` bytes of `path` from `offset` as `user`.
+
+    The answer is FileData with the same `request`.
 
     A negative `offset` counts from the end.
     """
@@ -404,7 +444,9 @@ class ReadFile(Message):
 
 
 class CompareProbe(Message):
-    """Compare the share probe `name` in `directory` with its SHA-256. The answer is ProbeCompared.
+    """Compare the share probe `name` in `directory` with its SHA-256.
+
+    The answer is ProbeCompared.
 
     `uid` is the probe's owner as its writer sees it. The probe's content never leaves the node.
     """
@@ -417,7 +459,10 @@ class CompareProbe(Message):
 
 
 class Input(Message):
-    """The blob is input for task `task` of the step (-1: all tasks) at `offset`; `eof` closes it after the blob."""
+    """The blob is input for task `task` of the step (-1: all tasks) at `offset`.
+
+    `eof` closes it after the blob.
+    """
 
     token: str
     task: int
@@ -426,7 +471,10 @@ class Input(Message):
 
 
 class WatchOutput(Message):
-    """Send the output of this token to this stream as well, or stop (`on` false). The stream acknowledges nothing."""
+    """Send the output of this token to this stream as well, or stop (`on` false).
+
+    The stream acknowledges nothing.
+    """
 
     token: str
     to: Address
@@ -434,7 +482,9 @@ class WatchOutput(Message):
 
 
 class OutputAck(Message):
-    """The reader has all output of this stream before `offset`, so the shepherd may drop it. `again`: the rest is missing.
+    """The reader has all output of this stream before `offset`, so the shepherd may drop it.
+
+    `again`: the rest is missing.
 
     A shepherd leaves when its reader has all output. A reader that asks after that only misses the end. The end is sent to
     `to` (which the controller fills in) as an Output of ALL_TASKS.
@@ -456,7 +506,10 @@ class ToStream(Message):
 
 
 class CloseStream(Message):
-    """Close `stream`. The agent sends it when a step command is gone, the controller when it has finished with one."""
+    """Close `stream`.
+
+    The agent sends it when a step command is gone, the controller when it has finished with one.
+    """
 
     stream: int
 
@@ -469,7 +522,10 @@ class Ping(Message):
 
 
 class Welcome(Message):
-    """The agent's answer to Hello. `inventory` has the fields of a Report for each entry of its spool."""
+    """The agent's answer to Hello.
+
+    `inventory` has the fields of a Report for each entry of its spool.
+    """
 
     version: int
     node: str
@@ -517,7 +573,9 @@ class Report(Message):
 
 
 class Condition(Message):
-    """Why this node can start nothing, "" if it can. Sent when that changes, and at each refusal.
+    """Why this node can start nothing, "" if it can.
+
+    Sent when that changes, and at each refusal.
 
     The same text is in `Welcome.facts` under "fault".
     """
@@ -526,7 +584,7 @@ class Condition(Message):
 
 
 class JobGone(Message):
-    """Nothing of the job's attempts up to `attempt` (and of its stays up to `stay`) is left on this node."""
+    """Nothing of the job up to `attempt` (and its `stay`) is left on this node."""
 
     incarnation: str
     job_id: int
@@ -542,7 +600,10 @@ class Facts(Message):
 
 
 class FileData(Message):
-    """Answer to ReadFile. The blob is the data from `offset`; `size` is that of the file; `error` "" if it succeeded."""
+    """Answer to ReadFile.
+
+    The blob is the data from `offset`; `size` is that of the file; `error` "" if it succeeded.
+    """
 
     request: int
     offset: int
@@ -551,7 +612,10 @@ class FileData(Message):
 
 
 class ProbeCompared(Message):
-    """Answer to CompareProbe: whether the content is the same; `error` is why it could not be compared."""
+    """Answer to CompareProbe: whether the content is the same.
+
+    `error` is why it could not be compared.
+    """
 
     request: int
     same: bool
@@ -559,7 +623,10 @@ class ProbeCompared(Message):
 
 
 class Output(Message):
-    """The blob is output of task `task` on descriptor `fd` (1 or 2) at `offset`; `eof` marks the end."""
+    """The blob is output of task `task` on descriptor `fd` (1 or 2) at `offset`.
+
+    `eof` marks the end.
+    """
 
     to: Address
     token: str
@@ -579,7 +646,9 @@ class InputAck(Message):
 
 
 class FromStream(Message):
-    """The inner message (and the blob) come from the step command on `stream`. The agent has checked its `uid`.
+    """The inner message (and the blob) come from the step command on `stream`.
+
+    The agent has checked its `uid`.
 
     `job_id` is the job of the command (0: none); the agent has checked that it runs on this node as `uid`.
     """
@@ -611,7 +680,10 @@ to_json, from_json, encode, parse = _CODEC.to_json, _CODEC.from_json, _CODEC.enc
 
 
 def read_as(cls: Type[M], obj: Any) -> M:
-    """Return `obj` (parsed JSON) as a message of the class `cls`. Raises WireError if it is none, or another."""
+    """Return `obj` (parsed JSON) as a message of the class `cls`.
+
+    Raises WireError if it is none, or another.
+    """
     message = from_json(obj)
     if not isinstance(message, cls):
         raise WireError("cannot read a message: it is %s, not %s" % (type(message).__name__, cls.__name__))

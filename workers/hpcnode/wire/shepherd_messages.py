@@ -3,7 +3,7 @@
 Rules:
 - The two may be of different versions, because an upgrade replaces the agent while its shepherds run on. Messages of an
   unknown type are dropped. A new field needs a default that means the old behaviour.
-- The socket lies in a 0700 directory, but a job of the agent's own account can reach it. So all frames are checked, and a bad
+- The socket is in a 0700 directory, but a job of the agent's own account can reach it. So all frames are checked, and a bad
   one ends its connection only.
 - `TasksStarted` and `TasksEnded` are also what the spool has in `started` and `final`.
 """
@@ -26,7 +26,7 @@ FINAL_STATUSES = frozenset({protocol.ENDED, protocol.REVOKED, protocol.REFUSED, 
 
 
 class EndTasks(Message):
-    """End the step: SIGTERM (or `signum`, as SignalTasks) to all processes, after `grace_s` SIGKILL."""
+    """End the step: SIGTERM (or `signum`) to all processes, after `grace_s` SIGKILL."""
 
     grace_s: float
     why: str
@@ -35,7 +35,10 @@ class EndTasks(Message):
 
 
 class SignalTasks(Message):
-    """Signal the tasks; of a batch step: the children of its shell, the shell alone (`batch_only`), or both (`full`)."""
+    """Signal the tasks.
+
+    Of a batch step: the children of its shell, the shell alone (`batch_only`), or both (`full`).
+    """
 
     signum: int
     batch_only: bool = False
@@ -43,7 +46,10 @@ class SignalTasks(Message):
 
 
 class TaskInput(Message):
-    """The blob is input for a task (ALL_TASKS: for all) at `offset`; `eof` closes it after the blob."""
+    """The blob is input for a task (ALL_TASKS: for all) at `offset`.
+
+    `eof` closes it after the blob.
+    """
 
     task: int
     offset: int
@@ -99,7 +105,10 @@ class TasksReady(Message):
 
 
 class TasksStarted(Message):
-    """The tasks run. `tasks` and `shepherd` are processes (pid, start ticks, boot id); see `hpcnode.os.process`."""
+    """The tasks run.
+
+    `tasks` and `shepherd` are processes (pid, start ticks, boot id); see `hpcnode.os.process`.
+    """
 
     pid: int
     at_s: float
@@ -114,7 +123,10 @@ class TasksStarted(Message):
 
 
 class TasksEnded(Message):
-    """How the step ended. The fields are those of `protocol.Report`; `ended_boot_s` is on the boot clock."""
+    """How the step ended.
+
+    The fields are those of `protocol.Report`; `ended_boot_s` is on the boot clock.
+    """
 
     status: str
     at_s: float
@@ -136,7 +148,10 @@ class TasksEnded(Message):
 
 
 class TaskOutput(Message):
-    """The blob is output of a task at `offset`. The agent drops output of an earlier round: it comes again."""
+    """The blob is output of a task at `offset`.
+
+    The agent drops output of an earlier round: it comes again.
+    """
 
     task: int
     fd: int

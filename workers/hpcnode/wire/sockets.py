@@ -1,4 +1,7 @@
-"""Connections of step commands to the sockets of agents and of the controller. Sources: unix(7)."""
+"""Connections of step commands to the sockets of agents and of the controller.
+
+Sources: unix(7).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ AGENT_BACK_S = 20.0  # limit for an agent to be restarted after an upgrade or a 
 
 
 def connect_to_agent(path: str) -> socket.socket:
-    """Return a connection to this node's agent; wait for an agent that is being restarted. Raises OSError."""
+    """Return a connection to this node's agent; wait for an agent that is being restarted.
+
+    Raises OSError.
+    """
     deadline_s = time.monotonic() + AGENT_BACK_S
     while True:
         try:

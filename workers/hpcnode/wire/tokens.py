@@ -1,4 +1,4 @@
-"""The token of a launch, as the node reads it: ``incarnation.job.attempt.step.node.nonce``.
+"""The token of a launch: ``incarnation.job.attempt.step.node.nonce``.
 
 A node that left an attempt and was given to it again is in another stay of the attempt, written behind it: ``2-1``. The
 controller's counterpart is `hpcsched.model.ids.Token`; both accept the same texts.
@@ -39,7 +39,10 @@ class Token(NamedTuple):
 
 
 def read_token(text: str) -> Optional[Token]:
-    """Return the token in `text`, None if it is not a token; then it must not become a file name."""
+    """Return the token in `text`, None if it is not a token.
+
+    Then it must not become a file name.
+    """
     match = _TOKEN.match(text)
     if match is None:
         return None
