@@ -1,4 +1,4 @@
-"""A small controller for tests of the node alone: starts a real agent, speaks to its socket, remembers what it said.
+"""A small controller for tests of a node: starts a real agent and records its messages.
 
 It acknowledges nothing by itself and keeps all messages, so that a test can say what must and must not have come.
 """
@@ -38,7 +38,7 @@ def new_token(job: int = 1, attempt: int = 0, step: str = "batch", node: str = "
 
 
 def fill_done_log(root: Path) -> None:
-    """Leave room for one more line in the log of what is over of the node below `root`, whose agent does not run."""
+    """Leave room for one more line in the done log of the node below `root`."""
     path = root / "spool" / "done_log"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     lines = path.read_text().split("\n") if path.exists() else []
@@ -95,7 +95,7 @@ class NodeUnderTest:
             self.said = file.readline().decode()
 
     def kill(self) -> None:
-        """Kill the agent as a power cut would, its shepherds excepted."""
+        """Kill the agent, not its shepherds."""
         assert self.agent is not None
         self.agent.kill()
         self.agent.wait(PATIENCE_S)
@@ -112,7 +112,7 @@ class NodeUnderTest:
         return [pid for pid, _, env in self._running() if f"HPCSCHED_AGENT_ROOT={self.root}".encode() in env]
 
     def processes(self) -> list[int]:
-        """Return every process of this node: the agents, their workers, the jobs."""
+        """Return every process of this node: agents, shepherds, jobs."""
         mine = str(self.root).encode()
         ours = [pid for pid, command, _ in self._running() if mine in command and b"agent" in command]
         return ours + self.job_processes()
@@ -158,7 +158,7 @@ class Controller:
         self.sock.sendall(protocol.encode(message, blob))
 
     def pump(self, timeout_s: float) -> bool:
-        """Take what has come; return whether anything came."""
+        """Read received data; return whether there was any."""
         self.sock.settimeout(max(0.001, timeout_s))
         try:
             data = self.sock.recv(1 << 20)
@@ -173,7 +173,7 @@ class Controller:
         return True
 
     def wait(self, wanted: Callable[[protocol.Message], bool], timeout_s: float = PATIENCE_S) -> Any:
-        """Return the first message that is wanted, of those that came and those that come."""
+        """Return the first matching message, of received and of later ones."""
         deadline_s = time.monotonic() + timeout_s
         seen = 0
         while True:
@@ -190,7 +190,7 @@ class Controller:
         return [m for m, _ in self.messages if isinstance(m, protocol.Report) and m.token == token]
 
     def wait_status(self, token: str, *statuses: str, timeout_s: float = PATIENCE_S) -> protocol.Report:
-        """Return the first report of the token that says one of these."""
+        """Return the first report of the token with one of these statuses."""
         return self.wait(
             lambda m: isinstance(m, protocol.Report) and m.token == token and m.status in statuses, timeout_s
         )
@@ -238,7 +238,7 @@ def pids(work: Path, count: int = 1) -> list[int]:
 
 
 def launch_of(token: str, **fields: Any) -> protocol.Launch:
-    """Return a launch for a token, with defaults for all that is not given."""
+    """Return a launch for a token, with defaults for missing fields."""
     _, job, attempt, step, _node, _ = token.split(".")
     base = protocol.Launch(
         token=token,
@@ -261,7 +261,7 @@ def launch_of(token: str, **fields: Any) -> protocol.Launch:
 
 @contextlib.contextmanager
 def running_node(root: Path, **fields: Any) -> Iterator[NodeUnderTest]:
-    """Start a node's agent below `root`, and leave nothing of it."""
+    """Start a node's agent below `root`, and remove everything at the end."""
     root.mkdir(parents=True, exist_ok=True)
     node = NodeUnderTest(root=root, **fields)
     if node.user:

@@ -46,11 +46,11 @@ class LosingDisk:
         self._ask("hello")
 
     def mark(self, text: str) -> None:
-        """Note in the log that something was promised."""
+        """Record a promise in the log."""
         self._ask("mark", text)
 
     def log(self) -> list[Op]:
-        """Return all that has happened."""
+        """Return all changes."""
         return self._ask("log")  # type: ignore[no-any-return]
 
     def fail(self, error: int, *, after: int = 0, times: int = 1 << 60) -> None:
@@ -234,7 +234,7 @@ class _Server:
         return True
 
     def _change(self, *op: Any) -> None:
-        """Note a change that is about to be made, or fail it."""
+        """Record a change before it is made, or fail it."""
         if self._error:
             if self._after > 0:
                 self._after -= 1

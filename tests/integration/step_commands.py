@@ -22,7 +22,7 @@ HERE = protocol.Address(node="", stream=1)
 
 
 class Controller:
-    """The other end: takes one connection, and says what the test tells it to say."""
+    """The other end: accepts one connection, and sends the test's messages."""
 
     def __init__(self, path: Path) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -67,20 +67,20 @@ class Controller:
         return request
 
     def end(self, *codes: int, signals: tuple[int, ...] = (), close: tuple[int, ...] = (1, 2)) -> None:
-        """Close the tasks' output (that nothing more was sent of) and end the step."""
+        """Close the tasks' output and end the step."""
         for task in range(len(codes)):
             for fd in close:
                 self.output(task, b"", fd=fd, offset=0, eof=True)
         self.say(StepEnded(codes=list(codes), signals=list(signals or [0] * len(codes))))
 
     def hang_up(self) -> None:
-        """End this connection as an agent that is killed does; the next one may come."""
+        """End this connection as a killed agent does."""
         assert self.connection is not None
         self.connection.close()
         self.connection, self._framer = None, protocol.Framer()
 
     def came(self, kind: type[M]) -> list[M]:
-        """Return what has come of this kind and was not taken."""
+        """Return received messages of this kind that were not taken."""
         return [message for message, _ in self._came if isinstance(message, kind)]
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Running:
         )
 
     def feed(self, data: bytes) -> None:
-        """Write to its input, and leave that open."""
+        """Write to its input, and keep that open."""
         assert self.process.stdin is not None
         self.process.stdin.write(data)
         self.process.stdin.flush()

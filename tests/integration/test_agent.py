@@ -275,7 +275,7 @@ def test_only_the_agents_own_account_may_be_its_controller(place: Path) -> None:
 
 
 def _as_nobody(node: NodeUnderTest, data: bytes) -> bytes:
-    """Say something to the agent as another user, and return its answer."""
+    """Send a frame to the agent as another user, and return its answer."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

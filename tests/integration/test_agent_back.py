@@ -1,4 +1,4 @@
-"""Step commands outlive the agent that they asked: the next one gives each its stream again, and nobody else."""
+"""Step commands outlive their agent: the next one gives each its own stream again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asked(controller: Controller, kind: type, stream: int) -> protocol.FromStrea
 
 
 def replaced(node: NodeUnderTest) -> Controller:
-    """Kill the agent, start the next one, and be its controller."""
+    """Kill the agent, start the next one, and connect to it."""
     node.kill()
     node.start()
     return Controller(node)

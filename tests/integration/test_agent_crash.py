@@ -1,4 +1,4 @@
-"""The agent and its shepherds are killed at each step of a launch: it runs once, or not at all and is known to be lost."""
+"""The agent and its shepherds are killed at each step of a launch: it runs at most once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def node(place: Path) -> Iterator[NodeUnderTest]:
 
 
 class Persistent:
-    """A controller that connects again, launches again and asks again, until it knows how the token ended."""
+    """A controller that reconnects and repeats its launch until it knows the token's end."""
 
     def __init__(self, node: NodeUnderTest) -> None:
         self.node = node
@@ -74,7 +74,7 @@ class Persistent:
         return controller
 
     def bring(self, launch: protocol.Launch, script: bytes) -> protocol.Report:
-        """Launch until there is a final report, acknowledge it until the entry has gone, and return it."""
+        """Launch until a final report comes, acknowledge it until the entry is gone, return it."""
         wait_until(lambda: self._round(launch, script), what="the end")
         final = next(report for report in self.said if report.status in FINAL)
         wait_until(lambda: self._acknowledge(launch.token), what="the entry to go")
@@ -174,7 +174,7 @@ def test_a_reported_revocation_holds_after_any_crash(node: NodeUnderTest, place:
 
 
 def test_agents_and_shepherds_killed_at_random_moments(node: NodeUnderTest, place: Path) -> None:
-    """Twenty jobs, an agent that is killed again and again: each ran once, each end is known."""
+    """Twenty jobs with an agent that is killed repeatedly: each runs once, each end is known."""
     marker = place / "marker"
     node.start()
     launches = {

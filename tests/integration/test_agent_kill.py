@@ -1,4 +1,4 @@
-"""Ends: limits, signals, trees that will not die, shepherds that are killed. Nothing of a step is left behind."""
+"""Ends of steps: limits, signals, stubborn trees, killed shepherds."""
 
 from __future__ import annotations
 

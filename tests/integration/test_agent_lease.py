@@ -1,4 +1,4 @@
-"""Leases with a real agent and real shepherds; steps that wait for Go; claims; an agent's word that its disk is full."""
+"""Leases, held steps, claims and full disks with a real agent and real shepherds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def beats(work: Path) -> int:
 
 
 def answer_until(controller: Controller, done: Callable[[], object]) -> None:
-    """Be there: answer what the agent asks, until something is so."""
+    """Answer the agent's Pings until a condition is true."""
     answered: set[int] = set()
 
     def take() -> bool:

@@ -1,4 +1,4 @@
-"""What flows between tasks and step commands through the agent: nothing lost, nothing doubled, nothing unbounded."""
+"""Streams between tasks and step commands: nothing lost, doubled or unbounded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def node(place: Path) -> Iterator[NodeUnderTest]:
 
 
 class Reader:
-    """What a step command does with output: takes each byte once, acknowledges it."""
+    """Output at a step command: each byte is taken once and acknowledged."""
 
     def __init__(self) -> None:
         self.data: dict[tuple[int, int], bytearray] = {}
@@ -159,7 +159,7 @@ def test_what_its_reader_misses_is_sent_again(node: NodeUnderTest) -> None:
 
 
 def test_a_reader_that_misses_only_the_end_gets_it(node: NodeUnderTest) -> None:
-    """The end was on its way when a controller ended; a shepherd whose output was all taken does not wait for that."""
+    """The end was lost with a controller; a shepherd whose output was taken is gone."""
     controller = Controller(node)
     here = protocol.Address("other", 5)
     token = controller.launch("exit 0", stream_to=here)
@@ -330,7 +330,7 @@ def _other_stream(controller: Controller, known: int) -> int:
 
 
 def test_a_new_controller_is_asked_for_the_state_of_requests(node: NodeUnderTest) -> None:
-    """The one before may have ended before it acted on it, and what it said last may be lost."""
+    """The earlier agent may have ended before it acted, and its last messages may be lost."""
     controller = Controller(node)
     commands = [StepCommand(node, 0)]
     streams = [from_stream(controller, protocol.StepRequest).stream]
@@ -392,7 +392,7 @@ def test_a_command_that_asks_while_the_controller_is_away_waits_for_it(node: Nod
 
 
 def agent_is_alone(node: NodeUnderTest) -> None:
-    """Wait until the agent has noticed that its controller went: a command that asks then is told to wait."""
+    """Wait until the agent has noticed the end of its controller."""
 
     def told_to_wait() -> bool:
         command = StepCommand(node, 0)

@@ -1,4 +1,4 @@
-"""Suspended steps: they stand still, their limit does not run, and they can be ended, also by an agent that came later."""
+"""Suspended steps: stopped processes and limits, and ends, also by a later agent."""
 
 from __future__ import annotations
 

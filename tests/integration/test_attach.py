@@ -1,4 +1,4 @@
-"""`attach`: the controller's way to an agent, which it starts, replaces when it is of another bundle, and leaves running."""
+"""`attach` starts an agent, replaces an agent of another bundle, and connects to it."""
 
 from __future__ import annotations
 

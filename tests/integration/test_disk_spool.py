@@ -1,4 +1,4 @@
-"""The node's spool on a disk that loses what was not fsynced: nothing that may have run runs again, no word is taken back."""
+"""The spool on a disk that loses unsynced data: no step runs twice, no report is revoked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRIPT = b"#!/bin/sh\n"
 
 
 class Node:
-    """A node's ledger and spool; its shepherds write what real ones write, and run nothing."""
+    """A node's ledger and spool; its shepherds write records, and run nothing."""
 
     def __init__(self, root: Path, boot_id: str) -> None:
         self.promises: list[str] = []  # said since the last look
@@ -64,7 +64,7 @@ class Node:
         self.promises.append(f"released {launch.token}")
 
     def finish(self, token: str) -> None:
-        """Have the shepherd of the token record and tell its end."""
+        """Have the shepherd of the token record and report its end."""
         final = TasksEnded(protocol.ENDED, 2.0, "", codes=[0], signals=[0])
         self.spool.write_final(token, record_of(final))
         self.ledger.entries[token].supervised = False
@@ -130,7 +130,7 @@ def test_no_power_failure_runs_a_step_twice_or_revokes_a_report(disk: LosingDisk
 
 
 def check(root: Path, marks: list[list[str]], tokens: list[str], over: str, where: str) -> None:
-    """Boot the node on what is left, launch all again, and hold what happens against what was promised."""
+    """Boot the node on what is left, repeat all launches, and check all promises."""
     root.mkdir(exist_ok=True)
     after = Node(root, "boot-2")
     epoch = max((int(mark[1]) for mark in marks if mark[0] == "epoch"), default=0)

@@ -85,7 +85,7 @@ def test_output_after_the_end_of_the_step_is_waited_for(controller: Controller, 
 
 
 def test_what_is_missing_of_the_output_is_asked_for_again(controller: Controller, run: Callable[..., Running]) -> None:
-    """It was on its way when a controller ended."""
+    """The message was lost when a controller ended."""
     hrun = run("prog")
     controller.start(tasks=1)
     controller.output(0, b"first\n")
@@ -416,7 +416,7 @@ def test_resize_asks_for_nothing_else(controller: Controller, run: Callable[...,
 
 
 def lose_the_step(controller: Controller) -> None:
-    """What is said of a step that a controller has not come to start, and the end of that connection."""
+    """The messages about a step that no controller has started, then the end."""
     controller.say(StepEnded([], [], "the controller was restarted before it could start the step", again=True))
     controller.hang_up()
 

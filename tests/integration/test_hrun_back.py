@@ -1,4 +1,4 @@
-"""hrun and hrsh when the node's agent ends under them: they come back to the next one, and nothing is lost or doubled."""
+"""hrun and hrsh when the node's agent ends: they reconnect, and nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HERE = To(node="", stream=1)
 
 
 def come_back(controller: Controller, *, started: bool = True) -> None:
-    """End the connection as a killed agent does, and be the agent that comes next."""
+    """End the connection as a killed agent does, and become the next agent."""
     controller.hang_up()
     back, _ = controller.take(StepBack)
     assert back.started is started

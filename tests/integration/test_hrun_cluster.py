@@ -1,4 +1,4 @@
-"""hrun and hrsh through real agents on two nodes: what a user types, and what comes back."""
+"""hrun and hrsh through real agents on two nodes."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_hrsh(cluster: LocalCluster, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signum", ["USR1", "USR2"])
 def test_a_signal_for_steps_does_not_reach_a_remote_shell(cluster: LocalCluster, tmp_path: Path, signum: str) -> None:
-    """mpirun hands them on to its ranks itself; its daemons would die of them."""
+    """mpirun forwards these signals to its ranks; its daemons would die of them."""
     there = "echo ready; until [ -e go ]; do sleep 0.1; done; echo unharmed"
     job_id = submit(
         cluster,

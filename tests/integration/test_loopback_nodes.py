@@ -1,4 +1,4 @@
-"""The loopback nodes, behind OpenSSH's sshd and behind our own server: what the other tests and the demo stand on."""
+"""The loopback nodes with OpenSSH's sshd and with our own server."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def when_all_are_up(state: Path, ranks: int, then: str) -> tuple[str, ...]:
 
 
 def said(output: str) -> list[str]:
-    """Return the ranks' lines, without PRRTE's warning of a lost race that harms nothing."""
+    """Return the ranks' lines, without PRRTE's warning of a harmless race."""
     return [line for line in output.splitlines() if "setpgid(" not in line]
 
 

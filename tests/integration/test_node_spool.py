@@ -1,4 +1,4 @@
-"""The spool on a real disk: claims, tombstones, the log of what is over, and files that a power failure cut off."""
+"""The spool on a real disk: claims, tombstones, the done log, files cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node without a disk or processes: the ledger on a spool in memory, with shepherds that are only noted."""
+"""A node without disk and processes: the ledger with a spool in memory and fake shepherds."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class MemorySpool:
 
 
 class NotedShepherds:
-    """Shepherds that do nothing by themselves: the test moves them."""
+    """Shepherds that do nothing by themselves; the test drives them."""
 
     def __init__(self) -> None:
         self.living: set[str] = set()

@@ -1,4 +1,4 @@
-"""Whether the file system of an output file is full: asked without waiting for one that does not answer."""
+"""The check for a full file system does not wait for one that does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes in as JSON and as numbers: taken within bounds, else refused with a reason."""
+"""JSON and numbers from outside: accepted within bounds, else rejected with a reason."""
 
 from __future__ import annotations
 

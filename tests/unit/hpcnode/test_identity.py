@@ -1,4 +1,4 @@
-"""Which spool a directory is: one id for its life, another one for a copy, another machine, or a new directory."""
+"""The identity of a spool: copies, other machines and new directories have another one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hpcnode.agent import attach
 
 
 def test_a_machine_that_stood_still_has_one_more_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A laptop that slept, a process that was stopped: the agent is well, and the time for reaching it is over."""
+    """The agent works, but a pause of the machine has used up the time to reach it."""
     clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     there = socket.socket(socket.AF_UNIX)
 

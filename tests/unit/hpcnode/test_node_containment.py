@@ -1,4 +1,4 @@
-"""What one connection of an agent cannot do to the others, and what its log cannot do to the disk."""
+"""A connection of an agent cannot harm the others; its log cannot fill the disk."""
 
 from __future__ import annotations
 

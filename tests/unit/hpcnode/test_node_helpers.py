@@ -1,4 +1,4 @@
-"""What children of the agent do: share probes are compared, and nothing else is read for one."""
+"""Children of the agent: they compare share probes, and read no other file for that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases, claims without a program, steps that wait for Go, and a disk that is full: what the ledger makes of them."""
+"""Leases, claims without a program, held steps and full disks in the ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_launch_with_a_lease_starts_after_an_answer_of_the_controller() -> Non
 
 
 def test_a_launch_that_waits_for_its_lease_dies_with_its_connection() -> None:
-    """Its controller may have taken the node for lost since, and have started the job elsewhere."""
+    """Its controller may have started the job elsewhere since."""
     world = World()
     text = world.launch(token(), **KILL)
     world.ledger.disconnected()
@@ -94,7 +94,7 @@ def test_how_often_the_controller_is_asked_follows_from_what_is_here() -> None:
 
 
 class Timers:
-    """A loop that keeps the time that it is asked to wait."""
+    """A loop that records the delays that it is asked for."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

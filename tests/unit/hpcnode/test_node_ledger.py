@@ -1,4 +1,4 @@
-"""The ledger on a spool in memory and with shepherds that are only noted: what is started, answered and forgotten."""
+"""The ledger with a spool in memory and fake shepherds: starts, answers, removals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One end gives, the other counts: on loopback, and briefly."""
+"""One end sends zeros, the other counts them, briefly and on loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcnode.agent import probe
 
 @pytest.fixture
 def giver() -> Iterator[int]:
-    """Give to who knows the token "right", in a thread, and return the port."""
+    """Send zeros to a peer with the token "right", in a thread; return the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=probe.serve_zeros_once, args=(listener, "right", 0.5))
         thread.start()

@@ -1,4 +1,4 @@
-"""Scripts that ask for a login shell find our commands whatever its profile makes of the PATH."""
+"""Scripts with a login shell find our commands, although the profile resets PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""srun --multi-prog: the file becomes a shell command; what the shell makes of it is asked of a real one."""
+"""srun --multi-prog: the file becomes a shell command, which a real shell runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training programs say of themselves: how often it is handed on, whose word counts, and what is kept."""
+"""Progress of training programs: how often it is forwarded, and which reports count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcnode.wire import protocol
 
 
 class Node:
-    """An agent with one job, 7, of uid 1000; a loop whose time is turned by hand; a controller that may be away."""
+    """An agent with job 7 of uid 1000, a loop with a manual clock, an optional controller."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

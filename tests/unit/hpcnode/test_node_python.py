@@ -14,7 +14,7 @@ from hpcsched.cli.node.add import _describe_python
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """A Python that all users can run, from `/`; the test's own directories are root's alone."""
+    """A Python that all users can run; the test's own directories are readable by root only."""
     for directory in (tmp_path, *tmp_path.parents):
         if directory != Path("/") and directory.owner() == Path(sys.executable).owner():
             directory.chmod(directory.stat().st_mode | 0o011)

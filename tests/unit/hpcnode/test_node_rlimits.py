@@ -1,4 +1,4 @@
-"""Resource limits of the submitter: how they are noted, chosen, read back and applied."""
+"""Resource limits of the submitter: written, chosen, read and applied."""
 
 from __future__ import annotations
 

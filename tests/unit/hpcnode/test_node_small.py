@@ -226,7 +226,7 @@ def test_the_environment_of_a_task() -> None:
 
 
 def seen_gpus(gpus: list[int], **env: str) -> list[str]:
-    """Return the GPUs that each of two tasks sees, and what it is told is its own."""
+    """Return the visible GPUs of each of two tasks, and its own GPUs."""
     launch = protocol.Launch(
         token="t", job_id=1, attempt=0, step="0", epoch=1, user="", work_dir="/", argv=["x"], env=env,
         tasks=protocol.TaskSet(0, 2, 2, 0, 1), cpus=2, mem_mib=0, gpus=gpus,

@@ -1,4 +1,4 @@
-"""Connections through a tunnel whose two ends are in this process: nothing lost, nothing unbounded, nobody held up."""
+"""Connections through a tunnel in one process: nothing is lost, unbounded or delayed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcnode.os.loop import Loop
 
 
 class Ends:
-    """A tunnel from the head to a server on the node; what they say to each other is counted."""
+    """A tunnel from the head to a server on the node, with counted traffic."""
 
     def __init__(self) -> None:
         self.loop = Loop()

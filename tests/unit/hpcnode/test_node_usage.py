@@ -1,4 +1,4 @@
-"""What a step has used on its node: of real processes below this one."""
+"""The usage of a step, measured on real processes below this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOLD = "x = bytearray({mib} << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\
 
 
 def ended(process: subprocess.Popen[bytes]) -> object:
-    """Return what a child has used, once it has ended."""
+    """Return the usage of an ended child."""
     process.returncode = 0  # it is ours to wait for
     return os.wait4(process.pid, 0)[2]
 

@@ -1,4 +1,4 @@
-"""The messages between agent and shepherd: what is read back, what is rejected, and that a bad frame ends its connection only."""
+"""The messages between agent and shepherd: good, hostile and unknown ones."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_message_that_the_other_end_would_reject_is_not_sent() -> None:
 
 @pytest.fixture
 def relay(tmp_path: Path) -> Iterator[tuple[Loop, Relay, socket.socket, list[Message]]]:
-    """A shepherd's connection, the agent's end of it, and what the shepherd was told."""
+    """A loop, a shepherd's connection, the agent's end of it, and the handled messages."""
     loop, (ours, theirs), handled = Loop(), socket.socketpair(), []
     made = Relay(loop, str(tmp_path), token(1), 0, ours)
     made.handle = handled.append

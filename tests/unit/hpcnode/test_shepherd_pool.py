@@ -1,4 +1,4 @@
-"""How many pool members an agent keeps for the next jobs. Nothing is forked: a member is the other end of its socket."""
+"""The number of pool members that an agent keeps. Members are sockets here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Node:
         self.shepherds = shepherds.ShepherdPool(self.loop, setting, MpiVariables(str(root), print))
 
     def start(self, count: int) -> None:
-        """Start so many jobs at once."""
+        """Start this many jobs at once."""
         for _ in range(count):
             self.job += 1
             one = launch(token(self.job))
@@ -52,7 +52,7 @@ class Node:
             self.shepherds.start(one, find_account("", os.geteuid()), suspended=False)
 
     def end_all(self) -> None:
-        """Have all members say that they are idle."""
+        """Have all members report that they are idle."""
         for member in self.members:
             member.send(IDLE)
         self.loop.turn()
@@ -80,7 +80,7 @@ def test_workers_that_nobody_needs_after_a_burst_go(tmp_path: Path, monkeypatch:
 
 
 def _is_open(member: socket.socket) -> bool:
-    """Whether the agent keeps its end; the member may still have an order to read."""
+    """Return whether the agent keeps its end open."""
     try:
         while member.recv(1 << 17):
             pass

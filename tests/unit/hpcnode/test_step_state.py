@@ -1,4 +1,4 @@
-"""The states of a step under its shepherd: which events each allows, and what the shepherd does with the others."""
+"""The states of a step under its shepherd, and the events that they allow."""
 
 from __future__ import annotations
 
