@@ -20,8 +20,8 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
+from hpcsched.state.cluster import ClusterState
 from hpcsched.steps.files import JobFiles, job_files
-from hpcsched.store.world import World
 
 # Values that are made for an answer hold no circles that it would have to look for.
 json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -38,11 +38,11 @@ LEAST_PRIORITY = 1  # of a job that no plan has seen yet: 0 means held
 class JobView(dict[str, Any]):
     """A job as `asker` may see it, each value made when it is first asked for: those in the dict have been asked for."""
 
-    __slots__ = ("_files", "_why", "asker", "job", "now_s", "shares", "world")
+    __slots__ = ("_files", "_why", "asker", "job", "now_s", "shares", "cluster")
 
-    def __init__(self, job: Job, world: World, asker: Asker, now_s: float) -> None:
+    def __init__(self, job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> None:
         self.job = job
-        self.world = world
+        self.cluster = cluster
         self.asker = asker
         self.now_s = now_s
         # What the job has, or had, of which node; nothing while it waits.
@@ -62,7 +62,7 @@ class JobView(dict[str, Any]):
     def why(self) -> tuple[Reason, str, float | None]:
         """The reason, a sentence for people, and the expected start."""
         if self._why is None:
-            self._why = why_waiting(self.job, self.world, self.asker, self.now_s)
+            self._why = why_waiting(self.job, self.cluster, self.asker, self.now_s)
         return self._why
 
     @property
@@ -74,10 +74,10 @@ class JobView(dict[str, Any]):
 
 
 def job_view(
-    job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False, script: str | None = None
+    job: Job, cluster: ClusterState, asker: Asker, now_s: float, *, whole: bool = False, script: str | None = None
 ) -> dict[str, Any]:
     """Return the job as `asker` may see it; `whole` adds its environment and its `script` (None: not kept any more)."""
-    view = JobView(job, world, asker, now_s)
+    view = JobView(job, cluster, asker, now_s)
     made = _ALL.copy()
     made.update(zip(_PATHS, _fields_of(view), strict=True))
     for name, value in _MADE.items():
@@ -127,7 +127,7 @@ _SOURCES: dict[str, str | _Value] = {
     "reason": lambda view: view.why[0].value,
     "reason_detail": lambda view: view.why[1],
     "hold": lambda view: view.job.hold.value,
-    "priority": lambda view: _priority(view.job, view.world),
+    "priority": lambda view: _priority(view.job, view.cluster),
     **_plains("nice", "site", "attempt", "restarts", "submitted_at_s", "eligible_at_s"),
     **_plains("accrued_from_s", "not_before_s"),
     "expected_start_s": lambda view: view.why[2],
@@ -163,7 +163,7 @@ _SOURCES: dict[str, str | _Value] = {
         "gpu_s": view.job.charged_gpu_s,
     },
     "requeue": lambda view: (
-        view.job.spec.requeue if view.job.spec.requeue is not None else view.world.config.controller.requeue
+        view.job.spec.requeue if view.job.spec.requeue is not None else view.cluster.config.controller.requeue
     ),
     **_askeds("exclusive", "constraint", "prefer", "switches", "contiguous"),
     "hints": lambda view: list(view.job.spec.hints),
@@ -181,7 +181,7 @@ _SOURCES: dict[str, str | _Value] = {
     "submit_line": _private(lambda view: view.job.spec.submit_line),
     "comment": _private(lambda view: view.job.spec.comment),
     "command": _private(lambda view: _command(view.job.spec)),
-    "training": _private(lambda view: training_view(view.world.training.get(view.job.id))),
+    "training": _private(lambda view: training_view(view.cluster.training.get(view.job.id))),
 }
 
 
@@ -212,7 +212,7 @@ def _elastic(spec: JobSpec) -> list[int] | None:
 
 def _cut_at_s(view: JobView) -> float | None:
     job = view.job
-    return cut_at_s(job, view.world.reservations.get(job.reservation)) if job.state in ACTIVE else None
+    return cut_at_s(job, view.cluster.reservations.get(job.reservation)) if job.state in ACTIVE else None
 
 
 def _gpus(view: JobView) -> int:
@@ -226,7 +226,7 @@ def _dependency(job: Job) -> str:
 
 
 def _priority_tier(view: JobView) -> int | None:
-    partitions = view.world.partitions
+    partitions = view.cluster.partitions
     only = partitions.get(view.job.partition)
     if only is not None:
         return only.priority_tier
@@ -291,10 +291,10 @@ def _time_limit_s(job: Job) -> int | None:
     return left_s if job.time_limit_s is None else min(job.time_limit_s, left_s)
 
 
-def _priority(job: Job, world: World) -> int | None:
+def _priority(job: Job, cluster: ClusterState) -> int | None:
     """Return the fixed priority of a job, else that of the last plan; 0: it is held; null: none is known."""
     if job.state is not JobState.PENDING:
-        return job.priority_set if job.priority_set is not None else world.priorities.get(job.id)
+        return job.priority_set if job.priority_set is not None else cluster.priorities.get(job.id)
     if job.hold is not Hold.NONE:
         return 0
-    return job.priority_set if job.priority_set is not None else world.priorities.get(job.id, LEAST_PRIORITY)
+    return job.priority_set if job.priority_set is not None else cluster.priorities.get(job.id, LEAST_PRIORITY)

@@ -25,8 +25,8 @@ from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.units import format_mem, format_time_s
-from hpcsched.store.rows import StepRow
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import StepRecord
 
 VERSION = 1
 _UNDECIDED = (
@@ -72,10 +72,10 @@ def reason_detail(job: Job, asker: Asker) -> str:
     return job.reason_detail if asker.owns(job) else ""
 
 
-def why_waiting(job: Job, world: World, asker: Asker, now_s: float) -> tuple[Reason, str, float | None]:
+def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> tuple[Reason, str, float | None]:
     """Return the reason, a sentence for `asker`, and the expected start of a job that waits (or limps)."""
     if job.state is JobState.PENDING:
-        wait = world.waits.get(job.id)
+        wait = cluster.waits.get(job.id)
         if wait is not None:
             detail = _queued_again(job, asker) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
             if job.refusals and asker.owns(job):
@@ -85,36 +85,36 @@ def why_waiting(job: Job, world: World, asker: Asker, now_s: float) -> tuple[Rea
             return (Reason.HELD_ADMIN if job.hold is Hold.ADMIN else Reason.HELD_USER), "the job is held", None
         return Reason.NONE, "", None
     if job.state in ACTIVE:
-        lost = [name for name in job.held_nodes if world.nodes[name].link is Link.DOWN]
+        lost = [name for name in job.held_nodes if cluster.nodes[name].link is Link.DOWN]
         if lost:
-            return Reason.NODE_LOST, _limbo(job, lost, world, now_s), None
+            return Reason.NODE_LOST, _limbo(job, lost, cluster, now_s), None
         if job.state is JobState.CONFIGURING:
             return job.reason, _starting(job), None
         if job.state is JobState.SUSPENDED:
             return job.reason, _standing_still(job), None
-        if any(world.job_of_former(kept.token) is job for kept in world.kept.values()):
+        if any(cluster.job_of_former(kept.token) is job for kept in cluster.kept.values()):
             return job.reason, _UNDECIDED, None
     return job.reason, reason_detail(job, asker), None
 
 
-def in_a_sentence(job: Job, world: World, asker: Asker, reason: Reason, detail: str, now_s: float) -> str:
+def in_a_sentence(job: Job, cluster: ClusterState, asker: Asker, reason: Reason, detail: str, now_s: float) -> str:
     """Return what there is to say of a job, with the job in it; `reason` and `detail` are those of `why_waiting`."""
     if job.state is JobState.COMPLETING and reason is not Reason.NODE_LOST:
-        return f"job {job.display_id} {_ending(job, world, asker)}"
+        return f"job {job.display_id} {_ending(job, cluster, asker)}"
     if job.state in (JobState.CONFIGURING, JobState.SUSPENDED) and detail and reason is not Reason.NODE_LOST:
         return f"job {job.display_id} {detail}"
     asked = f", and was asked to make do with {compress_hostlist(job.wanted_nodes)}" if job.wanted_nodes else ""
     if detail == OUTPUT_FULL:
         return f"job {job.display_id} is {job.state}{how_it_ended(job)}; {OUTPUT_FULL}"
-    return detail or f"job {job.display_id} is {job.state}{_over_limit(job, world, now_s)}{how_it_ended(job)}{asked}"
+    return detail or f"job {job.display_id} is {job.state}{_over_limit(job, cluster, now_s)}{how_it_ended(job)}{asked}"
 
 
-def _over_limit(job: Job, world: World, now_s: float) -> str:
+def _over_limit(job: Job, cluster: ClusterState, now_s: float) -> str:
     """Return by how much a job that still runs is over its time limit, and when it is killed; "" if it is not."""
     limit_s = limit_at_s(job) if job.state is JobState.RUNNING else None
     if limit_s is None or now_s < limit_s:
         return ""
-    left_s = math.ceil(limit_s + world.config.controller.kill_wait_s - now_s)
+    left_s = math.ceil(limit_s + cluster.config.controller.kill_wait_s - now_s)
     killed = f"is killed in {format_time_s(left_s)}" if left_s > 0 else "is being killed"
     return f", over its time limit by {format_time_s(int(now_s - limit_s))}: it has been told to end, and {killed}"
 
@@ -172,10 +172,10 @@ def _standing_still(job: Job) -> str:
     return f"is suspended: job {job.suspended_for} has its cpus, it goes on when they are free"
 
 
-def _ending(job: Job, world: World, asker: Asker) -> str:
+def _ending(job: Job, cluster: ClusterState, asker: Asker) -> str:
     detail = reason_detail(job, asker)
     why = f" ({detail})" if detail else ""
-    unfit = [node for name in job.held_nodes if (node := world.nodes[name]).drained and node.drained_by == OURSELVES]
+    unfit = [node for name in job.held_nodes if (node := cluster.nodes[name]).drained and node.drained_by == OURSELVES]
     hindered = f"; node {unfit[0].name}: {unfit[0].drained_why}" if unfit else ""
     return f"{_fate(job)}{why} when nothing of it is left on {compress_hostlist(job.held_nodes)}{hindered}"
 
@@ -184,22 +184,22 @@ def _fate(job: Job) -> str:
     return "goes back to the queue" if job.requeue_wanted else f"ends as {job.outcome}"
 
 
-def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:
-    node = world.nodes[lost[0]]
+def _limbo(job: Job, lost: list[NodeName], cluster: ClusterState, now_s: float) -> str:
+    node = cluster.nodes[lost[0]]
     silent = f"node {node.name} does not answer ({node.link_why})"
     if not is_gathered(job):
         return f"{silent}; the job has not been started anywhere, and goes back to the queue if the node stays away"
     proof = "has been rebooted"
     lease_s = lease_end_s(job)
-    if lease_s is not None and node.name in world.silent_since_s and not world.is_former(job):
-        left_s = max(0.0, world.silent_since_s[node.name] + lease_s - now_s)
+    if lease_s is not None and node.name in cluster.silent_since_s and not cluster.is_former(job):
+        left_s = max(0.0, cluster.silent_since_s[node.name] + lease_s - now_s)
         proof += f", in {math.ceil(left_s)} s when the job's lease there has run out for certain"
     proof += f", or an admin says that it is gone: hctl fence {node.name}"
     if job.state is JobState.COMPLETING:
         return (
             f"{silent}; something of the job may still run there. The job {_fate(job)} when the node answers, {proof}"
         )
-    fate = "goes back to the queue" if world.requeues(job) else "ends as NODE_FAIL"
+    fate = "goes back to the queue" if cluster.requeues(job) else "ends as NODE_FAIL"
     if can_do_without(job, node.name):
         fate = "goes on without the node"
     return f"{silent}; the job may still run there, and goes on when the node answers. It {fate} when the node {proof}"
@@ -220,20 +220,20 @@ def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None)
     return NodeState.ALLOCATED if cpus_alloc >= node.spec.cpus else NodeState.MIXED
 
 
-def node_views(world: World, now_s: float) -> list[dict[str, Any]]:
+def node_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
     """Return all nodes, with what is allocated of each, and the reservation that each is in."""
     active = sorted(
-        (one for one in world.reservations.values() if one.is_active(now_s)), key=lambda one: one.is_maintenance
+        (one for one in cluster.reservations.values() if one.is_active(now_s)), key=lambda one: one.is_maintenance
     )
     reserved = {name: one for one in active for name in one.nodes}  # maintenance has the last word
-    shares = [(job.id, share) for job in world.active_jobs() for share in job.holding]
+    shares = [(job.id, share) for job in cluster.active_jobs() for share in job.holding]
     return [
-        _node_view(node, [item for item in shares if item[1].node == node.name], world, reserved.get(node.name))
-        for node in sorted(world.open_nodes(), key=lambda node: natural_order(node.name))
+        _node_view(node, [item for item in shares if item[1].node == node.name], cluster, reserved.get(node.name))
+        for node in sorted(cluster.open_nodes(), key=lambda node: natural_order(node.name))
     ]
 
 
-def _node_view(node: Node, shares: list[Any], world: World, reserved: Reservation | None) -> dict[str, Any]:
+def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: Reservation | None) -> dict[str, Any]:
     cpus_alloc = sum(share.cpus for _, share in shares)
     return {
         "name": node.name,
@@ -260,7 +260,7 @@ def _node_view(node: Node, shares: list[Any], world: World, reserved: Reservatio
         "gpus_alloc": len({index for _, share in shares for index in share.gpus}),
         "shards_alloc": sum(share.shards for _, share in shares),
         "features": list(node.spec.features),
-        "partitions": [p.name for p in world.partitions.values() if node.name in p.nodes],
+        "partitions": [p.name for p in cluster.partitions.values() if node.name in p.nodes],
         "jobs": [job_id for job_id, _ in shares],
         "boot_id": node.boot_id,
         "agent_version": node.agent_version,
@@ -273,7 +273,7 @@ def _node_view(node: Node, shares: list[Any], world: World, reserved: Reservatio
     }
 
 
-def reservation_view(one: Reservation, world: World, now_s: float) -> dict[str, Any]:
+def reservation_view(one: Reservation, cluster: ClusterState, now_s: float) -> dict[str, Any]:
     """Return a reservation, with the jobs that use it."""
     return {
         "name": one.name,
@@ -283,7 +283,7 @@ def reservation_view(one: Reservation, world: World, now_s: float) -> dict[str, 
         "duration_s": one.duration_s,
         "nodes": list(one.nodes),
         "node_list": compress_hostlist(one.nodes),
-        "cpus": sum(world.nodes[name].spec.cpus for name in one.nodes if name in world.nodes),
+        "cpus": sum(cluster.nodes[name].spec.cpus for name in one.nodes if name in cluster.nodes),
         "node_count": one.node_count,
         "features": one.features,
         "partition": one.partition,
@@ -292,14 +292,14 @@ def reservation_view(one: Reservation, world: World, now_s: float) -> dict[str, 
         "flags": [flag.value for flag in one.flags],
         "made_by": one.made_by,
         "made_at_s": one.made_at_s,
-        "jobs": [job.id for job in world.using(one.name)],
+        "jobs": [job.id for job in cluster.using(one.name)],
     }
 
 
-def partition_views(world: World, now_s: float) -> list[dict[str, Any]]:
+def partition_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
     """Return all partitions, with how many of their nodes are in which state."""
-    nodes = {view["name"]: view for view in node_views(world, now_s)}
-    return [_partition_view(partition, nodes) for partition in world.partitions.values()]
+    nodes = {view["name"]: view for view in node_views(cluster, now_s)}
+    return [_partition_view(partition, nodes) for partition in cluster.partitions.values()]
 
 
 def _partition_view(partition: Partition, nodes: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _partition_view(partition: Partition, nodes: dict[str, dict[str, Any]]) -> d
     }
 
 
-def step_view(step: StepRow) -> dict[str, Any]:
+def step_view(step: StepRecord) -> dict[str, Any]:
     """Return a step as `hacct` shows it."""
     return {
         "step": step.step,

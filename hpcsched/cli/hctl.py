@@ -747,7 +747,7 @@ def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
 def _snapshot(rest: Sequence[str], words: Words) -> int:
     if len(rest) != 1:
         raise UsageError("cannot write a snapshot: name one file, or - for standard output")
-    text = json.dumps(client.call("GET", "/v1/snapshot")["world"]) + "\n"
+    text = json.dumps(client.call("GET", "/v1/snapshot")["snapshot"]) + "\n"
     if rest[0] == "-":
         sys.stdout.write(text)
         return 0

@@ -1,4 +1,4 @@
-"""hsim: replay a machine's log with the scheduler's policies, and compare what they do; plan a saved world, or today's, again."""
+"""hsim: replay a job log under scheduling policies and compare them; plan a saved snapshot, or today's, again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COMMAND = Command(
         "whatif [OPTIONS] --database=FILE",
     ),
     "Replay the log of a machine (Standard Workload Format, also gzip'ed) with a policy of the scheduler: run prints how "
-    "it went, compare sets policies side by side. replay makes the plan of a world that hctl snapshot saved; whatif lets the "
+    "it went, compare sets policies side by side. replay makes the plan of a snapshot that hctl snapshot saved; whatif lets the "
     "queue as it is, or was then, go on with other nodes and policies: when would which job start?",
     (
         Option(
@@ -97,7 +97,7 @@ def _work(words: Words) -> int:
     if what == "compare":
         return _compare(words, rest)
     if what in ("replay", "whatif"):
-        return _of_a_world(words, what, rest)
+        return _of_a_snapshot(words, what, rest)
     raise UsageError(
         f"cannot tell what to do: begin with run, compare, replay or whatif, not {what[:60]!r}; see hsim --help"
     )
@@ -107,14 +107,14 @@ _ONLY_WHATIF = ("add-nodes", "remove-node", "predict", "jobs")
 _OF_A_WORLD = {"replay": ("policy", "database", "json"), "whatif": ("policy", "database", "json", *_ONLY_WHATIF)}
 
 
-def _of_a_world(words: Words, what: str, operands: Sequence[str]) -> int:
+def _of_a_snapshot(words: Words, what: str, operands: Sequence[str]) -> int:
     for option in words.given:
         if option not in _OF_A_WORLD[what]:
             raise UsageError(f"cannot use --{option} with {what}: it takes --{', --'.join(_OF_A_WORLD[what])}")
     if what == "whatif":
         return whatif(words, operands)
     if not operands and not words.has("database"):
-        raise UsageError("cannot tell which world: hsim replay wants a file of hctl snapshot; see hsim --help")
+        raise UsageError("cannot tell which snapshot: hsim replay wants a file of hctl snapshot; see hsim --help")
     return replay(words, operands)
 
 
@@ -243,9 +243,8 @@ def _table(done: Sequence[Simulation]) -> str:
     return columns(headers, rows, right=range(1, 8))
 
 
-# ----- hsim replay and hsim whatif: a saved or live world, planned again, or let go on under other conditions
-# A world is what ``hctl snapshot`` wrote, or comes from the controller when no file is named. Nothing that is asked here changes
-# anything there.
+# ----- hsim replay and hsim whatif: a saved or live snapshot, planned again, or let go on under other conditions
+# A snapshot is a file written by ``hctl snapshot``. If no file is named, it comes from the controller, which it does not change.
 
 
 NAMES = {kind: name for name, kind in KINDS.items()} | {Backfill.NONE: "fifo"}  # as the configuration calls them
@@ -254,7 +253,7 @@ _NEW_NODES = re.compile(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,5}):(\d+[KMGT]?)(?::gpu
 
 
 class Variant(namedtuple("Variant", "name snapshot policy")):
-    """A world and a policy to let go on, and what to call them."""
+    """A snapshot and a policy to let go on, and what to call them."""
 
     __slots__ = ()
 
@@ -267,8 +266,8 @@ class Variant(namedtuple("Variant", "name snapshot policy")):
 
 
 def replay(words: Words, operands: Sequence[str]) -> int:
-    """Print the plan of a saved world, and what would differ with another policy."""
-    snapshot, policy = _world(words, operands, "replay")
+    """Print the plan of a saved snapshot, and what would differ with another policy."""
+    snapshot, policy = _load_snapshot(words, operands, "replay")
     plans = [(policy, full_plan(snapshot, policy))]
     plans += [(other, full_plan(snapshot, other)) for other in _policies(words, policy)]
     views: list[Json] = [
@@ -341,7 +340,7 @@ def _fate(job: Json) -> str:
 
 def whatif(words: Words, operands: Sequence[str]) -> int:
     """Print how today's queue would fare with other nodes and policies, beside how it will as things are."""
-    snapshot, policy = _world(words, operands, "whatif")
+    snapshot, policy = _load_snapshot(words, operands, "whatif")
     variants = _variants(words, snapshot, policy)
     found = [forecast(one.snapshot, one.policy, predict=words.has("predict")) for one in variants]
     shown = _shown(words, snapshot)
@@ -475,16 +474,16 @@ def _policies(words: Words, policy: Policy) -> list[Policy]:
     return found
 
 
-def _world(words: Words, operands: Sequence[str], what: str) -> tuple[Snapshot, Policy]:
-    """Return the world of the file that was named, or as the controller sees it now."""
+def _load_snapshot(words: Words, operands: Sequence[str], what: str) -> tuple[Snapshot, Policy]:
+    """Return the snapshot of the file that was named, or as the controller sees it now."""
     if words.has("database"):
         return _archived(words.last("database"), operands)
     if len(operands) > 1:
         raise UsageError(
-            f"cannot tell which world: hsim {what} takes one file of hctl snapshot, or none for the queue as it is"
+            f"cannot tell which snapshot: hsim {what} takes one file of hctl snapshot, or none for the queue as it is"
         )
     if not operands:
-        return snapshot_from_json(client.call("GET", "/v1/snapshot")["world"])
+        return snapshot_from_json(client.call("GET", "/v1/snapshot")["snapshot"])
     try:
         text = sys.stdin.read() if operands[0] == "-" else Path(operands[0]).read_text(encoding="utf-8")
         return snapshot_from_json(json.loads(text))
@@ -495,9 +494,9 @@ def _world(words: Words, operands: Sequence[str], what: str) -> tuple[Snapshot, 
 
 
 def _archived(database: str, operands: Sequence[str]) -> tuple[Snapshot, Policy]:
-    """Return the world in a database file, with the nodes, partitions and policy of the configuration."""
+    """Return the snapshot in a database file, with the nodes, partitions and policy of the configuration."""
     if operands:
-        raise UsageError("cannot tell which world: name a file of hctl snapshot, or --database=FILE, not both")
+        raise UsageError("cannot tell which snapshot: name a file of hctl snapshot, or --database=FILE, not both")
     from hpcsched.config.load import load_config  # only this needs the controller's code
     from hpcsched.controller.views.archived import archived
 

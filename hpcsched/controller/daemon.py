@@ -38,9 +38,9 @@ from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node
 from hpcsched.model.trigger import Trigger
+from hpcsched.state.cluster import ClusterState
 from hpcsched.store.engine import damage_of, damaged, open_read_only
 from hpcsched.store.store import Store
-from hpcsched.store.world import World
 
 # ----- when the next tick is: at the earliest of the times that were asked for. Knows the event loop, not what a tick does
 
@@ -107,7 +107,9 @@ GC_THRESHOLD = (100_000, 20, 50)
 class Daemon:
     """One life of hpcschedd."""
 
-    def __init__(self, config: Config, world: World, store: Store, doors: Doors, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: Config, cluster: ClusterState, store: Store, doors: Doors, clock: Callable[[], float]
+    ) -> None:
         self._config = config
         self._stop: asyncio.Event = asyncio.Event()
         self._exit_code = 0
@@ -118,8 +120,8 @@ class Daemon:
         if self._faults.armed:
             crash_around_commits(store, self._faults)
         self.store = store
-        self.controller = Controller(world, store, self, policy_of(config))
-        identity = ControllerIdentity(cluster=config.name, incarnation=world.incarnation, epoch=world.epoch)
+        self.controller = Controller(cluster, store, self, policy_of(config))
+        identity = ControllerIdentity(cluster=config.name, incarnation=cluster.incarnation, epoch=cluster.epoch)
         self.fleet = Fleet(self.controller, bundle=build_bundle(), identity=identity, clock=clock)
         self._doors = doors
         self._programs = TriggerPrograms()
@@ -143,7 +145,7 @@ class Daemon:
             loop.add_signal_handler(signum, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         self.fleet.relaying = Relaying(
-            self.controller.world, self.send, lambda request: router.find(request)(request), self._doors
+            self.controller.cluster, self.send, lambda request: router.find(request)(request), self._doors
         )
         backend = ControllerBackend(
             self.controller,
@@ -160,7 +162,7 @@ class Daemon:
             log.info("ready at %s", self._config.api_socket)
             await answered()
             self.fleet.configure(self._config)
-            for job in self.controller.world.active_jobs():
+            for job in self.controller.cluster.active_jobs():
                 self.stepping.job_running(job)
             given_up = self.store.given_up()
             self.controller.ask(lambda tx: lose_gone_nodes(tx, given_up), self._gone_nodes_lost, keep=True)
@@ -229,24 +231,24 @@ class Daemon:
         """
         config = load_config(self._config.config_dir)
         policy = policy_of(config)
-        world = self.controller.world
-        if refused := refused_edits(world, config, same_machine):
+        cluster = self.controller.cluster
+        if refused := refused_edits(cluster, config, same_machine):
             raise ConfigError("\n  ".join(["cannot reload the configuration; nothing of it was changed:", *refused]))
-        if config.name != world.config.name:
+        if config.name != cluster.config.name:
             self.store.put_cluster(config.name)
         nodes, changed = self._nodes_of(config)
-        before = world.partitions
-        world.set_partitions(config.partitions)
-        if world.partitions != before:
-            changed.append("partitions: " + ", ".join(world.partitions))
-        changed += settings_changed(world.config, config) + unknown_users(config.accounting)
+        before = cluster.partitions
+        cluster.set_partitions(config.partitions)
+        if cluster.partitions != before:
+            changed.append("partitions: " + ", ".join(cluster.partitions))
+        changed += settings_changed(cluster.config, config) + unknown_users(config.accounting)
         rate = config.controller.request_rate, config.controller.request_burst
         if rate != (self._config.controller.request_rate, self._config.controller.request_burst):
             self._doors.set_rate(*rate)
-        world.nodes.clear()
-        world.nodes.update(nodes)
-        world.config = self._config = config
-        world.not_taken = ()
+        cluster.nodes.clear()
+        cluster.nodes.update(nodes)
+        cluster.config = self._config = config
+        cluster.not_taken = ()
         self.controller.policy = policy
         self.fleet.configure(config)
         self.controller.reconfigured()
@@ -254,7 +256,7 @@ class Daemon:
 
     def _nodes_of(self, config: Config) -> tuple[dict[NodeName, Node], list[str]]:
         """Return the nodes of a configuration in its order, with what is known of them, and what changed, in words."""
-        before, stored = self.controller.world.nodes, self.store.load_nodes()
+        before, stored = self.controller.cluster.nodes, self.store.load_nodes()
         nodes: dict[NodeName, Node] = {}
         names = {spec.name for spec in config.nodes}
         changed = [f"node {name} removed" for name in before if name not in names]

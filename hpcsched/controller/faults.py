@@ -12,7 +12,8 @@ import asyncio
 from typing import Any
 
 from hpcnode.os.faults import CrashPoints
-from hpcsched.store.store import Batch, Store
+from hpcsched.state.transaction import Batch
+from hpcsched.store.store import Store
 
 SENT_AFTER_S = 0.05  # the link's own thread sends
 

@@ -22,8 +22,8 @@ from hpcsched.sched.guard.shadow_easy import ShadowEasy
 from hpcsched.sched.limits.tres import all_of, least_of
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.snapshot import NodeView, SnapshotCache, node_view, pending_job
+from hpcsched.state.cluster import ClusterState
 from hpcsched.store.store import PastRun, Store
-from hpcsched.store.world import World
 
 # ----- plain EASY rehearsed beside the real queue, for the policy `default`: how long it would have had the unluckiest job wait
 # All nodes count as one pool of processors, of which a job needs the largest part of a resource that it asks for. That is less
@@ -38,13 +38,13 @@ from hpcsched.store.world import World
 BEGUN = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
-def rehearsed(world: World, policy: Policy, views: SnapshotCache, longest_wait_s: float) -> Rehearsed | None:
-    """Return a rehearsal of the jobs that wait and run in `world`; None: `policy` has no use for it."""
+def rehearsed(cluster: ClusterState, policy: Policy, views: SnapshotCache, longest_wait_s: float) -> Rehearsed | None:
+    """Return a rehearsal of the jobs that wait and run in `cluster`; None: `policy` has no use for it."""
     if policy.backfill is not Backfill.DEFAULT:
         return None
     known_s = min(longest_wait_s, policy.age_max_s)  # it may have been the wait of a job over its limits
-    made = Rehearsed(map(node_view, world.nodes.values()), world.partitions, policy, views, known_s)
-    for at_s, _, job in sorted([(_since_s(job), job.id, job) for job in world.jobs_to_plan()], key=itemgetter(0, 1)):
+    made = Rehearsed(map(node_view, cluster.nodes.values()), cluster.partitions, policy, views, known_s)
+    for at_s, _, job in sorted([(_since_s(job), job.id, job) for job in cluster.jobs_to_plan()], key=itemgetter(0, 1)):
         made.note(job, at_s)
     return made
 
@@ -118,10 +118,10 @@ LAST_JOBS = 5_000
 TELLING = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.TIMEOUT, JobState.OUT_OF_MEMORY})
 
 
-def memory_of(store: Store, world: World, policy: Policy, views: SnapshotCache) -> Memory:
+def memory_of(store: Store, cluster: ClusterState, policy: Policy, views: SnapshotCache) -> Memory:
     """Return what the database tells of; `views` knows what jobs ask for."""
     memory = Memory(store.past_runs(TELLING, LAST_JOBS), store.first_submitted_s(), policy.default_time_limit_s)
-    memory.rehearse(world, policy, views)
+    memory.rehearse(cluster, policy, views)
     return memory
 
 
@@ -149,9 +149,9 @@ class Memory:
             return self._rehearsed.longest_wait_s
         return max(self._waits_s.values(), default=0.0)
 
-    def rehearse(self, world: World, policy: Policy, views: SnapshotCache) -> None:
+    def rehearse(self, cluster: ClusterState, policy: Policy, views: SnapshotCache) -> None:
         """Have plain EASY rehearsed from now on, with the jobs that are there, if `policy` wants it."""
-        self._rehearsed = rehearsed(world, policy, views, self.longest_wait_s)
+        self._rehearsed = rehearsed(cluster, policy, views, self.longest_wait_s)
 
     def note(self, job: Job, now_s: float) -> None:
         """Take note of `job` if it has come to its own end; a job is remembered once, however often it changes then."""

@@ -1,4 +1,4 @@
-"""Effects and signals as messages to nodes: what is said of a job on the wire. Pure: the world in, messages out."""
+"""Effects and signals as messages to nodes: what is said of a job on the wire. Pure: the cluster in, messages out."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt,
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, LaunchToken, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of
+from hpcsched.state.cluster import ClusterState
 from hpcsched.steps.environment import allocation_facts, job_environment, with_propagated
 from hpcsched.steps.files import job_file_patterns
-from hpcsched.store.world import World
 
 
-def message_for(effect: Effect, world: World, script_of: Callable[[Job], bytes]) -> tuple[protocol.Message, bytes]:
+def message_for(
+    effect: Effect, cluster: ClusterState, script_of: Callable[[Job], bytes]
+) -> tuple[protocol.Message, bytes]:
     """Return the message (and its blob) that brings `effect` about; `script_of` returns the text of a job's script."""
     match effect:
         case StartBatch(node=node, job=job):
-            return launch_batch(job, world, node), script_of(job)
+            return launch_batch(job, cluster, node), script_of(job)
         case ClaimPart(node=node, job=job):
-            return claim_part(job, world, node), b""
+            return claim_part(job, cluster, node), b""
         case ClearNode(node=node, job=job):
-            return end_job(job, world, node), b""
+            return end_job(job, cluster, node), b""
         case TellAllocation(job=job):
             message = protocol.Allocation(
-                incarnation=_incarnation(job, world),
+                incarnation=_incarnation(job, cluster),
                 job_id=job.id,
                 attempt=job.attempt,
                 generation=job.generation,
@@ -40,19 +42,19 @@ def message_for(effect: Effect, world: World, script_of: Callable[[Job], bytes])
         case SetLimit(job=job):
             return protocol.TimeLimit(token=job.token, limit_s=_limit_s(job)), b""
         case Halt(job=job) | GoOn(job=job):
-            return protocol.SuspendJob(_incarnation(job, world), job.id, job.attempt, isinstance(effect, Halt)), b""
+            return protocol.SuspendJob(_incarnation(job, cluster), job.id, job.attempt, isinstance(effect, Halt)), b""
 
 
-def end_job(job: Job, world: World, node: NodeName) -> protocol.EndJob:
+def end_job(job: Job, cluster: ClusterState, node: NodeName) -> protocol.EndJob:
     """Return the order to end the job's attempt on `node`.
 
     While it may still save what it has, by its own signal (``--signal``).
     """
     order = protocol.EndJob(
-        incarnation=_incarnation(job, world),
+        incarnation=_incarnation(job, cluster),
         job_id=job.id,
         attempt=job.attempt,
-        grace_s=float(world.config.controller.kill_wait_s),
+        grace_s=float(cluster.config.controller.kill_wait_s),
         stay=job.stay_on(node),
     )
     if job.save_s is None:
@@ -63,40 +65,40 @@ def end_job(job: Job, world: World, node: NodeName) -> protocol.EndJob:
     return protocol.changed(order, grace_s=job.save_s, signum=wanted.signum, batch_only=wanted.batch_only)
 
 
-def _incarnation(job: Job, world: World) -> str:
-    return LaunchToken.parse(job.token).incarnation if job.token else world.incarnation
+def _incarnation(job: Job, cluster: ClusterState) -> str:
+    return LaunchToken.parse(job.token).incarnation if job.token else cluster.incarnation
 
 
-def allocation_environment(job: Job, world: World) -> dict[str, str]:
+def allocation_environment(job: Job, cluster: ClusterState) -> dict[str, str]:
     """Return what the scheduler sets for a command on the head that holds the job."""
-    return allocation_facts(_environment(job, world))
+    return allocation_facts(_environment(job, cluster))
 
 
-def _environment(job: Job, world: World) -> dict[str, str]:
-    first = world.nodes[job.shares[0].node]
+def _environment(job: Job, cluster: ClusterState) -> dict[str, str]:
+    first = cluster.nodes[job.shares[0].node]
     return job_environment(
         job,
-        cluster=world.config.name,
-        conf=str(world.config.config_dir / paths.CONFIG_FILE),
+        cluster=cluster.config.name,
+        conf=str(cluster.config.config_dir / paths.CONFIG_FILE),
         master_addr=address(first),
-        share_dir=world.config.share,
+        share_dir=cluster.config.share,
         devices=devices_of(first),
-        cut_at_s=cut_at_s(job, world.reservations.get(job.reservation)),
+        cut_at_s=cut_at_s(job, cluster.reservations.get(job.reservation)),
     )
 
 
-def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
+def launch_batch(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Launch:
     """Return the launch of the job's batch step on its first node."""
     spec, share, files = job.spec, job.shares[0], job_file_patterns(job)
-    env = with_propagated(_environment(job, world), rlimits.names(world.config.controller.propagate))
+    env = with_propagated(_environment(job, cluster), rlimits.names(cluster.config.controller.propagate))
     return protocol.Launch(
         token=job.token,
         job_id=job.id,
         attempt=job.attempt,
         step=BATCH_STEP,
-        epoch=world.epoch,
-        user=account(job, world, node),
-        allow_uid_below=world.config.controller.allow_uid_below,
+        epoch=cluster.epoch,
+        user=account(job, cluster, node),
+        allow_uid_below=cluster.config.controller.allow_uid_below,
         work_dir=spec.work_dir,
         argv=list(spec.script_args),
         env=env,
@@ -109,14 +111,14 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
         stdin=files.stdin,
         append=spec.open_mode == "append" or (spec.open_mode != "truncate" and job.restarts > 0),
         limit_s=_limit_s(job),
-        grace_s=float(world.config.controller.kill_wait_s),
+        grace_s=float(cluster.config.controller.kill_wait_s),
         signum=spec.signal.signum if spec.signal else 0,
         signal_before_s=float(spec.signal.before_s) if spec.signal else 0.0,
         signal_batch_only=spec.signal.batch_only if spec.signal else False,
         lease=spec.lease,
         lease_s=job.lease_s or 0.0,
         hosts=hosts(job),
-        same_machine=same_machine(job, world),
+        same_machine=same_machine(job, cluster),
     )
 
 
@@ -124,7 +126,7 @@ def _limit_s(job: Job) -> float | None:
     return None if job.time_limit_s is None else float(job.time_limit_s)
 
 
-def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
+def claim_part(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Launch:
     """Return the claim of the job's part on one of its other nodes: it holds its place and runs nothing."""
     every = (*job.shares, *job.joining)
     rank = next(i for i, share in enumerate(every) if share.node == node)
@@ -134,9 +136,9 @@ def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
         job_id=job.id,
         attempt=job.attempt,
         step=ALLOC_STEP,
-        epoch=world.epoch,
-        user=account(job, world, node),
-        allow_uid_below=world.config.controller.allow_uid_below,
+        epoch=cluster.epoch,
+        user=account(job, cluster, node),
+        allow_uid_below=cluster.config.controller.allow_uid_below,
         work_dir="/",
         argv=[],
         env={},
@@ -170,9 +172,9 @@ def signal_messages(
     return [(batch, node), *((protocol.changed(there, token=claim_token(job, other)), other) for other in others)]
 
 
-def account(job: Job, world: World, node: NodeName) -> str:
+def account(job: Job, cluster: ClusterState, node: NodeName) -> str:
     """Return the account that the job's processes run as on `node`: its submitter's, where the agent can become that."""
-    return job.user if world.nodes[node].root_agent else ""
+    return job.user if cluster.nodes[node].root_agent else ""
 
 
 def devices_of(node: Node) -> dict[int, str]:
@@ -185,9 +187,9 @@ def hosts(job: Job) -> list[tuple[str, int]]:
     return [(share.node, share.tasks) for share in job.shares]
 
 
-def same_machine(job: Job, world: World) -> bool:
+def same_machine(job: Job, cluster: ClusterState) -> bool:
     """Return whether several of the job's nodes are one machine posing as several (then MPI has to be told)."""
-    machines = [world.nodes[share.node].machine_id for share in job.shares]
+    machines = [cluster.nodes[share.node].machine_id for share in job.shares]
     return len(machines) > len(set(machines)) and "" not in machines
 
 

@@ -60,16 +60,16 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     store = Store(open_database(database))
     check_cluster_id(config, store, database)
     try:
-        world = begin_term(config, store, clock())
+        cluster = begin_term(config, store, clock())
     except (ValueError, TypeError, KeyError, LookupError, ProtocolError) as error:
         log.debug("what is wrong with the database", exc_info=True)
         raise damaged(database, f"a row cannot be read: {error!r:.200}") from None
-    config = world.config  # not in all what the files say, if jobs are held
-    log.info("term %d of cluster %s, %d jobs known", world.epoch, config.name, len(world.jobs))
-    for note in (*world.not_taken, *gone_notes(world)):
+    config = cluster.config  # not in all what the files say, if jobs are held
+    log.info("term %d of cluster %s, %d jobs known", cluster.epoch, config.name, len(cluster.jobs))
+    for note in (*cluster.not_taken, *gone_notes(cluster)):
         log.error("%s", note)
     coming: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
-    reading = Reading(world, clock)
+    reading = Reading(cluster, clock)
     doors = Doors()
     doors.set_rate(config.controller.request_rate, config.controller.request_burst)
     server = make_server(reading, coming, doors)
@@ -82,7 +82,7 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
         await answered()
         from hpcsched.controller.daemon import Daemon  # a hundred modules
 
-        return await Daemon(config, world, store, doors, clock).run(coming, mode, server.router, answered)
+        return await Daemon(config, cluster, store, doors, clock).run(coming, mode, server.router, answered)
     finally:
         await server.close()
         store.close()

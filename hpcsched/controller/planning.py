@@ -2,14 +2,14 @@
 
 One *whole* plan goes through all of the queue. Each tick takes some of its steps and starts what they found, so a short
 queue is planned for in the tick in which something changed, as if there were no slices. If something changes while a long one is
-under way, a *quick* plan, with a fresh view of the world, comes first: it looks at the front of the queue only. What it starts
+under way, a *quick* plan, with a fresh view of the cluster, comes first: it looks at the front of the queue only. What it starts
 the whole plan is told, and goes on where it stopped. Then the whole plan gets as much time as the quick one took before the next.
 
 Where jobs may preempt others, or elastic ones run, a plan consists of many plans, for each victim that it tries out. In a large
-world it is made in turns (see `turns`), with no quick plan in between, as that would take as long; and of what it says in the
+cluster it is made in turns (see `turns`), with no quick plan in between, as that would take as long; and of what it says in the
 end, that is left out which is about jobs or nodes that have changed since.
 
-A plan is older than the world by the time its starts are applied. That is safe: nothing but these two plans gives anything away,
+A plan is older than the state when its starts are applied. That is safe: nothing but these two plans gives anything away,
 each knows of the other's starts, and what has become free since is merely not used yet. A start is dropped if its job or one of
 its nodes changed since: then the next plan decides.
 
@@ -34,7 +34,7 @@ from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt.plan import full_plan, is_plain
 from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import Promise, Snapshot
-from hpcsched.store.world import Transaction
+from hpcsched.state.transaction import Transaction
 
 # ----- long work that cannot be cut into steps by itself, done in turns: a thread does it, and runs only while it is waited for
 # Never do both at once, so nothing needs a lock and the outcome is that of a plain call. The work says between its parts that it
@@ -109,7 +109,7 @@ LARGE = 300  # jobs and nodes: a plan of many plans may take longer than a slice
 
 
 class _Staged:
-    """A plan of many plans: made in a single step, or in turns if the world is large."""
+    """A plan of many plans: made in a single step, or in turns if the cluster is large."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, monotonic_s: Callable[[], float]) -> None:
         self.starts: list[Start] = []
@@ -140,7 +140,7 @@ class _Staged:
 
 
 class _Run:
-    """A plan under way and the world that it was made for."""
+    """A plan under way and the cluster that it was made for."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Run:
         self.current: SchedulingPass | _Staged | None = None
         self.applied = 0  # of its starts, so many have been handed on
         self.took_s = 0.0
-        self.stale = False  # the world changed after it had begun
+        self.stale = False  # the cluster changed after it had begun
         self._jobs = jobs
         self._nodes = dict(nodes)
         self._views = {job.id: job for job in snapshot.pending}
@@ -238,7 +238,7 @@ class Slice:
         self.starts = starts
         self.dropped = dropped
         self.plan = plan
-        self.stale = run is not None and run.stale  # the world changed while it was made: another should follow
+        self.stale = run is not None and run.stale  # the cluster changed while it was made: another should follow
         self._run = run
 
     def knows(self, job: Job) -> bool:
@@ -289,7 +289,7 @@ class Planning:
             self._whole.stale = True
 
     def forget(self) -> None:
-        """Drop the plans under way: the world is another one."""
+        """Drop the plans under way: the cluster is another one."""
         for run in (self._whole, self._quick):
             if run is not None:
                 run.steps.close()
@@ -336,9 +336,9 @@ class Planning:
         return ended
 
 
-# ----- when planning has its turn: it takes a quarter of the time, however much the world gives it to do
+# ----- when planning has its turn: it takes a quarter of the time, however much the cluster gives it to do
 # A plan is made in slices. After each of them others have as much time as it took; after the last one three times as long as the
-# whole plan took, with the picture of the world that was made for it and all that was made of its outcome.
+# whole plan took, with the picture of the cluster that was made for it and all that was made of its outcome.
 
 
 PAUSE_MAX_S = 0.5
@@ -385,7 +385,7 @@ MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
 
 
 class Waits:
-    """Notes waits in the world. Of some jobs it has still to be recorded from when on their age counts: see `note_ages`."""
+    """Notes waits in the cluster. Of some jobs it has still to be recorded from when on their age counts: see `note_ages`."""
 
     def __init__(self) -> None:
         self._to_note: list[JobId] = []  # jobs whose age begins to count: their events are yet to be recorded
@@ -401,13 +401,13 @@ class Waits:
         What can never start any more ends: past its last moment to make its deadline, or, if it says so, with a dependency that
         can never come true.
         """
-        world, ended = tx.world, False
+        cluster, ended = tx.cluster, False
         waits = done.plan.waits if done.plan is not None else {}
-        world.waits = {job_id: wait for job_id, wait in waits.items() if job_id in world.pending}
-        for job_id, wait in tuple(world.waits.items()):
+        cluster.waits = {job_id: wait for job_id, wait in waits.items() if job_id in cluster.pending}
+        for job_id, wait in tuple(cluster.waits.items()):
             if wait.reason not in NOTED:
                 continue
-            job = world.jobs[job_id]
+            job = cluster.jobs[job_id]
             if wait.reason in ENDING and (outcome := _end_of(job, wait)) and done.knows(job):
                 tx.record(EndRequested(job_id=job_id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=wait.detail))
                 ended = True
@@ -419,7 +419,7 @@ class Waits:
         """Record of some jobs that their age counts from now on, and say whether there are others."""
         now, self._to_note = self._to_note[:MANY_JOBS], self._to_note[MANY_JOBS:]
         for job_id in now:
-            job = tx.world.jobs.get(job_id)
+            job = tx.cluster.jobs.get(job_id)
             if job is None or job.state is not JobState.PENDING or job.hold is not Hold.NONE:
                 continue
             if job.eligible_at_s is None:

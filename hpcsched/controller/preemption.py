@@ -26,12 +26,13 @@ from hpcsched.sched.decisions import Plan, Preemption, Victim
 from hpcsched.sched.explain.sentences import plural
 from hpcsched.sched.policy import PreemptRules
 from hpcsched.sched.preempt.rules import answer_s, exempt_s
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 
 def carry_out(tx: Transaction, made: Plan) -> bool:
     """Record all that; return whether a job may start at once because of it, so that the next plan should come soon."""
-    jobs = tx.world.jobs
+    jobs = tx.cluster.jobs
     for job_id in made.given_up:
         if can(jobs[job_id], NodesUnreserved):
             tx.record(NodesUnreserved(job_id=job_id, at_s=tx.now_s, why=made.waits[job_id].detail))
@@ -48,7 +49,7 @@ def carry_out(tx: Transaction, made: Plan) -> bool:
 
 
 def _make_room(tx: Transaction, preemption: Preemption, victim: Victim) -> None:
-    winner = tx.world.jobs[preemption.job_id]
+    winner = tx.cluster.jobs[preemption.job_id]
     if victim.mode is PreemptMode.SUSPEND:
         tx.record(Suspended(job_id=victim.job_id, at_s=tx.now_s, by_uid=None, for_job=winner.id))
         return
@@ -61,27 +62,27 @@ def _make_room(tx: Transaction, preemption: Preemption, victim: Victim) -> None:
             by_uid=None,
             why=f"preempted by job {winner.display_id} of {winner.user}",
             requeue=again,
-            not_before_s=tx.now_s + tx.world.config.controller.requeue_delay_s if again else None,
+            not_before_s=tx.now_s + tx.cluster.config.controller.requeue_delay_s if again else None,
             for_job=winner.id,
             save_s=victim.save_s,
         )
     )
 
 
-def exempt_until_s(world: World, rules: PreemptRules) -> Iterator[float]:
+def exempt_until_s(cluster: ClusterState, rules: PreemptRules) -> Iterator[float]:
     """Yield when each running job can be preempted from: a plan is due then."""
-    if rules.type is PreemptType.NONE or not world.pending:
+    if rules.type is PreemptType.NONE or not cluster.pending:
         return
-    for job in world.active_jobs():
+    for job in cluster.active_jobs():
         if job.state is JobState.RUNNING and job.started_at_s is not None:
             yield job.started_at_s + exempt_s(job.qos, rules)
 
 
-def unanswered_at_s(world: World, rules: PreemptRules) -> Iterator[float]:
+def unanswered_at_s(cluster: ClusterState, rules: PreemptRules) -> Iterator[float]:
     """Yield when each elastic job that was asked to give nodes back has had time to answer: a plan is due then."""
-    if not world.pending:
+    if not cluster.pending:
         return
-    for job in world.active_jobs():
+    for job in cluster.active_jobs():
         if job.wanted_at_s is not None:
             yield job.wanted_at_s + answer_s(job.qos, rules)
 
@@ -141,8 +142,8 @@ def shrink(tx: Transaction, job: Job, count: int, by_uid: int) -> Job:
 def carry_out_resizes(tx: Transaction, made: Plan) -> None:
     """Record what elastic jobs are asked for, and what they get."""
     for resize in made.resizes:
-        job = tx.world.jobs[resize.job_id]
-        connected = all(share.node in tx.world.spools for share in resize.add)
+        job = tx.cluster.jobs[resize.job_id]
+        connected = all(share.node in tx.cluster.spools for share in resize.add)
         if resize.add and connected and can(job, NodesAdded):
             tx.record(NodesAdded(job_id=job.id, at_s=tx.now_s, shares=resize.add))
         elif resize.keep and can(job, ShrinkAsked):

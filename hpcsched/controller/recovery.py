@@ -19,9 +19,9 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
 from hpcsched.model.training import TrainingStatus
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Policy, PreemptRules
+from hpcsched.state.cluster import ClusterState
 from hpcsched.store.engine import adopts_known, asks_about_strays, incarnation, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
-from hpcsched.store.world import World
 
 # ----- what the configuration says, as the controller holds it: nodes with what is remembered of them, the policy of plans
 
@@ -109,45 +109,45 @@ def _differ(before: Any, after: Any, keys: Sequence[str] = ()) -> list[str]:
     return [name for name in names if getattr(before, name) != getattr(after, name)]
 
 
-def begin_term(config: Config, store: Store, now_s: float) -> World:
-    """Raise the epoch and return the world as the store and the configuration have it."""
+def begin_term(config: Config, store: Store, now_s: float) -> ClusterState:
+    """Raise the epoch and return the cluster as the store and the configuration have it."""
     database = store.connection
-    world = World(config=config, incarnation=incarnation(database), epoch=raise_epoch(database))
-    world.restored_last_id = restored_last_id(database)
-    world.ask_strays = asks_about_strays(database)
-    world.adopts_known = adopts_known(database)
-    load_world(world, store, now_s)
+    cluster = ClusterState(config=config, incarnation=incarnation(database), epoch=raise_epoch(database))
+    cluster.restored_last_id = restored_last_id(database)
+    cluster.ask_strays = asks_about_strays(database)
+    cluster.adopts_known = adopts_known(database)
+    load_state(cluster, store, now_s)
     stored, former_name = store.load_nodes(), store.cluster()
-    config, world.not_taken = as_before(config, former_name, stored, jobs_held(world.active_jobs()))
+    config, cluster.not_taken = as_before(config, former_name, stored, jobs_held(cluster.active_jobs()))
     if config.name != former_name:
         store.put_cluster(config.name)
     for spec in config.nodes:
-        world.nodes[spec.name] = node_of(spec, stored.get(spec.name))
-    world.set_partitions(config.partitions)
-    world.config = config
-    return world
+        cluster.nodes[spec.name] = node_of(spec, stored.get(spec.name))
+    cluster.set_partitions(config.partitions)
+    cluster.config = config
+    return cluster
 
 
-def load_world(world: World, store: Store, now_s: float) -> None:
-    """Fill `world` with what the store has."""
-    world.last_job_id, world.last_spec_id = store.last_ids()
-    world.last_job_id += sum(len(job.spec.components) for job in store.jobs([world.last_job_id]))
-    world.adopted = store.adopted()
-    world.partition_states = store.partition_states()
-    for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
-        world.put(job)
-    world.ended = dict.fromkeys(sorted(world.ended, key=lambda job_id: world.jobs[job_id].ended_at_s or 0.0))
-    world.scripts.keep_only(set(store.script_hashes()))
-    world.usage = {used.key: used for used in store.load_usage()}
-    world.crontabs = {crontab.uid: crontab for crontab in store.load_crontabs()}
-    world.triggers = {trigger.id: trigger for trigger in store.load_triggers()}
-    world.reservations = {reservation.name: reservation for reservation in store.load_reservations()}
-    world.training = _told_before(world, store)
+def load_state(cluster: ClusterState, store: Store, now_s: float) -> None:
+    """Fill `cluster` with what the store has."""
+    cluster.last_job_id, cluster.last_spec_id = store.last_ids()
+    cluster.last_job_id += sum(len(job.spec.components) for job in store.jobs([cluster.last_job_id]))
+    cluster.adopted = store.adopted()
+    cluster.partition_states = store.partition_states()
+    for job in store.load_jobs(now_s - cluster.config.controller.min_job_age_s):
+        cluster.put(job)
+    cluster.ended = dict.fromkeys(sorted(cluster.ended, key=lambda job_id: cluster.jobs[job_id].ended_at_s or 0.0))
+    cluster.scripts.keep_only(set(store.script_hashes()))
+    cluster.usage = {used.key: used for used in store.load_usage()}
+    cluster.crontabs = {crontab.uid: crontab for crontab in store.load_crontabs()}
+    cluster.triggers = {trigger.id: trigger for trigger in store.load_triggers()}
+    cluster.reservations = {reservation.name: reservation for reservation in store.load_reservations()}
+    cluster.training = _told_before(cluster, store)
 
 
-def _told_before(world: World, store: Store) -> dict[JobId, TrainingStatus]:
+def _told_before(cluster: ClusterState, store: Store) -> dict[JobId, TrainingStatus]:
     """Return what was told of the jobs that run, before this start of the controller."""
-    told = store.load_training(world.active)
+    told = store.load_training(cluster.active)
     return {
-        job.id: told[job.id] for job in world.active_jobs() if job.id in told and told[job.id].attempt == job.attempt
+        job.id: told[job.id] for job in cluster.active_jobs() if job.id in told and told[job.id].attempt == job.attempt
     }

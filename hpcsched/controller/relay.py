@@ -18,7 +18,7 @@ from hpcsched.api import web
 from hpcsched.api.crowd import Doors, retry_after
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
 
 log = logging.getLogger("hpcsched.relaying")
 
@@ -35,8 +35,8 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 class Relaying:
     """Answers what agents pass on from their jobs' commands."""
 
-    def __init__(self, world: World, send: Send, answer: Answer, doors: Doors | None = None) -> None:
-        self._world = world
+    def __init__(self, cluster: ClusterState, send: Send, answer: Answer, doors: Doors | None = None) -> None:
+        self._cluster = cluster
         self._send = send
         self._answer = answer
         self._doors = doors or Doors()
@@ -45,7 +45,7 @@ class Relaying:
     def told(self, node: NodeName, said: protocol.FromStream, body: bytes) -> None:
         """Take a request; its answer goes to the stream that it came by."""
         request = protocol.read_as(protocol.ApiRequest, said.message)
-        job = self._world.jobs.get(JobId(said.job_id))
+        job = self._cluster.jobs.get(JobId(said.job_id))
         if job is None or said.attempt != job.attempt or node not in job.held_nodes:
             self._reply(
                 node, said.stream, _refusal(403, f"cannot ask from {node}: job {said.job_id} does not run there")

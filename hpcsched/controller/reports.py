@@ -30,9 +30,8 @@ from hpcsched.model.exitcode import EX_TEMPFAIL, signal_of
 from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.node import Link
+from hpcsched.state.transaction import StepRecord, Transaction
 from hpcsched.steps.step import used
-from hpcsched.store.rows import StepRow
-from hpcsched.store.world import Transaction
 
 # A job submitted with --requeue that exits so is queued again: EX_TEMPFAIL of sysexits.h, "try again later".
 REQUEUE_ME = ExitStatus(code=EX_TEMPFAIL)
@@ -67,11 +66,11 @@ def on_batch_report(
     tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer
 ) -> None:
     """Take what `node` says of a batch step."""
-    job = tx.world.jobs.get(token.job_id)
+    job = tx.cluster.jobs.get(token.job_id)
     current = job is not None and job.token == report.token
     # What was launched before the database was restored and runs on is ended; how it ended counts.
-    former = token.incarnation != tx.world.incarnation and report.status in (protocol.CLAIMED, protocol.STARTED)
-    former = former and report.token not in tx.world.adopted
+    former = token.incarnation != tx.cluster.incarnation and report.status in (protocol.CLAIMED, protocol.STARTED)
+    former = former and report.token not in tx.cluster.adopted
     if former:
         end_stray(token, report, answer)
         if current and job is not None and job.state is not JobState.COMPLETING and node in job.held_nodes:
@@ -111,8 +110,8 @@ def on_batch_report(
             if not report.unexecuted:
                 note_launch(tx, job, node, executed=True)
             for other in ended.held_nodes:
-                if tx.world.nodes[other].link is Link.DOWN:
-                    miss_node(tx, tx.world.jobs[job.id], other)
+                if tx.cluster.nodes[other].link is Link.DOWN:
+                    miss_node(tx, tx.cluster.jobs[job.id], other)
         case protocol.REFUSED:
             _on_refusal(tx, job, node, report)
         case protocol.LOST:
@@ -143,7 +142,7 @@ def on_claim_report(
     tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer
 ) -> None:
     """Take what `node` says of its claim of a job's part."""
-    job = tx.world.jobs.get(token.job_id)
+    job = tx.cluster.jobs.get(token.job_id)
     current = job is not None and bool(job.token) and claim_token(job, node) == report.token
     if not current or job is None or node not in job.held_nodes:
         end_stray(token, report, answer)
@@ -199,7 +198,7 @@ def step_to_resume(tx: Transaction, job: Job, report: protocol.Report) -> int | 
     None: it ended in another way, it has been tried often enough, or its checkpoints do not get on: this attempt
     has made none that is newer than the one which the attempt before left.
     """
-    told = tx.world.training.get(job.id)
+    told = tx.cluster.training.get(job.id)
     if job.spec.requeue is not True or job.state not in ON_NODES or told is None or told.attempt != job.attempt:
         return None
     if job.deaths >= MAX_DEATHS or told.checkpoint_step <= job.saved_step:
@@ -208,7 +207,7 @@ def step_to_resume(tx: Transaction, job: Job, report: protocol.Report) -> int | 
         return None
     status = exit_status(report)
     killed = signal_of(status.code, status.signal) in KILLS or status.code in KILLS
-    lost = status.code != 0 and tx.world.lost_ranks.get(job.id) == job.attempt
+    lost = status.code != 0 and tx.cluster.lost_ranks.get(job.id) == job.attempt
     return told.checkpoint_step if killed or lost else None
 
 
@@ -225,12 +224,14 @@ def _ran_s(report: protocol.Report) -> float | None:
     return report.at_s - report.started_at_s
 
 
-def _batch_row(job: Job, node: NodeName, report: protocol.Report | None, *, outcome: JobState | None = None) -> StepRow:
+def _batch_row(
+    job: Job, node: NodeName, report: protocol.Report | None, *, outcome: JobState | None = None
+) -> StepRecord:
     """Return the row of the job's script; `outcome`: what the job was to end as before it did."""
     usage: dict[str, Any] = report.usage if report is not None else {}
     again = job.state is JobState.PENDING  # this attempt is over, and the job waits for its next
     state = "RUNNING" if report is None else (outcome or JobState.FAILED if again else job.outcome or job.state).value
-    return StepRow(
+    return StepRecord(
         job_id=job.id,
         attempt=job.attempt - 1 if again else job.attempt,
         step=BATCH_STEP,
@@ -248,7 +249,7 @@ def _batch_row(job: Job, node: NodeName, report: protocol.Report | None, *, outc
 
 def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
     """Take the word of `node` that nothing is left there of the job up to that stay in that attempt."""
-    job = tx.world.jobs.get(JobId(gone.job_id))
+    job = tx.cluster.jobs.get(JobId(gone.job_id))
     if job is None or not job.token.startswith(gone.incarnation + "."):
         return
     if (gone.attempt, gone.stay) < (job.attempt, job.stay_on(node)):
@@ -256,7 +257,7 @@ def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None
     over = job.state is JobState.COMPLETING or is_moving(job, node)
     if node in job.held_nodes and over and can(job, NodeCleared):
         tx.record(NodeCleared(job_id=job.id, at_s=tx.now_s, node=node))
-    elif node in job.held_nodes and tx.world.is_former(job):
+    elif node in job.held_nodes and tx.cluster.is_former(job):
         lose_node(tx, job, node, f"{_RESTORED}, and what node {node} ran of the job was ended")
 
 
@@ -269,12 +270,12 @@ def on_inventory(
     `rebooted`: it has another boot id than when we last heard of it, so no process of before can be left there.
     `strays`: (incarnation, job) of what it has been told to end.
     """
-    for job in tx.world.jobs_on(node):
+    for job in tx.cluster.jobs_on(node):
         batch_here = job.spec.has_script and job.shares[0].node == node
         claimed_here = node in job.claimed_nodes and job.state is not JobState.COMPLETING
         if job.spool_on(node) != spool:
             lose_node(tx, job, node, f"node {node} was rebooted, and has another spool")
-        elif tx.world.is_former(job):
+        elif tx.cluster.is_former(job):
             ending = (LaunchToken.parse(job.token).incarnation, int(job.id)) in strays
             if batch_here and not ending and job.token not in tokens and job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"{_RESTORED}, and node {node} has nothing of the job")

@@ -26,13 +26,12 @@ from hpcsched.lifecycle.job import can
 from hpcsched.listing.text import start_words
 from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
+from hpcsched.state.transaction import StepRecord, Transaction
 from hpcsched.steps.environment import step_environment
 from hpcsched.steps.launch import StepPlan, StepPorts
 from hpcsched.steps.request import read_allocation
 from hpcsched.steps.service import StepService
 from hpcsched.steps.step import HEAD, Origin
-from hpcsched.store.rows import StepRow
-from hpcsched.store.world import Transaction
 
 log = logging.getLogger("hpcsched.stepping")
 
@@ -51,7 +50,7 @@ class Stepping:
         reply_head: Callable[[int, protocol.Message, bytes], None],
     ) -> None:
         self._controller = controller
-        self._world = controller.world
+        self._cluster = controller.cluster
         self._ports = ports
         self._clock = clock
         self._reply_head = reply_head
@@ -61,7 +60,7 @@ class Stepping:
         self._unsettled: set[NodeName] = set()  # what they say of steps waits until their inventory was looked through
         self.service = StepService(
             StepPorts(
-                job=lambda job_id: self._world.jobs.get(job_id),
+                job=lambda job_id: self._cluster.jobs.get(job_id),
                 send=self._send,
                 reply=self._reply,
                 allocate=self._allocate,
@@ -70,19 +69,19 @@ class Stepping:
                 record=self._record,
                 new_token=self._new_token,
                 environment=self._environment,
-                account=lambda job, node: messages.account(job, self._world, node),
+                account=lambda job, node: messages.account(job, self._cluster, node),
                 hosts=messages.hosts,
-                same_machine=lambda job: messages.same_machine(job, self._world),
-                devices=lambda node: messages.devices_of(self._world.nodes[node]),
+                same_machine=lambda job: messages.same_machine(job, self._cluster),
+                devices=lambda node: messages.devices_of(self._cluster.nodes[node]),
                 last_step=lambda job_id, attempt: controller.store.last_step(job_id, attempt),
                 is_admin=lambda uid: self._asker(uid).admin,
-                epoch=lambda: self._world.epoch,
+                epoch=lambda: self._cluster.epoch,
                 now_s=clock,
-                allow_uid_below=lambda: self._world.config.controller.allow_uid_below,
-                is_adopted=lambda job: job.token in self._world.adopted,
+                allow_uid_below=lambda: self._cluster.config.controller.allow_uid_below,
+                is_adopted=lambda job: job.token in self._cluster.adopted,
                 recorded=controller.store.attempt_steps,
-                grace_s=self._world.config.controller.kill_wait_s,
-                propagate=rlimits.names(self._world.config.controller.propagate),
+                grace_s=self._cluster.config.controller.kill_wait_s,
+                propagate=rlimits.names(self._cluster.config.controller.propagate),
             )
         )
         self.shells = Shells(
@@ -90,7 +89,7 @@ class Stepping:
                 allocate=self._allocate,
                 release=self._release,
                 reply=self._reply,
-                environment=lambda job: messages.allocation_environment(job, self._world),
+                environment=lambda job: messages.allocation_environment(job, self._cluster),
             )
         )
         controller.listener = self
@@ -182,7 +181,7 @@ class Stepping:
 
     def node_welcome(self, node: NodeName, inventory: list[dict[str, Any]]) -> None:
         """Compare the steps known here with what the node knows."""
-        mine = [item for item in inventory if str(item.get("token")).startswith(self._world.incarnation + ".")]
+        mine = [item for item in inventory if str(item.get("token")).startswith(self._cluster.incarnation + ".")]
         self._unsettled.add(node)
 
         def work() -> None:
@@ -257,12 +256,12 @@ class Stepping:
         self._in_tick(lambda: self._reply(origin, protocol.StepEnded(codes=[], signals=[], error=why), b""))
 
     def _repeat(self, first: Transaction, tx: Transaction) -> None:
-        """Do to the world again what `first`, which was undone, did to it."""
+        """Do to the cluster again what `first`, which was undone, did to it."""
         for row in first.batch.steps.values():
             tx.put_step(row)
         for event in first.batch.events:
-            job = tx.world.jobs.get(event.job_id)
-            if isinstance(event, Submitted) and event.job_id == tx.world.last_job_id + 1:
+            job = tx.cluster.jobs.get(event.job_id)
+            if isinstance(event, Submitted) and event.job_id == tx.cluster.last_job_id + 1:
                 self._submit_again(event, first, tx)
             elif isinstance(event, Submitted):  # its number may be another job's by now
                 self.service.job_ended(event.job_id, "it could not be written to the database; ask again")
@@ -318,7 +317,7 @@ class Stepping:
             self._release(job_id, exit_status)
 
     def _release(self, job_id: JobId, exit_status: ExitStatus) -> None:
-        job = self._world.jobs.get(job_id)
+        job = self._cluster.jobs.get(job_id)
         if job is None or job.state not in ACTIVE | {JobState.PENDING} or job.state is JobState.COMPLETING:
             return
         failed = exit_status.code or exit_status.signal
@@ -335,12 +334,12 @@ class Stepping:
             return
 
         def work(tx: Transaction) -> None:
-            if can(tx.world.jobs[job.id], EndRequested):
+            if can(tx.cluster.jobs[job.id], EndRequested):
                 tx.record(event)
 
         self._controller.ask(work, _ignore, keep=True)
 
-    def _record(self, row: StepRow) -> None:
+    def _record(self, row: StepRecord) -> None:
         if self._tx is not None:
             self._tx.put_step(row)
         else:
@@ -349,7 +348,7 @@ class Stepping:
     def _new_token(self, job: Job, step: str, node: NodeName) -> str:
         return str(
             LaunchToken(
-                incarnation=self._world.incarnation,
+                incarnation=self._cluster.incarnation,
                 job_id=job.id,
                 attempt=job.attempt,
                 step=step,
@@ -360,7 +359,7 @@ class Stepping:
         )
 
     def _environment(self, job: Job, step: StepPlan) -> Mapping[str, str]:
-        config, options = self._world.config, step.options
+        config, options = self._cluster.config, step.options
         return step_environment(
             job,
             step.number,
@@ -368,14 +367,14 @@ class Stepping:
             cluster=config.name,
             conf=str(config.config_dir / paths.CONFIG_FILE),
             share_dir=config.share,
-            master_addr=messages.address(self._world.nodes[step.tasks[0].node]),
+            master_addr=messages.address(self._cluster.nodes[step.tasks[0].node]),
             cpus_per_task=options.shape.cpus_per_task if options.cpus_given else None,
             ntasks_per_node=options.shape.ntasks_per_node,
             distribution="arbitrary" if options.shape.hosts else options.distribution,
         )
 
     def _asker(self, uid: int) -> Asker:
-        return asker_of(uid, self._world.config.controller.admins)
+        return asker_of(uid, self._cluster.config.controller.admins)
 
 
 def _ignore(result: Any) -> None:

@@ -43,8 +43,9 @@ from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import Promise, Snapshot, SnapshotCache, snapshot_of
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 from hpcsched.store.store import Store
-from hpcsched.store.world import Transaction, World
 
 log = logging.getLogger("hpcsched.controller")
 
@@ -97,7 +98,7 @@ class _Turn(NamedTuple):
 
 
 class Ports(Protocol):
-    """What the controller needs of the world."""
+    """What the controller needs of the world outside."""
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
         """Send to the node's agent if it is connected; else do nothing (effects are repeated when it is)."""
@@ -142,8 +143,8 @@ class Listener(Protocol):
 class Controller:
     """The ledger and what happens to it."""
 
-    def __init__(self, world: World, store: Store, ports: Ports, policy: Policy) -> None:
-        self.world = world
+    def __init__(self, cluster: ClusterState, store: Store, ports: Ports, policy: Policy) -> None:
+        self.cluster = cluster
         self.store = store
         self.policy = policy
         self.listener: Listener | None = None
@@ -152,9 +153,9 @@ class Controller:
         self._ports = ports
         self._views = SnapshotCache()
         self._unprepared: dict[JobId, None] = {}  # changed jobs, whose views are made before the next plan begins
-        self._books = Books(world)
-        self._memory = memory_of(store, world, policy, self._views)
-        self.training = Trainings(world, lambda work: self.ask(work, _log_failure, keep=True))
+        self._books = Books(cluster)
+        self._memory = memory_of(store, cluster, policy, self._views)
+        self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
         # (node, incarnation, job) -> the last attempt, and stay, there that is being ended
         self.strays: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
         self._silences = Silences(ports.monotonic_s)
@@ -188,9 +189,9 @@ class Controller:
 
     def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> str:
         """Take note that the node's agent answers, and of all that it knows; return why it is not listened to, or ""."""
-        if why := edits.why_refused(self.world, node, welcome):
+        if why := edits.why_refused(self.cluster, node, welcome):
             return why
-        self.world.spools[node] = edits.spool_of(welcome).id
+        self.cluster.spools[node] = edits.spool_of(welcome).id
         self._silences.connected(node)
         self.ask(
             lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer), keep=True
@@ -199,7 +200,7 @@ class Controller:
 
     def disconnected(self, node: NodeName) -> None:
         """Take note that there is no connection to the node: nothing is launched there until there is one."""
-        self.world.spools.pop(node, None)
+        self.cluster.spools.pop(node, None)
         self._silences.disconnected(node)
 
     def node_redialled(self, node: NodeName, why: str) -> None:
@@ -207,7 +208,7 @@ class Controller:
         self.disconnected(node)
 
         def work(tx: Transaction) -> None:
-            if tx.world.nodes[node].link is Link.UP:
+            if tx.cluster.nodes[node].link is Link.UP:
                 tx.set_node(node, link=Link.UNKNOWN, link_since_s=tx.now_s, link_why=why)
 
         self.ask(work, _log_failure, keep=True)
@@ -217,11 +218,11 @@ class Controller:
         self.disconnected(node)
 
         def work(tx: Transaction) -> None:
-            if tx.world.nodes[node].link is not Link.DOWN:
+            if tx.cluster.nodes[node].link is not Link.DOWN:
                 tx.set_node(node, link=Link.DOWN, link_since_s=tx.now_s, link_why=why)
-            elif tx.world.nodes[node].link_why != why:
+            elif tx.cluster.nodes[node].link_why != why:
                 tx.set_node(node, link_why=why)
-            for job in tx.world.jobs_on(node):
+            for job in tx.cluster.jobs_on(node):
                 miss_node(tx, job, node)
 
         self.ask(work, _log_failure, keep=True)
@@ -238,7 +239,7 @@ class Controller:
             case protocol.JobGone():
                 self.ask(lambda tx: self._on_job_gone(tx, node, message), _log_failure, keep=True)
                 ended = self.strays.pop((node, message.incarnation, message.job_id), None)
-                if orphans.forget(self.world, node, gone=message) or ended is not None:
+                if orphans.forget(self.cluster, node, gone=message) or ended is not None:
                     self.replan()
             case _:
                 raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")
@@ -248,13 +249,13 @@ class Controller:
     ) -> reports.Answer:
         answer = answer or reports.Answer()
         token = reports.read_token(report, node)
-        waiting = len(tx.world.kept)
-        if token.incarnation != tx.world.incarnation and orphans.take(tx, node, token, report, answer):
+        waiting = len(tx.cluster.kept)
+        if token.incarnation != tx.cluster.incarnation and orphans.take(tx, node, token, report, answer):
             return answer
-        self._plan_wanted |= len(tx.world.kept) < waiting
+        self._plan_wanted |= len(tx.cluster.kept) < waiting
         if token.step == BATCH_STEP:
             reports.on_batch_report(tx, node, token, report, answer)
-        elif token.incarnation != tx.world.incarnation and not orphans.is_adopted(tx.world, token):
+        elif token.incarnation != tx.cluster.incarnation and not orphans.is_adopted(tx.cluster, token):
             reports.end_stray(token, report, answer)
         elif token.step == ALLOC_STEP:
             reports.on_claim_report(tx, node, token, report, answer)
@@ -268,12 +269,12 @@ class Controller:
         """Tell nodes to end what an admin wants ended."""
         for node, answer in ended.items():
             ending = {(node, *key): life for key, life in answer.strays.items()}
-            self.world.doomed.update(ending)
+            self.cluster.doomed.update(ending)
             self.strays |= ending
             self._answer(node, answer)
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
-        known, spool = tx.world.nodes[node], edits.spool_of(welcome)
+        known, spool = tx.cluster.nodes[node], edits.spool_of(welcome)
         rebooted = bool(known.boot_id) and known.boot_id != welcome.boot_id
         edits.take_spool(tx, node, spool)
         tx.set_node(
@@ -292,7 +293,7 @@ class Controller:
         tokens: set[str] = set()
         # What is left of them is in the inventory; word of what has gone may have been lost with the last connection.
         self.strays = {key: attempt for key, attempt in self.strays.items() if key[0] != node}
-        orphans.forget(tx.world, node)
+        orphans.forget(tx.cluster, node)
         for item in welcome.inventory:
             report = protocol.read_as(protocol.Report, {"type": "Report", **item})
             tokens.add(report.token)
@@ -304,10 +305,10 @@ class Controller:
 
     def _note_strays(self, tx: Transaction, node: NodeName) -> None:
         """Keep in the node's row whether it runs what was launched before the database was restored."""
-        own = tx.world.incarnation
-        left = any(name == node for name, _ in tx.world.kept)
+        own = tx.cluster.incarnation
+        left = any(name == node for name, _ in tx.cluster.kept)
         left = left or any(name == node and incarnation != own for name, incarnation, _ in self.strays)
-        if tx.world.nodes[node].has_strays is not left:
+        if tx.cluster.nodes[node].has_strays is not left:
             tx.set_node(node, has_strays=left)
 
     def _on_job_gone(self, tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
@@ -318,7 +319,7 @@ class Controller:
 
     def _node_is_up(self, node: NodeName, answer: Any) -> None:
         self._answer(node, answer)
-        for job in self.world.jobs_on(node):
+        for job in self.cluster.jobs_on(node):
             self._perform(job, only=node)
 
     def _answer(self, node: NodeName, answer: Any) -> None:
@@ -328,9 +329,9 @@ class Controller:
         if answer.acks:
             self._ports.send(node, protocol.Ack(seqs=answer.acks))
         for (incarnation, job_id), (attempt, stay) in answer.strays.items():
-            former = f" of incarnation {incarnation}" if incarnation != self.world.incarnation else ""
+            former = f" of incarnation {incarnation}" if incarnation != self.cluster.incarnation else ""
             log.warning("node %s has attempt %d of job %d%s, not ours: ending it", node, attempt, job_id, former)
-            grace_s = self.world.config.controller.kill_wait_s
+            grace_s = self.cluster.config.controller.kill_wait_s
             self._ports.send(node, protocol.EndJob(incarnation, job_id, attempt, grace_s, stay=stay))
         for report in answer.steps:
             self._step_reported(node, report)
@@ -357,12 +358,12 @@ class Controller:
         for effect in effects_of(job):
             if only is not None and effect.node != only:
                 continue
-            if isinstance(effect, StartBatch | ClaimPart) and self.world.is_former(job):
+            if isinstance(effect, StartBatch | ClaimPart) and self.cluster.is_former(job):
                 continue  # nothing of a former incarnation is launched
             if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
                 continue  # it was asked on this connection; each part that is claimed brings us here again
             try:
-                message, blob = messages.message_for(effect, self.world, self._script_of)
+                message, blob = messages.message_for(effect, self.cluster, self._script_of)
                 self._ports.send(effect.node, message, blob)
             except InvariantError:
                 raise
@@ -384,7 +385,7 @@ class Controller:
             return
 
         def refuse(tx: Transaction) -> None:
-            job = tx.world.jobs.get(effect.job.id)
+            job = tx.cluster.jobs.get(effect.job.id)
             if job is not None and job.attempt == effect.job.attempt and can(job, LaunchRefused):
                 tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=effect.node, why=why))
 
@@ -412,7 +413,7 @@ class Controller:
         What fails unexpectedly is undone, logged and answered for itself: an item, a job, the plan. Raises InvariantError.
         """
         inbox, self._inbox = [_Asked(*item) for item in self._inbox], []
-        tx = Transaction(self.world, now_s)
+        tx = Transaction(self.cluster, now_s)
         turn = self._do(tx, inbox)
         wrong = self._commit(tx, inbox)
         if isinstance(wrong, UnavailableError):
@@ -424,7 +425,7 @@ class Controller:
             tx.undo()
             self._planning.forget()
             self._plan_wanted = True
-            tx = Transaction(self.world, now_s, commit=self.store.commit)
+            tx = Transaction(self.cluster, now_s, commit=self.store.commit)
             turn = self._do(tx, inbox)
             again = [item for item in inbox if item.keep and isinstance(item.result, UnavailableError)]
             inbox = [item for item in inbox if item not in again]
@@ -438,18 +439,18 @@ class Controller:
             _guarded("answer a request", partial(item.done, item.result))
         for trigger in turn.due:
             _guarded(f"run trigger {trigger.id}", partial(self._ports.run_trigger, trigger))
-        for at_s in (crontabs.next_retry_s(self.world, now_s), triggers.next_time_s(self.world, now_s)):
+        for at_s in (crontabs.next_retry_s(self.cluster, now_s), triggers.next_time_s(self.cluster, now_s)):
             if at_s is not None:
                 self._ports.wake(at_s - now_s)
         if turn.many:  # who asked for so much need not wait for the plan as well: it comes behind the answer
             self._ports.wake(0.0)
         unread, self._unread = self._unread, set()
         for job in tx.batch.jobs.values():
-            after = partial(self._after, self.world.jobs.get(job.id, job), now_s)
+            after = partial(self._after, self.cluster.jobs.get(job.id, job), now_s)
             _guarded(f"act on the change of job {job.id}", after)
         _guarded("warn jobs of their end", lambda: self._warn(now_s))
-        for job_id in unread - tx.batch.jobs.keys() & self.world.active.keys():
-            self._perform(self.world.jobs[job_id])
+        for job_id in unread - tx.batch.jobs.keys() & self.cluster.active.keys():
+            self._perform(self.cluster.jobs[job_id])
         _guarded("forget ended jobs", lambda: self._purge(now_s))
         if turn.proof_in_s is not None:
             self._ports.wake(turn.proof_in_s)
@@ -466,13 +467,13 @@ class Controller:
                 self._ports.wake(0.0)
                 del inbox[i:]
                 break
-            ids = (self.world.last_job_id, self.world.last_spec_id)
+            ids = (self.cluster.last_job_id, self.cluster.last_spec_id)
             if item.ids is None:
                 item.ids = ids
             elif isinstance(item.result, Exception):
                 continue  # it failed the first time, and was undone
             else:
-                self.world.last_job_id, self.world.last_spec_id = map(max, ids, item.ids)
+                self.cluster.last_job_id, self.cluster.last_spec_id = map(max, ids, item.ids)
             item.result = tx.attempt("do what was asked", item.work)
         _guarded("end jobs whose time is over", lambda: end_overdue(tx))
         _guarded("move reservations on", lambda: reservations.keep_up(tx))
@@ -539,12 +540,12 @@ class Controller:
     def _warn(self, now_s: float) -> None:
         """Send the signal of --signal to the steps of allocations whose end is near: once, after a restart once more."""
         due = {
-            job.id: at_s for job in self.world.active_jobs() if (at_s := warn_at_s(job)) is not None and at_s <= now_s
+            job.id: at_s for job in self.cluster.active_jobs() if (at_s := warn_at_s(job)) is not None and at_s <= now_s
         }
         for job_id in [job_id for job_id, at_s in due.items() if self._warned.get(job_id) != at_s]:
-            wanted = self.world.jobs[job_id].spec.signal
+            wanted = self.cluster.jobs[job_id].spec.signal
             if self.listener is not None and wanted is not None:
-                self.listener.signal_steps(self.world.jobs[job_id], wanted.signum)
+                self.listener.signal_steps(self.cluster.jobs[job_id], wanted.signum)
         self._warned = due
 
     def _plan_or_put_off(self, tx: Transaction) -> None:
@@ -588,7 +589,7 @@ class Controller:
         if not self._planning.under_way:
             return False
         held_back = self._held_back()
-        done = self._planning.go_on(self.world.jobs, self.world.nodes)
+        done = self._planning.go_on(self.cluster.jobs, self.cluster.nodes)
         for start in done.starts:
             if start.job_id not in held_back and self._are_connected(start.shares):
                 self._try_to_start(tx, start)
@@ -598,7 +599,7 @@ class Controller:
             self._plan_wanted = self._plan_wanted or done.stale
             self.last_plan = done.plan
             self._promises = self._still_promised(done.plan)
-            self.world.priorities = self._priorities(done.plan)
+            self.cluster.priorities = self._priorities(done.plan)
             made = done.plan
             if _must(tx.attempt("end jobs that can never start", lambda one: self._waits.note(one, done))):
                 self.replan()  # others may have waited for its end
@@ -606,7 +607,7 @@ class Controller:
             _must(tx.attempt("resize jobs", lambda one: carry_out_resizes(one, made)))
             if _must(tx.attempt("make room for jobs", lambda one: carry_out(one, made))):
                 self.replan()
-            self.world.waits |= held_back
+            self.cluster.waits |= held_back
             self._wake_for_timers(tx.now_s)
         pause_s = self._pace.end_turn(whole=done.plan is not None)
         if self._plan_wanted or self._planning.under_way:
@@ -615,7 +616,7 @@ class Controller:
 
     def _try_to_start(self, tx: Transaction, start: Start) -> None:
         """Start the job; one whose start fails is held back for a while, so that the plan gives its nodes to others."""
-        job = self.world.jobs[start.job_id]
+        job = self.cluster.jobs[start.job_id]
         result = tx.attempt(f"start job {job.id}", lambda one: self._start(one, job, start))
         if isinstance(result, Exception):
             self._not_started[job.id] = _NotStarted(self._ports.monotonic_s() + PLAN_RETRY_MOST_S, str(result))
@@ -630,13 +631,13 @@ class Controller:
         failed = {
             job_id: Wait(reason=Reason.LAUNCH_FAILED, detail=one.why)
             for job_id, one in self._not_started.items()
-            if job_id in self.world.pending
+            if job_id in self.cluster.pending
         }
-        return failed | orphans.held_back(self.world, self.strays)
+        return failed | orphans.held_back(self.cluster, self.strays)
 
     def _are_connected(self, shares: Iterable[Share]) -> bool:
         """Return whether all these nodes are connected, so that it is known into which spools a launch would go."""
-        connected = all(share.node in self.world.spools for share in shares)
+        connected = all(share.node in self.cluster.spools for share in shares)
         self._plan_wanted = self._plan_wanted or not connected
         return connected
 
@@ -646,13 +647,13 @@ class Controller:
 
     def _still_promised(self, made: Plan) -> dict[JobId, Promise]:
         """Return what a whole plan promised, and the promises to those jobs whose starts were dropped: they still wait."""
-        dropped = {start.job_id for start in made.starts} & self._promises.keys() & self.world.pending.keys()
+        dropped = {start.job_id for start in made.starts} & self._promises.keys() & self.cluster.pending.keys()
         return {**made.promises, **{job_id: self._promises[job_id] for job_id in dropped}}
 
     def _priorities(self, plan: Plan) -> dict[JobId, int]:
         """Return the priorities of the jobs in line, and those with which the ones that run were started."""
-        before = self.world.priorities
-        return {job_id: before[job_id] for job_id in self.world.active if job_id in before} | dict(plan.priorities)
+        before = self.cluster.priorities
+        return {job_id: before[job_id] for job_id in self.cluster.active if job_id in before} | dict(plan.priorities)
 
     def _prepare_views(self) -> bool:
         """Make the views of changed jobs, as many as a turn has time for. Return whether all are made."""
@@ -660,33 +661,33 @@ class Controller:
             if self._pace.turn_s() >= SLICE_S:
                 return False
             job_id, _ = self._unprepared.popitem()
-            if job_id in self.world.pending:
-                self._views.prepare(self.world.jobs[job_id], self.world.partitions)
+            if job_id in self.cluster.pending:
+                self._views.prepare(self.cluster.jobs[job_id], self.cluster.partitions)
         return True
 
     def _begin_plan(self, now_s: float) -> None:
-        world, held_back = self.world, self._held_back()
-        jobs = [job for job in world.jobs_to_plan() if job.id not in held_back]
+        cluster, held_back = self.cluster, self._held_back()
+        jobs = [job for job in cluster.jobs_to_plan() if job.id not in held_back]
         snapshot = self.snapshot(jobs, now_s, self._views)
-        self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, world.nodes)
+        self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, cluster.nodes)
 
     def _start(self, tx: Transaction, job: Job, start: Start) -> None:
         shares = start.shares
         token = LaunchToken(
-            incarnation=self.world.incarnation,
+            incarnation=self.cluster.incarnation,
             job_id=job.id,
             attempt=job.attempt,
             step=BATCH_STEP,
             node=shares[0].node,
             nonce=self._ports.nonce(),
         )
-        settings = self.world.config.controller
+        settings = self.cluster.config.controller
         job = tx.record(
             Allocated(
                 job_id=job.id,
                 at_s=tx.now_s,
                 token=str(token),
-                epoch=self.world.epoch,
+                epoch=self.cluster.epoch,
                 shares=shares,
                 lease_s=settings.lease_s + settings.kill_wait_s if job.spec.lease == protocol.KILL else None,
                 partition=start.partition if start.partition != job.partition else None,
@@ -698,34 +699,34 @@ class Controller:
 
     def _wake_for_timers(self, now_s: float) -> None:
         """Ask for a tick when the next time comes round at which a plan is due."""
-        self._timer_at_s = next_time_s(self.world, self.policy, self._promises.values(), now_s)
+        self._timer_at_s = next_time_s(self.cluster, self.policy, self._promises.values(), now_s)
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)
 
     def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
-        """Return the world with these `jobs` as a plan sees it."""
-        world = self.world
+        """Return the cluster with these `jobs` as a plan sees it."""
+        cluster = self.cluster
         ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
         return snapshot_of(
             jobs,
-            world.open_nodes(),
-            world.partitions.values(),
+            cluster.open_nodes(),
+            cluster.partitions.values(),
             now_s,
             cache,
             ledger,
-            world.reservations.values(),
+            cluster.reservations.values(),
             self._promises,
             self._memory.experience(now_s),
         )
 
     def rehearsal(self, asker: Asker, spec: JobSpec, now_s: float) -> Callable[[], dict[str, Any]]:
         """Return what finds out, in any thread, when a job would start that is submitted now. Raises RequestError."""
-        check_account(self.world, asker)
-        spec = settle(self.world, asker.user, spec)
-        check_share_of_queue(self.world, asker, spec)
-        partitions, limit_s = place_of(self.world, asker.user, spec, now_s)
+        check_account(self.cluster, asker)
+        spec = settle(self.cluster, asker.user, spec)
+        check_share_of_queue(self.cluster, asker, spec)
+        partitions, limit_s = place_of(self.cluster, asker.user, spec, now_s)
         submitted = Submitted(
-            job_id=JobId(self.world.last_job_id + 1),
+            job_id=JobId(self.cluster.last_job_id + 1),
             at_s=now_s,
             spec_id=0,
             uid=asker.uid,
@@ -734,14 +735,14 @@ class Controller:
             time_limit_s=limit_s,
         )
         job = submitted_jobs(submitted, spec)[0]
-        return partial(first_start, self.snapshot([*self.world.jobs_to_plan(), job], now_s), self.policy, job.id)
+        return partial(first_start, self.snapshot([*self.cluster.jobs_to_plan(), job], now_s), self.policy, job.id)
 
     def reconfigured(self) -> None:
         """Forget what was derived from the old configuration, and plan anew."""
         self._views = SnapshotCache()
         self._books.forget()
         self._planning.forget()
-        self._memory.rehearse(self.world, self.policy, self._views)
+        self._memory.rehearse(self.cluster, self.policy, self._views)
         self.replan()
 
     def replan(self) -> None:
@@ -752,17 +753,17 @@ class Controller:
     def _purge(self, now_s: float) -> None:
         if now_s >= self._next_purge_s:
             self._next_purge_s = now_s + PURGE_EVERY_S
-            self.world.forget_ended(now_s - self.world.config.controller.min_job_age_s)
-            self.world.forget_oldest(ENDED_JOBS)
+            self.cluster.forget_ended(now_s - self.cluster.config.controller.min_job_age_s)
+            self.cluster.forget_oldest(ENDED_JOBS)
             self._purge_scripts(now_s, whole=True)
-        elif len(self.world.ended) > ENDED_JOBS + ENDED_JOBS // 10:
-            self.world.forget_oldest(ENDED_JOBS)
-        elif self.world.scripts.let_go(self.world.config.scheduler.max_scripts_per_user << 20):
+        elif len(self.cluster.ended) > ENDED_JOBS + ENDED_JOBS // 10:
+            self.cluster.forget_oldest(ENDED_JOBS)
+        elif self.cluster.scripts.let_go(self.cluster.config.scheduler.max_scripts_per_user << 20):
             self._purge_scripts(now_s)
 
     def _purge_scripts(self, now_s: float, *, whole: bool = False) -> None:
         """Delete scripts that no job uses any more, some at a time; `whole`: those of before this start as well."""
-        scripts = self.world.scripts
+        scripts = self.cluster.scripts
         unused = scripts.take_unused()
         try:
             if whole and not self._unknown_deleted:

@@ -18,7 +18,8 @@ from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.model.units import format_time_s
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import Promise, switches_matter_until_s, time_min_s
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 # ----- jobs whose time is over and that no shepherd ends
 # A shepherd ends its own job at the time limit, by its node's clock. From here are ended: allocations without a script; a while
@@ -32,23 +33,23 @@ _GOING_ON = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDE
 
 def end_overdue(tx: Transaction) -> None:
     """End the jobs whose time is over."""
-    for job in tx.world.active_jobs():
-        due_s = overdue_at_s(tx.world, job)
+    for job in tx.cluster.active_jobs():
+        due_s = overdue_at_s(tx.cluster, job)
         if due_s is not None and due_s <= tx.now_s:
             tx.attempt(f"end job {job.id}, whose time is over", partial(_end_one, job=job, due_s=due_s))
 
 
 def _end_one(tx: Transaction, job: Job, due_s: float) -> None:
-    outcome, why = _end(tx.world, job, due_s)
+    outcome, why = _end(tx.cluster, job, due_s)
     tx.record(EndRequested(job_id=job.id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=why))
 
 
-def overdue_at_s(world: World, job: Job) -> float | None:
+def overdue_at_s(cluster: ClusterState, job: Job) -> float | None:
     """Return when the job is to be ended from here, None: never."""
     limit_s = limit_at_s(job) if job.state is JobState.RUNNING else None
     if limit_s is not None and job.spec.has_script:
-        limit_s += LIMIT_SLACK_S + world.config.controller.kill_wait_s
-    cut_s = _cut_s(world, job)
+        limit_s += LIMIT_SLACK_S + cluster.config.controller.kill_wait_s
+    cut_s = _cut_s(cluster, job)
     return min((due_s for due_s in (limit_s, cut_s) if due_s is not None), default=None)
 
 
@@ -58,15 +59,15 @@ def warn_at_s(job: Job) -> float | None:
     return limit_s - job.spec.signal.before_s if limit_s is not None and job.spec.signal is not None else None
 
 
-def _cut_s(world: World, job: Job) -> float | None:
+def _cut_s(cluster: ClusterState, job: Job) -> float | None:
     if job.state not in _GOING_ON or not (job.reservation or job.deadline_at_s):
         return None
-    return cut_at_s(job, world.reservations.get(job.reservation))
+    return cut_at_s(job, cluster.reservations.get(job.reservation))
 
 
-def _end(world: World, job: Job, due_s: float) -> tuple[JobState, str]:
+def _end(cluster: ClusterState, job: Job, due_s: float) -> tuple[JobState, str]:
     """Return as what the job ends that is due, and why."""
-    if due_s != _cut_s(world, job):
+    if due_s != _cut_s(cluster, job):
         return JobState.TIMEOUT, "its time limit was reached"
     if due_s == job.deadline_at_s:
         return JobState.DEADLINE, "its deadline was reached"
@@ -76,27 +77,27 @@ def _end(world: World, job: Job, due_s: float) -> tuple[JobState, str]:
 TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})  # waits whose expected start is a time to plan again
 
 
-def next_time_s(world: World, policy: Policy, promises: Iterable[Promise], now_s: float) -> float | None:
+def next_time_s(cluster: ClusterState, policy: Policy, promises: Iterable[Promise], now_s: float) -> float | None:
     """Return when the next begin time, time limit, last moment to make a deadline or promised start comes round, if any."""
-    ends = (overdue_at_s(world, job) for job in world.active_jobs())
-    warns = (warn_at_s(job) for job in world.active_jobs())
-    turns = (wait.expected_start_s for wait in world.waits.values() if wait.reason in TIMED)
-    reserved = reservations.next_turn_s(world, now_s)
-    exempt = exempt_until_s(world, policy.preempt)
-    unanswered = unanswered_at_s(world, policy.preempt)
+    ends = (overdue_at_s(cluster, job) for job in cluster.active_jobs())
+    warns = (warn_at_s(job) for job in cluster.active_jobs())
+    turns = (wait.expected_start_s for wait in cluster.waits.values() if wait.reason in TIMED)
+    reserved = reservations.next_turn_s(cluster, now_s)
+    exempt = exempt_until_s(cluster, policy.preempt)
+    unanswered = unanswered_at_s(cluster, policy.preempt)
     promised = (promise.start_s for promise in promises)
     due = [
         at_s
-        for at_s in (*_of_waiting(world, policy), *promised, *ends, *warns, *turns, *exempt, *unanswered, reserved)
+        for at_s in (*_of_waiting(cluster, policy), *promised, *ends, *warns, *turns, *exempt, *unanswered, reserved)
         if at_s is not None and at_s > now_s
     ]
     return min(due, default=None)
 
 
-def _of_waiting(world: World, policy: Policy) -> Iterator[float | None]:
+def _of_waiting(cluster: ClusterState, policy: Policy) -> Iterator[float | None]:
     """Yield the times of the jobs that wait. Of tens of thousands most have none."""
-    for job_id in world.pending:
-        job = world.jobs[job_id]
+    for job_id in cluster.pending:
+        job = cluster.jobs[job_id]
         if job.not_before_s is not None:
             yield job.not_before_s
         if job.deadline_at_s is not None:
@@ -174,13 +175,13 @@ def keep_step(tx: Transaction, known: ClockMark, boot_id: str, boot_s: float) ->
 
 
 def _move(tx: Transaction, step_s: float) -> None:
-    world = tx.world
+    cluster = tx.cluster
     how = "forward" if step_s > 0 else "back"
     log.warning("the clock was set %s by %s: running jobs' times move along", how, format_time_s(round(abs(step_s))))
-    pause_s = world.config.controller.requeue_delay_s
-    paused = [world.jobs[job_id] for job_id in world.pending if world.jobs[job_id].attempt]
+    pause_s = cluster.config.controller.requeue_delay_s
+    paused = [cluster.jobs[job_id] for job_id in cluster.pending if cluster.jobs[job_id].attempt]
     then_s = tx.now_s - step_s  # now, by the clock of before
-    for job in (*world.active_jobs(), *paused):
+    for job in (*cluster.active_jobs(), *paused):
         waits_s = (job.not_before_s or 0.0) - then_s
         if job.state is not JobState.PENDING or 0.0 < waits_s <= pause_s:
             tx.record(ClockStepped(job_id=job.id, at_s=tx.now_s, by_s=step_s))

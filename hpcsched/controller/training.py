@@ -16,7 +16,8 @@ from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Job
 from hpcsched.model.training import RankFailure, TrainingStatus
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 log = logging.getLogger("hpcsched.training")
 
@@ -28,16 +29,16 @@ MAX_FAILED_JOBS = 1000  # of which the number of failures is known
 class Trainings:
     """The last words of all training jobs. `keep` has a transaction done, in the end, whatever fails."""
 
-    def __init__(self, world: World, keep: Callable[[Callable[[Transaction], Any]], None]) -> None:
-        self._world = world
+    def __init__(self, cluster: ClusterState, keep: Callable[[Callable[[Transaction], Any]], None]) -> None:
+        self._cluster = cluster
         self._keep = keep
         self._failures: dict[tuple[JobId, int], int] = {}  # how many were told, by job and attempt
-        self._written_s: dict[JobId, float] = {job_id: one.at_s for job_id, one in world.training.items()}
+        self._written_s: dict[JobId, float] = {job_id: one.at_s for job_id, one in cluster.training.items()}
 
     def told(self, node: NodeName, said: protocol.FromStream, now_s: float) -> None:
         """Take what a program on `node` said. Raises ProtocolError or WireError."""
         word = protocol.from_json(said.message)
-        job = self._world.jobs.get(JobId(said.job_id))
+        job = self._cluster.jobs.get(JobId(said.job_id))
         on = {share.node for share in job.shares} | set(job.held_nodes) if job is not None else set()
         if job is None or said.attempt != job.attempt or node not in on:
             raise ProtocolError(f"attempt {said.attempt} of job {said.job_id} is not on node {node}")
@@ -50,16 +51,16 @@ class Trainings:
         if job.state not in ACTIVE:  # its last word, which came after its end
             self._write(training)
             return
-        self._world.training[job.id] = training
+        self._cluster.training[job.id] = training
         if now_s - self._written_s.get(job.id, float("-inf")) >= WRITE_EVERY_S:
             self._write(training)
 
     def _failed(self, job: Job, node: NodeName, word: protocol.Failure, now_s: float) -> None:
         key = job.id, job.attempt
         if word.echo and key not in self._failures:
-            self._world.lost_ranks[job.id] = job.attempt
+            self._cluster.lost_ranks[job.id] = job.attempt
         elif not word.echo:
-            self._world.lost_ranks.pop(job.id, None)
+            self._cluster.lost_ranks.pop(job.id, None)
         count = self._failures.pop(key, 0) + 1
         self._failures[key] = count  # the newest last
         if count > MAX_FAILURES:
@@ -82,14 +83,14 @@ class Trainings:
         """Take note that the job may be over: then its last word goes to the history, and is no news any more."""
         if job.state in ACTIVE:
             return
-        self._world.lost_ranks.pop(job.id, None)
+        self._cluster.lost_ranks.pop(job.id, None)
         self._written_s.pop(job.id, None)
-        last = self._world.training.pop(job.id, None)
+        last = self._cluster.training.pop(job.id, None)
         if last is not None:
             self._write(last)
 
     def _write(self, training: TrainingStatus) -> None:
-        if training.job_id in self._world.training:
+        if training.job_id in self._cluster.training:
             self._written_s[training.job_id] = training.at_s
         self._keep(lambda tx: tx.put_training(training))
 

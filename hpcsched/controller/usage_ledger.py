@@ -16,30 +16,31 @@ from hpcsched.model.nearest import nearest
 from hpcsched.sched.queue.fairshare import factors_of
 from hpcsched.sched.queue.usage import UsedResources, at, by_association, plus, running_use, weights_of
 from hpcsched.sched.snapshot import UsageLedger
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 REFRESH_S = 5.0
 
 
 class Books:
-    """Makes the ledger of a world, and remembers the factors for a while."""
+    """Makes the ledger of a cluster, and remembers the factors for a while."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
         self._made_at_s = float("-inf")
         self._factors: tuple[tuple[Association, float], ...] = ()
 
     def ledger(self, now_s: float, *, fairshare: bool) -> UsageLedger:
         """Return what a plan at `now_s` goes by; without `fairshare` nobody asks for the factors."""
-        accounting = self._world.config.accounting
+        accounting = self._cluster.config.accounting
         if not fairshare:
             self._factors = ()
         elif not 0.0 <= now_s - self._made_at_s < REFRESH_S:
-            factors = factors_of(accounting, charged(self._world, now_s))
+            factors = factors_of(accounting, charged(self._cluster, now_s))
             self._factors, self._made_at_s = tuple(factors.items()), now_s
         used: tuple[UsedResources, ...] = ()
         if _bounds_usage(accounting):
-            used = tuple(at(row, now_s, accounting.half_life_s) for row in self._world.usage.values())
+            used = tuple(at(row, now_s, accounting.half_life_s) for row in self._cluster.usage.values())
         return UsageLedger(accounting=accounting, fairshare=self._factors, used=used)
 
     def forget(self) -> None:
@@ -53,25 +54,25 @@ def _bounds_usage(accounting: Accounting) -> bool:
     return any(holder.limits.grp_tres_mins for holder in holders)
 
 
-def used_now(world: World, now_s: float) -> list[UsedResources]:
+def used_now(cluster: ClusterState, now_s: float) -> list[UsedResources]:
     """Return what everybody has used as it counts at `now_s`, running jobs included."""
-    accounting = world.config.accounting
-    rows = {key: at(used, now_s, accounting.half_life_s) for key, used in world.usage.items()}
-    for job in world.active_jobs():
-        weights = weights_of(accounting, world.partitions.get(job.partition))
+    accounting = cluster.config.accounting
+    rows = {key: at(used, now_s, accounting.half_life_s) for key, used in cluster.usage.items()}
+    for job in cluster.active_jobs():
+        weights = weights_of(accounting, cluster.partitions.get(job.partition))
         account, user = accounting.association_of(job.user, job.account)
         key = (account, user, job.qos)
         known = rows.get(key) or UsedResources(account=account, user=user, qos=job.qos, at_s=now_s)
-        rows[key] = plus(known, running_use(job, now_s, accounting, weights, world.gpu_types(job)))
+        rows[key] = plus(known, running_use(job, now_s, accounting, weights, cluster.gpu_types(job)))
     return list(rows.values())
 
 
-def charged(world: World, now_s: float) -> dict[Association, float]:
+def charged(cluster: ClusterState, now_s: float) -> dict[Association, float]:
     """Return what each association has been charged; 0 for those who only wait."""
-    accounting = world.config.accounting
-    found = by_association(used_now(world, now_s))
-    for job_id in world.pending:
-        job = world.jobs[job_id]
+    accounting = cluster.config.accounting
+    found = by_association(used_now(cluster, now_s))
+    for job_id in cluster.pending:
+        job = cluster.jobs[job_id]
         found.setdefault(accounting.association_of(job.user, job.account), 0.0)
     return found
 
@@ -88,24 +89,24 @@ def reset(tx: Transaction, asker: Asker, accounts: Sequence[str], users: Sequenc
     Return the associations that had used something.
     """
     asker.must_be_admin("reset what has been used")
-    world = tx.world
-    rows = used_now(world, tx.now_s)
-    accounting = world.config.accounting
+    cluster = tx.cluster
+    rows = used_now(cluster, tx.now_s)
+    accounting = cluster.config.accounting
     _must_be("account", accounts, {account.name for account in accounting.accounts} | {row.account for row in rows})
-    _must_be("user", users, _known_users(world, rows))
+    _must_be("user", users, _known_users(cluster, rows))
     found: dict[tuple[str, str], None] = {}
     for row in rows:
         if (accounts and not accounting.is_part_of(row.account, accounts)) or (users and row.user not in users):
             continue
-        known = world.usage.get(row.key) or replace(row, amounts=())
+        known = cluster.usage.get(row.key) or replace(row, amounts=())
         less = tuple((name, -amount) for name, amount in row.amounts)
         tx.put_usage(plus(at(known, tx.now_s, accounting.half_life_s), less))
         found[row.account, row.user] = None
     return list(found)
 
 
-def _known_users(world: World, rows: Sequence[UsedResources]) -> set[str]:
-    accounting = world.config.accounting
+def _known_users(cluster: ClusterState, rows: Sequence[UsedResources]) -> set[str]:
+    accounting = cluster.config.accounting
     named = {user for account in accounting.accounts for user in account.users}
     return named | {rules.name for rules in accounting.users} | {row.user for row in rows}
 

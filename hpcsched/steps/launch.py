@@ -13,12 +13,12 @@ from hpcsched.errors import InvariantError
 from hpcsched.jobscript.patterns import expand_job_pattern
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Job
+from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.environment import node_environment
 from hpcsched.steps.files import pattern_facts
 from hpcsched.steps.layout import NodeTasks
 from hpcsched.steps.request import StepOptions
 from hpcsched.steps.step import Origin, Run, Step
-from hpcsched.store.rows import StepRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class StepPorts:
     reply: Callable[[Origin, protocol.Message, bytes], None]  # to a step command; in ToStream where that is on a node
     allocate: Callable[[protocol.StepRequest, int], JobId]  # a job without a batch step for uid; may raise RequestError
     release: Callable[[JobId, ExitStatus], None]  # that job is over
-    record: Callable[[StepRow], None]
+    record: Callable[[StepRecord], None]
     new_token: Callable[[Job, str, NodeName], str]
     environment: Callable[[Job, StepPlan], Mapping[str, str]]
     account: Callable[[Job, NodeName], str]  # `user` of a Launch there: "" where the agent is nobody but itself
@@ -55,7 +55,7 @@ class StepPorts:
     devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}  # what CUDA calls its GPUs, if not their indices
     allow_uid_below: Callable[[], int] = lambda: 1000  # of each Launch
     is_adopted: Callable[[Job], bool] = lambda job: False  # it runs from before a restore: its nodes take no new steps
-    recorded: Callable[[JobId, int], Sequence[StepRow]] = lambda job_id, attempt: ()  # all rows of the job's attempt
+    recorded: Callable[[JobId, int], Sequence[StepRecord]] = lambda job_id, attempt: ()  # all rows of the job's attempt
 
 
 def launch_of(

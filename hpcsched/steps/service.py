@@ -31,6 +31,7 @@ from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError,
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
 from hpcsched.model.numbers import whole_number
+from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.environment import PRESERVED, with_propagated, with_users
 from hpcsched.steps.launch import StepPlan, StepPorts, launch_of
 from hpcsched.steps.layout import NodeTasks
@@ -50,7 +51,6 @@ from hpcsched.steps.step import (
     take_end,
 )
 from hpcsched.steps.table import StepQueues, StepTable, Waiting
-from hpcsched.store.rows import StepRow
 
 # ----- who may have steps started, in which job, and when
 # Only the job's owner, root or an admin may add a step. Who asks is what the kernel said to the head, or on a node the owner of
@@ -109,7 +109,7 @@ def may_launch(job: Job, node: NodeName | None = None) -> bool:
 _KEPT = ("kill_on_bad_exit", "finished", "again", "error")
 
 
-def keep(step: Step, row: StepRow) -> StepRow:
+def keep(step: Step, row: StepRecord) -> StepRecord:
     """Return `row` with what is to be kept of `step`; nothing if that was found by the word of its nodes alone."""
     if step.asked_by is None or any(run.place is None for run in step.runs.values()):
         return row
@@ -120,7 +120,7 @@ def keep(step: Step, row: StepRow) -> StepRow:
     return replace(row, kept=json.dumps(kept, separators=(",", ":")))
 
 
-def asked_by(row: StepRow) -> Origin | None:
+def asked_by(row: StepRecord) -> Origin | None:
     """Return who asked for the step of `row`; None: that was not kept."""
     if row.kept is None:
         return None
@@ -128,7 +128,7 @@ def asked_by(row: StepRow) -> Origin | None:
     return NodeName(node), stream
 
 
-def restored(job: Job, row: StepRow) -> Step | None:
+def restored(job: Job, row: StepRecord) -> Step | None:
     """Return the step of a controller before us as its row has it; None if nothing was kept."""
     origin = asked_by(row)
     if row.kept is None or origin is None:
@@ -226,7 +226,7 @@ def asked_before(ports: StepPorts, origin: Origin, said: protocol.FromStream) ->
     return restored(job, row) if row is not None else None
 
 
-def _told_by_node(job: Job, number: int, report: protocol.Report, row: StepRow | None) -> Step:
+def _told_by_node(job: Job, number: int, report: protocol.Report, row: StepRecord | None) -> Step:
     """Return a step of which nothing is known but a node's report and its row."""
     assert report.stream_to is not None
     origin = (NodeName(report.stream_to.node), report.stream_to.stream)

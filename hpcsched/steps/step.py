@@ -12,8 +12,8 @@ from typing import Literal, TypedDict
 from hpcnode.wire import protocol
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
+from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.placement import Place
-from hpcsched.store.rows import StepRow
 
 # ----- what nodes have measured of a step, as the columns of its row
 
@@ -200,13 +200,13 @@ def no_word(step: Step, run: Run, why: str) -> None:
     step.error = step.error or why
 
 
-def row_of(step: Step, ended_at_s: float | None = None) -> StepRow:
+def row_of(step: Step, ended_at_s: float | None = None) -> StepRecord:
     """Return the step's row for accounting; without `ended_at_s`, of a step that runs."""
     runs = step.in_rank_order()
     code = max((code for run in runs for code in run.codes), default=0)
     signal = max((signal for run in runs for signal in run.signals), default=0)
     ended = ended_at_s is not None
-    return StepRow(
+    return StepRecord(
         job_id=step.job.id,
         attempt=step.job.attempt,
         step=str(step.number),

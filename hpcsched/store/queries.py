@@ -43,11 +43,11 @@ from hpcsched.model.job import ACTIVE, Job, JobState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.training import RankFailure
 from hpcsched.model.trigger import Trigger
+from hpcsched.state.transaction import StepRecord
 from hpcsched.store import columns
 from hpcsched.store.rows import (
     ADOPTED,
     HistoryQuery,
-    StepRow,
     crontab_row,
     failure_of,
     failure_row,
@@ -80,7 +80,7 @@ class Seldom:
         rows = map(columns.Jobs._make, self._connection.execute(found).all())
         return [job_of(row, by_id[row.spec_id]) for row in rows]
 
-    def steps(self, job_ids: Iterable[int]) -> list[StepRow]:
+    def steps(self, job_ids: Iterable[int]) -> list[StepRecord]:
         """Return the steps of these jobs, all attempts, in order."""
         found = map(step_of, self._connection.execute(select(steps).where(_in(steps.c.job_id, job_ids))).all())
         return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))

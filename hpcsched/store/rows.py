@@ -19,32 +19,10 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger, TriggerEvent
 from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.state.transaction import StepRecord
 
 ADOPTED = "adopted:"  # keys of the table meta
 PARTITION = "partition:"  # the state that an admin gave it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """One step of one attempt, for accounting."""
-
-    job_id: int
-    attempt: int
-    step: str
-    name: str
-    nodes: tuple[str, ...]
-    ntasks: int
-    state: str
-    started_at_s: float | None = None
-    ended_at_s: float | None = None
-    exit_code: int | None = None
-    exit_signal: int | None = None
-    cpu_user_s: float | None = None
-    cpu_system_s: float | None = None
-    max_rss_kib: int | None = None
-    disk_read_bytes: int | None = None
-    disk_write_bytes: int | None = None
-    kept: str | None = None  # what the next controller must know of it: hpcsched.steps.service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,16 +258,16 @@ def node_row(node: Node) -> dict[str, Any]:
     }
 
 
-def step_row(step: StepRow) -> dict[str, Any]:
+def step_row(step: StepRecord) -> dict[str, Any]:
     """Return the row of table `steps`."""
-    names = StepRow.__dataclass_fields__
+    names = StepRecord.__dataclass_fields__
     return {name: getattr(step, name) for name in names} | {"nodes": json.dumps(step.nodes)}
 
 
-def step_of(row: Any) -> StepRow:
+def step_of(row: Any) -> StepRecord:
     """Return the step of a row of table `steps`."""
-    values = {name: getattr(row, name) for name in StepRow.__dataclass_fields__}
-    return StepRow(**values | {"nodes": tuple(json.loads(row.nodes))})
+    values = {name: getattr(row, name) for name in StepRecord.__dataclass_fields__}
+    return StepRecord(**values | {"nodes": tuple(json.loads(row.nodes))})
 
 
 def usage_row(used: UsedResources) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from sqlite3 import Connection
@@ -22,12 +21,13 @@ from hpcsched.model.codec import spec_to_json
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
-from hpcsched.model.node import Node, PartitionState
+from hpcsched.model.node import PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.state.transaction import Batch, StepRecord
 from hpcsched.store import columns
 from hpcsched.store.engine import reading, writing
 from hpcsched.store.rows import (
@@ -36,7 +36,6 @@ from hpcsched.store.rows import (
     PARTITION,
     SUBMITTED,
     HistoryQuery,
-    StepRow,
     crontab_of,
     job_of,
     job_row,
@@ -60,32 +59,6 @@ CLOCK = "clock"  # keys of the table meta
 CLUSTER_ID = "cluster_id"
 CLUSTER = "cluster"
 GIVEN_UP = "given-up:"
-
-
-@dataclass(slots=True)
-class Batch:
-    """What one tick changed, to be committed together."""
-
-    specs: dict[int, JobSpec] = field(default_factory=dict)
-    scripts: dict[str, bytes] = field(default_factory=dict)  # by hash
-    jobs: dict[JobId, Job] = field(default_factory=dict)
-    arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as they were when they came in
-    events: list[Event] = field(default_factory=list)
-    nodes: dict[str, Node] = field(default_factory=dict)
-    steps: dict[tuple[int, int, str], StepRow] = field(default_factory=dict)
-    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
-    requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
-    partitions: dict[str, PartitionState] = field(default_factory=dict)  # the state that an admin gave them
-    reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
-    crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
-    triggers: dict[int, Trigger | None] = field(default_factory=dict)  # None: deleted
-    training: dict[int, TrainingStatus] = field(default_factory=dict)
-    failures: list[RankFailure] = field(default_factory=list)
-    adopted: list[str] = field(default_factory=list)  # tokens of before a restore whose jobs go on
-    clock: str = ""  # how the head node's clocks stand, if that is new
-
-    def __bool__(self) -> bool:
-        return bool(self.events) or any(getattr(self, name) for name in self.__slots__)
 
 
 class PastRun(NamedTuple):
@@ -249,12 +222,12 @@ class Store:
         """Return all reservations, by name."""
         return list(map(reservation_of, self._rows(columns.Reservations, "ORDER BY name")))
 
-    def load_steps(self, job_ids: Iterable[int]) -> list[StepRow]:
+    def load_steps(self, job_ids: Iterable[int]) -> list[StepRecord]:
         """Return the steps of these jobs, all attempts, in order."""
         with reading(self.connection):
             return self.seldom.steps(job_ids)
 
-    def attempt_steps(self, job_id: int, attempt: int) -> list[StepRow]:
+    def attempt_steps(self, job_id: int, attempt: int) -> list[StepRecord]:
         """Return the steps of one attempt, in order."""
         return [step for step in self.load_steps([job_id]) if step.attempt == attempt]
 

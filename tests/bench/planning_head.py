@@ -35,9 +35,9 @@ from hpcsched.model.node import Link, Node, NodeSpec, Partition
 from hpcsched.model.resources import Gpu, GpuRequest
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Backfill
+from hpcsched.state.cluster import ClusterState
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Store
-from hpcsched.store.world import World
 
 AT_ONCE = 200  # jobs in one request
 RUNS_S = (60.0, 600.0)
@@ -55,12 +55,12 @@ class Head:
         engine = open_database(directory / "queue.db", make=True)
         policy, _, preempts = policy.partition("+")
         config = build_config(PREEMPTION if preempts else {}, [], config_dir=directory, environ={})
-        world = World(config=config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
+        state = ClusterState(config=config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
         names = [NodeName(f"n{at}") for at in range(nodes)]
-        world.nodes = {name: _node(name) for name in names}
-        world.partitions = {"main": Partition(name="main", nodes=tuple(names), default=True)}
+        state.nodes = {name: _node(name) for name in names}
+        state.partitions = {"main": Partition(name="main", nodes=tuple(names), default=True)}
         self.store = Store(engine)
-        self.controller = Controller(world, self.store, self, replace(policy_of(config), backfill=Backfill(policy)))
+        self.controller = Controller(state, self.store, self, replace(policy_of(config), backfill=Backfill(policy)))
         self.ticks_s: list[float] = []
         self.started = 0
         self.wake = Alarm(self._tick).wake

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import spec
-from unit.controller.world import ANN, Cluster
+from unit.controller.cluster import ANN, Cluster
 
 from hpcsched import paths
 from hpcsched.config.load import Config, load_config

@@ -15,11 +15,12 @@ from losing_disk import LosingDisk, remains, why_not
 from hpcsched.config.load import build_config
 from hpcsched.errors import UnavailableError
 from hpcsched.model.job import JobSpec
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 from hpcsched.store.backup import contents_of
 from hpcsched.store.engine import current_epoch, open_database, raise_epoch
 from hpcsched.store.rows import HistoryQuery
 from hpcsched.store.store import Store
-from hpcsched.store.world import Transaction, World
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -38,12 +39,12 @@ class Controller:
         self.epoch = raise_epoch(engine)
         self.store = Store(engine)
         config = build_config({}, [], config_dir=Path("/nonexistent"), environ={})
-        self.world = World(config=config, incarnation="0" * 16, epoch=self.epoch)
-        self.world.last_job_id, self.world.last_spec_id = self.store.last_ids()
+        self.state = ClusterState(config=config, incarnation="0" * 16, epoch=self.epoch)
+        self.state.last_job_id, self.state.last_spec_id = self.store.last_ids()
 
     def submit(self, name: str, size: int = 10) -> int:
         """Commit a job; return its id, or undo it all and raise what the commit raised."""
-        tx = Transaction(self.world, 1e9)
+        tx = Transaction(self.state, 1e9)
         spec = JobSpec(name=name, script="#!/bin/sh\n" + "#" * size, work_dir="/")
         (job,) = tx.submit(spec, uid=1, user="ann", partition="main", time_limit_s=None)
         tx.note_request(1, name, [job.id])

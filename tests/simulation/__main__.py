@@ -15,8 +15,8 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 from simulation import chaos, cover
+from simulation.stage import Stage, stage
 from simulation.stories import STORIES
-from simulation.world import Stage, stage
 
 _STAGE: list[Stage] = []  # of a worker process, made once in it
 _OPEN = contextlib.ExitStack()
@@ -54,7 +54,7 @@ def _begin() -> None:
     _STAGE.append(_OPEN.enter_context(stage()))
 
 
-def _world(seed: int) -> chaos.Outcome:
+def _sim(seed: int) -> chaos.Outcome:
     return chaos.play(_STAGE[0], chaos.script_of(seed))
 
 
@@ -65,7 +65,7 @@ def _many(seeds: Iterable[int], jobs: int) -> int:
     faults: Counter[str] = Counter()
     failed: list[chaos.Outcome] = []
     with multiprocessing.get_context("fork").Pool(jobs, _begin) as pool:
-        for outcome in pool.imap_unordered(_world, seeds, chunksize=CHUNK):
+        for outcome in pool.imap_unordered(_sim, seeds, chunksize=CHUNK):
             steps.append(outcome.steps)
             executions += outcome.executions
             faults += outcome.faults

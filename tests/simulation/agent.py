@@ -34,7 +34,7 @@ class SimAgent(Process):
     ledger: Ledger
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.world = machine, machine.world
+        self.machine, self.sim = machine, machine.sim
         self.shepherds = SimShepherdPool(self)
         self.connection: Connection | None = None
         self.welcomed = False
@@ -49,7 +49,7 @@ class SimAgent(Process):
     def start(self) -> None:
         """Find what an agent before this one has left, and serve."""
         machine = self.machine
-        self.spool = Spool(machine.root, self.world.points)  # type: ignore[arg-type]
+        self.spool = Spool(machine.root, self.sim.points)  # type: ignore[arg-type]
         self.ledger = Ledger(
             node=machine.name,
             boot_id=machine.boot_id,
@@ -57,13 +57,13 @@ class SimAgent(Process):
             shepherds=self.shepherds,
             send=self.say,
             find_account=lambda _name, _allow_uid_below: ACCOUNT,
-            log=lambda text: self.world.tell(f"{machine.name}'s agent: {text}"),
+            log=lambda text: self.sim.tell(f"{machine.name}'s agent: {text}"),
             wall_s=machine.wall_s,
             boot_s=machine.boot_s,
         )
         self.renewals = Renewals(Timers(self), self.ledger.leases, self.say)  # type: ignore[arg-type]
         self.ledger.recover()
-        self.world.agenda.later(REPEAT_S, self, self.do, self._repeat)
+        self.sim.agenda.later(REPEAT_S, self, self.do, self._repeat)
 
     def do(self, call: Callable[..., Any], *args: Any) -> None:
         """One turn of its loop."""
@@ -79,7 +79,7 @@ class SimAgent(Process):
         """SIGKILL: its shepherds run on."""
         if not self.alive:
             return
-        self.world.tell(f"{self} dies: {why}")
+        self.sim.tell(f"{self} dies: {why}")
         self._gone()
 
     def _gone(self) -> None:
@@ -96,7 +96,7 @@ class SimAgent(Process):
         """Take a connection whose first frame is Hello as the controller's, if it may be that."""
         why = self.ledger.epochs.begin(hello.incarnation, hello.epoch)
         if why:
-            self.world.tell(f"{self} refuses a controller: {why}")
+            self.sim.tell(f"{self} refuses a controller: {why}")
             connection.to_head(protocol.Goodbye(why))
             connection.agent_closed(why)
             return
@@ -163,7 +163,7 @@ class SimAgent(Process):
             case protocol.SuspendJob():
                 self.ledger.suspend_job(message)
             case protocol.Allocation():
-                self.world.people.hear_allocation(self.machine, message)
+                self.sim.people.hear_allocation(self.machine, message)
             case protocol.SignalStep():
                 self.ledger.signal_step(message)
             case protocol.Go():
@@ -199,7 +199,7 @@ class SimAgent(Process):
     # ----- time
 
     def _after_turn(self) -> None:
-        agenda = self.world.agenda
+        agenda = self.sim.agenda
         self.renewals.keep_on(self.welcomed)
         if self.ledger.waits and not self._tick_set:
             self._tick_set = True
@@ -219,24 +219,24 @@ class SimAgent(Process):
         self._forget_set = False
         tokens = self.ledger.forget_some()
         if tokens:
-            self.world.agenda.at(self.world.soon(), Helper(self.machine), self._remove, tokens)
+            self.sim.agenda.at(self.sim.soon(), Helper(self.machine), self._remove, tokens)
 
     def _remove(self, tokens: list[str]) -> None:
         """What a child of the agent does; it may outlive the agent."""
         try:
             self.spool.remove(tokens)
         except OSError as error:
-            self.world.tell(f"{self.machine.name}: entries were not removed: {error}")
+            self.sim.tell(f"{self.machine.name}: entries were not removed: {error}")
 
     def _repeat(self) -> None:
         if self.welcomed:
             self.ledger.repeat()
-        self.world.agenda.later(REPEAT_S, self, self.do, self._repeat)
+        self.sim.agenda.later(REPEAT_S, self, self.do, self._repeat)
 
     def _idle(self) -> None:
         self._idle_set = False
         if self.connection is None and self.ledger.is_idle:
-            self.world.tell(f"{self} ends: nobody needs it")
+            self.sim.tell(f"{self} ends: nobody needs it")
             if self.ledger.to_forget:
                 self._forget()
             self._gone()
@@ -251,7 +251,7 @@ class Timers:
     def later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Call once after `delay_s`, unless the timer is cancelled."""
         timer = Timer(call)
-        self._agent.world.agenda.later(delay_s, self._agent, self._ring, timer)
+        self._agent.sim.agenda.later(delay_s, self._agent, self._ring, timer)
         return timer
 
     def _ring(self, timer: Timer) -> None:

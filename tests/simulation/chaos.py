@@ -16,8 +16,8 @@ from hpcsched.model.spec import ArraySpec
 from simulation import edits
 from simulation.head import LOW
 from simulation.shepherds import WORDS, Behaviour
+from simulation.stage import Simulation, Stage, job_spec
 from simulation.truth import Violation, as_violation
-from simulation.world import Stage, World, job_spec
 
 LENGTH_S = 8.0
 ACTS = 8
@@ -228,9 +228,9 @@ def _job(rng: random.Random, nodes: int, cpus: int) -> Wish:
 # ----- how it happens
 
 
-def act_on(world: World, act: Act) -> None:
+def act_on(sim: Simulation, act: Act) -> None:
     """Do it."""
-    people, machines = world.people, world.machines
+    people, machines = sim.people, sim.machines
     match act.kind, act.args:
         case "submit", (name, *wishes):
             people.submit(name, [_spec(wish) for wish in wishes])
@@ -241,8 +241,8 @@ def act_on(world: World, act: Act) -> None:
         case (("drain" | "resume"), (node,)):
             getattr(people, act.kind)(node)
         case "kill head", ():
-            if world.head is not None:
-                world.head.killed("by the script")
+            if sim.head is not None:
+                sim.head.killed("by the script")
         case "kill agent", (node,):
             if (agent := machines[node].agent) is not None:
                 agent.killed("by the script")
@@ -250,68 +250,68 @@ def act_on(world: World, act: Act) -> None:
             for shepherd in list(machines[node].shepherds.values())[:1]:
                 shepherd.killed("by the script")
         case (("kill head at point" | "kill agent at point" | "kill shepherd at point" | "kill helper at point"), (n,)):
-            world.points.countdowns[act.kind.split(" ")[1]] = n
+            sim.points.countdowns[act.kind.split(" ")[1]] = n
         case "power off", (node, for_s):
             machines[node].power_off()
-            world.agenda.later(for_s, None, machines[node].power_on)
+            sim.agenda.later(for_s, None, machines[node].power_on)
         case "fence", (node,):
-            _fence(world, node)
+            _fence(sim, node)
         case "unplug", (node, for_s):
-            world.tell(f"{node} is unplugged")
+            sim.tell(f"{node} is unplugged")
             machines[node].reachable = False
-            world.wires.cut(machines[node])
-            world.agenda.later(for_s, None, setattr, machines[node], "reachable", True)
+            sim.wires.cut(machines[node])
+            sim.agenda.later(for_s, None, setattr, machines[node], "reachable", True)
         case "cut", (node,):
-            world.tell(f"the connection to {node} is cut")
-            world.wires.cut(machines[node])
+            sim.tell(f"the connection to {node} is cut")
+            sim.wires.cut(machines[node])
         case _:
-            _hurt(world, act)
+            _hurt(sim, act)
 
 
-def _hurt(world: World, act: Act) -> None:
+def _hurt(sim: Simulation, act: Act) -> None:
     match act.kind, act.args:
         case "disk full", (node, for_s):
-            world.tell(f"the disk of {node} is full")
-            world.machines[node].disk.full = True
-            world.agenda.later(for_s, None, setattr, world.machines[node].disk, "full", False)
+            sim.tell(f"the disk of {node} is full")
+            sim.machines[node].disk.full = True
+            sim.agenda.later(for_s, None, setattr, sim.machines[node].disk, "full", False)
         case "disk fails", (node, writes):
-            world.machines[node].disk.fail_in = writes
+            sim.machines[node].disk.fail_in = writes
         case "database full", (for_s,):
-            world.database_full = True
-            world.agenda.later(for_s, None, setattr, world, "database_full", False)
+            sim.database_full = True
+            sim.agenda.later(for_s, None, setattr, sim, "database_full", False)
         case "lead elsewhere", (node, same):
-            edits.lead_elsewhere(world, node, same_machine=same)
+            edits.lead_elsewhere(sim, node, same_machine=same)
         case "edit address", (node, same):
-            edits.edit_address(world, node, same_machine=same)
+            edits.edit_address(sim, node, same_machine=same)
         case "remove and add", (node, away_s):
-            edits.remove_and_add(world, node, away_s)
+            edits.remove_and_add(sim, node, away_s)
         case "delete file", (node, away_s):
-            edits.delete_file(world, node, away_s)
+            edits.delete_file(sim, node, away_s)
         case "rename", (cluster,):
-            edits.rename_cluster(world, cluster)
+            edits.rename_cluster(sim, cluster)
         case "head clock", (by_s,):
-            world.head_clock_off_s += by_s
+            sim.head_clock_off_s += by_s
         case "node clock", (node, by_s):
-            world.machines[node].clock_off_s += by_s
+            sim.machines[node].clock_off_s += by_s
         case "backup", ():
-            world.back_up()
+            sim.back_up()
         case "restore", ():
-            world.restore()
+            sim.restore()
         case _:
             raise ValueError(f"no such act: {act}")
 
 
-def _fence(world: World, node: str) -> None:
+def _fence(sim: Simulation, node: str) -> None:
     """An admin who is right: the node is off before it is said, and stays off until it was heard."""
-    machine = world.machines[node]
+    machine = sim.machines[node]
     machine.power_off()
     machine.fences += 1
 
     def heard() -> None:
         machine.fences -= 1
-        world.agenda.later(world.rng.uniform(0.0, 5.0), None, machine.power_on)
+        sim.agenda.later(sim.rng.uniform(0.0, 5.0), None, machine.power_on)
 
-    world.people.fence(node, heard)
+    sim.people.fence(node, heard)
 
 
 def _spec(wish: Wish) -> Any:
@@ -333,44 +333,44 @@ def play(on: Stage, script: Script, *, in_words: bool = False) -> Outcome:
     """Run the world of a script to its end."""
     outcome = Outcome(script.seed)
     history: list[str] | None = outcome.history if in_words else None
-    world: World | None = None
+    sim: Simulation | None = None
     try:
-        world = World(on, script.seed, script.nodes, history=history)
-        _set_rates(world, script.rates)
+        sim = Simulation(on, script.seed, script.nodes, history=history)
+        _set_rates(sim, script.rates)
         for act in script.acts:
-            world.run_until(act.at_s)
-            world.tell(f"* {act.kind} {' '.join(str(arg) for arg in act.args)}")
-            act_on(world, act)
-            world.faults[act.kind] += act.kind in _FAULTS
-        world.run_until(LENGTH_S)
-        _fill(world)
-        world.heal()
-        world.settle()
+            sim.run_until(act.at_s)
+            sim.tell(f"* {act.kind} {' '.join(str(arg) for arg in act.args)}")
+            act_on(sim, act)
+            sim.faults[act.kind] += act.kind in _FAULTS
+        sim.run_until(LENGTH_S)
+        _fill(sim)
+        sim.heal()
+        sim.settle()
     except (Exception, Violation) as error:  # the edge of a world: whatever it is, it is a failure
         outcome.violation = as_violation(error)
-    if world is not None:
-        outcome.steps, outcome.jobs = world.agenda.steps, len(world.truth.rows)
-        outcome.executions = len(world.truth.executions)
-        outcome.faults = +world.faults
-        if no_room := sum(machine.disk.refused for machine in world.machines.values()):
+    if sim is not None:
+        outcome.steps, outcome.jobs = sim.agenda.steps, len(sim.truth.rows)
+        outcome.executions = len(sim.truth.executions)
+        outcome.faults = +sim.faults
+        if no_room := sum(machine.disk.refused for machine in sim.machines.values()):
             outcome.faults["write without room"] = no_room
     return outcome
 
 
-def _fill(world: World) -> None:
+def _fill(sim: Simulation) -> None:
     """Go on with small jobs in a world in which not much has happened yet."""
     number = 0
-    while world.agenda.steps < FEWEST_STEPS:
+    while sim.agenda.steps < FEWEST_STEPS:
         number += 1
-        world.people.submit(f"more{number}", [job_spec(Behaviour(0.5))])
-        world.run_until(world.agenda.now_s + 1.0)
+        sim.people.submit(f"more{number}", [job_spec(Behaviour(0.5))])
+        sim.run_until(sim.agenda.now_s + 1.0)
 
 
-def _set_rates(world: World, rates: dict[str, float]) -> None:
-    world.wires.fault_rate = rates["fault"]
-    world.wires.encoded = bool(rates["encoded"])
-    world.commit_fails, world.fork_fails = rates["commit fails"], rates["fork fails"]
-    world.people.answers_lost, world.people.doubled = rates["answer lost"], rates["request doubled"]
+def _set_rates(sim: Simulation, rates: dict[str, float]) -> None:
+    sim.wires.fault_rate = rates["fault"]
+    sim.wires.encoded = bool(rates["encoded"])
+    sim.commit_fails, sim.fork_fails = rates["commit fails"], rates["fork fails"]
+    sim.people.answers_lost, sim.people.doubled = rates["answer lost"], rates["request doubled"]
 
 
 # ----- shorter

@@ -25,9 +25,9 @@ import hpcnode
 import hpcsched
 import simulation
 from simulation import stories
+from simulation.stage import Stage
 from simulation.stories import Crash, Message, Pair, Story
 from simulation.wires import FAULTS
-from simulation.world import Stage
 
 PART = 100  # runs
 STEPS = ("submit", "allocate", "send", "started", "exited", "cancel", "requeue", "bar")

@@ -16,7 +16,7 @@ from hpcnode.wire import protocol
 from hpcsched import mishap
 from hpcsched.config.load import Config, build_config
 from hpcsched.controller.nodes import edits as safeguards
-from hpcsched.controller.recovery import load_world, node_of
+from hpcsched.controller.recovery import load_state, node_of
 from hpcsched.controller.requests.nodes import lose_gone_nodes
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import Controller
@@ -25,9 +25,10 @@ from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec, Partition
 from hpcsched.sched.policy import Policy, PreemptRules
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Batch
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
-from hpcsched.store.store import Batch, Store
-from hpcsched.store.world import World as Ledger
+from hpcsched.store.store import Store
 from simulation import edits
 from simulation.agenda import Process
 from simulation.agent import SimAgent
@@ -35,7 +36,7 @@ from simulation.machine import Machine
 from simulation.wires import Connection
 
 if TYPE_CHECKING:
-    from simulation.world import World
+    from simulation.stage import Simulation
 
 CONNECT_TIMEOUT_S = 20.0
 
@@ -102,18 +103,18 @@ class Database:
 class SimStore(Store):
     """The real store with crash points around its commit, and a disk that may be full."""
 
-    world: World
+    sim: Simulation
 
     def commit(self, batch: Batch) -> None:
         kinds = "+".join(sorted({type(event).__name__ for event in batch.events})) or "nodes"
-        points = self.world.points
+        points = self.sim.points
         points.reached(f"before commit of {kinds}")
-        if self.world.database_full or self.world.flip(self.world.commit_fails):
-            self.world.faults["commit failed"] += 1
-            self.world.tell(f"the commit of {kinds} fails")
+        if self.sim.database_full or self.sim.flip(self.sim.commit_fails):
+            self.sim.faults["commit failed"] += 1
+            self.sim.tell(f"the commit of {kinds} fails")
             raise UnavailableError("cannot write the database: disk is full")
         super().commit(batch)
-        self.world.truth.committed(batch)
+        self.sim.truth.committed(batch)
         points.reached(f"after commit of {kinds}")
 
 
@@ -121,7 +122,7 @@ class Link:
     """The controller's side of one node, as `hpcsched.launch.link` has it: up, messages, down, up again."""
 
     def __init__(self, head: Head, machine: Machine) -> None:
-        self.head, self.machine, self.world = head, machine, head.world
+        self.head, self.machine, self.sim = head, machine, head.sim
         self.node = NodeName(machine.name)
         self.up = self.closed = False
         self._connection: Connection | None = None
@@ -137,22 +138,22 @@ class Link:
             return
         if machine.agent is None:
             agent = SimAgent(machine)
-            self.world.run(agent, agent.do, agent.start)
+            self.sim.run(agent, agent.do, agent.start)
         if machine.agent is None:
             self._fail("its agent does not start")
             return
-        self._connection = connection = self.world.wires.connect(self, machine.agent)
-        ledger = self.head.ledger
+        self._connection = connection = self.sim.wires.connect(self, machine.agent)
+        state = self.head.state
         connection.to_agent(
             protocol.Hello(
                 version=protocol.VERSION,
-                cluster=ledger.config.name,
-                incarnation=ledger.incarnation,
-                epoch=ledger.epoch,
+                cluster=state.config.name,
+                incarnation=state.incarnation,
+                epoch=state.epoch,
                 node=machine.name,
             )
         )
-        self.world.agenda.later(CONNECT_TIMEOUT_S, self.head, self._timed_out, connection)
+        self.sim.agenda.later(CONNECT_TIMEOUT_S, self.head, self._timed_out, connection)
 
     def _timed_out(self, connection: Connection) -> None:
         if connection is self._connection and not self.up:
@@ -175,7 +176,7 @@ class Link:
                 return
             self.up, self._told = True, ""
             self.head.stepping.node_welcome(self.node, message.inventory)
-            self.world.wires.welcomed(connection)
+            self.sim.wires.welcomed(connection)
         else:
             self._fail(f"it said {type(message).__name__} before Welcome")
 
@@ -194,7 +195,7 @@ class Link:
         if was_up or why != self._told:
             self._told = why
             self.head.controller.node_down(self.node, why)
-        self.world.agenda.later(self.world.rng.uniform(0.5, 4.0), self.head, self.dial)
+        self.sim.agenda.later(self.sim.rng.uniform(0.5, 4.0), self.head, self.dial)
 
     def send(self, message: Any, blob: bytes) -> None:
         """Say something to the agent if it is connected."""
@@ -213,8 +214,8 @@ class Head(Process):
 
     kind = "head"
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
         self.serving = False
         self.links: dict[NodeName, Link] = {}
         self._tick_soon = False
@@ -222,71 +223,71 @@ class Head(Process):
 
     def start(self) -> None:
         """As `Daemon._build` and `_serve`."""
-        world = self.world
-        database = world.database.connection
-        store = world.database.store
-        self.ledger = ledger = Ledger(config=CONFIG, incarnation=incarnation(database), epoch=raise_epoch(database))
-        world.points.reached("epoch raised")
+        sim = self.sim
+        database = sim.database.connection
+        store = sim.database.store
+        self.state = state = ClusterState(config=CONFIG, incarnation=incarnation(database), epoch=raise_epoch(database))
+        sim.points.reached("epoch raised")
         stored = store.load_nodes()
-        load_world(ledger, store, self.clock())
+        load_state(state, store, self.clock())
         self._take_name()
         for name, machine in self._with_files():
             spec = NodeSpec(name=NodeName(name), host=name, host_key="", cpus=machine.cpus, mem_mib=4000)
-            ledger.nodes[spec.name] = node_of(spec, stored.get(spec.name))
-        ledger.partitions = {"main": Partition(name="main", nodes=tuple(ledger.nodes), default=True)}
-        self.controller = Controller(ledger, store, self, POLICY)
+            state.nodes[spec.name] = node_of(spec, stored.get(spec.name))
+        state.partitions = {"main": Partition(name="main", nodes=tuple(state.nodes), default=True)}
+        self.controller = Controller(state, store, self, POLICY)
         self.stepping = Stepping(self.controller, self, clock=self.clock, reply_head=lambda *_: None)
-        world.truth.head_starts(self)
+        sim.truth.head_starts(self)
         self.serving = True
-        for job in ledger.active_jobs():
+        for job in state.active_jobs():
             self.stepping.job_running(job)
         self.controller.ask(lambda tx: lose_gone_nodes(tx, {}), lambda _: None, keep=True)
         for _, machine in self._with_files():
             link = self.links[NodeName(machine.name)] = Link(self, machine)
-            world.agenda.at(world.soon(), self, link.dial)
+            sim.agenda.at(sim.soon(), self, link.dial)
         self.wake(0.0)
 
     def _take_name(self) -> None:
         """Take the name of the cluster that its file says, or keep the former one, as `begin_term` does."""
-        world, store, held = self.world, self.world.database.store, safeguards.jobs_held(self.ledger.active_jobs())
-        wanted, former = world.cluster_on_file, store.cluster()
-        self.ledger.config, _ = safeguards.as_before(replace(CONFIG, name=wanted), former, {}, held)
-        name = self.ledger.config.name
-        edits.check_rename(world, bool(held), taken=name == wanted, renamed=former not in ("", wanted))
+        sim, store, held = self.sim, self.sim.database.store, safeguards.jobs_held(self.state.active_jobs())
+        wanted, former = sim.cluster_on_file, store.cluster()
+        self.state.config, _ = safeguards.as_before(replace(CONFIG, name=wanted), former, {}, held)
+        name = self.state.config.name
+        edits.check_rename(sim, bool(held), taken=name == wanted, renamed=former not in ("", wanted))
         if name != former:
             store.put_cluster(name)
-        edits.lead_to_cluster(world, name)
+        edits.lead_to_cluster(sim, name)
 
     def rename(self, name: str) -> None:
         """As `Daemon.apply_config` does with a new name that it takes."""
-        self.world.database.store.put_cluster(name)
-        self.ledger.config = replace(self.ledger.config, name=name)
+        self.sim.database.store.put_cluster(name)
+        self.state.config = replace(self.state.config, name=name)
         for node in self.links:
             self.controller.node_redialled(node, "its description was changed")
-        edits.lead_to_cluster(self.world, name)
+        edits.lead_to_cluster(self.sim, name)
         self.controller.reconfigured()
 
     def _with_files(self) -> list[tuple[str, Machine]]:
-        return [item for item in self.world.machines.items() if item[0] not in self.world.without_file]
+        return [item for item in self.sim.machines.items() if item[0] not in self.sim.without_file]
 
     def take_node_out(self, name: NodeName) -> None:
         """As `Daemon.apply_config` and `Fleet.configure` do with a node that has no file any more."""
-        if self.ledger.nodes.pop(name, None) is not None:
+        if self.state.nodes.pop(name, None) is not None:
             self.links.pop(name).close()
             self.controller.node_redialled(name, "it was taken out of the configuration")
             self._partition()
 
     def take_node_in(self, name: NodeName) -> None:
         """As they do with a new one."""
-        machine = self.world.machines[name]
+        machine = self.sim.machines[name]
         spec = NodeSpec(name=name, host=name, host_key="", cpus=machine.cpus, mem_mib=4000)
-        self.ledger.nodes[name] = node_of(spec, self.controller.store.load_nodes().get(name))
+        self.state.nodes[name] = node_of(spec, self.controller.store.load_nodes().get(name))
         link = self.links[name] = Link(self, machine)
-        self.world.agenda.at(self.world.soon(), self, link.dial)
+        self.sim.agenda.at(self.sim.soon(), self, link.dial)
         self._partition()
 
     def _partition(self) -> None:
-        self.ledger.partitions = {"main": Partition(name="main", nodes=tuple(self.ledger.nodes), default=True)}
+        self.state.partitions = {"main": Partition(name="main", nodes=tuple(self.state.nodes), default=True)}
         self.controller.reconfigured()
 
     def killed(self, why: str) -> None:
@@ -294,13 +295,13 @@ class Head(Process):
         if not self.alive:
             return
         self.alive = self.serving = False
-        self.world.tell(f"the controller dies: {why}")
+        self.sim.tell(f"the controller dies: {why}")
         for link in self.links.values():
             link.close()
-        self.world.head_died(self)
+        self.sim.head_died(self)
 
     def clock(self) -> float:
-        return self.world.wall_s() + self.world.head_clock_off_s
+        return self.sim.wall_s() + self.sim.head_clock_off_s
 
     def heard(self, node: NodeName, message: Any) -> None:
         """As `Fleet.on_message`."""
@@ -314,10 +315,10 @@ class Head(Process):
                     self.stepping.on_stream_closed((node, message.stream))
                 case _:
                     if isinstance(message, protocol.Report):
-                        self.world.truth.heard(self.world.machines[node], message)
+                        self.sim.truth.heard(self.sim.machines[node], message)
                     self.controller.node_says(node, message)
         except (HpcschedError, protocol.WireError) as error:
-            self.world.tell(f"the controller drops what {node} says: {error}")
+            self.sim.tell(f"the controller drops what {node} says: {error}")
 
     def tick(self) -> None:
         """As `Daemon._tick`: a wrong ledger stops the controller, and the simulation. So does here any bug that is survived."""
@@ -325,9 +326,9 @@ class Head(Process):
         try:
             self.controller.tick(self.clock())
         except InvariantError as error:
-            self.world.truth.broken("ledger", str(error))
+            self.sim.truth.broken("ledger", str(error))
         if mishap.total() > before:
-            self.world.truth.broken("mishap", "an unexpected exception in a tick: see the log")
+            self.sim.truth.broken("mishap", "an unexpected exception in a tick: see the log")
 
     def _tick_now(self) -> None:
         self._tick_soon = False
@@ -342,17 +343,17 @@ class Head(Process):
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
         kind = type(message).__name__
-        self.world.points.reached(f"before {kind} is sent")
+        self.sim.points.reached(f"before {kind} is sent")
         if node in self.links:
             self.links[node].send(message, blob)
-        self.world.points.reached(f"after {kind} was sent")
+        self.sim.points.reached(f"after {kind} was sent")
 
     def wake(self, after_s: float) -> None:
-        agenda = self.world.agenda
+        agenda = self.sim.agenda
         if after_s <= 0.0:
             if not self._tick_soon:
                 self._tick_soon = True
-                agenda.at(self.world.soon(), self, self._tick_now)
+                agenda.at(self.sim.soon(), self, self._tick_now)
             return
         at_s = agenda.now_s + after_s
         if self._tick_at_s is None or self._tick_at_s > at_s:
@@ -360,13 +361,13 @@ class Head(Process):
             agenda.at(at_s, self, self._timer_rang, at_s)
 
     def nonce(self) -> str:
-        return f"{self.world.rng.getrandbits(128):032x}"
+        return f"{self.sim.rng.getrandbits(128):032x}"
 
     def monotonic_s(self) -> float:
-        return self.world.agenda.now_s
+        return self.sim.agenda.now_s
 
     def boot_clock(self) -> tuple[str, float]:
-        return "head", self.world.agenda.now_s
+        return "head", self.sim.agenda.now_s
 
 
 def _config() -> Config:

@@ -21,7 +21,7 @@ from simulation.disk import ROOT, Disk
 if TYPE_CHECKING:
     from simulation.agent import SimAgent
     from simulation.shepherds import SimShepherd
-    from simulation.world import World
+    from simulation.stage import Simulation
 
 FIRST_PID, LAST_PID = 100, 140
 INIT = 1
@@ -50,15 +50,15 @@ class Program:
 class Machine:
     """One node."""
 
-    def __init__(self, world: World, name: str, cpus: int, number: int = 0) -> None:
-        self.world = world
+    def __init__(self, sim: Simulation, name: str, cpus: int, number: int = 0) -> None:
+        self.sim = sim
         self.name = name  # of the node that leads, or led, here
         self.cpus = cpus
         self.key = f"{name}~{number}" if number else name
         self.root = ROOT + self.key
         self.twins = [self]  # other directories of the same machine, see `edits`
-        self.by_cluster = {world.cluster: self}  # of these, those below the same root: of clusters by their names
-        self.disk = Disk(world.points.reached)
+        self.by_cluster = {sim.cluster: self}  # of these, those below the same root: of clusters by their names
+        self.disk = Disk(sim.points.reached)
         self.power = True
         self.fences = 0  # admins who say that it is off, and have not been heard yet
         self.reachable = True
@@ -84,11 +84,11 @@ class Machine:
 
     def wall_s(self) -> float:
         """Return what its clock shows."""
-        return self.world.wall_s() + self.clock_off_s
+        return self.sim.wall_s() + self.clock_off_s
 
     def boot_s(self) -> float:
         """Return what its boot clock shows."""
-        return self.world.agenda.now_s - self.booted_at_s
+        return self.sim.agenda.now_s - self.booted_at_s
 
     # ----- locks
 
@@ -131,7 +131,7 @@ class Machine:
             return
         program.alive = False
         self.programs.pop(program.pid, None)
-        self.world.truth.program_over(self, program, code, signum)
+        self.sim.truth.program_over(self, program, code, signum)
         if program.ends is not None:
             program.ends(code, signum)
 
@@ -150,7 +150,7 @@ class Machine:
     def _off(self) -> None:
         if not self.power:
             return
-        self.world.tell(f"{self.name} loses power")
+        self.sim.tell(f"{self.name} loses power")
         self.power = False
         for one in self.processes:
             one.alive = False
@@ -161,8 +161,8 @@ class Machine:
         for program in list(self.programs.values()):
             program.ends = None
             self.over(program, 0, 9)
-        self.disk.power_failure(self.world.rng)
-        self.world.wires.node_died(self)
+        self.disk.power_failure(self.sim.rng)
+        self.sim.wires.node_died(self)
 
     def power_on(self) -> None:
         """Boot."""
@@ -175,8 +175,8 @@ class Machine:
             return
         self.power = True
         self.boots += 1
-        self.booted_at_s = self.world.agenda.now_s
-        self.world.tell(f"{self.name} boots")
+        self.booted_at_s = self.sim.agenda.now_s
+        self.sim.tell(f"{self.name} boots")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from hpcsched.controller.nodes import edits, unreachable
 from hpcsched.controller.nodes import edits as spools
 from hpcsched.store.store import Store
 from simulation import chaos, stories
-from simulation.world import Stage
+from simulation.stage import Stage
 
 Change = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -74,7 +74,7 @@ def _believes_every_report(real: Any) -> Any:
     """A report on an older attempt counts as one on the present one."""
 
     def take(tx: Any, node: Any, token: Any, report: protocol.Report, answer: Any) -> None:
-        job = tx.world.jobs.get(token.job_id)
+        job = tx.cluster.jobs.get(token.job_id)
         if job is not None and job.token:
             report = protocol.changed(report, token=job.token)
         real(tx, node, token, report, answer)
@@ -127,14 +127,14 @@ def _by_session_alone(real: Any) -> Any:
 
 def _listens_to_every_spool(_: Any) -> Any:
     """The inventory of whatever spool answers is proof: an edit of the configuration starts jobs twice."""
-    return lambda world, node, welcome: ""
+    return lambda sim, node, welcome: ""
 
 
 def _takes_every_name(real: Any) -> Any:
     """A running controller takes a new name of its cluster while jobs are held in directories of the former one."""
 
-    def refused(world: Any, after: Any, same_machine: Any = ()) -> Any:
-        return real(world, replace(after, name=world.config.name), same_machine)
+    def refused(sim: Any, after: Any, same_machine: Any = ()) -> Any:
+        return real(sim, replace(after, name=sim.config.name), same_machine)
 
     return refused
 

@@ -17,9 +17,9 @@ from simulation.machine import Machine
 from simulation.shepherds import behaviour_of
 
 if TYPE_CHECKING:
-    from hpcsched.store.world import Transaction
+    from hpcsched.state.transaction import Transaction
     from simulation.agent import SimAgent
-    from simulation.world import World
+    from simulation.stage import Simulation
 
 ANN = Asker(uid=1000, user="ann", admin=False)
 ROOT = Asker(uid=0, user="root", admin=True)
@@ -33,8 +33,8 @@ Told = Callable[[Any], None]
 class People:
     """Everybody who uses the cluster."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
         self.answers_lost = 0.0  # how often the connection to the controller breaks before the answer
         self.doubled = 0.0  # how often a request arrives twice
         self.gives_up = False
@@ -54,7 +54,7 @@ class People:
 
         def told(answer: list[dict[str, int]]) -> None:
             ids = [JobId(item["job_id"]) for item in answer]
-            self.world.truth.submit_acknowledged(name, ids)
+            self.sim.truth.submit_acknowledged(name, ids)
             self.jobs.setdefault(name, ids)
 
         self._submitting.add(name)
@@ -109,15 +109,15 @@ class People:
     def _on_jobs(self, what: str, name: str, do: Callable[[Any, list[str]], jobs.Outcome]) -> None:
         if name not in self.jobs:
             if name in self._submitting:
-                self.world.agenda.later(1.0, None, self._on_jobs, what, name, do)  # its numbers are not known yet
+                self.sim.agenda.later(1.0, None, self._on_jobs, what, name, do)  # its numbers are not known yet
             return
         refs = [str(job_id) for job_id in self.jobs[name]]
 
         def told(outcome: jobs.Outcome) -> None:
             if what == "cancel":
-                self.world.truth.cancel_acknowledged(outcome.jobs)
+                self.sim.truth.cancel_acknowledged(outcome.jobs)
             if outcome.signals:
-                head = self.world.head
+                head = self.sim.head
                 if head is not None:
                     head.controller.send_signals(outcome.signals)
 
@@ -126,7 +126,7 @@ class People:
     def release_all(self) -> None:
         """Release every held job, and give up whatever would keep jobs or nodes from their work."""
         self.gives_up = True
-        for job in self.world.truth.rows.values():
+        for job in self.sim.truth.rows.values():
             if job.hold is Hold.USER and job.state is JobState.PENDING:
                 ref = str(job.id)
                 self._ask(f"release {ref}", lambda tx, _, ref=ref: jobs.release(tx, ANN, [ref]), lambda _: None)
@@ -146,7 +146,7 @@ class People:
         if agent is None:
             return
         self._streams += 1
-        StepCommand(self.world, agent, self._streams, launch, nodes or len(launch.hosts)).send()
+        StepCommand(self.sim, agent, self._streams, launch, nodes or len(launch.hosts)).send()
 
     def hear_allocation(self, machine: Machine, told: protocol.Allocation) -> None:
         """A script that runs there does as it is asked; on nodes that it is given it runs a step, if it is one that does."""
@@ -164,7 +164,7 @@ class People:
 
 def _give_back(tx: Transaction, told: protocol.Allocation) -> None:
     """Answer as ``hrun --resize`` does in a job that was asked to make do with fewer nodes."""
-    job = tx.world.jobs.get(JobId(told.job_id))
+    job = tx.cluster.jobs.get(JobId(told.job_id))
     if job is not None:
         preemption.shrink(tx, job, len(told.wanted), ANN.uid)
 
@@ -174,7 +174,7 @@ class _Request:
 
     def __init__(self, people: People, what: str, work: Work, told: Told, heard: Callable[[], None]) -> None:
         self._people, self._what, self._work, self._told, self._heard = people, what, work, told, heard
-        self._world = people.world
+        self._sim = people.sim
         self._over = False
         self._tries = 0
 
@@ -187,45 +187,45 @@ class _Request:
             self._people.waiting -= 1
             return
         self._tries += 1
-        world, head = self._world, self._world.head
+        sim, head = self._sim, self._sim.head
         if self._tries > MAX_TRIES:
-            world.truth.broken("liveness", f"nobody answers to {self._what}")
+            sim.truth.broken("liveness", f"nobody answers to {self._what}")
         if head is not None and head.serving:
             store = head.controller.store
-            doubled = world.flip(self._people.doubled)
-            world.faults["request doubled"] += doubled
+            doubled = sim.flip(self._people.doubled)
+            sim.faults["request doubled"] += doubled
             for _ in range(2 if doubled else 1):
                 head.controller.ask(lambda tx: self._work(tx, store), self._answered)
-        world.agenda.later(PATIENCE_S, None, self.send)
+        sim.agenda.later(PATIENCE_S, None, self.send)
 
     def _answered(self, result: Any) -> None:
         """The controller answers: from here on its word counts, whether it arrives or not."""
-        world = self._world
-        world.points.reached(f"before the answer to {self._what.split(' ')[0]}")
+        sim = self._sim
+        sim.points.reached(f"before the answer to {self._what.split(' ')[0]}")
         if isinstance(result, UnavailableError):
             return
         if isinstance(result, RequestError) and self._what.startswith("fence"):
             return  # the controller has not noticed yet that the node is off: the admin says it again
         if isinstance(result, HpcschedError):
-            world.tell(f"{self._what}: {result}")
+            sim.tell(f"{self._what}: {result}")
         else:
             self._told(result)
-        if world.flip(self._people.answers_lost):
-            world.faults["answer lost"] += 1
-            world.tell(f"the answer to {self._what} is lost")
+        if sim.flip(self._people.answers_lost):
+            sim.faults["answer lost"] += 1
+            sim.tell(f"the answer to {self._what} is lost")
         elif not self._over:
             self._over = True
             self._people.waiting -= 1
-            world.tell(f"{self._what} is answered")
+            sim.tell(f"{self._what} is answered")
             self._heard()
-        world.points.reached(f"after the answer to {self._what.split(' ')[0]}")
+        sim.points.reached(f"after the answer to {self._what.split(' ')[0]}")
 
 
 class StepCommand:
     """An hrun in a job's script: asks for a step, and ends with its script."""
 
-    def __init__(self, world: World, agent: SimAgent, stream: int, launch: protocol.Launch, nodes: int) -> None:
-        self._world, self._agent, self._stream, self._launch, self._nodes = world, agent, stream, launch, nodes
+    def __init__(self, sim: Simulation, agent: SimAgent, stream: int, launch: protocol.Launch, nodes: int) -> None:
+        self._sim, self._agent, self._stream, self._launch, self._nodes = sim, agent, stream, launch, nodes
 
     def send(self) -> None:
         launch = self._launch

@@ -73,29 +73,29 @@ class Wire:
 
     def __init__(self, agent: SimAgent, shepherd: SimShepherd) -> None:
         self.agent, self.shepherd = agent, shepherd
-        self.world = agent.world
+        self.sim = agent.sim
         self.open = True
         self._down_s = self._up_s = 0.0
 
     def down(self, message: Message) -> None:
-        self._down_s = max(self._down_s, self.world.soon())
-        self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.handle, self, message)
+        self._down_s = max(self._down_s, self.sim.soon())
+        self.sim.agenda.at(self._down_s, self.shepherd, self.shepherd.handle, self, message)
 
     def up(self, message: Message) -> None:
-        self._up_s = max(self._up_s, self.world.soon())
-        self.world.agenda.at(self._up_s, self.agent, self.agent.heard_shepherd, self.shepherd.token, message)
+        self._up_s = max(self._up_s, self.sim.soon())
+        self.sim.agenda.at(self._up_s, self.agent, self.agent.heard_shepherd, self.shepherd.token, message)
 
     def shepherd_ended(self) -> None:
         if self.open:
             self.open = False
-            self._up_s = max(self._up_s, self.world.soon())
-            self.world.agenda.at(self._up_s, self.agent, self.agent.shepherds.hung_up, self.shepherd.token, self)
+            self._up_s = max(self._up_s, self.sim.soon())
+            self.sim.agenda.at(self._up_s, self.agent, self.agent.shepherds.hung_up, self.shepherd.token, self)
 
     def agent_ended(self) -> None:
         if self.open:
             self.open = False
-            self._down_s = max(self._down_s, self.world.soon())
-            self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.agent_gone, self)
+            self._down_s = max(self._down_s, self.sim.soon())
+            self.sim.agenda.at(self._down_s, self.shepherd, self.shepherd.agent_gone, self)
 
 
 class Task(Process):
@@ -113,7 +113,7 @@ class Task(Process):
     def release(self) -> None:
         """The byte is in the pipe: nothing keeps it from running now."""
         self.released = True
-        self.machine.world.agenda.at(self.machine.world.soon(), self, self.run_program)
+        self.machine.sim.agenda.at(self.machine.sim.soon(), self, self.run_program)
 
     def pipe_closed(self) -> None:
         """The shepherd is gone, or does not want it any more."""
@@ -141,7 +141,7 @@ class SimShepherd(Process):
     kind = "shepherd"
 
     def __init__(self, machine: Machine, token: str, agent: SimAgent, suspended: bool) -> None:
-        self.machine, self.token, self.world = machine, token, machine.world
+        self.machine, self.token, self.sim = machine, token, machine.sim
         self.spool = agent.spool
         self.wire: Wire | None = Wire(agent, self)
         self.listening = False
@@ -163,16 +163,16 @@ class SimShepherd(Process):
         self.main_over = False
 
     def __str__(self) -> str:
-        return f"the shepherd of {self.world.words(self.token)}"
+        return f"the shepherd of {self.sim.words(self.token)}"
 
     def _later(self, call: Any, *args: Any) -> None:
-        self.world.agenda.at(self.world.soon(), self, call, *args)
+        self.sim.agenda.at(self.sim.soon(), self, call, *args)
 
     def _apply(self, event: StepEvent) -> None:
         self.state = after(self.state, event)
 
     def reached(self, point: str) -> None:
-        self.world.points.reached(point)
+        self.sim.points.reached(point)
 
     # ----- to the release
 
@@ -197,7 +197,7 @@ class SimShepherd(Process):
             pause_s = (
                 min(LOOK_S, max(0.001, left_s)) if left_s > 0 else LOOK_S
             )  # simulated time passes only between steps
-            self.world.agenda.later(pause_s, self, self._watch_lease)
+            self.sim.agenda.later(pause_s, self, self._watch_lease)
 
     def fork(self) -> None:
         if self.state is StepState.PREPARING:
@@ -256,7 +256,7 @@ class SimShepherd(Process):
         self.reached("released")
         self.send(started)
         if self.launch.limit_s is not None:
-            self.world.agenda.later(self.launch.limit_s, self, self.limit_reached)
+            self.sim.agenda.later(self.launch.limit_s, self, self.limit_reached)
 
     def run_program(self) -> None:
         """The task's exec. The shepherd itself may be dead by now."""
@@ -271,13 +271,13 @@ class SimShepherd(Process):
         parent = self.pid if self.alive else INIT
         program = Program(self.launch, self.pid, self.ticks, self.pid, parent, stubborn=how.stubborn)
         self._add(program)
-        self.world.truth.program_runs(self.machine, program)
+        self.sim.truth.program_runs(self.machine, program)
         if how.escapes:
             pid = self.machine.new_pid()
             self._add(Program(self.launch, pid, self.machine.ticks(), pid, parent, is_main=False))
-        self.world.agenda.later(how.runs_s, None, self._program_ends, program, how)
+        self.sim.agenda.later(how.runs_s, None, self._program_ends, program, how)
         if how.step:
-            self.world.people.start_step(self.machine, self.launch)
+            self.sim.people.start_step(self.machine, self.launch)
 
     def _add(self, program: Program) -> None:
         program.ends = lambda code, signum: self._ended(program, code, signum)
@@ -294,7 +294,7 @@ class SimShepherd(Process):
             pid = self.machine.new_pid()
             parent = program.parent
             self._add(Program(self.launch, pid, self.machine.ticks(), program.session, parent, True, False))
-        again = how.code == 75 and self.world.healed  # who asked to run again and again is content then
+        again = how.code == 75 and self.sim.healed  # who asked to run again and again is content then
         self.machine.over(program, 0 if again else how.code, 0)
 
     def _ended(self, program: Program, code: int, signum: int) -> None:
@@ -341,13 +341,13 @@ class SimShepherd(Process):
             self.exit()
         if self.state is not StepState.ENDING:
             return
-        at_s = self.world.agenda.now_s + grace_s
+        at_s = self.sim.agenda.now_s + grace_s
         if not was_ending and grace_s > 0:
             for program in [one for one in self.programs if one.alive and not one.stubborn]:
-                self.world.agenda.at(self.world.soon(), None, self.machine.kill, program, signum)
+                self.sim.agenda.at(self.sim.soon(), None, self.machine.kill, program, signum)
         if self.kill_at_s is None or at_s < self.kill_at_s:
             self.kill_at_s = at_s
-            self.world.agenda.at(at_s, self, self.kill_all)
+            self.sim.agenda.at(at_s, self, self.kill_all)
 
     def kill_all(self) -> None:
         if self.state not in RUNNING:
@@ -356,7 +356,7 @@ class SimShepherd(Process):
         for program in living:
             self.machine.kill(program, 9)
         if not self.main_over:
-            self.world.agenda.later(0.5, self, self.kill_all)  # also what is only about to run
+            self.sim.agenda.later(0.5, self, self.kill_all)  # also what is only about to run
 
     def reap(self, was_main: bool, code: int, signum: int) -> None:
         if was_main:
@@ -404,11 +404,11 @@ class SimShepherd(Process):
             self.spool.write_final(self.token, record_of(self.ended))
         except OSError:
             if self.started is not None:
-                self.world.agenda.later(RETRY_S, self, self.write_final)
+                self.sim.agenda.later(RETRY_S, self, self.write_final)
                 return
         self._apply(StepEvent.RECORD)
         if self.started is not None and self.ended.status == protocol.ENDED:
-            self.world.truth.end_kept(self.machine, self.token, record_of(self.ended))
+            self.sim.truth.end_kept(self.machine, self.token, record_of(self.ended))
         self.after_moves()
 
     def report_final(self) -> None:
@@ -428,18 +428,18 @@ class SimShepherd(Process):
         self.machine.shepherds.pop(self.token, None)
         if self.wire is not None:
             self.wire.shepherd_ended()
-        self.world.agenda.at(self.world.soon(), None, self.machine.unlock, self.token, self)
+        self.sim.agenda.at(self.sim.soon(), None, self.machine.unlock, self.token, self)
 
     def killed(self, why: str) -> None:
         """SIGKILL: its task ends if it was not released; what runs, runs on."""
-        self.world.tell(f"{self} on {self.machine.name} dies: {why}")
+        self.sim.tell(f"{self} on {self.machine.name} dies: {why}")
         self.alive = False
         self.machine.shepherds.pop(self.token, None)
         self.machine.unlock(self.token, self)
         for program in self.programs:
             program.parent = INIT
         if self.task is not None:
-            self.world.agenda.at(self.world.soon(), None, self.task.pipe_closed)
+            self.sim.agenda.at(self.sim.soon(), None, self.task.pipe_closed)
         if self.wire is not None:
             self.wire.shepherd_ended()
 
@@ -495,7 +495,7 @@ class SimShepherdPool:
     def __init__(self, agent: SimAgent) -> None:
         self._agent = agent
         self._machine = agent.machine
-        self._world = agent.world
+        self._sim = agent.sim
         self._wires: dict[str, Wire] = {}
         self._unsent: dict[str, list[Message]] = {}
 
@@ -507,9 +507,9 @@ class SimShepherdPool:
         token, machine = launch.token, self._machine
         if self.is_supervised(token):
             raise OSError("its spool entry is locked by another shepherd")
-        self._world.points.reached("fork.before")
-        if self._world.flip(self._world.fork_fails):
-            self._world.faults["fork failed"] += 1
+        self._sim.points.reached("fork.before")
+        if self._sim.flip(self._sim.fork_fails):
+            self._sim.faults["fork failed"] += 1
             raise OSError(11, "Resource temporarily unavailable")
         shepherd = SimShepherd(machine, token, self._agent, suspended)
         machine.lock(token, shepherd)
@@ -517,8 +517,8 @@ class SimShepherdPool:
         machine.started(shepherd)
         assert shepherd.wire is not None
         self._wires[token] = shepherd.wire
-        self._world.agenda.at(self._world.soon(), shepherd, shepherd.begin)
-        self._world.points.reached("fork.after")
+        self._sim.agenda.at(self._sim.soon(), shepherd, shepherd.begin)
+        self._sim.points.reached("fork.after")
 
     def adopt(self, token: str) -> None:
         self._unsent.setdefault(token, [])
@@ -531,7 +531,7 @@ class SimShepherdPool:
             for message in self._unsent.pop(token, ()):
                 wire.down(message)
         elif self.is_supervised(token):
-            self._world.agenda.later(0.02, self._agent, self._agent.do, self._try_adopt, token)
+            self._sim.agenda.later(0.02, self._agent, self._agent.do, self._try_adopt, token)
         else:
             self._unsent.pop(token, None)
             self._agent.ledger.shepherd_gone(token)
@@ -558,7 +558,7 @@ class SimShepherdPool:
 
     def _wait_for_lock(self, token: str) -> None:
         if self.is_supervised(token):
-            self._world.agenda.later(0.02, self._agent, self._agent.do, self._wait_for_lock, token)
+            self._sim.agenda.later(0.02, self._agent, self._agent.do, self._wait_for_lock, token)
         else:
             self._agent.ledger.shepherd_gone(token)
 
@@ -573,7 +573,7 @@ class SimShepherdPool:
         if started.get("boot_id") != machine.boot_id:
             return True
         tasks = [process.Identity(*item) for item in started.get("tasks", ())]
-        self._world.processes.machine = machine
+        self._sim.processes.machine = machine
         left = process.remains_of(
             sessions=[task.pid for task in tasks],
             since_ticks=min((task.ticks for task in tasks), default=0),
@@ -583,6 +583,6 @@ class SimShepherdPool:
         for pid in left:
             program = machine.programs.get(pid)
             if program is not None:
-                self._world.truth.killed_for(started["token"], program)
+                self._sim.truth.killed_for(started["token"], program)
                 machine.kill(program, 9)
         return not left

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simulation.shepherds import Behaviour
+from simulation.stage import Simulation, Stage, job_spec
 from simulation.truth import Violation, as_violation
 from simulation.wires import DOWN, FAULTS, UP, MessageFault
-from simulation.world import Stage, World, job_spec
 
 HEAL_S = 8.0
 
@@ -26,7 +26,7 @@ class Story:
 
     name: str
     nodes: dict[str, int]
-    acts: tuple[tuple[float, Callable[[World], None]], ...]
+    acts: tuple[tuple[float, Callable[[Simulation], None]], ...]
 
     @property
     def requeues(self) -> bool:
@@ -101,40 +101,40 @@ class Tally:
         )
 
 
-def submit(*specs: Behaviour, **fields: object) -> Callable[[World], None]:
+def submit(*specs: Behaviour, **fields: object) -> Callable[[Simulation], None]:
     """Return the act of submitting jobs that behave so."""
-    return lambda world: world.people.submit("a", [job_spec(how, **fields) for how in specs])
+    return lambda sim: sim.people.submit("a", [job_spec(how, **fields) for how in specs])
 
 
-def power(name: str, on: bool) -> Callable[[World], None]:
+def power(name: str, on: bool) -> Callable[[Simulation], None]:
     """Return the act of switching a node."""
-    return lambda world: world.machines[name].power_on() if on else world.machines[name].power_off()
+    return lambda sim: sim.machines[name].power_on() if on else sim.machines[name].power_off()
 
 
-def kill_shepherds(world: World) -> None:
+def kill_shepherds(sim: Simulation) -> None:
     """Kill every shepherd."""
-    for machine in world.machines.values():
+    for machine in sim.machines.values():
         for shepherd in list(machine.shepherds.values()):
             shepherd.killed("by the story")
 
 
-def kill_agents(world: World) -> None:
+def kill_agents(sim: Simulation) -> None:
     """Kill every agent."""
-    for machine in world.machines.values():
+    for machine in sim.machines.values():
         if machine.agent is not None:
             machine.agent.killed("by the story")
 
 
-def fill_disk(name: str, after: int) -> Callable[[World], None]:
+def fill_disk(name: str, after: int) -> Callable[[Simulation], None]:
     """Return the act of filling a node's disk, after that many more writes."""
-    return lambda world: setattr(world.machines[name].disk, "full_in", after)
+    return lambda sim: setattr(sim.machines[name].disk, "full_in", after)
 
 
-def free_disk(name: str) -> Callable[[World], None]:
+def free_disk(name: str) -> Callable[[Simulation], None]:
     """Return the act of making room on a node's disk."""
 
-    def free(world: World) -> None:
-        world.machines[name].disk.full, world.machines[name].disk.full_in = False, None
+    def free(sim: Simulation) -> None:
+        sim.machines[name].disk.full, sim.machines[name].disk.full_in = False, None
 
     return free
 
@@ -150,32 +150,32 @@ def full_disk(after: int) -> Story:
     return Story(f"the disk is full after {after} writes", TWO, acts)
 
 
-def cancel(world: World) -> None:
-    world.people.cancel("a")
+def cancel(sim: Simulation) -> None:
+    sim.people.cancel("a")
 
 
-def requeue(world: World) -> None:
-    world.people.requeue("a")
+def requeue(sim: Simulation) -> None:
+    sim.people.requeue("a")
 
 
-def suspend(world: World) -> None:
-    world.people.suspend("a")
+def suspend(sim: Simulation) -> None:
+    sim.people.suspend("a")
 
 
-def resume(world: World) -> None:
-    world.people.go_on("a")
+def resume(sim: Simulation) -> None:
+    sim.people.go_on("a")
 
 
-def give_back(world: World) -> None:
+def give_back(sim: Simulation) -> None:
     """Have the jobs go on with one node."""
-    world.people.resize("a", 1)
+    sim.people.resize("a", 1)
 
 
-def preempt(mode: str) -> tuple[tuple[float, Callable[[World], None]], ...]:
+def preempt(mode: str) -> tuple[tuple[float, Callable[[Simulation], None]], ...]:
     """Return the acts of a job that is preempted in this way by another."""
 
-    def high(world: World) -> None:
-        world.people.submit("b", [job_spec(SHORT, qos="high", cpus_per_task=2, mem_per_node_mib=1)])
+    def high(sim: Simulation) -> None:
+        sim.people.submit("b", [job_spec(SHORT, qos="high", cpus_per_task=2, mem_per_node_mib=1)])
 
     return ((1.0, submit(Behaviour(1.5), qos=f"low-{mode}", cpus_per_task=2, mem_per_node_mib=1)), (2.0, high))
 
@@ -219,34 +219,34 @@ STORIES = (
 )
 
 
-def play(on: Stage, story: Story, pair: Pair, passed: Passed | None = None) -> tuple[World, bool]:
+def play(on: Stage, story: Story, pair: Pair, passed: Passed | None = None) -> tuple[Simulation, bool]:
     """Run a story with a crash and a message fault; return the world and whether both happened. Raises Violation.
 
     `passed` gets every point that was passed and every frame that was sent until the story ends, in order.
     """
-    world = World(on, 1, story.nodes)
-    world.points.noted = world.wires.noted = passed
-    world.wires.encoded = True
+    sim = Simulation(on, 1, story.nodes)
+    sim.points.noted = sim.wires.noted = passed
+    sim.wires.encoded = True
     crash, message = pair
     if crash is not None:
-        world.points.armed[(crash.point, crash.count)] = False
-        world.power_fails = crash.power
+        sim.points.armed[(crash.point, crash.count)] = False
+        sim.power_fails = crash.power
     fault = None if message is None else MessageFault(message.direction, message.kind, message.count, message.fault)
     if fault is not None:
-        world.wires.faults.append(fault)
-    _act(world, story)
-    world.points.noted = world.wires.noted = None
-    happened = all(world.points.armed.values()) and (fault is None or fault.happened)
-    world.heal()
-    world.settle()
-    return world, happened
+        sim.wires.faults.append(fault)
+    _act(sim, story)
+    sim.points.noted = sim.wires.noted = None
+    happened = all(sim.points.armed.values()) and (fault is None or fault.happened)
+    sim.heal()
+    sim.settle()
+    return sim, happened
 
 
-def _act(world: World, story: Story) -> None:
+def _act(sim: Simulation, story: Story) -> None:
     for at_s, act in story.acts:
-        world.run_until(at_s)
-        act(world)
-    world.run_until(HEAL_S)
+        sim.run_until(at_s)
+        act(sim)
+    sim.run_until(HEAL_S)
 
 
 def faults_of(on: Stage, story: Story) -> tuple[list[Crash], list[Message], Passed]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simulation.mutants import MUTANTS, Mutant, noticed
-from simulation.world import stage
+from simulation.stage import stage
 
 WORLDS = 800  # the first that notices ends the search; the rarest needs several hundred
 

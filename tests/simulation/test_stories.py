@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from simulation.stage import Stage, stage
 from simulation.stories import STORIES, Story, Tally, explore, pairs_of
-from simulation.world import Stage, stage
 
 ALONE, BOTH = 40, 75  # how many of each story's runs with one fault, and with both; `make sim STORIES=1` tries all
 

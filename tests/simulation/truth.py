@@ -46,12 +46,12 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, LaunchToken
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.sched.queue.usage import UsedResources
-from hpcsched.store.store import Batch
+from hpcsched.state.transaction import Batch
 from simulation.machine import Machine, Program
 
 if TYPE_CHECKING:
     from simulation.head import Head
-    from simulation.world import World
+    from simulation.stage import Simulation
 
 
 # In the reasons for a loss that are not the node's word.
@@ -90,8 +90,8 @@ class Execution:
 class Truth:
     """The checker of one world."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
         self.executions: dict[str, Execution] = {}
         self._live: dict[str, Execution] = {}
         self.rows: dict[JobId, Job] = {}  # as committed
@@ -116,7 +116,7 @@ class Truth:
     def program_runs(self, machine: Machine, program: Program) -> None:
         """A program's first instruction."""
         token = LaunchToken.parse(program.token)
-        self._world.tell(f"{self._world.words(program.token)} runs on {machine.name} (pid {program.pid})")
+        self._sim.tell(f"{self._sim.words(program.token)} runs on {machine.name} (pid {program.pid})")
         if program.token in self.executions:
             self.broken("I1", f"{program.token} is executed a second time")
         if program.token in self._revoked:
@@ -136,7 +136,7 @@ class Truth:
             return
         if program.is_main:
             how = f"signal {signum}" if signum else f"code {code}"
-            self._world.tell(f"{self._world.words(program.token)} is over on {machine.name}: {how}")
+            self._sim.tell(f"{self._sim.words(program.token)} is over on {machine.name}: {how}")
             if not signum:
                 execution.code = code
         if not any(one.token == program.token for one in machine.programs.values()):
@@ -176,7 +176,7 @@ class Truth:
         """A batch is on disk."""
         rows = self.rows
         for event in batch.events:
-            self._world.tell(f"recorded: job {event.job_id} {type(event).__name__}")
+            self._sim.tell(f"recorded: job {event.job_id} {type(event).__name__}")
             if isinstance(event, Submitted):
                 for job in submitted_jobs(event, batch.specs[event.spec_id]):
                     rows[job.id] = job
@@ -242,7 +242,7 @@ class Truth:
                 self.broken("end", f"{job.token} ended with {(code, signum)}, and {event.exit} is recorded")
         elif isinstance(event, NodeLost) and event.node == LaunchToken.parse(job.token).node:
             by_its_node = not any(words in event.why for words in BY_ADMIN)
-            if by_its_node and self._world.machines[event.node] is machine:  # else its name leads to another disk
+            if by_its_node and self._sim.machines[event.node] is machine:  # else its name leads to another disk
                 self.broken("end", f"{job.token} has ended, its node's disk says how, and it is lost: {event.why}")
 
     def _check_completed(self, job: Job) -> None:
@@ -257,13 +257,13 @@ class Truth:
                 for share in job.holding:
                     held[share.node] = held.get(share.node, 0) + share.cpus
         for node, cpus in held.items():
-            if cpus > self._world.machines[node].cpus:
+            if cpus > self._sim.machines[node].cpus:
                 self.broken("I6", f"{cpus} cpus of {node} are held")
 
     def head_starts(self, head: Head) -> None:
         """A controller has loaded the database: it must have what was committed and acknowledged."""
-        self._check_rows(head.ledger.jobs)
-        self._check_charged(head.ledger.usage.values())
+        self._check_rows(head.state.jobs)
+        self._check_charged(head.state.usage.values())
 
     def check_end(self, head: Head) -> None:
         """Look at all that is stored, and replay every job's events."""
@@ -313,7 +313,7 @@ class Truth:
 
     def submit_acknowledged(self, name: str, ids: list[JobId]) -> None:
         """A client is told the numbers of its jobs."""
-        if not self._world.database.has_jobs(list(ids)):
+        if not self._sim.database.has_jobs(list(ids)):
             self.broken("I3", f"submission {name} is acknowledged as {ids} before it is on disk")
         if self._acknowledged.setdefault(name, ids) != ids:
             self.broken("I7", f"submission {name} gave {self._acknowledged[name]}, and then {ids}")

@@ -19,7 +19,7 @@ from simulation.machine import Machine
 if TYPE_CHECKING:
     from simulation.agent import SimAgent
     from simulation.head import Link
-    from simulation.world import World
+    from simulation.stage import Simulation
 
 LOST, CUT, DOUBLED, DELAYED, HALF, REORDERED = "lost", "cut after", "doubled", "delayed", "cut in half", "reordered"
 FAULTS = (LOST, CUT, DOUBLED, DELAYED, HALF, REORDERED)
@@ -54,7 +54,7 @@ class Connection:
     """One connection of a controller's link and an agent."""
 
     def __init__(self, wires: Wires, link: Link, agent: SimAgent) -> None:
-        self.world, self.wires, self.link, self.agent = wires.world, wires, link, agent
+        self.sim, self.wires, self.link, self.agent = wires.sim, wires, link, agent
         self.machine = agent.machine
         self.head_open = self.agent_open = True
         self._sent = [0, 0]
@@ -81,9 +81,9 @@ class Connection:
         if self.wires.encoded:
             message, blob = next(protocol.Framer().feed(protocol.encode(message, blob)))
         if fault is not None:
-            self.world.faults[f"message {fault}"] += 1
+            self.sim.faults[f"message {fault}"] += 1
             kind = type(message).__name__
-            self.world.tell(f"{kind} {'to' if way == DOWN else 'of'} {self.machine.name}: {fault}")
+            self.sim.tell(f"{kind} {'to' if way == DOWN else 'of'} {self.machine.name}: {fault}")
         if fault in (LOST, DELAYED, HALF, REORDERED):
             broken = self._sent[way] >= self._lost_from[way]
             self.break_off(way, self._sent[way])
@@ -104,13 +104,13 @@ class Connection:
     def _half(self, way: int, message: Any, blob: bytes) -> None:
         """The first part arrives: that must be no message."""
         data = protocol.encode(message, blob)
-        part = data[: self.world.rng.randrange(1, len(data))]
+        part = data[: self.sim.rng.randrange(1, len(data))]
         if list(self._framers[way].feed(part)):
-            self.world.truth.broken("wire", f"a part of {type(message).__name__} was taken for a message")
+            self.sim.truth.broken("wire", f"a part of {type(message).__name__} was taken for a message")
 
     def _schedule(self, way: int, number: int, frame: Frame) -> None:
-        self._last_s[way] = max(self._last_s[way], self.world.soon())
-        self.world.agenda.at(self._last_s[way], None, self._arrives, way, number, frame)
+        self._last_s[way] = max(self._last_s[way], self.sim.soon())
+        self.sim.agenda.at(self._last_s[way], None, self._arrives, way, number, frame)
 
     def _arrives(self, way: int, number: int, frame: Frame) -> None:
         if number >= self._lost_from[way]:
@@ -124,17 +124,17 @@ class Connection:
         """Hand a frame to its receiver, if that is still there."""
         if way == DOWN:
             if self.agent_open and self.agent.alive:
-                self.world.run(self.agent, self.agent.do, self.agent.receive, self, *frame)
+                self.sim.run(self.agent, self.agent.do, self.agent.receive, self, *frame)
         elif self.head_open and self.link.head.alive:
-            self.world.run(self.link.head, self.link.receive, self, *frame)
+            self.sim.run(self.link.head, self.link.receive, self, *frame)
 
     def say_late(self, way: int, frame: Frame, after_next: bool) -> None:
         """A frame of an earlier connection comes now, or after the next one."""
         if after_next:
             self._afterwards[way].append(frame)
-            self.world.agenda.later(2.0, None, self._flush_late, way)
+            self.sim.agenda.later(2.0, None, self._flush_late, way)
         else:
-            self.world.agenda.at(self.world.soon(), None, self.deliver, way, frame)
+            self.sim.agenda.at(self.sim.soon(), None, self.deliver, way, frame)
 
     def _flush_late(self, way: int) -> None:
         for late in self._afterwards[way]:
@@ -145,36 +145,36 @@ class Connection:
 
     def break_off(self, way: int | None = None, lost_from: int = 0) -> None:
         """The cable is cut: frames of that way from `lost_from` on are lost, of the other way from somewhere on."""
-        rng = self.world.rng
+        rng = self.sim.rng
         for one in (DOWN, UP):
             at = lost_from if one == way else rng.choice((0, self._sent[one] + 1))
             self._lost_from[one] = min(self._lost_from[one], at)
-        self.world.agenda.later(self.world.notice_s(), self.link.head, self.link.lost, self, "the connection broke")
+        self.sim.agenda.later(self.sim.notice_s(), self.link.head, self.link.lost, self, "the connection broke")
         if rng.random() < 0.7:  # else it notices when the next one comes
-            self.world.agenda.later(self.world.notice_s(), self.agent, self.agent.hung_up, self)
+            self.sim.agenda.later(self.sim.notice_s(), self.agent, self.agent.hung_up, self)
 
     def agent_closed(self, why: str) -> None:
         """The agent's end is closed; what it said before still arrives, and then the end."""
         if self.agent_open:
             self.agent_open = False
-            self._last_s[UP] = max(self._last_s[UP], self.world.soon())
-            self.world.agenda.at(self._last_s[UP], self.link.head, self.link.lost, self, why)
+            self._last_s[UP] = max(self._last_s[UP], self.sim.soon())
+            self.sim.agenda.at(self._last_s[UP], self.link.head, self.link.lost, self, why)
 
     def head_closed(self) -> None:
         """The controller's end is closed; what it said before still arrives, if luck has it."""
         if self.head_open:
             self.head_open = False
-            if self.world.flip(0.5):
+            if self.sim.flip(0.5):
                 self._lost_from[DOWN] = min(self._lost_from[DOWN], self._sent[DOWN])
-            self._last_s[DOWN] = max(self._last_s[DOWN], self.world.soon())
-            self.world.agenda.at(self._last_s[DOWN], self.agent, self.agent.hung_up, self)
+            self._last_s[DOWN] = max(self._last_s[DOWN], self.sim.soon())
+            self.sim.agenda.at(self._last_s[DOWN], self.agent, self.agent.hung_up, self)
 
 
 class Wires:
     """All connections of a world."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
         self.encoded = False
         self.fault_rate = 0.0
         self.faults: list[MessageFault] = []
@@ -210,13 +210,13 @@ class Wires:
                 if not fault.happened and (fault.direction, fault.kind, fault.count) == (way, kind, count):
                     fault.happened = True
                     return fault.fault
-        if self.fault_rate and self.world.rng.random() < self.fault_rate:
-            return self.world.rng.choice(FAULTS)
+        if self.fault_rate and self.sim.rng.random() < self.fault_rate:
+            return self.sim.rng.choice(FAULTS)
         return None
 
     def skips(self) -> int:
         """Return how many connections a late frame lets pass: none in stories, where it is to happen."""
-        return self.world.rng.choice((0, 0, 0, 1, 2)) if self.fault_rate else 0
+        return self.sim.rng.choice((0, 0, 0, 1, 2)) if self.fault_rate else 0
 
     def node_died(self, machine: Machine) -> None:
         """All its connections break, and what is late comes never: nothing that it knew of them is left."""

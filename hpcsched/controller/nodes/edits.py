@@ -25,7 +25,8 @@ from hpcsched.lifecycle.events import SpoolFound
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import REACH, Node, NodeSpec
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 NAMED_JOBS = 5
 
@@ -57,23 +58,23 @@ def hold_nodes(held: Mapping[NodeName, Sequence[Job]]) -> str:
     return words_for(list(jobs.values()), "holds nodes", "hold nodes")
 
 
-def refused_edits(world: World, after: Config, same_machine: Collection[str] = ()) -> list[str]:
+def refused_edits(cluster: ClusterState, after: Config, same_machine: Collection[str] = ()) -> list[str]:
     """Return why the configuration `after` cannot be taken now: a sentence for each edit, empty if it can.
 
     `same_machine`: nodes of which an admin says that they have a new address. Which spool answers there is checked anyway.
     """
-    held = jobs_held(world.active_jobs())
+    held = jobs_held(cluster.active_jobs())
     specs = {spec.name: spec for spec in after.nodes}
     refused = []
-    if after.name != world.config.name and held:
+    if after.name != cluster.config.name and held:
         refused.append(
-            f"cluster.name is {world.config.name!r} and cannot become {after.name!r} while {hold_nodes(held)}: "
+            f"cluster.name is {cluster.config.name!r} and cannot become {after.name!r} while {hold_nodes(held)}: "
             "agents keep their jobs in directories of that name. Drain all nodes (hctl drain NODES WHY), wait for the jobs, "
             "then rename"
         )
     for name, jobs in held.items():
-        known, spec = world.nodes[name].spec, specs.get(name)
-        if name not in world.nodes:
+        known, spec = cluster.nodes[name].spec, specs.get(name)
+        if name not in cluster.nodes:
             continue
         if spec is None:
             refused.append(
@@ -85,12 +86,12 @@ def refused_edits(world: World, after: Config, same_machine: Collection[str] = (
     return refused
 
 
-def gone_notes(world: World) -> list[str]:
+def gone_notes(cluster: ClusterState) -> list[str]:
     """Return a sentence for each node that jobs are held on and that has no file any more, with what can be done."""
     return [
-        f"node {name} has no file in nodes.d any more, and {held_there(world.jobs_on(name))}. Bring the file back "
+        f"node {name} has no file in nodes.d any more, and {held_there(cluster.jobs_on(name))}. Bring the file back "
         f"(then hctl reconfigure), or, if the machine is dead, give them up: hctl fence {name}"
-        for name in world.gone_nodes()
+        for name in cluster.gone_nodes()
     ]
 
 
@@ -175,18 +176,18 @@ def spool_of(welcome: protocol.Welcome) -> SpoolIdentity:
     )
 
 
-def why_refused(world: World, node: NodeName, welcome: protocol.Welcome) -> str:
+def why_refused(cluster: ClusterState, node: NodeName, welcome: protocol.Welcome) -> str:
     """Return why the agent may not be taken for `node`'s, "" if it may."""
-    spool, known = spool_of(welcome), world.nodes[node]
+    spool, known = spool_of(welcome), cluster.nodes[node]
     if was_rebooted(known, spool, welcome.boot_id):
         return ""
-    others = [job for job in world.jobs_on(node) if not _may_be_in(job.spool_on(node), spool)]
+    others = [job for job in cluster.jobs_on(node) if not _may_be_in(job.spool_on(node), spool)]
     if others:
         return (
             f"another spool answers than the one that holds {words_for(others)}: node {node} leads to another machine or "
             f"directory than before, or its directory was deleted"
         )
-    if (known.has_strays or node in world.unseen_nodes()) and not _may_be_in(known.spool, spool):
+    if (known.has_strays or node in cluster.unseen_nodes()) and not _may_be_in(known.spool, spool):
         return (
             f"another spool answers than before the database was restored: node {node} leads to another machine or "
             f"directory, or its directory was deleted"
@@ -201,7 +202,7 @@ def was_rebooted(known: Node, spool: SpoolIdentity, boot_id: str) -> bool:
 
 def take_spool(tx: Transaction, node: NodeName, spool: SpoolIdentity) -> None:
     """Note the spool of the jobs on `node` that an older version has launched."""
-    for job in tx.world.jobs_on(node) if spool.id else ():
+    for job in tx.cluster.jobs_on(node) if spool.id else ():
         if not job.spool_on(node):
             tx.record(SpoolFound(job_id=job.id, at_s=tx.now_s, node=node, spool=spool.id))
 

@@ -26,14 +26,15 @@ from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.sched.decisions import Wait
-from hpcsched.store.world import Kept, Transaction, World, is_attempt_of
+from hpcsched.state.cluster import ClusterState, Kept, is_attempt_of
+from hpcsched.state.transaction import Transaction
 
 LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
 
 
-def keep(world: World, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
+def keep(cluster: ClusterState, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
     """Note what `node` runs of a former incarnation, until an admin has decided or it has ended."""
-    world.kept[node, report.token] = Kept(token=token, report=report)
+    cluster.kept[node, report.token] = Kept(token=token, report=report)
     answer.acks.append(report.seq)
 
 
@@ -42,71 +43,73 @@ def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.R
 
     Return False if it is to be treated as all reports are: as of a job of ours, or of what is to be ended.
     """
-    world = tx.world
-    if is_adopted(world, token):
+    cluster = tx.cluster
+    if is_adopted(cluster, token):
         if token.step in (BATCH_STEP, ALLOC_STEP):
             return False
         answer.acks.append(report.seq)  # its steps are minded on their nodes, and end with it
         return True
     if report.status not in LIVING:
-        forget(world, node, token=report.token)
+        forget(cluster, node, token=report.token)
         return False
-    job = world.job_of_former(token)
+    job = cluster.job_of_former(token)
     if (
-        not world.ask_strays
+        not cluster.ask_strays
         or (job is not None and job.state is JobState.COMPLETING)
-        or (node, token.incarnation, int(token.job_id)) in world.doomed
+        or (node, token.incarnation, int(token.job_id)) in cluster.doomed
     ):
         return False
-    keep(world, node, token, report, answer)
-    if world.adopts_known and job is not None and str(token) == job.token and report.status == protocol.STARTED:
+    keep(cluster, node, token, report, answer)
+    if cluster.adopts_known and job is not None and str(token) == job.token and report.status == protocol.STARTED:
         _adopt(tx, job, None)
     return True
 
 
-def forget(world: World, node: NodeName, *, gone: protocol.JobGone | None = None, token: str = "") -> bool:
+def forget(cluster: ClusterState, node: NodeName, *, gone: protocol.JobGone | None = None, token: str = "") -> bool:
     """Forget what `node` has said of a token, of a job that is gone there, or of all; return whether there was something."""
     drop = [
         key
-        for key, kept in world.kept.items()
+        for key, kept in cluster.kept.items()
         if key[0] == node
         and (not token or key[1] == token)
         and (gone is None or (kept.token.incarnation, int(kept.token.job_id)) == (gone.incarnation, gone.job_id))
     ]
     for key in drop:
-        del world.kept[key]
+        del cluster.kept[key]
     if gone is not None:
-        world.doomed.discard((node, gone.incarnation, gone.job_id))
+        cluster.doomed.discard((node, gone.incarnation, gone.job_id))
     return bool(drop)
 
 
-def held_back(world: World, ending: Iterable[tuple[NodeName, str, int]]) -> dict[JobId, Wait]:
+def held_back(cluster: ClusterState, ending: Iterable[tuple[NodeName, str, int]]) -> dict[JobId, Wait]:
     """Return the waiting jobs of a restored database that may still run from before, with what they wait for.
 
     `ending`: node, incarnation and job of what has been told to end.
     """
-    if unseen := world.unseen_nodes():
+    if unseen := cluster.unseen_nodes():
         text = (
             f"the database was restored from a backup, and node {unseen[0]}, which has not answered since, may still "
             f"run the job from before; it waits for the node, or for an admin's word: hctl fence {unseen[0]}"
         )
-        restored = [job_id for job_id in world.pending if job_id <= world.restored_last_id]
+        restored = [job_id for job_id in cluster.pending if job_id <= cluster.restored_last_id]
         return dict.fromkeys(restored, Wait(reason=Reason.NODE_LOST, detail=text))
     asked = {
         kept.token.job_id: f"node {node} runs it from before the database was restored; an admin decides: hctl strays"
-        for (node, _), kept in world.kept.items()
+        for (node, _), kept in cluster.kept.items()
     }
     asked |= {
         JobId(job_id): f"node {node} is ending what it ran of the job before"
         for node, incarnation, job_id in ending
-        if incarnation != world.incarnation
+        if incarnation != cluster.incarnation
     }
     return {
-        job_id: Wait(reason=Reason.NODE_LOST, detail=text) for job_id, text in asked.items() if job_id in world.pending
+        job_id: Wait(reason=Reason.NODE_LOST, detail=text)
+        for job_id, text in asked.items()
+        if job_id in cluster.pending
     }
 
 
-def views(world: World) -> list[dict[str, Any]]:
+def views(cluster: ClusterState) -> list[dict[str, Any]]:
     """Return what waits for an admin's decision, as `hctl strays` shows it."""
     return [
         {
@@ -122,8 +125,8 @@ def views(world: World) -> list[dict[str, Any]]:
             "name": job.spec.name if job is not None else None,
             "user": job.user if job is not None else None,
         }
-        for (node, text), kept in world.kept.items()
-        for job in [world.job_of_former(kept.token)]
+        for (node, text), kept in cluster.kept.items()
+        for job in [cluster.job_of_former(kept.token)]
     ]
 
 
@@ -134,12 +137,12 @@ def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]
     """
     asker.must_be_admin("adopt what runs from before the restore")
     references = list(references)
-    named = _named(tx.world, references)
+    named = _named(tx.cluster, references)
     if references == ["all"]:
-        named = [token for token in named if tx.world.job_of_former(token) is not None] or named
+        named = [token for token in named if tx.cluster.job_of_former(token) is not None] or named
     adopted: dict[int, None] = {}
     for token in named:
-        job = tx.world.job_of_former(token)
+        job = tx.cluster.job_of_former(token)
         if job is None:
             raise RequestError(
                 f"cannot adopt {token}: the restored database does not know this launch, so that its owner and what it "
@@ -153,20 +156,20 @@ def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]
 
 def _adopt(tx: Transaction, job: Job, by_uid: int | None) -> None:
     first = job.shares[0].node
-    batch = tx.world.kept.get((first, job.token))
+    batch = tx.cluster.kept.get((first, job.token))
     if batch is None or batch.report.status != protocol.STARTED:
         raise RequestError(f"cannot adopt job {job.display_id}: node {first} does not say that its script runs")
     tx.record(Adopted(job_id=job.id, at_s=tx.now_s, by_uid=by_uid))
     tx.adopt(job.token)
     for share in job.shares[1:]:
-        if can(tx.world.jobs[job.id], Claimed) and (share.node, claim_token(job, share.node)) in tx.world.kept:
+        if can(tx.cluster.jobs[job.id], Claimed) and (share.node, claim_token(job, share.node)) in tx.cluster.kept:
             tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=share.node))
-    if tx.world.jobs[job.id].state is JobState.CONFIGURING:
+    if tx.cluster.jobs[job.id].state is JobState.CONFIGURING:
         tx.record(Started(job_id=job.id, at_s=tx.now_s))
     tx.decided(
         key
-        for key, kept in tx.world.kept.items()
-        if kept.token.job_id == job.id and tx.world.job_of_former(kept.token) is not None
+        for key, kept in tx.cluster.kept.items()
+        if kept.token.job_id == job.id and tx.cluster.job_of_former(kept.token) is not None
     )
 
 
@@ -174,28 +177,28 @@ def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeNa
     """Have these launches ended, each with all of its job on its node; return what to tell which node."""
     asker.must_be_admin("end what runs from before the restore")
     answers: dict[NodeName, Answer] = {}
-    for token in _named(tx.world, references):
+    for token in _named(tx.cluster, references):
         answer = answers.setdefault(token.node, Answer())
-        end_stray(token, tx.world.kept[token.node, str(token)].report, answer)
-        job = tx.world.job_of_former(token)
+        end_stray(token, tx.cluster.kept[token.node, str(token)].report, answer)
+        job = tx.cluster.job_of_former(token)
         if job is not None and job.state is not JobState.COMPLETING:
             end_lost(tx, job, f"ended by {asker.user}: the database was restored from a backup")
     return answers
 
 
-def is_adopted(world: World, token: LaunchToken) -> bool:
+def is_adopted(cluster: ClusterState, token: LaunchToken) -> bool:
     """Return whether the launch is a part of a job that was adopted."""
-    job = world.jobs.get(token.job_id)
-    return job is not None and job.token in world.adopted and is_attempt_of(job, token)
+    job = cluster.jobs.get(token.job_id)
+    return job is not None and job.token in cluster.adopted and is_attempt_of(job, token)
 
 
-def _named(world: World, references: Iterable[str]) -> list[LaunchToken]:
+def _named(cluster: ClusterState, references: Iterable[str]) -> list[LaunchToken]:
     """Return the launches that are meant: whole tokens, or their beginnings up to a dot; "all"."""
     found: dict[str, LaunchToken] = {}
     for reference in references:
         meant = [
             kept.token
-            for (_, text), kept in world.kept.items()
+            for (_, text), kept in cluster.kept.items()
             if reference == "all" or text == reference or text.startswith(reference.rstrip(".") + ".")
         ]
         if not meant:

@@ -21,7 +21,7 @@ from hpcsched.lifecycle.effects import is_gathered
 from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
-from hpcsched.store.world import Transaction
+from hpcsched.state.transaction import Transaction
 
 GATHER_S = 10.0  # how long a job waits for a silent node to take its part, before it goes back to the queue
 
@@ -59,12 +59,12 @@ class Silences:
 
 def end_silent(tx: Transaction, silences: Silences) -> float | None:
     """Take from silent nodes the jobs that are proven not to run there; return in how long the next proof is due."""
-    world = tx.world
-    silent = silences.of([*world.nodes, *world.gone_nodes()])
-    world.silent_since_s = {node: tx.now_s - silent_s for node, silent_s in silent.items()}
+    cluster = tx.cluster
+    silent = silences.of([*cluster.nodes, *cluster.gone_nodes()])
+    cluster.silent_since_s = {node: tx.now_s - silent_s for node, silent_s in silent.items()}
     due_s: list[float] = []
-    for job in world.active_jobs() if silent else ():
-        for node in job.held_nodes if not world.is_former(job) else ():
+    for job in cluster.active_jobs() if silent else ():
+        for node in job.held_nodes if not cluster.is_former(job) else ():
             proof_s = proof_after_s(job, node) if node in silent else None
             if proof_s is None:
                 continue

@@ -34,17 +34,17 @@ from hpcsched.sched.limits.tres import least_there, with_billing
 from hpcsched.sched.place.request import request_of
 from hpcsched.sched.queue.usage import factor_of, weights_of
 from hpcsched.sched.snapshot import LEAST_LIMIT_S, node_view
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
 
 
-def check_account(world: World, asker: Asker) -> None:
+def check_account(cluster: ClusterState, asker: Asker) -> None:
     """Refuse jobs of root and system accounts where they would run as them, unless that is allowed. Raises RequestError."""
-    below = world.config.controller.allow_uid_below
-    if below == 0 or not any(node.root_agent for node in world.nodes.values()):
+    below = cluster.config.controller.allow_uid_below
+    if below == 0 or not any(node.root_agent for node in cluster.nodes.values()):
         return
     why = why_refused(asker.uid, below)
     if why:
-        config = world.config.config_dir / paths.CONFIG_FILE
+        config = cluster.config.config_dir / paths.CONFIG_FILE
         raise PermissionDeniedError(
             f"cannot submit the job: jobs of {asker.user} are refused on this cluster, because {why}, and they would run with "
             f"that account's rights on every node. Submit it as an ordinary user: sudo -u USER hsub ... To allow jobs of root "
@@ -52,9 +52,9 @@ def check_account(world: World, asker: Asker) -> None:
         )
 
 
-def settle(world: World, user: str, spec: JobSpec) -> JobSpec:
+def settle(cluster: ClusterState, user: str, spec: JobSpec) -> JobSpec:
     """Return `spec` with the account and QOS that a job of `user` gets. Raises RequestError if it may not have them."""
-    accounting = world.config.accounting
+    accounting = cluster.config.accounting
     account, qos = resolve(accounting, user, spec.account, spec.qos)
     _check_licenses(accounting, spec)
     if (account, qos) == (spec.account, spec.qos):
@@ -63,7 +63,7 @@ def settle(world: World, user: str, spec: JobSpec) -> JobSpec:
 
 
 def admit(
-    world: World, user: str, spec: JobSpec, partitions: Sequence[Partition], limit_s: int | None
+    cluster: ClusterState, user: str, spec: JobSpec, partitions: Sequence[Partition], limit_s: int | None
 ) -> tuple[list[Partition], int | None]:
     """Return those of `partitions` whose limits let the job in, and its time limit: the longest there is, if it names none.
 
@@ -72,9 +72,9 @@ def admit(
     found: list[tuple[Partition, int | None]] = []
     refused: list[str] = []
     for partition in partitions:
-        rules = rules_of(world.config.accounting, partition, _whose(partition, user, spec))
+        rules = rules_of(cluster.config.accounting, partition, _whose(partition, user, spec))
         within_s = limit_s if spec.time_limit_s is not None else _within_walls(rules, limit_s)
-        why = _why_never(world, spec, partition, rules, within_s) or _why_too_many(world, user, spec, rules)
+        why = _why_never(cluster, spec, partition, rules, within_s) or _why_too_many(cluster, user, spec, rules)
         if why is None:
             found.append((partition, within_s))
         else:
@@ -85,20 +85,20 @@ def admit(
     return [partition for partition, _ in found], min(limits, default=None)
 
 
-def check_share_of_queue(world: World, asker: Asker, spec: JobSpec) -> None:
+def check_share_of_queue(cluster: ClusterState, asker: Asker, spec: JobSpec) -> None:
     """Refuse a job by which one user would have more of the queue than the scheduler's max_submit_jobs.
 
     A user or an account with a max_submit_jobs of its own is under that one instead.
     """
     if asker.uid in (0, os.getuid()):
         return
-    scheduler = world.config.scheduler
+    scheduler = cluster.config.scheduler
     most = scheduler.max_submit_jobs or max(1, scheduler.max_jobs // 10)
-    tasks, there = _tasks(spec), world.queued[asker.user]
+    tasks, there = _tasks(spec), cluster.queued[asker.user]
     if there + tasks <= most:
         return
     whose = Whose(partition="", account=spec.account, user=asker.user, qos=spec.qos)
-    rules = rules_of(world.config.accounting, None, whose)
+    rules = rules_of(cluster.config.accounting, None, whose)
     if any(rule.kind is Kind.MAX_SUBMIT and rule.holder in (Holder.USER, Holder.ACCOUNT) for rule in rules):
         return
     more = f"{tasks} more are" if tasks > 1 else "one more is"
@@ -113,11 +113,11 @@ def _tasks(spec: JobSpec) -> int:
     return len(spec.array.indices) if spec.array is not None else 1
 
 
-def let_in(world: World, user: str, spec: JobSpec, partitions: Sequence[Partition]) -> list[Partition]:
+def let_in(cluster: ClusterState, user: str, spec: JobSpec, partitions: Sequence[Partition]) -> list[Partition]:
     """Return those of `partitions` whose limits let the job start, if nothing else runs. Refuse it if there is none."""
-    accounting, limit_s = world.config.accounting, spec.time_limit_s
+    accounting, limit_s = cluster.config.accounting, spec.time_limit_s
     why = {
-        part: _why_never(world, spec, part, rules_of(accounting, part, _whose(part, user, spec)), limit_s)
+        part: _why_never(cluster, spec, part, rules_of(accounting, part, _whose(part, user, spec)), limit_s)
         for part in partitions
     }
     first = next(iter(why.values()), None)
@@ -127,10 +127,10 @@ def let_in(world: World, user: str, spec: JobSpec, partitions: Sequence[Partitio
 
 
 def _why_never(
-    world: World, spec: JobSpec, partition: Partition, rules: Sequence[LimitRule], limit_s: int | None
+    cluster: ClusterState, spec: JobSpec, partition: Partition, rules: Sequence[LimitRule], limit_s: int | None
 ) -> str | None:
     """Return which rule a job breaks by itself, in a sentence, or None."""
-    accounting = world.config.accounting
+    accounting = cluster.config.accounting
     out = barred(accounting, partition.allow_accounts, partition.allow_qos, spec.account, spec.qos)
     if out is not None:
         return _barred_text(partition, out, spec)
@@ -138,7 +138,7 @@ def _why_never(
         return None
     factor, known_s = factor_of(accounting, spec.qos), known_limit_s(limit_s)
     shape = request_of(spec, partition, time_limit_s=limit_s).shape
-    nodes = [node_view(world.nodes[name]) for name in partition.nodes if name in world.nodes]
+    nodes = [node_view(cluster.nodes[name]) for name in partition.nodes if name in cluster.nodes]
     held = with_billing(least_there(shape, nodes, spec.licenses), weights_of(accounting, partition))
     never = why_never(tuple(rules), held, known_s, factor)
     return None if never is None else _refusal(never, never_text(never, held, known_s, factor))
@@ -168,20 +168,20 @@ def _within_walls(rules: Sequence[LimitRule], limit_s: int | None) -> int | None
     return min([*walls, *([limit_s] if limit_s is not None else [])], default=None)
 
 
-def _why_too_many(world: World, user: str, spec: JobSpec, rules: Sequence[LimitRule]) -> str | None:
+def _why_too_many(cluster: ClusterState, user: str, spec: JobSpec, rules: Sequence[LimitRule]) -> str | None:
     """Say why a job is one too many, or None. All that wait and run are looked at, but only if that may be so."""
     tasks = _tasks(spec)
     for rule in rules:
         if rule.kind not in SUBMISSION:
             continue
         each = rule.kind in EACH_USER
-        most_there = world.queued[user] if each else len(world.pending) + len(world.active)
+        most_there = cluster.queued[user] if each else len(cluster.pending) + len(cluster.active)
         if most_there + tasks <= rule.most:
             continue
         there = sum(
             1
-            for job_id in (*world.pending, *world.active)
-            if (not each or world.jobs[job_id].user == user) and _counts(world, world.jobs[job_id], rule)
+            for job_id in (*cluster.pending, *cluster.active)
+            if (not each or cluster.jobs[job_id].user == user) and _counts(cluster, cluster.jobs[job_id], rule)
         )
         if there + tasks > rule.most:
             whose = f"each user {rule.most:g}" if each else f"{rule.most:g}"
@@ -191,7 +191,7 @@ def _why_too_many(world: World, user: str, spec: JobSpec, rules: Sequence[LimitR
     return None
 
 
-def _counts(world: World, job: Job, rule: LimitRule) -> bool:
+def _counts(cluster: ClusterState, job: Job, rule: LimitRule) -> bool:
     """Say whether `job` is one of the rule's holder."""
     match rule.holder:
         case Holder.QOS:
@@ -201,7 +201,7 @@ def _counts(world: World, job: Job, rule: LimitRule) -> bool:
         case Holder.USER:
             return job.user == rule.name
         case Holder.ACCOUNT:
-            accounting = world.config.accounting
+            accounting = cluster.config.accounting
             account, _ = accounting.association_of(job.user, job.account)
             return accounting.is_part_of(account, (rule.name,))
 
@@ -228,22 +228,22 @@ def _check_licenses(accounting: Accounting, spec: JobSpec) -> None:
 # Asked when a job is submitted and when it is changed. What a dependency comes to later is `hpcsched.sched.queue.eligible`.
 
 
-def check_dependency(world: World, terms: Iterable[Dependency]) -> None:
+def check_dependency(cluster: ClusterState, terms: Iterable[Dependency]) -> None:
     """Refuse terms that name a job, an array or a task of one that is not known."""
     for term in terms:
         for job_id in term.job_ids:
-            if not world.numbered(job_id):
+            if not cluster.numbered(job_id):
                 raise RequestError(f"cannot depend on job {job_id}: there is no such job (Job dependency problem)")
-            if term.task is not None and not _named(world, term, job_id):
+            if term.task is not None and not _named(cluster, term, job_id):
                 raise RequestError(
                     f"cannot depend on job {job_id}_{term.task}: job {job_id} has no such task (Job dependency problem)"
                 )
 
 
-def dependency_circle(world: World, job: Job, terms: Iterable[Dependency]) -> list[Job]:
+def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependency]) -> list[Job]:
     """Return the waiting jobs by which `terms` would make `job` wait for itself, itself last; empty: they would not."""
     came_from: dict[int, Job | None] = {}
-    to_see: list[tuple[Job, Job | None]] = [(one, None) for one in _waited_for(world, terms)]
+    to_see: list[tuple[Job, Job | None]] = [(one, None) for one in _waited_for(cluster, terms)]
     while to_see:
         one, parent = to_see.pop()
         if one.id in came_from or one.state in FINAL:
@@ -254,7 +254,7 @@ def dependency_circle(world: World, job: Job, terms: Iterable[Dependency]) -> li
             while (before := came_from[way[-1].id]) is not None:
                 way.append(before)
             return way[::-1]
-        to_see += [(other, one) for other in _waited_for(world, one.dependency)]
+        to_see += [(other, one) for other in _waited_for(cluster, one.dependency)]
     return []
 
 
@@ -271,10 +271,10 @@ def check_deadline(deadline_s: float, limit_s: int | None, from_s: float) -> Non
         raise RequestError(f"cannot end by the deadline: {why} (Incorrect deadline)")
 
 
-def _waited_for(world: World, terms: Iterable[Dependency]) -> list[Job]:
-    return [job for term in terms for job_id in term.job_ids for job in _named(world, term, job_id)]
+def _waited_for(cluster: ClusterState, terms: Iterable[Dependency]) -> list[Job]:
+    return [job for term in terms for job_id in term.job_ids for job in _named(cluster, term, job_id)]
 
 
-def _named(world: World, term: Dependency, job_id: int) -> list[Job]:
-    jobs = world.numbered(job_id)
+def _named(cluster: ClusterState, term: Dependency, job_id: int) -> list[Job]:
+    jobs = cluster.numbered(job_id)
     return jobs if term.task is None else [job for job in jobs if job.array_task_id == term.task]

@@ -20,7 +20,8 @@ from hpcsched.model.codec import spec_from_json
 from hpcsched.model.cron import MAX_YEARS, CronEntry, Crontab, next_time_s, parse_crontab, parse_schedule, with_disabled
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobState
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 NEVER_DUE_S = 365 * 86_400.0  # after so long a schedule that is not due is looked at again
 
@@ -49,7 +50,7 @@ def install(tx: Transaction, owner: Asker, text: str, specs: Sequence[Any]) -> C
 
 def remove(tx: Transaction, owner: Asker) -> None:
     """Delete the crontab of `owner`, and cancel the jobs of it that wait; a running one ends by itself."""
-    known = tx.world.crontabs.get(owner.uid)
+    known = tx.cluster.crontabs.get(owner.uid)
     if known is None:
         return
     tx.set_crontab(owner.uid, None)
@@ -61,7 +62,7 @@ def remove(tx: Transaction, owner: Asker) -> None:
 
 def keep_up(tx: Transaction) -> None:
     """Submit the next job of each entry whose last one has ended."""
-    for crontab in list(tx.world.crontabs.values()):
+    for crontab in list(tx.cluster.crontabs.values()):
         for at, entry in enumerate(crontab.entries):
             if _is_live(tx, entry):
                 continue  # in most ticks: nothing is to be done, so no savepoint is made
@@ -69,7 +70,7 @@ def keep_up(tx: Transaction) -> None:
 
 
 def _keep_up_entry(tx: Transaction, uid: int, at: int) -> None:
-    crontab = tx.world.crontabs.get(uid)
+    crontab = tx.cluster.crontabs.get(uid)
     if crontab is None or at >= len(crontab.entries):  # the entry before it has just been disabled
         return
     entry = crontab.entries[at]
@@ -104,9 +105,9 @@ def _submitted(tx: Transaction, owner: Asker, entry: CronEntry) -> CronEntry:
     return replace(entry, job_id=made[0]["job_id"], problem="", retry_at_s=0.0)
 
 
-def next_retry_s(world: World, now_s: float) -> float | None:
+def next_retry_s(cluster: ClusterState, now_s: float) -> float | None:
     """Return when the next refused submission is tried again, None: there is none."""
-    times_s = (entry.retry_at_s for crontab in world.crontabs.values() for entry in crontab.entries)
+    times_s = (entry.retry_at_s for crontab in cluster.crontabs.values() for entry in crontab.entries)
     return min((at_s for at_s in times_s if at_s > now_s), default=None)
 
 
@@ -122,4 +123,4 @@ def view(crontab: Crontab | None) -> dict[str, Any]:
 
 
 def _job_of(tx: Transaction, entry: CronEntry) -> Job | None:
-    return tx.world.jobs.get(JobId(entry.job_id)) if entry.job_id else None
+    return tx.cluster.jobs.get(JobId(entry.job_id)) if entry.job_id else None

@@ -13,29 +13,29 @@ from hpcsched.listing.states import SPECIAL_EXIT
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, MAX_COMPONENTS, Hold, Job, JobState, component, components_of
 from hpcsched.model.numbers import whole_number
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
 
 _REFERENCE = re.compile(r"([0-9]+)(?:_(?:([0-9]+)|\[([0-9,\-]+)\]))?(?:\+([0-9]+))?\Z")
 MAX_TASKS = 100_000
 
 
-def find_jobs(world: World, reference: str, uid: int) -> list[Job]:
+def find_jobs(cluster: ClusterState, reference: str, uid: int) -> list[Job]:
     """Return the jobs that `reference` names for user `uid`, at least one.
 
     Raises NotFoundError (with the text that Slurm's clients look for) or RequestError.
     """
     match = _REFERENCE.match(reference)
     if match is None:
-        return _by_name(world, reference, uid)
+        return _by_name(cluster, reference, uid)
     job_id, task, tasks, component = match.groups()
     if len(job_id) > MAX_DIGITS:
         raise NotFoundError(f"Invalid job id specified: {job_id[:40]}...")
     number = whole_number(job_id, "a job id")
-    found = world.numbered(number)
+    found = cluster.numbered(number)
     if component not in (None, "0"):
         found = [job for job in found if whole_number(component, "a component") <= len(job.spec.components)]
     elif not found and task is None and tasks is None:
-        found = _with_component(world, number)
+        found = _with_component(cluster, number)
     if task is not None or tasks is not None:
         wanted = {whole_number(task, "an array task")} if task is not None else _indices(tasks)
         found = [job for job in found if job.array_job_id == number and job.array_task_id in wanted]
@@ -44,9 +44,9 @@ def find_jobs(world: World, reference: str, uid: int) -> list[Job]:
     return found
 
 
-def _with_component(world: World, number: int) -> list[Job]:
+def _with_component(cluster: ClusterState, number: int) -> list[Job]:
     """Return the heterogeneous job of which a component has that number."""
-    before = (world.jobs.get(JobId(number - at)) for at in range(1, MAX_COMPONENTS))
+    before = (cluster.jobs.get(JobId(number - at)) for at in range(1, MAX_COMPONENTS))
     return [job for job in before if job is not None and number <= job.id + len(job.spec.components)]
 
 
@@ -66,9 +66,9 @@ def component_in(job: Job, reference: str) -> int | None:
     return at if number.isdigit() and (at := whole_number(number, "a job id") - job.id) > 0 else None
 
 
-def _by_name(world: World, name: str, uid: int) -> list[Job]:
+def _by_name(cluster: ClusterState, name: str, uid: int) -> list[Job]:
     """Return the user's job of that name, of an array all tasks; one that is not over rather than those that are."""
-    mine = [job for job in world.jobs.values() if job.uid == uid]
+    mine = [job for job in cluster.jobs.values() if job.uid == uid]
     if name == "last":
         if not mine:
             raise NotFoundError("Invalid job id specified: you have no recent job")

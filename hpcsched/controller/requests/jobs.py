@@ -35,8 +35,9 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.sched.place.feasible import impossible, impossible_shape
 from hpcsched.sched.place.request import request_of, shape_of
 from hpcsched.sched.snapshot import node_view
-from hpcsched.store.scripts import set_apart
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.scripts import set_apart
+from hpcsched.state.transaction import Transaction
 
 # ----- a request id that comes again: the jobs that it made, if the same is asked for, else a refusal
 # Whoever got no answer asks again with the same id. What is asked for is the same then but for where and when the command ran:
@@ -146,7 +147,7 @@ def submit(tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec],
         known = tx.requested(asker.uid, request_id) or seen(asker.uid, request_id)
     if known is not None:
         return jobs_again(request_id, known, [set_apart(spec)[0] for spec in specs])
-    check_account(tx.world, asker)
+    check_account(tx.cluster, asker)
     answers: list[dict[str, int]] = []
     for number, spec in enumerate(specs):
         try:
@@ -166,14 +167,14 @@ def _submitted(tx: Transaction, asker: Asker, spec: JobSpec) -> list[Job]:
         raise RequestError(
             "cannot submit the job: script_sha256 and script_bytes are set by the controller; send the script"
         )
-    spec = settle(tx.world, asker.user, spec)
-    check_share_of_queue(tx.world, asker, spec)
-    partitions, limit_s = place_of(tx.world, asker.user, spec, tx.now_s)
+    spec = settle(tx.cluster, asker.user, spec)
+    check_share_of_queue(tx.cluster, asker, spec)
+    partitions, limit_s = place_of(tx.cluster, asker.user, spec, tx.now_s)
     names = ",".join(partition.name for partition in partitions)
-    scripts = tx.world.scripts
+    scripts = tx.cluster.scripts
     before_bytes = scripts.unended_bytes(asker.uid)
     jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=names, time_limit_s=limit_s)
-    most_bytes = tx.world.config.scheduler.max_scripts_per_user << 20
+    most_bytes = tx.cluster.config.scheduler.max_scripts_per_user << 20
     if most_bytes < scripts.unended_bytes(asker.uid) != before_bytes:
         raise RequestError(
             f"cannot submit the job: the scripts of your waiting and running jobs have {before_bytes >> 10} KiB, this one has "
@@ -191,32 +192,32 @@ def check_rank(asker: Asker, nice: int, priority: int | None) -> None:
         asker.must_be_admin("set a priority")
 
 
-def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
+def place_of(cluster: ClusterState, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
     """Return the partitions, of those that it asks for, in which a job can run, and its time limit.
 
     Refuses a job that can never run here.
     """
     check.check_spec(spec)
-    reservation = check_use(world, user, spec.account, spec.reservation, now_s) if spec.reservation else None
-    partitions = find_partitions(world, spec.partition or (reservation.partition if reservation else ""))
-    limit_s = time_limit_s(world, spec, partitions)
+    reservation = check_use(cluster, user, spec.account, spec.reservation, now_s) if spec.reservation else None
+    partitions = find_partitions(cluster, spec.partition or (reservation.partition if reservation else ""))
+    limit_s = time_limit_s(cluster, spec, partitions)
     check.check_time_min(spec.time_min_s, limit_s)
-    limits, tasks = world.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
+    limits, tasks = cluster.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
     if tasks > limits.max_array_size:
         raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
-    queued = len(world.pending) + len(world.active)
+    queued = len(cluster.pending) + len(cluster.active)
     if queued + tasks > limits.max_jobs:
         raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
-    check_dependency(world, spec.dependency)
+    check_dependency(cluster, spec.dependency)
     if spec.deadline_at_s is not None:
         least_s = spec.time_min_s if spec.time_min_s is not None else spec.time_limit_s
         check_deadline(spec.deadline_at_s, least_s, max(now_s, spec.begin_at_s or 0))
-    partitions = possible_partitions(world, spec, partitions, spec.time_limit_s, reservation)
-    return admit(world, user, spec, partitions, limit_s)
+    partitions = possible_partitions(cluster, spec, partitions, spec.time_limit_s, reservation)
+    return admit(cluster, user, spec, partitions, limit_s)
 
 
 def possible_partitions(
-    world: World,
+    cluster: ClusterState,
     spec: JobSpec,
     partitions: Sequence[Partition],
     limit_s: int | None,
@@ -231,7 +232,7 @@ def possible_partitions(
     for partition in partitions:
         request = request_of(spec, partition, time_limit_s=limit_s)
         names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
-        nodes = [world.nodes[name] for name in names if name in world.nodes]
+        nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
         why = impossible(request, nodes, partition)
         why = f"in reservation {reservation.name!r}: {why}" if why is not None and reservation is not None else why
         refused += [why] if why is not None else []
@@ -241,18 +242,18 @@ def possible_partitions(
     return found
 
 
-def find_partitions(world: World, names: str) -> list[Partition]:
+def find_partitions(cluster: ClusterState, names: str) -> list[Partition]:
     """Return the partitions of these names (``a,b``; "": the default one)."""
-    if not world.partitions:
+    if not cluster.partitions:
         raise RequestError("cannot submit a job: no partition is configured; add a node with 'hpcsched node add'")
     wanted = list(dict.fromkeys(filter(None, names.split(","))))
     for name in wanted:
-        if name not in world.partitions:
-            known = ", ".join(world.partitions)
+        if name not in cluster.partitions:
+            known = ", ".join(cluster.partitions)
             raise RequestError(
                 f"cannot submit to partition {name!r}: invalid partition name specified; there are: {known}"
             )
-    found = [world.partitions[name] for name in wanted] or [world.default_partition()]
+    found = [cluster.partitions[name] for name in wanted] or [cluster.default_partition()]
     for partition in found:
         if not partition.state.takes_jobs:
             raise RequestError(
@@ -262,19 +263,21 @@ def find_partitions(world: World, names: str) -> list[Partition]:
     return found
 
 
-def time_limit_s(world: World, spec: JobSpec, partitions: Sequence[Partition]) -> int | None:
+def time_limit_s(cluster: ClusterState, spec: JobSpec, partitions: Sequence[Partition]) -> int | None:
     """Return the time limit of a job of `spec`: its own, else the shortest that its partitions give by default."""
     if spec.time_limit_s is not None:
         return spec.time_limit_s
-    limits = [limit_s for partition in partitions if (limit_s := default_limit_s(world, partition)) is not None]
+    limits = [limit_s for partition in partitions if (limit_s := default_limit_s(cluster, partition)) is not None]
     return min(limits, default=None)
 
 
-def default_limit_s(world: World, partition: Partition) -> int | None:
+def default_limit_s(cluster: ClusterState, partition: Partition) -> int | None:
     """Return the time limit of a job that names none."""
     if partition.default_time_s is not None:
         return partition.default_time_s
-    limits = [limit for limit in (world.config.scheduler.default_time_limit, partition.max_time_s) if limit is not None]
+    limits = [
+        limit for limit in (cluster.config.scheduler.default_time_limit, partition.max_time_s) if limit is not None
+    ]
     return min(limits) if limits else None
 
 
@@ -374,12 +377,12 @@ def requeue(
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if incomplete and job.state is JobState.COMPLETED:
             return
-        not_before_s = tx.now_s + tx.world.config.controller.requeue_delay_s
+        not_before_s = tx.now_s + tx.cluster.config.controller.requeue_delay_s
         if job.state is JobState.PENDING:
             raise RequestError(f"cannot requeue job {job.display_id}: it is already waiting")
         if not job.spec.has_script:
             raise RequestError(f"cannot requeue job {job.display_id}: it has no script to run again")
-        if not tx.world.scripts.has(job):
+        if not tx.cluster.scripts.has(job):
             raise RequestError(f"cannot requeue job {job.display_id}: its script is not kept any more; submit it again")
         if job.state in ACTIVE:
             again = tx.record(
@@ -417,7 +420,7 @@ def each_job(
     outcome = Outcome(change=one)
     for reference in references:
         try:
-            jobs = [job for job in find_jobs(tx.world, reference, asker.uid) if matches(job, filters)]
+            jobs = [job for job in find_jobs(tx.cluster, reference, asker.uid) if matches(job, filters)]
             for job in jobs:
                 asker.must_own(job, what)
                 if component_in(job, reference):
@@ -433,7 +436,7 @@ def each_job(
             outcome.refuse(reference, refused[0])
     if filters and not list(references):
         # Of a bulk request others' jobs, and those that it cannot be done to, are simply not meant.
-        mine = [job for job in tx.world.jobs.values() if job.state not in FINAL and asker.owns(job)]
+        mine = [job for job in tx.cluster.jobs.values() if job.state not in FINAL and asker.owns(job)]
         _change_each(tx, [job for job in mine if matches(job, filters)], one, outcome)
     return outcome
 
@@ -443,7 +446,7 @@ def continued(tx: Transaction, done: Outcome) -> Outcome:
     assert done.change is not None
     outcome = Outcome(change=done.change)
     for job_id, reference in done.remaining.items():
-        job = tx.world.jobs.get(job_id)
+        job = tx.cluster.jobs.get(job_id)
         if job is None:  # it ended long enough ago to be forgotten
             continue
         refused = _change_each(tx, [job], done.change, outcome, reference)
@@ -473,17 +476,17 @@ def _change_each(
 # ----- nodes
 
 
-def find_nodes(world: World, text: str, others: Collection[NodeName] = ()) -> list[NodeName]:
+def find_nodes(cluster: ClusterState, text: str, others: Collection[NodeName] = ()) -> list[NodeName]:
     """Return the nodes that the host list names ("all": every one of the configuration), and `others` if it names them.
 
     Raises NotFoundError for unknown ones.
     """
     if text in ("all", "ALL"):
-        return list(world.nodes)
+        return list(cluster.nodes)
     names = [NodeName(name) for name in expand_hostlist(text)]
     for name in names:
-        if name not in world.nodes and name not in others:
-            raise NotFoundError(f"Invalid node name specified: {name}; there are: {', '.join(world.nodes) or 'none'}")
+        if name not in cluster.nodes and name not in others:
+            raise NotFoundError(f"Invalid node name specified: {name}; there are: {', '.join(cluster.nodes) or 'none'}")
     return names
 
 
@@ -492,9 +495,9 @@ def drain(tx: Transaction, asker: Asker, nodes: str, why: str, by: str) -> list[
     asker.must_be_admin("drain a node")
     if not why:
         raise RequestError("cannot drain a node: give the reason, it is what others will see")
-    names = find_nodes(tx.world, nodes)
+    names = find_nodes(tx.cluster, nodes)
     for name in names:
-        if by and tx.world.nodes[name].drained:
+        if by and tx.cluster.nodes[name].drained:
             continue  # a health check does not take over what a person drained
         tx.set_node(name, drained=True, drained_why=why, drained_by=by or asker.user, drained_at_s=tx.now_s)
     return list(names)
@@ -503,7 +506,9 @@ def drain(tx: Transaction, asker: Asker, nodes: str, why: str, by: str) -> list[
 def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]:
     """Let jobs start on these nodes again; with `only_by`, those alone that it had drained."""
     asker.must_be_admin("resume a node")
-    names = [name for name in find_nodes(tx.world, nodes) if not only_by or tx.world.nodes[name].drained_by == only_by]
+    names = [
+        name for name in find_nodes(tx.cluster, nodes) if not only_by or tx.cluster.nodes[name].drained_by == only_by
+    ]
     for name in names:
         tx.set_node(name, drained=False, drained_why="", drained_by="", drained_at_s=None, launch_failures=())
     return list(names)
@@ -512,8 +517,8 @@ def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]
 def set_partition_state(tx: Transaction, asker: Asker, name: str, state: str) -> Partition:
     """Say whether a partition takes jobs and starts them, until it is said again, over restarts as well."""
     asker.must_be_admin("change a partition")
-    if name not in tx.world.partitions:
-        known = ", ".join(tx.world.partitions)
+    if name not in tx.cluster.partitions:
+        known = ", ".join(tx.cluster.partitions)
         raise NotFoundError(f"Invalid partition name specified: {name[:60]!r}; there are: {known}")
     if state.upper() not in PartitionState.__members__:
         raise RequestError(f"cannot read State={state[:60]!r}: the states are {', '.join(PartitionState)}")
@@ -527,21 +532,21 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
     """
     asker.must_be_admin("fence a node")
     outcome = Outcome()
-    names = find_nodes(tx.world, nodes, tx.world.gone_nodes())
+    names = find_nodes(tx.cluster, nodes, tx.cluster.gone_nodes())
     for name in names:
-        if tx.world.nodes[name].link is Link.UP:
+        if tx.cluster.nodes[name].link is Link.UP:
             raise RequestError(
                 f"cannot fence node {name}: it answers, so what it runs is known and can be ended: hcancel, hctl requeue; "
                 f"hctl drain {name} keeps new jobs away. One that has just been switched off is DOWN in a moment"
             )
     for name in names:
-        for job in tx.world.jobs_on(name):
+        for job in tx.cluster.jobs_on(name):
             lost = lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
             outcome.became[lost.id] = what_became(lost)
-        tx.decided(key for key in tx.world.kept if key[0] == name)
-        if name in tx.world.unseen_nodes() or tx.world.nodes[name].has_strays:
+        tx.decided(key for key in tx.cluster.kept if key[0] == name)
+        if name in tx.cluster.unseen_nodes() or tx.cluster.nodes[name].has_strays:
             # Jobs of a restored database do not wait for it any more.
-            tx.set_node(name, boot_id=tx.world.nodes[name].boot_id or "fenced", has_strays=False)
+            tx.set_node(name, boot_id=tx.cluster.nodes[name].boot_id or "fenced", has_strays=False)
     outcome.jobs = list(outcome.became)
     return outcome
 
@@ -579,7 +584,7 @@ def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
 
     What a person drained stays drained.
     """
-    known = tx.world.nodes[node]
+    known = tx.cluster.nodes[node]
     if why and (not known.drained or (known.drained_by == OURSELVES and known.drained_why != why)):
         tx.set_node(node, drained=True, drained_why=why, drained_by=OURSELVES, drained_at_s=tx.now_s)
     elif not why and known.drained and known.drained_by == OURSELVES:
@@ -593,15 +598,15 @@ def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
     """
     if not job.spec.has_script or len(job.refusals) + 1 >= LAUNCH_TRIES:
         return False
-    world = tx.world
+    cluster = tx.cluster
     tried = {node, *(refusal.node for refusal in job.refusals)}
-    reservation = world.reservations.get(job.reservation) if job.reservation else None
+    reservation = cluster.reservations.get(job.reservation) if job.reservation else None
     for name in (job.partition_asked or job.partition).split(","):
-        partition = world.partitions.get(name)
+        partition = cluster.partitions.get(name)
         if partition is None:
             continue
         names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
-        left = [world.nodes[name] for name in names if name in world.nodes and name not in tried]
+        left = [cluster.nodes[name] for name in names if name in cluster.nodes and name not in tried]
         open_nodes = [node_view(one) for one in left if one.link is Link.UP and not one.drained]
         if impossible_shape(shape_of(job.spec, partition), open_nodes, partition) is None:
             return True
@@ -615,13 +620,13 @@ def note_launch(tx: Transaction, job: Job, node: NodeName, *, executed: bool) ->
     `LAUNCH_FAILURES` of different jobs, with no job started between them, such a node is drained: if the jobs are of two
     users, or one is an admin's. A single user could choose a directory that other nodes do not have.
     """
-    failures = tx.world.nodes[node].launch_failures
+    failures = tx.cluster.nodes[node].launch_failures
     if failures:
         tx.set_node(node, launch_failures=tuple(one for one in failures if one.of_exec and not executed))
     for at, refusal in enumerate(reversed(job.refusals), 1):
         if refusal.attempt != job.attempt - at:
             break  # of before an attempt that was started
-        if refusal.node in tx.world.nodes and (executed or not refusal.of_exec):
+        if refusal.node in tx.cluster.nodes and (executed or not refusal.of_exec):
             _count_failure(tx, job, refusal)
 
 
@@ -631,13 +636,13 @@ def without_paths(why: str) -> str:
 
 
 def _count_failure(tx: Transaction, job: Job, refusal: Refusal) -> None:
-    node = tx.world.nodes[refusal.node]
+    node = tx.cluster.nodes[refusal.node]
     if any(failure.job_id == job.id for failure in node.launch_failures):
         return
     failure = LaunchFailure(
         job_id=job.id,
         uid=job.uid,
-        by_admin=asker_of(job.uid, tx.world.config.controller.admins).admin,
+        by_admin=asker_of(job.uid, tx.cluster.config.controller.admins).admin,
         of_exec=refusal.of_exec,
         why=without_paths(refusal.why),
     )
@@ -669,7 +674,7 @@ def end_lost(tx: Transaction, job: Job, why: str) -> Job:
 def miss_node(tx: Transaction, job: Job, node: NodeName) -> None:
     """Record that `node` does not answer, if that explains how the job's script has ended."""
     if job.state is JobState.COMPLETING and job.outcome is JobState.FAILED and node in job.held_nodes:
-        why = f"its script failed while node {node} did not answer ({tx.world.nodes[node].link_why})"
+        why = f"its script failed while node {node} did not answer ({tx.cluster.nodes[node].link_why})"
         again, not_before_s = _requeue_after_loss(tx, job)
         tx.record(
             NodeSilent(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
@@ -677,4 +682,4 @@ def miss_node(tx: Transaction, job: Job, node: NodeName) -> None:
 
 
 def _requeue_after_loss(tx: Transaction, job: Job) -> tuple[bool, float]:
-    return tx.world.requeues(job), tx.now_s + tx.world.config.controller.requeue_delay_s
+    return tx.cluster.requeues(job), tx.now_s + tx.cluster.config.controller.requeue_delay_s

@@ -23,7 +23,7 @@ from hpcsched.lifecycle.resize import can_do_without
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import OURSELVES, Link
-from hpcsched.store.world import Transaction
+from hpcsched.state.transaction import Transaction
 
 LEAVING = "it is being removed"
 
@@ -34,8 +34,8 @@ def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -
     To be asked again until nothing is ending. Raises RequestError if jobs are held there and `force` is not given.
     """
     asker.must_be_admin("remove a node")
-    jobs = tx.world.jobs_on(node)
-    known = tx.world.nodes[node]
+    jobs = tx.cluster.jobs_on(node)
+    known = tx.cluster.nodes[node]
     if jobs and not force:
         raise RequestError(
             f"cannot remove node {node}: {held_there(jobs)}. Let them end (hctl drain {node} WHY lets no new "
@@ -51,8 +51,8 @@ def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -
         else:
             became.append(what_became(lose_node(tx, job, node, why)))
     if known.link is not Link.UP:
-        tx.decided([key for key in tx.world.kept if key[0] == node])
-    return {"ending": [job.display_id for job in tx.world.jobs_on(node)], "became": became}
+        tx.decided([key for key in tx.cluster.kept if key[0] == node])
+    return {"ending": [job.display_id for job in tx.cluster.jobs_on(node)], "became": became}
 
 
 def _end_on(tx: Transaction, asker: Asker, job: Job, node: NodeName, why: str) -> None:
@@ -69,8 +69,8 @@ def lose_gone_nodes(tx: Transaction, given_up: Mapping[str, str]) -> list[str]:
     `given_up`: these nodes, and who removed them.
     """
     became = []
-    for node in tx.world.gone_nodes():
-        for job in tx.world.jobs_on(node) if node in given_up else ():
+    for node in tx.cluster.gone_nodes():
+        for job in tx.cluster.jobs_on(node) if node in given_up else ():
             lost = lose_node(tx, job, node, f"node {node} was removed by {given_up[node]}")
             became.append(f"node {node} is not in the configuration any more: {what_became(lost)}")
     return became

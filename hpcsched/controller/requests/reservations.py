@@ -32,10 +32,11 @@ from hpcsched.model.reservation import (
 from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s, parse_time_s
 from hpcsched.sched.explain.sentences import plural
 from hpcsched.sched.place.features import matches, parse_features
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 # ----- what an admin's words ask of a reservation, read: ``StartTime=now+1hour Duration=2:00:00 Users+=ben Flags=DAILY``
-# Knows no world: whether the reservation can be is said further below. Source: scontrol(1), "RESERVATIONS".
+# Does not know the cluster: whether the reservation can be is said further below. Source: scontrol(1), "RESERVATIONS".
 
 
 KEYS = {  # scontrol's name in lower case: what it changes
@@ -151,13 +152,13 @@ SHOWN = 5
 def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
     """Make a reservation; without a `name` it gets one of its maker's."""
     asker.must_be_admin("create a reservation")
-    world = tx.world
-    name = name or _free_name(world, asker.user)
+    cluster = tx.cluster
+    name = name or _free_name(cluster, asker.user)
     if NODE_NAME.match(name) is None:
         raise RequestError(f"cannot create reservation {name[:60]!r}: a name has letters, digits, _ and - alone")
-    if name in world.reservations:
+    if name in cluster.reservations:
         raise RequestError(f"cannot create reservation {name!r}: there is one of that name already")
-    if len(world.reservations) >= MAX_RESERVATIONS:
+    if len(cluster.reservations) >= MAX_RESERVATIONS:
         raise RequestError(f"cannot create a reservation: there are {MAX_RESERVATIONS}, which is the most")
     wish = read_wish(changes, tx.now_s)
     if wish.signs:
@@ -173,7 +174,7 @@ def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str])
 def update(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
     """Change a reservation; what is not named stays."""
     asker.must_be_admin("change a reservation")
-    known = find(tx.world, name)
+    known = find(tx.cluster, name)
     wish = read_wish(changes, tx.now_s)
     if not changes:
         raise RequestError(f"cannot change reservation {name!r}: say what, as EndTime=now+2hours")
@@ -190,8 +191,8 @@ def update(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str])
 def delete(tx: Transaction, asker: Asker, name: str) -> None:
     """Delete a reservation that no job uses."""
     asker.must_be_admin("delete a reservation")
-    find(tx.world, name)
-    users = tx.world.using(name)
+    find(tx.cluster, name)
+    users = tx.cluster.using(name)
     if users:
         raise RequestError(
             f"cannot delete reservation {name!r}: Requested reservation is in use: by {_named(users)}; "
@@ -202,40 +203,40 @@ def delete(tx: Transaction, asker: Asker, name: str) -> None:
 
 def keep_up(tx: Transaction) -> None:
     """Move repeating reservations on to their next occurrence, and forget those that are over."""
-    for name, reservation in list(tx.world.reservations.items()):
+    for name, reservation in list(tx.cluster.reservations.items()):
         if reservation.end_s > tx.now_s:
             continue
         tx.attempt(f"move reservation {name} on", partial(_keep_up_one, reservation=reservation))
 
 
 def _keep_up_one(tx: Transaction, reservation: Reservation) -> None:
-    running = [job for job in tx.world.using(reservation.name) if job.state is not JobState.PENDING]
+    running = [job for job in tx.cluster.using(reservation.name) if job.state is not JobState.PENDING]
     if reservation.repeats:
         tx.set_reservation(reservation.name, at(reservation, tx.now_s))
     elif not running:
         tx.set_reservation(reservation.name, None)
 
 
-def next_turn_s(world: World, now_s: float) -> float | None:
+def next_turn_s(cluster: ClusterState, now_s: float) -> float | None:
     """Return when the next reservation begins or ends, None if none does."""
-    times_s = (time_s for one in world.reservations.values() for time_s in (one.start_s, one.end_s))
+    times_s = (time_s for one in cluster.reservations.values() for time_s in (one.start_s, one.end_s))
     return min((time_s for time_s in times_s if time_s > now_s), default=None)
 
 
-def find(world: World, name: str) -> Reservation:
+def find(cluster: ClusterState, name: str) -> Reservation:
     """Return the reservation of that name."""
-    known = world.reservations.get(name)
+    known = cluster.reservations.get(name)
     if known is None:
-        there = ", ".join(world.reservations) or "none"
+        there = ", ".join(cluster.reservations) or "none"
         raise NotFoundError(
             f"Requested reservation is invalid: there is no reservation {name[:60]!r}; there are: {there}"
         )
     return known
 
 
-def check_use(world: World, user: str, account: str, name: str, now_s: float) -> Reservation:
+def check_use(cluster: ClusterState, user: str, account: str, name: str, now_s: float) -> Reservation:
     """Return the reservation `name` if jobs of `user` charged to `account` may run in it, now or later. Else refuse."""
-    reservation = find(world, name)
+    reservation = find(cluster, name)
     if reservation.is_over(now_s):
         raise RequestError(f"cannot run in reservation {name!r}: Requested reservation is invalid: it is over")
     if not may_use(reservation, user, account):
@@ -253,19 +254,19 @@ def check_use(world: World, user: str, account: str, name: str, now_s: float) ->
 
 def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
     """Check all of it, choose its nodes, and keep it."""
-    world, before = tx.world, tx.world.reservations.get(wanted.name)
-    _check_people(world, wanted)
+    cluster, before = tx.cluster, tx.cluster.reservations.get(wanted.name)
+    _check_people(cluster, wanted)
     wanted = _check_times(wanted, before, tx.now_s)
-    wanted = replace(wanted, nodes=_nodes(world, wanted, before, wish, tx.now_s))
+    wanted = replace(wanted, nodes=_nodes(cluster, wanted, before, wish, tx.now_s))
     moved = before is None or (before.nodes, before.start_s, before.end_s) != (
         wanted.nodes,
         wanted.start_s,
         wanted.end_s,
     )
-    other = _overlapped(world, wanted, tx.now_s) if moved or (before and before.flags != wanted.flags) else ""
+    other = _overlapped(cluster, wanted, tx.now_s) if moved or (before and before.flags != wanted.flags) else ""
     if other:
         raise RequestError(f"cannot reserve {compress_hostlist(wanted.nodes)}: Requested nodes are busy: {other}")
-    busy = _busy(world, wanted, tx.now_s) if moved and Flag.IGNORE_JOBS not in wanted.flags else {}
+    busy = _busy(cluster, wanted, tx.now_s) if moved and Flag.IGNORE_JOBS not in wanted.flags else {}
     if busy:
         nodes = compress_hostlist(name for name in wanted.nodes if name in busy)
         jobs = _named({job.id: job for its in busy.values() for job in its}.values())
@@ -273,19 +274,19 @@ def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
             f"cannot reserve {nodes}: Requested nodes are busy: {jobs} may run beyond the beginning; Flags=IGNORE_JOBS "
             "reserves them all the same"
         )
-    _check_own_jobs(world, wanted)
+    _check_own_jobs(cluster, wanted)
     tx.set_reservation(wanted.name, wanted)
     return wanted
 
 
-def _check_people(world: World, wanted: Reservation) -> None:
+def _check_people(cluster: ClusterState, wanted: Reservation) -> None:
     if not wanted.users and not wanted.accounts:
         raise RequestError("cannot reserve for nobody: say Users= or Accounts= (Users=root for maintenance)")
-    accounting = world.config.accounting
+    accounting = cluster.config.accounting
     for name in wanted.accounts:
         if accounting.accounts and accounting.account(name) is None:
             raise RequestError(f"cannot reserve for account {name[:60]!r}: there is no such account")
-    if wanted.partition and wanted.partition not in world.partitions:
+    if wanted.partition and wanted.partition not in cluster.partitions:
         raise RequestError(f"cannot reserve in partition {wanted.partition[:60]!r}: invalid partition name specified")
     parse_features(wanted.features)
 
@@ -314,10 +315,10 @@ def _check_times(wanted: Reservation, before: Reservation | None, now_s: float) 
 
 
 def _nodes(
-    world: World, wanted: Reservation, before: Reservation | None, wish: Wish, now_s: float
+    cluster: ClusterState, wanted: Reservation, before: Reservation | None, wish: Wish, now_s: float
 ) -> tuple[NodeName, ...]:
     """Return the nodes that it is to have: those named, or so many of those that can be."""
-    its = [*world.nodes] if not wanted.partition else [*world.partitions[wanted.partition].nodes]
+    its = [*cluster.nodes] if not wanted.partition else [*cluster.partitions[wanted.partition].nodes]
     if wish.nodes is not None and wish.node_count is not None:
         raise RequestError("cannot take both Nodes= and NodeCnt=: name the nodes, or say how many")
     if wish.nodes is not None:
@@ -326,7 +327,7 @@ def _nodes(
         return before.nodes
     if not wanted.node_count:
         raise RequestError("cannot reserve: say which nodes, Nodes=n[1-2] or Nodes=ALL, or how many, NodeCnt=2")
-    return _chosen_nodes(world, its, wanted, before, now_s)
+    return _chosen_nodes(cluster, its, wanted, before, now_s)
 
 
 def _named_nodes(
@@ -343,11 +344,11 @@ def _named_nodes(
 
 
 def _chosen_nodes(
-    world: World, its: Iterable[NodeName], wanted: Reservation, before: Reservation | None, now_s: float
+    cluster: ClusterState, its: Iterable[NodeName], wanted: Reservation, before: Reservation | None, now_s: float
 ) -> tuple[NodeName, ...]:
     """Choose nodes that answer, of the right features, that nobody else has reserved; those it had before come first."""
     features = parse_features(wanted.features)
-    its = [name for name in its if matches(features, world.nodes[name].spec.features)]
+    its = [name for name in its if matches(features, cluster.nodes[name].spec.features)]
     what = f"{plural(wanted.node_count, 'node')}{f' with feature {wanted.features}' if wanted.features else ''}"
     if len(its) < wanted.node_count:
         where = f"partition {wanted.partition!r}" if wanted.partition else "the cluster"
@@ -355,13 +356,13 @@ def _chosen_nodes(
     able: list[tuple[bool, int, int, NodeName]] = []
     lacks: list[str] = []
     for place, name in enumerate(its):
-        node = world.nodes[name]
+        node = cluster.nodes[name]
         alone = replace(wanted, nodes=(name,))
         if node.link is Link.DOWN or node.drained:
             lacks.append(f"{name} is {'down' if node.link is Link.DOWN else 'drained'}")
-        elif other := _overlapped(world, alone, now_s):
+        elif other := _overlapped(cluster, alone, now_s):
             lacks.append(other)
-        elif Flag.IGNORE_JOBS not in wanted.flags and (busy := _busy(world, alone, now_s)):
+        elif Flag.IGNORE_JOBS not in wanted.flags and (busy := _busy(cluster, alone, now_s)):
             lacks.append(f"{name} has {_named(busy[name])}")
         else:
             able.append((before is None or name not in before.nodes, node.spec.weight, place, name))
@@ -372,25 +373,25 @@ def _chosen_nodes(
     return tuple(name for name in its if name in chosen)
 
 
-def _overlapped(world: World, wanted: Reservation, now_s: float) -> str:
+def _overlapped(cluster: ClusterState, wanted: Reservation, now_s: float) -> str:
     """Return in words with which other reservation `wanted` would overlap and may not, "" if with none."""
     if wanted.may_overlap:
         return ""
-    for other in world.reservations.values():
+    for other in cluster.reservations.values():
         if other.name != wanted.name and clash(wanted, other, now_s):
             common = compress_hostlist(sorted(set(wanted.nodes).intersection(other.nodes)))
             return f"{common} reserved ({other.name}); Flags=OVERLAP allows it"
     return ""
 
 
-def _busy(world: World, wanted: Reservation, now_s: float) -> dict[NodeName, list[Job]]:
+def _busy(cluster: ClusterState, wanted: Reservation, now_s: float) -> dict[NodeName, list[Job]]:
     """Return the jobs of others that may run into the reservation, by node: by their limits, or because they have none."""
     mine = set(wanted.nodes)
     found: dict[NodeName, list[Job]] = {}
-    for job in world.active_jobs():
+    for job in cluster.active_jobs():
         began_s = job.started_at_s if job.started_at_s is not None else job.allocated_at_s
         limit_s = job.time_limit_s if job.time_limit_s is not None else UNLIMITED_S
-        cut_s = cut_at_s(job, world.reservations.get(job.reservation))
+        cut_s = cut_at_s(job, cluster.reservations.get(job.reservation))
         ends_s = (began_s or now_s) + suspended_s(job, now_s) + limit_s
         if job.reservation == wanted.name or min(ends_s, ends_s if cut_s is None else cut_s) <= wanted.start_s:
             continue
@@ -399,9 +400,9 @@ def _busy(world: World, wanted: Reservation, now_s: float) -> dict[NodeName, lis
     return found
 
 
-def _check_own_jobs(world: World, wanted: Reservation) -> None:
+def _check_own_jobs(cluster: ClusterState, wanted: Reservation) -> None:
     """Refuse a change that would leave jobs which run in the reservation outside of it."""
-    for job in world.using(wanted.name):
+    for job in cluster.using(wanted.name):
         left_out = [name for name in job.held_nodes if name not in wanted.nodes]
         if job.state is not JobState.PENDING and left_out:
             raise RequestError(
@@ -419,7 +420,7 @@ def _named(jobs: Iterable[Job]) -> str:
     return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids[:SHOWN])}{more}"
 
 
-def _free_name(world: World, user: str) -> str:
+def _free_name(cluster: ClusterState, user: str) -> str:
     return next(
-        name for number in range(1, MAX_RESERVATIONS + 2) if (name := f"{user}_{number}") not in world.reservations
+        name for number in range(1, MAX_RESERVATIONS + 2) if (name := f"{user}_{number}") not in cluster.reservations
     )

@@ -16,7 +16,7 @@ from hpcsched.controller.requests.jobs import Outcome
 from hpcsched.controller.tick import Listener
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 from hpcsched.model.numbers import whole_number
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
 
 _STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
 
@@ -44,7 +44,7 @@ def sort_out(references: Iterable[str]) -> Meant:
 
 
 def act_on_steps(
-    world: World,
+    cluster: ClusterState,
     minding: Listener,
     asker: Asker,
     steps: Iterable[tuple[str, int]],
@@ -55,7 +55,7 @@ def act_on_steps(
     """Send `signum` to these steps of jobs that match, or (None) end them; what is refused is noted in `outcome`."""
     for reference, number in steps:
         try:
-            jobs = find_jobs(world, reference, asker.uid)
+            jobs = find_jobs(cluster, reference, asker.uid)
             if not all(matches(job, filters) for job in jobs):
                 continue
             if len(jobs) > 1:

@@ -10,7 +10,7 @@ from hpcsched.errors import RequestError
 from hpcsched.lifecycle.events import Resumed, Suspended
 from hpcsched.lifecycle.job import can
 from hpcsched.model.job import Job
-from hpcsched.store.world import Transaction
+from hpcsched.state.transaction import Transaction
 
 
 def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:

@@ -32,7 +32,8 @@ from hpcsched.model.trigger import (
     Trigger,
     TriggerEvent,
 )
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 log = logging.getLogger("hpcsched.triggers")
 
@@ -47,27 +48,27 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 
 def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
     """Set a trigger. `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent."""
-    world = tx.world
+    cluster = tx.cluster
     try:
         event = TriggerEvent(str(body.get("event")))
     except ValueError:
         known = ", ".join(TriggerEvent)
         raise RequestError(f"cannot set a trigger for {str(body.get('event'))[:40]!r}: there are {known}") from None
-    mine = sum(one.uid == asker.uid for one in world.triggers.values())
-    if len(world.triggers) >= MAX_TRIGGERS or mine >= MAX_TRIGGERS_PER_USER:
+    mine = sum(one.uid == asker.uid for one in cluster.triggers.values())
+    if len(cluster.triggers) >= MAX_TRIGGERS or mine >= MAX_TRIGGERS_PER_USER:
         raise RequestError(
             f"cannot set a trigger: you have {mine} of at most {MAX_TRIGGERS_PER_USER}, all users together "
-            f"{len(world.triggers)} of at most {MAX_TRIGGERS}; clear some with strigger --clear"
+            f"{len(cluster.triggers)} of at most {MAX_TRIGGERS}; clear some with strigger --clear"
         )
     offset_s = body.get("offset_s", 0)
     if type(offset_s) is not int or not 0 <= offset_s <= MAX_OFFSET_S:
         raise RequestError(f"cannot set a trigger: the offset must be 0 to {MAX_OFFSET_S} seconds")
     made = Trigger(
-        id=max(world.triggers, default=0) + 1,
+        id=max(cluster.triggers, default=0) + 1,
         uid=asker.uid,
         user=asker.user,
         event=event,
-        target=_target(world, asker, event, str(body.get("target") or "")),
+        target=_target(cluster, asker, event, str(body.get("target") or "")),
         offset_s=offset_s,
         program=_program(body.get("program")),
         is_permanent=body.get("permanent") is True and event not in JOB_EVENTS,
@@ -76,12 +77,12 @@ def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
     return made
 
 
-def _target(world: World, asker: Asker, event: TriggerEvent, target: str) -> str:
+def _target(cluster: ClusterState, asker: Asker, event: TriggerEvent, target: str) -> str:
     if event not in JOB_EVENTS:
-        if target and target not in world.nodes:
+        if target and target not in cluster.nodes:
             raise NotFoundError(f"cannot set a trigger: Invalid node name specified: {target[:60]}")
         return target or ANY_NODE
-    jobs = find_jobs(world, target, asker.uid)
+    jobs = find_jobs(cluster, target, asker.uid)
     if len(jobs) > 1:
         raise RequestError(f"cannot set a trigger for array {target[:40]}: name one of its {len(jobs)} tasks")
     asker.must_own(jobs[0], "set a trigger for")
@@ -106,7 +107,7 @@ def clear(tx: Transaction, asker: Asker, number: int | None, target: str, user: 
     """Delete triggers: one by its number, or those of a job or node, or of a user; return their numbers."""
     wanted = [
         one
-        for one in tx.world.triggers.values()
+        for one in tx.cluster.triggers.values()
         if (number is None or one.id == number) and target in ("", one.target) and user in ("", one.user)
     ]
     mine = [one for one in wanted if asker.admin or one.uid == asker.uid]
@@ -119,7 +120,7 @@ def clear(tx: Transaction, asker: Asker, number: int | None, target: str, user: 
     return [one.id for one in mine]
 
 
-def views(world: World) -> list[dict[str, Any]]:
+def views(cluster: ClusterState) -> list[dict[str, Any]]:
     """Return all triggers as JSON."""
     return [
         {
@@ -132,7 +133,7 @@ def views(world: World) -> list[dict[str, Any]]:
             "permanent": one.is_permanent,
             "program": list(one.program),
         }
-        for one in world.triggers.values()
+        for one in cluster.triggers.values()
     ]
 
 
@@ -140,7 +141,7 @@ def keep_up(tx: Transaction) -> list[Trigger]:
     """Note which triggers have had their event, and return those that are due: their programs run after the commit."""
     due: list[Trigger] = []
     before = tx.nodes_before()
-    for trigger in list(tx.world.triggers.values()):
+    for trigger in list(tx.cluster.triggers.values()):
         found = tx.attempt(f"look at trigger {trigger.id}", partial(_look_at, trigger=trigger, before=before))
         if isinstance(found, Trigger):
             due.append(found)
@@ -163,7 +164,7 @@ def _look_at(tx: Transaction, trigger: Trigger, before: Mapping[NodeName, Node])
 def _events(tx: Transaction, trigger: Trigger, nodes_before: Mapping[NodeName, Node]) -> Iterator[tuple[str, float]]:
     """Yield what the trigger came for, and when its program is due."""
     if trigger.is_of_job:
-        job = tx.world.jobs.get(JobId(whole_number(trigger.target)))
+        job = tx.cluster.jobs.get(JobId(whole_number(trigger.target)))
         if trigger.event is TriggerEvent.JOB_END and (job is None or job.state in FINAL):
             yield trigger.target, tx.now_s + trigger.offset_s
         elif job is not None and job.state not in FINAL and trigger.event is TriggerEvent.TIME_LIMIT:
@@ -172,7 +173,7 @@ def _events(tx: Transaction, trigger: Trigger, nodes_before: Mapping[NodeName, N
                 yield trigger.target, tx.now_s
         return
     for name, before in nodes_before.items():
-        after = tx.world.nodes.get(name)
+        after = tx.cluster.nodes.get(name)
         if after is not None and trigger.target in (ANY_NODE, name) and _has_come(trigger.event, before, after):
             yield name, tx.now_s + trigger.offset_s
 
@@ -189,12 +190,12 @@ def _has_come(event: TriggerEvent, before: Node, after: Node) -> bool:
             return False
 
 
-def next_time_s(world: World, now_s: float) -> float | None:
+def next_time_s(cluster: ClusterState, now_s: float) -> float | None:
     """Return when the next trigger is due, None: none by the time alone."""
-    times_s = [trigger.due_at_s for trigger in world.triggers.values()]
-    for trigger in world.triggers.values():
+    times_s = [trigger.due_at_s for trigger in cluster.triggers.values()]
+    for trigger in cluster.triggers.values():
         if trigger.event is TriggerEvent.TIME_LIMIT:
-            job: Job | None = world.jobs.get(JobId(whole_number(trigger.target)))
+            job: Job | None = cluster.jobs.get(JobId(whole_number(trigger.target)))
             limit_s = limit_at_s(job) if job is not None and job.state not in FINAL else None
             times_s += [] if limit_s is None else [limit_s - trigger.offset_s]
     return min((at_s for at_s in times_s if at_s > now_s), default=None)

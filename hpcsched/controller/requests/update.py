@@ -31,7 +31,8 @@ from hpcsched.model.nearest import nearest
 from hpcsched.model.numbers import MAX_DIGITS, whole_number
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 # ----- what a job asked for when it was submitted, asked for anew: ``scontrol update JobId=12 Name=x MinMemoryNode=4G``
 # The values are read as those of the options of the same meaning, and what the job asks for then is checked as a submission is.
@@ -121,11 +122,11 @@ def _fields(name: str, text: str, spec: JobSpec) -> dict[str, Any]:
 
 def _check_place(tx: Transaction, job: Job) -> None:
     """Refuse what can never start in the partitions that the job waits for."""
-    world = tx.world
+    cluster = tx.cluster
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
-    partitions = find_partitions(world, job.partition)
-    reservation = world.reservations.get(job.reservation)
-    let_in(world, job.user, spec, possible_partitions(world, spec, partitions, job.time_limit_s, reservation))
+    partitions = find_partitions(cluster, job.partition)
+    reservation = cluster.reservations.get(job.reservation)
+    let_in(cluster, job.user, spec, possible_partitions(cluster, spec, partitions, job.time_limit_s, reservation))
 
 
 CHANGES = frozenset(
@@ -213,7 +214,7 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
     if "time_limit" in changes:
         limit_s = _time_limit_s(job, changes["time_limit"])
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
-            _check_raise(tx.world, asker, job, limit_s)
+            _check_raise(tx.cluster, asker, job, limit_s)
         values["time_limit_s"] = limit_s or UNLIMITED_S
     if "time_min" in changes:
         _must_wait(job, "change the least time of")
@@ -222,7 +223,7 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         least_s = values.get("time_min_s", job.time_min_s) or None
         check_time_min(least_s, values.get("time_limit_s", job.time_limit_s))
     if not changes.keys().isdisjoint(("partition", "account", "qos")):
-        values |= _new_place(tx.world, job, changes)
+        values |= _new_place(tx.cluster, job, changes)
     if "nice" in changes:
         values["nice"] = _integer("nice", changes["nice"], at_least=-MAX_NICE, at_most=MAX_NICE)
         check_rank(asker, values["nice"], None)
@@ -237,7 +238,7 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
             raise RequestError(f"cannot throttle job {job.display_id}: it is no array")
         values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"])
     if "dependency" in changes:
-        values |= _new_dependency(tx.world, job, changes["dependency"])
+        values |= _new_dependency(tx.cluster, job, changes["dependency"])
     if "reservation" in changes:
         values["reservation"] = _new_reservation(tx, job, changes["reservation"])
     if "deadline" in changes:
@@ -250,11 +251,11 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
     return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
 
 
-def _check_raise(world: World, asker: Asker, job: Job, limit_s: int | None) -> None:
+def _check_raise(cluster: ClusterState, asker: Asker, job: Job, limit_s: int | None) -> None:
     """Refuse a user's longer time limit for a job that has started, or beyond what its partitions and accounts allow."""
     if job.state is not JobState.PENDING:
         asker.must_be_admin(f"raise the time limit of job {job.display_id} once it has started")
-    partitions = [world.partitions[name] for name in job.partition.split(",") if name in world.partitions]
+    partitions = [cluster.partitions[name] for name in job.partition.split(",") if name in cluster.partitions]
     for partition in partitions:
         if partition.max_time_s is not None and (limit_s is None or limit_s > partition.max_time_s):
             most = format_time_s(partition.max_time_s)
@@ -262,57 +263,59 @@ def _check_raise(world: World, asker: Asker, job: Job, limit_s: int | None) -> N
                 f"raise the time limit of job {job.display_id} above {most}, the most in partition {partition.name}"
             )
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=limit_s or UNLIMITED_S)
-    let_in(world, job.user, spec, partitions)
+    let_in(cluster, job.user, spec, partitions)
 
 
-def _new_dependency(world: World, job: Job, text: str) -> dict[str, Any]:
+def _new_dependency(cluster: ClusterState, job: Job, text: str) -> dict[str, Any]:
     _must_wait(job, "change the dependency of")
     terms, any_one = parse_dependency(text)
-    check_dependency(world, terms)
-    circle = dependency_circle(world, job, terms)
+    check_dependency(cluster, terms)
+    circle = dependency_circle(cluster, job, terms)
     if circle:
         way = " which waits for ".join(f"job {one.display_id}" for one in circle)
         raise RequestError(f"cannot have job {job.display_id} wait for {way}: that is a circle, none could ever start")
     return {"dependency": terms, "dependency_any": any_one}
 
 
-def _new_place(world: World, job: Job, changes: dict[str, str]) -> dict[str, str]:
+def _new_place(cluster: ClusterState, job: Job, changes: dict[str, str]) -> dict[str, str]:
     """Return the partition, account and QOS that a job has from now on; what can never start with them is refused."""
     values: dict[str, str] = {}
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
     if "account" in changes or "qos" in changes:
         _must_wait(job, "change the account or QOS of")
-        spec = _new_charge(world, job, changes)
+        spec = _new_charge(cluster, job, changes)
         values = {"account": spec.account, "qos": spec.qos}
     if "partition" not in changes:
         let_in(
-            world,
+            cluster,
             job.user,
             spec,
-            [world.partitions[name] for name in job.partition.split(",") if name in world.partitions],
+            [cluster.partitions[name] for name in job.partition.split(",") if name in cluster.partitions],
         )
         return values
     _must_wait(job, "move")
-    reservation = world.reservations.get(changes.get("reservation", job.reservation))
-    wanted = find_partitions(world, changes["partition"])
-    found = let_in(world, job.user, spec, possible_partitions(world, spec, wanted, job.time_limit_s, reservation))
+    reservation = cluster.reservations.get(changes.get("reservation", job.reservation))
+    wanted = find_partitions(cluster, changes["partition"])
+    found = let_in(cluster, job.user, spec, possible_partitions(cluster, spec, wanted, job.time_limit_s, reservation))
     return {**values, "partition": ",".join(partition.name for partition in found)}
 
 
-def _new_charge(world: World, job: Job, changes: dict[str, str]) -> JobSpec:
+def _new_charge(cluster: ClusterState, job: Job, changes: dict[str, str]) -> JobSpec:
     """Return what a job asks for, with the account and QOS that it has from now on."""
     wanted = replace(job.spec, account=changes.get("account", job.account), qos=changes.get("qos", job.qos))
-    if "account" in changes and "qos" not in changes and world.config.accounting.quality(job.qos) is None:
+    if "account" in changes and "qos" not in changes and cluster.config.accounting.quality(job.qos) is None:
         wanted = replace(wanted, qos="")
-    return replace(settle(world, job.user, wanted), time_limit_s=job.time_limit_s)
+    return replace(settle(cluster, job.user, wanted), time_limit_s=job.time_limit_s)
 
 
 def _new_reservation(tx: Transaction, job: Job, name: str) -> str:
     """Return the name of the reservation that a job is to run in from now on, "" for none."""
     _must_wait(job, "change the reservation of")
     if name:
-        reservation = check_use(tx.world, job.user, job.account, name, tx.now_s)
-        possible_partitions(tx.world, job.spec, find_partitions(tx.world, job.partition), job.time_limit_s, reservation)
+        reservation = check_use(tx.cluster, job.user, job.account, name, tx.now_s)
+        possible_partitions(
+            tx.cluster, job.spec, find_partitions(tx.cluster, job.partition), job.time_limit_s, reservation
+        )
     return name
 
 

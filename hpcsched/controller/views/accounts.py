@@ -1,4 +1,4 @@
-"""Priorities and fair share as JSON (version 1): what `hprio` and `hshare` show. Reads the world and changes nothing."""
+"""Priorities and fair share as JSON (version 1): what `hprio` and `hshare` show. Reads the cluster and changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcsched.sched.queue.fairshare import ShareUsage, share_usages
 from hpcsched.sched.queue.priority import Breakdown, breakdown_of, scale_of
 from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.sched.snapshot import PendingJob, Snapshot
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
 
 Json = dict[str, Any]
 WEIGHED = ("age", "assoc", "fairshare", "size", "partition", "qos")
@@ -53,41 +53,41 @@ def _priority_view(job: PendingJob, parts: Breakdown) -> Json:
     }
 
 
-def license_views(world: World) -> list[Json]:
+def license_views(cluster: ClusterState) -> list[Json]:
     """Return the licences with how many of each jobs have now."""
     used: Counter[str] = Counter()
-    for job in world.active_jobs():
+    for job in cluster.active_jobs():
         used.update(dict(job.spec.licenses))
     return [
         {"name": name, "total": total, "used": used[name], "free": max(0, total - used[name])}
-        for name, total in world.config.accounting.licenses
+        for name, total in cluster.config.accounting.licenses
     ]
 
 
-def share_views(world: World, now_s: float) -> Json:
+def share_views(cluster: ClusterState, now_s: float) -> Json:
     """Return the tree of accounts and users, root first, with shares, usage and factors."""
-    accounting = world.config.accounting
-    used = used_now(world, now_s)
-    lines = share_usages(accounting, charged(world, now_s))
+    accounting = cluster.config.accounting
+    used = used_now(cluster, now_s)
+    lines = share_usages(accounting, charged(cluster, now_s))
     return {
         "algorithm": accounting.fairness.value,
         "half_life_s": accounting.half_life_s,
-        "shares": [_share_view(line, used, world) for line in lines],
+        "shares": [_share_view(line, used, cluster) for line in lines],
     }
 
 
-def _share_view(line: ShareUsage, used: list[UsedResources], world: World) -> Json:
+def _share_view(line: ShareUsage, used: list[UsedResources], cluster: ClusterState) -> Json:
     view = asdict(line)
     view["level_fs"] = None if math.isinf(line.level_fs) else line.level_fs  # null: nothing used yet
     amounts: dict[str, float] = {}
     for row in used:
-        if _is_of(row, line, world):
+        if _is_of(row, line, cluster):
             for name, amount in row.amounts:
                 amounts[name] = amounts.get(name, 0.0) + amount
     return view | {"tres_seconds": amounts}
 
 
-def _is_of(row: UsedResources, line: ShareUsage, world: World) -> bool:
+def _is_of(row: UsedResources, line: ShareUsage, cluster: ClusterState) -> bool:
     if line.user:
         return (row.account, row.user) == line.association
-    return not line.account or world.config.accounting.is_part_of(row.account, (line.account,))
+    return not line.account or cluster.config.accounting.is_part_of(row.account, (line.account,))

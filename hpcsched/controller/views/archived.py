@@ -1,4 +1,4 @@
-"""The world of a database file that no controller runs from: what the planner would have seen when its last event happened.
+"""The cluster of a database file that no controller runs from: what the planner would have seen when its last event happened.
 
 For questions about a backup, or about the database of a controller that is down. Nodes and partitions are those of the
 configuration; a node answers unless it was drained. The file is only read: what has to be brought up to date is a copy, for a
@@ -13,17 +13,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hpcsched.config.load import Config
-from hpcsched.controller.recovery import load_world, node_of, policy_of
+from hpcsched.controller.recovery import load_state, node_of, policy_of
 from hpcsched.controller.tick import Controller
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import Snapshot
+from hpcsched.state.cluster import ClusterState
 from hpcsched.store.backup import back_up, contents_of
 from hpcsched.store.engine import incarnation, open_database
 from hpcsched.store.store import Store
-from hpcsched.store.world import World
 
 
 class _Nowhere:
@@ -46,7 +46,7 @@ class _Nowhere:
 
 
 def archived(database: Path, config: Config) -> tuple[Snapshot, Policy]:
-    """Return the world in the file `database` and the policy of `config`.
+    """Return the cluster in the file `database` and the policy of `config`.
 
     Raises ConfigError if the file is no database of ours, UnavailableError if it cannot be read.
     """
@@ -56,17 +56,17 @@ def archived(database: Path, config: Config) -> tuple[Snapshot, Policy]:
         back_up(database, copy)
         store = Store(open_database(copy))
         try:
-            return _world(store, config, now_s)
+            return _cluster(store, config, now_s)
         finally:
             store.close()
 
 
-def _world(store: Store, config: Config, now_s: float) -> tuple[Snapshot, Policy]:
-    world = World(config=config, incarnation=incarnation(store.connection), epoch=0)
+def _cluster(store: Store, config: Config, now_s: float) -> tuple[Snapshot, Policy]:
+    cluster = ClusterState(config=config, incarnation=incarnation(store.connection), epoch=0)
     rows = store.load_nodes()
     for spec in config.nodes:
-        world.nodes[spec.name] = replace(node_of(spec, rows.get(spec.name)), link=Link.UP)
-    world.partitions = {partition.name: partition for partition in config.partitions}
-    load_world(world, store, now_s)
+        cluster.nodes[spec.name] = replace(node_of(spec, rows.get(spec.name)), link=Link.UP)
+    cluster.partitions = {partition.name: partition for partition in config.partitions}
+    load_state(cluster, store, now_s)
     policy = policy_of(config)
-    return Controller(world, store, _Nowhere(), policy).snapshot(world.jobs_to_plan(), now_s), policy
+    return Controller(cluster, store, _Nowhere(), policy).snapshot(cluster.jobs_to_plan(), now_s), policy

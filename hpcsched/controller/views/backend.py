@@ -59,10 +59,10 @@ from hpcsched.model.training import TrainingStatus
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.snapshot_json import snapshot_to_json
 from hpcsched.shareprobe import problem_of, question
+from hpcsched.state.transaction import Transaction
 from hpcsched.steps.files import job_files
 from hpcsched.store.backup import back_up
 from hpcsched.store.rows import HistoryQuery
-from hpcsched.store.world import Transaction
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class ControllerBackend(Reading):
         apply_config: Callable[[list[str]], list[str]],
         database: Path,
     ) -> None:
-        super().__init__(controller.world, clock)
+        super().__init__(controller.cluster, clock)
         self._controller = controller
         self._fleet = fleet
         self._started_at_s = started_at_s
@@ -98,21 +98,21 @@ class ControllerBackend(Reading):
     def ping(self) -> Json:
         return {
             "hpcsched": hpcsched.__version__,
-            "cluster": self._world.config.name,
+            "cluster": self._cluster.config.name,
             "pid": os.getpid(),
             "started_at_s": self._started_at_s,
             "now_s": self._clock(),
-            "incarnation": self._world.incarnation,
-            "epoch": self._world.epoch,
-            "counts": {state.value: count for state, count in self._world.count_states().items()},
-            "nodes": dict(Counter(view["state"] for view in node_views(self._world, self._clock()))),
-            "unseen_nodes": list(self._world.unseen_nodes()),
+            "incarnation": self._cluster.incarnation,
+            "epoch": self._cluster.epoch,
+            "counts": {state.value: count for state, count in self._cluster.count_states().items()},
+            "nodes": dict(Counter(view["state"] for view in node_views(self._cluster, self._clock()))),
+            "unseen_nodes": list(self._cluster.unseen_nodes()),
             "strays": [
                 {"node": node, "incarnation": incarnation, "job_id": job_id}
                 for node, incarnation, job_id in self._controller.strays
             ],
-            "undecided": len(self._world.kept),
-            "not_taken": [*self._world.not_taken, *gone_notes(self._world)],
+            "undecided": len(self._cluster.kept),
+            "not_taken": [*self._cluster.not_taken, *gone_notes(self._cluster)],
         }
 
     # ----- jobs
@@ -127,7 +127,7 @@ class ControllerBackend(Reading):
         return {"jobs": jobs, "notes": []}
 
     async def test(self, asker: Asker, spec: JobSpec) -> Json:
-        """Say when the job would start if it were submitted now: a plan over the world as it is plus this job."""
+        """Say when the job would start if it were submitted now: a plan over the cluster as it is plus this job."""
         return await asyncio.to_thread(self._controller.rehearsal(asker, spec, self._clock()))
 
     def job(self, asker: Asker, reference: str) -> Json:
@@ -135,7 +135,7 @@ class ControllerBackend(Reading):
         jobs = self._find(asker, reference)
         listed = [one for job in jobs for one in listed_of(job, reference)]
         script = self._script_of(asker, jobs)
-        views = [job_view(job, self._world, asker, now_s, whole=True, script=script) for job in listed]
+        views = [job_view(job, self._cluster, asker, now_s, whole=True, script=script) for job in listed]
         if len(jobs) == 1 and asker.owns(jobs[0]):
             failures = self._controller.store.load_failures(jobs[0].id, jobs[0].attempt)
             views[0]["failures"] = [failure_view(failure) for failure in failures]
@@ -146,7 +146,7 @@ class ControllerBackend(Reading):
         """Return how far the job said that it is, from the store if it has ended."""
         if job.state in FINAL:
             return self._controller.store.load_training([job.id]).get(job.id)
-        return self._world.training.get(job.id)
+        return self._cluster.training.get(job.id)
 
     def _script_of(self, asker: Asker, jobs: list[Job]) -> str | None:
         """Return the script of `jobs`, which are tasks of one array if they are several; None: it is not kept any more."""
@@ -158,7 +158,7 @@ class ControllerBackend(Reading):
     def _find(self, asker: Asker, reference: str) -> list[Job]:
         """Return the jobs that are meant, from memory, or from the store if they ended long ago."""
         try:
-            return find_jobs(self._world, reference, asker.uid)
+            return find_jobs(self._cluster, reference, asker.uid)
         except NotFoundError:
             if reference.isascii() and reference.isdigit():
                 old = self._controller.store.history(HistoryQuery(job_ids=(whole_number(reference, "a job id"),)))
@@ -179,18 +179,18 @@ class ControllerBackend(Reading):
         asker.must_own(job, "tell the story of")
         events = self._controller.store.load_events(job.id)
         now_s = self._clock()
-        reason, detail, _ = why_waiting(job, self._world, asker, now_s)
+        reason, detail, _ = why_waiting(job, self._cluster, asker, now_s)
         over = f"job {job.display_id} is {job.state}{how_it_ended(job)}"
-        now = over if job.state in FINAL else in_a_sentence(job, self._world, asker, reason, detail, now_s)
+        now = over if job.state in FINAL else in_a_sentence(job, self._cluster, asker, reason, detail, now_s)
         return {"job_id": job.id, "events": tell(job, events), "now_s": now_s, "now": now}
 
     async def why(self, asker: Asker, reference: str) -> Json:
-        """Say why a job waits: a fresh plan over the world as it is, explained."""
+        """Say why a job waits: a fresh plan over the cluster as it is, explained."""
         jobs = self._find(asker, reference)
         job = first_waiting(jobs)
-        reason, detail, expected_s = why_waiting(job, self._world, asker, self._clock())
+        reason, detail, expected_s = why_waiting(job, self._cluster, asker, self._clock())
         answer: Json = {
-            "text": in_a_sentence(job, self._world, asker, reason, detail, self._clock()),
+            "text": in_a_sentence(job, self._cluster, asker, reason, detail, self._clock()),
             "reason": reason.value,
             "expected_start_s": expected_s,
             "job": job.display_id,
@@ -200,7 +200,7 @@ class ControllerBackend(Reading):
         if job.state in FINAL and asker.owns(job) and (resumes := resumes_words(job, self._training(job))):
             answer["text"] += f". {resumes}"
         if job.state is JobState.PENDING:
-            snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
+            snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
             answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
             if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
                 answer["lines"][0] = f"{reason.value}: {answer['text']}."  # the plan does not know why it begins later
@@ -251,14 +251,14 @@ class ControllerBackend(Reading):
         self._controller.send_signals(outcome.signals)
         listener = self._controller.listener
         if meant.steps and listener is not None:
-            act_on_steps(self._world, listener, asker, meant.steps, filters, signum, outcome)
+            act_on_steps(self._cluster, listener, asker, meant.steps, filters, signum, outcome)
         answer = outcome.as_json()
         for_steps = [sent.job for sent in outcome.signals if not sent.batch_only and not sent.full]
         without = [job.display_id for job in for_steps if listener is None or not listener.has_steps(job)]
         return answer | ({"without_steps": without} if without else {})
 
     async def history(self, asker: Asker, query: Json) -> bytes:
-        return await history_text(self._database, self._world, asker, query, self._clock())
+        return await history_text(self._database, self._cluster, asker, query, self._clock())
 
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart:
         job = self._one(asker, reference)
@@ -274,7 +274,7 @@ class ControllerBackend(Reading):
             job.shares[0].node,
             lambda request: protocol.ReadFile(
                 request=request,
-                user=job.user if self._world.nodes[job.shares[0].node].root_agent else "",
+                user=job.user if self._cluster.nodes[job.shares[0].node].root_agent else "",
                 path=path,
                 offset=offset,
                 limit=limit,
@@ -295,12 +295,12 @@ class ControllerBackend(Reading):
         """Return the nodes; `probe`: after a look at each; `share`: a share probe that each is to compare with its own."""
         if share:
             asker.must_be_admin("have nodes compare the share")
-        views = node_views(self._world, self._clock())
+        views = node_views(self._cluster, self._clock())
         up = [view for view in views if view["link"] == Link.UP]
         if probe:
             await asyncio.gather(*(self._probe(view) for view in up))
-        if share and self._world.config.share:
-            asked = _probe_question(self._world.config.share, share)
+        if share and self._cluster.config.share:
+            asked = _probe_question(self._cluster.config.share, share)
             await asyncio.gather(*(self._compare_share(view, asked) for view in up))
         return {"now_s": self._clock(), "nodes": views}
 
@@ -331,9 +331,9 @@ class ControllerBackend(Reading):
         if not isinstance(nodes, str) or not nodes:
             raise RequestError('cannot do that: the body must have {"nodes": "n[1-2]"}')
         if verb == "fence":
-            gone = self._world.gone_nodes()
+            gone = self._cluster.gone_nodes()
             fenced = await self._change(lambda tx: requests.fence(tx, asker, nodes, why))
-            self._fleet.retry(requests.find_nodes(self._world, nodes, gone))
+            self._fleet.retry(requests.find_nodes(self._cluster, nodes, gone))
             return fenced.as_json()
         if verb == "remove":
             force = body.get("force") is True
@@ -345,8 +345,8 @@ class ControllerBackend(Reading):
 
     def reservations(self) -> Json:
         now_s = self._clock()
-        found = [at(reservation, now_s) for reservation in self._world.reservations.values()]
-        return {"now_s": now_s, "reservations": [reservation_view(one, self._world, now_s) for one in found]}
+        found = [at(reservation, now_s) for reservation in self._cluster.reservations.values()]
+        return {"now_s": now_s, "reservations": [reservation_view(one, self._cluster, now_s) for one in found]}
 
     async def update_partition(self, asker: Asker, body: Json) -> Json:
         name, state = body.get("name"), body.get("state")
@@ -366,13 +366,13 @@ class ControllerBackend(Reading):
         self._check_people(texts)
         work = reserving.create if verb == "create" else reserving.update
         made = await self._change(lambda tx: work(tx, asker, name, texts))
-        return {"name": made.name, "reservation": reservation_view(made, self._world, self._clock())}
+        return {"name": made.name, "reservation": reservation_view(made, self._cluster, self._clock())}
 
     def _check_people(self, changes: Mapping[str, str]) -> None:
         """Refuse a reservation for users of whom nobody has heard: nobody could use it."""
         known = {
-            *(job.user for job in self._world.jobs.values()),
-            *(one.name for one in self._world.config.accounting.users),
+            *(job.user for job in self._cluster.jobs.values()),
+            *(one.name for one in self._cluster.config.accounting.users),
         }
         for name in read_wish(changes, self._clock()).users or ():
             if name not in known and not is_account(name):
@@ -382,7 +382,7 @@ class ControllerBackend(Reading):
 
     def crontab(self, asker: Asker, user: str) -> Json:
         owner = self._owner(asker, user)
-        return crontabs.view(self._world.crontabs.get(owner.uid))
+        return crontabs.view(self._cluster.crontabs.get(owner.uid))
 
     async def install_crontab(self, asker: Asker, body: Json) -> Json:
         """Replace the crontab of the asker, or of the user that an admin names; a text without entries deletes it."""
@@ -406,7 +406,7 @@ class ControllerBackend(Reading):
         return replace(asker_of(uid, ()), admin=False)
 
     def triggers(self) -> Json:
-        return {"triggers": triggers.views(self._world)}
+        return {"triggers": triggers.views(self._cluster)}
 
     async def act_on_triggers(self, asker: Asker, verb: str, body: Json) -> Json:
         if verb == "set":
@@ -421,18 +421,18 @@ class ControllerBackend(Reading):
     def priorities(self, asker: Asker, query: Json) -> Json:
         """Return the priorities of the waiting jobs among those that `query` asks for, as in `jobs`."""
         now_s = self._clock()
-        snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
+        snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), now_s)
         wanted = [job.id for job in self.selected(asker, query)]
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
 
     async def snapshot(self) -> Json:
-        """Return the world as a plan sees it, for whoever asks: nothing that hqueue, hinfo and hshare do not show to all."""
-        snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
-        return {"world": await asyncio.to_thread(snapshot_to_json, snapshot, self._controller.policy)}
+        """Return the cluster as a plan sees it, for whoever asks: nothing that hqueue, hinfo and hshare do not show to all."""
+        snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
+        return {"snapshot": await asyncio.to_thread(snapshot_to_json, snapshot, self._controller.policy)}
 
     def shares(self) -> Json:
         now_s = self._clock()
-        return {"now_s": now_s, **share_views(self._world, now_s)}
+        return {"now_s": now_s, **share_views(self._cluster, now_s)}
 
     async def reset_usage(self, asker: Asker, body: Json) -> Json:
         accounts, users = body.get("accounts") or [], body.get("users") or []
@@ -446,11 +446,11 @@ class ControllerBackend(Reading):
         return {"reset": [{"account": account, "user": user} for account, user in found]}
 
     def licenses(self) -> Json:
-        return {"licenses": license_views(self._world)}
+        return {"licenses": license_views(self._cluster)}
 
     def strays(self, asker: Asker) -> Json:
         asker.must_be_admin("see what runs from before the restore")
-        return {"now_s": self._clock(), "strays": orphans.views(self._world)}
+        return {"now_s": self._clock(), "strays": orphans.views(self._cluster)}
 
     async def act_on_strays(self, asker: Asker, verb: str, body: Json) -> Json:
         tokens = body.get("tokens")
@@ -458,16 +458,16 @@ class ControllerBackend(Reading):
             raise RequestError('cannot do that: the body must be {"tokens": [tokens or their beginnings, or "all"]}')
         if verb == "adopt":
             adopted = await self._change(lambda tx: orphans.adopt(tx, asker, tokens))
-            return {"jobs": adopted, "left": len(self._world.kept)}
+            return {"jobs": adopted, "left": len(self._cluster.kept)}
         ended = await self._change(lambda tx: orphans.end(tx, asker, tokens))
         self._controller.end_strays(ended)
         return {"nodes": list(ended)}
 
     def partitions(self) -> Json:
-        return {"partitions": partition_views(self._world, self._clock())}
+        return {"partitions": partition_views(self._cluster, self._clock())}
 
     def config(self, asker: Asker) -> Json:
-        config = self._world.config
+        config = self._cluster.config
         shown = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
         for name, value in (asdict(config.controller) | {"scheduler": asdict(config.scheduler)}).items():
             shown[name] = str(value) if isinstance(value, Path) else value
@@ -481,8 +481,8 @@ class ControllerBackend(Reading):
         """Read the configuration again; `same_machine`: nodes that have only a new address, by the admin's word."""
         asker.must_be_admin("reload the configuration")
         for name in same_machine:
-            if name not in self._world.nodes:
-                there = ", ".join(self._world.nodes) or "none"
+            if name not in self._cluster.nodes:
+                there = ", ".join(self._cluster.nodes) or "none"
                 raise NotFoundError(f"Invalid node name specified: {name[:60]!r}; there are: {there}")
         return {"changed": self._apply_config(same_machine)}
 

@@ -22,10 +22,11 @@ from hpcsched.errors import RequestError
 from hpcsched.model.job import MAX_COMPONENTS, Job, components_of
 from hpcsched.model.numbers import number, whole_number
 from hpcsched.model.training import TrainingStatus
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import StepRecord
 from hpcsched.store.engine import open_read_only
-from hpcsched.store.rows import HistoryQuery, StepRow
+from hpcsched.store.rows import HistoryQuery
 from hpcsched.store.store import Store
-from hpcsched.store.world import World
 
 PART_JOBS = 500  # read at a time
 
@@ -37,11 +38,11 @@ class _Part(NamedTuple):
     """Some of the jobs, with what belongs to them."""
 
     jobs: list[Job]
-    steps: list[StepRow]
+    steps: list[StepRecord]
     training: dict[int, TrainingStatus]
 
 
-async def history_text(database: Path, world: World, asker: Asker, query: Json, now_s: float) -> bytes:
+async def history_text(database: Path, cluster: ClusterState, asker: Asker, query: Json, now_s: float) -> bytes:
     """Return the jobs that `query` asks for, those that have not ended as they are now.
 
     Raises RequestError, and UnavailableError if the database cannot be read.
@@ -55,7 +56,7 @@ async def history_text(database: Path, world: World, asker: Asker, query: Json, 
         ids = await loop.run_in_executor(thread, _ids, store, wanted)
         for at in range(0, len(ids), PART_JOBS):
             part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS])
-            for view in _views(part, world, asker, now_s):
+            for view in _views(part, cluster, asker, now_s):
                 texts.append(json_text(view))
                 if breaks.due():
                     await breaks.take()
@@ -78,13 +79,13 @@ def _read(store: Store, ids: Sequence[int]) -> _Part:
     return _Part(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
 
 
-def _views(part: _Part, world: World, asker: Asker, now_s: float) -> Iterator[Json]:
+def _views(part: _Part, cluster: ClusterState, asker: Asker, now_s: float) -> Iterator[Json]:
     steps: dict[int, list[Json]] = {}
     for step in part.steps:
         steps.setdefault(step.job_id, []).append(step_view(step))
     for job in part.jobs:
-        for one in components_of(world.jobs.get(job.id, job)):
-            view = job_view(one, world, asker, now_s)
+        for one in components_of(cluster.jobs.get(job.id, job)):
+            view = job_view(one, cluster, asker, now_s)
             view["steps"] = [step for step in steps.get(job.id, []) if one.component is None or _is_in(step, one)]
             if view["training"] is None and asker.owns(job):
                 view["training"] = training_view(part.training.get(job.id))

@@ -26,7 +26,7 @@ from hpcsched.listing.text import split_list
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, components_of
 from hpcsched.model.numbers import whole_number
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
 
 # ----- the rows of the queue's text, kept from one look to the next: only those of jobs that have changed are written again
 # A job that waits or is over reads the same at any time, unless it changes, or what the last plan said of it, as far as its row
@@ -63,8 +63,8 @@ class _Watched(Look):
 class QueueRows:
     """The rows of the last few layouts."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
         self._kept: dict[tuple[object, ...], dict[int, _Kept]] = {}
         self._settings: tuple[object, ...] = ()
 
@@ -80,22 +80,22 @@ class QueueRows:
             if breaks.due():
                 await breaks.take()
         for tasks in folds:
-            view = JobView(tasks[0], self._world, asker, look.now_s)
+            view = JobView(tasks[0], self._cluster, asker, look.now_s)
             view["folded"] = _indices(tasks)
             if tasks[0].state in FINAL:
                 view["elapsed_s"] = max(elapsed_s(task, look.now_s) for task in tasks)
                 nodes = {share.node for task in tasks for share in task.shares}
-                listed = [name for name in self._world.nodes if name in nodes]
+                listed = [name for name in self._cluster.nodes if name in nodes]
                 view["node_list"] = compress_hostlist([*listed, *sorted(nodes.difference(listed))])
             rows.append(row_of(view, listing, look))
         return rows
 
     def _table(self, key: tuple[object, ...]) -> dict[int, _Kept]:
-        settings = (self._world.config, self._world.partitions)
+        settings = (self._cluster.config, self._cluster.partitions)
         if len(self._settings) != 2 or any(a is not b for a, b in zip(settings, self._settings, strict=True)):
             self._kept, self._settings = {}, settings
         table = self._kept.pop(key, {})
-        if len(table) > 2 * len(self._world.jobs):  # most are of jobs that have been forgotten
+        if len(table) > 2 * len(self._cluster.jobs):  # most are of jobs that have been forgotten
             table = {}
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
@@ -103,11 +103,11 @@ class QueueRows:
         return table
 
     def _row(self, job: Job, listing: Listing, table: dict[int, _Kept], asker: Asker, look: Look) -> QueueRow:
-        world = self._world
-        view = JobView(job, world, asker, look[0])
+        cluster = self._cluster
+        view = JobView(job, cluster, asker, look[0])
         if job.state in ACTIVE:
             return row_of(view, listing, look)
-        wait, priority = world.waits.get(job.id), world.priorities.get(job.id)
+        wait, priority = cluster.waits.get(job.id), cluster.priorities.get(job.id)
         known = table.get(job.id)
         if known is not None and known.job is not job:
             known = None
@@ -194,24 +194,24 @@ _LAYOUT = frozenset(
 _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 
-async def queue_text(world: World, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
+async def queue_text(cluster: ClusterState, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
     """Return the lines that `query` asks for. Raises RequestError."""
     listing = _listing(query)
-    jobs = selected(world, asker, {name: query[name] for name in query if name not in _LAYOUT})
+    jobs = selected(cluster, asker, {name: query[name] for name in query if name not in _LAYOUT})
     ended: list[Job] = []
     if query.get("ended"):  # a line stands for those
         ended, jobs = [job for job in jobs if job.state in FINAL], [job for job in jobs if job.state not in FINAL]
     look = Look(now_s, query.get("time_format", ""))
     layout = tuple(query.get(name, "") for name in ("format", "long", "order", "fit", "colour"))
     text = queue.queue_text(await kept.rows(jobs, listing, layout, asker, look), listing, look)
-    text += _ended(world, ended, now_s, colour=listing.colour)
+    text += _ended(cluster, ended, now_s, colour=listing.colour)
     seen = asker.admin and query.get("whose") == "default"
-    return text + (_others(world, [*jobs, *ended], colour=listing.colour) if query.get("others") and not seen else "")
+    return text + (_others(cluster, [*jobs, *ended], colour=listing.colour) if query.get("others") and not seen else "")
 
 
-def _ended(world: World, jobs: Sequence[Job], now_s: float, *, colour: bool) -> str:
+def _ended(cluster: ClusterState, jobs: Sequence[Job], now_s: float, *, colour: bool) -> str:
     """Return the line that stands for jobs which ended a short while ago; "" if there are none."""
-    kept_s = world.config.controller.min_job_age_s
+    kept_s = cluster.config.controller.min_job_age_s
     states = Counter(job.state for job in jobs if (job.ended_at_s or 0.0) >= now_s - kept_s)
     count = states.total()
     if not count:
@@ -229,10 +229,10 @@ def _span(seconds: float) -> str:
     return f"{seconds:g} seconds"
 
 
-def _others(world: World, jobs: Iterable[Job], *, colour: bool) -> str:
+def _others(cluster: ClusterState, jobs: Iterable[Job], *, colour: bool) -> str:
     """Return the line about the jobs that are not among `jobs`, for a person who sees their own alone."""
     shown = {job.id for job in jobs}
-    others = [job.state for job in world.jobs.values() if job.id not in shown]
+    others = [job.state for job in cluster.jobs.values() if job.id not in shown]
     running, waiting = sum(state in ACTIVE for state in others), others.count(JobState.PENDING)
     if not running and not waiting:
         return ""
@@ -254,46 +254,46 @@ def _listing(query: Query) -> Listing:
     )
 
 
-def selected(world: World, asker: Asker, query: Query) -> list[Job]:
+def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
     """Return the jobs that the filters ask for. Raises NotFoundError, RequestError."""
     unknown = set(query) - _OTHER - set(_FILTERS)
     if unknown:
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
     strict = query.get("strict") == "1"
     if query.get("id"):
-        jobs = _numbered(world, asker, query["id"], strict=strict)
+        jobs = _numbered(cluster, asker, query["id"], strict=strict)
     else:
-        jobs = [one for job in world.jobs.values() for one in (components_of(job) if job.spec.components else (job,))]
+        jobs = [one for job in cluster.jobs.values() for one in (components_of(job) if job.spec.components else (job,))]
     states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
     wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
     jobs = [job for job in jobs if job.state in states or (wants_special and is_special(job))]
     if query.get("whose") == "default" and not asker.admin:  # an admin looks after everybody's
         jobs = [job for job in jobs if job.uid == asker.uid]
     if strict:
-        _check_users(world, query.get("user", ""))
+        _check_users(cluster, query.get("user", ""))
     for name, values_of in _FILTERS.items():
         if query.get(name):
             wanted = set(query[name].split(","))
             jobs = [job for job in jobs if not wanted.isdisjoint(values_of(job))]
     if query.get("nodes"):
-        nodes = _nodes(world, query["nodes"])
+        nodes = _nodes(cluster, query["nodes"])
         jobs = [job for job in jobs if any(share.node in nodes for share in job.shares)]
     return jobs
 
 
-def _check_users(world: World, text: str) -> None:
+def _check_users(cluster: ClusterState, text: str) -> None:
     """Refuse the name of a user of whom nobody has heard: it is more likely mistyped than idle."""
     for name in text.split(",") if text else ():
-        if not name.isdigit() and not is_account(name) and not any(job.user == name for job in world.jobs.values()):
+        if not name.isdigit() and not is_account(name) and not any(job.user == name for job in cluster.jobs.values()):
             raise RequestError(f"Invalid user: {name}")
 
 
-def _numbered(world: World, asker: Asker, text: str, *, strict: bool) -> list[Job]:
+def _numbered(cluster: ClusterState, asker: Asker, text: str, *, strict: bool) -> list[Job]:
     references = split_list(text)
     found: dict[int, Job] = {}
     for reference in references:
         try:
-            meant = find_jobs(world, reference, asker.uid)
+            meant = find_jobs(cluster, reference, asker.uid)
             found |= {one.number: one for job in meant for one in listed_of(job, reference)}
         except NotFoundError:
             if strict or len(references) == 1:  # squeue shows of several those that there are
@@ -314,10 +314,10 @@ def _states(text: str) -> frozenset[JobState]:
     return frozenset(map(JobState, words)) or _SHOWN
 
 
-def _nodes(world: World, text: str) -> frozenset[str]:
+def _nodes(cluster: ClusterState, text: str) -> frozenset[str]:
     names = expand_hostlist(text)
     for name in names:
-        if name not in world.nodes:
+        if name not in cluster.nodes:
             raise RequestError(f"Invalid node name specified: {name}")
     return frozenset(names)
 
@@ -328,18 +328,18 @@ def _nodes(world: World, text: str) -> frozenset[str]:
 class Reading:
     """`hpcsched.api.app.Reader` over the ledger. `under_way`: so many answers are being made."""
 
-    def __init__(self, world: World, clock: Callable[[], float]) -> None:
-        self._world = world
+    def __init__(self, cluster: ClusterState, clock: Callable[[], float]) -> None:
+        self._cluster = cluster
         self._clock = clock
-        self._rows = QueueRows(world)
+        self._rows = QueueRows(cluster)
         self.under_way = 0
 
     def admins(self) -> tuple[str, ...]:
-        return self._world.config.controller.admins
+        return self._cluster.config.controller.admins
 
     def selected(self, asker: Asker, query: dict[str, str]) -> list[Job]:
         """Return the jobs that a query asks for, as our own commands ask. Raises NotFoundError, RequestError."""
-        return selected(self._world, asker, {"state": "ALL", "strict": "1"} | query)
+        return selected(self._cluster, asker, {"state": "ALL", "strict": "1"} | query)
 
     async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes:
         """Return the jobs as the text of a JSON object. Raises as `selected` does."""
@@ -347,7 +347,7 @@ class Reading:
             now_s = self._clock()
             breaks, texts = Breaks(), []
             for job in self.selected(asker, query):
-                texts.append(json_text(job_view(job, self._world, asker, now_s)))
+                texts.append(json_text(job_view(job, self._cluster, asker, now_s)))
                 if breaks.due():
                     await breaks.take()
             return jobs_text(now_s, texts)
@@ -355,7 +355,7 @@ class Reading:
     async def queue(self, asker: Asker, query: dict[str, str]) -> str:
         """Return the jobs as lines of text. Raises as `selected` does, and UsageError."""
         with self._counted():
-            return await queue_text(self._world, self._rows, asker, query, self._clock())
+            return await queue_text(self._cluster, self._rows, asker, query, self._clock())
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

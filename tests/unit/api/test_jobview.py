@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import partition
-from unit.controller.world import ANN, BOB, ROOT, Cluster
+from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
@@ -34,15 +34,15 @@ def test_all_values_of_a_job_are_what_each_is_by_itself(asker: Asker, fields: di
     cluster = Cluster("n1")
     cluster.submit(hold=True)
     job = cluster.job(cluster.submit(**fields))
-    whole = job_view(job, cluster.world, asker, cluster.now_s)
-    assert list(whole.items()) == [(name, JobView(job, cluster.world, asker, cluster.now_s)[name]) for name in VALUES]
+    whole = job_view(job, cluster.state, asker, cluster.now_s)
+    assert list(whole.items()) == [(name, JobView(job, cluster.state, asker, cluster.now_s)[name]) for name in VALUES]
 
 
 def test_where_a_jobs_output_goes_is_shown_with_its_name_filled_in() -> None:
     cluster = Cluster("n1")
     plain = cluster.job(cluster.submit(stdout="/out/all", stderr="errors", work_dir="/home/ann"))
     named = cluster.job(cluster.submit(stdout="%x-%j.out", stdin="in.%%", name="fit", work_dir="/home/ann"))
-    shown = [job_view(job, cluster.world, ANN, cluster.now_s) for job in (plain, named)]
+    shown = [job_view(job, cluster.state, ANN, cluster.now_s) for job in (plain, named)]
     assert [[view[name] for name in ("stdout", "stderr", "stdin")] for view in shown] == [
         ["/out/all", "/home/ann/errors", ""],
         [f"/home/ann/fit-{named.id}.out", f"/home/ann/fit-{named.id}.out", "/home/ann/in.%"],
@@ -52,7 +52,7 @@ def test_where_a_jobs_output_goes_is_shown_with_its_name_filled_in() -> None:
 def test_what_a_waiting_job_asks_for_is_shown_where_it_has_nothing_yet() -> None:
     cluster = Cluster("n1")
     other = replace(partition("n1"), name="high", priority_tier=7)
-    cluster.world.partitions = {**cluster.world.partitions, "high": other}
+    cluster.state.partitions = {**cluster.state.partitions, "high": other}
     job = cluster.job(cluster.submit(hold=True))
     spec = replace(
         job.spec,
@@ -61,9 +61,9 @@ def test_what_a_waiting_job_asks_for_is_shown_where_it_has_nothing_yet() -> None
         shards_per_node=(GpuRequest(type="", count=2),),
     )
     asking = replace(job, spec=spec, partition="main,high")
-    view = job_view(asking, cluster.world, ANN, cluster.now_s)
+    view = job_view(asking, cluster.state, ANN, cluster.now_s)
     assert (view["gpus"], view["shards"], view["priority_tier"]) == (6, 4, 7)
-    plain = job_view(job, cluster.world, ANN, cluster.now_s)
+    plain = job_view(job, cluster.state, ANN, cluster.now_s)
     assert (plain["gpus"], plain["shards"], plain["priority_tier"], plain["dependency"]) == (0, 0, 1, "")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_api import FakeApi
-from unit.controller.world import ANN, BOB, Cluster
+from unit.controller.cluster import ANN, BOB, Cluster
 
 from hpcsched import client
 from hpcsched.cli import hprio, hshare
@@ -30,7 +30,7 @@ LAB = Accounting(
 @pytest.fixture
 def cluster() -> Cluster:
     made = Cluster("n1")
-    made.world.config = replace(made.world.config, accounting=LAB)
+    made.state.config = replace(made.state.config, accounting=LAB)
     made.controller.policy = replace(
         made.controller.policy, weight_fairshare=1000, weight_qos=100, weight_assoc=10, weights_tres=(("cpu", 50.0),)
     )
@@ -45,11 +45,11 @@ def answers(api: FakeApi, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(client, "my_name", lambda: "ann")
 
     def priorities(body: object, given: dict[str, str]) -> dict:
-        snapshot = cluster.controller.snapshot(cluster.world.jobs_to_plan(), cluster.now_s)
-        return priority_views(snapshot, cluster.controller.policy, cluster.world.pending)
+        snapshot = cluster.controller.snapshot(cluster.state.jobs_to_plan(), cluster.now_s)
+        return priority_views(snapshot, cluster.controller.policy, cluster.state.pending)
 
     api.answers["GET /v1/priorities"] = priorities
-    api.answers["GET /v1/shares"] = lambda body, given: share_views(cluster.world, cluster.now_s)
+    api.answers["GET /v1/shares"] = lambda body, given: share_views(cluster.state, cluster.now_s)
     return cluster
 
 
@@ -81,7 +81,7 @@ def test_hprio_shows_what_a_priority_is_made_of(
 
 def test_hprio_marks_a_fixed_priority(answers: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     job = answers.submit(ANN, ntasks=2)
-    answers.world.put(replace(answers.job(job), priority_set=77))
+    answers.state.put(replace(answers.job(job), priority_set=77))
     assert hprio.main(["-h"]) == 0
     assert capsys.readouterr().out.split()[:4] == ["2", "main", "77*", "-"]
     assert hprio.main(["--json"]) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_api import FakeApi
-from unit.controller.world import BOB, Cluster
+from unit.controller.cluster import BOB, Cluster
 
 from hpcsched.cli import hctl, hsim
 from hpcsched.model.ids import NodeName
@@ -69,7 +69,7 @@ def test_a_backup_is_asked_instead_of_the_controller(
     answer = json.loads(capsys.readouterr().out)
     (today,) = answer["variants"]
     assert (answer["now_s"], today["policy"], today["started"]) == (cluster.now_s, "conservative", 2)
-    started_s = cluster.job(cluster.world.last_job_id - 2).started_at_s
+    started_s = cluster.job(cluster.state.last_job_id - 2).started_at_s
     starts_s = {job["job_id"]: job["starts_s"] for job in answer["jobs"]}
     assert starts_s[soon] == [cluster.now_s]  # nodes count as answering
     assert started_s is not None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from jobs import spec
-from unit.controller.world import ANN, BOB, ROOT, Cluster
+from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
 from hpcsched.controller.requests import jobs
@@ -21,9 +21,9 @@ from hpcsched.model.spec import ArraySpec
 
 def cluster(accounting: Accounting, **partition_limits: object) -> Cluster:
     made = Cluster("n1", "n2")
-    made.world.config = replace(made.world.config, accounting=accounting)
+    made.state.config = replace(made.state.config, accounting=accounting)
     limits = Limits(**partition_limits)  # type: ignore[arg-type]
-    made.world.partitions = {"main": replace(made.world.partitions["main"], limits=limits)}
+    made.state.partitions = {"main": replace(made.state.partitions["main"], limits=limits)}
     return made
 
 
@@ -39,7 +39,7 @@ def refusal(made: Cluster, asker: Asker = ANN, **fields: object) -> str:
 
 
 def _with_limits(made: Cluster, **scheduler: object) -> Cluster:
-    made.world.config = replace(made.world.config, scheduler=replace(made.world.config.scheduler, **scheduler))  # type: ignore[arg-type]
+    made.state.config = replace(made.state.config, scheduler=replace(made.state.config.scheduler, **scheduler))  # type: ignore[arg-type]
     return made
 
 
@@ -57,7 +57,7 @@ def test_a_user_may_have_a_tenth_of_the_queue() -> None:
     made.submit(ROOT, array=ArraySpec(indices=tuple(range(20))))
     made.ask(lambda tx: jobs.cancel(tx, ANN, [str(first)], {}))
     made.submit(array=array, hold=True)
-    assert made.world.queued == {"ann": 5, "bob": 1, "root": 20}
+    assert made.state.queued == {"ann": 5, "bob": 1, "root": 20}
 
 
 def test_an_admin_sets_how_much_of_the_queue_a_user_may_have() -> None:
@@ -65,7 +65,7 @@ def test_an_admin_sets_how_much_of_the_queue_a_user_may_have() -> None:
     made.submit()
     assert "one user may have 1" in refusal(made)
     own = UserRules(name="ann", limits=Limits(max_submit_jobs=3))
-    made.world.config = replace(made.world.config, accounting=replace(lab(), users=(own,)))
+    made.state.config = replace(made.state.config, accounting=replace(lab(), users=(own,)))
     made.submit()
     made.submit()
     assert "allows each user 3 jobs that wait or run" in refusal(made)
@@ -120,9 +120,9 @@ def gpu_lab() -> Cluster:
     """A partition that takes all, and one that takes the account `top` and what is below it, with QOS high."""
     accounts = (*lab().accounts, Account(name="guests", users=("bob",), qos=("normal", "high")))
     made = cluster(Accounting(accounts=accounts, qos=(Qos(name="normal"), Qos(name="high"))))
-    main = made.world.partitions["main"]
+    main = made.state.partitions["main"]
     gpu = replace(main, name="gpu", default=False, allow_accounts=("top",), allow_qos=("high",))
-    made.world.partitions = {"main": main, "gpu": gpu}
+    made.state.partitions = {"main": main, "gpu": gpu}
     return made
 
 
@@ -151,8 +151,8 @@ def test_a_job_that_waits_is_moved_only_to_where_it_is_let_in() -> None:
 
 def test_a_job_that_waits_is_not_moved_to_a_partition_whose_limits_it_breaks_by_itself() -> None:
     made = cluster(Accounting())
-    main = made.world.partitions["main"]
-    made.world.partitions["small"] = replace(main, name="small", limits=Limits(max_tres_per_job=(("cpu", 1),)))
+    main = made.state.partitions["main"]
+    made.state.partitions["small"] = replace(main, name="small", limits=Limits(max_tres_per_job=(("cpu", 1),)))
     job = made.submit(ntasks=2, hold=True)
     assert "QOSMaxCpuPerJobLimit: partition 'small' allows a job 1 cpu" in changed(made, ANN, job, partition="small")[0]
     assert made.job(job).partition == "main"
@@ -160,7 +160,7 @@ def test_a_job_that_waits_is_not_moved_to_a_partition_whose_limits_it_breaks_by_
 
 def test_a_job_that_is_one_too_many_in_one_partition_comes_into_the_other() -> None:
     made = cluster(Accounting(), max_submit_jobs=1)
-    made.world.partitions["open"] = replace(made.world.partitions["main"], name="open", default=False, limits=Limits())
+    made.state.partitions["open"] = replace(made.state.partitions["main"], name="open", default=False, limits=Limits())
     assert made.job(made.submit(hold=True)).partition == "main"
     assert made.job(made.submit(partition="main,open", hold=True)).partition == "open"
     assert "there are 1, and one more is too many" in refusal(made)
@@ -178,7 +178,7 @@ def test_one_job_too_many_is_refused_and_counts_by_user_and_by_account() -> None
     assert "AssocMaxSubmitJobLimit: account 'lab' allows each user 2 jobs that wait or run; there are 2" in text
     made.submit(BOB)
     assert "AssocGrpSubmitJobsLimit" in refusal(made, BOB)
-    assert len(made.world.jobs) == 3
+    assert len(made.state.jobs) == 3
 
 
 def test_qos_and_partitions_have_limits_of_their_own_in_the_qos_s_words() -> None:
@@ -225,7 +225,7 @@ def test_account_and_qos_of_a_job_that_waits_can_be_changed() -> None:
 def test_a_job_whose_account_is_gone_can_be_given_another() -> None:
     made = cluster(Accounting())
     job = made.submit(account="label", qos="label", hold=True)
-    made.world.config = replace(made.world.config, accounting=replace(lab(), qos=(Qos(name="normal"),)))
+    made.state.config = replace(made.state.config, accounting=replace(lab(), qos=(Qos(name="normal"),)))
     assert changed(made, ANN, job, account="lab") == []
     assert (made.job(job).account, made.job(job).qos) == ("lab", "normal")
 
@@ -239,7 +239,7 @@ def test_licences_are_shown_with_what_is_free() -> None:
     made = cluster(Accounting(licenses=(("matlab", 3), ("stata", 1))))
     made.run(made.submit(licenses=(("matlab", 2),)))
     made.submit(licenses=(("stata", 1),), hold=True)
-    assert license_views(made.world) == [
+    assert license_views(made.state) == [
         {"name": "matlab", "total": 3, "used": 2, "free": 1},
         {"name": "stata", "total": 1, "used": 0, "free": 1},
     ]

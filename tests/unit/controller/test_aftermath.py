@@ -6,8 +6,8 @@ import asyncio
 import json
 
 import pytest
+from cluster import ANN, ROOT, Cluster
 from jobs import T0, node
-from world import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.views import node_state, why_waiting
@@ -18,11 +18,11 @@ from hpcsched.lifecycle.events import NodeLost
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState, Reason
 from hpcsched.model.node import Link, NodeState
-from hpcsched.store.rows import StepRow
+from hpcsched.state.transaction import StepRecord
 
 
-def _step(job_id: int) -> StepRow:
-    return StepRow(
+def _step(job_id: int) -> StepRecord:
+    return StepRecord(
         job_id=job_id, attempt=0, step="0", name="work", nodes=("n1",), ntasks=1, state="RUNNING", started_at_s=T0
     )
 
@@ -37,7 +37,7 @@ def test_the_steps_of_a_lost_attempt_ended_with_it() -> None:
     cluster.run(job_id)
     cluster.ask(lambda tx: tx.put_step(_step(job_id)))
     cluster.tick(10.0)
-    cluster.ask(lambda tx: jobs.lose_node(tx, tx.world.jobs[job_id], NodeName("n1"), "it was rebooted"))
+    cluster.ask(lambda tx: jobs.lose_node(tx, tx.cluster.jobs[job_id], NodeName("n1"), "it was rebooted"))
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.PENDING, 1)
     assert _states(cluster, job_id) == {(0, "batch"): "NODE_FAIL", (0, "0"): "NODE_FAIL"}
     assert {step.ended_at_s for step in cluster.store.load_steps([job_id])} == {cluster.now_s}
@@ -61,7 +61,7 @@ def test_a_job_that_was_queued_again_says_why_and_from_when_it_may_start() -> No
     cluster.ask(lambda tx: jobs.requeue(tx, ANN, [str(job_id)]))
     cluster.gone(job_id, "n1")
     cluster.tick()
-    reason, detail, from_s = why_waiting(cluster.job(job_id), cluster.world, ROOT, cluster.now_s)
+    reason, detail, from_s = why_waiting(cluster.job(job_id), cluster.state, ROOT, cluster.now_s)
     assert (reason, from_s) == (Reason.BEGIN_TIME, cluster.job(job_id).not_before_s)
     assert detail.startswith("was queued again after its attempt 0 (requeued by ann), and may start from ")
 

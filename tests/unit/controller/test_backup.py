@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from world import Cluster
+from cluster import Cluster
 
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
 from hpcsched.store.backup import back_up, contents_of, restore
@@ -53,7 +53,7 @@ def test_a_restore_is_another_incarnation_keeps_the_old_database_and_gives_no_id
     assert contents_of(done.kept).last_job_id == later
     engine = open_database(tmp_path / "h.db")
     store = Store(engine)
-    assert incarnation(engine) == done.incarnation != cluster.world.incarnation
+    assert incarnation(engine) == done.incarnation != cluster.state.incarnation
     assert restored_last_id(engine) == 1
     assert [job.id for job in store.load_jobs(0.0)] == [1]
     assert store.last_ids()[0] == later
@@ -77,7 +77,7 @@ def test_what_is_damaged_or_not_ours_is_not_restored(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             restore(tmp_path / name, tmp_path / "h.db", now_s=NOW_S, suffix="old")
-    assert contents_of(tmp_path / "h.db").incarnation == cluster.world.incarnation
+    assert contents_of(tmp_path / "h.db").incarnation == cluster.state.incarnation
     assert not (tmp_path / "h.db.old").exists()
 
 
@@ -103,4 +103,4 @@ def test_a_database_that_somebody_reads_is_not_taken_away(tmp_path: Path, monkey
     back_up(tmp_path / "h.db", tmp_path / "copy")
     with pytest.raises(UnavailableError, match="cannot restore"):
         restore(tmp_path / "copy", tmp_path / "h.db", now_s=NOW_S, suffix="old")
-    assert contents_of(tmp_path / "h.db").incarnation == cluster.world.incarnation
+    assert contents_of(tmp_path / "h.db").incarnation == cluster.state.incarnation

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import ANN, BOB, Cluster
 from jobs import spec
-from world import ANN, BOB, Cluster
 
 from hpcnode.wire import message as message_codec
 from hpcnode.wire import protocol
 from hpcsched import mishap
 from hpcsched.controller import tick
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
 from hpcsched.errors import InternalError, InvariantError, RequestError
 from hpcsched.lifecycle.events import EndRequested
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState, Reason
-from hpcsched.store.rows import StepRow
-from hpcsched.store.world import Transaction, World
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import StepRecord, Transaction
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +38,9 @@ def submit(cluster: Cluster, answers: list[Any], **fields: Any) -> None:
 
 
 def assert_memory_is_disk(cluster: Cluster) -> None:
-    known = cluster.world
-    read = World(config=known.config, incarnation=known.incarnation, epoch=known.epoch)
-    load_world(read, cluster.store, cluster.now_s)
+    known = cluster.state
+    read = ClusterState(config=known.config, incarnation=known.incarnation, epoch=known.epoch)
+    load_state(read, cluster.store, cluster.now_s)
     assert read.jobs == known.jobs
     assert list(read.pending) == list(known.pending)
     assert (set(read.active), read.arrays, read.usage) == (set(known.active), known.arrays, known.usage)
@@ -60,8 +60,8 @@ def test_an_unexpected_failure_of_one_item_is_its_own_and_leaves_nothing_behind(
     submit(cluster, answers)
     cluster.tick()
     assert [type(answer).__name__ for answer in answers] == ["list", "InternalError", "list"]
-    assert sorted(cluster.world.jobs) == [1, 2]
-    assert {job.user for job in cluster.world.jobs.values()} == {"ann"}
+    assert sorted(cluster.state.jobs) == [1, 2]
+    assert {job.user for job in cluster.state.jobs.values()} == {"ann"}
     assert_memory_is_disk(cluster)
 
 
@@ -88,7 +88,7 @@ def test_the_traceback_is_logged_once_under_the_number_that_the_client_is_told(
 def test_what_cannot_be_written_is_found_and_the_rest_of_the_tick_is_on_disk(tmp_path: Path) -> None:
     cluster = Cluster("n1", path=tmp_path / "db")
     answers: list[Any] = []
-    row = StepRow(job_id=1, attempt=0, step="7", name="\ud800", nodes=("n1",), ntasks=1, state="RUNNING")
+    row = StepRecord(job_id=1, attempt=0, step="7", name="\ud800", nodes=("n1",), ntasks=1, state="RUNNING")
     submit(cluster, answers)
     cluster.controller.ask(lambda tx: tx.put_step(row), answers.append)
     cluster.controller.ask(lambda tx: tx.set_node(NodeName("n1"), boot_id=2**70), answers.append)
@@ -99,7 +99,7 @@ def test_what_cannot_be_written_is_found_and_the_rest_of_the_tick_is_on_disk(tmp
     assert kinds == ["list", "InternalError", "InternalError", "RequestError", "list"]
     assert "UnicodeEncodeError" in str(answers[1])
     assert "OverflowError" in str(answers[2])
-    assert cluster.world.nodes[NodeName("n1")].boot_id == "boot-1"
+    assert cluster.state.nodes[NodeName("n1")].boot_id == "boot-1"
     assert_memory_is_disk(cluster)
     cluster.tick(1.0)
     assert [to for to, _ in cluster.sent(protocol.Launch)] == ["n1", "n1"]  # and it is planned for as ever
@@ -126,18 +126,18 @@ def test_items_after_one_that_cannot_be_written_keep_the_ids_that_they_were_give
     assert isinstance(answers[0], InternalError)
     assert answers[1] is None
     assert ids == [3, 3]  # asked twice, with one answer: what was derived from the number still holds
-    assert sorted(cluster.world.jobs) == [3]
+    assert sorted(cluster.state.jobs) == [3]
 
 
 def test_a_value_that_sqlite_refuses_is_not_taken_for_a_full_disk() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit()
-    cluster.world.jobs[JobId(99)] = cluster.job(job_id)  # a trap: the commit refers to a row that is not there
+    cluster.state.jobs[JobId(99)] = cluster.job(job_id)  # a trap: the commit refers to a row that is not there
 
     def bad(tx: Transaction) -> None:
-        tx.put_step(StepRow(job_id=1, attempt=0, step="0", name=None, nodes=(), ntasks=1, state="RUNNING"))  # type: ignore[arg-type]
+        tx.put_step(StepRecord(job_id=1, attempt=0, step="0", name=None, nodes=(), ntasks=1, state="RUNNING"))  # type: ignore[arg-type]
 
-    del cluster.world.jobs[JobId(99)]
+    del cluster.state.jobs[JobId(99)]
     with pytest.raises(InternalError, match="IntegrityError"):
         cluster.ask(bad)
     assert cluster.submit() == job_id + 1
@@ -201,7 +201,7 @@ def test_a_job_whose_start_fails_keeps_no_other_from_starting(monkeypatch: pytes
     cluster.tick(1.0)
     cluster.tick(1.0)
     assert (cluster.job(first).state, cluster.job(second).state) == (JobState.PENDING, JobState.CONFIGURING)
-    wait = cluster.world.waits[first]
+    wait = cluster.state.waits[first]
     assert wait.reason is Reason.LAUNCH_FAILED
     assert "fault" in wait.detail
     assert [launch.job_id for _, launch in cluster.sent(protocol.Launch)] == [second]

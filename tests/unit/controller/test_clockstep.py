@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from jobs import T0
-from unit.controller.world import Cluster
+from unit.controller.cluster import Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.timers import ClockMark, mark_of
 from hpcsched.controller.views.events_text import tell
 from hpcsched.lifecycle.clocks import limit_at_s, ran_s
@@ -73,7 +73,7 @@ def test_a_step_while_the_controller_was_down_is_seen_if_the_machine_was_not_boo
     passes(cluster, 60.0)
     cluster.store.close()
     again = Cluster("n1", "n2", path=tmp_path / "db", up=False)
-    load_world(again.world, again.store, T0)
+    load_state(again.state, again.store, T0)
     again.now_s = cluster.now_s + 10.0 + HOUR_S
     again.ports.boot = ("boot", cluster.ports.boot[1] + 10.0)
     again.tick()
@@ -105,8 +105,8 @@ def test_a_step_that_could_not_be_committed_is_seen_again() -> None:
 
 def test_the_pause_before_a_job_runs_again_is_no_time_of_day() -> None:
     cluster = booted()
-    controller = replace(cluster.world.config.controller, requeue_delay_s=60)
-    cluster.world.config = replace(cluster.world.config, controller=controller)
+    controller = replace(cluster.state.config.controller, requeue_delay_s=60)
+    cluster.state.config = replace(cluster.state.config, controller=controller)
     job_id = cluster.submit(requeue=True)
     begin = cluster.submit(begin_at_s=cluster.now_s + 100.0)
     cluster.run(job_id)

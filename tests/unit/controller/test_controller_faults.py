@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from world import Cluster, full_disk
+from cluster import Cluster, full_disk
 
 from hpcnode.wire import protocol
 from hpcsched import mishap
@@ -34,16 +34,16 @@ def test_what_nodes_say_while_the_disk_is_full_counts_when_it_has_room_again() -
         cluster.end(job_id)
         with pytest.raises(UnavailableError, match="full"):
             cluster.submit()
-        assert cluster.world.nodes[NodeName("n2")].boot_id == ""
+        assert cluster.state.nodes[NodeName("n2")].boot_id == ""
         assert cluster.job(job_id).state is JobState.RUNNING
         assert cluster.sent(protocol.Ack) == []
         assert cluster.ports.wakes[-1] > 0, "it is tried again without being asked"
     cluster.tick(1.0)
-    assert cluster.world.nodes[NodeName("n2")].boot_id == "boot-1"
+    assert cluster.state.nodes[NodeName("n2")].boot_id == "boot-1"
     assert cluster.job(job_id).state is JobState.COMPLETED
     assert [ack.seqs for _, ack in cluster.sent(protocol.Ack)] == [[1]]
     assert cluster.job(cluster.submit()).state is JobState.CONFIGURING
-    assert len(cluster.world.jobs) == 2
+    assert len(cluster.state.jobs) == 2
 
 
 def test_an_inventory_that_holds_another_kind_of_message_is_refused_and_no_bug_of_ours() -> None:
@@ -59,4 +59,4 @@ def test_an_inventory_that_holds_another_kind_of_message_is_refused_and_no_bug_o
     )
     cluster.tick()
     assert mishap.total() == faults
-    assert cluster.world.nodes[NodeName("n1")].boot_id == ""
+    assert cluster.state.nodes[NodeName("n1")].boot_id == ""

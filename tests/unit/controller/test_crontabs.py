@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from cluster import ANN, Cluster
 from jobs import spec
-from world import ANN, Cluster
 
 from hpcsched.controller.requests import crontabs
 from hpcsched.model.codec import spec_to_json
@@ -24,14 +24,14 @@ def test_a_schedule_that_is_never_due_is_told_and_keeps_no_other_entry_from_its_
     job = spec_to_json(spec())
     cluster.ask(lambda tx: crontabs.install(tx, ANN, text, [job, job]))
     cluster.tick()
-    never, daily = crontabs.view(cluster.world.crontabs[ANN.uid])["entries"]
+    never, daily = crontabs.view(cluster.state.crontabs[ANN.uid])["entries"]
     assert never["job_id"] is None
     assert never["problem"] == f"its schedule {RARE!r} is not due in the next 30 years"
     assert cluster.job(daily["job_id"]).state is JobState.PENDING
-    asked_again_s = crontabs.next_retry_s(cluster.world, cluster.now_s)
+    asked_again_s = crontabs.next_retry_s(cluster.state, cluster.now_s)
     assert asked_again_s is not None
     assert asked_again_s > cluster.now_s + DAY_S
     cluster.tick(datetime(2100, 1, 1).timestamp() - cluster.now_s)
-    never, _ = crontabs.view(cluster.world.crontabs[ANN.uid])["entries"]
+    never, _ = crontabs.view(cluster.state.crontabs[ANN.uid])["entries"]
     assert cluster.job(never["job_id"]).not_before_s == datetime(2128, 2, 29, 4).timestamp()
     assert never["problem"] == ""

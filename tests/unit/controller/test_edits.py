@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from world import ROOT, Cluster
+from cluster import ROOT, Cluster
 
 from hpcsched.controller.nodes.edits import as_before, jobs_held, refused_edits
 from hpcsched.controller.requests.jobs import drain, fence, requeue
@@ -30,7 +30,7 @@ def running(*names: str, **fields: Any) -> tuple[Cluster, int]:
 
 
 def specs(cluster: Cluster, **changes: Any) -> tuple[NodeSpec, ...]:
-    first, *others = (node.spec for node in cluster.world.nodes.values())
+    first, *others = (node.spec for node in cluster.state.nodes.values())
     return (replace(first, **changes), *others)
 
 
@@ -39,53 +39,53 @@ def specs(cluster: Cluster, **changes: Any) -> tuple[NodeSpec, ...]:
 )
 def test_what_says_where_a_node_is_cannot_change_while_a_job_is_held(key: str, value: object) -> None:
     cluster, job_id = running("n1")
-    world = cluster.world
-    after = replace(world.config, nodes=specs(cluster, **{key: value}))
-    (why,) = refused_edits(world, after)
+    state = cluster.state
+    after = replace(state.config, nodes=specs(cluster, **{key: value}))
+    (why,) = refused_edits(state, after)
     assert why.startswith(key)
     assert f"of node n1 cannot change while job {job_id} is held there" in why
-    assert bool(refused_edits(world, after, ["n1"])) == (key == "root")
+    assert bool(refused_edits(state, after, ["n1"])) == (key == "root")
     cluster.end(job_id)
-    assert refused_edits(world, after) == []
+    assert refused_edits(state, after) == []
 
 
 def test_what_a_node_has_can_change_while_a_job_is_held() -> None:
     cluster, _ = running("n1")
-    after = replace(cluster.world.config, nodes=specs(cluster, cpus=1, weight=9, python="/usr/bin/python3"))
-    assert refused_edits(cluster.world, after) == []
+    after = replace(cluster.state.config, nodes=specs(cluster, cpus=1, weight=9, python="/usr/bin/python3"))
+    assert refused_edits(cluster.state, after) == []
 
 
 def test_the_clusters_name_and_a_nodes_file_stay_while_a_job_is_held() -> None:
     cluster, job_id = running("n1", "n2")
-    world = cluster.world
-    held = world.jobs[job_id].held_nodes[0]  # type: ignore[index]
-    gone = tuple(node.spec for node in world.nodes.values() if node.name != held)
-    renamed, fileless = refused_edits(world, replace(world.config, name="other", nodes=gone))
+    state = cluster.state
+    held = state.jobs[job_id].held_nodes[0]  # type: ignore[index]
+    gone = tuple(node.spec for node in state.nodes.values() if node.name != held)
+    renamed, fileless = refused_edits(state, replace(state.config, name="other", nodes=gone))
     assert "cannot become 'other'" in renamed
     assert f"job {job_id} holds nodes" in renamed
     assert f"hpcsched node remove --force {held}" in fileless
-    kept = tuple(node.spec for node in world.nodes.values() if node.name == held)
-    assert refused_edits(world, replace(world.config, nodes=kept)) == []
+    kept = tuple(node.spec for node in state.nodes.values() if node.name == held)
+    assert refused_edits(state, replace(state.config, nodes=kept)) == []
 
 
 def test_a_controller_starts_with_what_it_had_where_jobs_are_held() -> None:
     cluster, job_id = running("n1", "n2")
-    world = cluster.world
-    held = jobs_held(world.active_jobs())
+    state = cluster.state
+    held = jobs_held(state.active_jobs())
     (busy,) = held
-    rows = {name: Mock(reach=json.dumps(reach_of(node.spec))) for name, node in world.nodes.items()}
-    edited = tuple(replace(node.spec, host="elsewhere", cpus=1) for node in world.nodes.values())
-    config, notes = as_before(replace(world.config, name="other", nodes=edited), "cluster", rows, held)
+    rows = {name: Mock(reach=json.dumps(reach_of(node.spec))) for name, node in state.nodes.items()}
+    edited = tuple(replace(node.spec, host="elsewhere", cpus=1) for node in state.nodes.values())
+    config, notes = as_before(replace(state.config, name="other", nodes=edited), "cluster", rows, held)
     assert config.name == "cluster"
     assert {spec.name: spec.host for spec in config.nodes} == {
-        name: world.nodes[name].spec.host if name == busy else "elsewhere" for name in world.nodes
+        name: state.nodes[name].spec.host if name == busy else "elsewhere" for name in state.nodes
     }
     assert [spec.cpus for spec in config.nodes] == [1, 1]
     assert len(notes) == 2
     assert f"job {job_id}" in notes[0]
     assert f"node {busy} keeps its former description" in notes[1]
-    assert as_before(replace(world.config, name="other", nodes=edited), "cluster", rows, {})[1] == ()
-    assert as_before(replace(world.config, nodes=edited), "", {}, held)[1] == ()
+    assert as_before(replace(state.config, name="other", nodes=edited), "cluster", rows, {})[1] == ()
+    assert as_before(replace(state.config, nodes=edited), "", {}, held)[1] == ()
 
 
 def test_a_node_that_answers_ends_its_jobs_before_it_goes() -> None:
@@ -98,7 +98,7 @@ def test_a_node_that_answers_ends_its_jobs_before_it_goes() -> None:
     cluster.gone(job_id, "n1")
     assert cluster.ask(lambda tx: remove_node(tx, ROOT, N1, force=True)) == {"ending": [], "became": []}
     assert cluster.job(job_id).state is JobState.PENDING
-    node = cluster.world.nodes[N1]
+    node = cluster.state.nodes[N1]
     assert (node.drained_by, node.drained_why) == (OURSELVES, LEAVING)  # nothing new starts before its file goes
     cluster.tick(60.0)
     assert cluster.job(job_id).state is JobState.PENDING
@@ -116,14 +116,14 @@ def test_what_an_admin_drained_stays_drained_by_the_admin() -> None:
     cluster = Cluster("n1")
     cluster.ask(lambda tx: drain(tx, ROOT, "n1", "loud fan", ""))
     cluster.ask(lambda tx: remove_node(tx, ROOT, N1, force=False))
-    assert cluster.world.nodes[N1].drained_why == "loud fan"
+    assert cluster.state.nodes[N1].drained_why == "loud fan"
     assert cluster.ask(lambda tx: remove_node(tx, ROOT, NodeName("n9"), force=False)) == {"ending": [], "became": []}
 
 
 @pytest.mark.parametrize("given_up", [{}, {"n1": "root"}])
 def test_jobs_of_a_node_without_a_file_are_held_until_an_admins_word(given_up: dict[str, str]) -> None:
     cluster, job_id = running("n1")
-    del cluster.world.nodes[N1]
+    del cluster.state.nodes[N1]
     backend = cluster.backend()
     assert backend.job(ROOT, str(job_id))["jobs"][0]["state"] == "RUNNING"  # before it is settled, too
     assert f"job {job_id} is held there" in str(backend.ping()["not_taken"])
@@ -149,8 +149,8 @@ def test_jobs_of_a_node_without_a_file_are_held_until_an_admins_word(given_up: d
 
 def test_word_of_a_node_that_left_is_dropped() -> None:
     cluster, _ = running("n1")
-    del cluster.world.nodes[N1]
+    del cluster.state.nodes[N1]
     cluster.controller.node_down(N1, "late")
     cluster.controller.node_redialled(N1, "late")
     cluster.tick()
-    assert N1 not in cluster.world.nodes
+    assert N1 not in cluster.state.nodes

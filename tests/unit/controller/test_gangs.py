@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import ROOT, Cluster, config
+from cluster import ROOT, Cluster, config
 
 from hpcnode.wire import protocol
 from hpcsched.api.views import why_waiting
 from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes.unreachable import GATHER_S
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
 from hpcsched.lifecycle.events import NodeLost
 from hpcsched.lifecycle.job import lease_end_s
@@ -47,7 +47,7 @@ class Gang(Cluster):
         self.tick(after_s=seconds)
 
     def why(self, job_id: int) -> str:
-        return why_waiting(self.job(job_id), self.world, ROOT, self.now_s)[1]
+        return why_waiting(self.job(job_id), self.state, ROOT, self.now_s)[1]
 
 
 def test_the_batch_step_follows_the_last_claim() -> None:
@@ -79,7 +79,7 @@ def test_a_node_that_comes_back_is_asked_again_and_a_claim_outlives_the_controll
     gang.launched()
     gang.store.close()
     after = Gang("n1", "n2", "n3", path=tmp_path / "db", up=False)
-    load_world(after.world, after.store, after.now_s)
+    load_state(after.state, after.store, after.now_s)
     after.tick()
     held = protocol.Report(seq=1, token=claim_token(after.job(job_id), NodeName("n2")), status="claimed", at_s=1.0)
     after.welcome("n2", inventory=(held,))
@@ -174,10 +174,10 @@ def test_a_node_that_can_start_nothing_is_drained_and_its_job_goes_elsewhere(par
     job = gang.job(job_id)
     assert (job.state, job.attempt) == (JobState.CONFIGURING, 1)
     assert {share.node for share in job.shares} == {"n1", "n2", "n3"} - {bad}
-    node = gang.world.nodes[NodeName(bad)]
+    node = gang.state.nodes[NodeName(bad)]
     assert (node.drained, node.drained_why, node.drained_by) == (True, why, "hpcschedd")
     gang.says(bad, protocol.Condition(""))
-    assert not gang.world.nodes[NodeName(bad)].drained
+    assert not gang.state.nodes[NodeName(bad)].drained
 
 
 def test_a_job_that_a_node_refuses_for_its_own_sake_fails() -> None:
@@ -186,7 +186,7 @@ def test_a_job_that_a_node_refuses_for_its_own_sake_fails() -> None:
     gang.says_of_part(job_id, "n2", protocol.REFUSED, why="no such account")
     gang.gone(job_id, "n1")
     assert (gang.job(job_id).state, gang.job(job_id).reason_detail) == (JobState.FAILED, "no such account")
-    assert not gang.world.nodes[NodeName("n2")].drained
+    assert not gang.state.nodes[NodeName("n2")].drained
 
 
 def test_what_a_person_drained_stays_drained() -> None:
@@ -195,7 +195,7 @@ def test_what_a_person_drained_stays_drained() -> None:
     gang.says("n1", protocol.Condition("its disk is full"))
     gang.says("n1", protocol.Condition(""))
     gang.welcome("n1")
-    node = gang.world.nodes[NodeName("n1")]
+    node = gang.state.nodes[NodeName("n1")]
     assert (node.drained, node.drained_why) == (True, "a fan")
 
 
@@ -204,7 +204,7 @@ def test_a_node_is_back_when_its_new_agent_knows_of_no_fault_whatever_it_had_ref
     job_id = gang.submit()
     refused = gang.report(job_id, protocol.REFUSED, why="its disk is full", node_fault=True)
     gang.welcome("n1", inventory=(refused,))
-    assert not gang.world.nodes[NodeName("n1")].drained
+    assert not gang.state.nodes[NodeName("n1")].drained
     assert gang.job(job_id).attempt == 1
 
 
@@ -213,7 +213,7 @@ def test_a_node_is_back_when_its_new_agent_knows_of_no_fault_whatever_it_had_ref
 
 def leased(*names: str, **fields: Any) -> tuple[Gang, int]:
     gang = Gang(*names)
-    gang.world.config = config(lease_s=100, kill_wait_s=20, requeue_delay_s=0)
+    gang.state.config = config(lease_s=100, kill_wait_s=20, requeue_delay_s=0)
     job_id = gang.submit(lease="kill", **fields)
     return gang, job_id
 
@@ -254,7 +254,7 @@ def test_a_new_controller_counts_from_its_start(tmp_path: Path) -> None:
     gang.pass_s(100)
     gang.store.close()
     after = Gang("n1", path=tmp_path / "db", up=False)
-    load_world(after.world, after.store, after.now_s)
+    load_state(after.state, after.store, after.now_s)
     end_s = lease_end_s(after.job(job_id))
     assert end_s is not None
     after.pass_s(end_s - 1)
@@ -266,7 +266,7 @@ def test_a_new_controller_counts_from_its_start(tmp_path: Path) -> None:
 def test_a_lease_is_as_long_as_it_was_at_the_start() -> None:
     gang, job_id = leased("n1")
     gang.run(job_id)
-    gang.world.config = config(lease_s=1, kill_wait_s=1)
+    gang.state.config = config(lease_s=1, kill_wait_s=1)
     gang.lose("n1")
     gang.pass_s(100)
     assert gang.job(job_id).state is JobState.RUNNING
@@ -299,7 +299,7 @@ def test_a_job_of_a_former_incarnation_may_be_renewed_by_another_controller() ->
     gang, job_id = leased("n1")
     gang.run(job_id)
     job = gang.job(job_id)
-    gang.world.put(replace(job, token=job.token.replace(gang.world.incarnation, "0" * 32)))
+    gang.state.put(replace(job, token=job.token.replace(gang.state.incarnation, "0" * 32)))
     gang.lose("n1")
     gang.pass_s(1e6)
     assert gang.job(job_id).state is JobState.RUNNING

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from cluster import ANN, Cluster
 from waiting import PATIENCE_S, played
-from world import ANN, Cluster
 
 from hpcsched.api import crowd
 from hpcsched.controller.views import history

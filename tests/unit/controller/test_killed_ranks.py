@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from world import ANN, BOB, Cluster
+from cluster import ANN, BOB, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.controller.reports import MAX_DEATHS

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from cluster import ANN, BOB, Cluster
 from jobs import spec
-from world import ANN, BOB, Cluster
 
 from hpcsched.controller import daemon, tick
 from hpcsched.controller.requests import jobs
@@ -30,7 +30,7 @@ async def ticking(cluster: Cluster, ask: Callable[[], Awaitable[Any]], seen: lis
     while not asked.done():
         await asyncio.sleep(0)
         cluster.tick()
-        seen.append(len(cluster.world.pending))
+        seen.append(len(cluster.state.pending))
         for _ in range(5):
             await asyncio.sleep(0)
     return asked.result()
@@ -55,7 +55,7 @@ def test_a_request_by_filter_is_done_in_parts_too() -> None:
     body = {"jobs": [], "filters": {"state": "PENDING"}}
     answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "cancel", body), []))
     assert len(answer["jobs"]) == MANY
-    assert list(cluster.world.pending) == [other]
+    assert list(cluster.state.pending) == [other]
 
 
 def test_all_parts_are_done_if_the_client_leaves_after_the_first() -> None:
@@ -74,7 +74,7 @@ def test_all_parts_are_done_if_the_client_leaves_after_the_first() -> None:
             cluster.tick()
 
     asyncio.run(leave())
-    assert not cluster.world.pending
+    assert not cluster.state.pending
 
 
 def test_a_job_that_is_named_and_refused_in_a_later_part_is_an_error() -> None:
@@ -94,7 +94,7 @@ def test_a_change_of_thousands_of_tasks_reaches_each_of_them() -> None:
     body = {"jobs": [str(first)], "changes": {"comment": "new"}}
     answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "update", body), []))
     assert len(answer["jobs"]) == MANY
-    assert {cluster.job(job_id).spec.comment for job_id in cluster.world.pending} == {"new"}
+    assert {cluster.job(job_id).spec.comment for job_id in cluster.state.pending} == {"new"}
 
 
 def test_two_large_requests_have_a_tick_each() -> None:
@@ -105,10 +105,10 @@ def test_two_large_requests_have_a_tick_each() -> None:
         cluster.controller.ask(one, answers.append)
     cluster.tick()
     assert len(answers) == 1
-    assert len(cluster.world.pending) == MANY
+    assert len(cluster.state.pending) == MANY
     cluster.tick()
     assert len(answers) == 2
-    assert len(cluster.world.pending) == 2 * MANY
+    assert len(cluster.state.pending) == 2 * MANY
 
 
 def jobs_of(cluster: Cluster, of: ArraySpec) -> Any:
@@ -123,7 +123,7 @@ def test_ended_jobs_beyond_the_limit_leave_the_memory_at_once(monkeypatch: pytes
     first = cluster.submit(array=array(300), hold=True)
     cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(needed)], {}))
     cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(first)], {}))
-    ended = sorted(job.id for job in cluster.world.jobs.values() if job.state is JobState.CANCELLED)
+    ended = sorted(job.id for job in cluster.state.jobs.values() if job.state is JobState.CANCELLED)
     assert ended == [needed, *range(first + 200, first + 300)]  # the last to end, and what a job waits for
 
 

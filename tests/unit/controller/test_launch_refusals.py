@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from cluster import ANN, BOB, ROOT, Cluster
 from jobs import node
-from world import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
@@ -60,7 +60,7 @@ def test_a_job_that_no_node_can_start_fails_with_what_each_of_them_said() -> Non
     assert (job.state, job.reason) == (JobState.FAILED, Reason.LAUNCH_FAILED)
     others = ", ".join(one.node for one in job.refusals[:2])
     assert job.reason_detail == f"on {others}: {WHY}; on {last}: there is no user ann here"
-    assert not any(node.drained for node in cluster.world.nodes.values())
+    assert not any(node.drained for node in cluster.state.nodes.values())
     assert cluster.replayed(job_id) == job
 
 
@@ -89,7 +89,7 @@ def test_nodes_that_take_no_jobs_now_are_not_waited_for() -> None:
     cluster.controller.node_down(NodeName(other), "no route")
     cluster.tick()
     refuse(cluster, job_id)
-    assert cluster.world.nodes[NodeName(other)].link is Link.DOWN
+    assert cluster.state.nodes[NodeName(other)].link is Link.DOWN
     assert cluster.job(job_id).state is JobState.FAILED
 
 
@@ -100,9 +100,9 @@ def test_a_job_that_waits_for_another_node_says_which_one_could_not_start_it() -
     job_id = cluster.submit()
     name = refuse(cluster, job_id)
     assert cluster.job(job_id).state is JobState.PENDING
-    _, why, _ = why_waiting(cluster.job(job_id), cluster.world, ANN, cluster.now_s)
+    _, why, _ = why_waiting(cluster.job(job_id), cluster.state, ANN, cluster.now_s)
     assert f"it could not be started on {name}: {WHY}" in why
-    _, why, _ = why_waiting(cluster.job(job_id), cluster.world, BOB, cluster.now_s)
+    _, why, _ = why_waiting(cluster.job(job_id), cluster.state, BOB, cluster.now_s)
     assert "/home/ann" not in why
 
 
@@ -115,7 +115,7 @@ def test_a_job_whose_interpreter_a_node_misses_runs_on_another_one() -> None:
     job = cluster.job(job_id)
     assert (job.state, job.reason, str(job.exit)) == (JobState.FAILED, Reason.LAUNCH_FAILED, "2:0")
     assert {first, second} == {"n1", "n2"}
-    assert not any(node.launch_failures for node in cluster.world.nodes.values())  # the script is the cause
+    assert not any(node.launch_failures for node in cluster.state.nodes.values())  # the script is the cause
 
 
 def start_elsewhere(cluster: Cluster, asker: Asker, bad: str = "n1") -> None:
@@ -131,15 +131,15 @@ def start_elsewhere(cluster: Cluster, asker: Asker, bad: str = "n1") -> None:
 def test_a_node_that_could_not_start_three_jobs_in_a_row_is_drained(askers: tuple[Asker, ...]) -> None:
     cluster = Cluster("n1", "n2")
     for asker in askers:
-        assert not cluster.world.nodes[NodeName("n1")].drained
+        assert not cluster.state.nodes[NodeName("n1")].drained
         start_elsewhere(cluster, asker)
-    first = cluster.world.nodes[NodeName("n1")]
+    first = cluster.state.nodes[NodeName("n1")]
     assert first.drained
     said = "cannot enter the job's directory ...: No such file or directory"
     assert first.drained_why == f"3 jobs in a row (the last: 3) could not be started here, and could elsewhere: {said}"
     cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", ""))
-    assert not cluster.world.nodes[NodeName("n1")].drained
-    assert not cluster.world.nodes[NodeName("n1")].launch_failures
+    assert not cluster.state.nodes[NodeName("n1")].drained
+    assert not cluster.state.nodes[NodeName("n1")].launch_failures
 
 
 def test_such_a_drain_outlives_word_of_the_node_that_it_is_well() -> None:
@@ -147,17 +147,17 @@ def test_such_a_drain_outlives_word_of_the_node_that_it_is_well() -> None:
     for _ in range(3):
         start_elsewhere(cluster, ROOT)
     cluster.welcome("n1")
-    assert cluster.world.nodes[NodeName("n1")].drained
+    assert cluster.state.nodes[NodeName("n1")].drained
 
 
 def test_one_user_cannot_drain_a_node() -> None:
     cluster = Cluster("n1", "n2")
     for _ in range(6):
         start_elsewhere(cluster, ANN)
-    first = cluster.world.nodes[NodeName("n1")]
+    first = cluster.state.nodes[NodeName("n1")]
     assert not first.drained
     assert len(first.launch_failures) == jobs.LAUNCH_FAILURES
-    view = next(view for view in node_views(cluster.world, cluster.now_s) if view["name"] == "n1")
+    view = next(view for view in node_views(cluster.state, cluster.now_s) if view["name"] == "n1")
     (check,) = [check for check in check_node(view, cluster.now_s) if check.name == "launches"]
     assert check.status is Status.WARN
     said = "cannot enter the job's directory ...: No such file or directory"  # its path is ann's alone
@@ -170,7 +170,7 @@ def test_jobs_that_start_nowhere_drain_no_node() -> None:
         job_id = cluster.submit(ROOT)
         while cluster.job(job_id).state is JobState.CONFIGURING:
             refuse(cluster, job_id)
-    assert not any(node.drained or node.launch_failures for node in cluster.world.nodes.values())
+    assert not any(node.drained or node.launch_failures for node in cluster.state.nodes.values())
 
 
 def test_a_job_that_starts_ends_the_row() -> None:
@@ -181,7 +181,7 @@ def test_a_job_that_starts_ends_the_row() -> None:
     cluster.run(job_id)
     cluster.end(job_id)
     start_elsewhere(cluster, ROOT)
-    first = cluster.world.nodes[NodeName("n1")]
+    first = cluster.state.nodes[NodeName("n1")]
     assert not first.drained
     assert len(first.launch_failures) == 1
 
@@ -190,7 +190,7 @@ def test_the_row_outlives_the_controller() -> None:
     cluster = Cluster("n1", "n2")
     start_elsewhere(cluster, ROOT)
     start_elsewhere(cluster, ROOT)
-    before = cluster.world.nodes[NodeName("n1")].launch_failures
+    before = cluster.state.nodes[NodeName("n1")].launch_failures
     assert len(before) == 2
     assert node_of(node("n1"), cluster.store.load_nodes()["n1"]).launch_failures == before
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from world import ROOT, Cluster
+from cluster import ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.controller.requests import jobs

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from unit.controller.world import ANN, BOB, ROOT, Cluster
+from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.sched.guard.predict import Experience

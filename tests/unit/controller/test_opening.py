@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from unit.controller.world import ANN, Cluster
+from unit.controller.cluster import ANN, Cluster
 
 from hpcsched.api import crowd
 from hpcsched.api.identity import Asker
@@ -40,7 +40,7 @@ def test_an_answer_is_under_way_from_its_first_slice_to_its_last(what: str, monk
     cluster = Cluster("n1")
     for _ in range(3):
         cluster.submit(hold=True)
-    reading = Reading(cluster.world, lambda: cluster.now_s)
+    reading = Reading(cluster.state, lambda: cluster.now_s)
 
     async def play() -> list[int]:
         answer = asyncio.create_task(getattr(reading, what)(ANN, {"format": "id"} if what == "queue" else {}))
@@ -58,7 +58,7 @@ def test_an_answer_is_under_way_from_its_first_slice_to_its_last(what: str, monk
 
 def test_an_answer_that_is_an_error_is_not_under_way_any_more() -> None:
     cluster = Cluster("n1")
-    reading = Reading(cluster.world, lambda: cluster.now_s)
+    reading = Reading(cluster.state, lambda: cluster.now_s)
     with pytest.raises(NotFoundError):
         asyncio.run(reading.jobs(ANN, {"id": "7"}))
     assert reading.under_way == 0
@@ -68,7 +68,7 @@ def test_the_jobs_are_told_as_one_json_object() -> None:
     cluster = Cluster("n1")
     ids = [cluster.submit(hold=True, name=name) for name in ("one", "two \N{SNOWMAN}")]
     bob = Asker(uid=1001, user="bob", admin=False)
-    told = json.loads(asyncio.run(Reading(cluster.world, lambda: cluster.now_s).jobs(bob, {})))
+    told = json.loads(asyncio.run(Reading(cluster.state, lambda: cluster.now_s).jobs(bob, {})))
     assert (told["version"], told["now_s"]) == (1, cluster.now_s)
     assert [(job["id"], job["name"], job["work_dir"]) for job in told["jobs"]] == [
         (ids[0], "one", None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.controller.world import Cluster
+from unit.controller.cluster import Cluster
 
 from hpcsched.controller.planning import PAUSE_MAX_S, Pace
 

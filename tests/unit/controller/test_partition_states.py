@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cluster import ANN, ROOT, Cluster
 from jobs import partition
-from world import ANN, ROOT, Cluster
 
 from hpcnode.commands import slurm_text
 from hpcsched.api.views import partition_views
@@ -45,8 +45,8 @@ def test_what_a_partition_takes_and_starts(state: str, takes: bool, starts: bool
     cluster.end(runs)
     assert (cluster.job(waits).state is JobState.CONFIGURING) == starts
     if reason is not None:
-        assert cluster.world.waits[waits].reason is reason
-    (view,) = partition_views(cluster.world, cluster.now_s)
+        assert cluster.state.waits[waits].reason is reason
+    (view,) = partition_views(cluster.state, cluster.now_s)
     assert (view["state"], view["up"]) == (state.upper(), starts)
     put(cluster, "UP")
     assert cluster.job(waits).state is not JobState.PENDING
@@ -60,7 +60,7 @@ def test_only_admins_change_it_and_mistakes_are_told() -> None:
         put(cluster, "CLOSED")
     with pytest.raises(NotFoundError, match="'gpu'; there are: main"):
         cluster.ask(lambda tx: jobs.set_partition_state(tx, ROOT, "gpu", "UP"))
-    assert cluster.world.partitions["main"].state is PartitionState.UP
+    assert cluster.state.partitions["main"].state is PartitionState.UP
 
 
 def test_the_state_outlives_the_controller_and_the_configuration(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_the_state_outlives_the_controller_and_the_configuration(tmp_path: Path)
     put(cluster, "DRAIN")
     cluster.store.close()
     after = Cluster("n1", path=tmp_path / "h.db")
-    after.world.partition_states = after.store.partition_states()
-    after.world.set_partitions([partition("n1")])
-    assert after.world.partitions["main"].state is PartitionState.DRAIN
+    after.state.partition_states = after.store.partition_states()
+    after.state.set_partitions([partition("n1")])
+    assert after.state.partitions["main"].state is PartitionState.DRAIN
 
 
 def test_a_state_that_cannot_be_kept_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,5 +82,5 @@ def test_a_state_that_cannot_be_kept_is_not_given(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cluster.store, "commit", fail)
     with pytest.raises(UnavailableError):
         put(cluster, "DOWN")
-    assert cluster.world.partitions["main"].state is PartitionState.UP
-    assert not cluster.world.partition_states
+    assert cluster.state.partitions["main"].state is PartitionState.UP
+    assert not cluster.state.partition_states

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from jobs import T0
-from unit.controller.world import ROOT, Cluster
+from unit.controller.cluster import ROOT, Cluster
 from unit.sched.world import World, world
 
 from hpcsched.controller import planning
@@ -196,7 +196,7 @@ def test_a_request_is_answered_while_a_long_queue_is_planned_for() -> None:
         cluster.tick()
     assert not cluster.controller._planning.under_way
     assert [cluster.job(job).state for job in jobs[:2]] == [JobState.CONFIGURING] * 2
-    assert set(cluster.world.waits) == {*jobs[2:], late}
+    assert set(cluster.state.waits) == {*jobs[2:], late}
     assert cluster.now_s == T0
 
 
@@ -210,7 +210,7 @@ def test_nothing_is_left_of_a_plan_when_the_configuration_changes() -> None:
     assert not planning.under_way
     for _ in range(60):
         cluster.tick()
-    assert len(cluster.world.waits) == 10
+    assert len(cluster.state.waits) == 10
 
 
 def test_the_conservative_policy_keeps_what_an_earlier_plan_promised() -> None:
@@ -218,10 +218,10 @@ def test_the_conservative_policy_keeps_what_an_earlier_plan_promised() -> None:
     cluster.controller.policy = replace(cluster.controller.policy, backfill=Backfill.CONSERVATIVE)
     cluster.submit(cpus_per_task=2, time_limit_s=100)
     first = cluster.submit(cpus_per_task=2, time_limit_s=100)
-    promised_s = cluster.world.waits[first].expected_start_s
+    promised_s = cluster.state.waits[first].expected_start_s
     urgent = cluster.submit(asker=ROOT, cpus_per_task=2, time_limit_s=100, nice=-1000)
-    assert cluster.world.waits[first].expected_start_s == promised_s
-    assert cluster.world.waits[urgent].expected_start_s == promised_s + 100
+    assert cluster.state.waits[first].expected_start_s == promised_s
+    assert cluster.state.waits[urgent].expected_start_s == promised_s + 100
 
 
 @pytest.fixture

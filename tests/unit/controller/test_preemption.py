@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import ANN, ROOT, Cluster
+from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.jobview import job_view
 from hpcsched.api.views import in_a_sentence, node_views, why_waiting
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, suspension
 from hpcsched.controller.views.events_text import tell
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
@@ -54,7 +54,7 @@ def test_the_victim_is_queued_again_and_the_winner_has_its_node() -> None:
     assert states(cluster, low, high) == ["COMPLETING", "PENDING"]
     ((to, order),) = cluster.sent(protocol.EndJob)
     assert (to, order.signum, order.grace_s) == ("n1", 0, 30.0)
-    view = job_view(cluster.job(low), cluster.world, ROOT, cluster.now_s)
+    view = job_view(cluster.job(low), cluster.state, ROOT, cluster.now_s)
     assert (view["preempted_by"], view["reason_detail"]) == (high, f"preempted by job {high} of ann")
     cluster.gone(low, "n1")
     assert states(cluster, low, high, other) == ["PENDING", "CONFIGURING", "PENDING"]
@@ -102,14 +102,14 @@ def test_one_that_is_suspended_goes_on_afterwards_and_its_node_is_never_overbook
     high = submit(cluster, "high", mem_per_node_mib=100)
     assert states(cluster, low) == ["SUSPENDED"]
     victim = cluster.job(low)
-    reason, detail, _ = why_waiting(victim, cluster.world, ROOT, cluster.now_s)
-    assert in_a_sentence(victim, cluster.world, ROOT, reason, detail, cluster.now_s).startswith(
+    reason, detail, _ = why_waiting(victim, cluster.state, ROOT, cluster.now_s)
+    assert in_a_sentence(victim, cluster.state, ROOT, reason, detail, cluster.now_s).startswith(
         f"job {low} is suspended: job {high} has its cpus"
     )
     cluster.tick()  # it was asked for by the tick that suspended it
     assert states(cluster, low, high) == ["SUSPENDED", "CONFIGURING"]
     assert [message.on for _, message in cluster.sent(protocol.SuspendJob)] == [True]
-    assert node_views(cluster.world, cluster.now_s)[0]["cpus_alloc"] == 2
+    assert node_views(cluster.state, cluster.now_s)[0]["cpus_alloc"] == 2
     refused = cluster.ask(lambda tx: suspension.resume(tx, ROOT, [str(low)]))
     assert f"job {high} has its cpus" in refused.errors[0]["error"]
     cluster.run(high)
@@ -184,7 +184,7 @@ def test_a_crash_in_the_midst_of_a_preemption_loses_nothing(tmp_path: Path, mode
     cluster.store.close()
     again = cluster_of("n1", mode=mode, path=tmp_path / "db", up=False)
     again.now_s = cluster.now_s + 1.0
-    load_world(again.world, again.store, again.now_s)
+    load_state(again.state, again.store, again.now_s)
     for job_id in (low, high):
         assert again.job(job_id) == cluster.job(job_id)
     again.welcome("n1", inventory=inventory)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from jobs import T0
-from unit.controller.world import ANN, BOB, Cluster
+from unit.controller.cluster import ANN, BOB, Cluster
 
 from hpcsched.api import crowd
 from hpcsched.controller.requests import jobs as requests
@@ -50,20 +50,20 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def text_of(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, asker: Any = ANN) -> str:
-    return asyncio.run(queue_text(cluster.world, kept, asker, query, now_s))
+    return asyncio.run(queue_text(cluster.state, kept, asker, query, now_s))
 
 
 def look(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, asker: Any = ANN) -> str:
     """Return the text, which must be as if nothing had been kept."""
     text = text_of(cluster, kept, query, now_s, asker)
-    assert text == text_of(cluster, QueueRows(cluster.world), query, now_s, asker)
+    assert text == text_of(cluster, QueueRows(cluster.state), query, now_s, asker)
     return text
 
 
 def test_whatever_happens_the_rows_are_as_if_nothing_had_been_kept() -> None:
     cluster = Cluster("n1")
-    kept = [QueueRows(cluster.world) for _ in QUERIES]
-    running = cluster.submit(cpus_per_task=cluster.world.nodes["n1"].spec.cpus)  # type: ignore[index]
+    kept = [QueueRows(cluster.state) for _ in QUERIES]
+    running = cluster.submit(cpus_per_task=cluster.state.nodes["n1"].spec.cpus)  # type: ignore[index]
     cluster.tick()
     waiting = cluster.submit(comment="secret")
     cluster.submit(array=ArraySpec(indices=(1, 2, 5), limit=2))
@@ -71,9 +71,9 @@ def test_whatever_happens_the_rows_are_as_if_nothing_had_been_kept() -> None:
         lambda: cluster.tick(1.0),
         lambda: cluster.run(running),
         lambda: cluster.ask(lambda tx: requests.hold(tx, ANN, [str(waiting)])),
-        lambda: cluster.world.waits.__setitem__(waiting, Wait(reason=Reason.LICENSES, detail="none is free")),
-        lambda: setattr(cluster.world, "priorities", {waiting: 77}),
-        lambda: cluster.world.put(replace(cluster.job(waiting), time_limit_s=77)),
+        lambda: cluster.state.waits.__setitem__(waiting, Wait(reason=Reason.LICENSES, detail="none is free")),
+        lambda: setattr(cluster.state, "priorities", {waiting: 77}),
+        lambda: cluster.state.put(replace(cluster.job(waiting), time_limit_s=77)),
         lambda: cluster.end(running),
         lambda: cluster.tick(1.0),
         lambda: cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(waiting)], {})),
@@ -87,7 +87,7 @@ def test_whatever_happens_the_rows_are_as_if_nothing_had_been_kept() -> None:
 
 def test_only_what_has_changed_is_written_again(written: list[int]) -> None:
     cluster = Cluster("n1")
-    kept = QueueRows(cluster.world)
+    kept = QueueRows(cluster.state)
     ids = [cluster.submit(hold=True) for _ in range(4)]
     text_of(cluster, kept, DEFAULT, T0)
     assert sorted(written) == ids
@@ -99,7 +99,7 @@ def test_only_what_has_changed_is_written_again(written: list[int]) -> None:
     written.clear()
     text_of(cluster, kept, DEFAULT, T0 + 61)
     assert written == [ids[2]]
-    cluster.world.partitions = dict(cluster.world.partitions)  # the configuration was read again
+    cluster.state.partitions = dict(cluster.state.partitions)  # the configuration was read again
     written.clear()
     text_of(cluster, kept, DEFAULT, T0 + 62)
     assert sorted(written) == ids
@@ -108,14 +108,14 @@ def test_only_what_has_changed_is_written_again(written: list[int]) -> None:
 def test_an_array_s_waiting_tasks_are_one_row_written_once(written: list[int]) -> None:
     cluster = Cluster("n1")
     cluster.submit(hold=True, array=ArraySpec(indices=tuple(range(50)), limit=7))
-    text = look(cluster, QueueRows(cluster.world), {"format": "%i", "noheader": "1"})
+    text = look(cluster, QueueRows(cluster.state), {"format": "%i", "noheader": "1"})
     assert text == "1_[0-49%7]\n"
     assert len(written) == 2  # once in each of the two looks
 
 
 def test_few_layouts_are_kept() -> None:
     cluster = Cluster("n1")
-    kept = QueueRows(cluster.world)
+    kept = QueueRows(cluster.state)
     cluster.submit(hold=True)
     for width in range(1, 20):
         text_of(cluster, kept, {"format": f"%{width}i"}, T0)
@@ -124,14 +124,14 @@ def test_few_layouts_are_kept() -> None:
 
 def test_a_row_that_shows_nothing_of_what_the_next_plan_says_is_sorted_anew_and_not_written(written: list[int]) -> None:
     cluster = Cluster("n1")
-    kept = QueueRows(cluster.world)
+    kept = QueueRows(cluster.state)
     ids = [cluster.submit(begin_at_s=int(T0) + 86_400) for _ in range(3)]
     query = {"format": "%i %r", "order": "-p", "noheader": "1"}
 
     def plan(reason: Reason, *priorities: int) -> str:
         wait = {"reason": reason, "detail": f"{priorities}", "expected_start_s": T0 + priorities[0]}
-        cluster.world.waits = {job_id: Wait(**wait) for job_id in ids}
-        cluster.world.priorities = dict(zip(ids, priorities, strict=True))
+        cluster.state.waits = {job_id: Wait(**wait) for job_id in ids}
+        cluster.state.priorities = dict(zip(ids, priorities, strict=True))
         return text_of(cluster, kept, query)
 
     assert plan(Reason.PRIORITY, 1, 2, 3) == "3 Priority\n2 Priority\n1 Priority\n"
@@ -151,7 +151,7 @@ def test_others_are_answered_while_many_rows_are_written(monkeypatch: pytest.Mon
 
     async def both() -> None:
         async def ask(name: str, query: dict[str, str]) -> None:
-            await queue_text(cluster.world, QueueRows(cluster.world), ANN, query, T0)
+            await queue_text(cluster.state, QueueRows(cluster.state), ANN, query, T0)
             heard.append(name)
 
         await asyncio.gather(ask("all", DEFAULT), ask("one", DEFAULT | {"id": "1"}))

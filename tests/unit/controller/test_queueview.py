@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from unit.controller.world import ANN, BOB, ROOT, Cluster
+from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
 from hpcsched.controller.requests.jobs import cancel
@@ -30,7 +30,7 @@ def cluster() -> Cluster:
 
 def shown(cluster: Cluster, text: str = "%i", **query: str) -> list[str]:
     asked = {"format": text, "noheader": "1", "order": "i", **query}
-    return asyncio.run(queue_text(cluster.world, QueueRows(cluster.world), ANN, asked, cluster.now_s)).splitlines()
+    return asyncio.run(queue_text(cluster.state, QueueRows(cluster.state), ANN, asked, cluster.now_s)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_person_is_told_of_the_jobs_that_are_not_shown(cluster: Cluster) -> No
 
 
 def test_the_jobs_as_json_are_those_that_are_listed(cluster: Cluster) -> None:
-    reading = Reading(cluster.world, lambda: cluster.now_s)
+    reading = Reading(cluster.state, lambda: cluster.now_s)
     for query, ids in (
         ({"user": "bob"}, [2, 3]),
         ({"account": "physics"}, [2]),
@@ -128,7 +128,7 @@ def table(cluster: Cluster, asker: Asker = ANN, **query: str) -> list[str]:
     }
     asked |= {"ended": "1", "others": "1", **query}
     asked = {name: value for name, value in asked.items() if value}
-    return asyncio.run(queue_text(cluster.world, QueueRows(cluster.world), asker, asked, cluster.now_s)).splitlines()
+    return asyncio.run(queue_text(cluster.state, QueueRows(cluster.state), asker, asked, cluster.now_s)).splitlines()
 
 
 def test_a_user_sees_the_own_jobs_and_how_many_others_have_and_how_many_ended(cluster: Cluster) -> None:

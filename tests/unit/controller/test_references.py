@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.controller.world import ANN, BOB, Cluster
+from unit.controller.cluster import ANN, BOB, Cluster
 
 from hpcsched.controller.requests.job_ids import find_jobs
 from hpcsched.controller.requests.jobs import cancel
@@ -39,25 +39,25 @@ def cluster() -> Cluster:
     ],
 )
 def test_who_is_meant(cluster: Cluster, reference: str, found: list[int]) -> None:
-    assert [job.id for job in find_jobs(cluster.world, reference, ANN.uid)] == found
+    assert [job.id for job in find_jobs(cluster.state, reference, ANN.uid)] == found
 
 
 def test_the_last_is_what_was_submitted_last_though_it_is_an_array(cluster: Cluster) -> None:
     cluster.submit(hold=True, array=ArraySpec(indices=(0, 1, 2)))
-    assert [job.display_id for job in find_jobs(cluster.world, "last", ANN.uid)] == ["8_0", "8_1", "8_2"]
+    assert [job.display_id for job in find_jobs(cluster.state, "last", ANN.uid)] == ["8_0", "8_1", "8_2"]
 
 
 def test_a_name_that_only_jobs_that_are_over_have_means_the_one(cluster: Cluster) -> None:
     cluster.ask(lambda tx: cancel(tx, ANN, ["3"], {}))
-    assert [job.id for job in find_jobs(cluster.world, "many", ANN.uid)] == [3, 4]
+    assert [job.id for job in find_jobs(cluster.state, "many", ANN.uid)] == [3, 4]
 
 
 @pytest.mark.parametrize("reference", ["99", "3_7", "other", "nothing"])
 def test_nobody_is_meant(cluster: Cluster, reference: str) -> None:
     with pytest.raises(NotFoundError, match="Invalid job id specified"):
-        find_jobs(cluster.world, reference, ANN.uid)
+        find_jobs(cluster.state, reference, ANN.uid)
 
 
 def test_a_name_of_several_is_refused_with_their_numbers(cluster: Cluster) -> None:
     with pytest.raises(RequestError, match="you have 2 of that name: 5 6"):
-        find_jobs(cluster.world, "twin", ANN.uid)
+        find_jobs(cluster.state, "twin", ANN.uid)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from world import Cluster
+from cluster import Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api import web
@@ -23,7 +23,7 @@ class Wire:
         self.asked: list[web.Request] = []
         self.body = body
         self.relaying = Relaying(
-            cluster.world, lambda node, message, blob: self.sent.append((node, message, blob)), self.answer
+            cluster.state, lambda node, message, blob: self.sent.append((node, message, blob)), self.answer
         )
 
     async def answer(self, request: web.Request) -> web.Response:

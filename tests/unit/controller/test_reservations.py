@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cluster import ANN, BOB, ROOT, Cluster
 from jobs import partition
-from world import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, reservations, suspension
 from hpcsched.controller.requests.update import update
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError, UnavailableError
@@ -42,7 +42,7 @@ def delete(cluster: Cluster) -> None:
 def refusal(cluster: Cluster, **changes: str) -> str:
     with pytest.raises(HpcschedError) as refused:
         reserve(cluster, **changes)
-    assert not cluster.world.reservations
+    assert not cluster.state.reservations
     return str(refused.value)
 
 
@@ -61,12 +61,12 @@ def test_a_reservation_is_kept_over_a_restart_and_forgotten_when_it_is_over(tmp_
         made_at_s=cluster.now_s,
     )
     again = Cluster("n1", "n2", path=tmp_path / "h.db", up=False)
-    load_world(again.world, again.store, again.now_s)
-    assert again.world.reservations == {"r": made}
+    load_state(again.state, again.store, again.now_s)
+    assert again.state.reservations == {"r": made}
     again.tick(1199.0)
-    assert "r" in again.world.reservations
+    assert "r" in again.state.reservations
     again.tick(1.0)
-    assert again.world.reservations == {}
+    assert again.state.reservations == {}
     assert again.store.load_reservations() == []
 
 
@@ -74,8 +74,8 @@ def test_one_that_repeats_moves_on_to_its_next_day(tmp_path: Path) -> None:
     cluster = Cluster("n1", path=tmp_path / "h.db")
     made = reserve(cluster, Flags="DAILY")
     cluster.tick(1200.0)
-    assert cluster.world.reservations["r"] == replace(made, start_s=made.start_s + DAY, end_s=made.end_s + DAY)
-    assert cluster.store.load_reservations() == list(cluster.world.reservations.values())
+    assert cluster.state.reservations["r"] == replace(made, start_s=made.start_s + DAY, end_s=made.end_s + DAY)
+    assert cluster.store.load_reservations() == list(cluster.state.reservations.values())
 
 
 def test_only_admins_make_change_and_delete_them() -> None:
@@ -156,7 +156,7 @@ def test_a_job_that_may_run_into_it_is_in_the_way_unless_it_is_to_be_ignored() -
 
 def test_a_count_takes_nodes_that_answer_and_are_of_the_partition() -> None:
     cluster = Cluster("n1", "n2", "n3")
-    cluster.world.partitions["half"] = partition("n2", "n3", name="half", default=False)
+    cluster.state.partitions["half"] = partition("n2", "n3", name="half", default=False)
     cluster.ask(lambda tx: jobs.drain(tx, ROOT, "n2", "noise", ""))
     assert reserve(cluster, Nodes="", NodeCnt="1", PartitionName="half").nodes == ("n3",)
     with pytest.raises(RequestError, match=r"1 can be reserved then; n2 is drained; n3 reserved \(r\)"):
@@ -181,7 +181,7 @@ def test_the_users_jobs_wait_for_it_run_in_it_and_nobody_else_s() -> None:
     reserve(cluster)
     other = cluster.submit(BOB, time_limit_s=1200)
     mine = cluster.submit(reservation="r", time_limit_s=300)
-    assert cluster.world.waits[mine].reason is Reason.RESERVATION
+    assert cluster.state.waits[mine].reason is Reason.RESERVATION
     assert 600.0 in cluster.ports.wakes
     cluster.tick(600.0)
     assert (cluster.job(mine).state, cluster.job(other).state) == (JobState.CONFIGURING, JobState.PENDING)
@@ -205,7 +205,7 @@ def test_who_may_not_use_it_is_told_who_may() -> None:
         cluster.submit(reservation="q")
     with pytest.raises(RequestError, match="in reservation 'r': cannot give job two nodes"):
         cluster.submit(reservation="r", nodes_min=2)
-    assert not cluster.world.jobs
+    assert not cluster.state.jobs
 
 
 def test_after_its_end_it_is_refused(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_after_its_end_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="Requested reservation is invalid"):
         cluster.submit(reservation="r")
     cluster.ask(lambda tx: jobs.release(tx, ANN, [str(waits)]))
-    assert cluster.world.waits[waits].reason is Reason.RESERVATION_DELETED
+    assert cluster.state.waits[waits].reason is Reason.RESERVATION_DELETED
 
 
 @pytest.mark.parametrize("limit_s", [None, 3600])
@@ -277,7 +277,7 @@ def test_others_expect_the_nodes_when_the_reservation_ends() -> None:
     cluster.run(cluster.submit(reservation="r", cpus_per_task=2, time_limit_s=3600))
     reserve(cluster, "later", StartTime="now+2hours")
     waits = cluster.submit(cpus_per_task=2, time_limit_s=60)
-    assert cluster.world.waits[waits].expected_start_s == ends_s
+    assert cluster.state.waits[waits].expected_start_s == ends_s
 
 
 def refusal_of(cluster: Cluster, name: str, **changes: str) -> str:
@@ -301,7 +301,7 @@ def test_it_is_not_deleted_under_the_jobs_that_use_it_nor_loses_their_nodes() ->
     assert change(cluster, Duration="6").duration_s == 360
     cluster.end(job_id)
     delete(cluster)
-    assert cluster.world.reservations == {}
+    assert cluster.state.reservations == {}
 
 
 def test_who_may_use_it_can_be_changed_while_maintenance_overlaps_it() -> None:
@@ -331,9 +331,9 @@ def test_idle_nodes_are_shown_as_reserved_while_it_goes_on() -> None:
     cluster = Cluster("n1", "n2", "n3")
     reserve(cluster, StartTime="now", Nodes="n[1-2]")
     reserve(cluster, name="m", StartTime="now", Nodes="n2", Flags="MAINT")
-    found = {view["name"]: (view["state"], view["reservation"]) for view in node_views(cluster.world, cluster.now_s)}
+    found = {view["name"]: (view["state"], view["reservation"]) for view in node_views(cluster.state, cluster.now_s)}
     assert found == {"n1": ("RESERVED", "r"), "n2": ("MAINT", "m"), "n3": ("IDLE", "")}
-    later = node_views(cluster.world, cluster.now_s + 600)
+    later = node_views(cluster.state, cluster.now_s + 600)
     assert {view["state"] for view in later} == {"IDLE"}
 
 
@@ -347,5 +347,5 @@ def test_a_commit_that_fails_leaves_no_reservation_behind(monkeypatch: pytest.Mo
         broken.setattr(cluster.store, "commit", fail)
         with pytest.raises(UnavailableError):
             reserve(cluster)
-    assert cluster.world.reservations == {}
+    assert cluster.state.reservations == {}
     reserve(cluster)

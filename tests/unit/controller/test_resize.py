@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import ANN, BOB, ROOT, Cluster
+from cluster import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.jobview import job_view
 from hpcsched.api.views import in_a_sentence, why_waiting
 from hpcsched.controller import preemption
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, update
 from hpcsched.controller.views.events_text import tell
 from hpcsched.model.ids import NodeName
@@ -132,10 +132,10 @@ def test_an_elastic_job_is_asked_for_nodes_that_another_waits_for_and_may_give_t
     assert told(cluster) == [(name, 1, "n1 n2 n3", "n1 n2") for name in ("n1", "n2", "n3")]
     assert (nodes(cluster, job_id), cluster.job(waiting).state) == ("n1 n2 n3", JobState.PENDING)
     asked = cluster.job(job_id)
-    reason, detail, _ = why_waiting(asked, cluster.world, ROOT, cluster.now_s)
+    reason, detail, _ = why_waiting(asked, cluster.state, ROOT, cluster.now_s)
     text = f"job {job_id} is RUNNING, and was asked to make do with n[1-2]"
-    assert in_a_sentence(asked, cluster.world, ROOT, reason, detail, cluster.now_s) == text
-    shown = job_view(asked, cluster.world, ROOT, cluster.now_s)
+    assert in_a_sentence(asked, cluster.state, ROOT, reason, detail, cluster.now_s) == text
+    shown = job_view(asked, cluster.state, ROOT, cluster.now_s)
     assert (shown["elastic"], shown["wanted_nodes"]) == ([1, 3], ["n1", "n2"])
     another = cluster.submit(nodes_min=3, cpus_per_task=2)  # not on all that the job can do without
     assert told(cluster) == []
@@ -264,7 +264,7 @@ def test_after_a_crash_the_same_is_asked_of_the_nodes_again(tmp_path: Path, what
     cluster.store.close()
     again = Cluster("n1", "n2", path=path, up=False)
     again.now_s = cluster.now_s + 1.0
-    load_world(again.world, again.store, again.now_s)
+    load_state(again.state, again.store, again.now_s)
     assert again.job(job_id) == cluster.job(job_id)
     again.welcome("n1", inventory=(started,))
     again.welcome("n2")

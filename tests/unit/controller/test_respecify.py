@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from world import ANN, ROOT, Cluster
+from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import requeue
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.views.events_text import tell
@@ -18,7 +18,7 @@ from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import ArraySpec
-from hpcsched.store.world import World
+from hpcsched.state.cluster import ClusterState
 
 
 def change(cluster: Cluster, reference: object, asker: Asker = ANN, **changes: str) -> list[str]:
@@ -121,8 +121,8 @@ def test_tasks_of_an_array_share_what_they_ask_for(tmp_path: Path) -> None:
     assert [job.spec.name for job in jobs[:2]] == ["two", "two"]
     assert jobs[2].spec.name != "two"
     assert jobs[0].spec_id == jobs[1].spec_id != jobs[2].spec_id
-    again = World(config=cluster.world.config, incarnation=cluster.world.incarnation, epoch=cluster.world.epoch)
-    load_world(again, cluster.store, cluster.now_s)
+    again = ClusterState(config=cluster.state.config, incarnation=cluster.state.incarnation, epoch=cluster.state.epoch)
+    load_state(again, cluster.store, cluster.now_s)
     assert [again.jobs[job.id] for job in jobs] == jobs
 
 
@@ -173,7 +173,7 @@ def test_users_raise_the_limit_of_their_waiting_jobs_up_to_the_partitions(
     max_time_s: int | None, limit: str, refused: str
 ) -> None:
     cluster = Cluster("n1")
-    cluster.world.partitions = {"main": replace(cluster.world.partitions["main"], max_time_s=max_time_s)}
+    cluster.state.partitions = {"main": replace(cluster.state.partitions["main"], max_time_s=max_time_s)}
     job_id = cluster.submit(time_limit_s=3600, hold=True)
     errors = change(cluster, job_id, time_limit=limit)
     assert [refused in error for error in errors] == ([True] if refused else [])

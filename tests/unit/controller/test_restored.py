@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from restoredworld import Restored
-from world import ROOT
+from cluster import ROOT
+from restored import Restored
 
 from hpcnode.wire import protocol
 from hpcsched.controller.requests import jobs
@@ -29,13 +29,13 @@ def test_what_runs_from_before_is_ended_and_its_job_runs_again_when_that_is_gone
     after.welcome("n2")
     after.welcome(after.job(job_id).shares[0].node, inventory=(running,))
     (_, order), *_ = after.sent(protocol.EndJob)
-    assert (order.incarnation, order.job_id) == (restored.before.world.incarnation, job_id)
+    assert (order.incarnation, order.job_id) == (restored.before.state.incarnation, job_id)
     assert after.job(job_id).state is JobState.COMPLETING, "no word yet that it is gone"
     after.says("n1", protocol.changed(running, status=protocol.ENDED, codes=[0], signals=[15]))
     after.says("n1", protocol.JobGone(incarnation=order.incarnation, job_id=job_id, attempt=0))
     after.tick(60.0)
     assert (after.job(job_id).state, after.job(job_id).attempt) == (JobState.CONFIGURING, 1)
-    assert after.job(job_id).token.startswith(after.world.incarnation)
+    assert after.job(job_id).token.startswith(after.state.incarnation)
     assert after.job(job_id).token != old
     assert after.controller.strays == {}
 
@@ -68,7 +68,7 @@ def test_another_launch_under_the_same_id_is_not_adopted(restored: Restored) -> 
     other = protocol.changed(restored.before.report(job_id, protocol.STARTED), token=token)
     after.welcome("n1", inventory=(other,))
     ((_, order),) = after.sent(protocol.EndJob)
-    assert (order.incarnation, order.attempt) == (restored.before.world.incarnation, 4)
+    assert (order.incarnation, order.attempt) == (restored.before.state.incarnation, 4)
     assert after.job(job_id).started_at_s is None
 
 
@@ -91,9 +91,9 @@ def test_an_end_that_was_asked_for_before_goes_to_what_runs_from_before(restored
     restored.back_up()
     after = restored.restore()
     after.welcome("n1")
-    former = restored.before.world.incarnation
+    former = restored.before.state.incarnation
     assert {order.incarnation for _, order in after.sent(protocol.EndJob)} == {former}
-    after.says("n1", protocol.JobGone(incarnation=after.world.incarnation, job_id=job_id, attempt=0))
+    after.says("n1", protocol.JobGone(incarnation=after.state.incarnation, job_id=job_id, attempt=0))
     assert after.job(job_id).state is JobState.COMPLETING
     after.says("n1", protocol.JobGone(incarnation=former, job_id=job_id, attempt=0))
     assert after.job(job_id).state is JobState.CANCELLED
@@ -106,19 +106,19 @@ def test_a_waiting_job_that_may_have_been_started_since_waits_until_every_node_h
     after.ask(lambda tx: jobs.release(tx, ROOT, [str(held)]))
     after.welcome("n1")
     assert after.job(held).state is JobState.PENDING
-    assert after.world.waits[held].reason is Reason.NODE_LOST
-    assert "hctl fence n2" in after.world.waits[held].detail
+    assert after.state.waits[held].reason is Reason.NODE_LOST
+    assert "hctl fence n2" in after.state.waits[held].detail
     new = after.submit()
     assert after.job(new).state is JobState.CONFIGURING, "a new job cannot run from before"
     running = protocol.Report(
         seq=1,
-        token=f"{restored.before.world.incarnation}.{held}.0.batch.n2.{'f' * 32}",
+        token=f"{restored.before.state.incarnation}.{held}.0.batch.n2.{'f' * 32}",
         status=protocol.STARTED,
         at_s=after.now_s,
     )
     after.welcome("n2", inventory=(running,))
     assert after.job(held).state is JobState.PENDING, "it runs on n2 still"
-    gone = protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=held, attempt=0)
+    gone = protocol.JobGone(incarnation=restored.before.state.incarnation, job_id=held, attempt=0)
     after.says("n2", gone)
     after.tick()
     assert after.job(held).state is JobState.CONFIGURING
@@ -129,7 +129,7 @@ def test_a_node_that_comes_back_without_what_ran_there_is_not_waited_for(restore
     restored.back_up()
     after = restored.restore()
     after.ask(lambda tx: jobs.release(tx, ROOT, [str(held)]))
-    token = f"{restored.before.world.incarnation}.{held}.0.batch.n2.{'f' * 32}"
+    token = f"{restored.before.state.incarnation}.{held}.0.batch.n2.{'f' * 32}"
     running = protocol.Report(seq=1, token=token, status=protocol.STARTED, at_s=after.now_s)
     after.welcome("n1")
     after.welcome("n2", inventory=(running,))
@@ -148,5 +148,5 @@ def test_a_fenced_node_is_not_waited_for(restored: Restored) -> None:
     after.tick()
     after.ask(lambda tx: jobs.fence(tx, ROOT, "n2", "burnt"))
     assert after.job(held).state is JobState.CONFIGURING
-    assert after.world.unseen_nodes() == []
-    assert after.world.nodes[NodeName("n2")].boot_id == "fenced"
+    assert after.state.unseen_nodes() == []
+    assert after.state.nodes[NodeName("n2")].boot_id == "fenced"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from world import ANN, ROOT, Cluster
+from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire.protocol import PROBE_PREFIX
 from hpcsched.config.load import build_config
@@ -17,7 +17,7 @@ PROBE = {"file": PROBE_PREFIX + "b" * 16, "sha256": "a" * 64, "uid": "0"}
 def ask(who: object, share: dict[str, str]) -> None:
     cluster = Cluster("n1")
     tables = {"cluster": {"share": "/srv/share"}}
-    cluster.world.config = build_config(tables, [], config_dir=cluster.world.config.config_dir, environ={})
+    cluster.state.config = build_config(tables, [], config_dir=cluster.state.config.config_dir, environ={})
     asyncio.run(cluster.backend().nodes(who, False, share))  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stepworld import a_job
+from step_bench import a_job
 
 from hpcnode.wire import protocol
 from hpcsched.controller.requests.held_jobs import ShellPorts, Shells
@@ -17,7 +17,7 @@ from hpcsched.steps.step import HEAD, Origin
 HALLOC: Origin = (HEAD, 3)
 
 
-class World:
+class ShellBench:
     def __init__(self) -> None:
         self.replies: list[Any] = []
         self.released: list[tuple[int, int]] = []
@@ -42,25 +42,25 @@ class World:
 
 
 def test_it_is_told_when_its_job_has_its_nodes_and_ends_it() -> None:
-    world = World()
-    world.asks()
-    assert world.shells.holds(JobId(12))
-    world.shells.job_running(a_job(12))
-    assert world.replies[-1] == (HALLOC, protocol.JobAllocated(12, {"SLURM_JOB_ID": "12"}))
-    world.shells.stream_closed((HEAD, 4))
-    assert world.released == []
-    world.shells.stream_closed(HALLOC)
-    assert world.released == [(12, ExitStatus(code=0).code)]
-    assert not world.shells.holds(JobId(12))
+    bench = ShellBench()
+    bench.asks()
+    assert bench.shells.holds(JobId(12))
+    bench.shells.job_running(a_job(12))
+    assert bench.replies[-1] == (HALLOC, protocol.JobAllocated(12, {"SLURM_JOB_ID": "12"}))
+    bench.shells.stream_closed((HEAD, 4))
+    assert bench.released == []
+    bench.shells.stream_closed(HALLOC)
+    assert bench.released == [(12, ExitStatus(code=0).code)]
+    assert not bench.shells.holds(JobId(12))
 
 
 def test_it_is_told_when_somebody_else_ends_its_job() -> None:
-    world = World()
-    world.asks()
-    world.shells.job_ended(JobId(12))
-    assert world.replies[-1][1].error == "Job allocation 12 has been revoked."
-    world.shells.stream_closed(HALLOC)
-    assert world.released == []
+    bench = ShellBench()
+    bench.asks()
+    bench.shells.job_ended(JobId(12))
+    assert bench.replies[-1][1].error == "Job allocation 12 has been revoked."
+    bench.shells.stream_closed(HALLOC)
+    assert bench.released == []
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_it_is_told_when_somebody_else_ends_its_job() -> None:
     ],
 )
 def test_what_is_refused(origin: Origin, refusal: str, text: str) -> None:
-    world = World()
-    world.refusal = refusal
-    world.asks(origin)
-    assert text in world.replies[-1][1].error
-    assert not world.shells.holds(JobId(12))
+    bench = ShellBench()
+    bench.refusal = refusal
+    bench.asks(origin)
+    assert text in bench.replies[-1][1].error
+    assert not bench.shells.holds(JobId(12))
 
 
 def test_a_second_job_on_one_connection_is_refused() -> None:
-    world = World()
-    world.asks()
-    world.asks()
-    assert "second job" in world.replies[-1][1].error
+    bench = ShellBench()
+    bench.asks()
+    bench.asks()
+    assert "second job" in bench.replies[-1][1].error

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from world import ROOT, Cluster
+from cluster import ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.controller.nodes.edits import spool_of
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
 from hpcsched.lifecycle.events import share_from_data, share_to_data
 from hpcsched.model.ids import NodeName
@@ -65,15 +65,15 @@ def test_another_spool_is_not_listened_to_while_a_job_is_held(elsewhere: dict[st
     job = cluster.job(job_id)
     assert (job.state, job.attempt, job.held_nodes) == (JobState.RUNNING, 0, (N1,))
     assert len(cluster.ports.sent) == sent
-    assert cluster.world.nodes[N1].link is Link.DOWN
+    assert cluster.state.nodes[N1].link is Link.DOWN
     assert lead_elsewhere(cluster) == ""  # the same one again: its word is proof
     assert cluster.job(job_id).state is JobState.PENDING
 
 
 def test_the_same_spool_is_proof_after_a_restart_of_the_controller_too() -> None:
     cluster, job_id = running()
-    load_world(cluster.world, cluster.store, cluster.now_s)
-    cluster.world.spools.clear()
+    load_state(cluster.state, cluster.store, cluster.now_s)
+    cluster.state.spools.clear()
     assert lead_elsewhere(cluster, spool="b") != ""
     assert lead_elsewhere(cluster) == ""
     assert cluster.job(job_id).state is JobState.PENDING
@@ -114,7 +114,7 @@ def test_what_an_older_version_launched_is_found_at_first_contact() -> None:
     assert lead_elsewhere(cluster) != ""  # a new spool cannot have it
     started = cluster.report(job_id, protocol.STARTED)
     assert cluster.welcome("n1", facts=facts(upgraded=True), inventory=(started,)) == ""
-    assert cluster.job(job_id).spool_on(N1) == cluster.world.nodes[N1].spool != ""
+    assert cluster.job(job_id).spool_on(N1) == cluster.state.nodes[N1].spool != ""
     assert cluster.job(job_id).state is JobState.RUNNING
     assert cluster.replayed(job_id) == cluster.job(job_id)
     assert lead_elsewhere(cluster, spool="b", upgraded=True) != ""
@@ -129,7 +129,7 @@ def test_nothing_is_launched_while_it_is_not_known_where_the_name_leads() -> Non
     assert cluster.job(job_id).state is JobState.PENDING
     cluster.welcome("n1", facts=facts(spool="b"))
     cluster.tick(1.0)
-    assert cluster.job(job_id).spool_on(N1) == cluster.world.nodes[N1].spool
+    assert cluster.job(job_id).spool_on(N1) == cluster.state.nodes[N1].spool
 
 
 @pytest.mark.parametrize("said", [None, [], "x", {}, {"id": ""}, {"id": {"a": [1]}, "machine": 3, "hardware": {}}])
@@ -153,4 +153,4 @@ def test_the_spool_is_on_the_jobs_row() -> None:
     cluster, job_id = running()
     (row,) = cluster.store.jobs([job_id])
     assert isinstance(row, Job)
-    assert row.spool_on(N1) == cluster.world.nodes[N1].spool
+    assert row.spool_on(N1) == cluster.state.nodes[N1].spool

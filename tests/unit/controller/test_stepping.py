@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from world import Cluster
+from cluster import Cluster
 
 from hpcnode.wire import message as message_codec
 from hpcnode.wire import protocol
@@ -28,7 +28,7 @@ def test_output_that_comes_behind_a_welcome_waits_until_its_step_was_found_again
     cluster.run(job_id)
     token = str(
         LaunchToken(
-            incarnation=cluster.world.incarnation, job_id=JobId(job_id), attempt=0, step="0", node=N1, nonce=f"{7:032x}"
+            incarnation=cluster.state.incarnation, job_id=JobId(job_id), attempt=0, step="0", node=N1, nonce=f"{7:032x}"
         )
     )
     to = protocol.Address(node="n1", stream=5)

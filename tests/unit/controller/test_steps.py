@@ -6,24 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stepworld import ADMIN, ANN, BOB, HRUN, N1, N2, SECOND, THIRD, World, a_job, a_request, gos, inventory
+from step_bench import ADMIN, ANN, BOB, HRUN, N1, N2, SECOND, THIRD, StepBench, a_job, a_request, gos, inventory
 
 from hpcnode.wire import protocol
 from hpcsched.errors import ProtocolError, RequestError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ExitStatus, JobState
 from hpcsched.model.resources import GpuRequest
+from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.request import read_allocation
 from hpcsched.steps.service import HEAD, Origin, StepPlan
-from hpcsched.store.rows import StepRow
 
 # ----- a step from its request to its end
 
 
 def test_a_step_is_launched_on_all_its_nodes() -> None:
-    world = World()
-    started = world.asks(ntasks="5", argv="/opt/prog -x", output="%x/%4s.%j.%J.%u.%t.%n.%N.%%", label=True)
-    (node1, first), (node2, second) = world.launches()
+    bench = StepBench()
+    started = bench.asks(ntasks="5", argv="/opt/prog -x", output="%x/%4s.%j.%J.%u.%t.%n.%N.%%", label=True)
+    (node1, first), (node2, second) = bench.launches()
     assert (node1, node2) == (N1, N2)
     assert started == protocol.StepStarted(job_id=12, step=0, tasks=[(N1, 0, 4, first.token), (N2, 4, 1, second.token)])
     assert first.argv == ["/opt/prog", "-x"]
@@ -33,93 +33,93 @@ def test_a_step_is_launched_on_all_its_nodes() -> None:
     assert first.stdout == "train/0000.12.12.0.ann.%t.%n.%N.%%"
     assert first.stream_to == protocol.Address(node="n1", stream=5)
     assert (first.env["WINS"], first.env["FOO"], first.env["SLURM_STEP_ID"]) == ("scheduler", "1", "0")
-    assert world.order == ["row", "reply", "send", "send"]  # on disk before it starts
+    assert bench.order == ["row", "reply", "send", "send"]  # on disk before it starts
 
 
 def test_a_job_gives_nodes_back_for_who_may_start_steps_in_it() -> None:
-    world = World()
-    assert world.asks(argv="", resize="1") == protocol.StepEnded(codes=[], signals=[])
-    assert world.resized == [(12, 1, ANN)]
-    assert "not a whole number" in world.asks(argv="", resize="two").error
-    assert "it is ann's" in world.asks(origin=(HEAD, 7), uid=ANN + 1, argv="", resize="1").error
-    assert len(world.resized) == 1
+    bench = StepBench()
+    assert bench.asks(argv="", resize="1") == protocol.StepEnded(codes=[], signals=[])
+    assert bench.resized == [(12, 1, ANN)]
+    assert "not a whole number" in bench.asks(argv="", resize="two").error
+    assert "it is ann's" in bench.asks(origin=(HEAD, 7), uid=ANN + 1, argv="", resize="1").error
+    assert len(bench.resized) == 1
 
 
 def test_the_codes_of_all_ranks_come_in_order() -> None:
-    world = World()
-    world.asks(ntasks="5")
-    (_, first), (_, second) = world.launches()
-    world.ends(second, 4, usage={"cpu_user_s": 1.5, "max_rss_kib": 10.0})
-    assert not world.has_ended()
-    world.ends(first, 0, 1, 0, 0, signals=(0, 0, 9, 0), usage={"cpu_user_s": 2.0, "max_rss_kib": 30.0})
-    assert world.ended() == protocol.StepEnded(codes=[0, 1, 0, 0, 4], signals=[0, 0, 9, 0, 0])
-    row = world.rows[(12, 0, "0")]
+    bench = StepBench()
+    bench.asks(ntasks="5")
+    (_, first), (_, second) = bench.launches()
+    bench.ends(second, 4, usage={"cpu_user_s": 1.5, "max_rss_kib": 10.0})
+    assert not bench.has_ended()
+    bench.ends(first, 0, 1, 0, 0, signals=(0, 0, 9, 0), usage={"cpu_user_s": 2.0, "max_rss_kib": 30.0})
+    assert bench.ended() == protocol.StepEnded(codes=[0, 1, 0, 0, 4], signals=[0, 0, 9, 0, 0])
+    row = bench.rows[(12, 0, "0")]
     assert (row.state, row.exit_code, row.exit_signal) == ("FAILED", 4, 9)
     assert (row.name, row.nodes, row.ntasks) == ("prog", ("n1", "n2"), 5)
     assert (row.cpu_user_s, row.max_rss_kib, row.ended_at_s) == (3.5, 30, 100.0)
 
 
 def test_a_repeated_report_changes_nothing() -> None:
-    world = World()
-    world.asks(nodes="1")
-    ((_, launch),) = world.launches()
-    world.ends(launch, 0)
-    world.ends(launch, 3)
-    assert world.ended().codes == [0]
+    bench = StepBench()
+    bench.asks(nodes="1")
+    ((_, launch),) = bench.launches()
+    bench.ends(launch, 0)
+    bench.ends(launch, 3)
+    assert bench.ended().codes == [0]
 
 
 def test_steps_are_numbered_from_what_is_on_disk() -> None:
-    world = World()
-    world.rows[(12, 0, "4")] = StepRow(job_id=12, attempt=0, step="4", name="", nodes=(), ntasks=1, state="FAILED")
-    assert world.asks(nodes="1").step == 5
-    assert world.asks(nodes="1", origin=SECOND).step == 6
+    bench = StepBench()
+    bench.rows[(12, 0, "4")] = StepRecord(job_id=12, attempt=0, step="4", name="", nodes=(), ntasks=1, state="FAILED")
+    assert bench.asks(nodes="1").step == 5
+    assert bench.asks(nodes="1", origin=SECOND).step == 6
 
 
 def test_kill_on_bad_exit_ends_the_other_nodes() -> None:
-    world = World()
-    world.asks(nodes="2", kill_on_bad_exit=True)
-    (_, first), (_, second) = world.launches()
+    bench = StepBench()
+    bench.asks(nodes="2", kill_on_bad_exit=True)
+    (_, first), (_, second) = bench.launches()
     assert first.kill_on_bad_exit
-    world.ends(first, 1)
-    (order,) = world.said_to(N2, protocol.EndStep)
+    bench.ends(first, 1)
+    (order,) = bench.said_to(N2, protocol.EndStep)
     assert order.token == second.token
-    world.ends(second, 0, signals=(15,))
-    assert world.ended() == protocol.StepEnded(codes=[1, 0], signals=[0, 15])
+    bench.ends(second, 0, signals=(15,))
+    assert bench.ended() == protocol.StepEnded(codes=[1, 0], signals=[0, 15])
 
 
 def test_without_it_the_others_go_on() -> None:
-    world = World()
-    world.asks(nodes="2")
-    world.ends(world.launches()[0][1], 1)
-    assert world.said_to(N2, protocol.EndStep) == []
+    bench = StepBench()
+    bench.asks(nodes="2")
+    bench.ends(bench.launches()[0][1], 1)
+    assert bench.said_to(N2, protocol.EndStep) == []
 
 
 def test_a_node_that_refuses_ends_the_rest() -> None:
-    world = World()
-    world.asks(nodes="2")
-    (_, first), (_, second) = world.launches()
-    world.service.on_report(N1, world.report(first.token, protocol.REFUSED, why="cannot enter /work"))
-    assert [order.token for order in world.said_to(N2, protocol.EndStep)] == [second.token]
-    world.service.on_report(N2, world.report(second.token, protocol.REVOKED))
-    assert world.ended().error == "cannot start the step on n1: cannot enter /work"
+    bench = StepBench()
+    bench.asks(nodes="2")
+    (_, first), (_, second) = bench.launches()
+    bench.service.on_report(N1, bench.report(first.token, protocol.REFUSED, why="cannot enter /work"))
+    assert [order.token for order in bench.said_to(N2, protocol.EndStep)] == [second.token]
+    bench.service.on_report(N2, bench.report(second.token, protocol.REVOKED))
+    assert bench.ended().error == "cannot start the step on n1: cannot enter /work"
 
 
 def test_a_time_limit_is_told() -> None:
-    world = World()
-    world.asks(nodes="1", time="1")
-    ((_, launch),) = world.launches()
+    bench = StepBench()
+    bench.asks(nodes="1", time="1")
+    ((_, launch),) = bench.launches()
     assert launch.limit_s == 60
-    world.ends(launch, 0, signals=(15,), timed_out=True)
-    assert "time limit" in world.ended().error
-    assert world.rows[(12, 0, "0")].state == "TIMEOUT"
+    bench.ends(launch, 0, signals=(15,), timed_out=True)
+    assert "time limit" in bench.ended().error
+    assert bench.rows[(12, 0, "0")].state == "TIMEOUT"
 
 
 def test_a_report_that_cannot_be_does_not_hang_the_step() -> None:
-    world = World()
-    world.asks(nodes="1", ntasks="2")
-    ((_, launch),) = world.launches()
-    world.ends(launch, 0, 0, 0)
-    assert "it sent 3 exit codes" in world.ended().error
+    bench = StepBench()
+    bench.asks(nodes="1", ntasks="2")
+    ((_, launch),) = bench.launches()
+    bench.ends(launch, 0, 0, 0)
+    assert "it sent 3 exit codes" in bench.ended().error
 
 
 # ----- who may
@@ -127,135 +127,135 @@ def test_a_report_that_cannot_be_does_not_hang_the_step() -> None:
 
 @pytest.mark.parametrize("uid", [ANN, 0, ADMIN])
 def test_owner_root_and_admin_may_add_a_step_from_the_head(uid: int) -> None:
-    assert isinstance(World().asks(origin=(HEAD, 1), uid=uid), protocol.StepStarted)
+    assert isinstance(StepBench().asks(origin=(HEAD, 1), uid=uid), protocol.StepStarted)
 
 
 def test_others_may_not() -> None:
-    world = World()
-    assert world.asks(origin=(HEAD, 1), uid=BOB).error == "cannot start a step in job 12: it is ann's"
-    assert world.launches() == []
+    bench = StepBench()
+    assert bench.asks(origin=(HEAD, 1), uid=BOB).error == "cannot start a step in job 12: it is ann's"
+    assert bench.launches() == []
 
 
 def test_a_number_of_another_machines_user_is_no_proof() -> None:
     """On a node, who asks is the owner of the job that the agent vouches for."""
-    world = World(a_job(12), replace(a_job(13), uid=BOB, user="bob"))
+    bench = StepBench(a_job(12), replace(a_job(13), uid=BOB, user="bob"))
     request = a_request(job_id=12)
-    world.says(HRUN, request, uid=ANN, job_id=13)  # bob's job, on a machine where his number is ann's here
-    assert world.ended().error == "cannot start a step in job 12: it is ann's"
-    world.says(SECOND, request, uid=ANN, job_id=0)
-    assert "runs in no job there" in world.ended(SECOND).error
+    bench.says(HRUN, request, uid=ANN, job_id=13)  # bob's job, on a machine where his number is ann's here
+    assert bench.ended().error == "cannot start a step in job 12: it is ann's"
+    bench.says(SECOND, request, uid=ANN, job_id=0)
+    assert "runs in no job there" in bench.ended(SECOND).error
 
 
 def test_an_old_attempt_may_not() -> None:
-    world = World(a_job(attempt=1))
-    assert world.asks().error == "cannot start a step in attempt 0 of job 12: it is over"
+    bench = StepBench(a_job(attempt=1))
+    assert bench.asks().error == "cannot start a step in attempt 0 of job 12: it is over"
 
 
 def test_only_a_running_job_takes_steps_but_a_script_may_be_faster_than_its_report() -> None:
-    world = World(a_job(state=JobState.CONFIGURING))
-    assert isinstance(world.asks(), protocol.StepStarted)
-    assert world.asks(origin=(HEAD, 1)).error == "cannot start a step in job 12: it is CONFIGURING, not RUNNING"
-    assert "Invalid job id specified" in world.asks(origin=(HEAD, 2), job_id=99).error
+    bench = StepBench(a_job(state=JobState.CONFIGURING))
+    assert isinstance(bench.asks(), protocol.StepStarted)
+    assert bench.asks(origin=(HEAD, 1)).error == "cannot start a step in job 12: it is CONFIGURING, not RUNNING"
+    assert "Invalid job id specified" in bench.asks(origin=(HEAD, 2), job_id=99).error
 
 
 def test_another_stream_reaches_nothing_of_a_step() -> None:
-    world = World()
-    world.asks(nodes="1")
-    ((_, launch),) = world.launches()
-    before = len(world.sent)
-    world.says(SECOND, protocol.Input(token=launch.token, task=0, offset=0, eof=False), blob=b"evil")
-    world.says(SECOND, protocol.StepSignal(signum=9))
-    assert len(world.sent) == before
-    assert world.ended(SECOND).error == "cannot reach a task of another's step"
+    bench = StepBench()
+    bench.asks(nodes="1")
+    ((_, launch),) = bench.launches()
+    before = len(bench.sent)
+    bench.says(SECOND, protocol.Input(token=launch.token, task=0, offset=0, eof=False), blob=b"evil")
+    bench.says(SECOND, protocol.StepSignal(signum=9))
+    assert len(bench.sent) == before
+    assert bench.ended(SECOND).error == "cannot reach a task of another's step"
 
 
 def test_another_node_reports_nothing_of_a_step() -> None:
-    world = World()
-    world.asks(nodes="1")
-    ((_, launch),) = world.launches()
-    assert not world.service.on_report(N2, world.report(launch.token, codes=[0], signals=[0]))
-    assert not world.has_ended()
+    bench = StepBench()
+    bench.asks(nodes="1")
+    ((_, launch),) = bench.launches()
+    assert not bench.service.on_report(N2, bench.report(launch.token, codes=[0], signals=[0]))
+    assert not bench.has_ended()
 
 
 # ----- streams and signals
 
 
 def test_input_acknowledgements_and_signals_go_to_the_tasks() -> None:
-    world = World()
-    world.asks(nodes="2")
-    (_, first), (_, second) = world.launches()
-    world.says(HRUN, protocol.Input(token=first.token, task=0, offset=0, eof=True), blob=b"hello")
-    assert world.sent[-1] == (N1, protocol.Input(token=first.token, task=0, offset=0, eof=True), b"hello")
-    world.says(HRUN, protocol.OutputAck(token=second.token, task=1, fd=1, offset=9))
-    assert world.sent[-1][:2] == (N2, protocol.OutputAck(token=second.token, task=1, fd=1, offset=9))
-    world.ends(first, 0)
-    world.says(HRUN, protocol.StepSignal(signum=10))
-    assert world.sent[-1][:2] == (N2, protocol.SignalStep(token=second.token, signum=10))
-    assert not world.said_to(N1, protocol.SignalStep)
-    world.says(HRUN, protocol.StepSignal(signum=9))
-    assert world.sent[-1][1] == protocol.EndStep(token=second.token, grace_s=0.0, why="killed")
+    bench = StepBench()
+    bench.asks(nodes="2")
+    (_, first), (_, second) = bench.launches()
+    bench.says(HRUN, protocol.Input(token=first.token, task=0, offset=0, eof=True), blob=b"hello")
+    assert bench.sent[-1] == (N1, protocol.Input(token=first.token, task=0, offset=0, eof=True), b"hello")
+    bench.says(HRUN, protocol.OutputAck(token=second.token, task=1, fd=1, offset=9))
+    assert bench.sent[-1][:2] == (N2, protocol.OutputAck(token=second.token, task=1, fd=1, offset=9))
+    bench.ends(first, 0)
+    bench.says(HRUN, protocol.StepSignal(signum=10))
+    assert bench.sent[-1][:2] == (N2, protocol.SignalStep(token=second.token, signum=10))
+    assert not bench.said_to(N1, protocol.SignalStep)
+    bench.says(HRUN, protocol.StepSignal(signum=9))
+    assert bench.sent[-1][1] == protocol.EndStep(token=second.token, grace_s=0.0, why="killed")
 
 
 def test_output_goes_to_who_asked_also_after_the_end() -> None:
-    world = World()
-    world.asks(nodes="2")
-    (_, first), (_, second) = world.launches()
+    bench = StepBench()
+    bench.asks(nodes="2")
+    (_, first), (_, second) = bench.launches()
     output = protocol.Output(
         to=protocol.Address(node="n1", stream=5), token=second.token, task=1, fd=1, offset=0, eof=False
     )
-    assert world.service.output_origin(N2, output) == HRUN
-    assert world.service.output_origin(N1, output) is None  # not the node that the token was made for
+    assert bench.service.output_origin(N2, output) == HRUN
+    assert bench.service.output_origin(N1, output) is None  # not the node that the token was made for
     elsewhere = protocol.changed(output, to=protocol.Address(node="n1", stream=6))
-    assert world.service.output_origin(N2, elsewhere) is None
-    world.ends(first, 0)
-    world.ends(second, 0)
-    assert world.service.output_origin(N2, output) == HRUN
-    world.service.on_stream_closed(HRUN)
-    assert world.service.output_origin(N2, output) is None
+    assert bench.service.output_origin(N2, elsewhere) is None
+    bench.ends(first, 0)
+    bench.ends(second, 0)
+    assert bench.service.output_origin(N2, output) == HRUN
+    bench.service.on_stream_closed(HRUN)
+    assert bench.service.output_origin(N2, output) is None
 
 
 def test_a_step_command_that_goes_away_takes_its_step_along() -> None:
-    world = World()
-    world.asks(nodes="2")
-    (_, first), (_, second) = world.launches()
-    world.ends(first, 0)
-    world.service.on_stream_closed(HRUN)
-    (order,) = world.said_to(N2, protocol.EndStep)
+    bench = StepBench()
+    bench.asks(nodes="2")
+    (_, first), (_, second) = bench.launches()
+    bench.ends(first, 0)
+    bench.service.on_stream_closed(HRUN)
+    (order,) = bench.said_to(N2, protocol.EndStep)
     assert (order.token, order.grace_s) == (second.token, 30.0)
-    assert world.said_to(N1, protocol.EndStep) == []
-    world.ends(second, 0, signals=(15,))
-    assert world.rows[(12, 0, "0")].state == "CANCELLED"
-    assert not world.has_ended()  # there is nobody to tell
+    assert bench.said_to(N1, protocol.EndStep) == []
+    bench.ends(second, 0, signals=(15,))
+    assert bench.rows[(12, 0, "0")].state == "CANCELLED"
+    assert not bench.has_ended()  # there is nobody to tell
 
 
 # ----- listening to a running step
 
 
 def test_who_listens_to_a_step_gets_its_output_and_its_end() -> None:
-    world = World()
-    started = world.asks(nodes="2")
-    (_, first), (_, second) = world.launches()
-    assert world.asks(origin=SECOND, attach="0") == started
+    bench = StepBench()
+    started = bench.asks(nodes="2")
+    (_, first), (_, second) = bench.launches()
+    assert bench.asks(origin=SECOND, attach="0") == started
     to = protocol.Address(node="n1", stream=6)
     for node, launch in ((N1, first), (N2, second)):
-        assert world.said_to(node, protocol.WatchOutput) == [protocol.WatchOutput(token=launch.token, to=to, on=True)]
+        assert bench.said_to(node, protocol.WatchOutput) == [protocol.WatchOutput(token=launch.token, to=to, on=True)]
     output = protocol.Output(to=to, token=second.token, task=1, fd=1, offset=0, eof=False)
-    assert world.service.output_origin(N2, output) == SECOND
-    assert world.service.output_origin(N2, protocol.changed(output, to=protocol.Address("n1", 7))) is None
-    world.ends(first, 0)
-    world.ends(second, 3)
-    assert world.ended(SECOND).codes == world.ended().codes == [0, 3]
+    assert bench.service.output_origin(N2, output) == SECOND
+    assert bench.service.output_origin(N2, protocol.changed(output, to=protocol.Address("n1", 7))) is None
+    bench.ends(first, 0)
+    bench.ends(second, 3)
+    assert bench.ended(SECOND).codes == bench.ended().codes == [0, 3]
 
 
 def test_who_stops_listening_does_the_step_nothing() -> None:
-    world = World()
-    world.asks(nodes="1")
-    world.asks(origin=SECOND, attach="0")
-    world.service.on_stream_closed(SECOND)
-    assert [order.on for order in world.said_to(N1, protocol.WatchOutput)] == [True, False]
-    assert world.said_to(N1, protocol.EndStep) == []
-    world.ends(world.launches()[0][1], 0)
-    assert not world.has_ended(SECOND)
+    bench = StepBench()
+    bench.asks(nodes="1")
+    bench.asks(origin=SECOND, attach="0")
+    bench.service.on_stream_closed(SECOND)
+    assert [order.on for order in bench.said_to(N1, protocol.WatchOutput)] == [True, False]
+    assert bench.said_to(N1, protocol.EndStep) == []
+    bench.ends(bench.launches()[0][1], 0)
+    assert not bench.has_ended(SECOND)
 
 
 @pytest.mark.parametrize(
@@ -263,127 +263,127 @@ def test_who_stops_listening_does_the_step_nothing() -> None:
     [("1", ANN, "no step 12.1 is running"), ("batch", ANN, "no step 12.batch"), ("0", BOB, "it is ann's")],
 )
 def test_listening_is_refused(step: str, uid: int, why: str) -> None:
-    world = World()
-    world.asks(nodes="1")
-    assert why in world.asks(origin=(HEAD, 3), uid=uid, attach=step).error
-    assert world.said_to(N1, protocol.WatchOutput) == []
+    bench = StepBench()
+    bench.asks(nodes="1")
+    assert why in bench.asks(origin=(HEAD, 3), uid=uid, attach=step).error
+    assert bench.said_to(N1, protocol.WatchOutput) == []
 
 
 # ----- waiting for cpus
 
 
 def test_a_step_waits_for_cpus_and_starts_when_they_are_free() -> None:
-    world = World()
-    world.asks(ntasks="8")
-    waiting = world.asks(origin=SECOND, ntasks="1")
+    bench = StepBench()
+    bench.asks(ntasks="8")
+    waiting = bench.asks(origin=SECOND, ntasks="1")
     assert waiting.text == "Job 12 step creation temporarily disabled, retrying (Requested nodes are busy)"
-    (_, first), (_, second) = world.launches()
-    world.ends(first, 0, 0, 0, 0)
-    assert isinstance(world.replies[SECOND][-1], protocol.StepStarted)  # n1 is free, though the first step goes on
+    (_, first), (_, second) = bench.launches()
+    bench.ends(first, 0, 0, 0, 0)
+    assert isinstance(bench.replies[SECOND][-1], protocol.StepStarted)  # n1 is free, though the first step goes on
 
 
 def test_waiting_steps_start_in_their_order() -> None:
-    world = World()
-    world.asks(ntasks="7")
-    world.asks(origin=SECOND, ntasks="2")
-    world.asks(origin=THIRD, ntasks="1")  # would fit, but is not its turn
-    assert len(world.launches()) == 2
-    (_, first), (_, second) = world.launches()
-    world.ends(first, 0, 0, 0, 0)
-    world.ends(second, 0, 0, 0)
-    started = [world.replies[origin][-1].step for origin in (SECOND, THIRD)]
+    bench = StepBench()
+    bench.asks(ntasks="7")
+    bench.asks(origin=SECOND, ntasks="2")
+    bench.asks(origin=THIRD, ntasks="1")  # would fit, but is not its turn
+    assert len(bench.launches()) == 2
+    (_, first), (_, second) = bench.launches()
+    bench.ends(first, 0, 0, 0, 0)
+    bench.ends(second, 0, 0, 0)
+    started = [bench.replies[origin][-1].step for origin in (SECOND, THIRD)]
     assert started == [1, 2]
 
 
 def test_one_step_is_signalled_or_ended_and_the_others_are_not() -> None:
-    world = World()
-    world.asks(nodes="1", ntasks="1")
-    world.asks(origin=SECOND, nodes="1", ntasks="1")
-    first, second = (launch.token for _, launch in world.launches())
-    del world.sent[:]
-    assert world.service.act_on(world.jobs[JobId(12)], 1, 10, "ann")
-    assert [(type(m), m.token) for _, m, _ in world.sent] == [(protocol.SignalStep, second)]
-    assert world.service.act_on(world.jobs[JobId(12)], 0, None, "ann")
-    assert [(m.token, m.grace_s) for _, m, _ in world.sent[1:]] == [(first, 30.0)]
-    assert world.service.act_on(world.jobs[JobId(12)], 1, 9, "ann")
-    assert [(m.token, m.grace_s) for _, m, _ in world.sent[2:]] == [(second, 0.0)]
-    assert not world.service.act_on(world.jobs[JobId(12)], 2, None, "ann")
+    bench = StepBench()
+    bench.asks(nodes="1", ntasks="1")
+    bench.asks(origin=SECOND, nodes="1", ntasks="1")
+    first, second = (launch.token for _, launch in bench.launches())
+    del bench.sent[:]
+    assert bench.service.act_on(bench.jobs[JobId(12)], 1, 10, "ann")
+    assert [(type(m), m.token) for _, m, _ in bench.sent] == [(protocol.SignalStep, second)]
+    assert bench.service.act_on(bench.jobs[JobId(12)], 0, None, "ann")
+    assert [(m.token, m.grace_s) for _, m, _ in bench.sent[1:]] == [(first, 30.0)]
+    assert bench.service.act_on(bench.jobs[JobId(12)], 1, 9, "ann")
+    assert [(m.token, m.grace_s) for _, m, _ in bench.sent[2:]] == [(second, 0.0)]
+    assert not bench.service.act_on(bench.jobs[JobId(12)], 2, None, "ann")
 
 
 def test_tasks_that_are_dealt_in_turn_end_by_their_numbers() -> None:
-    world = World()
-    started = world.asks(ntasks="5", distribution="cyclic")
-    (_, first), (_, second) = world.launches()
+    bench = StepBench()
+    started = bench.asks(ntasks="5", distribution="cyclic")
+    (_, first), (_, second) = bench.launches()
     assert (list(first.tasks.ranks()), list(second.tasks.ranks())) == ([0, 2, 4], [1, 3])
     assert [(node, list(ranks)) for node, ranks, _ in started.parts()] == [("n1", [0, 2, 4]), ("n2", [1, 3])]
     assert second.env["SLURM_GTIDS"] == "1,3"
-    world.ends(first, 10, 12, 14)
-    world.ends(second, 11, 13)
-    assert world.replies[HRUN][-1].codes == [10, 11, 12, 13, 14]
-    assert "write block, cyclic or plane=N" in world.asks(origin=SECOND, distribution="arbitrary").error
+    bench.ends(first, 10, 12, 14)
+    bench.ends(second, 11, 13)
+    assert bench.replies[HRUN][-1].codes == [10, 11, 12, 13, 14]
+    assert "write block, cyclic or plane=N" in bench.asks(origin=SECOND, distribution="arbitrary").error
 
 
 def test_a_step_goes_where_there_is_room() -> None:
-    world = World()
-    world.asks(nodes="1", ntasks="4")
-    assert world.asks(origin=SECOND, nodes="1", ntasks="4").tasks[0][0] == "n2"
+    bench = StepBench()
+    bench.asks(nodes="1", ntasks="4")
+    assert bench.asks(origin=SECOND, nodes="1", ntasks="4").tasks[0][0] == "n2"
 
 
 def test_overlap_does_not_wait_and_does_not_hold() -> None:
-    world = World()
-    world.asks(ntasks="8")
-    assert isinstance(world.asks(origin=SECOND, ntasks="8", overlap=True), protocol.StepStarted)
-    world = World()
-    world.asks(ntasks="8", overlap=True)
-    assert isinstance(world.asks(origin=SECOND, ntasks="8"), protocol.StepStarted)
+    bench = StepBench()
+    bench.asks(ntasks="8")
+    assert isinstance(bench.asks(origin=SECOND, ntasks="8", overlap=True), protocol.StepStarted)
+    bench = StepBench()
+    bench.asks(ntasks="8", overlap=True)
+    assert isinstance(bench.asks(origin=SECOND, ntasks="8"), protocol.StepStarted)
 
 
 def test_a_waiting_step_command_that_goes_away_lets_the_next_start() -> None:
-    world = World()
-    world.asks(ntasks="7")
-    world.asks(origin=SECOND, ntasks="2")
-    world.asks(origin=THIRD, ntasks="1")
-    world.service.on_stream_closed(SECOND)
-    assert isinstance(world.replies[THIRD][-1], protocol.StepStarted)
+    bench = StepBench()
+    bench.asks(ntasks="7")
+    bench.asks(origin=SECOND, ntasks="2")
+    bench.asks(origin=THIRD, ntasks="1")
+    bench.service.on_stream_closed(SECOND)
+    assert isinstance(bench.replies[THIRD][-1], protocol.StepStarted)
 
 
 def test_what_never_fits_is_refused_at_once() -> None:
-    world = World()
-    world.asks(ntasks="8")
-    assert world.asks(origin=SECOND, ntasks="9").error == (
+    bench = StepBench()
+    bench.asks(ntasks="8")
+    assert bench.asks(origin=SECOND, ntasks="9").error == (
         "cannot give the step 9 tasks: the job has 8 cpus on 2 nodes"
     )
 
 
 def test_each_task_gets_its_own_gpus_if_the_job_asked_for_them_by_task() -> None:
     job = a_job()
-    world = World(replace(job, spec=replace(job.spec, gpus_per_task=(GpuRequest(count=1),))))
-    world.asks(ntasks="4", ntasks_per_node="2")
-    assert [launch.env["HPCSCHED_STEP_GPUS_PER_TASK"] for _, launch in world.launches()] == ["1", "1"]
-    world.asks(origin=SECOND, ntasks="2", ntasks_per_node="1", overlap=True)  # as mpirun starts its daemons
-    assert "HPCSCHED_STEP_GPUS_PER_TASK" not in world.launches()[-1][1].env
+    bench = StepBench(replace(job, spec=replace(job.spec, gpus_per_task=(GpuRequest(count=1),))))
+    bench.asks(ntasks="4", ntasks_per_node="2")
+    assert [launch.env["HPCSCHED_STEP_GPUS_PER_TASK"] for _, launch in bench.launches()] == ["1", "1"]
+    bench.asks(origin=SECOND, ntasks="2", ntasks_per_node="1", overlap=True)  # as mpirun starts its daemons
+    assert "HPCSCHED_STEP_GPUS_PER_TASK" not in bench.launches()[-1][1].env
 
 
 def test_steps_see_the_gpu_that_their_job_has_a_part_of() -> None:
     job = a_job(cpus=(4,))
-    world = World(replace(job, shares=(replace(job.shares[0], gpus=(1,), shards=2, shards_of=4),)))
-    assert world.asks(gres="shard:3").error == "cannot give the step 3 shards of a GPU: the job has 2 on each node"
-    world.asks(ntasks="1", gres="shard:1")
-    world.asks(origin=SECOND, ntasks="1", gres="shard:2")
-    assert [launch.gpus for _, launch in world.launches()] == [[1], [1]]
+    bench = StepBench(replace(job, shares=(replace(job.shares[0], gpus=(1,), shards=2, shards_of=4),)))
+    assert bench.asks(gres="shard:3").error == "cannot give the step 3 shards of a GPU: the job has 2 on each node"
+    bench.asks(ntasks="1", gres="shard:1")
+    bench.asks(origin=SECOND, ntasks="1", gres="shard:2")
+    assert [launch.gpus for _, launch in bench.launches()] == [[1], [1]]
 
 
 def test_gpus_asked_for_by_number_are_held() -> None:
-    world = World()
-    world.asks(nodes="1", ntasks="1", gpus_per_task="1")
-    world.asks(origin=SECOND, nodes="1", ntasks="1", gres="gpu:1")
-    world.asks(origin=THIRD, nodelist="n1", ntasks="1", gpus="1")
-    assert [launch.gpus for _, launch in world.launches()] == [[0], [1]]
-    assert isinstance(world.replies[THIRD][-1], protocol.StepWaiting)
-    all_of_them = world.asks(origin=(N1, 8), nodelist="n1", ntasks="1", overlap=True)
+    bench = StepBench()
+    bench.asks(nodes="1", ntasks="1", gpus_per_task="1")
+    bench.asks(origin=SECOND, nodes="1", ntasks="1", gres="gpu:1")
+    bench.asks(origin=THIRD, nodelist="n1", ntasks="1", gpus="1")
+    assert [launch.gpus for _, launch in bench.launches()] == [[0], [1]]
+    assert isinstance(bench.replies[THIRD][-1], protocol.StepWaiting)
+    all_of_them = bench.asks(origin=(N1, 8), nodelist="n1", ntasks="1", overlap=True)
     assert isinstance(all_of_them, protocol.StepStarted)
-    assert world.launches()[-1][1].gpus == [0, 1]
-    assert world.asks(origin=(N1, 9), gpus_per_node="3").error == (
+    assert bench.launches()[-1][1].gpus == [0, 1]
+    assert bench.asks(origin=(N1, 9), gpus_per_node="3").error == (
         "cannot give the step 3 GPUs on n1: the job has 2 there"
     )
 
@@ -391,47 +391,47 @@ def test_gpus_asked_for_by_number_are_held() -> None:
 def test_the_jobs_cpus_per_task_are_the_default_where_they_fit() -> None:
     job = a_job()
     job = replace(job, spec=replace(job.spec, cpus_per_task=2, cpus_per_task_given=True))
-    world = World(job)
-    world.asks(ntasks="2", nodes="1")
-    assert world.launches()[0][1].cpus == 4
-    world = World(job)
-    world.asks(ntasks="8")
-    assert [launch.cpus for _, launch in world.launches()] == [4, 4]
+    bench = StepBench(job)
+    bench.asks(ntasks="2", nodes="1")
+    assert bench.launches()[0][1].cpus == 4
+    bench = StepBench(job)
+    bench.asks(ntasks="8")
+    assert [launch.cpus for _, launch in bench.launches()] == [4, 4]
 
 
 # ----- hrun alone
 
 
 def test_hrun_alone_gets_a_job_first_and_gives_it_back() -> None:
-    world = World()
+    bench = StepBench()
     alone: Origin = (HEAD, 3)
-    assert world.asks(origin=alone, job_id=0, nodes="1").text == "job 20 queued and waiting for resources"
+    assert bench.asks(origin=alone, job_id=0, nodes="1").text == "job 20 queued and waiting for resources"
     job = a_job(20, script="")
-    world.jobs[job.id] = job
-    world.service.job_running(job)
-    assert [type(message).__name__ for message in world.replies[alone]] == ["StepWaiting", "StepWaiting", "StepStarted"]
-    assert world.replies[alone][1].text == "job 20 has been allocated resources"
-    ((_, launch),) = world.launches()
+    bench.jobs[job.id] = job
+    bench.service.job_running(job)
+    assert [type(message).__name__ for message in bench.replies[alone]] == ["StepWaiting", "StepWaiting", "StepStarted"]
+    assert bench.replies[alone][1].text == "job 20 has been allocated resources"
+    ((_, launch),) = bench.launches()
     assert launch.stream_to == protocol.Address(node="", stream=3)
-    world.ends(launch, 7)
-    assert world.released == [(20, ExitStatus(code=7))]
+    bench.ends(launch, 7)
+    assert bench.released == [(20, ExitStatus(code=7))]
 
 
 def test_an_allocation_that_is_refused_is_told() -> None:
-    world = World()
-    world.refuse_allocation = "cannot give job nine nodes: partition 'main' has 3"
-    assert world.asks(origin=(HEAD, 3), job_id=0).error == world.refuse_allocation
+    bench = StepBench()
+    bench.refuse_allocation = "cannot give job nine nodes: partition 'main' has 3"
+    assert bench.asks(origin=(HEAD, 3), job_id=0).error == bench.refuse_allocation
 
 
 def test_hrun_alone_is_for_the_head() -> None:
-    assert "run hrun in a job, or on the head node" in World().asks(job_id=0).error
+    assert "run hrun in a job, or on the head node" in StepBench().asks(job_id=0).error
 
 
 def test_hrun_alone_that_goes_away_gives_its_job_back() -> None:
-    world = World()
-    world.asks(origin=(HEAD, 3), job_id=0)
-    world.service.on_stream_closed((HEAD, 3))
-    assert world.released == [(20, ExitStatus(code=1))]
+    bench = StepBench()
+    bench.asks(origin=(HEAD, 3), job_id=0)
+    bench.service.on_stream_closed((HEAD, 3))
+    assert bench.released == [(20, ExitStatus(code=1))]
 
 
 @pytest.mark.parametrize(
@@ -448,48 +448,48 @@ def test_hrun_alone_that_goes_away_gives_its_job_back() -> None:
     ],
 )
 def test_what_ends_the_job_is_what_its_steps_end_for(ending: dict[str, Any], state: str, says: str) -> None:
-    world = World()
-    world.asks(nodes="1")
-    world.service.job_ending(a_job(7, state=JobState.COMPLETING, outcome=JobState.TIMEOUT))  # another
-    world.service.job_ending(a_job(12, state=JobState.COMPLETING, **ending))
-    world.ends(world.launches()[0][1], 0, signals=(15,))
-    assert (world.rows[(12, 0, "0")].state, world.ended().error) == (state, says)
+    bench = StepBench()
+    bench.asks(nodes="1")
+    bench.service.job_ending(a_job(7, state=JobState.COMPLETING, outcome=JobState.TIMEOUT))  # another
+    bench.service.job_ending(a_job(12, state=JobState.COMPLETING, **ending))
+    bench.ends(bench.launches()[0][1], 0, signals=(15,))
+    assert (bench.rows[(12, 0, "0")].state, bench.ended().error) == (state, says)
 
 
 def test_a_step_that_is_left_and_yet_ends_well_has_completed_as_daemons_of_mpirun_do() -> None:
-    world = World()
-    world.asks(nodes="1")
-    world.service.on_stream_closed(HRUN)
-    world.ends(world.launches()[0][1], 0)
-    assert world.rows[(12, 0, "0")].state == "COMPLETED"
+    bench = StepBench()
+    bench.asks(nodes="1")
+    bench.service.on_stream_closed(HRUN)
+    bench.ends(bench.launches()[0][1], 0)
+    assert bench.rows[(12, 0, "0")].state == "COMPLETED"
 
 
 def test_another_step_in_that_job_does_not_end_it() -> None:
-    world = World()
+    bench = StepBench()
     job = a_job(20, script="")
-    world.asks(origin=(HEAD, 3), job_id=0, nodes="1")
-    world.jobs[job.id] = job
-    world.service.job_running(job)
-    world.asks(origin=(HEAD, 4), job_id=20, overlap=True, nodes="1")
-    world.ends(world.launches()[1][1], 0)
-    assert world.released == []
-    world.ends(world.launches()[0][1], 0)
-    assert world.released == [(20, ExitStatus(code=0))]
+    bench.asks(origin=(HEAD, 3), job_id=0, nodes="1")
+    bench.jobs[job.id] = job
+    bench.service.job_running(job)
+    bench.asks(origin=(HEAD, 4), job_id=20, overlap=True, nodes="1")
+    bench.ends(bench.launches()[1][1], 0)
+    assert bench.released == []
+    bench.ends(bench.launches()[0][1], 0)
+    assert bench.released == [(20, ExitStatus(code=0))]
 
 
 def test_the_job_that_ends_ends_all_its_steps() -> None:
-    world = World()
-    world.asks(ntasks="8")
-    world.asks(origin=SECOND)
-    world.asks(origin=(HEAD, 3), job_id=0)
-    assert world.service.concerns(JobId(12))
-    world.service.job_ended(JobId(12), "TIMEOUT")
-    assert world.ended().error == "job 12 has ended: TIMEOUT"
-    assert world.ended(SECOND).error == "job 12 has ended: TIMEOUT"
-    assert world.rows[(12, 0, "0")].state == "CANCELLED"
-    assert not world.service.concerns(JobId(12))
-    world.service.job_ended(JobId(20))
-    assert world.ended((HEAD, 3)).error == "job 20 has ended"
+    bench = StepBench()
+    bench.asks(ntasks="8")
+    bench.asks(origin=SECOND)
+    bench.asks(origin=(HEAD, 3), job_id=0)
+    assert bench.service.concerns(JobId(12))
+    bench.service.job_ended(JobId(12), "TIMEOUT")
+    assert bench.ended().error == "job 12 has ended: TIMEOUT"
+    assert bench.ended(SECOND).error == "job 12 has ended: TIMEOUT"
+    assert bench.rows[(12, 0, "0")].state == "CANCELLED"
+    assert not bench.service.concerns(JobId(12))
+    bench.service.job_ended(JobId(20))
+    assert bench.ended((HEAD, 3)).error == "job 20 has ended"
 
 
 def test_the_allocation_is_what_hrun_asked_for() -> None:
@@ -536,118 +536,118 @@ def test_the_allocation_is_where_hrun_wants_it() -> None:
     ],
 )
 def test_bad_requests_are_refused_in_words(changes: dict[str, Any], text: str) -> None:
-    world = World()
-    world.says(HRUN, protocol.changed(a_request(), **changes))
-    assert text in world.ended().error
-    assert world.launches() == []
+    bench = StepBench()
+    bench.says(HRUN, protocol.changed(a_request(), **changes))
+    assert text in bench.ended().error
+    assert bench.launches() == []
 
 
 def test_one_step_for_a_connection() -> None:
-    world = World()
-    world.asks(nodes="1")
-    assert "second step" in world.asks(nodes="1").error
+    bench = StepBench()
+    bench.asks(nodes="1")
+    assert "second step" in bench.asks(nodes="1").error
 
 
 def test_nonsense_from_a_stream_is_answered() -> None:
-    world = World()
+    bench = StepBench()
     said = protocol.FromStream(stream=5, uid=ANN, job_id=12, attempt=0, message={"type": "Bogus"})
-    world.service.on_from_stream(N1, said, b"")
-    assert "unknown type" in world.ended().error
-    world.says(SECOND, protocol.Ping(request=1))
-    assert "cannot take Ping from a step command" in world.ended(SECOND).error
+    bench.service.on_from_stream(N1, said, b"")
+    assert "unknown type" in bench.ended().error
+    bench.says(SECOND, protocol.Ping(request=1))
+    assert "cannot take Ping from a step command" in bench.ended(SECOND).error
 
 
 # ----- after a lost connection or a restart
 
 
 def test_a_launch_that_did_not_arrive_is_sent_again() -> None:
-    world = World()
-    world.asks(nodes="2")
-    (_, first), (_, second) = world.launches()
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED)))
-    world.service.node_welcome(N2, [])
-    assert [launch for _, launch in world.launches()] == [first, second, second]
+    bench = StepBench()
+    bench.asks(nodes="2")
+    (_, first), (_, second) = bench.launches()
+    bench.service.node_welcome(N1, inventory(bench.report(first.token, protocol.STARTED)))
+    bench.service.node_welcome(N2, [])
+    assert [launch for _, launch in bench.launches()] == [first, second, second]
 
 
 @pytest.mark.parametrize(
     "changes", [{"held_nodes": (N1,)}, {"state": JobState.COMPLETING}, {"state": JobState.COMPLETED, "held_nodes": ()}]
 )
 def test_a_launch_that_did_not_arrive_is_not_sent_to_a_node_that_was_given_back(changes: dict[str, Any]) -> None:
-    world = World()
-    world.asks(ntasks="2", nodes="2")
-    world.jobs[JobId(12)] = a_job(**changes)
-    world.sent.clear()
-    world.service.node_welcome(N2, [])
-    assert world.launches() == []
-    assert world.said_to(N2, protocol.EndStep)
+    bench = StepBench()
+    bench.asks(ntasks="2", nodes="2")
+    bench.jobs[JobId(12)] = a_job(**changes)
+    bench.sent.clear()
+    bench.service.node_welcome(N2, [])
+    assert bench.launches() == []
+    assert bench.said_to(N2, protocol.EndStep)
 
 
 def test_no_step_starts_in_a_job_that_is_being_ended() -> None:
-    world = World()
-    world.asks(ntasks="8", exclusive=True)
-    world.asks(origin=SECOND, ntasks="8", exclusive=True)
-    world.jobs[JobId(12)] = a_job(state=JobState.COMPLETING)
-    (_, first), (_, second) = world.launches()
-    world.ends(first, 0, 0, 0, 0)
-    world.ends(second, 0, 0, 0, 0)
-    assert len(world.launches()) == 2
+    bench = StepBench()
+    bench.asks(ntasks="8", exclusive=True)
+    bench.asks(origin=SECOND, ntasks="8", exclusive=True)
+    bench.jobs[JobId(12)] = a_job(state=JobState.COMPLETING)
+    (_, first), (_, second) = bench.launches()
+    bench.ends(first, 0, 0, 0, 0)
+    bench.ends(second, 0, 0, 0, 0)
+    assert len(bench.launches()) == 2
 
 
 def test_an_order_to_end_that_did_not_arrive_is_sent_again() -> None:
-    world = World()
-    world.asks(nodes="1")
-    ((_, launch),) = world.launches()
-    world.service.on_stream_closed(HRUN)
-    world.service.node_welcome(N1, inventory(world.report(launch.token, protocol.CLAIMED)))
-    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token] * 2
+    bench = StepBench()
+    bench.asks(nodes="1")
+    ((_, launch),) = bench.launches()
+    bench.service.on_stream_closed(HRUN)
+    bench.service.node_welcome(N1, inventory(bench.report(launch.token, protocol.CLAIMED)))
+    assert [order.token for order in bench.said_to(N1, protocol.EndStep)] == [launch.token] * 2
 
 
 def test_a_launch_that_did_not_arrive_is_revoked_once_nobody_wants_it() -> None:
-    world = World()
-    world.asks(nodes="1")
-    ((_, launch),) = world.launches()
-    world.service.on_stream_closed(HRUN)
-    world.service.node_welcome(N1, [])
-    assert len(world.launches()) == 1
-    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token] * 2
+    bench = StepBench()
+    bench.asks(nodes="1")
+    ((_, launch),) = bench.launches()
+    bench.service.on_stream_closed(HRUN)
+    bench.service.node_welcome(N1, [])
+    assert len(bench.launches()) == 1
+    assert [order.token for order in bench.said_to(N1, protocol.EndStep)] == [launch.token] * 2
 
 
 def test_step_commands_are_asked_for_when_their_node_has_connected_again() -> None:
     """An agent that was killed took their connections along; the one after it says so."""
-    world = World()
-    world.asks(ntasks="8", exclusive=True)
-    world.asks(origin=SECOND, ntasks="8", exclusive=True)
-    (_, first), (_, second) = world.launches()
-    world.replies.clear()
-    started = [world.report(launch.token, protocol.STARTED) for launch in (first, second)]
-    world.service.node_welcome(N2, inventory(started[1]))
-    assert world.replies == {HRUN: [protocol.StepWaiting(job_id=12, text="")]}  # its step has tasks there
-    world.replies.clear()
-    world.service.node_welcome(N1, inventory(started[0]))
-    assert world.replies == {origin: [protocol.StepWaiting(job_id=12, text="")] for origin in (HRUN, SECOND)}
+    bench = StepBench()
+    bench.asks(ntasks="8", exclusive=True)
+    bench.asks(origin=SECOND, ntasks="8", exclusive=True)
+    (_, first), (_, second) = bench.launches()
+    bench.replies.clear()
+    started = [bench.report(launch.token, protocol.STARTED) for launch in (first, second)]
+    bench.service.node_welcome(N2, inventory(started[1]))
+    assert bench.replies == {HRUN: [protocol.StepWaiting(job_id=12, text="")]}  # its step has tasks there
+    bench.replies.clear()
+    bench.service.node_welcome(N1, inventory(started[0]))
+    assert bench.replies == {origin: [protocol.StepWaiting(job_id=12, text="")] for origin in (HRUN, SECOND)}
 
 
 def test_a_node_that_forgot_a_running_step_has_lost_it() -> None:
-    world = World()
-    world.asks(nodes="2")
-    (_, first), (_, second) = world.launches()
-    world.service.on_report(N1, world.report(first.token, protocol.STARTED))
-    world.service.node_welcome(N1, [])
-    assert [order.token for order in world.said_to(N2, protocol.EndStep)] == [second.token]
-    world.ends(second, 0, signals=(15,))
-    assert world.ended().error == "n1 knows nothing of the step any more"
+    bench = StepBench()
+    bench.asks(nodes="2")
+    (_, first), (_, second) = bench.launches()
+    bench.service.on_report(N1, bench.report(first.token, protocol.STARTED))
+    bench.service.node_welcome(N1, [])
+    assert [order.token for order in bench.said_to(N2, protocol.EndStep)] == [second.token]
+    bench.ends(second, 0, signals=(15,))
+    assert bench.ended().error == "n1 knows nothing of the step any more"
 
 
 def test_an_inventory_that_is_none_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        World().service.node_welcome(N1, [{"seq": "x"}])
+        StepBench().service.node_welcome(N1, [{"seq": "x"}])
 
 
 def test_step_plan_tells_the_environment_what_it_needs() -> None:
     plans: list[StepPlan] = []
-    world = World()
-    world.service._ports = replace(world.service._ports, environment=lambda job, plan: plans.append(plan) or {})
-    world.asks(ntasks="5", gpus_per_task="0")
+    bench = StepBench()
+    bench.service._ports = replace(bench.service._ports, environment=lambda job, plan: plans.append(plan) or {})
+    bench.asks(ntasks="5", gpus_per_task="0")
     (plan,) = plans
     assert (plan.number, [part.count for part in plan.tasks], plan.options.gpus_per_task) == (0, [4, 1], 0)
 
@@ -656,36 +656,36 @@ def test_step_plan_tells_the_environment_what_it_needs() -> None:
 
 
 def test_no_task_goes_before_all_nodes_are_ready() -> None:
-    world = World()
-    world.asks(ntasks="5")
-    (_, first), (_, second) = world.launches()
+    bench = StepBench()
+    bench.asks(ntasks="5")
+    (_, first), (_, second) = bench.launches()
     assert first.hold
-    world.service.on_report(N1, world.report(first.token, protocol.CLAIMED))
-    world.service.on_report(N2, world.report(second.token, protocol.READY))
-    assert gos(world) == []
-    world.service.on_report(N1, world.report(first.token, protocol.READY))
-    assert gos(world) == [N1, N2]
-    world.service.on_report(N1, world.report(first.token, protocol.STARTED))
-    world.service.on_report(N2, world.report(second.token, protocol.READY))  # it has heard nothing of it
-    assert gos(world) == [N1, N2, N2]
+    bench.service.on_report(N1, bench.report(first.token, protocol.CLAIMED))
+    bench.service.on_report(N2, bench.report(second.token, protocol.READY))
+    assert gos(bench) == []
+    bench.service.on_report(N1, bench.report(first.token, protocol.READY))
+    assert gos(bench) == [N1, N2]
+    bench.service.on_report(N1, bench.report(first.token, protocol.STARTED))
+    bench.service.on_report(N2, bench.report(second.token, protocol.READY))  # it has heard nothing of it
+    assert gos(bench) == [N1, N2, N2]
 
 
 def test_a_step_on_one_node_does_not_wait() -> None:
-    world = World()
-    world.asks(ntasks="1")
-    ((_, launch),) = world.launches()
+    bench = StepBench()
+    bench.asks(ntasks="1")
+    ((_, launch),) = bench.launches()
     assert not launch.hold
-    world.service.on_report(N1, world.report(launch.token, protocol.STARTED))
-    assert gos(world) == []
+    bench.service.on_report(N1, bench.report(launch.token, protocol.STARTED))
+    assert gos(bench) == []
 
 
 def test_a_node_that_cannot_keeps_all_from_going() -> None:
-    world = World()
-    world.asks(ntasks="5")
-    (_, first), (_, second) = world.launches()
-    world.service.on_report(N2, world.report(second.token, protocol.REFUSED, why="no such directory"))
-    world.service.on_report(N1, world.report(first.token, protocol.READY))
-    assert gos(world) == []
-    assert [message.token for message in world.said_to(N1, protocol.EndStep)] == [first.token]
-    world.service.on_report(N1, world.report(first.token, protocol.REVOKED))
-    assert "no such directory" in world.ended().error
+    bench = StepBench()
+    bench.asks(ntasks="5")
+    (_, first), (_, second) = bench.launches()
+    bench.service.on_report(N2, bench.report(second.token, protocol.REFUSED, why="no such directory"))
+    bench.service.on_report(N1, bench.report(first.token, protocol.READY))
+    assert gos(bench) == []
+    assert [message.token for message in bench.said_to(N1, protocol.EndStep)] == [first.token]
+    bench.service.on_report(N1, bench.report(first.token, protocol.REVOKED))
+    assert "no such directory" in bench.ended().error

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cluster import ANN, BOB, Cluster, config
 from jobs import T0, spec
-from world import ANN, BOB, Cluster, config
 
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.config.load import Config, build_config
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.tick import PURGE_EVERY_S
 from hpcsched.errors import RequestError, UnavailableError
@@ -84,7 +84,7 @@ def test_a_request_id_that_comes_again_is_known_by_its_script() -> None:
 
 def test_a_users_unended_jobs_have_no_more_than_the_quota() -> None:
     cluster = Cluster("n1")
-    cluster.world.config = limited("1M")
+    cluster.state.config = limited("1M")
     ids = [cluster.submit(ANN, hold=True, script=text(number, 400 << 10)) for number in (1, 2)]
     with pytest.raises(
         RequestError,
@@ -100,7 +100,7 @@ def test_a_users_unended_jobs_have_no_more_than_the_quota() -> None:
 
 def test_a_refused_request_counts_for_nothing() -> None:
     cluster = Cluster("n1")
-    cluster.world.config = limited("1M")
+    cluster.state.config = limited("1M")
     many = [spec(hold=True, script=text(number, 300 << 10)) for number in range(5)]
     for _ in range(3):
         with pytest.raises(RequestError, match="max_scripts_per_user"):
@@ -116,7 +116,7 @@ def test_scripts_go_when_the_last_job_that_uses_them_is_forgotten() -> None:
     cluster.submit(hold=True, script=text(2))
     cancel(cluster, first)
     cluster.tick(AGE_S + PURGE_EVERY_S)
-    assert JobId(first) not in cluster.world.jobs
+    assert JobId(first) not in cluster.state.jobs
     assert stored(cluster) == 2, "the second job uses it"
     cancel(cluster, second)
     cluster.tick(PURGE_EVERY_S)
@@ -128,13 +128,13 @@ def test_scripts_go_when_the_last_job_that_uses_them_is_forgotten() -> None:
 
 def test_scripts_of_ended_jobs_go_early_where_they_are_too_many() -> None:
     cluster = Cluster("n1")
-    cluster.world.config = limited("1M")
+    cluster.state.config = limited("1M")
     ids = []
     for number in range(8):
         ids.append(cluster.submit(ANN, hold=True, script=text(number, 400 << 10)))
         cancel(cluster, ids[-1])
     assert stored(cluster) <= 2
-    assert cluster.world.scripts.has(cluster.job(ids[-1]))
+    assert cluster.state.scripts.has(cluster.job(ids[-1]))
     cluster.ask(lambda tx: jobs.requeue(tx, ANN, [str(ids[-1])]))
     outcome = cluster.ask(lambda tx: jobs.requeue(tx, ANN, [str(ids[0])]))
     assert "its script is not kept any more; submit it again" in outcome.errors[0]["error"]
@@ -142,12 +142,12 @@ def test_scripts_of_ended_jobs_go_early_where_they_are_too_many() -> None:
 
 def test_a_script_that_went_early_comes_back_with_a_job_that_has_it_again() -> None:
     cluster = Cluster("n1")
-    cluster.world.config = limited("1M")
+    cluster.state.config = limited("1M")
     for number in (1, 2, 3, 1):
         job_id = cluster.submit(ANN, hold=True, script=text(number, 500 << 10))
-        if number != 1 or len(cluster.world.pending) != 1:
+        if number != 1 or len(cluster.state.pending) != 1:
             cancel(cluster, job_id)
-    cancel_all = [job_id for job_id in cluster.world.pending]
+    cancel_all = [job_id for job_id in cluster.state.pending]
     assert [shown(cluster, ANN, job_id) for job_id in cancel_all] == [text(1, 500 << 10)]
     cluster.tick(AGE_S + PURGE_EVERY_S)  # the jobs that ended are forgotten, the one that waits keeps its script
     assert [shown(cluster, ANN, job_id) for job_id in cancel_all] == [text(1, 500 << 10)]
@@ -158,7 +158,7 @@ def test_what_a_crash_left_of_scripts_is_deleted_at_the_next_start(tmp_path: Pat
     kept = cluster.submit(hold=True, script=text(1))
     cluster.store.connection.execute("INSERT INTO scripts VALUES ('left', x'00')")
     again = Cluster("n1", path=tmp_path / "db", up=False)
-    load_world(again.world, again.store, T0)
+    load_state(again.state, again.store, T0)
     again.tick()
     assert again.store.script_hashes() == [again.job(kept).spec.script_sha256]
     assert shown(again, ANN, kept) == text(1)
@@ -193,17 +193,17 @@ def test_a_job_whose_script_is_lost_ends_with_that_reason() -> None:
 
 def test_a_script_that_went_early_is_gone_after_a_restart_too(tmp_path: Path) -> None:
     cluster = Cluster("n1", path=tmp_path / "db")
-    cluster.world.config = limited("1M")
+    cluster.state.config = limited("1M")
     ids = []
     for number in range(8):
         ids.append(cluster.submit(ANN, hold=True, script=text(number, 400 << 10)))
         cancel(cluster, ids[-1])
     cluster.tick(PURGE_EVERY_S)
     again = Cluster("n1", path=tmp_path / "db", up=False)
-    load_world(again.world, again.store, T0)
+    load_state(again.state, again.store, T0)
     outcome = again.ask(lambda tx: jobs.requeue(tx, ANN, [str(ids[0]), str(ids[-1])]))
     assert outcome.jobs == [ids[-1]]
     assert "its script is not kept any more; submit it again" in outcome.errors[0]["error"]
-    assert again.world.scripts.unended_bytes(ANN.uid) == 400 << 10
+    assert again.state.scripts.unended_bytes(ANN.uid) == 400 << 10
     again.tick(AGE_S + PURGE_EVERY_S)
     assert again.store.script_hashes() == [again.job(ids[-1]).spec.script_sha256]

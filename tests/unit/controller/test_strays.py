@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from restoredworld import Restored
-from world import ANN, ROOT, Cluster, full_disk
+from cluster import ANN, ROOT, Cluster, full_disk
+from restored import Restored
 
 from hpcnode.wire import protocol
 from hpcsched.api.views import node_views
@@ -43,15 +43,15 @@ def test_an_adopted_job_goes_on_as_it_runs_and_ends_as_itself(restored: Restored
     after.welcome("n1", inventory=(running,))
     after.welcome("n2")
     assert after.sent(protocol.EndJob) == []
-    (seen,) = orphans.views(after.world)
+    (seen,) = orphans.views(after.state)
     assert (seen["token"], seen["node"], seen["job_id"], seen["adoptable"]) == (running.token, "n1", job_id, True)
     assert adopt(after, running.token) == [job_id]
-    assert orphans.views(after.world) == []
+    assert orphans.views(after.state) == []
     after.store.close()
 
     again = restored.start()  # the word is on disk
     again.welcome("n1", inventory=(running,))
-    assert (again.job(job_id).state, orphans.views(again.world)) == (JobState.RUNNING, [])
+    assert (again.job(job_id).state, orphans.views(again.state)) == (JobState.RUNNING, [])
     again.end(job_id)
     assert again.job(job_id).state is JobState.COMPLETED
     assert [type(event).__name__ for event in again.store.load_events(job_id)][-2:] == ["Adopted", "Exited"]
@@ -69,12 +69,12 @@ def test_a_decision_that_does_not_fit_on_the_disk_is_not_taken(
     after.welcome("n1", inventory=(running,))
     with full_disk(after), pytest.raises(UnavailableError):
         decide(after, "all")
-    assert [view["job_id"] for view in orphans.views(after.world)] == [job_id]
+    assert [view["job_id"] for view in orphans.views(after.state)] == [job_id]
     after.welcome("n1", inventory=(running,))  # and not at the next connection either
-    assert [view["job_id"] for view in orphans.views(after.world)] == [job_id]
+    assert [view["job_id"] for view in orphans.views(after.state)] == [job_id]
     assert after.sent(protocol.EndJob) == []
     adopt(after, "all")
-    assert orphans.views(after.world) == []
+    assert orphans.views(after.state) == []
 
 
 def test_an_adopted_job_is_ended_under_the_incarnation_that_it_has(restored: Restored) -> None:
@@ -85,7 +85,7 @@ def test_an_adopted_job_is_ended_under_the_incarnation_that_it_has(restored: Res
     after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
     adopt(after, "all")
     after.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
-    former = restored.before.world.incarnation
+    former = restored.before.state.incarnation
     assert [(to, order.incarnation) for to, order in after.sent(protocol.EndJob)] == [("n1", former)]
     after.says("n1", protocol.JobGone(incarnation=former, job_id=job_id, attempt=0))
     assert after.job(job_id).state is JobState.CANCELLED
@@ -102,8 +102,8 @@ def test_a_gang_is_adopted_with_its_parts(restored: Restored) -> None:
     after = restored.restore()
     after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
     after.welcome("n2", inventory=(part,))
-    assert len(orphans.views(after.world)) == 2
-    assert adopt(after, f"{restored.before.world.incarnation}.{job_id}") == [job_id]
+    assert len(orphans.views(after.state)) == 2
+    assert adopt(after, f"{restored.before.state.incarnation}.{job_id}") == [job_id]
     assert (after.job(job_id).state, after.job(job_id).claimed_nodes) == (JobState.RUNNING, ("n2",))
     assert after.sent(protocol.Launch) == []
 
@@ -117,7 +117,7 @@ def test_what_is_to_end_is_told_so_also_after_its_node_was_away_and_its_job_runs
     after.welcome("n2")
     after.welcome("n1", inventory=(running,))
     end(after, running.token)
-    former = restored.before.world.incarnation
+    former = restored.before.state.incarnation
     assert {order.incarnation for _, order in after.sent(protocol.EndJob)} == {former}
     after.welcome("n1", inventory=(running,))
     assert {order.incarnation for _, order in after.sent(protocol.EndJob)} == {former}
@@ -125,9 +125,9 @@ def test_what_is_to_end_is_told_so_also_after_its_node_was_away_and_its_job_runs
     after.says("n1", protocol.JobGone(incarnation=former, job_id=job_id, attempt=0))
     after.tick(60.0)
     assert after.job(job_id).state is JobState.CONFIGURING
-    assert after.job(job_id).token.startswith(after.world.incarnation)
-    assert not after.world.kept
-    assert not after.world.doomed
+    assert after.job(job_id).token.startswith(after.state.incarnation)
+    assert not after.state.kept
+    assert not after.state.doomed
 
 
 def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_of_new_jobs(restored: Restored) -> None:
@@ -147,7 +147,7 @@ def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_
     waits = after.submit()
     assert after.job(waits).state is JobState.PENDING
     after.says("n1", protocol.changed(running, status=protocol.ENDED, codes=[0], signals=[0]))
-    after.says("n1", protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=later, attempt=0))
+    after.says("n1", protocol.JobGone(incarnation=restored.before.state.incarnation, job_id=later, attempt=0))
     after.tick(1.0)
     assert [share.node for share in after.job(waits).shares] == ["n1"]
 
@@ -166,7 +166,7 @@ def test_what_waits_for_a_decision_is_shown_where_people_look(restored: Restored
     for name, report in reports.items():
         after.welcome(name, inventory=(report,))
     assert "an admin decides whether it goes on: hctl strays" in after.backend().story(ROOT, str(known))["now"]
-    blocked = {view["name"]: (view["state"], view["drained_why"]) for view in node_views(after.world, after.now_s)}
+    blocked = {view["name"]: (view["state"], view["drained_why"]) for view in node_views(after.state, after.now_s)}
     why = "runs what was launched before the database was restored: hctl strays"
     assert blocked == {"n1": ("MIXED", ""), "n2": ("DRAINED", why)}
     adopt(after, str(reports["n1"].token))
@@ -184,7 +184,7 @@ def test_all_that_can_be_adopted_is_and_the_rest_waits_for_another_word(restored
     after.welcome("n1", inventory=tuple(running))
     assert adopt(after, "all") == [known]
     assert after.job(known).state is JobState.RUNNING
-    assert [view["job_id"] for view in orphans.views(after.world)] == [later]
+    assert [view["job_id"] for view in orphans.views(after.state)] == [later]
 
 
 def test_a_waiting_job_that_was_started_since_waits_for_the_decision(restored: Restored) -> None:
@@ -197,12 +197,12 @@ def test_a_waiting_job_that_was_started_since_waits_for_the_decision(restored: R
     after.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
     after.welcome("n1", inventory=(running,))
     after.welcome("n2")
-    assert after.world.waits[job_id].reason is Reason.NODE_LOST
-    assert "hctl strays" in after.world.waits[job_id].detail
+    assert after.state.waits[job_id].reason is Reason.NODE_LOST
+    assert "hctl strays" in after.state.waits[job_id].detail
     with pytest.raises(RequestError, match="does not know this launch"):
         adopt(after, running.token)
     end(after, "all")
-    after.says("n1", protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=job_id, attempt=0))
+    after.says("n1", protocol.JobGone(incarnation=restored.before.state.incarnation, job_id=job_id, attempt=0))
     after.tick(1.0)
     assert after.job(job_id).state is JobState.CONFIGURING
 
@@ -244,7 +244,7 @@ def test_what_the_backup_knows_is_adopted_by_itself_and_the_rest_is_asked_about(
     for name in ("n2", "n1"):
         after.welcome(name, inventory=tuple(inventory[name]))
     assert [after.job(job).state for job in (known, gang)] == [JobState.RUNNING] * 2
-    assert [view["job_id"] for view in orphans.views(after.world)] == [later]
+    assert [view["job_id"] for view in orphans.views(after.state)] == [later]
     assert after.sent(protocol.EndJob) == []
     for job in (known, gang):
         adopted = next(event for event in after.store.load_events(job) if isinstance(event, Adopted))
@@ -266,7 +266,7 @@ def test_a_job_that_was_being_ended_is_not_adopted_and_ends(tmp_path: Path) -> N
     after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
     assert after.job(job_id).state is JobState.COMPLETING
     assert after.sent(protocol.EndJob) != []
-    assert orphans.views(after.world) == []
+    assert orphans.views(after.state) == []
 
 
 def test_a_suspended_job_is_adopted(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_suspended_job_is_adopted(tmp_path: Path) -> None:
     after = restored.restore()
     after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
     assert after.job(job_id).state is JobState.SUSPENDED
-    assert orphans.views(after.world) == []
+    assert orphans.views(after.state) == []
     assert after.sent(protocol.SuspendJob) != []
 
 
@@ -292,16 +292,16 @@ def test_a_waiting_job_waits_after_a_restart_for_the_node_that_runs_it_from_befo
     after.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
     after.welcome("n1", inventory=(running,))
     after.welcome("n2")
-    assert "hctl strays" in after.world.waits[job_id].detail
+    assert "hctl strays" in after.state.waits[job_id].detail
     after.store.close()
     again = restored.start()
     again.welcome("n2")
     again.tick(1.0)
     assert again.job(job_id).state is JobState.PENDING
-    assert again.world.waits[job_id].reason is Reason.NODE_LOST
+    assert again.state.waits[job_id].reason is Reason.NODE_LOST
     again.welcome("n1")  # it has ended meanwhile
     assert again.job(job_id).state is JobState.CONFIGURING
-    assert not again.world.nodes[NodeName("n1")].has_strays
+    assert not again.state.nodes[NodeName("n1")].has_strays
 
 
 def test_a_node_that_runs_something_from_before_cannot_be_led_elsewhere(restored: Restored) -> None:

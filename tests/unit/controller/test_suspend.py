@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from world import ANN, ROOT, Cluster
+from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.jobview import elapsed_s
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, suspension
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
@@ -86,7 +86,7 @@ def test_it_stays_suspended_when_the_controller_is_another_one(tmp_path: Path) -
     cluster.store.close()
     again = Cluster("n1", path=tmp_path / "db", up=False)
     again.now_s = cluster.now_s + 1000
-    load_world(again.world, again.store, again.now_s)
+    load_state(again.state, again.store, again.now_s)
     assert again.job(job_id) == cluster.job(job_id)
     again.welcome("n1", inventory=(again.report(job_id, protocol.STARTED),))
     assert (told(again), elapsed_s(again.job(job_id), again.now_s)) == ([("n1", True)], 10)

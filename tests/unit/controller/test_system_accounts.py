@@ -7,7 +7,7 @@ import pwd
 from pathlib import Path
 
 import pytest
-from world import ANN, ROOT, Cluster, config
+from cluster import ANN, ROOT, Cluster, config
 
 from hpcnode.os import account as user
 from hpcnode.wire import protocol
@@ -21,7 +21,7 @@ NOBODY = Asker(uid=65534, user="nobody", admin=False)
 
 def cluster_of(*, below: int = 1000, root_agent: bool = True) -> Cluster:
     cluster = Cluster("n1")
-    cluster.world.config = config(allow_uid_below=below)
+    cluster.state.config = config(allow_uid_below=below)
     cluster.ask(lambda tx: tx.set_node(NodeName("n1"), root_agent=root_agent))
     return cluster
 
@@ -38,7 +38,7 @@ def test_jobs_of_system_accounts_are_refused_with_what_to_do(asker: Asker) -> No
         "set allow_uid_below = 0 in the section [controller] of /nonexistent/hpcsched.toml, and run: hctl reconfigure"
         in said
     )
-    assert not cluster.world.jobs
+    assert not cluster.state.jobs
     spec = cluster.job(cluster.submit(ANN, hold=True)).spec
     with pytest.raises(PermissionDeniedError, match="are refused on this cluster"):
         asyncio.run(cluster.backend().test(asker, spec))
@@ -56,7 +56,7 @@ def test_where_no_agent_is_root_nothing_runs_as_root() -> None:
 def test_a_request_that_comes_again_gets_its_answer() -> None:
     cluster = cluster_of(below=0)
     job_id = cluster.submit(ROOT, request_id="r")
-    cluster.world.config = config()
+    cluster.state.config = config()
     assert cluster.submit(ROOT, request_id="r") == job_id
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import ANN, BOB, ROOT, Cluster
 from jobs import T0, spec
-from world import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.views import how_it_ended
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.requests.jobs import jobs_again
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
@@ -19,8 +19,8 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.model.spec import ArraySpec
+from hpcsched.state.transaction import Transaction
 from hpcsched.store.rows import HistoryQuery
-from hpcsched.store.world import Transaction
 
 
 def test_a_job_is_queued_launched_and_over() -> None:
@@ -56,7 +56,7 @@ def test_a_failed_commit_leaves_nothing_behind_and_is_answered() -> None:
     commit, cluster.store.commit = cluster.store.commit, fail  # type: ignore[method-assign,assignment]
     with pytest.raises(UnavailableError, match="disk full"):
         cluster.submit()
-    assert not cluster.world.jobs
+    assert not cluster.state.jobs
     assert not cluster.sent(protocol.Launch)
     cluster.store.commit = commit  # type: ignore[method-assign]
     assert cluster.submit() == 1
@@ -76,7 +76,7 @@ def test_requests_that_come_together_share_a_commit_and_one_that_is_refused_spoi
     cluster.tick()
     assert commits == [1]
     assert [type(answer).__name__ for answer in answers] == ["list", "RequestError", "list"]
-    assert sorted(cluster.world.jobs) == [1, 2]
+    assert sorted(cluster.state.jobs) == [1, 2]
 
 
 def test_a_job_that_can_never_run_is_refused_with_the_numbers() -> None:
@@ -90,7 +90,7 @@ def test_of_many_jobs_one_that_is_refused_is_told_by_its_number_and_none_is_queu
     with pytest.raises(RequestError) as caught:
         cluster.ask(lambda tx: jobs.submit(tx, ANN, "many", specs, cluster.store.request_jobs))
     assert caught.value.at == 2
-    assert not cluster.world.jobs
+    assert not cluster.state.jobs
     assert cluster.store.request_jobs(ANN.uid, "many") is None
 
 
@@ -122,7 +122,7 @@ def test_a_request_id_that_comes_again_for_another_job_is_refused_with_what_diff
     two = [spec(script="#!/bin/sh\n"), spec()]
     with pytest.raises(RequestError, match="it has already made job 1, and 2 are asked for now"):
         cluster.ask(lambda tx: jobs.submit(tx, ANN, "r1", two, cluster.store.request_jobs))
-    assert list(cluster.world.jobs) == [1]
+    assert list(cluster.state.jobs) == [1]
 
 
 def test_where_and_when_a_command_ran_makes_no_other_job_of_it() -> None:
@@ -248,7 +248,7 @@ def test_a_node_that_does_not_answer_keeps_its_job_until_there_is_proof() -> Non
     cluster.run(job_id)
     cluster.controller.node_down(NodeName("n1"), "connection lost")
     cluster.tick(after_s=3600 * 24)
-    assert cluster.world.nodes[NodeName("n1")].link is Link.DOWN
+    assert cluster.state.nodes[NodeName("n1")].link is Link.DOWN
     assert cluster.job(job_id).state is JobState.RUNNING
     cluster.ask(lambda tx: jobs.fence(tx, ROOT, "n1", "it burnt"))
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.PENDING, 1)
@@ -329,9 +329,9 @@ def test_after_a_restart_the_same_job_goes_on(tmp_path: Path) -> None:
     report = before.report(running, protocol.STARTED)
     before.store.close()
     after = Cluster("n1", path=tmp_path / "h.db", up=False)
-    load_world(after.world, after.store, after.now_s)
+    load_state(after.state, after.store, after.now_s)
     assert after.job(running) == before.job(running)
-    assert after.world.epoch == before.world.epoch + 1
+    assert after.state.epoch == before.state.epoch + 1
     after.welcome("n1", inventory=(report,))
     assert after.job(running).state is JobState.RUNNING
     assert not after.sent(protocol.EndJob)
@@ -344,7 +344,7 @@ def test_an_array_runs_no_more_tasks_at_once_than_it_may() -> None:
     job_id = cluster.submit(array=ArraySpec(indices=(1, 2, 3), limit=2))
     states = [cluster.job(job_id + i).state for i in range(3)]
     assert states == [JobState.CONFIGURING, JobState.CONFIGURING, JobState.PENDING]
-    assert cluster.world.waits[cluster.job(job_id + 2).id].reason is Reason.ARRAY_LIMIT
+    assert cluster.state.waits[cluster.job(job_id + 2).id].reason is Reason.ARRAY_LIMIT
 
 
 def test_a_begin_time_wakes_the_planner() -> None:
@@ -396,7 +396,7 @@ def test_old_ends_are_forgotten_in_memory_and_kept_on_disk() -> None:
     cluster.run(job_id)
     cluster.end(job_id)
     cluster.tick(after_s=100_000)
-    assert job_id not in cluster.world.jobs
+    assert job_id not in cluster.state.jobs
     assert cluster.store.history(HistoryQuery(job_ids=(job_id,)))[0].state is JobState.COMPLETED
 
 

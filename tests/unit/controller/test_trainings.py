@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import ANN, BOB, Cluster
+from cluster import ANN, BOB, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.training import MAX_FAILURES, WRITE_EVERY_S
 from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import NodeName
@@ -104,7 +104,7 @@ def test_the_last_word_is_kept_when_the_job_ends(tmp_path: Path) -> None:
     says(cluster, job_id, 2, loss=1.0)
     cluster.end(job_id)
     cluster.gone(job_id, "n1")
-    assert not cluster.world.training
+    assert not cluster.state.training
     assert shown(cluster, job_id)["step"] == past(cluster, job_id)["step"] == 2
     says(cluster, job_id, 3)  # it was on its way when the job ended
     assert shown(cluster, job_id)["step"] == 3
@@ -117,7 +117,7 @@ def test_it_survives_the_controller(tmp_path: Path) -> None:
     says(cluster, job_id, 5)
     cluster.store.close()
     again = Cluster("n1", path=tmp_path / "db", up=False)
-    load_world(again.world, again.store, again.now_s)
+    load_state(again.state, again.store, again.now_s)
     assert shown(again, job_id)["step"] == 5
 
 

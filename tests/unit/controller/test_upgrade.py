@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from cluster import BOB, Cluster
 from jobs import T0
-from world import BOB, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import JobState, Reason
 from hpcsched.store.engine import open_database
@@ -34,21 +34,21 @@ def started(database: Path) -> Cluster:
     """Return a controller that has loaded the database; its nodes have not answered yet."""
     cluster = Cluster("n1", "n2", path=database, up=False)
     cluster.now_s = T0 + 20
-    load_world(cluster.world, cluster.store, cluster.now_s)
+    load_state(cluster.state, cluster.store, cluster.now_s)
     return cluster
 
 
 def test_all_jobs_are_there_and_the_schema_is_ours(database: Path) -> None:
     cluster = started(database)
-    assert {job.display_id: job.state.value for job in cluster.world.jobs.values()} == {
+    assert {job.display_id: job.state.value for job in cluster.state.jobs.values()} == {
         "1": "COMPLETED", "2": "RUNNING", "3": "FAILED", "4": "RUNNING", "5_1": "PENDING", "5_4": "PENDING", "7": "PENDING",
     }  # fmt: skip
-    assert (cluster.world.incarnation, cluster.world.epoch) == ("25eae5ba16077762", 2)
-    assert (cluster.world.last_job_id, cluster.world.last_spec_id) == (7, 6)
+    assert (cluster.state.incarnation, cluster.state.epoch) == ("25eae5ba16077762", 2)
+    assert (cluster.state.last_job_id, cluster.state.last_spec_id) == (7, 6)
     assert [job.id for job in cluster.store.history(HistoryQuery(users=("bob",)))] == [3, 7]
     assert [step.state for step in cluster.store.load_steps([1, 2])] == ["COMPLETED", "RUNNING"]
     assert [type(event).__name__ for event in cluster.store.load_events(6)] == ["Submitted"]
-    assert cluster.store.request_jobs(1000, "one") == {1: cluster.world.jobs[JobId(1)].spec}
+    assert cluster.store.request_jobs(1000, "one") == {1: cluster.state.jobs[JobId(1)].spec}
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
     assert open_database(database) is not None  # and once more, with nothing left to migrate
@@ -63,5 +63,5 @@ def test_what_runs_is_found_again_and_what_waits_starts(database: Path) -> None:
     assert cluster.job(2).state is JobState.COMPLETED
     assert cluster.job(5).state is JobState.CONFIGURING
     assert cluster.job(5).token.startswith("25eae5ba16077762.5.0.batch.n1.")
-    assert cluster.world.waits[cluster.job(7).id].reason is Reason.HELD_USER
+    assert cluster.state.waits[cluster.job(7).id].reason is Reason.HELD_USER
     assert cluster.submit(BOB) == 8

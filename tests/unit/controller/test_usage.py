@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.controller.world import BOB, ROOT, Cluster
+from unit.controller.cluster import BOB, ROOT, Cluster
 
 from hpcsched.api.jobview import job_view
 from hpcsched.controller import usage_ledger
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, suspension
 from hpcsched.controller.usage_ledger import Books, charged, used_now
 from hpcsched.controller.views.accounts import priority_views
@@ -30,12 +30,12 @@ LAB = Accounting(
 
 
 def with_accounts(cluster: Cluster, accounting: Accounting = LAB) -> Cluster:
-    cluster.world.config = replace(cluster.world.config, accounting=accounting)
+    cluster.state.config = replace(cluster.state.config, accounting=accounting)
     return cluster
 
 
 def billed(cluster: Cluster) -> dict[tuple[str, str], float]:
-    return charged(cluster.world, cluster.now_s)
+    return charged(cluster.state, cluster.now_s)
 
 
 def whole_life(cluster: Cluster, job: JobId, lasting_s: float) -> None:
@@ -50,7 +50,7 @@ def test_a_job_is_charged_as_it_runs_and_its_end_changes_nothing() -> None:
     cluster.run(job)
     cluster.tick(100.0)
     assert billed(cluster) == {("physics", "ann"): pytest.approx(200.0)}
-    assert cluster.world.usage == {}
+    assert cluster.state.usage == {}
     cluster.end(job)
     assert billed(cluster) == {("physics", "ann"): pytest.approx(200.0)}
     cluster.tick(1e6)
@@ -70,7 +70,7 @@ def test_users_accounts_and_qos_have_rows_of_their_own() -> None:
     whole_life(cluster, cluster.submit(), 10.0)
     whole_life(cluster, cluster.submit(qos="double"), 10.0)
     whole_life(cluster, cluster.submit(BOB), 5.0)
-    found = {used.key: round(dict(used.amounts)["billing"]) for used in used_now(cluster.world, cluster.now_s)}
+    found = {used.key: round(dict(used.amounts)["billing"]) for used in used_now(cluster.state, cluster.now_s)}
     assert found == {("physics", "ann", "normal"): 10, ("physics", "ann", "double"): 20, ("guests", "bob", "normal"): 5}
 
 
@@ -89,7 +89,7 @@ def test_it_is_there_again_after_a_restart_and_what_ran_meanwhile_is_charged(tmp
     before.store.close()
     after = with_accounts(Cluster("n1", path=tmp_path / "h.db", up=False), replace(LAB, half_life_s=None))
     after.now_s = before.now_s
-    load_world(after.world, after.store, after.now_s)
+    load_state(after.state, after.store, after.now_s)
     assert billed(after) == billed(before) == {("physics", "ann"): pytest.approx(30.0)}
 
 
@@ -106,16 +106,16 @@ def test_a_commit_that_fails_charges_nothing_and_the_next_try_once(monkeypatch: 
 
     monkeypatch.setattr(cluster.store, "commit", full)
     cluster.end(job)
-    assert dict(cluster.world.usage[("physics", "ann", "normal")].amounts)["billing"] == pytest.approx(10.0)
+    assert dict(cluster.state.usage[("physics", "ann", "normal")].amounts)["billing"] == pytest.approx(10.0)
     monkeypatch.setattr(cluster.store, "commit", commit)
     cluster.tick()
     assert billed(cluster) == {("physics", "ann"): pytest.approx(40.0)}
-    assert {used.key: used for used in cluster.store.load_usage()} == cluster.world.usage
+    assert {used.key: used for used in cluster.store.load_usage()} == cluster.state.usage
 
 
 def test_the_ledger_ranks_whoever_waits_and_is_made_anew_after_a_while() -> None:
     cluster = with_accounts(Cluster("n1"))
-    books = Books(cluster.world)
+    books = Books(cluster.state)
     whole_life(cluster, cluster.submit(), 100.0)
     cluster.submit(BOB, hold=True)
     first = books.ledger(cluster.now_s, fairshare=True)
@@ -136,8 +136,8 @@ def test_the_ledger_has_what_was_used_where_a_limit_asks_for_it() -> None:
     second, third = cluster.submit(time_limit_s=60), cluster.submit(time_limit_s=60)
     states = [cluster.job(job).state.value for job in (second, third)]
     assert states == ["CONFIGURING", "PENDING"]
-    assert cluster.world.waits[third].reason == "AssocGrpCPUMinutesLimit"
-    (used,) = Books(cluster.world).ledger(cluster.now_s, fairshare=False).used
+    assert cluster.state.waits[third].reason == "AssocGrpCPUMinutesLimit"
+    (used,) = Books(cluster.state).ledger(cluster.now_s, fairshare=False).used
     assert (used.at_s, used.key) == (cluster.now_s, ("physics", "ann", ""))
 
 
@@ -172,16 +172,16 @@ def test_a_job_shows_the_priority_that_the_last_plan_in_which_it_was_in_line_gav
     cluster = with_accounts(Cluster("n1"))
     cluster.controller.policy = replace(cluster.controller.policy, weight_fairshare=10_000)
     running, waiting, held = cluster.submit(ntasks=2), cluster.submit(ntasks=2), cluster.submit(ntasks=2, hold=True)
-    before = cluster.world.priorities[running]
+    before = cluster.state.priorities[running]
     cluster.tick()
     cluster.controller.replan()
     cluster.tick(60.0)  # a plan in which the first is no more in line
     shown = {
-        job: job_view(cluster.job(job), cluster.world, ROOT, cluster.now_s)["priority"]
+        job: job_view(cluster.job(job), cluster.state, ROOT, cluster.now_s)["priority"]
         for job in (running, waiting, held)
     }
     parts = priority_views(
-        cluster.controller.snapshot(cluster.world.jobs_to_plan(), cluster.now_s), cluster.controller.policy, [waiting]
+        cluster.controller.snapshot(cluster.state.jobs_to_plan(), cluster.now_s), cluster.controller.policy, [waiting]
     )
     assert shown == {running: before, waiting: parts["jobs"][0]["priority"], held: 0}
 
@@ -232,7 +232,7 @@ def test_usage_is_reset_below_an_account_by_admins_and_of_whom_there_is() -> Non
 def test_the_command_of_a_job_is_its_scripts_path(fields: dict[str, Any], command: str | None) -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit(**fields)
-    assert job_view(cluster.job(job_id), cluster.world, ROOT, cluster.now_s)["command"] == command
+    assert job_view(cluster.job(job_id), cluster.state, ROOT, cluster.now_s)["command"] == command
 
 
 def test_the_age_of_a_job_counts_while_it_is_over_a_limit() -> None:
@@ -243,6 +243,6 @@ def test_the_age_of_a_job_counts_while_it_is_over_a_limit() -> None:
     cluster.now_s += 60.0
     cluster.ask(lambda tx: jobs.release(tx, ROOT, [str(second)]))
     released_s = cluster.now_s
-    assert cluster.world.waits[second].reason is Reason.ASSOC_MAX_JOBS_LIMIT
+    assert cluster.state.waits[second].reason is Reason.ASSOC_MAX_JOBS_LIMIT
     cluster.tick(600.0)
     assert cluster.job(second).eligible_at_s == released_s

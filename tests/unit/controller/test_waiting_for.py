@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import ANN, ROOT, Cluster
 from jobs import partition
-from world import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import hold, release
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.views.events_text import tell
@@ -20,7 +20,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.units import UNLIMITED_S
-from hpcsched.store.world import Transaction
+from hpcsched.state.transaction import Transaction
 
 KIND = DependencyKind
 
@@ -49,7 +49,7 @@ def finish(cluster: Cluster, job_id: int, code: int = 0) -> None:
 
 
 def reason(cluster: Cluster, job_id: int) -> Reason:
-    return cluster.world.waits[JobId(job_id)].reason
+    return cluster.state.waits[JobId(job_id)].reason
 
 
 def test_a_dependency_on_a_task_starts_when_that_task_has_completed() -> None:
@@ -70,7 +70,7 @@ def test_a_dependency_on_what_there_is_not_is_refused() -> None:
         cluster.submit(dependency=after(77))
     with pytest.raises(RequestError, match=f"cannot depend on job {array}_5: job {array} has no such task"):
         cluster.submit(dependency=after(array, task=5))
-    assert len(cluster.world.jobs) == 2
+    assert len(cluster.state.jobs) == 2
 
 
 def test_a_delay_after_a_start_wakes_the_planner() -> None:
@@ -93,8 +93,8 @@ def test_a_changed_dependency_holds_and_outlives_a_restart(tmp_path: Path) -> No
     expected = (Dependency(kind=KIND.AFTER_ANY, job_ids=(second,)), Dependency(kind=KIND.SINGLETON))
     assert (cluster.job(third).dependency, cluster.job(third).dependency_any) == (expected, True)
     again = Cluster("n1", path=tmp_path / "h.db", up=False)
-    load_world(again.world, again.store, again.now_s)
-    assert again.world.jobs[third] == cluster.job(third)
+    load_state(again.state, again.store, again.now_s)
+    assert again.state.jobs[third] == cluster.job(third)
     change(cluster, str(third), dependency="")
     assert cluster.job(third).state is JobState.CONFIGURING
 
@@ -244,7 +244,7 @@ def test_a_throttle_is_changed_while_the_array_runs() -> None:
 
 def test_a_job_of_two_partitions_has_one_while_it_runs_and_both_again_when_it_is_requeued() -> None:
     cluster = Cluster("n1", "n2")
-    cluster.world.partitions = {"a": partition("n1", name="a"), "b": partition("n2", name="b", default=False)}
+    cluster.state.partitions = {"a": partition("n1", name="a"), "b": partition("n2", name="b", default=False)}
     cluster.controller.reconfigured()
     cluster.submit(partition="a", cpus_per_task=2)
     job_id = cluster.submit(partition="a,b", requeue=True)
@@ -256,7 +256,7 @@ def test_a_job_of_two_partitions_has_one_while_it_runs_and_both_again_when_it_is
 
 def test_of_two_partitions_only_those_count_that_can_run_the_job_at_all() -> None:
     cluster = Cluster("n1", "n2")
-    cluster.world.partitions = {"a": partition("n1", name="a"), "b": partition("n1", "n2", name="b", default=False)}
+    cluster.state.partitions = {"a": partition("n1", name="a"), "b": partition("n1", "n2", name="b", default=False)}
     cluster.controller.reconfigured()
     assert cluster.job(cluster.submit(partition="a,b", nodes_min=2)).partition == "b"
     with pytest.raises(RequestError, match="partition 'a' has 1"):
@@ -306,7 +306,7 @@ def test_a_least_time_is_changed_while_the_job_waits_and_never_above_its_limit()
 
 def test_a_least_time_above_the_partitions_default_is_refused() -> None:
     cluster = Cluster("n1")
-    cluster.world.partitions = {"main": partition("n1", default_time_s=600)}
+    cluster.state.partitions = {"main": partition("n1", default_time_s=600)}
     with pytest.raises(RequestError, match="cannot lower the time limit of 10:00"):
         cluster.submit(time_min_s=601)
 

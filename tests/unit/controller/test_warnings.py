@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from unit.controller.world import Cluster
+from unit.controller.cluster import Cluster
 
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.spec import SignalSpec

@@ -117,7 +117,7 @@ class FakePipe:
         self.closed.set()
 
 
-class World:
+class LinkBench:
     """A link, and all that was heard of it."""
 
     def __init__(self, *dials: FakePipe | Exception | threading.Event, **times: float) -> None:
@@ -164,153 +164,153 @@ class World:
 
 def test_up_then_what_came_with_the_welcome_then_the_rest() -> None:
     pipe = FakePipe(WELCOME, protocol.JobGone(incarnation="i", job_id=1, attempt=0))
-    world = World(pipe)
-    world.link.start()
-    world.hear(2)
+    bench = LinkBench(pipe)
+    bench.link.start()
+    bench.hear(2)
     pipe.say(protocol.Pong(request=1), protocol.JobGone(incarnation="i", job_id=2, attempt=0))
-    world.hear(3)
-    assert [kind for kind, _ in world.said] == ["up", "message", "message"]
-    assert [message.job_id for _, message in world.said[1:]] == [1, 2]
-    world.link.close()
+    bench.hear(3)
+    assert [kind for kind, _ in bench.said] == ["up", "message", "message"]
+    assert [message.job_id for _, message in bench.said[1:]] == [1, 2]
+    bench.link.close()
     assert pipe.closed.wait(PATIENCE_S)
 
 
 def test_after_close_nobody_is_told() -> None:
     pipe = FakePipe()
-    world = World(pipe)
-    world.link.start()
-    world.hear(1)
-    world.link.close()
+    bench = LinkBench(pipe)
+    bench.link.start()
+    bench.hear(1)
+    bench.link.close()
     pipe.say(protocol.JobGone(incarnation="i", job_id=2, attempt=0))
     assert pipe.closed.wait(PATIENCE_S)
-    assert world.loop.waiting_s() == []
-    world.link.retry_now()
-    assert world.said == [("up", "n1")]
+    assert bench.loop.waiting_s() == []
+    bench.link.retry_now()
+    assert bench.said == [("up", "n1")]
 
 
 def test_a_node_that_was_up_of_late_is_dialled_often() -> None:
-    world = World(FakePipe(), retry_first_s=1, retry_most_s=30, retry_missed_s=5, missed_s=100)
-    world.loop.now_s += 1000
-    world.link.start()
-    world.hear(1)
-    world.link._fail("it is gone")
+    bench = LinkBench(FakePipe(), retry_first_s=1, retry_most_s=30, retry_missed_s=5, missed_s=100)
+    bench.loop.now_s += 1000
+    bench.link.start()
+    bench.hear(1)
+    bench.link._fail("it is gone")
     longest_s = 0.0
     for _ in range(12):
-        (delay_s,) = world.loop.waiting_s()
+        (delay_s,) = bench.loop.waiting_s()
         longest_s = max(longest_s, delay_s)
-        world.loop.advance(delay_s)
-        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
+        bench.loop.advance(delay_s)
+        bench.loop.settle(lambda: bench.link._session is None, "the attempt to fail")
     assert 2.5 <= longest_s <= 5
-    world.loop.advance(100)
+    bench.loop.advance(100)
     for _ in range(4):
-        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
-        world.loop.advance(world.loop.waiting_s()[0])
-    world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
-    assert world.loop.waiting_s()[0] >= 15
+        bench.loop.settle(lambda: bench.link._session is None, "the attempt to fail")
+        bench.loop.advance(bench.loop.waiting_s()[0])
+    bench.loop.settle(lambda: bench.link._session is None, "the attempt to fail")
+    assert bench.loop.waiting_s()[0] >= 15
 
 
 def test_attempts_come_ever_later_up_to_a_limit() -> None:
-    world = World(retry_first_s=1, retry_most_s=30, missed_s=0)
-    world.link.start()
+    bench = LinkBench(retry_first_s=1, retry_most_s=30, missed_s=0)
+    bench.link.start()
     for attempt in range(9):
-        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
-        (delay_s,) = world.loop.waiting_s()
+        bench.loop.settle(lambda: bench.link._session is None, "the attempt to fail")
+        (delay_s,) = bench.loop.waiting_s()
         longest_s = min(30, 2**attempt)
         assert longest_s / 2 <= delay_s <= longest_s
-        world.loop.advance(delay_s)
-    assert world.said == [("down", "cannot reach it: nobody is there")]  # once for the same reason
+        bench.loop.advance(delay_s)
+    assert bench.said == [("down", "cannot reach it: nobody is there")]  # once for the same reason
 
 
 def test_a_new_reason_is_told() -> None:
-    world = World(LinkError("one"), LinkError("one"), LinkError("two"), RuntimeError("what is this"))
-    world.link.start()
+    bench = LinkBench(LinkError("one"), LinkError("one"), LinkError("two"), RuntimeError("what is this"))
+    bench.link.start()
     for _ in range(3):
-        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
-        world.link.retry_now()
-    world.hear(3)
-    whys = [why for _, why in world.said]
+        bench.loop.settle(lambda: bench.link._session is None, "the attempt to fail")
+        bench.link.retry_now()
+    bench.hear(3)
+    whys = [why for _, why in bench.said]
     assert whys == ["one", "two", "cannot reach n1: RuntimeError: what is this"]
 
 
 def test_an_attempt_that_hangs_is_aborted_and_its_end_is_not_heard() -> None:
     stuck = threading.Event()
-    world = World(stuck, connect_s=20)
-    world.link.start()
-    world.loop.settle(lambda: world.link._session is not None and world.link._session.stage == "knocking", "the dial")
-    world.loop.advance(19)
-    assert world.said == []
-    world.loop.advance(2)
-    assert world.said == [("down", "cannot reach n1: no answer within 20 s while knocking")]
+    bench = LinkBench(stuck, connect_s=20)
+    bench.link.start()
+    bench.loop.settle(lambda: bench.link._session is not None and bench.link._session.stage == "knocking", "the dial")
+    bench.loop.advance(19)
+    assert bench.said == []
+    bench.loop.advance(2)
+    assert bench.said == [("down", "cannot reach n1: no answer within 20 s while knocking")]
     assert stuck.wait(PATIENCE_S)
-    world.loop.advance(1)  # the next attempt, which nobody answers either
-    world.hear(2)
-    assert world.said[1:] == [("down", "cannot reach it: nobody is there")]
+    bench.loop.advance(1)  # the next attempt, which nobody answers either
+    bench.hear(2)
+    assert bench.said[1:] == [("down", "cannot reach it: nobody is there")]
 
 
 def test_a_silent_link_is_pinged_and_then_given_up() -> None:
     pipe = FakePipe()
-    world = World(pipe, heartbeat_s=15, down_after_s=45)
-    world.link.start()
-    world.hear(1)
+    bench = LinkBench(pipe, heartbeat_s=15, down_after_s=45)
+    bench.link.start()
+    bench.hear(1)
     framer = protocol.Framer()
     for expected in (1, 2):
-        world.loop.advance(15)
+        bench.loop.advance(15)
         ((ping, _),) = framer.feed(pipe.writes.get(timeout=PATIENCE_S))
         assert ping == protocol.Ping(request=expected)
-    world.loop.advance(15)
-    assert world.said[1:] == [("down", "no sign of life for 45 s")]
-    assert not world.link.up
+    bench.loop.advance(15)
+    assert bench.said[1:] == [("down", "no sign of life for 45 s")]
+    assert not bench.link.up
 
 
 def test_an_answer_keeps_it_up() -> None:
     pipe = FakePipe()
-    world = World(pipe, heartbeat_s=15, down_after_s=45)
-    world.link.start()
-    world.hear(1)
+    bench = LinkBench(pipe, heartbeat_s=15, down_after_s=45)
+    bench.link.start()
+    bench.hear(1)
     for number in range(10):
-        world.loop.advance(15)
+        bench.loop.advance(15)
         pipe.writes.get(timeout=PATIENCE_S)
         pipe.say(protocol.Pong(request=number), protocol.JobGone(incarnation="i", job_id=number, attempt=0))
-        world.hear(2 + number)
-    assert world.link.up
+        bench.hear(2 + number)
+    assert bench.link.up
 
 
 def test_a_link_that_is_heard_of_is_not_pinged() -> None:
     pipe = FakePipe()
-    world = World(pipe, heartbeat_s=15, down_after_s=45)
-    world.link.start()
-    world.hear(1)
-    world.loop.now_s += 10
+    bench = LinkBench(pipe, heartbeat_s=15, down_after_s=45)
+    bench.link.start()
+    bench.hear(1)
+    bench.loop.now_s += 10
     pipe.say(protocol.JobGone(incarnation="i", job_id=1, attempt=0))
-    world.hear(2)
-    world.loop.advance(5)
+    bench.hear(2)
+    bench.loop.advance(5)
     assert pipe.writes.empty()
 
 
 def test_a_process_that_stood_still_blames_nobody() -> None:
     pipe = FakePipe()
-    world = World(pipe, heartbeat_s=15, down_after_s=45)
-    world.link.start()
-    world.hear(1)
-    world.loop.advance(3600)
-    assert world.link.up
-    world.loop.advance(15)
+    bench = LinkBench(pipe, heartbeat_s=15, down_after_s=45)
+    bench.link.start()
+    bench.hear(1)
+    bench.loop.advance(3600)
+    assert bench.link.up
+    bench.loop.advance(15)
     assert pipe.writes.get(timeout=PATIENCE_S)
-    world.loop.advance(15)
-    world.loop.advance(15)
-    assert not world.link.up
+    bench.loop.advance(15)
+    bench.loop.advance(15)
+    assert not bench.link.up
 
 
 def test_what_waits_is_sent_in_one_write() -> None:
     pipe = FakePipe()
-    world = World(pipe)
-    world.link.start()
-    world.hear(1)
+    bench = LinkBench(pipe)
+    bench.link.start()
+    bench.hear(1)
     pipe.may_write.clear()
-    assert world.link.send(protocol.Ping(request=0))
+    assert bench.link.send(protocol.Ping(request=0))
     first = pipe.writes.get(timeout=PATIENCE_S)
     for number in (1, 2, 3):
-        assert world.link.send(protocol.Ping(request=number))
+        assert bench.link.send(protocol.Ping(request=number))
     pipe.may_write.set()
     framer = protocol.Framer()
     assert [m.request for m, _ in framer.feed(first)] == [0]
@@ -319,28 +319,28 @@ def test_what_waits_is_sent_in_one_write() -> None:
 
 def test_too_much_that_waits_ends_the_link() -> None:
     pipe = FakePipe()
-    world = World(pipe)
-    world.link.start()
-    world.hear(1)
+    bench = LinkBench(pipe)
+    bench.link.start()
+    bench.hear(1)
     pipe.may_write.clear()
     blob = bytes(protocol.MAX_BLOB_BYTES)
     sent = 0
-    while world.link.send(protocol.Probe(request=1), blob):
+    while bench.link.send(protocol.Probe(request=1), blob):
         sent += 1
         assert sent < 20
     assert sent * len(blob) <= MAX_UNSENT_BYTES + len(blob)  # one more is on its way
-    assert world.said[1][0] == "down"
-    assert "takes nothing" in world.said[1][1]
-    assert world.link.send(protocol.Ping(request=1)) is False
+    assert bench.said[1][0] == "down"
+    assert "takes nothing" in bench.said[1][1]
+    assert bench.link.send(protocol.Ping(request=1)) is False
 
 
 def test_a_message_that_is_too_long_is_the_sender_s_fault() -> None:
-    world = World(FakePipe())
-    world.link.start()
-    world.hear(1)
+    bench = LinkBench(FakePipe())
+    bench.link.start()
+    bench.hear(1)
     with pytest.raises(protocol.WireError, match="too many"):
-        world.link.send(protocol.Probe(request=1), bytes(protocol.MAX_BLOB_BYTES + 1))
-    assert world.link.up
+        bench.link.send(protocol.Probe(request=1), bytes(protocol.MAX_BLOB_BYTES + 1))
+    assert bench.link.up
 
 
 @pytest.mark.parametrize(
@@ -360,49 +360,49 @@ def test_a_message_that_is_too_long_is_the_sender_s_fault() -> None:
 )
 def test_a_wrong_first_word(first: Any, why: str) -> None:
     pipe = FakePipe(first)
-    world = World(pipe)
-    world.link.start()
-    world.hear(1)
-    assert world.said == [("down", why)]
+    bench = LinkBench(pipe)
+    bench.link.start()
+    bench.hear(1)
+    assert bench.said == [("down", why)]
     assert pipe.closed.wait(PATIENCE_S)
 
 
 def test_a_command_that_is_gone_before_it_is_told_anything() -> None:
     pipe = FakePipe()
     pipe.refuses, pipe.last_words = True, "it ended with status 127: sh: python3: not found"
-    world = World(pipe)
-    world.link.start()
-    world.hear(1)
-    assert world.said[0][1].startswith("cannot start the agent on n1: it ended with status 127: sh: python3: not found")
-    assert "is there no python3?" in world.said[0][1]
+    bench = LinkBench(pipe)
+    bench.link.start()
+    bench.hear(1)
+    assert bench.said[0][1].startswith("cannot start the agent on n1: it ended with status 127: sh: python3: not found")
+    assert "is there no python3?" in bench.said[0][1]
 
 
 def test_the_end_of_the_pipe_is_told_with_its_epitaph_and_a_new_one_is_dialled() -> None:
     first, second = FakePipe(), FakePipe()
-    world = World(first, second)
-    world.link.start()
-    world.hear(1)
+    bench = LinkBench(first, second)
+    bench.link.start()
+    bench.hear(1)
     first.end()
-    world.hear(2)
-    assert world.said[1] == ("down", "lost the agent of n1: it ended with status 9")
-    world.loop.advance(1)
-    world.hear(3)
-    assert world.link.up
+    bench.hear(2)
+    assert bench.said[1] == ("down", "lost the agent of n1: it ended with status 9")
+    bench.loop.advance(1)
+    bench.hear(3)
+    assert bench.link.up
     second.say(protocol.Goodbye(why="I am replaced"))
-    world.hear(4)
-    assert world.said[3] == ("down", "the agent of n1 ended the connection: I am replaced")
+    bench.hear(4)
+    assert bench.said[3] == ("down", "the agent of n1 ended the connection: I am replaced")
 
 
 def test_a_link_that_was_steady_is_dialled_again_soon() -> None:
     pipe = FakePipe()
-    world = World(LinkError("a"), LinkError("b"), LinkError("c"), LinkError("d"), pipe)
-    world.link.start()
+    bench = LinkBench(LinkError("a"), LinkError("b"), LinkError("c"), LinkError("d"), pipe)
+    bench.link.start()
     for count in range(1, 5):
-        world.hear(count)
-        world.link.retry_now()
-    world.hear(5)
-    world.loop.now_s += 11
+        bench.hear(count)
+        bench.link.retry_now()
+    bench.hear(5)
+    bench.loop.now_s += 11
     pipe.end()
-    world.hear(6)
-    (delay_s,) = world.loop.waiting_s()
+    bench.hear(6)
+    (delay_s,) = bench.loop.waiting_s()
     assert delay_s <= 1

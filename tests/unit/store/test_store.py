@@ -18,11 +18,12 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason, Refusal
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.training import RankFailure
+from hpcsched.state.transaction import Batch, StepRecord
 from hpcsched.store import columns, schema
 from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch, reading
-from hpcsched.store.rows import HistoryQuery, StepRow
+from hpcsched.store.rows import HistoryQuery
 from hpcsched.store.statements import name_of
-from hpcsched.store.store import Batch, Store
+from hpcsched.store.store import Store
 
 
 @pytest.fixture
@@ -190,7 +191,8 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from jobs import job
 import hpcsched.controller.daemon
 from hpcsched.store.engine import open_database, raise_epoch, reading
-from hpcsched.store.store import Batch, Store
+from hpcsched.state.transaction import Batch
+from hpcsched.store.store import Store
 store = Store(open_database(None))
 raise_epoch(store.connection)
 for read in (store.last_ids, store.adopted, store.load_nodes, store.load_usage, store.load_reservations):
@@ -278,17 +280,17 @@ def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqli
 
 def test_nodes_and_steps_come_back(database: sqlite3.Connection) -> None:
     store = Store(database)
-    step = StepRow(job_id=1, attempt=0, step="10", name="a", nodes=("n1",), ntasks=2, state="RUNNING")
+    step = StepRecord(job_id=1, attempt=0, step="10", name="a", nodes=("n1",), ntasks=2, state="RUNNING")
     batch = Batch(nodes={"n1": node(drained=True, drained_why="disk", boot_id="b")})
-    batch.steps = {(1, 0, "10"): step, (1, 0, "2"): StepRow(**_values(step) | {"step": "2"})}
+    batch.steps = {(1, 0, "10"): step, (1, 0, "2"): StepRecord(**_values(step) | {"step": "2"})}
     store.commit(batch)
     assert store.load_nodes()["n1"].drained_why == "disk"
     assert [found.step for found in store.load_steps([1])] == ["2", "10"]
     assert store.last_step(1, 0) == 10
 
 
-def _values(step: StepRow) -> dict[str, object]:
-    return {name: getattr(step, name) for name in StepRow.__dataclass_fields__}
+def _values(step: StepRecord) -> dict[str, object]:
+    return {name: getattr(step, name) for name in StepRecord.__dataclass_fields__}
 
 
 def test_a_full_disk_keeps_nothing_of_the_batch_and_says_so(database: sqlite3.Connection) -> None:
@@ -320,7 +322,8 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from jobs import job
 from hpcsched.store.engine import open_database
-from hpcsched.store.store import Batch, Store
+from hpcsched.state.transaction import Batch
+from hpcsched.store.store import Store
 store = Store(open_database(Path({str(tmp_path / "h.db")!r}), make=True))
 store.commit(Batch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -23,9 +23,10 @@ from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Policy
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Batch
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
-from hpcsched.store.store import Batch, Store
-from hpcsched.store.world import World
+from hpcsched.store.store import Store
 
 ANN = Asker(uid=1000, user="ann", admin=False)
 BOB = Asker(uid=1001, user="bob", admin=False)
@@ -64,11 +65,11 @@ class Cluster:
         self.database = path
         engine = open_database(path, make=True)
         self.store = Store(engine)
-        self.world = World(config=config(), incarnation=incarnation(engine), epoch=raise_epoch(engine))
+        self.state = ClusterState(config=config(), incarnation=incarnation(engine), epoch=raise_epoch(engine))
         for name in names:
-            self.world.nodes[NodeName(name)] = node(name)
-        self.world.partitions = {"main": partition(*names)}
-        self.controller = Controller(self.world, self.store, self.ports, Policy())
+            self.state.nodes[NodeName(name)] = node(name)
+        self.state.partitions = {"main": partition(*names)}
+        self.controller = Controller(self.state, self.store, self.ports, Policy())
         if up:
             for name in names:
                 self.welcome(name)
@@ -92,7 +93,7 @@ class Cluster:
         return JobId(answer[0]["job_id"])
 
     def job(self, job_id: int) -> Job:
-        return self.world.jobs[JobId(job_id)]
+        return self.state.jobs[JobId(job_id)]
 
     def replayed(self, job_id: int) -> Job:
         """Return what the job's events, applied to it as it was submitted, make of it."""
@@ -151,7 +152,7 @@ class Cluster:
         """Have a node say that nothing is left of the job's attempt."""
         job = self.job(job_id)
         stay = job.stay_on(NodeName(name))
-        self.says(name, protocol.JobGone(self.world.incarnation, job_id=job.id, attempt=job.attempt, stay=stay))
+        self.says(name, protocol.JobGone(self.state.incarnation, job_id=job.id, attempt=job.attempt, stay=stay))
 
     def backend(self) -> ControllerBackend:
         """Return what the API asks, but for what needs connections to nodes."""

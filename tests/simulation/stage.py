@@ -56,7 +56,7 @@ def stage() -> Iterator[Stage]:
         logging.disable(before)
 
 
-class World:
+class Simulation:
     """One simulated cluster."""
 
     def __init__(self, on: Stage, seed: int, nodes: dict[str, int], *, history: list[str] | None = None) -> None:
@@ -64,7 +64,7 @@ class World:
         self.agenda = Agenda()
         self.points = Points(self.agenda)
         self.database = on.database
-        self.database.store.world = self
+        self.database.store.sim = self
         self.processes = on.processes
         self.processes.agenda = self.agenda
         self.history = history
@@ -271,7 +271,7 @@ class World:
         for machine in self.machines.values():
             if left := self.left_on(machine):
                 return f"{machine.name} still has something of {[self.words(token) for token in left]}"
-            if self.head is None or self.head.ledger.nodes[NodeName(machine.name)].link is not Link.UP:
+            if self.head is None or self.head.state.nodes[NodeName(machine.name)].link is not Link.UP:
                 return f"{machine.name} is not up"
         return self.unfinished()
 

@@ -11,8 +11,8 @@ from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
+from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.service import HEAD, Origin, StepPorts, StepService
-from hpcsched.store.rows import StepRow
 
 N1, N2 = NodeName("n1"), NodeName("n2")
 ANN, BOB, ADMIN = 1001, 1002, 1009
@@ -30,7 +30,7 @@ def a_job(job_id: int = 12, *, cpus: tuple[int, ...] = (4, 4), script: str = "#!
     return replace(job, shares=shares, **{"held_nodes": tuple(share.node for share in shares)} | changes)
 
 
-class World:
+class StepBench:
     """A service, and all that it said."""
 
     def __init__(self, *jobs: Job) -> None:
@@ -39,7 +39,7 @@ class World:
         self.replies: dict[Origin, list[Any]] = {}
         self.released: list[tuple[int, ExitStatus]] = []
         self.resized: list[tuple[int, int, int]] = []
-        self.rows: dict[tuple[int, int, str], StepRow] = {}
+        self.rows: dict[tuple[int, int, str], StepRecord] = {}
         self.order: list[str] = []  # "row", "send", "reply": what came before what
         self.tokens = 0
         self.refuse_allocation = ""
@@ -82,7 +82,7 @@ class World:
         self.order.append("reply")
         self.replies.setdefault(origin, []).append(message)
 
-    def _record(self, row: StepRow) -> None:
+    def _record(self, row: StepRecord) -> None:
         self.order.append("row")
         self.rows[(row.job_id, row.attempt, row.step)] = row
 
@@ -156,5 +156,5 @@ def inventory(*reports: protocol.Report) -> list[dict[str, Any]]:
     return [{name: value for name, value in each.items() if name != "type"} for each in fields]
 
 
-def gos(world: World) -> list[NodeName]:
-    return sorted(to for to, message, _ in world.sent if isinstance(message, protocol.Go))
+def gos(bench: StepBench) -> list[NodeName]:
+    return sorted(to for to, message, _ in bench.sent if isinstance(message, protocol.Go))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from world import Cluster
+from cluster import Cluster
 
-from hpcsched.controller.recovery import load_world, node_of
+from hpcsched.controller.recovery import load_state, node_of
 from hpcsched.model.ids import NodeName
 from hpcsched.store.backup import back_up, restore
 from hpcsched.store.engine import adopts_known, asks_about_strays, restored_last_id
@@ -33,10 +33,10 @@ class Restored:
     def start(self) -> Cluster:
         """Start a controller on what was restored, as the daemon does."""
         after = Cluster("n1", "n2", path=self._path / "h.db", up=False)
-        after.world.restored_last_id = restored_last_id(after.store.connection)
-        after.world.ask_strays = asks_about_strays(after.store.connection)
-        after.world.adopts_known = adopts_known(after.store.connection)
-        load_world(after.world, after.store, after.now_s)
+        after.state.restored_last_id = restored_last_id(after.store.connection)
+        after.state.ask_strays = asks_about_strays(after.store.connection)
+        after.state.adopts_known = adopts_known(after.store.connection)
+        load_state(after.state, after.store, after.now_s)
         for name, row in after.store.load_nodes().items():
-            after.world.nodes[NodeName(name)] = node_of(after.world.nodes[NodeName(name)].spec, row)
+            after.state.nodes[NodeName(name)] = node_of(after.state.nodes[NodeName(name)].spec, row)
         return after

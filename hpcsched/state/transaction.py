@@ -1,0 +1,359 @@
+"""A transaction: changes to the cluster's state that are committed together or undone.
+
+A `Transaction` remembers the values from before, so that a failed commit leaves nothing behind. `Batch` is what the
+store writes. The tick is synchronous: nothing reads the state between a change and its commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from hpcnode.wire.message import WireError
+from hpcsched import mishap
+from hpcsched.errors import HpcschedError, InvariantError
+from hpcsched.lifecycle.events import Allocated, Event, NodesAdded, Respecified, Submitted
+from hpcsched.lifecycle.job import apply, submitted_jobs
+from hpcsched.model.cron import Crontab
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import Job
+from hpcsched.model.node import Node, Partition, PartitionState
+from hpcsched.model.reservation import Reservation
+from hpcsched.model.resources import Share
+from hpcsched.model.spec import JobSpec
+from hpcsched.model.training import RankFailure, TrainingStatus
+from hpcsched.model.trigger import Trigger
+from hpcsched.sched.queue.usage import UsedResources, at, charge_of, plus, weights_of
+from hpcsched.state.cluster import ClusterState, Kept
+from hpcsched.state.scripts import set_apart
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step of one attempt, for accounting."""
+
+    job_id: int
+    attempt: int
+    step: str
+    name: str
+    nodes: tuple[str, ...]
+    ntasks: int
+    state: str
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    cpu_user_s: float | None = None
+    cpu_system_s: float | None = None
+    max_rss_kib: int | None = None
+    disk_read_bytes: int | None = None
+    disk_write_bytes: int | None = None
+    kept: str | None = None  # what the next controller must know of it: hpcsched.steps.service
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one tick changed, to be committed together."""
+
+    specs: dict[int, JobSpec] = field(default_factory=dict)
+    scripts: dict[str, bytes] = field(default_factory=dict)  # by hash
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as they were when they came in
+    events: list[Event] = field(default_factory=list)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    steps: dict[tuple[int, int, str], StepRecord] = field(default_factory=dict)
+    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
+    requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
+    partitions: dict[str, PartitionState] = field(default_factory=dict)  # the state that an admin gave them
+    reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
+    crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
+    triggers: dict[int, Trigger | None] = field(default_factory=dict)  # None: deleted
+    training: dict[int, TrainingStatus] = field(default_factory=dict)
+    failures: list[RankFailure] = field(default_factory=list)
+    adopted: list[str] = field(default_factory=list)  # tokens of before a restore whose jobs go on
+    clock: str = ""  # how the head node's clocks stand, if that is new
+
+    def __bool__(self) -> bool:
+        return bool(self.events) or any(getattr(self, name) for name in self.__slots__)
+
+
+class Transaction:
+    """One tick's changes to the cluster, to be committed as one `Batch`, or undone.
+
+    With `commit` each `attempt` is committed by itself, and the transaction as a whole is not: a way to tell what of it
+    cannot be written.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        now_s: float,
+        within: Transaction | None = None,
+        *,
+        commit: Callable[[Batch], None] | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.now_s = now_s
+        self._within = within
+        self._commit = commit
+        self.batch = Batch()
+        self._jobs_before: dict[JobId, Job | None] = {}
+        self._nodes_before: dict[NodeName, Node] = {}
+        self._usage_before: dict[tuple[str, str, str], UsedResources | None] = {}
+        self._reservations_before: dict[str, Reservation | None] = {}
+        self._partitions_before: tuple[dict[str, Partition], dict[str, PartitionState]] | None = None
+        self._crontabs_before: dict[int, Crontab | None] = {}
+        self._triggers_before: dict[int, Trigger | None] = {}
+        self._kept_before: dict[tuple[NodeName, str], Kept] = {}
+        self._ids_before = (cluster.last_job_id, cluster.last_spec_id)
+
+    def record(self, event: Event) -> Job:
+        """Apply `event` to its job and note both for the commit. Returns the job as it is now."""
+        if isinstance(event, Allocated | NodesAdded):
+            event = replace(event, shares=self._with_spools(event.shares))
+        job = self.cluster.jobs.get(event.job_id)
+        if job is None:
+            raise InvariantError(f"cannot record {type(event).__name__}: there is no job {event.job_id}")
+        changed = apply(job, event)
+        self._charge(job, changed, event.at_s)
+        self._put(changed)
+        self.batch.events.append(event)
+        return changed
+
+    def _with_spools(self, shares: tuple[Share, ...]) -> tuple[Share, ...]:
+        """Return the shares with the spools that the nodes' names lead to now."""
+        spools = self.cluster.spools
+        return tuple(replace(share, spool=spools.get(share.node, "")) for share in shares)
+
+    def submit(self, spec: JobSpec, *, uid: int, user: str, partition: str, time_limit_s: int | None) -> list[Job]:
+        """Make the job (or all tasks of the array) that `spec` asks for."""
+        cluster = self.cluster
+        cluster.last_spec_id += 1
+        spec, script = set_apart(spec)
+        event = Submitted(
+            job_id=JobId(cluster.last_job_id + 1),
+            at_s=self.now_s,
+            spec_id=cluster.last_spec_id,
+            uid=uid,
+            user=user,
+            partition=partition,
+            time_limit_s=time_limit_s,
+        )
+        jobs = submitted_jobs(event, spec)
+        cluster.last_job_id += len(jobs) + len(spec.components)  # the components have numbers too
+        self.batch.specs[event.spec_id] = spec
+        if script:
+            self.batch.scripts[spec.script_sha256] = script
+        self.batch.events.append(event)
+        if spec.array is not None:
+            self.batch.arrays.append(jobs)
+        self._jobs_before |= dict.fromkeys(job.id for job in jobs)
+        self.batch.jobs |= cluster.add(jobs)
+        return list(jobs)
+
+    def respecify(self, job: Job, changes: dict[str, Any], *, by_uid: int, spec_id: int | None = None) -> Job:
+        """Have the job ask for something else: `changes` are fields of its specification, as JSON values.
+
+        `spec_id` is that of a specification which this transaction has made of the same one in the same way, if it has.
+        """
+        made = spec_id is None
+        if spec_id is None:
+            self.cluster.last_spec_id += 1
+            spec_id = self.cluster.last_spec_id
+        event = Respecified(job_id=job.id, at_s=self.now_s, by_uid=by_uid, spec_id=spec_id, changes=changes)
+        changed = self.record(event)
+        if made:
+            self.batch.specs[spec_id] = changed.spec
+        return changed
+
+    def set_node(self, name: NodeName, **changes: Any) -> Node:
+        """Change what is kept of a node; of one that left the configuration nothing is."""
+        before = self.cluster.nodes[name]
+        if name not in self.cluster.nodes:
+            return before
+        self._nodes_before.setdefault(name, before)
+        node = replace(before, **changes)
+        self.cluster.nodes[name] = node
+        self.batch.nodes[name] = node
+        return node
+
+    def set_reservation(self, name: str, reservation: Reservation | None) -> None:
+        """Keep `reservation` under `name`; None: there is none of that name any more."""
+        self._reservations_before.setdefault(name, self.cluster.reservations.get(name))
+        _keep(self.cluster.reservations, name, reservation)
+        self.batch.reservations[name] = reservation
+
+    def set_partition_state(self, name: str, state: PartitionState) -> Partition:
+        """Give a partition a state, whatever the configuration says."""
+        cluster = self.cluster
+        self._partitions_before = self._partitions_before or (cluster.partitions, cluster.partition_states)
+        cluster.partition_states = cluster.partition_states | {name: state}
+        cluster.partitions = cluster.partitions | {name: replace(cluster.partitions[name], state=state)}
+        self.batch.partitions[name] = state
+        return cluster.partitions[name]
+
+    def set_crontab(self, uid: int, crontab: Crontab | None) -> None:
+        """Keep the crontab of a user; None: there is none any more."""
+        self._crontabs_before.setdefault(uid, self.cluster.crontabs.get(uid))
+        _keep(self.cluster.crontabs, uid, crontab)
+        self.batch.crontabs[uid] = crontab
+
+    def set_trigger(self, number: int, trigger: Trigger | None) -> None:
+        """Keep a trigger under its number; None: there is none any more."""
+        self._triggers_before.setdefault(number, self.cluster.triggers.get(number))
+        _keep(self.cluster.triggers, number, trigger)
+        self.batch.triggers[number] = trigger
+
+    def nodes_before(self) -> dict[NodeName, Node]:
+        """Return the nodes that this transaction has changed, as they were before it."""
+        return dict(self._nodes_before)
+
+    def adopt(self, token: str) -> None:
+        """Take the launch of a former incarnation for its job's own from now on."""
+        self.cluster.adopted.add(token)
+        self.batch.adopted.append(token)
+
+    def decided(self, keys: Iterable[tuple[NodeName, str]]) -> None:
+        """Ask no admin any more about these launches of a former incarnation."""
+        for key in list(keys):
+            self._kept_before[key] = self.cluster.kept.pop(key)
+
+    def put_usage(self, used: UsedResources) -> None:
+        """Note what has been used for the commit."""
+        self._usage_before.setdefault(used.key, self.cluster.usage.get(used.key))
+        self.cluster.usage[used.key] = self.batch.usage[used.key] = used
+
+    def put_step(self, step: StepRecord) -> None:
+        """Note a step's row for the commit."""
+        self.batch.steps[(step.job_id, step.attempt, step.step)] = step
+
+    def put_training(self, training: TrainingStatus) -> None:
+        """Note a training program's word for the commit."""
+        self.batch.training[training.job_id] = training
+
+    def put_failure(self, failure: RankFailure) -> None:
+        """Note for the commit why a rank failed; the first word of a rank counts."""
+        self.batch.failures.append(failure)
+
+    def note_request(self, uid: int, request_id: str, job_ids: list[int]) -> None:
+        """Remember what a request id made, so that a repeated request gets the same jobs."""
+        self.batch.requests.append((uid, request_id, job_ids, self.now_s))
+
+    def requested(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
+        """Return the jobs that a request id has made in this very transaction, which no store knows yet; None: none."""
+        for noted_uid, noted_id, job_ids, _ in self.batch.requests:
+            if (noted_uid, noted_id) == (uid, request_id):
+                return {job_id: self.cluster.jobs[JobId(job_id)].spec for job_id in job_ids}
+        return None if self._within is None else self._within.requested(uid, request_id)
+
+    def undo(self) -> None:
+        """Put the cluster back as it was before this transaction."""
+        for job_id, job in self._jobs_before.items():
+            if job is None:
+                self.cluster.drop(job_id)
+            else:
+                self.cluster.put(job)
+        self.cluster.nodes.update(self._nodes_before)
+        self.cluster.adopted.difference_update(self.batch.adopted)
+        self.cluster.kept |= self._kept_before
+        for key, used in self._usage_before.items():
+            if used is None:
+                del self.cluster.usage[key]
+            else:
+                self.cluster.usage[key] = used
+        for name, reservation in self._reservations_before.items():
+            _keep(self.cluster.reservations, name, reservation)
+        if self._partitions_before is not None:
+            self.cluster.partitions, self.cluster.partition_states = self._partitions_before
+        for uid, crontab in self._crontabs_before.items():
+            _keep(self.cluster.crontabs, uid, crontab)
+        for number, trigger in self._triggers_before.items():
+            _keep(self.cluster.triggers, number, trigger)
+        self.cluster.last_job_id, self.cluster.last_spec_id = self._ids_before
+
+    def attempt(self, what: str, work: Callable[[Transaction], Any]) -> Any:
+        """Do `work` in a savepoint and return its result. If it fails, undo it alone and return the error.
+
+        An unexpected exception is logged as a failure to do `what`, and returned as InternalError. Only InvariantError is
+        raised: what is in memory may not be what is on disk any more.
+        """
+        inner = self.savepoint()
+        try:
+            result = work(inner)
+            if self._commit is not None and inner.batch:
+                self._commit(inner.batch)
+        except InvariantError:
+            raise
+        except Exception as error:  # the barrier: it is the failure of this piece alone
+            try:
+                inner.undo()
+            except Exception as wrong:
+                raise InvariantError(f"cannot undo what has failed: {error!r}") from wrong
+            return error if isinstance(error, HpcschedError | WireError) else mishap.report(error, what)
+        self.merge(inner)
+        return result
+
+    def savepoint(self) -> Transaction:
+        """Return a transaction for one request: `merge` it when the request succeeded, `undo` it when it did not."""
+        return Transaction(self.cluster, self.now_s, self)
+
+    def merge(self, inner: Transaction) -> None:
+        """Take over the changes of a `savepoint`."""
+        _add_missing(self._jobs_before, inner._jobs_before)
+        _add_missing(self._nodes_before, inner._nodes_before)
+        _add_missing(self._usage_before, inner._usage_before)
+        _add_missing(self._reservations_before, inner._reservations_before)
+        _add_missing(self._crontabs_before, inner._crontabs_before)
+        _add_missing(self._triggers_before, inner._triggers_before)
+        self._partitions_before = self._partitions_before or inner._partitions_before
+        self.batch.partitions |= inner.batch.partitions
+        self.batch.usage |= inner.batch.usage
+        self.batch.crontabs |= inner.batch.crontabs
+        self.batch.triggers |= inner.batch.triggers
+        self._kept_before |= inner._kept_before
+        self.batch.specs |= inner.batch.specs
+        self.batch.scripts |= inner.batch.scripts
+        self.batch.jobs |= inner.batch.jobs
+        self.batch.arrays += inner.batch.arrays
+        self.batch.events += inner.batch.events
+        self.batch.nodes |= inner.batch.nodes
+        self.batch.steps |= inner.batch.steps
+        self.batch.requests += inner.batch.requests
+        self.batch.adopted += inner.batch.adopted
+        self.batch.reservations |= inner.batch.reservations
+        self.batch.training |= inner.batch.training
+        self.batch.failures += inner.batch.failures
+        self.batch.clock = inner.batch.clock or self.batch.clock
+
+    def _charge(self, before: Job, after: Job, at_s: float) -> None:
+        """Charge what the job gave back, if it did, to its user, account and QOS: in this very commit, so once."""
+        if after.charged_cpu_s == before.charged_cpu_s and after.charged_mem_mib_s == before.charged_mem_mib_s:
+            return
+        cluster, accounting = self.cluster, self.cluster.config.accounting
+        weights = weights_of(accounting, cluster.partitions.get(before.partition))
+        amounts = charge_of(before, after, at_s, accounting, weights, cluster.gpu_types(before))
+        account, user = accounting.association_of(before.user, before.account)
+        known = cluster.usage.get((account, user, before.qos))
+        used = known or UsedResources(account=account, user=user, qos=before.qos, at_s=at_s)
+        self.put_usage(plus(at(used, at_s, accounting.half_life_s), amounts))
+
+    def _put(self, job: Job) -> None:
+        self._jobs_before.setdefault(job.id, self.cluster.jobs.get(job.id))
+        self.cluster.put(job)
+        self.batch.jobs[job.id] = job
+
+
+def _add_missing(known: dict[K, V], more: Mapping[K, V]) -> None:
+    for key, value in more.items():
+        known.setdefault(key, value)
+
+
+def _keep(kept: dict[K, V], key: K, value: V | None) -> None:
+    if value is None:
+        kept.pop(key, None)
+    else:
+        kept[key] = value
