@@ -19,13 +19,14 @@ from hpcsched import mishap
 from hpcsched.api.identity import Asker
 from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
+from hpcsched.controller.node_loss import miss_node, note_condition
 from hpcsched.controller.nodes import edits, orphans
 from hpcsched.controller.nodes.unreachable import Silences, end_silent
 from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Waits
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
 from hpcsched.controller.requests import crontabs, reservations, triggers
 from hpcsched.controller.requests.admission import check_account, check_share_of_queue, settle
-from hpcsched.controller.requests.jobs import SignalJob, miss_node, note_condition, place_of
+from hpcsched.controller.requests.jobs import SignalJob, place_of
 from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_of, next_time_s, warn_at_s
 from hpcsched.controller.training import Trainings
 from hpcsched.controller.usage_ledger import Books
@@ -34,6 +35,7 @@ from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, Protoc
 from hpcsched.lifecycle.effects import ClaimPart, Effect, StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted
 from hpcsched.lifecycle.job import can, submitted_jobs
+from hpcsched.lifecycle.node import NodeDisconnected, NodeDown, NodeOrphansFound, NodeOrphansGone, NodeUp
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
@@ -209,7 +211,7 @@ class Controller:
 
         def work(tx: Transaction) -> None:
             if tx.cluster.nodes[node].link is Link.UP:
-                tx.set_node(node, link=Link.UNKNOWN, link_since_s=tx.now_s, link_why=why)
+                tx.record_node(NodeDisconnected(node=node, at_s=tx.now_s, why=why))
 
         self.ask(work, _log_failure, keep=True)
 
@@ -218,10 +220,9 @@ class Controller:
         self.disconnected(node)
 
         def work(tx: Transaction) -> None:
-            if tx.cluster.nodes[node].link is not Link.DOWN:
-                tx.set_node(node, link=Link.DOWN, link_since_s=tx.now_s, link_why=why)
-            elif tx.cluster.nodes[node].link_why != why:
-                tx.set_node(node, link_why=why)
+            known = tx.cluster.nodes[node]
+            if known.link is not Link.DOWN or known.link_why != why:
+                tx.record_node(NodeDown(node=node, at_s=tx.now_s, why=why))
             for job in tx.cluster.jobs_on(node):
                 miss_node(tx, job, node)
 
@@ -277,17 +278,17 @@ class Controller:
         known, spool = tx.cluster.nodes[node], edits.spool_of(welcome)
         rebooted = bool(known.boot_id) and known.boot_id != welcome.boot_id
         edits.take_spool(tx, node, spool)
-        tx.set_node(
-            node,
-            link=Link.UP,
-            link_since_s=tx.now_s,
-            link_why="",
-            boot_id=welcome.boot_id,
-            machine_id=str(welcome.facts.get("machine_id", "")),
-            spool=spool.id,
-            hardware=spool.hardware,
-            agent_version=welcome.agent_version,
-            root_agent=bool(welcome.facts.get("is_root", False)),
+        tx.record_node(
+            NodeUp(
+                node=node,
+                at_s=tx.now_s,
+                boot_id=welcome.boot_id,
+                machine_id=str(welcome.facts.get("machine_id", "")),
+                spool=spool.id,
+                hardware=spool.hardware,
+                agent_version=welcome.agent_version,
+                root_agent=bool(welcome.facts.get("is_root", False)),
+            )
         )
         answer = reports.Answer()
         tokens: set[str] = set()
@@ -309,7 +310,7 @@ class Controller:
         left = any(name == node for name, _ in tx.cluster.kept)
         left = left or any(name == node and incarnation != own for name, incarnation, _ in self.strays)
         if tx.cluster.nodes[node].has_strays is not left:
-            tx.set_node(node, has_strays=left)
+            tx.record_node((NodeOrphansFound if left else NodeOrphansGone)(node=node, at_s=tx.now_s))
 
     def _on_job_gone(self, tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
         reports.on_job_gone(tx, node, gone)

@@ -15,6 +15,7 @@ from hpcsched import mishap
 from hpcsched.errors import HpcschedError, InvariantError
 from hpcsched.lifecycle.events import Allocated, Event, NodesAdded, Respecified, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
+from hpcsched.lifecycle.node import NodeEvent, apply_to_node
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
@@ -64,6 +65,7 @@ class Batch:
     jobs: dict[JobId, Job] = field(default_factory=dict)
     arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as they were when they came in
     events: list[Event] = field(default_factory=list)
+    node_events: list[NodeEvent] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRecord] = field(default_factory=dict)
     usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
@@ -170,15 +172,20 @@ class Transaction:
             self.batch.specs[spec_id] = changed.spec
         return changed
 
-    def set_node(self, name: NodeName, **changes: Any) -> Node:
-        """Change what is kept of a node; of one that left the configuration nothing is."""
+    def record_node(self, event: NodeEvent) -> Node:
+        """Apply `event` to its node and note both for the commit. Return the node after the event.
+
+        Events of a node that left the configuration are dropped, because it has no row.
+        """
+        name = event.node
         before = self.cluster.nodes[name]
         if name not in self.cluster.nodes:
             return before
+        node = apply_to_node(before, event)
         self._nodes_before.setdefault(name, before)
-        node = replace(before, **changes)
         self.cluster.nodes[name] = node
         self.batch.nodes[name] = node
+        self.batch.node_events.append(event)
         return node
 
     def set_reservation(self, name: str, reservation: Reservation | None) -> None:
@@ -320,6 +327,7 @@ class Transaction:
         self.batch.jobs |= inner.batch.jobs
         self.batch.arrays += inner.batch.arrays
         self.batch.events += inner.batch.events
+        self.batch.node_events += inner.batch.node_events
         self.batch.nodes |= inner.batch.nodes
         self.batch.steps |= inner.batch.steps
         self.batch.requests += inner.batch.requests

@@ -22,6 +22,7 @@ Jobs = namedtuple(
     "deaths saved_step refusals",
 )
 Events = namedtuple("Events", "seq at_s job_id kind data")
+Node_Events = namedtuple("Node_Events", "seq at_s node kind data")
 Nodes = namedtuple(
     "Nodes",
     "name drained drained_why drained_by drained_at_s boot_id machine_id link_since_s link_why spool hardware reach "

@@ -38,6 +38,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 from sqlalchemy.pool import StaticPool
 
 from hpcsched.lifecycle.events import Event, from_data
+from hpcsched.lifecycle.node import NodeEvent, node_event_from_data
 from hpcsched.model.cron import Crontab
 from hpcsched.model.job import ACTIVE, Job, JobState
 from hpcsched.model.reservation import Reservation
@@ -57,7 +58,19 @@ from hpcsched.store.rows import (
     step_of,
     trigger_row,
 )
-from hpcsched.store.schema import crontabs, events, failures, jobs, meta, nodes, reservations, specs, steps, triggers
+from hpcsched.store.schema import (
+    crontabs,
+    events,
+    failures,
+    jobs,
+    meta,
+    node_events,
+    nodes,
+    reservations,
+    specs,
+    steps,
+    triggers,
+)
 
 
 class Seldom:
@@ -99,6 +112,12 @@ class Seldom:
         submission = and_(events.c.job_id == array_id, events.c.kind == "Submitted")
         rows = self._connection.execute(select(events).where(own | submission).order_by(events.c.seq)).all()
         return [from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)) for row in rows]
+
+    def node_events(self, node: str) -> list[NodeEvent]:
+        """Return the node's events in order."""
+        found = select(node_events).where(node_events.c.node == node).order_by(node_events.c.seq)
+        rows = self._connection.execute(found).all()
+        return [node_event_from_data(row.kind, row.node, row.at_s, json.loads(row.data)) for row in rows]
 
     def failures(self, job_id: int, attempt: int) -> list[RankFailure]:
         """Return why ranks of this attempt failed, the first cause first."""

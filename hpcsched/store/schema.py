@@ -116,6 +116,17 @@ events = Table(
     Index("events_by_job", "job_id"),
 )
 
+node_events = Table(
+    "node_events",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at_s", Float, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("data", Text, nullable=False),
+    Index("node_events_by_node", "node"),
+)
+
 nodes = Table(
     "nodes",
     metadata,

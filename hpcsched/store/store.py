@@ -17,6 +17,7 @@ from sqlite3 import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsched.lifecycle.events import Event, NodeLost, to_data
+from hpcsched.lifecycle.node import NodeEvent, node_event_to_data
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
@@ -103,6 +104,8 @@ class Store:
                 _put_jobs(connection, batch)
             if batch.events:
                 connection.executemany(_PUT_EVENT, map(_event_values, batch.events))
+            if batch.node_events:
+                connection.executemany(_PUT_NODE_EVENT, map(_node_event_values, batch.node_events))
             if batch.nodes:
                 _PUT_NODES.put(connection, map(node_row, batch.nodes.values()))
             if batch.steps:
@@ -241,6 +244,11 @@ class Store:
         with reading(self.connection):
             return self.seldom.events(job_id)
 
+    def load_node_events(self, node: str) -> list[NodeEvent]:
+        """Return the node's events in order."""
+        with reading(self.connection):
+            return self.seldom.node_events(node)
+
     def request_jobs(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
         """Return the jobs that this request made (of an array its first task's), None if it has not been seen."""
         query = "SELECT job_ids FROM requests WHERE uid = ? AND request_id = ?"
@@ -319,6 +327,7 @@ _TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
 _PUT_SPEC = insert(columns.Specs)
 _PUT_SCRIPT = insert(columns.Scripts, "INSERT OR IGNORE")
 _PUT_EVENT = "INSERT INTO events (at_s, job_id, kind, data) VALUES (?, ?, ?, ?)"
+_PUT_NODE_EVENT = "INSERT INTO node_events (at_s, node, kind, data) VALUES (?, ?, ?, ?)"
 _PUT_JOBS = Putting(columns.Jobs, upsert(columns.Jobs, ["id"]))
 _PUT_NODES = Putting(columns.Nodes, upsert(columns.Nodes, ["name"]))
 _PUT_STEPS = Putting(columns.Steps, upsert(columns.Steps, ["job_id", "attempt", "step"]))
@@ -378,6 +387,10 @@ def _attempts_over(batch: Batch) -> list[tuple[str, float | None, JobId, int]]:
             state = JobState.NODE_FAIL if job.id in lost else JobState.CANCELLED if again else job.state
             over.append((state.value, job.ended_at_s, job.id, job.attempt - again))
     return over
+
+
+def _node_event_values(event: NodeEvent) -> tuple[float, str, str, str]:
+    return event.at_s, event.node, type(event).__name__, _TO_JSON(node_event_to_data(event))
 
 
 def _event_values(event: Event) -> tuple[float, int, str, str]:

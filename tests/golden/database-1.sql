@@ -99,5 +99,9 @@ CREATE INDEX jobs_by_state ON jobs (state);
 CREATE INDEX jobs_by_end ON jobs (ended_at_s);
 CREATE INDEX jobs_by_array ON jobs (array_job_id);
 CREATE INDEX events_by_job ON events (job_id);
+CREATE TABLE node_events (
+        seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, node TEXT NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
+    );
+CREATE INDEX node_events_by_node ON node_events (node);
 COMMIT;
 PRAGMA user_version=1;

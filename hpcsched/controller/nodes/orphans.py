@@ -18,8 +18,8 @@ from typing import Any
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.controller.messages import claim_token
+from hpcsched.controller.node_loss import end_lost
 from hpcsched.controller.reports import Answer, end_stray
-from hpcsched.controller.requests.jobs import end_lost
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.lifecycle.events import Adopted, Claimed, Started
 from hpcsched.lifecycle.job import can

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from hpcsched.controller.requests.jobs import give_back, lose_node
+from hpcsched.controller.node_loss import give_back, lose_node
 from hpcsched.lifecycle.effects import is_gathered
 from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.ids import NodeName

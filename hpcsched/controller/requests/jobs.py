@@ -6,12 +6,12 @@ Signals are not events: they are returned as `Signals` to be sent after the comm
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hpcsched.api.identity import Asker, asker_of
+from hpcsched.api.identity import Asker
+from hpcsched.controller.node_loss import lose_node, what_became
 from hpcsched.controller.requests.admission import (
     admit,
     check_account,
@@ -24,17 +24,17 @@ from hpcsched.controller.requests.job_ids import component_in, find_jobs, matche
 from hpcsched.controller.requests.reservations import check_use
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
-from hpcsched.lifecycle.events import EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
+from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued
 from hpcsched.lifecycle.job import can
+from hpcsched.lifecycle.node import NodeDrained, NodeFenced, NodeResumed
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, Refusal
-from hpcsched.model.node import LAUNCH_CHECK, OURSELVES, LaunchFailure, Link, Partition, PartitionState
+from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
+from hpcsched.model.node import Link, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
-from hpcsched.sched.place.feasible import impossible, impossible_shape
-from hpcsched.sched.place.request import request_of, shape_of
-from hpcsched.sched.snapshot import node_view
+from hpcsched.sched.place.feasible import impossible
+from hpcsched.sched.place.request import request_of
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.scripts import set_apart
 from hpcsched.state.transaction import Transaction
@@ -87,8 +87,6 @@ def _refusal(request_id: str, what: str) -> RequestError:
 
 
 SIGKILL = 9
-LAUNCH_TRIES = 8  # nodes that a job is tried on before it fails
-LAUNCH_FAILURES = 3  # of jobs in a row that a node could not start, before it is drained
 JOBS_PER_TICK = 500  # that one request changes in a tick; other requests are answered between its parts
 
 Seen = Callable[[int, str], Mapping[int, JobSpec] | None]
@@ -499,7 +497,7 @@ def drain(tx: Transaction, asker: Asker, nodes: str, why: str, by: str) -> list[
     for name in names:
         if by and tx.cluster.nodes[name].drained:
             continue  # a health check does not take over what a person drained
-        tx.set_node(name, drained=True, drained_why=why, drained_by=by or asker.user, drained_at_s=tx.now_s)
+        tx.record_node(NodeDrained(node=name, at_s=tx.now_s, why=why, by=by or asker.user))
     return list(names)
 
 
@@ -510,7 +508,7 @@ def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]
         name for name in find_nodes(tx.cluster, nodes) if not only_by or tx.cluster.nodes[name].drained_by == only_by
     ]
     for name in names:
-        tx.set_node(name, drained=False, drained_why="", drained_by="", drained_at_s=None, launch_failures=())
+        tx.record_node(NodeResumed(node=name, at_s=tx.now_s, by=asker.user))
     return list(names)
 
 
@@ -546,140 +544,6 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
         tx.decided(key for key in tx.cluster.kept if key[0] == name)
         if name in tx.cluster.unseen_nodes() or tx.cluster.nodes[name].has_strays:
             # Jobs of a restored database do not wait for it any more.
-            tx.set_node(name, boot_id=tx.cluster.nodes[name].boot_id or "fenced", has_strays=False)
+            tx.record_node(NodeFenced(node=name, at_s=tx.now_s, by=asker.user, why=why))
     outcome.jobs = list(outcome.became)
     return outcome
-
-
-def what_became(job: Job) -> str:
-    """Return what becomes of a job that has lost a node, in words."""
-    again = job.requeue_wanted or job.state is JobState.PENDING
-    if job.state is JobState.COMPLETING:
-        rest = "goes back to the queue" if again else f"ends as {job.outcome}"
-        return f"job {job.display_id} {rest} when its other nodes are clear"
-    if job.state in ACTIVE:
-        return f"job {job.display_id} goes on without it"
-    return f"job {job.display_id} " + ("goes back to the queue" if again else f"has ended as {job.state}")
-
-
-def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
-    """Record that the job's attempt is proven not to run on `node` any more."""
-    again, not_before_s = _requeue_after_loss(tx, job)
-    return tx.record(
-        NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
-    )
-
-
-def give_back(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
-    """Record that the job's attempt was never launched on `node`, for no fault of its own: it runs again, elsewhere."""
-    _, not_before_s = _requeue_after_loss(tx, job)
-    again = job.spec.has_script
-    return tx.record(
-        NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
-    )
-
-
-def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
-    """Take the node's word that it can take no launches, and why, or ("") that it can again.
-
-    What a person drained stays drained.
-    """
-    known = tx.cluster.nodes[node]
-    if why and (not known.drained or (known.drained_by == OURSELVES and known.drained_why != why)):
-        tx.set_node(node, drained=True, drained_why=why, drained_by=OURSELVES, drained_at_s=tx.now_s)
-    elif not why and known.drained and known.drained_by == OURSELVES:
-        tx.set_node(node, drained=False, drained_why="", drained_by="", drained_at_s=None)
-
-
-def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
-    """Return whether another node that takes jobs now can be tried for a job that `node` could not start.
-
-    A job without a script is not tried again: somebody waits for its nodes.
-    """
-    if not job.spec.has_script or len(job.refusals) + 1 >= LAUNCH_TRIES:
-        return False
-    cluster = tx.cluster
-    tried = {node, *(refusal.node for refusal in job.refusals)}
-    reservation = cluster.reservations.get(job.reservation) if job.reservation else None
-    for name in (job.partition_asked or job.partition).split(","):
-        partition = cluster.partitions.get(name)
-        if partition is None:
-            continue
-        names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
-        left = [cluster.nodes[name] for name in names if name in cluster.nodes and name not in tried]
-        open_nodes = [node_view(one) for one in left if one.link is Link.UP and not one.drained]
-        if impossible_shape(shape_of(job.spec, partition), open_nodes, partition) is None:
-            return True
-    return False
-
-
-def note_launch(tx: Transaction, job: Job, node: NodeName, *, executed: bool) -> None:
-    """Take note that `node` has prepared the job's attempt, or (`executed`) that its script was executed there.
-
-    What other nodes could not do of that just before counts against them, because the job itself is not the cause. After
-    `LAUNCH_FAILURES` of different jobs, with no job started between them, such a node is drained: if the jobs are of two
-    users, or one is an admin's. A single user could choose a directory that other nodes do not have.
-    """
-    failures = tx.cluster.nodes[node].launch_failures
-    if failures:
-        tx.set_node(node, launch_failures=tuple(one for one in failures if one.of_exec and not executed))
-    for at, refusal in enumerate(reversed(job.refusals), 1):
-        if refusal.attempt != job.attempt - at:
-            break  # of before an attempt that was started
-        if refusal.node in tx.cluster.nodes and (executed or not refusal.of_exec):
-            _count_failure(tx, job, refusal)
-
-
-def without_paths(why: str) -> str:
-    """Return what a node said of a job's launch without paths, which are its user's alone."""
-    return re.sub(r"/\S*", "...", re.sub(r"/.*(?=: )", "...", why.partition(";")[0]))
-
-
-def _count_failure(tx: Transaction, job: Job, refusal: Refusal) -> None:
-    node = tx.cluster.nodes[refusal.node]
-    if any(failure.job_id == job.id for failure in node.launch_failures):
-        return
-    failure = LaunchFailure(
-        job_id=job.id,
-        uid=job.uid,
-        by_admin=asker_of(job.uid, tx.cluster.config.controller.admins).admin,
-        of_exec=refusal.of_exec,
-        why=without_paths(refusal.why),
-    )
-    failures = (*node.launch_failures, failure)[-LAUNCH_FAILURES:]
-    node = tx.set_node(refusal.node, launch_failures=failures)
-    credible = any(one.by_admin for one in failures) or len({one.uid for one in failures}) > 1
-    if len(failures) == LAUNCH_FAILURES and credible and not node.drained:
-        why = f"{LAUNCH_FAILURES} jobs in a row (the last: {job.display_id}) could not be started here, and could elsewhere: "
-        why += failure.why
-        tx.set_node(node.name, drained=True, drained_why=why, drained_by=LAUNCH_CHECK, drained_at_s=tx.now_s)
-
-
-def end_lost(tx: Transaction, job: Job, why: str) -> Job:
-    """Have the job's attempt ended as if its node had been lost: not for anything that it did."""
-    again, not_before_s = _requeue_after_loss(tx, job)
-    return tx.record(
-        EndRequested(
-            job_id=job.id,
-            at_s=tx.now_s,
-            outcome=JobState.NODE_FAIL,
-            by_uid=None,
-            why=why,
-            requeue=again,
-            not_before_s=not_before_s,
-        )
-    )
-
-
-def miss_node(tx: Transaction, job: Job, node: NodeName) -> None:
-    """Record that `node` does not answer, if that explains how the job's script has ended."""
-    if job.state is JobState.COMPLETING and job.outcome is JobState.FAILED and node in job.held_nodes:
-        why = f"its script failed while node {node} did not answer ({tx.cluster.nodes[node].link_why})"
-        again, not_before_s = _requeue_after_loss(tx, job)
-        tx.record(
-            NodeSilent(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
-        )
-
-
-def _requeue_after_loss(tx: Transaction, job: Job) -> tuple[bool, float]:
-    return tx.cluster.requeues(job), tx.now_s + tx.cluster.config.controller.requeue_delay_s

@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpcsched.api.identity import Asker
+from hpcsched.controller.node_loss import end_lost, lose_node, what_became
 from hpcsched.controller.nodes.edits import held_there
-from hpcsched.controller.requests.jobs import end_lost, lose_node, what_became
 from hpcsched.errors import RequestError
 from hpcsched.lifecycle.events import EndRequested, NodesReleased
 from hpcsched.lifecycle.job import can
+from hpcsched.lifecycle.node import NodeDrained
 from hpcsched.lifecycle.resize import can_do_without
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
@@ -42,7 +43,7 @@ def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -
             f"ones start); for a dead node: hctl fence {node}; or give them up with the node: hpcsched node remove --force {node}"
         )
     if not known.drained:
-        tx.set_node(node, drained=True, drained_why=LEAVING, drained_by=OURSELVES, drained_at_s=tx.now_s)
+        tx.record_node(NodeDrained(node=node, at_s=tx.now_s, why=LEAVING, by=OURSELVES))
     why = f"node {node} was removed by {asker.user}"
     became = []
     for job in jobs:

@@ -34,6 +34,10 @@ STATEMENTS = (
         seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, job_id INTEGER NOT NULL, kind TEXT NOT NULL,
         data TEXT NOT NULL)""",
     "CREATE INDEX events_by_job ON events (job_id)",
+    """CREATE TABLE node_events (
+        seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, node TEXT NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
+    )""",
+    "CREATE INDEX node_events_by_node ON node_events (node)",
     """CREATE TABLE nodes (
         name TEXT PRIMARY KEY, drained INTEGER NOT NULL, drained_why TEXT NOT NULL, drained_by TEXT NOT NULL,
         drained_at_s REAL, boot_id TEXT NOT NULL, machine_id TEXT NOT NULL, link_since_s REAL NOT NULL,

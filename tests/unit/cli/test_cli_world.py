@@ -11,8 +11,8 @@ from fake_api import FakeApi
 from unit.controller.cluster import BOB, Cluster
 
 from hpcsched.cli import hctl, hsim
+from hpcsched.lifecycle.node import NodeDown
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Link
 from hpcsched.sched.snapshot_json import snapshot_from_json
 from hpcsched.store.backup import back_up
 
@@ -60,7 +60,7 @@ def test_a_backup_is_asked_instead_of_the_controller(
 ) -> None:
     cluster = Cluster("n1", "n2", path=tmp_path / "h.db")
     cluster.run(cluster.submit(ntasks=2, time_limit_s=3600))
-    cluster.ask(lambda tx: tx.set_node(NodeName("n2"), link=Link.DOWN))
+    cluster.ask(lambda tx: tx.record_node(NodeDown(node=NodeName("n2"), at_s=tx.now_s, why="no answer")))
     soon, late = cluster.submit(BOB, ntasks=2), cluster.submit(BOB, nodes_min=2, nodes_max=2, ntasks=4)
     back_up(tmp_path / "h.db", tmp_path / "copy")
     before = (tmp_path / "copy").read_bytes()

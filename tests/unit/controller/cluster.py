@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
+from hpcsched.lifecycle.node import apply_to_node
 from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import Job
+from hpcsched.model.node import Node
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Policy
 from hpcsched.state.cluster import ClusterState
@@ -103,6 +106,11 @@ class Cluster:
         for event in rest:
             job = apply(job, event)
         return job
+
+    def replayed_node(self, name: str) -> Node:
+        """Return what the events of the node, applied to it as configured, make of it."""
+        known = Node(spec=self.state.nodes[NodeName(name)].spec)
+        return reduce(apply_to_node, self.store.load_node_events(name), known)
 
     def welcome(
         self,

@@ -20,6 +20,7 @@ from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
 from hpcsched.errors import InternalError, InvariantError, RequestError
 from hpcsched.lifecycle.events import EndRequested
+from hpcsched.lifecycle.node import NodeUp
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState, Reason
 from hpcsched.state.cluster import ClusterState
@@ -85,13 +86,19 @@ def test_the_traceback_is_logged_once_under_the_number_that_the_client_is_told(
     assert "10 times" in records[1].getMessage()
 
 
+def booted(at_s: float) -> NodeUp:
+    """Return an event that no database can store: its boot id is a number of 71 bits."""
+    facts = {"machine_id": "", "spool": "", "hardware": "", "agent_version": "", "root_agent": False}
+    return NodeUp(node=NodeName("n1"), at_s=at_s, boot_id=2**70, **facts)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_written_is_found_and_the_rest_of_the_tick_is_on_disk(tmp_path: Path) -> None:
     cluster = Cluster("n1", path=tmp_path / "db")
     answers: list[Any] = []
     row = StepRecord(job_id=1, attempt=0, step="7", name="\ud800", nodes=("n1",), ntasks=1, state="RUNNING")
     submit(cluster, answers)
     cluster.controller.ask(lambda tx: tx.put_step(row), answers.append)
-    cluster.controller.ask(lambda tx: tx.set_node(NodeName("n1"), boot_id=2**70), answers.append)
+    cluster.controller.ask(lambda tx: tx.record_node(booted(tx.now_s)), answers.append)
     submit(cluster, answers, nodes_min=9)
     submit(cluster, answers)
     cluster.tick()

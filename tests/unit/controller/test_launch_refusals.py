@@ -10,10 +10,12 @@ from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views, why_waiting
 from hpcsched.controller.messages import claim_token
+from hpcsched.controller.node_loss import LAUNCH_TRIES
 from hpcsched.controller.recovery import node_of
 from hpcsched.controller.requests import jobs
 from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Status
+from hpcsched.lifecycle.node import LAUNCH_FAILURES
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState, Reason
 from hpcsched.model.node import Link
@@ -67,11 +69,11 @@ def test_a_job_that_no_node_can_start_fails_with_what_each_of_them_said() -> Non
 def test_the_tries_are_bounded() -> None:
     cluster = Cluster(*(f"n{i}" for i in range(12)))
     job_id = cluster.submit()
-    for _ in range(jobs.LAUNCH_TRIES):
+    for _ in range(LAUNCH_TRIES):
         assert cluster.job(job_id).state is JobState.CONFIGURING
         refuse(cluster, job_id)
     assert cluster.job(job_id).state is JobState.FAILED
-    assert len(cluster.job(job_id).refusals) == jobs.LAUNCH_TRIES
+    assert len(cluster.job(job_id).refusals) == LAUNCH_TRIES
 
 
 def test_a_job_that_may_run_on_that_node_alone_fails_at_once() -> None:
@@ -156,7 +158,7 @@ def test_one_user_cannot_drain_a_node() -> None:
         start_elsewhere(cluster, ANN)
     first = cluster.state.nodes[NodeName("n1")]
     assert not first.drained
-    assert len(first.launch_failures) == jobs.LAUNCH_FAILURES
+    assert len(first.launch_failures) == LAUNCH_FAILURES
     view = next(view for view in node_views(cluster.state, cluster.now_s) if view["name"] == "n1")
     (check,) = [check for check in check_node(view, cluster.now_s) if check.name == "launches"]
     assert check.status is Status.WARN

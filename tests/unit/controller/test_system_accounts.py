@@ -13,7 +13,6 @@ from hpcnode.os import account as user
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.errors import PermissionDeniedError
-from hpcsched.model.ids import NodeName
 
 DAEMON = Asker(uid=1, user="daemon", admin=False)
 NOBODY = Asker(uid=65534, user="nobody", admin=False)
@@ -22,7 +21,7 @@ NOBODY = Asker(uid=65534, user="nobody", admin=False)
 def cluster_of(*, below: int = 1000, root_agent: bool = True) -> Cluster:
     cluster = Cluster("n1")
     cluster.state.config = config(allow_uid_below=below)
-    cluster.ask(lambda tx: tx.set_node(NodeName("n1"), root_agent=root_agent))
+    cluster.welcome("n1", facts={"is_root": root_agent})
     return cluster
 
 

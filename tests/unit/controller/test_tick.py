@@ -461,3 +461,17 @@ def test_what_runs_on_a_node_that_the_job_does_not_hold_any_more_is_ended() -> N
     assert cluster.job(job_id).state is JobState.NODE_FAIL
     cluster.welcome("n1", inventory=(running,))
     assert [(to, order.job_id) for to, order in cluster.sent(protocol.EndJob)] == [("n1", job_id)]
+
+
+def test_the_events_of_a_node_replay_to_its_state() -> None:
+    cluster = Cluster("n1")
+    cluster.ask(lambda tx: jobs.drain(tx, ROOT, "n1", "new disk", ""))
+    cluster.controller.node_down(NodeName("n1"), "no answer")
+    cluster.tick(5.0)
+    cluster.controller.node_down(NodeName("n1"), "no route")
+    cluster.tick(5.0)
+    cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", ""))
+    cluster.welcome("n1", boot_id="boot-2")
+    events = [type(event).__name__ for event in cluster.store.load_node_events("n1")]
+    assert events == ["NodeUp", "NodeDrained", "NodeDown", "NodeDown", "NodeResumed", "NodeUp"]
+    assert cluster.replayed_node("n1") == cluster.state.nodes[NodeName("n1")]
