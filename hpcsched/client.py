@@ -37,7 +37,7 @@ _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 _NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
 
 
-class Response(namedtuple("Response", "status headers body")):
+class HttpReply(namedtuple("HttpReply", "status headers body")):
     """An HTTP answer."""
 
     __slots__ = ()
@@ -47,7 +47,7 @@ class Response(namedtuple("Response", "status headers body")):
     body: bytes
 
 
-class LogPart(namedtuple("LogPart", "data offset size path ended")):
+class LogChunk(namedtuple("LogChunk", "data offset size path ended")):
     """A piece of a job's output file. `ended`: the job is over and this reaches the file's end."""
 
     __slots__ = ()
@@ -154,7 +154,7 @@ def fetch_log(
     limit_bytes: int | None = None,
     wait_s: float = 0,
     timeout_s: float = TIMEOUT_S,
-) -> LogPart:
+) -> LogChunk:
     """Return a piece of a job's output, ``out`` or ``err``, from `offset` on; a negative one counts from the end.
 
     Waits up to `wait_s` for data beyond `offset`. Raises as `call` does.
@@ -165,7 +165,7 @@ def fetch_log(
         raise _error(response)
     headers = response.headers
     try:
-        return LogPart(
+        return LogChunk(
             data=response.body,
             offset=int(headers["x-offset"]),
             size=int(headers["x-size"]),
@@ -183,7 +183,7 @@ def request(
     *,
     timeout_s: float = TIMEOUT_S,
     where: str | PathLike[str] | None = None,
-) -> Response:
+) -> HttpReply:
     """Send one request and return the whole answer; who asks too often waits and asks again. Raises UnavailableError."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
@@ -196,7 +196,7 @@ def request(
         time.sleep(wait_s)
 
 
-def _retry_after_s(response: Response) -> float:
+def _retry_after_s(response: HttpReply) -> float:
     """Return how long to wait, up to half more or less than was said: not all who wait come back at once."""
     text = response.headers.get("retry-after", "")
     wait_s = int(text) if text.isdigit() and len(text) < 3 else 1
@@ -205,7 +205,7 @@ def _retry_after_s(response: Response) -> float:
 
 def _request(
     method: str, path: str, body: Json | None, timeout_s: float, where: str | PathLike[str] | None
-) -> Response:
+) -> HttpReply:
     data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode("utf-8", "surrogateescape")
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: hpcsched\r\nConnection: close\r\n"
@@ -233,12 +233,12 @@ def _request(
         sock.close()
 
 
-def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float) -> Response:
+def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float) -> HttpReply:
     """Ask from a node that the controller's socket is not on."""
     from hpcsched import clientrelay  # no other command needs it
 
     try:
-        return Response(*clientrelay.ask(agent, job_id, method, path, data, timeout_s))
+        return HttpReply(*clientrelay.ask(agent, job_id, method, path, data, timeout_s))
     except OSError as error:
         raise BrokenConnectionError(f"lost the connection to this node's agent: {error}") from None
 
@@ -311,7 +311,7 @@ def _reach(sock: socket, where: str, timeout_s: float) -> None:
         time.sleep(CROWDED_S)
 
 
-def _read(sock: socket) -> Response:
+def _read(sock: socket) -> HttpReply:
     """Return the answer as soon as all of it has come: what the controller does before it hangs up is not waited for."""
     received = bytearray()
     head: tuple[int, dict[str, str]] | None = None
@@ -332,7 +332,7 @@ def _read(sock: socket) -> Response:
             missing = length - len(received)
     assert head is not None  # else something is missing
     status, headers = head
-    return Response(status=status, headers=headers, body=bytes(received[:length]))
+    return HttpReply(status=status, headers=headers, body=bytes(received[:length]))
 
 
 def _head(text: bytes) -> tuple[int, dict[str, str], int]:
@@ -345,14 +345,14 @@ def _head(text: bytes) -> tuple[int, dict[str, str], int]:
         raise errors.ProtocolError("cannot read the controller's answer: it is not the HTTP that we speak") from None
 
 
-def _json(response: Response) -> object:
+def _json(response: HttpReply) -> object:
     try:
         return json.loads(response.body)
     except (ValueError, RecursionError):
         raise errors.ProtocolError(f"cannot read the controller's answer (status {response.status})") from None
 
 
-def _error(response: Response) -> errors.HpcschedError:
+def _error(response: HttpReply) -> errors.HpcschedError:
     """Return the error that the controller answered."""
     answer = _json(response)
     if not isinstance(answer, dict):

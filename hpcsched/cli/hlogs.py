@@ -153,7 +153,7 @@ def _why_nothing(job: Json) -> str:
     return f"{which} {how} before it started"
 
 
-def _part(reference: str, stream: str, offset: int, *, follow: bool, patient: bool) -> client.LogPart:
+def _part(reference: str, stream: str, offset: int, *, follow: bool, patient: bool) -> client.LogChunk:
     """Return the next piece; if `patient`, wait for a controller or node that does not answer."""
     told = False
     while True:

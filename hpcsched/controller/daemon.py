@@ -15,13 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpcnode.os.faults import crash_points
+from hpcnode.os.faults import CrashPoints, crash_points
 from hpcsched import mishap, paths
 from hpcsched.api import web
-from hpcsched.api.app import Backend
 from hpcsched.api.crowd import Doors
 from hpcsched.config.load import Config, load_config
-from hpcsched.controller.faults import crash_around_commits, queued
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.nodes.edits import refused_edits
 from hpcsched.controller.nodes.links import Fleet, monotonic_s
@@ -39,6 +37,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node
 from hpcsched.model.trigger import Trigger
 from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.engine import damage_of, damaged, open_read_only
 from hpcsched.store.store import Store
 
@@ -133,7 +132,11 @@ class Daemon:
         gc.enable()
 
     async def run(
-        self, coming: asyncio.Future[Backend], mode: int, router: web.Router, answered: Callable[[], Awaitable[None]]
+        self,
+        coming: asyncio.Future[ControllerBackend],
+        mode: int,
+        router: web.Router,
+        answered: Callable[[], Awaitable[None]],
     ) -> int:
         """Answer whoever waits for what is `coming`, and serve until a signal or a broken invariant; return the exit status.
 
@@ -313,3 +316,33 @@ class Daemon:
         except Exception as error:  # its pieces have barriers of their own: this is beside them
             mishap.report(error, "do a tick")
             self.wake(RETRY_S)
+
+
+# ----- crash points, at which a test lets the controller kill itself: ``HPCSCHED_CRASH_AT=point[:n]`` (`hpcnode.os.faults`)
+#   commit.before.KIND  commit.after.KIND   a batch with an event of that kind (Submitted, Allocated, ...) is written
+#   queued.MESSAGE  sent.MESSAGE            a message to a node was handed to its link; it has had time to leave
+
+SENT_AFTER_S = 0.05  # the link's own thread sends
+
+
+def queued(faults: CrashPoints, message: Any) -> None:
+    """Take note of a message that was handed to a link."""
+    if faults.armed:
+        name = type(message).__name__
+        faults.reached(f"queued.{name}")
+        asyncio.get_running_loop().call_later(SENT_AFTER_S, faults.reached, f"sent.{name}")
+
+
+def crash_around_commits(store: Store, faults: CrashPoints) -> None:
+    """Put crash points around the commits of `store`."""
+    commit = store.commit
+
+    def crashing(batch: WriteBatch) -> None:
+        kinds = sorted({type(event).__name__ for event in batch.events})
+        for kind in kinds:
+            faults.reached(f"commit.before.{kind}")
+        commit(batch)
+        for kind in kinds:
+            faults.reached(f"commit.after.{kind}")
+
+    store.commit = crashing  # type: ignore[method-assign]  # of this one alone

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcsched import paths
-from hpcsched.api.app import Backend, make_server
 from hpcsched.api.crowd import Doors
 from hpcsched.api.listener import listening_socket
 from hpcsched.config.load import Config
@@ -27,9 +27,13 @@ from hpcsched.controller.lock import StateLock
 from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.recovery import begin_term
 from hpcsched.controller.views.queue import Reading
+from hpcsched.controller.views.routes import make_server
 from hpcsched.errors import ConfigError, ProtocolError
 from hpcsched.store.engine import damaged, open_database
 from hpcsched.store.store import Store
+
+if TYPE_CHECKING:
+    from hpcsched.controller.views.backend import ControllerBackend
 
 log = logging.getLogger("hpcsched.daemon")
 
@@ -68,7 +72,7 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     log.info("term %d of cluster %s, %d jobs known", cluster.epoch, config.name, len(cluster.jobs))
     for note in (*cluster.not_taken, *gone_notes(cluster)):
         log.error("%s", note)
-    coming: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
+    coming: asyncio.Future[ControllerBackend] = asyncio.get_running_loop().create_future()
     reading = Reading(cluster, clock)
     doors = Doors()
     doors.set_rate(config.controller.request_rate, config.controller.request_burst)

@@ -56,7 +56,7 @@ class Relaying:
             self._reply(node, said.stream, _refusal(403, why))
             return
         wait_s = self._doors.request_wait_s(job.uid)
-        asked = _Asked()
+        asked = _RelayedRequest()
         if wait_s is not None or not self._doors.crowd.may_hold(job.uid, asked, len(body)):
             self._doors.crowd.goes(job.uid, asked)
             self._send_away(node, said.stream, job.uid, wait_s or 0)
@@ -75,7 +75,7 @@ class Relaying:
         refusal = _refusal(429, self._doors.too_often(uid))
         self._reply(node, stream, replace(refusal, headers={"Retry-After": retry_after(wait_s)}))
 
-    def _over(self, task: asyncio.Task[None], uid: int, asked: _Asked) -> None:
+    def _over(self, task: asyncio.Task[None], uid: int, asked: _RelayedRequest) -> None:
         self._tasks.discard(task)
         self._doors.crowd.goes(uid, asked)
 
@@ -101,7 +101,7 @@ class Relaying:
         self._send(node, protocol.CloseStream(stream=stream), b"")
 
 
-class _Asked:
+class _RelayedRequest:
     """A request of a node, as the crowd counts it."""
 
     is_busy = is_lasting = True

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcsched.launch.bundle import Bundle
     from hpcsched.launch.greeting import ControllerIdentity
     from hpcsched.launch.link import LinkEvents, NodeLink
-    from hpcsched.launch.pipe import Abort, Dial, Pipe, Progress
+    from hpcsched.launch.pipe import Abort, Dial, LinkProgress, Pipe
     from hpcsched.launch.sshconfig import SshSettings
     from hpcsched.model.node import NodeSpec
 
@@ -51,7 +51,7 @@ def dial_for(spec: NodeSpec, config: Config) -> Dial:
     if spec.host == LOCAL_HOST:
         return local_dial(spec)
 
-    def dial(abort: Abort, progress: Progress) -> Pipe:
+    def dial(abort: Abort, progress: LinkProgress) -> Pipe:
         # Paramiko takes a quarter of a second to load: in the link's thread, while the controller answers already.
         from hpcsched.launch.ssh import ssh_dial
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcnode.wire import gate, protocol
 from hpcsched.launch.bundle import MARK, Bundle
-from hpcsched.launch.pipe import LinkError, Pipe, Progress
+from hpcsched.launch.pipe import LinkError, LinkProgress, Pipe
 from hpcsched.model.node import NodeSpec
 
 MAX_NOISE_BYTES = 256 << 10
@@ -38,7 +38,7 @@ class Greeting:
     framer: protocol.Framer
 
 
-def greet(pipe: Pipe, spec: NodeSpec, bundle: Bundle, identity: ControllerIdentity, progress: Progress) -> Greeting:
+def greet(pipe: Pipe, spec: NodeSpec, bundle: Bundle, identity: ControllerIdentity, progress: LinkProgress) -> Greeting:
     """Bring hpcnode.pyz to the node if it lacks it, and return the agent's welcome. Raises LinkError."""
     order = {
         "sha256": bundle.sha256,

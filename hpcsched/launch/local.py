@@ -13,7 +13,7 @@ import socket
 import subprocess
 
 from hpcsched.launch.bundle import bootstrap_argv
-from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe, Progress
+from hpcsched.launch.pipe import Abort, Dial, LinkError, LinkProgress, Pipe
 from hpcsched.model.node import NodeSpec
 
 STDERR_TAIL_BYTES = 600
@@ -23,7 +23,7 @@ EXIT_WAIT_S = 2.0
 def local_dial(spec: NodeSpec) -> Dial:
     """Return what opens a pipe to the bootstrap on this machine, for the node `spec`."""
 
-    def dial(abort: Abort, progress: Progress) -> Pipe:
+    def dial(abort: Abort, progress: LinkProgress) -> Pipe:
         progress("starting Python")
         ours, theirs = socket.socketpair()  # unlike a pipe, a shutdown wakes whoever waits on it
         try:

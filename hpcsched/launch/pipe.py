@@ -58,7 +58,7 @@ class Abort:
             end()
 
 
-class Progress(Protocol):
+class LinkProgress(Protocol):
     """Told what is being done at the moment, so that a timeout can name it; each stage has the whole time limit."""
 
     def __call__(self, stage: str) -> None: ...
@@ -67,4 +67,4 @@ class Progress(Protocol):
 class Dial(Protocol):
     """Opens a pipe to the bootstrap on a node. Raises LinkError."""
 
-    def __call__(self, abort: Abort, progress: Progress) -> Pipe: ...
+    def __call__(self, abort: Abort, progress: LinkProgress) -> Pipe: ...

@@ -26,7 +26,7 @@ import paramiko
 
 from hpcsched.launch import hostkeys
 from hpcsched.launch.bundle import bootstrap_command
-from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe, Progress
+from hpcsched.launch.pipe import Abort, Dial, LinkError, LinkProgress, Pipe
 from hpcsched.launch.sshconfig import Hop, SshSettings, route_to
 from hpcsched.model.node import NodeSpec
 
@@ -39,7 +39,7 @@ EXIT_STATUS_WAIT_S = 2.0
 def ssh_dial(spec: NodeSpec, settings: SshSettings) -> Dial:
     """Return what opens a pipe to the bootstrap on the node `spec`."""
 
-    def dial(abort: Abort, progress: Progress) -> Pipe:
+    def dial(abort: Abort, progress: LinkProgress) -> Pipe:
         logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs what it also raises, with tracebacks
         transports = connect(spec, settings, abort, progress)
         try:
@@ -52,7 +52,9 @@ def ssh_dial(spec: NodeSpec, settings: SshSettings) -> Dial:
     return dial
 
 
-def connect(spec: NodeSpec, settings: SshSettings, abort: Abort, progress: Progress) -> tuple[paramiko.Transport, ...]:
+def connect(
+    spec: NodeSpec, settings: SshSettings, abort: Abort, progress: LinkProgress
+) -> tuple[paramiko.Transport, ...]:
     """Return a logged-in transport for each hop to the node, the node's own last. Raises LinkError."""
     route = route_to(spec, settings)
     progress(f"connecting to {route[0].host}:{route[0].port}")

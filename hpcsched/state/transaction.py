@@ -1,6 +1,6 @@
 """A transaction: changes to the cluster's state that are committed together or undone.
 
-A `Transaction` remembers the values from before, so that a failed commit leaves nothing behind. `Batch` is what the
+A `Transaction` remembers the values from before, so that a failed commit leaves nothing behind. `WriteBatch` is what the
 store writes. The tick is synchronous: nothing reads the state between a change and its commit.
 """
 
@@ -57,7 +57,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class Batch:
+class WriteBatch:
     """What one tick changed, to be committed together."""
 
     specs: dict[int, JobSpec] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Batch:
 
 
 class Transaction:
-    """One tick's changes to the cluster, to be committed as one `Batch`, or undone.
+    """One tick's changes to the cluster, to be committed as one `WriteBatch`, or undone.
 
     With `commit` each `attempt` is committed by itself, and the transaction as a whole is not: a way to tell what of it
     cannot be written.
@@ -96,13 +96,13 @@ class Transaction:
         now_s: float,
         within: Transaction | None = None,
         *,
-        commit: Callable[[Batch], None] | None = None,
+        commit: Callable[[WriteBatch], None] | None = None,
     ) -> None:
         self.cluster = cluster
         self.now_s = now_s
         self._within = within
         self._commit = commit
-        self.batch = Batch()
+        self.batch = WriteBatch()
         self._jobs_before: dict[JobId, Job | None] = {}
         self._nodes_before: dict[NodeName, Node] = {}
         self._usage_before: dict[tuple[str, str, str], UsedResources | None] = {}

@@ -18,7 +18,7 @@ from hpcsched.steps.environment import node_environment
 from hpcsched.steps.files import pattern_facts
 from hpcsched.steps.layout import NodeTasks
 from hpcsched.steps.request import StepOptions
-from hpcsched.steps.step import Origin, Run, Step
+from hpcsched.steps.step import Origin, Step, StepPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class StepPorts:
 def launch_of(
     ports: StepPorts,
     step: Step,
-    run: Run,
+    run: StepPart,
     node_rank: int,
     request: protocol.StepRequest,
     options: StepOptions,

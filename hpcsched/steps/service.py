@@ -43,8 +43,8 @@ from hpcsched.steps.step import (
     HEAD,
     UNKNOWN_END,
     Origin,
-    Run,
     Step,
+    StepPart,
     blame_job,
     no_word,
     row_of,
@@ -153,7 +153,7 @@ def restored(job: Job, row: StepRecord) -> Step | None:
     )
 
 
-def _run_fields(run: Run) -> dict[str, Any]:
+def _run_fields(run: StepPart) -> dict[str, Any]:
     assert run.place is not None
     fields: dict[str, Any] = {"token": run.token, "place": asdict(run.place)}
     if run.ended:
@@ -161,7 +161,7 @@ def _run_fields(run: Run) -> dict[str, Any]:
     return fields
 
 
-def _run_of(fields: dict[str, Any]) -> Run:
+def _run_of(fields: dict[str, Any]) -> StepPart:
     tasks = fields["place"]["tasks"]
     place = fields["place"] | {
         "tasks": NodeTasks(**tasks | {"node": NodeName(tasks["node"]), "scattered": tuple(tasks["scattered"])}),
@@ -169,7 +169,9 @@ def _run_of(fields: dict[str, Any]) -> Run:
         "held_gpus": tuple(fields["place"]["held_gpus"]),
     }
     ended = {name: fields[name] for name in ("codes", "signals", "usage", "revoked") if name in fields}
-    return Run(node=NodeName(tasks["node"]), token=fields["token"], place=Place(**place), ended=bool(ended), **ended)
+    return StepPart(
+        node=NodeName(tasks["node"]), token=fields["token"], place=Place(**place), ended=bool(ended), **ended
+    )
 
 
 # ----- the steps of the controllers before this one: found by what nodes report of them, and by what step commands ask
@@ -210,7 +212,7 @@ def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: proto
         if step.origin is not None and not step.finished:  # an agent answers with CloseStream if that stream is no more
             ports.reply(step.origin, protocol.StepWaiting(job_id=job.id, text=""), b"")
     if step.found and not step.finished and node not in step.runs:
-        step.runs[node] = Run(node=node, token=report.token)
+        step.runs[node] = StepPart(node=node, token=report.token)
     steps.add(step)
 
 
@@ -609,7 +611,7 @@ class StepService:
         launches: list[tuple[NodeName, protocol.Launch]] = []
         for node_rank, place in enumerate(places):
             node = place.tasks.node
-            run = Run(node=node, token=self._ports.new_token(job, str(step.number), node), place=place)
+            run = StepPart(node=node, token=self._ports.new_token(job, str(step.number), node), place=place)
             run.launch = launch_of(self._ports, step, run, node_rank, waiting.request, options, env)
             step.runs[node] = run
             launches.append((node, run.launch))
@@ -621,7 +623,7 @@ class StepService:
         for node, launch in launches:
             self._ports.send(node, launch, b"")
 
-    def _go_if_ready(self, step: Step, runs: Iterable[Run]) -> None:
+    def _go_if_ready(self, step: Step, runs: Iterable[StepPart]) -> None:
         """Let these tasks go if all nodes of the step are ready (or beyond that); may be said again."""
         if step.ending or step.finished or len(step.nodes) < 2 or set(step.runs) != set(step.nodes):
             return
@@ -657,7 +659,7 @@ class StepService:
             if not run.ended:
                 self._ports.send(run.node, self._end_step(run, why, grace_s), b"")
 
-    def _end_step(self, run: Run, why: str, grace_s: float | None = None) -> protocol.EndStep:
+    def _end_step(self, run: StepPart, why: str, grace_s: float | None = None) -> protocol.EndStep:
         return protocol.EndStep(token=run.token, grace_s=self._ports.grace_s if grace_s is None else grace_s, why=why)
 
     def _finish_if_over(self, step: Step) -> None:
@@ -713,7 +715,7 @@ class StepService:
 
     # ----- after a loss of connection
 
-    def _absent(self, step: Step, run: Run) -> None:
+    def _absent(self, step: Step, run: StepPart) -> None:
         """Deal with a run that its node does not know: its launch was lost on the way, or its record is lost."""
         job = self._ports.job(step.job.id)
         held = job is not None and job.attempt == step.job.attempt and may_launch(job, run.node)

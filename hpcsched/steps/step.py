@@ -62,7 +62,7 @@ _UNKNOWN_CODE = 1  # for tasks of which no exit status will ever be known
 
 
 @dataclass(slots=True)
-class Run:
+class StepPart:
     """A step on one node. `launch` is None after a restart, and `place` if the controller before had not kept it."""
 
     node: NodeName
@@ -91,7 +91,7 @@ class Step:
     ntasks: int
     started_at_s: float
     asked_by: Origin | None = None  # its origin, also when that is gone; None: not known any more
-    runs: dict[NodeName, Run] = field(default_factory=dict)
+    runs: dict[NodeName, StepPart] = field(default_factory=dict)
     kill_on_bad_exit: bool = False
     found: bool = False  # after a restart of the controller
     told: bool = False  # its step command knows that it has its nodes
@@ -130,7 +130,7 @@ class Step:
         """Whether the job was made for this step and is over with it."""
         return not self.job.spec.has_script and self.number == 0 and not self.job.spec.no_shell
 
-    def in_rank_order(self) -> list[Run]:
+    def in_rank_order(self) -> list[StepPart]:
         """Return its runs, the one with rank 0 first."""
         return [self.runs[node] for node in self.nodes if node in self.runs]
 
@@ -176,7 +176,7 @@ def blame_job(step: Step, job: Job) -> None:
         step.error = step.error or f"job {job.display_id} is ended: {job.reason_detail or job.outcome}"
 
 
-def take_end(step: Step, run: Run, report: protocol.Report) -> None:
+def take_end(step: Step, run: StepPart, report: protocol.Report) -> None:
     """Put the final `report` on `run` into it and into `step`."""
     run.ended = True
     match report.status:
@@ -192,7 +192,7 @@ def take_end(step: Step, run: Run, report: protocol.Report) -> None:
             no_word(step, run, f"cannot tell how the tasks on {run.node} ended: {report.why or 'their shepherd died'}")
 
 
-def no_word(step: Step, run: Run, why: str) -> None:
+def no_word(step: Step, run: StepPart, why: str) -> None:
     """Note that the tasks of `run` have no exit status, and in `step` why that is."""
     count = run.place.tasks.count if run.place is not None else 1
     run.ended = True
@@ -222,7 +222,7 @@ def row_of(step: Step, ended_at_s: float | None = None) -> StepRecord:
     )
 
 
-def _take_codes(step: Step, run: Run, report: protocol.Report) -> None:
+def _take_codes(step: Step, run: StepPart, report: protocol.Report) -> None:
     count = run.place.tasks.count if run.place is not None else len(report.codes)
     fits = len(report.codes) == len(report.signals) == count
     if not fits or not all(0 <= n <= 255 for n in (*report.codes, *report.signals)):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hpcnode.wire import protocol
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.steps.request import StepOptions
-from hpcsched.steps.step import Origin, Run, Step
+from hpcsched.steps.step import Origin, Step, StepPart
 
 
 class StepTable:
@@ -20,7 +20,7 @@ class StepTable:
 
     def __init__(self) -> None:
         self._running: dict[tuple[JobId, int, int], Step] = {}
-        self._by_token: dict[str, tuple[Step, Run]] = {}
+        self._by_token: dict[str, tuple[Step, StepPart]] = {}
         self._by_origin: dict[Origin, Step] = {}
 
     def __iter__(self) -> Iterator[Step]:
@@ -58,11 +58,11 @@ class StepTable:
         """Return the job's running steps."""
         return [step for step in self if step.job.id == job_id]
 
-    def find(self, token: str) -> tuple[Step, Run] | None:
+    def find(self, token: str) -> tuple[Step, StepPart] | None:
         """Return the step of a token, and its run."""
         return self._by_token.get(token)
 
-    def of_token(self, node: NodeName, token: str) -> tuple[Step, Run] | None:
+    def of_token(self, node: NodeName, token: str) -> tuple[Step, StepPart] | None:
         """Return the same if the token was made for this node."""
         found = self.find(token)
         return found if found is not None and found[1].node == node else None

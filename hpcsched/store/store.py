@@ -1,6 +1,6 @@
 """Read the controller's state and commit its changes; search the history.
 
-A `Batch` is everything that one tick changed. `commit` writes it in one transaction; when it returns, the batch is on disk,
+A `WriteBatch` is everything that one tick changed. `commit` writes it in one transaction; when it returns, the batch is on disk,
 and when it raises, nothing of it is.
 
 What a start reads and what ticks write all the time goes to SQLite as it stands here; the rest is `hpcsched.store.queries`'s,
@@ -28,7 +28,7 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.usage import UsedResources
-from hpcsched.state.transaction import Batch, StepRecord
+from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store import columns
 from hpcsched.store.engine import reading, writing
 from hpcsched.store.rows import (
@@ -92,7 +92,7 @@ class Store:
         with reading(self.connection) as connection:
             return list(map(table._make, connection.execute(f"{select(table)} {rest}", values)))
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: WriteBatch) -> None:
         """Put `batch` on disk, all or nothing. Raises UnavailableError if that cannot be done (disk full, I/O error)."""
         with writing(self.connection) as connection:
             if batch.specs:
@@ -364,7 +364,7 @@ _LAST_IDS = """SELECT (SELECT max(id) FROM jobs), (SELECT max(id) FROM specs),
     (SELECT value FROM meta WHERE key = 'last_job_id')"""
 
 
-def _put_jobs(connection: Connection, batch: Batch) -> None:
+def _put_jobs(connection: Connection, batch: WriteBatch) -> None:
     made = {job.id: job for tasks in batch.arrays for job in tasks}
     for tasks in batch.arrays:
         row = job_row(tasks[0]) | {"tasks": json.dumps([task.array_task_id for task in tasks])}
@@ -374,7 +374,7 @@ def _put_jobs(connection: Connection, batch: Batch) -> None:
         _PUT_JOBS.put(connection, map(job_row, changed))
 
 
-def _attempts_over(batch: Batch) -> list[tuple[str, float | None, JobId, int]]:
+def _attempts_over(batch: WriteBatch) -> list[tuple[str, float | None, JobId, int]]:
     """Return the attempts that have given their last node back: state, end, job and attempt.
 
     A step of theirs that nobody has reported the end of ended with its attempt, and nobody will report it any more.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcsched import client
-from hpcsched.api.app import MAX_JOBS
+from hpcsched.controller.views.routes import MAX_JOBS
 from hpcsched.errors import UnavailableError
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json

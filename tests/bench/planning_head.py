@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpcnode.wire import protocol
-from hpcsched.api.app import make_server
 from hpcsched.api.identity import Asker
 from hpcsched.config.load import build_config
 from hpcsched.controller.daemon import GC_THRESHOLD, Alarm
@@ -30,6 +29,7 @@ from hpcsched.controller.recovery import policy_of
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.backend import ControllerBackend
+from hpcsched.controller.views.routes import make_server
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link, Node, NodeSpec, Partition
 from hpcsched.model.resources import Gpu, GpuRequest

@@ -26,7 +26,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec, Partition
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.state.cluster import ClusterState
-from hpcsched.state.transaction import Batch
+from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Store
 from simulation import edits
@@ -105,7 +105,7 @@ class SimStore(Store):
 
     sim: Simulation
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: WriteBatch) -> None:
         kinds = "+".join(sorted({type(event).__name__ for event in batch.events})) or "nodes"
         points = self.sim.points
         points.reached(f"before commit of {kinds}")

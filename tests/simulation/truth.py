@@ -46,7 +46,7 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, LaunchToken
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.sched.queue.usage import UsedResources
-from hpcsched.state.transaction import Batch
+from hpcsched.state.transaction import WriteBatch
 from simulation.machine import Machine, Program
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Truth:
 
     # ----- the ledger
 
-    def committed(self, batch: Batch) -> None:
+    def committed(self, batch: WriteBatch) -> None:
         """A batch is on disk."""
         rows = self.rows
         for event in batch.events:

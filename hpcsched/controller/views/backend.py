@@ -7,14 +7,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hpcsched
 from hpcnode.wire import protocol
-from hpcsched.api.app import LogPart
 from hpcsched.api.identity import Asker, asker_of, is_account, uid_of
 from hpcsched.api.jobview import job_view
 from hpcsched.api.views import (
@@ -73,8 +72,19 @@ PROBE_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 15.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPart:
+    """A piece of a job's output file."""
+
+    data: bytes
+    offset: int
+    size: int
+    path: str
+    ended: bool
+
+
 class ControllerBackend(Reading):
-    """`hpcsched.api.app.Backend` over a controller and its fleet of nodes."""
+    """Answers requests from the controller and its fleet of nodes. Changes are on disk when a method returns."""
 
     def __init__(
         self,

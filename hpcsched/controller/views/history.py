@@ -34,7 +34,7 @@ Json = dict[str, Any]
 _NOT_OF_A_NUMBER = re.compile(r"[_.+]")
 
 
-class _Part(NamedTuple):
+class _HistorySlice(NamedTuple):
     """Some of the jobs, with what belongs to them."""
 
     jobs: list[Job]
@@ -75,11 +75,11 @@ def _ids(store: Store, query: HistoryQuery) -> list[int]:
     return sorted(set(found))
 
 
-def _read(store: Store, ids: Sequence[int]) -> _Part:
-    return _Part(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
+def _read(store: Store, ids: Sequence[int]) -> _HistorySlice:
+    return _HistorySlice(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
 
 
-def _views(part: _Part, cluster: ClusterState, asker: Asker, now_s: float) -> Iterator[Json]:
+def _views(part: _HistorySlice, cluster: ClusterState, asker: Asker, now_s: float) -> Iterator[Json]:
     steps: dict[int, list[Json]] = {}
     for step in part.steps:
         steps.setdefault(step.job_id, []).append(step_view(step))

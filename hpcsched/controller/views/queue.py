@@ -326,7 +326,7 @@ def _nodes(cluster: ClusterState, text: str) -> frozenset[str]:
 
 
 class Reading:
-    """`hpcsched.api.app.Reader` over the ledger. `under_way`: so many answers are being made."""
+    """Answers questions about the queue from the state. `under_way`: the number of answers being made."""
 
     def __init__(self, cluster: ClusterState, clock: Callable[[], float]) -> None:
         self._cluster = cluster

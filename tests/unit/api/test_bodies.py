@@ -14,8 +14,8 @@ import pytest
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.app import MAX_JOBS, make_server
 from hpcsched.api.bodies import Bodies
+from hpcsched.controller.views.routes import MAX_JOBS, make_server
 from hpcsched.errors import RequestError
 
 JOB = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp"}

@@ -10,7 +10,7 @@ from typing import Any
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.app import make_server
+from hpcsched.controller.views.routes import make_server
 
 
 class Early:

@@ -12,7 +12,7 @@ import weakref
 import pytest
 
 from hpcsched.api import web
-from hpcsched.api.app import LARGE_BODY_BYTES, _uid_of, _with_errors
+from hpcsched.controller.views.routes import LARGE_BODY_BYTES, _uid_of, _with_errors
 from hpcsched.errors import NotFoundError, RequestError
 
 

@@ -27,7 +27,7 @@ from hpcsched.model.node import Node
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Policy
 from hpcsched.state.cluster import ClusterState
-from hpcsched.state.transaction import Batch
+from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Store
 
@@ -185,7 +185,7 @@ def full_disk(cluster: Cluster) -> Iterator[None]:
     """Nothing can be committed meanwhile."""
     commit = cluster.store.commit
 
-    def fail(batch: Batch) -> None:
+    def fail(batch: WriteBatch) -> None:
         raise UnavailableError("cannot write the database: it is full")
 
     cluster.store.commit = fail  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from hpcnode.wire import protocol
 from hpcsched.launch.bundle import MARK, Bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.link import MAX_UNSENT_BYTES, LinkTimes, NodeLink
-from hpcsched.launch.pipe import Abort, LinkError, Progress
+from hpcsched.launch.pipe import Abort, LinkError, LinkProgress
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 
@@ -135,7 +135,7 @@ class LinkBench:
             loop=self.loop,  # type: ignore[arg-type]
         )
 
-    def _dial(self, abort: Abort, progress: Progress) -> FakePipe:
+    def _dial(self, abort: Abort, progress: LinkProgress) -> FakePipe:
         progress("knocking")
         answer = self._dials.pop(0) if self._dials else LinkError("cannot reach it: nobody is there")
         if isinstance(answer, threading.Event):

@@ -18,7 +18,7 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason, Refusal
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.training import RankFailure
-from hpcsched.state.transaction import Batch, StepRecord
+from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store import columns, schema
 from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch, reading
 from hpcsched.store.rows import HistoryQuery
@@ -31,8 +31,8 @@ def database(tmp_path: Path) -> sqlite3.Connection:
     return open_database(tmp_path / "h.db", make=True)
 
 
-def batch_of(*jobs: Job) -> Batch:
-    return Batch(specs={one.spec_id: one.spec for one in jobs}, jobs={one.id: one for one in jobs})
+def batch_of(*jobs: Job) -> WriteBatch:
+    return WriteBatch(specs={one.spec_id: one.spec for one in jobs}, jobs={one.id: one for one in jobs})
 
 
 def test_a_job_comes_back_as_it_was(database: sqlite3.Connection) -> None:
@@ -119,12 +119,14 @@ def test_the_columns_are_those_of_the_database(database: sqlite3.Connection) -> 
 
 def test_what_is_written_seldom_is_undone_with_its_batch(database: sqlite3.Connection) -> None:
     store = Store(database)
-    store.commit(Batch(adopted=["a"]))  # a second time is no error: it is there
+    store.commit(WriteBatch(adopted=["a"]))  # a second time is no error: it is there
     with pytest.raises(sqlite3.IntegrityError):  # the values are wrong: waiting for the disk would not help
-        store.commit(Batch(adopted=["b", "a"], failures=[failure(1), failure(1, node=None)]))
+        store.commit(WriteBatch(adopted=["b", "a"], failures=[failure(1), failure(1, node=None)]))
     assert not database.in_transaction
     assert (store.adopted(), store.load_failures(1, 0)) == ({"a"}, [])
-    store.commit(Batch(adopted=["a", "c"], failures=[failure(1), failure(1, text="another"), failure(0, echo=True)]))
+    store.commit(
+        WriteBatch(adopted=["a", "c"], failures=[failure(1), failure(1, text="another"), failure(0, echo=True)])
+    )
     assert (store.adopted(), store.load_failures(1, 0)) == ({"a", "c"}, [failure(1), failure(0, echo=True)])
 
 
@@ -142,13 +144,13 @@ def test_a_damaged_database_is_to_be_restored_and_an_unwell_disk_is_not(
         raise error
 
 
-@pytest.mark.parametrize("part", [part.name for part in fields(Batch)])
+@pytest.mark.parametrize("part", [part.name for part in fields(WriteBatch)])
 def test_a_batch_with_any_one_part_is_not_empty(part: str) -> None:
     """What the tick takes for empty is never committed."""
-    value = getattr(Batch(), part)
+    value = getattr(WriteBatch(), part)
     one: object = {1: None} if isinstance(value, dict) else [None] if isinstance(value, list) else "x"
-    assert not Batch()
-    assert Batch(**{part: one})  # type: ignore[arg-type]
+    assert not WriteBatch()
+    assert WriteBatch(**{part: one})  # type: ignore[arg-type]
 
 
 def failure(rank: int, node: str | None = "n1", text: str = "why", *, echo: bool = False) -> RankFailure:
@@ -191,14 +193,14 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from jobs import job
 import hpcsched.controller.daemon
 from hpcsched.store.engine import open_database, raise_epoch, reading
-from hpcsched.state.transaction import Batch
+from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.store import Store
 store = Store(open_database(None))
 raise_epoch(store.connection)
 for read in (store.last_ids, store.adopted, store.load_nodes, store.load_usage, store.load_reservations):
     read()
 store.load_training([1]), store.past_runs([], 1), store.request_jobs(1, "a")
-store.commit(Batch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}, requests=[(1, "a", [1], 0.0)]))
+store.commit(WriteBatch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}, requests=[(1, "a", [1], 0.0)]))
 assert store.load_jobs(0.0) == [job(1)]
 assert "sqlalchemy" not in sys.modules
 store.load_events(1)
@@ -273,7 +275,7 @@ def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqli
     store = Store(database)
     made = {number: job(number) for number in (4, 5)}
     specs = {one.spec_id: one.spec for one in made.values()}
-    store.commit(Batch(specs=specs, jobs=made, requests=[(1000, "abc", [4, 5], T0)]))
+    store.commit(WriteBatch(specs=specs, jobs=made, requests=[(1000, "abc", [4, 5], T0)]))
     assert store.request_jobs(1000, "abc") == {4: made[4].spec, 5: made[5].spec}
     assert store.request_jobs(1001, "abc") is None
 
@@ -281,7 +283,7 @@ def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqli
 def test_nodes_and_steps_come_back(database: sqlite3.Connection) -> None:
     store = Store(database)
     step = StepRecord(job_id=1, attempt=0, step="10", name="a", nodes=("n1",), ntasks=2, state="RUNNING")
-    batch = Batch(nodes={"n1": node(drained=True, drained_why="disk", boot_id="b")})
+    batch = WriteBatch(nodes={"n1": node(drained=True, drained_why="disk", boot_id="b")})
     batch.steps = {(1, 0, "10"): step, (1, 0, "2"): StepRecord(**_values(step) | {"step": "2"})}
     store.commit(batch)
     assert store.load_nodes()["n1"].drained_why == "disk"
@@ -322,10 +324,10 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from jobs import job
 from hpcsched.store.engine import open_database
-from hpcsched.state.transaction import Batch
+from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.store import Store
 store = Store(open_database(Path({str(tmp_path / "h.db")!r}), make=True))
-store.commit(Batch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}))
+store.commit(WriteBatch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9

@@ -1,7 +1,7 @@
 """The HTTP routes, version 1, over the unix socket: JSON in, JSON out.
 
-Who asks is taken from the kernel. What is asked is handed to a `Backend` (the controller); this module knows HTTP, the
-shapes of requests, and how errors look: 400, 403, 404 or 503 with ``{"error": text, "kind": class}``.
+The kernel names the user of a connection. `ControllerBackend` answers; this module knows HTTP, the shapes of requests,
+and the form of errors: 400, 403, 404 or 503 with ``{"error": text, "kind": class}``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import gc
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hpcnode.wire import gate
 from hpcsched import mishap
@@ -23,6 +23,7 @@ from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.jobview import json_text
 from hpcsched.api.views import VERSION
 from hpcsched.commands.call import OwnProcessError
+from hpcsched.controller.views.queue import Reading
 from hpcsched.errors import (
     HpcschedError,
     NotFoundError,
@@ -34,6 +35,9 @@ from hpcsched.errors import (
 from hpcsched.model.codec import spec_from_json
 from hpcsched.model.numbers import number, whole_number
 from hpcsched.model.spec import JobSpec
+
+if TYPE_CHECKING:  # the queue is answered before these modules are loaded
+    from hpcsched.controller.views.backend import ControllerBackend
 
 log = logging.getLogger("hpcsched.api")
 
@@ -58,59 +62,6 @@ LOG_WAIT_S = 20.0
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogPart:
-    """A piece of a job's output file."""
-
-    data: bytes
-    offset: int
-    size: int
-    path: str
-    ended: bool
-
-
-class Reader(Protocol):
-    """What the routes ask first when a controller has started: the queue."""
-
-    def admins(self) -> tuple[str, ...]: ...
-    async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes: ...
-    async def queue(self, asker: Asker, query: dict[str, str]) -> str: ...
-
-
-class Backend(Reader, Protocol):
-    """What the routes ask of the controller. Changes are on disk when they return; all may raise HpcschedError."""
-
-    def ping(self) -> Json: ...
-    async def submit(self, asker: Asker, request_id: str, specs: list[JobSpec]) -> Json: ...
-    async def test(self, asker: Asker, spec: JobSpec) -> Json: ...
-    def job(self, asker: Asker, reference: str) -> Json: ...
-    def story(self, asker: Asker, reference: str) -> Json: ...
-    async def why(self, asker: Asker, reference: str) -> Json: ...
-    async def act(self, asker: Asker, verb: str, body: Json) -> Json: ...
-    async def nodes(self, asker: Asker, probe: bool, share: Mapping[str, str]) -> Json: ...
-    async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json: ...
-    def partitions(self) -> Json: ...
-    async def update_partition(self, asker: Asker, body: Json) -> Json: ...
-    def priorities(self, asker: Asker, query: dict[str, str]) -> Json: ...
-    async def snapshot(self) -> Json: ...
-    def shares(self) -> Json: ...
-    def licenses(self) -> Json: ...
-    def crontab(self, asker: Asker, user: str) -> Json: ...
-    async def install_crontab(self, asker: Asker, body: Json) -> Json: ...
-    def triggers(self) -> Json: ...
-    async def act_on_triggers(self, asker: Asker, verb: str, body: Json) -> Json: ...
-    def reservations(self) -> Json: ...
-    async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json: ...
-    def config(self, asker: Asker) -> Json: ...
-    async def history(self, asker: Asker, query: dict[str, str]) -> bytes: ...
-    async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart: ...
-    async def reset_usage(self, asker: Asker, body: Json) -> Json: ...
-    async def reconfigure(self, asker: Asker, same_machine: list[str]) -> Json: ...
-    async def backup(self, asker: Asker, path: str) -> Json: ...
-    def strays(self, asker: Asker) -> Json: ...
-    async def act_on_strays(self, asker: Asker, verb: str, body: Json) -> Json: ...
-
-
 STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
     (PermissionDeniedError, 403),
     (NotFoundError, 404),
@@ -120,7 +71,7 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
 )
 
 
-def make_server(reader: Reader, coming: asyncio.Future[Backend], doors: Doors | None = None) -> web.Server:
+def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], doors: Doors | None = None) -> web.Server:
     """Return the server that answers for the queue from `reader`, and all else from what is `coming`, when it is there."""
     routes = _Routes(reader, coming)
     found = [
@@ -165,7 +116,7 @@ def make_server(reader: Reader, coming: asyncio.Future[Backend], doors: Doors | 
 class _Routes:
     router: web.Router
 
-    def __init__(self, reader: Reader, coming: asyncio.Future[Backend]) -> None:
+    def __init__(self, reader: Reading, coming: asyncio.Future[ControllerBackend]) -> None:
         self._reader = reader
         self._coming = coming
         self._turns = Turns(LONG_AT_ONCE, ALL_LONG_AT_ONCE)
@@ -176,7 +127,7 @@ class _Routes:
         body: Json = await self._bodies.read(_uid_of(request), request.body)
         return body
 
-    async def _backend(self) -> Backend:
+    async def _backend(self) -> ControllerBackend:
         return await asyncio.shield(self._coming)  # a client that goes away takes its own request along, nothing else
 
     def in_turn(self, handler: web.Handler, *, early: bool = False) -> web.Handler:
