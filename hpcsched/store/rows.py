@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, share_from_data, share_to_data
@@ -38,83 +39,43 @@ class HistoryQuery:
     limit: int = 10_000
 
 
+# ----- a job: columns that hold an attribute as it is, and those that hold it as text
+
+AS_THEY_ARE = (
+    "id", "spec_id", "array_job_id", "array_task_id", "uid", "user", "submitted_at_s", "reason_detail", "priority_set",
+    "nice", "time_limit_s", "partition", "partition_asked", "eligible_at_s", "not_before_s", "attempt", "token", "lease_s",
+    "allocated_at_s", "started_at_s", "ended_at_s", "ended_by_uid", "restarts", "suspended_at_s", "suspended_s",
+    "suspended_for", "preempted_by", "save_s", "wanted_at_s", "generation", "charged_until_s", "charged_cpu_s",
+    "charged_mem_mib_s", "charged_gpu_s", "array_limit_set", "deadline_set_s", "reservation_set", "account_set", "qos_set",
+    "time_min_set_s", "asked_limit_s", "site", "aged_s", "deaths", "saved_step",
+)  # fmt: skip
+SHARES = ("shares", "reserved_shares", "leaving", "joining")
+NODE_LISTS = ("held_nodes", "claimed_nodes", "left_nodes", "wanted_nodes", "barred_nodes")
+_plain_values, _shares, _node_lists = attrgetter(*AS_THEY_ARE), attrgetter(*SHARES), attrgetter(*NODE_LISTS)
+
+
 def job_row(job: Job) -> dict[str, Any]:
     """Return the row of table `jobs` for `job`."""
-    return {
-        "id": job.id,
-        "spec_id": job.spec_id,
-        "array_job_id": job.array_job_id,
-        "array_task_id": job.array_task_id,
-        "name": job.spec.name,
-        "uid": job.uid,
-        "user": job.user,
-        "account": job.account,
-        "submitted_at_s": job.submitted_at_s,
-        "state": job.state.value,
-        "reason": job.reason.value,
-        "reason_detail": job.reason_detail,
-        "hold": job.hold.value,
-        "priority_set": job.priority_set,
-        "nice": job.nice,
-        "time_limit_s": job.time_limit_s,
-        "partition": job.partition,
-        "partition_asked": job.partition_asked,
-        "eligible_at_s": job.eligible_at_s,
-        "not_before_s": job.not_before_s,
-        "attempt": job.attempt,
-        "token": job.token,
-        "shares": _shares_text(job.shares),
-        "held_nodes": json.dumps(job.held_nodes) if job.held_nodes else "[]",
-        "claimed_nodes": json.dumps(job.claimed_nodes) if job.claimed_nodes else "[]",
-        "lease_s": job.lease_s,
-        "allocated_at_s": job.allocated_at_s,
-        "started_at_s": job.started_at_s,
-        "ended_at_s": job.ended_at_s,
-        "exit_code": job.exit.code if job.exit else None,
-        "exit_signal": job.exit.signal if job.exit else None,
-        "outcome": job.outcome.value if job.outcome else None,
-        "requeue_wanted": int(job.requeue_wanted),
-        "ended_by_uid": job.ended_by_uid,
-        "restarts": job.restarts,
-        "suspended_at_s": job.suspended_at_s,
-        "suspended_s": job.suspended_s,
-        "suspended_for": job.suspended_for,
-        "preempted_by": job.preempted_by,
-        "save_s": job.save_s,
-        "reserved_shares": _shares_text(job.reserved_shares),
-        "leaving": _shares_text(job.leaving),
-        "joining": _shares_text(job.joining),
-        "left_nodes": json.dumps(job.left_nodes) if job.left_nodes else "[]",
-        "wanted_nodes": json.dumps(job.wanted_nodes) if job.wanted_nodes else "[]",
-        "wanted_at_s": job.wanted_at_s,
-        "generation": job.generation,
-        "charged_until_s": job.charged_until_s,
-        "charged_cpu_s": job.charged_cpu_s,
-        "charged_mem_mib_s": job.charged_mem_mib_s,
-        "charged_gpu_s": job.charged_gpu_s,
-        "dependency_set": _dependency_text(job),
-        "array_limit_set": job.array_limit_set,
-        "deadline_set_s": job.deadline_set_s,
-        "reservation_set": job.reservation_set,
-        "account_set": job.account_set,
-        "qos_set": job.qos_set,
-        "time_min_set_s": job.time_min_set_s,
-        "asked_limit_s": job.asked_limit_s,
-        "site": job.site,
-        "aged_s": job.aged_s,
-        "barred_nodes": json.dumps(job.barred_nodes) if job.barred_nodes else "[]",
-        "deaths": job.deaths,
-        "saved_step": job.saved_step,
-        "refusals": json.dumps(job.refusals) if job.refusals else "[]",
-    }
+    row: dict[str, Any] = dict(zip(AS_THEY_ARE, _plain_values(job), strict=True))
+    for name, shares in zip(SHARES, _shares(job), strict=True):
+        row[name] = _shares_text(shares) if shares else "[]"
+    for name, nodes in zip(NODE_LISTS, _node_lists(job), strict=True):
+        row[name] = json.dumps(nodes) if nodes else "[]"
+    row["name"] = job.spec.name
+    row["account"] = job.account
+    row["state"] = job.state.value
+    row["reason"] = job.reason.value
+    row["hold"] = job.hold.value
+    row["exit_code"], row["exit_signal"] = (job.exit.code, job.exit.signal) if job.exit else (None, None)
+    row["outcome"] = job.outcome.value if job.outcome else None
+    row["requeue_wanted"] = int(job.requeue_wanted)
+    row["dependency_set"] = _dependency_text(job)
+    row["refusals"] = json.dumps(job.refusals) if job.refusals else "[]"
+    return row
 
 
 def _shares_text(shares: tuple[Share, ...]) -> str:
-    return json.dumps([share_to_data(share) for share in shares]) if shares else "[]"
-
-
-def _shares_of(text: str) -> tuple[Share, ...]:
-    return () if text == "[]" else tuple(map(share_from_data, json.loads(text)))
+    return json.dumps([share_to_data(share) for share in shares])
 
 
 def _dependency_text(job: Job) -> str | None:
@@ -125,73 +86,27 @@ def _dependency_text(job: Job) -> str | None:
 
 def job_of(row: Any, spec: JobSpec) -> Job:
     """Return the job of a row of table `jobs`."""
-    any_set, terms_set = (False, None) if row.dependency_set is None else json.loads(row.dependency_set)
-    return Job(
-        id=JobId(row.id),
-        spec_id=row.spec_id,
-        spec=spec,
-        uid=row.uid,
-        user=row.user,
-        submitted_at_s=row.submitted_at_s,
-        array_job_id=None if row.array_job_id is None else JobId(row.array_job_id),
-        array_task_id=row.array_task_id,
-        state=JobState(row.state),
-        reason=Reason(row.reason),
-        reason_detail=row.reason_detail,
-        hold=Hold(row.hold),
-        priority_set=row.priority_set,
-        nice=row.nice,
-        time_limit_s=row.time_limit_s,
-        partition=row.partition,
-        partition_asked=row.partition_asked,
-        eligible_at_s=row.eligible_at_s,
-        not_before_s=row.not_before_s,
-        attempt=row.attempt,
-        token=row.token,
-        shares=_shares_of(row.shares),
-        held_nodes=() if row.held_nodes == "[]" else tuple(NodeName(name) for name in json.loads(row.held_nodes)),
-        claimed_nodes=() if row.claimed_nodes == "[]" else tuple(map(NodeName, json.loads(row.claimed_nodes))),
-        lease_s=row.lease_s,
-        allocated_at_s=row.allocated_at_s,
-        started_at_s=row.started_at_s,
-        ended_at_s=row.ended_at_s,
-        exit=None if row.exit_code is None else ExitStatus(code=row.exit_code, signal=row.exit_signal),
-        outcome=None if row.outcome is None else JobState(row.outcome),
-        requeue_wanted=bool(row.requeue_wanted),
-        ended_by_uid=row.ended_by_uid,
-        restarts=row.restarts,
-        suspended_at_s=row.suspended_at_s,
-        suspended_s=row.suspended_s,
-        suspended_for=None if row.suspended_for is None else JobId(row.suspended_for),
-        preempted_by=None if row.preempted_by is None else JobId(row.preempted_by),
-        save_s=row.save_s,
-        reserved_shares=_shares_of(row.reserved_shares),
-        leaving=_shares_of(row.leaving),
-        joining=_shares_of(row.joining),
-        left_nodes=() if row.left_nodes == "[]" else tuple(map(NodeName, json.loads(row.left_nodes))),
-        wanted_nodes=() if row.wanted_nodes == "[]" else tuple(map(NodeName, json.loads(row.wanted_nodes))),
-        wanted_at_s=row.wanted_at_s,
-        generation=row.generation,
-        charged_until_s=row.charged_until_s,
-        charged_cpu_s=row.charged_cpu_s,
-        charged_mem_mib_s=row.charged_mem_mib_s,
-        charged_gpu_s=row.charged_gpu_s,
-        dependency_set=None if terms_set is None else dependency_from_data(terms_set),
-        dependency_any_set=any_set,
-        array_limit_set=row.array_limit_set,
-        deadline_set_s=row.deadline_set_s,
-        reservation_set=row.reservation_set,
-        account_set=row.account_set,
-        qos_set=row.qos_set,
-        time_min_set_s=row.time_min_set_s,
-        asked_limit_s=row.asked_limit_s,
-        site=row.site,
-        aged_s=row.aged_s,
-        barred_nodes=() if row.barred_nodes == "[]" else tuple(map(NodeName, json.loads(row.barred_nodes))),
-        deaths=row.deaths,
-        saved_step=row.saved_step,
-        refusals=() if row.refusals == "[]" else tuple(Refusal(*one) for one in json.loads(row.refusals)),
-    )
+    values: dict[str, Any] = dict(zip(AS_THEY_ARE, _plain_values(row), strict=True))
+    for name, text in zip(SHARES, _shares(row), strict=True):
+        values[name] = () if text == "[]" else tuple(map(share_from_data, json.loads(text)))
+    for name, text in zip(NODE_LISTS, _node_lists(row), strict=True):
+        values[name] = () if text == "[]" else tuple(map(NodeName, json.loads(text)))
+    if row.exit_code is not None:
+        values["exit"] = ExitStatus(code=row.exit_code, signal=row.exit_signal)
+    if row.outcome is not None:
+        values["outcome"] = JobState(row.outcome)
+    if row.dependency_set is not None:
+        any_one, terms = json.loads(row.dependency_set)
+        values["dependency_any_set"] = any_one
+        values["dependency_set"] = None if terms is None else dependency_from_data(terms)
+    if row.refusals != "[]":
+        values["refusals"] = tuple(Refusal(*refusal) for refusal in json.loads(row.refusals))
+    values["spec"] = spec
+    values["state"] = JobState(row.state)
+    values["reason"] = Reason(row.reason)
+    values["hold"] = Hold(row.hold)
+    values["requeue_wanted"] = bool(row.requeue_wanted)
+    return Job(**values)
 
 
 def submitted_job_of(row: Sequence[Any], spec: JobSpec, same: dict[str, str]) -> Job:

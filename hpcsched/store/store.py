@@ -10,7 +10,7 @@ which is imported when it is first needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from hashlib import sha256
 from sqlite3 import Connection
@@ -51,7 +51,7 @@ from hpcsched.store.rows import (
     usage_row,
     used_of,
 )
-from hpcsched.store.statements import Putting, insert, select, upsert
+from hpcsched.store.statements import Putting, Row, insert, select, upsert
 
 if TYPE_CHECKING:
     from hpcsched.store.queries import Seldom
@@ -95,46 +95,39 @@ class Store:
     def commit(self, batch: WriteBatch) -> None:
         """Put `batch` on disk, all or nothing. Raises UnavailableError if that cannot be done (disk full, I/O error)."""
         with writing(self.connection) as connection:
-            if batch.specs:
-                specs = ((key, _TO_JSON(spec_to_json(spec))) for key, spec in batch.specs.items())
-                connection.executemany(_PUT_SPEC, specs)
-            if batch.scripts:
-                connection.executemany(_PUT_SCRIPT, batch.scripts.items())
-            if batch.jobs:
-                _put_jobs(connection, batch)
-            if batch.events:
-                connection.executemany(_PUT_EVENT, map(_event_values, batch.events))
-            if batch.node_events:
-                connection.executemany(_PUT_NODE_EVENT, map(_node_event_values, batch.node_events))
-            if batch.nodes:
-                _PUT_NODES.put(connection, map(node_row, batch.nodes.values()))
-            if batch.steps:
-                _PUT_STEPS.put(connection, map(step_row, batch.steps.values()))
-            if batch.usage:
-                _PUT_USAGE.put(connection, map(usage_row, batch.usage.values()))
-            if batch.training:
-                _PUT_TRAINING.put(connection, map(training_row, batch.training.values()))
+            _write_jobs(connection, batch)
+            tables: tuple[tuple[Putting, Callable[[Any], Row], dict[Any, Any]], ...] = (
+                (_PUT_NODES, node_row, batch.nodes),
+                (_PUT_STEPS, step_row, batch.steps),
+                (_PUT_USAGE, usage_row, batch.usage),
+                (_PUT_TRAINING, training_row, batch.training),
+            )
+            for statement, row_of, changed in tables:
+                if changed:
+                    statement.put(connection, map(row_of, changed.values()))
             if over := _attempts_over(batch):
                 connection.executemany(_END_STEPS, over)
                 connection.executemany(_DROP_KEPT, [(job_id, attempt) for _, _, job_id, attempt in over])
+            facts = {PARTITION + name: state.value for name, state in batch.partitions.items()}
             if batch.clock:
-                connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (CLOCK, batch.clock))
+                facts[CLOCK] = batch.clock
+            if facts:
+                connection.executemany(_PUT_META, facts.items())
             for uid, request, ids, at_s in batch.requests:
                 connection.execute(insert(columns.Requests), (uid, request, json.dumps(ids), at_s))
-            if batch.failures:
-                self.seldom.put_failures(batch.failures)
-            for name, reservation in batch.reservations.items():
-                self.seldom.put_reservation(name, reservation)
-            for name, state in batch.partitions.items():
-                connection.execute(
-                    "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (PARTITION + name, state.value)
-                )
-            for uid, crontab in batch.crontabs.items():
-                self.seldom.put_crontab(uid, crontab)
-            for number, trigger in batch.triggers.items():
-                self.seldom.put_trigger(number, trigger)
-            if batch.adopted:
-                self.seldom.put_adopted(batch.adopted)
+            self._write_seldom(batch)
+
+    def _write_seldom(self, batch: WriteBatch) -> None:
+        if batch.failures:
+            self.seldom.put_failures(batch.failures)
+        for name, reservation in batch.reservations.items():
+            self.seldom.put_reservation(name, reservation)
+        for uid, crontab in batch.crontabs.items():
+            self.seldom.put_crontab(uid, crontab)
+        for number, trigger in batch.triggers.items():
+            self.seldom.put_trigger(number, trigger)
+        if batch.adopted:
+            self.seldom.put_adopted(batch.adopted)
 
     def script(self, spec: JobSpec) -> bytes | None:
         """Return the text of the script of `spec`, empty if it has none; None: it is not kept any more, or damaged."""
@@ -274,12 +267,12 @@ class Store:
     def put_cluster_id(self, cluster_id: str) -> None:
         """Write the id of the cluster. Raises UnavailableError."""
         with writing(self.connection) as connection:
-            connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (CLUSTER_ID, cluster_id))
+            connection.execute(_PUT_META, (CLUSTER_ID, cluster_id))
 
     def put_cluster(self, name: str) -> None:
         """Write the name of the cluster. Raises UnavailableError."""
         with writing(self.connection) as connection:
-            connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (CLUSTER, name))
+            connection.execute(_PUT_META, (CLUSTER, name))
 
     def given_up(self) -> dict[str, str]:
         """Return the nodes that an admin removed with their jobs while no controller ran, and the admins' names."""
@@ -289,7 +282,7 @@ class Store:
     def give_up(self, node: str, by: str) -> None:
         """Note that an admin removed a node with its jobs. Raises UnavailableError."""
         with writing(self.connection) as connection:
-            connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (GIVEN_UP + node, by))
+            connection.execute(_PUT_META, (GIVEN_UP + node, by))
 
     def forget_given_up(self) -> None:
         """Forget these notes: their jobs have been ended. Raises UnavailableError."""
@@ -327,6 +320,7 @@ _TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
 _PUT_SPEC = insert(columns.Specs)
 _PUT_SCRIPT = insert(columns.Scripts, "INSERT OR IGNORE")
 _PUT_EVENT = "INSERT INTO events (at_s, job_id, kind, data) VALUES (?, ?, ?, ?)"
+_PUT_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
 _PUT_NODE_EVENT = "INSERT INTO node_events (at_s, node, kind, data) VALUES (?, ?, ?, ?)"
 _PUT_JOBS = Putting(columns.Jobs, upsert(columns.Jobs, ["id"]))
 _PUT_NODES = Putting(columns.Nodes, upsert(columns.Nodes, ["name"]))
@@ -362,6 +356,20 @@ _PAST_RUNS = """SELECT id, uid, coalesce(eligible_at_s, submitted_at_s), started
 # Of a restored database `last_job_id`: ids that were given after the backup.
 _LAST_IDS = """SELECT (SELECT max(id) FROM jobs), (SELECT max(id) FROM specs),
     (SELECT value FROM meta WHERE key = 'last_job_id')"""
+
+
+def _write_jobs(connection: Connection, batch: WriteBatch) -> None:
+    """Write jobs, and what they refer to before them."""
+    if batch.specs:
+        connection.executemany(_PUT_SPEC, ((key, _TO_JSON(spec_to_json(spec))) for key, spec in batch.specs.items()))
+    if batch.scripts:
+        connection.executemany(_PUT_SCRIPT, batch.scripts.items())
+    if batch.jobs:
+        _put_jobs(connection, batch)
+    if batch.events:
+        connection.executemany(_PUT_EVENT, map(_event_values, batch.events))
+    if batch.node_events:
+        connection.executemany(_PUT_NODE_EVENT, map(_node_event_values, batch.node_events))
 
 
 def _put_jobs(connection: Connection, batch: WriteBatch) -> None:

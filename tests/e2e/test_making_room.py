@@ -74,7 +74,7 @@ def test_a_job_makes_room_saves_what_it_has_and_comes_back(
     assert output(low).splitlines() == ["attempt 0", "saved", "attempt 1"]
     story = cluster.run("hctl", "story", str(low)).stdout
     assert f"preempted by job {high}" in story
-    assert "is kept for it" in cluster.run("hctl", "story", str(high)).stdout
+    assert "is reserved for it" in cluster.run("hctl", "story", str(high)).stdout
 
 
 def test_a_job_stands_still_for_another(cluster: LocalCluster, sub: Sub, running: Any, ended: Any, job: Any) -> None:

@@ -1,7 +1,8 @@
-"""A job's events in words: what happened to it, in order, for `hctl story`."""
+"""The history of a job in sentences, for `hctl story`: one row of `SENTENCES` for each kind of event."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hpcsched.api.identity import user_name
@@ -39,14 +40,15 @@ from hpcsched.lifecycle.job import CHANGEABLE, OUTPUT_FULL
 from hpcsched.model.exitcode import exit_words
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import Job
+from hpcsched.model.resources import Share
 from hpcsched.model.units import format_time_s
 from hpcsched.sched.explain.sentences import plural
 
 
 def tell(job: Job, events: list[Event]) -> list[dict[str, Any]]:
-    """Return the events with a sentence each."""
+    """Return the events, each with its time, its kind and a sentence."""
     told = []
-    ending = False  # its attempt is being ended for good: what happens meanwhile brings it back no more
+    ending = False  # the attempt was ended without a requeue, so a lost node does not requeue the job
     for event in events:
         if isinstance(event, EndRequested):
             ending = not event.requeue
@@ -57,94 +59,105 @@ def tell(job: Job, events: list[Event]) -> list[dict[str, Any]]:
 
 
 def sentence(job: Job, event: Event, ending: bool) -> str:
-    """Return what `event` did to `job`, in words; `ending`: its attempt was being ended for good."""
+    """Return a sentence about `event` of `job`; `ending`: its attempt was being ended without a requeue."""
     match event:
+        case NodeLost():
+            return _node_lost(job, event, ending)
+        case NodeSilent():
+            return event.why + ("; it will go back to the queue" if event.requeue and not ending else "")
         case Submitted():
             what = "as part of an array " if job.array_job_id is not None else ""
             return f"submitted {what}by {event.user} to partition {event.partition}"
-        case Held():
-            return f"held by {user_name(event.by_uid)}"
-        case Released():
-            return f"released by {user_name(event.by_uid)}"
-        case Changed():
-            return f"changed by {user_name(event.by_uid)}: {_changes(event)}"
-        case Respecified():
-            said = ", ".join(f"{name} = {value}" for name, value in event.changes.items())
-            return f"changed by {user_name(event.by_uid)}: {said}"
-        case BecameEligible():
-            return "nothing but other jobs and resources keeps it waiting from now on"
-        case Allocated():
-            nodes = compress_hostlist(share.node for share in event.shares)
-            cpus = sum(share.cpus for share in event.shares)
-            less = (
-                "" if event.time_limit_s is None else f", its time limit lowered to {format_time_s(event.time_limit_s)}"
-            )
-            return f"given {nodes} ({plural(cpus, 'cpu')}){less}"
-        case Claimed():
-            return f"{event.node} has taken its part"
-        case Started():
-            return "started on its first node"
-        case Suspended():
-            who = (
-                f"by {user_name(event.by_uid)}"
-                if event.by_uid is not None
-                else f"so that job {event.for_job} has its cpus"
-            )
-            return f"suspended {who}"
-        case Resumed():
-            return "goes on" if event.by_uid is None else f"goes on: resumed by {user_name(event.by_uid)}"
-        case NodesReserved():
-            nodes = compress_hostlist(share.node for share in event.shares)
-            return f"{nodes} is kept for it: what it needs there is being freed"
-        case ShrinkAsked():
-            who = f", job {event.for_job} waits for the others" if event.for_job is not None else ""
-            return f"asked to make do with {compress_hostlist(event.nodes)}{who}"
-        case NodesReleased():
-            return f"gives {compress_hostlist(event.nodes)} back"
-        case NodesAdded():
-            return f"is given {compress_hostlist(share.node for share in event.shares)} as well"
-        case NodesUnreserved():
-            return f"nothing is kept for it any more: {event.why}"
-        case EndRequested():
-            back = ", to be queued again" if event.requeue else ""
-            save = "" if event.save_s is None else f"; it has {event.save_s:g} s to save what it has"
-            return f"to be ended as {event.outcome}{back}: {event.why or 'its step is over'}{save}"
-        case Exited():
-            extra = " at its time limit" if event.timed_out else " for want of memory" if event.out_of_memory else ""
-            if event.unexecuted:
-                return f"{event.node} could not execute its script: {event.unexecuted}{_elsewhere(event.requeue)}"
-            words = exit_words(event.exit.code, event.exit.signal)
-            told = (
-                f"its script ended on {event.node}{extra} with exit code {event.exit}{f' ({words})' if words else ''}"
-            )
-            if event.saved_step is not None:
-                told += f"; a rank was killed, and it is requeued to resume from step {event.saved_step}"
-            return told + (f"; {OUTPUT_FULL}" if event.output_full else "")
-        case LaunchRefused():
-            return f"{event.node} could not start it: {event.why}{_elsewhere(event.requeue)}"
-        case NodeCleared():
-            return f"{event.node} has nothing left of it"
-        case NodeLost():
-            back = "; it goes back to the queue" if event.requeue and not ending else ""
-            if event.node in job.left_nodes:
-                back = "; it goes on without that node"
-            return f"lost on {event.node}: {event.why}{back}"
-        case NodeSilent():
-            back = "; it will go back to the queue" if event.requeue and not ending else ""
-            return f"{event.why}{back}"
-        case Adopted():
-            by = "" if event.by_uid is None else f" by {user_name(event.by_uid)}"
-            return f"adopted{by} after the database was restored: it runs on"
-        case SpoolFound():
-            return f"found on {event.node} after an upgrade of hpcsched"
-        case ClockStepped():
-            how = "forward" if event.by_s > 0 else "back"
-            by = format_time_s(round(abs(event.by_s)))
-            return f"the head node's clock was set {how} by {by}: the job's times were moved along"
-        case Requeued():
-            return f"put back into the queue by {user_name(event.by_uid)}"
-        case _:
-            return type(event).__name__
+    return SENTENCES[type(event)](event)
+
+
+def _node_lost(job: Job, event: NodeLost, ending: bool) -> str:
+    back = "; it goes back to the queue" if event.requeue and not ending else ""
+    if event.node in job.left_nodes:
+        back = "; it continues without that node"
+    return f"lost on {event.node}: {event.why}{back}"
+
+
+def _respecified(event: Respecified) -> str:
+    changes = ", ".join(f"{name} = {value}" for name, value in event.changes.items())
+    return f"changed by {user_name(event.by_uid)}: {changes}"
+
+
+def _allocated(event: Allocated) -> str:
+    cpus = sum(share.cpus for share in event.shares)
+    limit_s = event.time_limit_s
+    lowered = "" if limit_s is None else f", its time limit lowered to {format_time_s(limit_s)}"
+    return f"given {_nodes(event.shares)} ({plural(cpus, 'cpu')}){lowered}"
+
+
+def _suspended(event: Suspended) -> str:
+    if event.by_uid is None:
+        return f"suspended so that job {event.for_job} has its cpus"
+    return f"suspended by {user_name(event.by_uid)}"
+
+
+def _shrink_asked(event: ShrinkAsked) -> str:
+    waiting = f", job {event.for_job} waits for the others" if event.for_job is not None else ""
+    return f"asked to make do with {compress_hostlist(event.nodes)}{waiting}"
+
+
+def _end_requested(event: EndRequested) -> str:
+    requeue = ", to be queued again" if event.requeue else ""
+    grace = "" if event.save_s is None else f"; it has {event.save_s:g} s to save a checkpoint"
+    return f"to be ended as {event.outcome}{requeue}: {event.why or 'its step is over'}{grace}"
+
+
+def _exited(event: Exited) -> str:
+    if event.unexecuted:
+        return f"{event.node} could not execute its script: {event.unexecuted}{_elsewhere(event.requeue)}"
+    cause = " at its time limit" if event.timed_out else " because it ran out of memory" if event.out_of_memory else ""
+    words = exit_words(event.exit.code, event.exit.signal)
+    text = f"its script ended on {event.node}{cause} with exit code {event.exit}{f' ({words})' if words else ''}"
+    if event.saved_step is not None:
+        text += f"; a rank was killed, and it is requeued to resume from step {event.saved_step}"
+    return text + (f"; {OUTPUT_FULL}" if event.output_full else "")
+
+
+def _adopted(event: Adopted) -> str:
+    by = "" if event.by_uid is None else f" by {user_name(event.by_uid)}"
+    return f"adopted{by} after the database was restored: it continues to run"
+
+
+def _clock_stepped(event: ClockStepped) -> str:
+    direction = "forward" if event.by_s > 0 else "back"
+    by = format_time_s(round(abs(event.by_s)))
+    return f"the head node's clock was set {direction} by {by}: the job's times were moved along"
+
+
+SENTENCES: dict[type[Event], Callable[[Any], str]] = {
+    Adopted: _adopted,
+    Allocated: _allocated,
+    BecameEligible: lambda event: "eligible: it waits only for other jobs and for resources",
+    Changed: lambda event: f"changed by {user_name(event.by_uid)}: {_changes(event)}",
+    Claimed: lambda event: f"{event.node} has taken its part",
+    ClockStepped: _clock_stepped,
+    EndRequested: _end_requested,
+    Exited: _exited,
+    Held: lambda event: f"held by {user_name(event.by_uid)}",
+    LaunchRefused: lambda event: f"{event.node} could not start it: {event.why}{_elsewhere(event.requeue)}",
+    NodeCleared: lambda event: f"{event.node} has nothing left of it",
+    NodesAdded: lambda event: f"is given {_nodes(event.shares)} as well",
+    NodesReleased: lambda event: f"gives {compress_hostlist(event.nodes)} back",
+    NodesReserved: lambda event: f"{_nodes(event.shares)} is reserved for it: its resources there are being freed",
+    NodesUnreserved: lambda event: f"nothing is reserved for it any more: {event.why}",
+    Released: lambda event: f"released by {user_name(event.by_uid)}",
+    Requeued: lambda event: f"requeued by {user_name(event.by_uid)}",
+    Respecified: _respecified,
+    Resumed: lambda event: "resumed" if event.by_uid is None else f"resumed by {user_name(event.by_uid)}",
+    ShrinkAsked: _shrink_asked,
+    SpoolFound: lambda event: f"found on {event.node} after an upgrade of hpcsched",
+    Started: lambda event: "started on its first node",
+    Suspended: _suspended,
+}
+
+
+def _nodes(shares: Iterable[Share]) -> str:
+    return compress_hostlist(share.node for share in shares)
 
 
 def _elsewhere(requeue: bool) -> str:

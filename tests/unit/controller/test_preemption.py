@@ -158,11 +158,9 @@ def test_the_stories_say_who_made_room_for_whom() -> None:
     told = {
         job: [line["text"] for line in tell(cluster.job(job), cluster.store.load_events(job))] for job in (low, high)
     }
-    wanted = (
-        f"to be ended as PREEMPTED, to be queued again: preempted by job {high} of ann; it has 60 s to save what it has"
-    )
+    wanted = f"to be ended as PREEMPTED, to be queued again: preempted by job {high} of ann; it has 60 s to save a checkpoint"
     assert told[low][-1] == wanted
-    assert told[high][-1] == "n1 is kept for it: what it needs there is being freed"
+    assert told[high][-1] == "n1 is reserved for it: its resources there are being freed"
 
 
 @pytest.mark.parametrize("mode", [PreemptMode.REQUEUE, PreemptMode.CHECKPOINT, PreemptMode.SUSPEND])
