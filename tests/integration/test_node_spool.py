@@ -14,7 +14,7 @@ from hpcnode.os import account
 from hpcnode.os.durable import read_object, write_durably
 from hpcnode.os.faults import CrashPoints, crash_points
 from hpcnode.spool import DoneLog, Epochs, Spool
-from hpcnode.wire.tokens import Token, read_token
+from hpcnode.wire.protocol import Token, read_token
 
 
 def token(job: int = 1, attempt: int | str = 0, step: str = "batch") -> str:

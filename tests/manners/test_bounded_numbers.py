@@ -19,7 +19,7 @@ READERS = {HEAD / "model" / "numbers.py", NODE / "wire" / "gate.py"}
 COMMANDS = "commands"  # they run as their caller, whose text it is
 OF_THE_KERNEL = {  # or of this agent itself, or bounded by a pattern
     "agent/attach.py", "agent/command.py", "agent/probe.py", "agent/step_commands.py", "os/cgroup.py",
-    "os/faults.py", "os/process.py", "wire/tokens.py",
+    "os/faults.py", "os/process.py",
 }  # fmt: skip
 
 

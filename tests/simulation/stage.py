@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcnode.wire.tokens import read_token
+from hpcnode.wire.protocol import read_token
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import FINAL
 from hpcsched.model.node import Link

@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, Optional, Protocol, Set, Tuple
 
 from hpcnode.os.account import UserAccount
 from hpcnode.wire import protocol
+from hpcnode.wire.protocol import Life, Token
 from hpcnode.wire.shepherd_messages import FINAL_STATUSES
-from hpcnode.wire.tokens import Life, Token
 
 RESULT = (
     "codes",

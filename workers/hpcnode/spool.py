@@ -40,12 +40,12 @@ from hpcnode.lease import read_renewal, write_renewal
 from hpcnode.os.durable import read_object, sync_folder, sync_way_to, to_bytes, write_all, write_durably, write_plainly
 from hpcnode.os.faults import CrashPoints
 from hpcnode.wire import protocol
-from hpcnode.wire.tokens import Life, Token, read_token
+from hpcnode.wire.protocol import Life, Token, read_token
 
 # ----- the done log: keeps a late or doubled Launch from running again after its entry was removed
 # Two kinds of lines, in `spool/done_log` and (older) `spool/done_log.1`:
 #     t TOKEN                       this token is over and was acknowledged
-#     j INCARNATION JOB ATTEMPT     no attempt of this job up to this one may start here (ATTEMPT-STAY: see `tokens`)
+#     j INCARNATION JOB ATTEMPT     no attempt of this job up to this one may start here (ATTEMPT-STAY: see `Token`)
 #
 # The log is durable before an entry is removed, and before an EndJob is carried out. It is bounded: at LINES lines `done_log`
 # replaces `done_log.1`, so at least the last LINES facts are known. Later launches are excluded by the channel: it keeps

@@ -10,8 +10,8 @@ from hpcnode.agent.ledger import Ledger
 from hpcnode.os.account import UserAccount, UserError
 from hpcnode.spool import Epochs, Found
 from hpcnode.wire import protocol
+from hpcnode.wire.protocol import Life, Token, read_token
 from hpcnode.wire.shepherd_messages import SuspendTasks, TasksEnded, TasksStarted, record_of
-from hpcnode.wire.tokens import Life, Token, read_token
 
 INCARNATION = "feedc0de"
 ACCOUNT = UserAccount("ann", 1001, 1001, [1001], "/home/ann", "/bin/sh")

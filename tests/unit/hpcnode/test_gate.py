@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcnode.commands.user_env import as_text
+from hpcnode.commands.step_client import as_text
 from hpcnode.wire import gate, protocol
 from hpcsched.errors import RequestError
 from hpcsched.model.numbers import number, whole_number

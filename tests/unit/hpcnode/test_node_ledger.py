@@ -11,8 +11,8 @@ from nodeworld import INCARNATION, World, launch, token
 
 from hpcnode.agent.ledger import MAX_STARTS
 from hpcnode.wire import protocol
+from hpcnode.wire.protocol import read_token
 from hpcnode.wire.shepherd_messages import EndTasks, SuspendTasks, TasksEnded
-from hpcnode.wire.tokens import read_token
 
 
 def test_a_launch_is_claimed_started_reported_and_forgotten() -> None:

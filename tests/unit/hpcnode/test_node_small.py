@@ -17,10 +17,10 @@ from hpcnode import paths
 from hpcnode.agent import command, probe
 from hpcnode.agent import probe as speed
 from hpcnode.os.account import UserAccount
-from hpcnode.shepherd import environment, streams
+from hpcnode.shepherd import environment, relay
 from hpcnode.shepherd import task as files
 from hpcnode.wire import protocol
-from hpcnode.wire.tokens import read_token
+from hpcnode.wire.protocol import read_token
 from hpcsched.errors import ProtocolError
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.model.ids import LaunchToken
@@ -88,7 +88,7 @@ class Pipe:
     def __init__(self, limit: int = 1 << 20) -> None:
         read_end, self.write_end = os.pipe()
         os.set_blocking(read_end, False)
-        self.stream = streams.OutputStream(0, 1, read_end, limit)
+        self.stream = relay.OutputStream(0, 1, read_end, limit)
 
     def write(self, data: bytes) -> None:
         os.write(self.write_end, data)
@@ -158,19 +158,19 @@ def test_a_reader_that_drops_what_it_has_sees_every_byte_once(moves: list[tuple[
 
 
 def test_a_window_is_smaller_where_there_are_many_tasks() -> None:
-    assert streams.untaken_limit(1) == streams.MAX_UNTAKEN
-    assert streams.untaken_limit(1_000_000) == streams.CHUNK
-    assert streams.untaken_limit(64) * 64 * 2 <= streams.MAX_STEP_UNTAKEN
+    assert relay.untaken_limit(1) == relay.MAX_UNTAKEN
+    assert relay.untaken_limit(1_000_000) == relay.CHUNK
+    assert relay.untaken_limit(64) * 64 * 2 <= relay.MAX_STEP_UNTAKEN
 
 
 def test_input_is_taken_once_in_order_and_within_its_window() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    stream = streams.InputStream(0, write_end)
+    stream = relay.InputStream(0, write_end)
     assert stream.add(0, b"abc", False)
     assert stream.add(1, b"bcd", False)
     assert not stream.add(5, b"f", False)
-    assert not stream.add(4, b"x" * (streams.INPUT_WINDOW + 1), False)
+    assert not stream.add(4, b"x" * (relay.INPUT_WINDOW + 1), False)
     assert stream.taken == 0
     assert stream.add(4, b"e", True)
     assert stream.write()

@@ -27,6 +27,7 @@ from hpcnode.os.account import UserAccount, UserError
 from hpcnode.os.process import NO_PROCESS, boot_clock_s
 from hpcnode.spool import Epochs, Found, Spool, token_of
 from hpcnode.wire import protocol
+from hpcnode.wire.protocol import Life, Token, read_token
 from hpcnode.wire.shepherd_messages import (
     EndCommitted,
     EndTasks,
@@ -37,7 +38,6 @@ from hpcnode.wire.shepherd_messages import (
     TasksStarted,
     record_of,
 )
-from hpcnode.wire.tokens import Life, Token, read_token
 
 # ----- the controller that this node accepts
 # A controller of a lower epoch, or of an incarnation that was replaced, is refused.

@@ -18,8 +18,7 @@ import sys
 from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from hpcnode.commands.output import LineStream, Outlet
-from hpcnode.commands.step_client import ConnectionLost, Front, StepClient, is_open
-from hpcnode.commands.user_env import as_text
+from hpcnode.commands.step_client import ConnectionLost, Front, StepClient, as_text, is_open
 from hpcnode.os import rlimits
 from hpcnode.shepherd import mpi
 from hpcnode.wire import protocol

@@ -28,8 +28,7 @@ from hpcnode import __version__
 from hpcnode.commands import options as stepoptions
 from hpcnode.commands import pty
 from hpcnode.commands.output import LineStream, Outlet, PartFiles, StreamTarget
-from hpcnode.commands.step_client import ConnectionLost, Front, StepClient, is_open
-from hpcnode.commands.user_env import exported, umask
+from hpcnode.commands.step_client import ConnectionLost, Front, StepClient, exported, is_open, umask
 from hpcnode.os import process, rlimits
 from hpcnode.wire import protocol, sockets
 from hpcnode.wire.sockets import connect, connect_to_agent
@@ -450,11 +449,11 @@ class Hrun(Front):
                 self._say("--%s has no effect: it is not taken into account" % name)
 
     def _with_host_files(self, settle: Callable[[ModuleType], None]) -> None:
-        from hpcnode.commands import hostfile  # rarely needed
+        from hpcnode.commands import scontrol  # rarely needed
 
         try:
-            settle(hostfile)
-        except hostfile.HostFileError as error:
+            settle(scontrol)
+        except scontrol.HostFileError as error:
             raise HrunError(str(error)) from None
 
     def _take_programs(self, command: List[str]) -> None:

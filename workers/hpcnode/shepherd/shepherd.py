@@ -29,9 +29,8 @@ from hpcnode.shepherd import environment
 from hpcnode.shepherd import task as task_files
 from hpcnode.shepherd.assignment import Assignment, Own, Setting, Task
 from hpcnode.shepherd.process_tree import FIRST_LOOK_S, MEMORY_WATCH_S, ProcessTree, Suspension, Usage, exceeds
-from hpcnode.shepherd.relay import Relay
+from hpcnode.shepherd.relay import Relay, untaken_limit
 from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, StepEvent, StepState, after, allows
-from hpcnode.shepherd.streams import untaken_limit
 from hpcnode.shepherd.task import READY, TaskPlan, run_task
 from hpcnode.wire import protocol
 from hpcnode.wire.message import Message

@@ -11,7 +11,8 @@ Runs on Python 3.9 with the standard library only. It knows nothing of sockets, 
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Type
+import re
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from hpcnode.wire.message import (
     MAX_BLOB_BYTES,
@@ -695,3 +696,44 @@ class Framer(FrameReader):
 
     def __init__(self, limit: int = MAX_FRAME_BYTES, max_values: int = 0) -> None:
         super().__init__(_CODEC, limit, max_values)
+
+
+Life = Tuple[int, int]  # (attempt, stay); they end in this order on a node
+
+_TOKEN = re.compile(
+    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})(?:-([1-9]\d{0,8}))?\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
+)
+
+
+class Token(NamedTuple):
+    """One launch of one step of one attempt on one node."""
+
+    incarnation: str
+    job_id: int
+    attempt: int
+    step: str
+    node: str
+    nonce: str
+    stay: int = 0
+
+    @property
+    def job(self) -> Tuple[str, int]:
+        """The job, without its attempt."""
+        return self.incarnation, self.job_id
+
+    @property
+    def life(self) -> Life:
+        """The attempt, and the stay of this node in it."""
+        return self.attempt, self.stay
+
+
+def read_token(text: str) -> Optional[Token]:
+    """Return the token in `text`, None if it is not a token.
+
+    Then it must not become a file name.
+    """
+    match = _TOKEN.match(text)
+    if match is None:
+        return None
+    incarnation, job, attempt, stay, step, node, nonce = match.groups()
+    return Token(incarnation, int(job), int(attempt), step, node, nonce, int(stay or 0))  # int: bounded by the pattern
