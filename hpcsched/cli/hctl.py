@@ -787,7 +787,7 @@ def _list_strays(words: Words) -> int:
         since = date_text(one["since_s"])
         print(f"{clean(one['token'])}  {one['status']} on {clean(one['node'])} since {since}, {whose}")
     if not answer["strays"]:
-        print("Nothing from before a restore waits for a decision")
+        print("No stray jobs")
     return 0
 
 

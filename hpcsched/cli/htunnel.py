@@ -80,7 +80,7 @@ def _serve(listener: socket.socket, step: list[str], what: str) -> int:
     try:
         loop.run()
     except tunnel.TunnelError as error:
-        complain(COMMAND.name, f"cannot go on: {error}")
+        complain(COMMAND.name, f"cannot continue: {error}")
     stream.close()  # the end of its input ends the step
     status = os.waitpid(child, 0)[1]
     return 0 if interrupted else os.waitstatus_to_exitcode(status)

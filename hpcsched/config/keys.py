@@ -104,7 +104,12 @@ CONTROLLER = (
         default=20,
         help="A connection to a node that is not up after so long is given up and tried again.",
     ),
-    Key(name="heartbeat_s", kind=seconds(0.05), default=15, help="A silent connection to a node is pinged so often."),
+    Key(
+        name="heartbeat_s",
+        kind=seconds(0.05),
+        default=15,
+        help="Seconds between keepalive pings on an idle node connection.",
+    ),
     Key(
         name="node_down_after_s",
         kind=seconds(0.1),

@@ -1,15 +1,15 @@
-"""A backup of a whole cluster in a directory: its database, configuration, node files and keys. And the way back.
+"""Backups of a whole cluster in a directory: database, configuration, node files and keys.
 
     DIR/CLUSTER-20260102T030405/           0700, whole or not there
         manifest.json                      what is in it, with checksums, and where it was
         hpcsched.db                        the database at one moment
         etc/hpcsched.toml, id_ed25519 ...  the configuration directory
-        etc/named/1 ...                    files elsewhere that the configuration names: keys of nodes, the SSH configuration
+        etc/named/1 ...                    other files named by the configuration: keys of nodes, the SSH configuration
 
-Rules: a backup is written beside, synced, read again, and only then gets its name. Old ones are deleted after that, and only
-directories that are such backups of the same cluster. All files are 0600: among them are the key and users' scripts.
+Rules: a backup is written under a temporary name, synced, verified, and only then renamed. Old backups are deleted after that,
+and only directories that are backups of the same cluster. All files are 0600, because they include keys and job scripts.
 
-What else a head has (known_hosts, users' accounts, the unit file) is named in hpcsched-recovery(7), not copied.
+Other files of a head (known_hosts, user accounts, the unit file) are listed in hpcsched-recovery(7), not copied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAME = re.compile(r".+-\d{8}T\d{6}\Z")
 
 
 def back_up_cluster(config: Config, directory: Path, keep: int | None = None) -> Path:
-    """Write a backup into a new directory below `directory`, keep the newest `keep`; return it. Raises HpcschedError."""
+    """Write a backup into a new directory below `directory`, keep the newest `keep`, and return it. Raises HpcschedError."""
     database = config.controller.state_dir / paths.DATABASE_FILE
     target = directory / f"{config.name}-{datetime.now():%Y%m%dT%H%M%S}"
     part = directory / f".{target.name}.{secrets.token_hex(4)}.part"
@@ -88,7 +88,7 @@ def _fill(config: Config, database: Path, part: Path) -> None:
 
 
 def configuration_files(config_dir: Path) -> Iterator[Path]:
-    """Yield the files of a configuration directory that make the cluster what it is."""
+    """Yield the files of a configuration directory that belong to the cluster."""
     for name in (paths.CONFIG_FILE, paths.CLUSTER_ID_FILE, paths.LAUNCH_KEY, paths.LAUNCH_KEY + ".pub"):
         if (config_dir / name).exists():
             yield config_dir / name
@@ -97,7 +97,7 @@ def configuration_files(config_dir: Path) -> Iterator[Path]:
 
 
 def named_files(config: Config, *, missing: bool = False) -> list[Path]:
-    """Return the files outside the configuration directory that it names and that are there; `missing`: those that are not."""
+    """Return the existing files outside the configuration directory that it names, or with `missing` the others."""
     keys = sorted({Path(spec.identity_file).expanduser() for spec in config.nodes if spec.identity_file})
     named = dict.fromkeys([config.controller.ssh_config, *(path for key in keys for path in (key, public_half(key)))])
     own = set(configuration_files(config.config_dir))
@@ -105,12 +105,12 @@ def named_files(config: Config, *, missing: bool = False) -> list[Path]:
 
 
 def public_half(key: Path) -> Path:
-    """Return where the public half of a private key is."""
+    """Return the path of the public half of a private key."""
     return key.with_name(key.name + ".pub")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a backup. Raises ConfigError if the directory is not one that this version can read."""
+    """Return the manifest of a backup. Raises ConfigError if this version cannot read it."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -142,14 +142,14 @@ def _is_inside(name: str) -> bool:
 
 
 def contents_in_words(directory: Path) -> str:
-    """Return what a backup has, in words."""
+    """Return the contents of a backup in words."""
     named = read_manifest(directory)["named"]
     others = f", and {', '.join(named.values())}" if named else ""
     return f"database, configuration (conf.d too), node files and launch key{others}"
 
 
 def verify(directory: Path) -> database_copy.Contents:
-    """Read the backup as a whole and compare its checksums; return what its database has. Raises ConfigError."""
+    """Read the whole backup and compare its checksums; return the contents of its database. Raises ConfigError."""
     manifest = read_manifest(directory)
     for name, known in manifest["files"].items():
         try:
@@ -162,7 +162,7 @@ def verify(directory: Path) -> database_copy.Contents:
 
 
 def backups_in(directory: Path, cluster: str = "") -> list[Path]:
-    """Return the backups below `directory` (of that cluster), the oldest first."""
+    """Return the backups of the cluster below `directory`, the oldest first."""
     found = []
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_dir() or not _NAME.match(path.name):
@@ -182,13 +182,13 @@ def _delete_old(cluster: str, directory: Path, keep: int) -> None:
 
 
 def copy_private(source: Path, target: Path) -> None:
-    """Copy a file, readable by its owner alone, durably; its directories are made. Raises OSError."""
+    """Copy a file durably, readable only by its owner; create its directories. Raises OSError."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_private(target, source.read_bytes())
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a new file, readable by its owner alone, durably. Raises OSError."""
+    """Write a new file durably, readable only by its owner. Raises OSError."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(data)
         file.flush()

@@ -1,7 +1,7 @@
-"""`hpcsched completion`: what bash, zsh and fish need to complete the commands: options, job ids, partitions, nodes.
+"""`hpcsched completion`: completion of options, job ids, partitions and nodes in bash, zsh and fish.
 
-Made from the commands' own tables of options, so that it cannot fall behind them. What there is in the cluster (jobs,
-partitions, nodes) is asked when the key is pressed. zsh runs bash's functions (bashcompinit).
+It is generated from the option tables of the commands. Jobs, partitions and nodes are requested when the key is pressed. zsh
+runs the functions of bash (bashcompinit).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hsh
 _SLURMS = ("sacct", "sattach", "scancel", "scontrol", "sinfo", "sprio", "squeue", "sshare", "sstat")
 _TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "hsh", "htunnel", "hwhy", "sattach", "scancel", "scontrol")
 
-# How to find out, when the key is pressed, what an option's value may be.
+# Commands that list the possible values of an option when the key is pressed.
 _JOBS, _PARTITIONS, _NODES = "hqueue -aqr", "hinfo -h -o %R", "hinfo -hN -o %n"
 _VALUES = {"jobs": _JOBS, "jobid": _JOBS, "dependency": _JOBS, "partition": _PARTITIONS, "nodelist": _NODES, "nodes": _NODES,
            "exclude": _NODES}  # fmt: skip
@@ -47,7 +47,7 @@ class Completed(namedtuple("Completed", "name options verbs", defaults=((),))):
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.option("--install", is_flag=True, help="Install it for the shell instead of printing it.")
 def completion(shell: str, install: bool) -> None:
-    """Print what SHELL needs to complete the commands: source <(hpcsched completion bash)."""
+    """Print the completion script of a shell. Use it with: source <(hpcsched completion bash)."""
     if not install:
         click.echo(text_for(shell), nl=False)
         return
@@ -55,7 +55,7 @@ def completion(shell: str, install: bool) -> None:
 
 
 def text_for(shell: str) -> str:
-    """Return the script for that shell."""
+    """Return the script for the shell."""
     found = commands()
     if shell == "fish":
         return _fish(found)
@@ -64,7 +64,7 @@ def text_for(shell: str) -> str:
 
 
 def install_for(shell: str, environ: os._Environ[str] | dict[str, str]) -> Path:
-    """Write the script to where the shell finds it; return the file, or the directory of the files."""
+    """Install the script for the shell; return the file, or the directory of the files."""
     home = Path(environ.get("HOME") or Path.home())
     data = Path(environ.get("XDG_DATA_HOME") or home / ".local/share")
     config = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -79,7 +79,7 @@ def install_for(shell: str, environ: os._Environ[str] | dict[str, str]) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (command.name for command in commands()):
-            (directory / f"{name}{end}").write_text(text)  # a shell loads the file of the command that it sees
+            (directory / f"{name}{end}").write_text(text)  # the shell loads the file with the name of the command
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
     return directory

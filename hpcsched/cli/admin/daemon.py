@@ -1,4 +1,4 @@
-"""`hpcsched up`, `hpcsched down`, `hpcsched status`: the controller started in the background, stopped, described."""
+"""`hpcsched up`, `hpcsched down`, `hpcsched status`: start and stop the controller, and show its status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcsched.model.units import format_time_s
 
 START_S = 20.0
 STOP_S = 20.0
-NODES_S = 5.0  # after a start, for the nodes to answer
+NODES_S = 5.0  # time for the nodes to answer after a start
 LOG_FILE = "hpcschedd.log"
 LOG_TAIL_BYTES = 4000
 
@@ -56,7 +56,7 @@ def up() -> None:
 
 
 def _closed_to_others() -> list[str]:
-    """Return a warning if root has started a controller whose commands other users cannot run."""
+    """Return a warning if root started the controller from an installation that other users cannot read."""
     python = Path(sys.executable)
     if os.getuid() != 0:
         return []
@@ -71,7 +71,7 @@ def _closed_to_others() -> list[str]:
 
 
 def _nodes_that_answer() -> list[str]:
-    """Wait a little for the nodes to answer, and return what to say of them."""
+    """Wait briefly for the nodes to answer, and return a line about them."""
     deadline_s = time.monotonic() + NODES_S
     while True:
         nodes = client.call("GET", "/v1/nodes")["nodes"]
@@ -88,7 +88,7 @@ def _nodes_that_answer() -> list[str]:
 
 
 def open_log(log: Path) -> BinaryIO:
-    """Return the log, open for appending; its directory is made. Raises UnavailableError."""
+    """Open the log for appending, and create its directory. Raises UnavailableError."""
     try:
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return log.open("ab")
@@ -115,7 +115,7 @@ def _tail(log: Path, start: int) -> str:
 
 @click.command()
 def down() -> None:
-    """Stop the controller. Jobs run on, and are found again when it starts."""
+    """Stop the controller. Running jobs continue, and the next controller finds them."""
     try:
         pid = client.controller_pid()
     except client.NoControllerError:
@@ -148,7 +148,7 @@ def _is_there(pid: int) -> bool:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def status(as_json: bool) -> None:
-    """Say whether the controller runs, and what it has to do. Exit status 0 if it runs, 1 if not."""
+    """Report whether the controller is running, and its nodes and jobs. Exit status 0 if it is running, else 1."""
     answer = client.call("GET", "/v1/ping")
     if as_json:
         click.echo(json.dumps(answer))
@@ -165,7 +165,7 @@ def status(as_json: bool) -> None:
 
 
 def _wrong_with_files() -> str:
-    """Return what is wrong with the configuration files; "" if nothing is, or if they are not ours to read."""
+    """Return the error in the configuration files; "" if there is none, or if we may not read them."""
     from hpcsched.config.load import load_config
 
     config_dir = paths.find_config_dir(os.environ, os.getuid())

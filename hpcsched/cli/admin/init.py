@@ -1,4 +1,4 @@
-"""`hpcsched init`: the files of a new cluster, each explained, and what to do next."""
+"""`hpcsched init`: creates the files of a new cluster, and prints what to do next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpcsched.errors import ConfigError
 @click.option("--force", is_flag=True, help="Rewrite only hpcsched.toml; the old file is kept as hpcsched.toml.old.")
 @click.option("--database", "only_database", is_flag=True, help="Create only the database, if it is missing.")
 def init(share: str | None, name: str, force: bool, only_database: bool) -> None:
-    """Make a cluster's configuration, database and launch key, and say what each is."""
+    """Create a cluster's configuration, database and launch key, and print what to do next."""
     if only_database:
         _make_missing_database()
         return
@@ -40,7 +40,7 @@ def init(share: str | None, name: str, force: bool, only_database: bool) -> None
         _check_share(Path(share))
     text = _config_text(share, name)
     _check(config_dir, text)
-    with ExitStack() as undo:  # what was made before a failure is removed again
+    with ExitStack() as undo:  # on failure, remove what was created
         config = _write_config(config_dir, text, undo)
         public_key = _ensure_launch_key(config, undo)
         database = _make_state(config, undo)
@@ -50,7 +50,7 @@ def init(share: str | None, name: str, force: bool, only_database: bool) -> None
 
 @click.command()
 def key() -> None:
-    """Print the line for the nodes' authorized_keys, by which the controller may log in."""
+    """Print the line for authorized_keys on the nodes, which allows the controller to log in."""
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     public = _public_half(config.launch_key)
     try:
@@ -88,7 +88,7 @@ def _config_text(share: str | None, name: str) -> str:
 
 
 def _check(config_dir: Path, text: str) -> None:
-    """Raise ConfigError if anything is known now that would keep the cluster from being made."""
+    """Raise ConfigError if the cluster cannot be created."""
     nodes = load_nodes(config_dir)
     config = build_config(tomllib.loads(text), nodes, config_dir=config_dir, environ=os.environ)
     _check_state(config.controller.state_dir)
@@ -110,7 +110,7 @@ def _check_state(state_dir: Path) -> None:
 
 
 def _write_config(config_dir: Path, text: str, undo: ExitStack) -> Config:
-    """Write hpcsched.toml; the one that is there already is kept as hpcsched.toml.old."""
+    """Write hpcsched.toml; an existing one is renamed to hpcsched.toml.old."""
     for directory in (config_dir, config_dir / paths.NODES_DIR):
         _make_dir(directory, 0o755 if os.getuid() == 0 else 0o700, undo)
     path = config_dir / paths.CONFIG_FILE
@@ -160,7 +160,7 @@ def _make_state(config: Config, undo: ExitStack) -> Path:
 
 
 def _make_dir(path: Path, mode: int, undo: ExitStack) -> None:
-    """Make a directory and those above it that are missing."""
+    """Create a directory and its missing parents."""
     try:
         for above in reversed([one for one in path.parents if not one.exists()]):
             above.mkdir()
@@ -173,12 +173,12 @@ def _make_dir(path: Path, mode: int, undo: ExitStack) -> None:
 
 
 def _remove_dir(path: Path) -> None:
-    with suppress(OSError):  # not empty: something else has been put there meanwhile
+    with suppress(OSError):  # not empty: another process has written into it
         path.rmdir()
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `path` whole or not at all: temporary file, fsync, rename. Raises ConfigError."""
+    """Write `path` atomically: temporary file, fsync, rename. Raises ConfigError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

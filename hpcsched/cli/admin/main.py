@@ -1,4 +1,4 @@
-"""`hpcsched`: the commands that set up and run a cluster. Each is loaded when it is asked for."""
+"""`hpcsched`: the commands that set up and run a cluster. Each is imported when it is run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import click
 import hpcsched
 from hpcsched.cli.errors import INTERRUPTED, guarded, print_version
 
-# name -> where it is, and what it is for (so that --help loads none of them)
+# name -> module and object, and its short help, so that --help imports none of them
 COMMANDS = {
-    "init": ("hpcsched.cli.admin.init:init", "Make a cluster's configuration, database and launch key."),
+    "init": ("hpcsched.cli.admin.init:init", "Create a cluster's configuration, database and launch key."),
     "key": ("hpcsched.cli.admin.init:key", "Print the line for the nodes' authorized_keys."),
     "node": ("hpcsched.cli.node.command:node", "Add, list and remove nodes."),
     "up": ("hpcsched.cli.admin.daemon:up", "Start the controller in the background."),
-    "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; jobs run on."),
-    "status": ("hpcsched.cli.admin.daemon:status", "Say whether the controller runs, and what it has to do."),
+    "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; running jobs continue."),
+    "status": ("hpcsched.cli.admin.daemon:status", "Report whether the controller is running, and its nodes and jobs."),
     "backup": ("hpcsched.cli.admin.restore:back_up", "Back up database, configuration, node files and keys."),
-    "restore": ("hpcsched.cli.admin.restore:restore", "Put a backup in the place of the cluster or its database."),
+    "restore": ("hpcsched.cli.admin.restore:restore", "Restore the cluster, or its database, from a backup."),
     "slurm-path": (
         "hpcsched.cli.admin.slurm_path:slurm_path",
         "Print the directory of the commands with Slurm's names.",
     ),
-    "completion": ("hpcsched.cli.admin.completion:completion", "Complete the commands in bash, zsh or fish."),
+    "completion": ("hpcsched.cli.admin.completion:completion", "Print shell completion for bash, zsh or fish."),
     "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
     "demo": ("hpcsched.cli.admin.demo:demo", "Show a small cluster at work on this machine, then remove it."),
 }
@@ -80,7 +80,7 @@ def version() -> None:
 
 
 def run(command: click.Command, name: str, argv: Sequence[str] | None = None) -> int:
-    """Run a click command as all commands are run, and return its exit status."""
+    """Run a click command with the error handling of all commands, and return its exit status."""
     return guarded(name, lambda words: _run_click(command, name, words), argv)
 
 

@@ -19,7 +19,7 @@ import click
 import hpcsched
 from hpcsched.errors import ConfigError
 
-# Slurm's name -> the module whose main() it is.
+# Slurm's name -> the module with its main().
 COMMANDS = {
     "sbatch": "hpcsched.cli.thin",
     "squeue": "hpcsched.cli.thin",
@@ -83,7 +83,7 @@ def _places() -> list[Path]:
 
 
 def _roots() -> list[str]:
-    """Return the directories that our packages are imported from."""
+    """Return the directories from which our packages are imported."""
     import hpcnode
 
     return list(dict.fromkeys(str(Path(str(package.__file__)).parents[1]) for package in (hpcsched, hpcnode)))
@@ -117,6 +117,6 @@ def _script(module: str, function: str = "main") -> str:
     python = sys.executable
     first_line = f"#!{python} -ES"
     if len(first_line) > LONGEST_FIRST_LINE or " " in python:
-        # A shell reads this as a command that never returns, Python as a string.
+        # For a shell this is a command that never returns, for Python a string.
         first_line = f"#!/bin/sh\n'''exec' \"{python}\" -ES \"$0\" \"$@\"\n' '''"
     return SCRIPT.format(first_line=first_line, roots=_roots(), module=module, function=function)

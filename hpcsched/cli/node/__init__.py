@@ -1,1 +1,1 @@
-"""hpcsched node: machines are added, listed, probed and removed, one file each in nodes.d/."""
+"""hpcsched node: adds, lists, probes and removes nodes, one file each in nodes.d/."""

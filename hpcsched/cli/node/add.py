@@ -1,6 +1,6 @@
-"""What `hpcsched node add` does: meet the machine, believe its host key, look around, write its file.
+"""`hpcsched node add`: pins the host key of a machine, detects its resources, and writes its file.
 
-No node is written that could not be reached in just the way in which the controller will reach it.
+Rule: the file is written only if the node was reached exactly as the controller will reach it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TARGET = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshTarget:
-    """``user@host:port`` in its parts."""
+    """The parts of ``user@host:port``."""
 
     user: str | None
     host: str
@@ -59,7 +59,7 @@ class SshTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What the command line said; `given` are keys of the node's file."""
+    """The options of the command line; `given` are keys of the node's file."""
 
     name: str | None
     given: Mapping[str, Any]
@@ -68,7 +68,7 @@ class NodeOptions:
 
 
 def add_node(config: Config, target: SshTarget, options: NodeOptions) -> Visit:
-    """Add the node, telling what is done and found. Raises HpcschedError; then nothing was written."""
+    """Add the node, and print each step and finding. Raises HpcschedError; then nothing was written."""
     name = default_name(target) if options.name is None else options.name
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     _refuse_double(config, target, name)
@@ -80,7 +80,9 @@ def add_node(config: Config, target: SshTarget, options: NodeOptions) -> Visit:
         spec = replace(spec, host_key=keys["host_key"])
     found = look_at(config, spec)
     if found.facts.get("python_for_all") and "python" not in keys:
-        keys["python"] = found.facts["python_for_all"]  # the account's own is in a directory that users cannot enter
+        keys["python"] = found.facts[
+            "python_for_all"
+        ]  # the account's own Python is in a directory that users cannot enter
         found = look_at(config, replace(spec, python=keys["python"]))
     keys = {"cpus": found.facts["cpus"], "memory": format_mem(found.facts["mem_mib"])} | keys
     if "gpus" not in keys:
@@ -98,7 +100,7 @@ def add_node(config: Config, target: SshTarget, options: NodeOptions) -> Visit:
 
 
 def parse_target(text: str) -> SshTarget:
-    """Return the parts of ``[user@]host[:port]``; an IPv6 address with a port stands in brackets."""
+    """Return the parts of ``[user@]host[:port]``; an IPv6 address with a port is in brackets."""
     match = _TARGET.match(text)
     advice = "write user@host or user@host:port, or local for this machine"
     if match is None:
@@ -112,7 +114,7 @@ def parse_target(text: str) -> SshTarget:
 
 
 def default_name(target: SshTarget) -> str:
-    """Return the name that a node gets if none is given: the host's first label, or its address with dashes."""
+    """Return the default name of a node: the first label of the host name, or the address with dashes."""
     try:
         ipaddress.ip_address(target.host)
         name = re.sub(r"[^0-9A-Za-z]+", "-", target.host).strip("-")
@@ -144,13 +146,13 @@ def _check_partitions(config: Config, names: tuple[str, ...]) -> None:
 
 
 def _provisional(path: Path, keys: Mapping[str, Any]) -> NodeSpec:
-    """Return the node as far as the command line says it; what only a visit can tell is made up."""
+    """Return the node from the command line, with placeholders for values that need a visit."""
     spec = node_from(path, {"cpus": 1, "memory": 1} | dict(keys) | {"host": LOCAL_HOST}).spec
     return replace(spec, host=str(keys["host"]), name=NodeName(path.stem))
 
 
 def pin(config: Config, spec: NodeSpec, options: NodeOptions) -> str:
-    """Show the host key that the machine has, and return it if it is believed."""
+    """Print the host key of the machine, and return it if it is accepted."""
     key = peek_host_key(spec, ssh_settings(config), Abort())
     shown = fingerprint(key)
     click.echo(f"{spec.name} ({spec.host}) shows the host key {key.get_name()} {shown}")
@@ -176,7 +178,7 @@ def _ask(spec: NodeSpec, key_type: str, shown: str) -> None:
 
 
 def look_at(config: Config, spec: NodeSpec) -> Visit:
-    """Visit the node, and ask it whether it has the share, if there is one, and users' home directories."""
+    """Visit the node, and check whether it has the share, if any, and the home directories of users."""
     with ExitStack() as files:
         probe = home = None
         if config.share:
@@ -186,7 +188,7 @@ def look_at(config: Config, spec: NodeSpec) -> Visit:
                 raise ConfigError(f"cannot write to the share {config.share}: {error.strerror}") from None
         directory = users_home()
         if directory and spec.host != LOCAL_HOST:
-            with suppress(OSError):  # a read-only or full home is not for this command to report
+            with suppress(OSError):  # this command does not report a read-only or full home
                 home = files.enter_context(share_probe(directory))
         return visit(
             spec,
@@ -200,7 +202,7 @@ def look_at(config: Config, spec: NodeSpec) -> Visit:
 
 
 def users_home() -> str:
-    """Return the home directory that stands for those of users: one's own, for root that of the first ordinary user."""
+    """Return a sample home directory: our own, or for root that of the first ordinary user."""
     uid = os.getuid()
     if uid:
         return os.path.expanduser("~")
@@ -211,7 +213,7 @@ def users_home() -> str:
 
 
 def still_drained(config: Config, name: str) -> Iterator[str]:
-    """Yield that a node which was drained when it was removed is drained still, if it is so."""
+    """Yield a line if the node was drained when it was removed, and still is."""
     try:
         views = [view for view in client.call("GET", "/v1/nodes")["nodes"] if view["name"] == name]
         drained = [(view["drained_by"], view["drained_why"]) for view in views if view["drained"]]
@@ -228,7 +230,7 @@ def still_drained(config: Config, name: str) -> Iterator[str]:
 
 
 def identity_of(config: Config) -> ControllerIdentity:
-    """Return who the cluster's controller is: as it says itself, or from its database if it does not run."""
+    """Return the identity of the controller: from itself, or from the database if it is not running."""
     try:
         running = client.call("GET", "/v1/ping")
         if running["cluster"] == config.name:
@@ -246,7 +248,7 @@ def identity_of(config: Config) -> ControllerIdentity:
 
 
 def describe(spec: NodeSpec, found: Visit, share: str) -> Iterator[str]:
-    """Yield what is worth knowing of a node that was visited, what is wrong with it marked by a ``!``."""
+    """Yield the findings about a visited node; problems are marked with ``!``."""
     facts = found.facts
     yield f"  cpus     {spec.cpus}" + _of(spec.cpus, facts["cpus"])
     yield f"  memory   {format_mem(spec.mem_mib)}" + _of(spec.mem_mib, facts["mem_mib"], " MiB")
@@ -270,7 +272,7 @@ def describe(spec: NodeSpec, found: Visit, share: str) -> Iterator[str]:
 
 
 def _describe_python(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which Python was chosen where jobs run as their users, and whether they can run it."""
+    """Yield the Python chosen for jobs that run as their users, and whether they can run it."""
     path, closed = facts.get("python_path"), facts.get("python_closed")
     if not path:
         return
@@ -281,7 +283,7 @@ def _describe_python(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def measured_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a node's file that say how capable it was found; what is not known is left out."""
+    """Return the measured keys of a node's file; unknown values are left out."""
     found = {"speed": facts.get("speed"), "link_mbps": facts.get("link_mbps")}
     if facts.get("tmp_total_mib"):
         found["tmp_disk"] = format_mem(facts["tmp_total_mib"])
@@ -289,7 +291,7 @@ def measured_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpu_keys(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys of a node's file for the GPUs that were found: one that is cut up by MIG is its devices."""
+    """Return the keys of a node's file for the detected GPUs; a GPU with MIG is listed as its devices."""
     types, devices = [], []
     for gpu in gpus:
         for device in gpu.get("mig", []):
@@ -302,7 +304,7 @@ def gpu_keys(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def gpu_type(name: str) -> str:
-    """Return the short type of a GPU as people ask for it: ``a100``, ``rtx3090``, of the name that its driver gives."""
+    """Return the short type of a GPU, such as ``a100`` or ``rtx3090``, from the name in its driver."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     for number, word in enumerate(words):
         if any(char.isdigit() for char in word):

@@ -168,4 +168,4 @@ def _tell_controller() -> None:
     except UnavailableError:
         click.echo("the controller does not run; it will read this when it starts: hpcsched up")
     else:
-        click.echo("the controller knows")
+        click.echo("controller notified")

@@ -1,7 +1,7 @@
-"""What `hpcsched node probe` does: visit a node again and write how capable it was found into its file.
+"""`hpcsched node probe`: measures a node again and writes the results into its file.
 
-Only the measured keys are changed; all else in the file, comments too, stays as it is. With ``--links`` it is the network between
-the nodes that is measured, by transfers from one to another.
+Rule: only the measured keys change; the rest of the file, including comments, does not. With ``--links`` it measures the network
+by transfers between nodes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hpcsched.model.node import NodeSpec, address_of
 
 
 def probe_node(config: Config, name: str) -> None:
-    """Measure the node `name`, tell what was found and write it. Raises HpcschedError; then its file is as it was."""
+    """Measure the node `name`, print and write the results. Raises HpcschedError; then its file is unchanged."""
     spec = _spec(config, name)
     facts = look_at(config, spec).facts
     if spec.link_mbps:
-        facts.pop("link_mbps", None)  # what was measured or said tells more than the name on the card
+        facts.pop("link_mbps", None)  # a measured or configured value is better than the nominal one
     _write(config, name, measured_keys(facts))
 
 
 def probe_links(config: Config, names: Sequence[str]) -> None:
-    """Measure the network of the nodes `names`, tell what was found and write it. Raises HpcschedError.
+    """Measure the network of the nodes `names`, print and write the results. Raises HpcschedError.
 
-    A transfer that fails is told; a node of which all did keeps what its file says, and the command fails in the end.
+    Failed transfers are printed; a node without a successful one keeps the value in its file, and the command fails at the end.
     """
     named = list(dict.fromkeys(_spec(config, name).name for name in names))
     others = [spec.name for spec in config.nodes if spec.name not in named]
@@ -79,7 +79,7 @@ def _write(config: Config, name: str, found: Mapping[str, Any]) -> None:
 
 
 def with_keys(text: str, keys: Mapping[str, Any]) -> str:
-    """Return the TOML `text` of a node's file with `keys` set: in the place of their lines, commented out or not."""
+    """Return the TOML `text` of a node's file with `keys` set, replacing their lines, even commented ones."""
     for key, value in keys.items():
         line = f"{key} = {toml_value(value)}"
         text, count = re.subn(rf"(?m)^#?{key} *=.*$", line.replace("\\", r"\\"), text, count=1)

@@ -1,7 +1,6 @@
-"""What `hpcsched node rekey` does: pin the host key that a node shows now; all else in its file stays as it is.
+"""`hpcsched node rekey`: pins the new host key of a reinstalled machine; the rest of its file is unchanged.
 
-For a machine that was set up anew. The file is written after the machine let us in with that key, and is as before if the
-controller refuses the change.
+Rule: the file is written after a login with that key, and is restored if the controller rejects the change.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 
 
 def rekey_node(config: Config, name: str, options: NodeOptions) -> None:
-    """Pin the host key that node `name` shows, if it is believed. Raises HpcschedError; then its file is as it was."""
+    """Pin the host key of node `name`, if it is accepted. Raises HpcschedError; then its file is unchanged."""
     spec = next((spec for spec in config.nodes if spec.name == name), None)
     if spec is None:
         there = ", ".join(spec.name for spec in config.nodes) or "none"

@@ -1,7 +1,7 @@
-"""What `hpcsched node remove` does: free the node of jobs, then delete its file. Never the other way round.
+"""`hpcsched node remove`: frees the node of jobs, then deletes its file, always in this order.
 
-A running controller frees the node: it refuses, ends jobs, or gives them up. Without one the database says which jobs are
-held there, and keeps the admin's word for the next start.
+A running controller frees the node: it refuses, ends jobs, or fences the node. Without a controller, the database has the
+jobs on the node, and records the admin's decision for the next start.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hpcsched.errors import HpcschedError, NotFoundError, RequestError, Unavaila
 from hpcsched.store.engine import open_database
 from hpcsched.store.store import Store
 
-ENDING_S = 30.0  # beyond the grace time that jobs get
+ENDING_S = 30.0  # beyond the grace period of jobs
 ASK_EVERY_S = 0.3
 
 
 def remove_node(config: Config, name: str, *, force: bool) -> None:
-    """Remove the node, and tell what becomes of its jobs. Raises HpcschedError; then its file is there as before."""
+    """Remove the node, and print what happens to its jobs. Raises HpcschedError; then its file is unchanged."""
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     running = _known_to_controller()
     if name not in [spec.name for spec in config.nodes] and name not in (running or ()):
         if running is not None and _free(config, name, force=force):
-            return  # its file was deleted by hand before, and jobs were held there
+            return  # its file was deleted by hand while it held jobs
         there = ", ".join(spec.name for spec in config.nodes) or "none"
         raise NotFoundError(f"cannot remove {name[:60]!r}: there is no node of that name; there are: {there}")
-    load_config(config.config_dir, without=name)  # a partition may name it
+    load_config(config.config_dir, without=name)  # a partition may list it
     if running is None:
         _note_for_next_start(config, name, force=force)
         path.unlink(missing_ok=True)
@@ -46,11 +46,11 @@ def remove_node(config: Config, name: str, *, force: bool) -> None:
     _free(config, name, force=force)
     _delete(path, name)
     click.echo(f"removed {path}")
-    click.echo("the controller knows")
+    click.echo("controller notified")
 
 
 def _known_to_controller() -> list[str] | None:
-    """Return the nodes that the controller knows, None if none runs."""
+    """Return the nodes of the controller, None if it is not running."""
     try:
         return [view["name"] for view in client.call("GET", "/v1/nodes")["nodes"]]
     except client.NoControllerError:
@@ -58,7 +58,7 @@ def _known_to_controller() -> list[str] | None:
 
 
 def _free(config: Config, name: str, *, force: bool) -> bool:
-    """Have the controller free the node of jobs, and wait until none is left there; return whether there were any."""
+    """Have the controller free the node of jobs, and wait for that; return whether there were any."""
     deadline_s = time.monotonic() + config.controller.kill_wait_s + ENDING_S
     told = ""
     held = False
@@ -82,7 +82,7 @@ def _free(config: Config, name: str, *, force: bool) -> bool:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Delete the file and have the controller read that; if it refuses, the file is there again."""
+    """Delete the file and notify the controller; restore the file if the controller refuses."""
     aside = path.with_suffix(".removed")
     there = path.exists()
     if there:
@@ -98,7 +98,7 @@ def _delete(path: Path, name: str) -> None:
 
 
 def _note_for_next_start(config: Config, name: str, *, force: bool) -> None:
-    """Refuse if jobs are held there; with `force`, have the next controller give them up by this admin's word."""
+    """Fail if the node holds jobs; with `force`, record that the next controller fences the node."""
     state_dir = config.controller.state_dir
     database = state_dir / paths.DATABASE_FILE
     if not database.exists():

@@ -1,1 +1,1 @@
-"""How commands write jobs, steps and nodes: columns, records, sentences."""
+"""The output of commands: columns, records, JSON, and the screen of `hpcsched top`."""

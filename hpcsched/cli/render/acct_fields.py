@@ -1,7 +1,7 @@
-"""The columns of hacct, by sacct's names, and the rows that a job is: the job itself, its batch step, its other steps.
+"""The columns of hacct with sacct's names, and the rows of a job: the job, its batch step, its other steps.
 
-A job or a step is the JSON object of the API's history. Knows neither tables nor which jobs are asked for. Source:
-sacct(1), "Job Accounting Fields".
+A job or a step is the JSON object of the API's history. Knows neither tables nor the request. Source: sacct(1),
+"Job Accounting Fields".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcsched.model.units import format_mem, format_time_s
 
 
 class HistoryRow(namedtuple("HistoryRow", "job step")):
-    """A line: a job (`step` None), or one of its steps."""
+    """One line: a job (`step` is None), or one of its steps."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class HistoryRow(namedtuple("HistoryRow", "job step")):
 
 
 class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms", defaults=(0, 10))):
-    """A column as it is asked for; `width` 0 is as wide as it needs to be. `slurms`: how wide sacct's is by itself."""
+    """A requested column; `width` 0 is as wide as the content, `slurms` is sacct's default width."""
 
     __slots__ = ()
 
@@ -43,14 +43,14 @@ class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms", 
 
 
 def job_rows(job: Json, *, steps: bool) -> list[HistoryRow]:
-    """Return the rows of a job: with its `steps`, those of its last attempt, the batch step first."""
+    """Return the rows of a job; with `steps` also the steps of its last attempt, the batch step first."""
     mine = [step for step in job["steps"] if step.get("attempt", job["attempt"]) == job["attempt"]] if steps else []
     mine.sort(key=lambda step: -1 if step["step"] == "batch" else int(step["step"]))
     return [HistoryRow(job, None), *(HistoryRow(job, step) for step in mine)]
 
 
 def columns_of(text: str, known: Sequence[HistoryColumn] = ()) -> list[HistoryColumn]:
-    """Return the columns that a list of names, each with a width or without, asks for. Raises UsageError."""
+    """Return the columns for a list of names with optional widths. Raises UsageError."""
     return [_column(word, known or _COLUMNS) for word in split_list(text)]
 
 
@@ -74,7 +74,7 @@ def _column(word: str, known: Sequence[HistoryColumn]) -> HistoryColumn:
     raise UsageError(f"cannot show column {word[:60]!r}: no such column; {hint}")
 
 
-# ----- how a row is written
+# ----- the text of a row
 
 
 def _id(row: HistoryRow) -> str:
@@ -87,7 +87,7 @@ def _raw_id(row: HistoryRow) -> str:
 
 def _state(row: HistoryRow) -> str:
     state = str(row.step["state"] if row.step else row.job["state"])
-    by = row.job.get("ended_by", row.job.get("ended_by_uid"))  # a name where the command has looked it up
+    by = row.job.get("ended_by", row.job.get("ended_by_uid"))  # a name, if the command has looked it up
     return f"CANCELLED by {by}" if state == "CANCELLED" and by is not None and not row.step else state
 
 
@@ -117,19 +117,19 @@ def _elapsed_s(row: HistoryRow) -> float:
     start_s, end_s = _start_s(row), _end_s(row)
     if start_s is None:
         return 0.0
-    if end_s is None:  # the step still runs: as long as its job, less the time before it
+    if end_s is None:  # a running step has run as long as its job, minus the time before its start
         end_s = (row.job["started_at_s"] or start_s) + row.job["elapsed_s"]
     return max(0.0, end_s - start_s)
 
 
 def _cpu_s(row: HistoryRow, *keys: str) -> float:
-    """Return the cpu time of a step, of a job that of its steps."""
+    """Return the CPU time of a step, or for a job the sum of its steps, in seconds."""
     steps = [row.step] if row.step else [one.step for one in job_rows(row.job, steps=True)[1:] if one.step]
     return sum(step[key] or 0.0 for step in steps for key in keys)
 
 
 def _cpu_text(seconds: float) -> str:
-    """Return cpu time as sacct does: ``MM:SS.mmm`` under an hour, else ``H:M:S``."""
+    """Return CPU time like sacct: ``MM:SS.mmm`` below an hour, else ``H:M:S``."""
     if seconds >= 3600:
         return format_time_s(seconds, full=True)
     minutes, millis = divmod(round(seconds * 1000), 60_000)
@@ -141,7 +141,7 @@ def _max_rss(row: HistoryRow) -> str:
 
 
 def _of_job(key: str, none: str = "") -> Callable[[HistoryRow], str]:
-    """Return the writer of a value that a step has of its job."""
+    """Return a writer for a value that steps share with their job."""
     return lambda row: none if row.job[key] in (None, "") else str(row.job[key])
 
 
@@ -169,10 +169,10 @@ def _reason(row: HistoryRow) -> str:
 
 
 def _meaning(row: HistoryRow) -> str:
-    """Return what the exit status means, and what else is known of how the job ended."""
+    """Return the meaning of the exit status, and the cause of the end if it is known."""
     if row.step:
         return exit_words(row.step["exit_code"] or 0, row.step["exit_signal"] or 0)
-    cancelled = row.job["state"] == "CANCELLED"  # that says it all
+    cancelled = row.job["state"] == "CANCELLED"  # the state says it all
     words = "" if cancelled else exit_words(row.job["exit_code"] or 0, row.job["exit_signal"] or 0)
     known = row.job["reason_detail"] if row.job["state"] in ENDED_STATES else ""
     return "; ".join(filter(None, (words, known)))
@@ -183,7 +183,7 @@ def _trained(row: HistoryRow, key: str) -> str:
 
 
 def _tres(row: HistoryRow) -> str:
-    """Return what a job or a step had, in sacct's order, which is the alphabet's."""
+    """Return the TRES of a job or step in alphabetical order, like sacct."""
     job = row.job
     if not job["nodes"]:
         return ""
@@ -203,7 +203,7 @@ def _req_tres(row: HistoryRow) -> str:
 def _amounts(job: Json, mem_mib: int) -> dict[str, str]:
     cpus = str(job["num_cpus"])
     amounts = {"billing": cpus, "cpu": cpus, "mem": format_mem(mem_mib), "node": str(job["num_nodes"])}
-    shards = job.get("shards", 0)  # of the controller before this one: none
+    shards = job.get("shards", 0)  # missing in the answer of an older controller
     return amounts | {f"gres/{name}": str(count) for name, count in (("gpu", job["gpus"]), ("shard", shards)) if count}
 
 
@@ -226,7 +226,7 @@ def _waited_s(row: HistoryRow) -> float:
 
 
 def _derived_exit(row: HistoryRow) -> str:
-    """Return the highest exit code of the job's steps but the batch step."""
+    """Return the highest exit code of the job's steps except the batch step."""
     steps = [one.step for one in job_rows(row.job, steps=True)[1:] if one.step and one.step["step"] != "batch"]
     return f"{max((step['exit_code'] or 0 for step in steps), default=0)}:0"
 
@@ -240,24 +240,24 @@ def _job_text(text: Callable[[Json], str]) -> Callable[[HistoryRow], str]:
 
 
 def _group(job: Json, *, number: bool) -> str:
-    from hpcsched.listing import jobfields  # few ask for it
+    from hpcsched.listing import jobfields  # rarely needed
 
     name = "gid" if number else "group"
     return next(field for field in jobfields.FIELDS if field.name == name).text(job, Look(0.0))
 
 
 def _moved(key: str, *, each: bool = False) -> Callable[[HistoryRow], str]:
-    """Return the writer of what a step has read or written in all, or `each` of its tasks on average."""
+    """Return a writer for the bytes that a step read or wrote, or `each` of its tasks on average."""
 
     def text(row: HistoryRow) -> str:
-        count = row.step.get(key) if row.step else None  # of the controller before this one: none
+        count = row.step.get(key) if row.step else None  # missing in the answer of an older controller
         return "" if count is None or row.step is None else size_text(count / (row.step["ntasks"] if each else 1))
 
     return text
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes as sacct does: ``512``, ``3.50M``, ``50M``."""
+    """Return a number of bytes like sacct: ``512``, ``3.50M``, ``50M``."""
     size, unit = float(count), ""
     for larger in "KMGTP":
         if size < 1024:
@@ -267,7 +267,7 @@ def size_text(count: float) -> str:
 
 
 def _tres_usage(row: HistoryRow, *, tasks: int, out: bool = False) -> str:
-    """Return what a step has used as sacct's TRESUsage columns: cpu and bytes divided by `tasks`, and the memory of one task."""
+    """Return a step's usage like sacct's TRESUsage columns: CPU time and bytes divided by `tasks`, memory of one task."""
     step = row.step
     if not step or step["cpu_user_s"] is None:
         return ""
@@ -374,7 +374,7 @@ _COLUMNS = (
     HistoryColumn("WorkDir", _only_job("work_dir"), True, slurms=20),
 )
 
-# What sacct has and what is not counted here: known, and empty.
+# Columns of sacct without a counterpart here: known, but empty.
 _EMPTY = (
     "AdminComment AssocID AveCPUFreq AvePages AveVMSize BlockID ConsumedEnergy "
     "ConsumedEnergyRaw Container DBIndex Extra FailedNode JobExtra Layout Licenses MaxDiskReadNode MaxDiskReadTask "
@@ -393,6 +393,6 @@ _OTHERS = (
 
 
 def slurms_columns(cluster: str) -> tuple[HistoryColumn, ...]:
-    """Return all columns that sacct has, and ours; `cluster` is the name of the cluster."""
+    """Return all columns of sacct, and ours; `cluster` is the name of the cluster."""
     others = [one._replace(text=lambda row: cluster) if one.name == "Cluster" else one for one in _OTHERS]
     return tuple(sorted((*_COLUMNS, *others), key=lambda column: column.name.lower()))

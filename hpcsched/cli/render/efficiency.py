@@ -1,7 +1,7 @@
-"""How much of what a job was given it used, and in one line what to ask for the next time: `hacct --eff`.
+"""The efficiency of a job, and one line of advice for the next request: `hacct --eff`.
 
-A job is the JSON object of the API's history. Processor time is that of all its steps; memory is what its largest step took,
-its tasks taken to be alike (as seff does). Only of jobs that are over: what still runs has not been measured to its end.
+A job is the JSON object of the API's history. CPU time is that of all its steps; memory is that of its largest step, assuming
+equal tasks, as in seff. Rule: only ended jobs have an efficiency, because running ones have not been measured to their end.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from hpcsched.client import Json
 from hpcsched.listing.states import ENDED_STATES
 from hpcsched.model.units import format_mem, format_time_s
 
-SHORT_S = 10  # who ran less has hardly begun
-BUSY = 0.5  # of the cpus, at least: the rest waits for something now and then
-ROOMY = 0.3  # of the memory, at most: less would do
-SPARE = 1.25  # of memory to ask for, times what was used
-SMALL_MIB = 512  # nobody else misses so little
-LATE = 0.25  # of the time limit, at most: a shorter one starts sooner
+SHORT_S = 10  # a shorter run is all start-up
+BUSY = 0.5  # of the CPUs: less than this is worth a note
+ROOMY = 0.3  # of the memory: less than this is worth a note
+SPARE = 1.25  # memory to request, as a multiple of the used memory
+SMALL_MIB = 512  # ignore savings below this
+LATE = 0.25  # of the time limit: less than this is worth a note, because shorter jobs start sooner
 LONG_S = 3600
 
 
 def time_part(job: Json) -> float | None:
-    """Return which part of its time limit the job ran; None: it has none."""
+    """Return the used fraction of the time limit; None without a limit."""
     return job["elapsed_s"] / job["time_limit_s"] if job["time_limit_s"] and job["started_at_s"] else None
 
 
 def cpu_part(job: Json) -> float | None:
-    """Return for which part of its time the job's cpus were busy; None: that is not known."""
+    """Return the fraction of CPU time that was busy; None if it is not known."""
     busy_s = _cpu_s(job)
     given_s = job["elapsed_s"] * job["num_cpus"]
     return None if busy_s is None or given_s <= 0 else busy_s / given_s
 
 
 def mem_part(job: Json) -> float | None:
-    """Return which part of its memory the job used; None: that is not known, or it was given all there is."""
+    """Return the used fraction of the memory; None if it is not known, or the job had all memory of its nodes."""
     used_mib = _used_mib(job)
     return None if used_mib is None or not job["mem_mib"] else used_mib / job["mem_mib"]
 
 
 def part_text(part: float | None) -> str:
-    """Return a part as ``37%``."""
+    """Return a fraction as ``37%``."""
     return "" if part is None else f"{part * 100:.0f}%"
 
 
 def advice(job: Json) -> str:
-    """Return in one line what to ask for the next time; "" of a job that is not over or never ran."""
+    """Return advice for the next request in one line; "" for a job that has not ended or never ran."""
     if job["state"] not in ENDED_STATES or job["started_at_s"] is None:
         return ""
     nodes = max(1, job["num_nodes"])
@@ -105,6 +105,6 @@ def _about_time(job: Json) -> str:
 
 
 def _round_mib(mib: float) -> int:
-    """Return a size that a person would write: in steps of 100M, above 1G of 1G."""
+    """Return a round size: a multiple of 100M, or of 1G above 1G."""
     step = 100 if mib < 1024 else 1024
     return math.ceil(mib / step) * step

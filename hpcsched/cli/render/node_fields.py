@@ -1,7 +1,7 @@
-"""The columns of nodes: each with sinfo's letter, header and long names, and how it is written of a group of nodes.
+"""The columns of nodes: sinfo's letter, header and long names, and the text for a group of nodes.
 
-A group is one line: nodes of one partition (or of all) that are alike in what the format shows. Texts that differ make
-two lines, as in sinfo; of numbers that differ the least is shown with a +. Source: sinfo(1) -o and -O.
+A group is one line: nodes of one partition (or of all) with equal values in the format. As in sinfo, different texts make
+different lines; of different numbers, the lowest is shown with a +. Source: sinfo(1) -o and -O.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OUT = ("DOWN", "DRAINED", "UNKNOWN")
 
 
 class NodeGroup(namedtuple("NodeGroup", "partition nodes")):
-    """A line: nodes, and their partition (None: of whatever partition)."""
+    """The nodes of one line, and their partition; None if the line is for all partitions."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ _SHORT = {
 
 
 def state_text(node: Node, *, short: bool) -> str:
-    """Return a node's state; a node that does not answer has a star."""
+    """Return the state of a node, with a star if it does not answer."""
     state = node["state"]
     star = "*" if node["link"] != "up" else ""
     return (_SHORT.get(state, state.lower()) if short else state.lower()) + star
@@ -66,7 +66,7 @@ def _gres_used(node: Node) -> str:
 
 
 def reason_of(node: Node) -> tuple[str, str, str]:
-    """Return why a node takes no jobs, who said so, and since when."""
+    """Return why a node accepts no jobs, who drained it, and since when."""
     if node["drained"]:
         return node["drained_why"], node["drained_by"], date_text(node["drained_at_s"], "Unknown")
     if node["state"] == "DOWN":
@@ -75,7 +75,7 @@ def reason_of(node: Node) -> tuple[str, str, str]:
 
 
 def cpu_counts(nodes: Sequence[Node]) -> tuple[int, int, int, int]:
-    """Return how many cpus are allocated, idle, otherwise out of use, and there at all."""
+    """Return the number of CPUs that are allocated, idle, other, and in total."""
     total = sum(node["cpus"] for node in nodes)
     used = sum(node["cpus_alloc"] for node in nodes)
     out = sum(node["cpus"] - node["cpus_alloc"] for node in nodes if node["state"] in (*OUT, "DRAINING"))
@@ -83,18 +83,20 @@ def cpu_counts(nodes: Sequence[Node]) -> tuple[int, int, int, int]:
 
 
 def node_counts(nodes: Sequence[Node]) -> tuple[int, int, int, int]:
-    """Return how many nodes are allocated, idle, otherwise out of use, and there at all."""
+    """Return the number of nodes that are allocated, idle, other, and in total."""
     used = sum(node["state"] in IN_USE for node in nodes)
     out = sum(node["state"] in OUT for node in nodes)
     return used, len(nodes) - used - out, out, len(nodes)
 
 
-# ----- how a group is written
+# ----- the text of a group
 
 
 def avail_text(partition: Partition) -> str:
-    """Return sinfo's word for whether the partition is available: up, down, drain or inact."""
-    state = partition.get("state") or ("UP" if partition["up"] else "DOWN")  # of the controller before this one: none
+    """Return the availability of the partition in sinfo's words: up, down, drain or inact."""
+    state = partition.get("state") or (
+        "UP" if partition["up"] else "DOWN"
+    )  # missing in the answer of an older controller
     return {"INACTIVE": "inact"}.get(state, state.lower())
 
 
@@ -103,7 +105,7 @@ def _partition(text: Callable[[Partition], str]) -> Callable[[NodeGroup, Look], 
 
 
 def _each(text: Callable[[Node], str]) -> Callable[[NodeGroup, Look], str]:
-    """Return the writer of what all nodes of a group have in common."""
+    """Return a writer for a value that all nodes of a group have in common."""
     return lambda group, look: text(group.nodes[0]) if group.nodes else "n/a"
 
 
@@ -136,7 +138,7 @@ def _default_time(partition: Partition) -> str:
 
 
 # fmt: off
-# Fields that tell groups apart: a partition's (if any is shown, lines are per partition), and a node's texts.
+# Fields that separate groups: those of partitions (then lines are per partition), and texts of nodes.
 _OF_PARTITION = (
     FormatField("partition", "P", "PARTITION", _partition(lambda one: one["name"] + "*" * one["default"]),
           longs=("partition",)),
@@ -171,7 +173,7 @@ _OF_NODE = (
     FormatField("since", "H", "TIMESTAMP", _each(lambda node: reason_of(node)[2]), longs=("timestamp",)),
     FormatField("reservation", "i", "RESERVATION", _each(lambda node: node.get("reservation") or ""), longs=("reservation",)),
 )
-_BY_NAME = (  # they show each node on a line of its own
+_BY_NAME = (  # these columns show one node per line
     FormatField("hosts", "n", "HOSTNAMES", _each(lambda node: node["name"]), longs=("nodehost",)),
     FormatField("address", "o", "NODE_ADDR", _each(lambda node: node["host"]), longs=("nodeaddr",)),
 )
@@ -207,7 +209,7 @@ FIELDS = (*_OF_PARTITION, *_OF_NODE, *_BY_NAME, *_OF_GROUP)
 def groups_of(
     cells: Sequence[Cell], partitions: Sequence[Partition], nodes: Sequence[Node], *, each: bool = False
 ) -> list[NodeGroup]:
-    """Return the lines that show `nodes`: those that the format tells apart, with `each` every node by itself."""
+    """Return the lines for `nodes`: one per set of equal values, or with `each` one per node."""
     shown = [cell.field for cell in cells if cell.field is not None]
     apart = [field for field in shown if field in _OF_NODE]
     each = each or any(field in _BY_NAME for field in shown)

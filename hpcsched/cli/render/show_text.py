@@ -1,6 +1,6 @@
 """Jobs, nodes and partitions as ``Name=value`` words, with scontrol's names and in its order.
 
-What is not known or not shown to the asker is ``(null)`` or ``N/A``, as there. The values are the API's JSON objects.
+As in scontrol, a value that is unknown or hidden is ``(null)`` or ``N/A``. The values are the API's JSON objects.
 Source: scontrol(1) "show"; its output.
 """
 
@@ -20,7 +20,7 @@ class Verbatim(str):
 
 
 def record_text(lines: Sequence[Words], *, one_line: bool) -> str:
-    """Return the words, as lines indented under the first one, or all on one line."""
+    """Return the words as lines, indented under the first one, or all on one line."""
     texts = [" ".join(f"{name}={_value(value)}" for name, value in words) for words in lines if words]
     return " ".join(texts) if one_line else "\n   ".join(texts) + "\n"
 
@@ -41,7 +41,7 @@ _CAPABILITY = (("Switch", "switch"), ("Speed", "speed"), ("LinkMbps", "link_mbps
 
 
 def node_lines(node: Json) -> list[Words]:
-    """Return a node much as ``scontrol show node`` does."""
+    """Return the lines of a node, similar to ``scontrol show node``."""
     state = node["state"] + ("+DRAIN" if node["drained"] and node["state"] == "DOWN" else "")
     lines: list[Words] = [
         [("NodeName", node["name"]), ("State", state), ("NodeAddr", node["host"]), ("Port", node["port"] or 22)],
@@ -81,7 +81,7 @@ def _all_or(names: list[str]) -> str:
 
 
 def partition_lines(partition: Json) -> list[Words]:
-    """Return a partition much as ``scontrol show partition`` does."""
+    """Return the lines of a partition, similar to ``scontrol show partition``."""
     counts = ",".join(f"{state}:{count}" for state, count in sorted(partition["state_counts"].items()))
     return [
         [("PartitionName", partition["name"])],
@@ -106,7 +106,7 @@ def partition_lines(partition: Json) -> list[Words]:
 
 
 def license_lines(one: Json) -> list[Words]:
-    """Return a licence as ``scontrol show licenses`` does."""
+    """Return the lines of a licence, like ``scontrol show licenses``."""
     return [[("LicenseName", one["name"])], [("Total", one["total"]), ("Used", one["used"]), ("Free", one["free"])]]
 
 

@@ -1,5 +1,8 @@
-"""``squeue --json``, ``scontrol show job --json`` and ``sacct --json``: jobs in the names of Slurm's OpenAPI (data_parser
-v0.0.39, that of Slurm 23.02), as far as we have what they name. The values are the API's JSON objects."""
+"""JSON of the commands with Slurm's names: jobs, nodes and partitions in the names of Slurm's OpenAPI.
+
+That is data_parser v0.0.39, of Slurm 23.02; fields without a counterpart here are left out. The values are the API's JSON
+objects.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from hpcsched.cli.render.slurm_records import node_state, tres_of_node, tres_of_
 from hpcsched.client import Json
 from hpcsched.commands.slurm import SLURM_VERSION
 
-# ----- what the JSON of all commands with Slurm's names has in common: Slurm's OpenAPI, data_parser v0.0.39, that of Slurm 23.02
+# ----- jobs
 
 
 def meta() -> Json:
-    """Return what stands at the head of each answer."""
+    """Return the head of each answer."""
     major, micro, minor = SLURM_VERSION.split(".")
     return {
         "plugin": {"type": "openapi/v0.0.39", "name": "Slurm OpenAPI v0.0.39", "data_parser": "data_parser/v0.0.39"},
@@ -29,13 +32,13 @@ def meta() -> Json:
 
 
 def print_jobs(answer: Json) -> int:
-    """Print the jobs of the API's answer as squeue does; return the exit status."""
+    """Print the jobs of the API's answer like squeue; return the exit status."""
     print_json({"meta": meta(), "jobs": [job_json(job) for job in answer["jobs"]], "warnings": [], "errors": []})
     return 0
 
 
 def print_accounting(answer: Json, cluster: str) -> None:
-    """Print the jobs of the history as sacct does."""
+    """Print the jobs of the history like sacct."""
     jobs = [_accounted(job, cluster) for job in answer["jobs"]]
     print_json({"meta": meta(), "jobs": jobs, "warnings": [], "errors": []})
 
@@ -106,8 +109,7 @@ def _step(job: Json, step: Json) -> Json:
     }
 
 
-# ----- ``sinfo --json`` and ``scontrol show node|partition --json``: in the names of Slurm's OpenAPI, as far as we have what they
-# name. The values are the API's JSON objects.
+# ----- nodes and partitions: ``sinfo --json`` and ``scontrol show node|partition --json``
 
 
 def print_nodes(nodes: Sequence[Json]) -> None:
@@ -116,7 +118,7 @@ def print_nodes(nodes: Sequence[Json]) -> None:
 
 
 def print_partitions(partitions: Sequence[Json], nodes: Sequence[Json]) -> None:
-    """Print the partitions; `nodes` are all there are."""
+    """Print the partitions; `nodes` are all nodes of the cluster."""
     by_name = {node["name"]: node for node in nodes}
     shown = [_partition(one, [by_name[name] for name in one["nodes"] if name in by_name]) for one in partitions]
     print_json({"meta": meta(), "partitions": shown, "warnings": [], "errors": []})

@@ -1,7 +1,7 @@
-"""Jobs, nodes, partitions and steps as ``scontrol show`` writes them: Slurm's words, in Slurm's order, all of them.
+"""Nodes, partitions and steps as ``scontrol show`` prints them: all of Slurm's words, in Slurm's order.
 
-Clients read these as ``name=value`` words, and some count on the lines. What there is no such thing of here has the value
-that Slurm shows where it is unused. The values are the API's JSON objects. Source: scontrol of Slurm 22.05.
+Clients parse the ``name=value`` words, and some depend on the lines. Features that do not exist here have the value that Slurm
+shows if they are unused. The values are the API's JSON objects. Source: scontrol of Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STATES = {"UNKNOWN": "UNKNOWN", "DRAINED": "IDLE+DRAIN", "MAINT": "IDLE+MAINTEN
 
 
 def node_state(node: Json) -> str:
-    """Return a node's state in scontrol's words: ``IDLE+DRAIN``."""
+    """Return the state of a node in scontrol's words: ``IDLE+DRAIN``."""
     if node["drained"] and node["link"] == "down":
         return "DOWN+DRAIN"
     if node["state"] == "DRAINING":
@@ -25,7 +25,7 @@ def node_state(node: Json) -> str:
 
 
 def tres_of_node(node: Json) -> tuple[str, str]:
-    """Return what a node has, and what of it is allocated: ``cpu=8,mem=4G,billing=8,gres/gpu=2``."""
+    """Return the TRES of a node, and the allocated ones: ``cpu=8,mem=4G,billing=8,gres/gpu=2``."""
     gpus = len(node["gpus"])
     whole = [f"cpu={node['cpus']}", f"mem={format_mem(node['mem_mib'])}", f"billing={node['cpus']}"]
     whole += [f"gres/gpu={gpus}"] if gpus else []
@@ -36,7 +36,7 @@ def tres_of_node(node: Json) -> tuple[str, str]:
 
 
 def tres_of_nodes(partition: Json, nodes: list[Json]) -> str:
-    """Return what a partition has; `nodes` are its nodes."""
+    """Return the TRES of a partition; `nodes` are its nodes."""
     mem_mib, gpus = sum(node["mem_mib"] for node in nodes), sum(len(node["gpus"]) for node in nodes)
     tres = f"cpu={partition['cpus']},mem={format_mem(mem_mib)},node={len(nodes)},billing={partition['cpus']}"
     return tres + (f",gres/gpu={gpus}" if gpus else "")
@@ -87,7 +87,7 @@ def node_lines(node: Json) -> list[Words]:
 
 
 def why_out_of_use(node: Json) -> tuple[str, str, float | None]:
-    """Return why a node is drained or down, by whom and since when; "": it is not."""
+    """Return why a node is drained or down, who drained it, and since when; "" if it is in use."""
     if node["drained"]:
         return node["drained_why"], node["drained_by"], node["drained_at_s"]
     return (node["link_why"], "slurm", node["link_since_s"] or None) if node["state"] == "DOWN" else ("", "", None)
@@ -141,7 +141,7 @@ def partition_lines(partition: Json, nodes: list[Json]) -> list[Words]:
 
 
 def step_lines(step: Json) -> list[Words]:
-    """Return the lines of a step that runs."""
+    """Return the lines of a running step."""
     job = step["job"]
     nodes = compress_hostlist(step["nodes"])
     cpus = sum(share["cpus"] for share in job["shares"] if share["node"] in step["nodes"])

@@ -1,4 +1,4 @@
-"""The steps that run: those of hqueue and squeue --steps, and of scontrol show step. A step is the JSON object of the history."""
+"""Running steps, for hqueue and squeue --steps and scontrol show step. A step is the JSON object of the history."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIELDS = (
 
 
 def running_steps(wanted: Sequence[str]) -> tuple[float, list[Json]]:
-    """Return the present time and the steps that run now: all, or those of `wanted` (``12``, ``12.0``, ``10_3.batch``)."""
+    """Return the current time and the running steps: all, or those of `wanted` (``12``, ``12.0``, ``10_3.batch``)."""
     ids = sorted({word.partition(".")[0].partition("_")[0].partition("+")[0] for word in wanted})
     states = ",".join(sorted(ACTIVE_STATES))
     answer = client.call("GET", client.query("/v1/history", id=",".join(ids), state=states))
@@ -53,7 +53,7 @@ def running_steps(wanted: Sequence[str]) -> tuple[float, list[Json]]:
 
 
 def print_steps(words: Words, *, text: str = "") -> int:
-    """Print the steps that the words ask for, as squeue --steps does."""
+    """Print the requested steps like squeue --steps."""
     now_s, steps = running_steps([word for word in words.listed("steps") if word])
     users = words.listed("user")
     shown = [step for step in steps if not users or step["job"]["user"] in users or str(step["job"]["uid"]) in users]

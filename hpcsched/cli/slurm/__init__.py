@@ -1,7 +1,7 @@
 """Slurm's names for the commands: sbatch, squeue, scancel, sacct, sinfo, scontrol and the rest.
 
-The same code as our own commands with other defaults: Slurm's formats, its texts on standard error, its exit statuses
-(`hpcsched.commands.slurm`). They are found only if the directory of ``hpcsched slurm-path`` is on the PATH.
+They run the code of our own commands with Slurm's defaults, formats, messages and exit statuses (`hpcsched.commands.slurm`).
+They are found only if the directory of ``hpcsched slurm-path`` is in the PATH.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpcsched.commands.slurm import (
 
 
 def run_face(face: Face, work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
-    """Run the command as Slurm's would run, and return its exit status."""
+    """Run a command with Slurm's name, and return its exit status."""
     command = with_usage(face)
 
     def here(words: Words) -> int:
@@ -52,7 +52,7 @@ def own_cluster() -> str:
 
 
 def look_again(words: Words, look: Callable[[Words], int]) -> int:
-    """Look once, or with --iterate again and again until interrupted; there are no operands. Raises UsageError."""
+    """Print once, or with --iterate repeatedly until interrupted. Raises UsageError if there are operands."""
     refuse_operands(words)
     if not words.has("iterate"):
         return look(words)

@@ -1,4 +1,4 @@
-"""sacct: `hacct` in Slurm's shape: its columns and their widths, root sees everybody's jobs, a day begins at midnight."""
+"""sacct: `hacct` with Slurm's columns and widths; root sees the jobs of all users, and a day begins at midnight."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _print_json(answer: Json) -> None:
 
 
 def _slurms(jobs: list[Json], words: Words) -> list[Json]:
-    """Return the jobs in the states of Slurm's accounting, and an array's waiting tasks as one: ``10_[3-9%2]``."""
+    """Return the jobs with the states of Slurm's accounting; waiting tasks of an array are one: ``10_[3-9%2]``."""
     made = [job | {"state": _RUNNING.get(job["state"], job["state"])} for job in jobs]
     folds: dict[int, list[Json]] = {}
     for job in () if words.has("array") else made:
@@ -101,7 +101,7 @@ def _slurms(jobs: list[Json], words: Words) -> list[Json]:
     return [first.get(job["id"], job) for job in made if job["id"] not in rest]
 
 
-_RUNNING = {"CONFIGURING": "RUNNING", "COMPLETING": "RUNNING"}  # what sacct knows of a job that is not over
+_RUNNING = {"CONFIGURING": "RUNNING", "COMPLETING": "RUNNING"}  # what sacct knows of a job that has not ended
 
 
 def _folded(tasks: list[Json]) -> Json:

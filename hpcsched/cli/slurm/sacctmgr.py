@@ -1,7 +1,7 @@
-"""sacctmgr: shows the associations, accounts, users, qualities of service and the cluster, as clients ask for them.
+"""sacctmgr: shows associations, accounts, users, QOS and the cluster.
 
-They are configuration here (`hpcsched.toml`), so nothing is changed by it: those verbs are refused, with where to do it.
-Source: sacctmgr(1); what snakemake, Open OnDemand and exporters of metrics send.
+These are configured in hpcsched.toml, so verbs that change them are rejected, with the place to edit. Source: sacctmgr(1), and
+the requests of snakemake, Open OnDemand and metrics exporters.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean, fitted
 from hpcsched.model.units import format_time_s
 
-# ----- what sacctmgr shows: associations, accounts, users, qualities of service, the cluster, resources; rows by column
-# Limits come from the configuration, shares from the tree of fair share. What a Slurm's database has and there is not here
-# (events, transactions, federations ...) is empty. Source: sacctmgr(1), "LIST/SHOW FORMAT OPTIONS".
+# ----- associations, accounts, users, QOS, the cluster, resources: rows by column
+# Limits come from the configuration, shares from the fair-share tree. Entities that exist only in Slurm's database
+# (events, transactions, federations ...) are empty. Source: sacctmgr(1), "LIST/SHOW FORMAT OPTIONS".
 
 
 _TRES = (("cpu", "", 1), ("mem", "", 2), ("energy", "", 3), ("node", "", 4), ("billing", "", 5), ("fs", "disk", 6),
@@ -39,7 +39,7 @@ def _named(records: Sequence[Json], name: str) -> Json:
 
 
 def _shares() -> list[Json]:
-    """Return the lines of the tree of shares, with one for whoever asks: everybody may submit, known yet or not."""
+    """Return the lines of the fair-share tree, including one for the current user even if it has no usage yet."""
     lines = list(client.call("GET", "/v1/shares")["shares"])
     me = client.my_name()
     if not any(one["user"] == me for one in lines):
@@ -52,7 +52,7 @@ def _tres_text(tres: Sequence[tuple[str, int]]) -> str:
 
 
 def _limits(limits: Json | None) -> Json:
-    """Return what the limits of an account, a user or a QOS are called in Slurm's columns; "" for none."""
+    """Return the limits of an account, a user or a QOS by Slurm's columns; "" without a limit."""
     found: dict[str, Any] = limits or {}
 
     def number(name: str) -> Any:
@@ -320,7 +320,7 @@ def _is_meant(one: Json, conditions: dict[str, list[str]]) -> bool:
     return True
 
 
-# ----- how it is written
+# ----- output
 
 
 def _print(records: Sequence[Json], fields: Sequence[str], words: Words) -> None:
@@ -338,7 +338,7 @@ def _print(records: Sequence[Json], fields: Sequence[str], words: Words) -> None
 
 
 def _column(word: str) -> tuple[str, str, int, bool]:
-    """Return name, key, width and side of a column as it was asked for: ``account%256``."""
+    """Return name, key, width and alignment of a requested column: ``account%256``."""
     name, _, width = word.partition("%")
     digits = width.lstrip("-")
     if digits and not digits.isdigit():

@@ -1,4 +1,4 @@
-"""sattach: shows the output of a running step from now on, and ends as the step does. Nothing is sent to its tasks.
+"""sattach: prints the output of a running step from now on, and exits with its status. Its tasks get no input.
 
 Source: sattach(1).
 """
@@ -88,7 +88,7 @@ class _Attached(Front):
             self.client.give_up("that was all")
         width = len(str(sum(len(ranks) for _, ranks, _ in said.parts()) - 1))
         for fd, wanted in self._filters.items():
-            # What tasks write meanwhile is no part of a layout.
+            # The layout does not include output of the tasks.
             self.client.outlets[fd] = self._streams(Outlet(fd), "none" if self._layout else wanted, width)
 
     def on_signal(self, signum: int) -> None:
@@ -103,7 +103,7 @@ class _Attached(Front):
 
 
 def layout(said: protocol.StepStarted) -> str:
-    """Return which tasks run where, as Slurm writes it."""
+    """Return the tasks of each node, in Slurm's format."""
     parts = said.parts()
     nodes = " ".join(node for node, _, _ in parts)
     lines = [

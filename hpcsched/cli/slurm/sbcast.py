@@ -1,4 +1,4 @@
-"""sbcast: copies a file to all nodes of the job that it runs in, by a step that writes what it is fed."""
+"""sbcast: copies a file to all nodes of its job, through a step that writes its standard input."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""scontrol: `hctl` in Slurm's words: its records, its texts where it refuses, its exit statuses.
+"""scontrol: `hctl` with Slurm's records, error messages and exit statuses.
 
-``show hostnames``, ``show hostlist`` and ``version`` ask no controller: scripts call them on the nodes of a job. What
-changes something is `hctl`'s, but for what it prints. Without a command it reads commands from standard input, one a line.
+``show hostnames``, ``show hostlist`` and ``version`` need no controller: scripts call them on the nodes of a job. Changes are
+made by `hctl`, with other output. Without a command it reads commands from standard input, one per line.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _run(operands: Sequence[str], words: Words) -> int:
 
 
 def _found(word: str, known: Iterable[str]) -> str | None:
-    """Return the name that is meant: itself, or the first that begins so, as scontrol takes them."""
+    """Return the name, or the first name that begins with it, like scontrol; None if there is none."""
     lowered = word.lower()
     if lowered in known:
         return lowered
@@ -151,7 +151,7 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
 
 
 def _folded(jobs: Sequence[Json]) -> list[Json]:
-    """Return the jobs with an array's tasks that wait alike as one record, in the place of the first."""
+    """Return the jobs; equal waiting tasks of an array are one record, at the position of the first."""
     groups: dict[tuple[object, ...], list[Json]] = {}
     for job in jobs:
         alone = job["array_task_id"] is None or job["state"] != "PENDING" or job["restarts"]
@@ -335,7 +335,7 @@ def _jobs(rest: Sequence[str]) -> list[str]:
 
 
 def _ask(verb: str, body: Json, words: Words) -> int:
-    """Have the controller do it, and say in Slurm's words what it refused."""
+    """Send the request, and print a refusal in Slurm's words."""
     if verb == "requeue":
         outlive_its_end()
     answer = client.call("POST", f"/v1/{verb}", body)
@@ -385,7 +385,7 @@ def _is_incomplete(rest: Sequence[str]) -> bool:
 
 
 def _top(rest: Sequence[str], words: Words) -> int:
-    """Put these jobs first in line: what `update Priority` does, a little over the highest there is."""
+    """Move these jobs to the front of the queue, with a priority slightly above the highest one."""
     jobs = _jobs(rest)
     waiting = client.call("GET", client.query("/v1/jobs", state="PENDING"))["jobs"]
     highest = max((job["priority"] or 0 for job in waiting), default=0)
@@ -461,7 +461,7 @@ def _update(rest: Sequence[str], words: Words) -> int:
 
 
 def _write_resized(job: Json, words: Words) -> None:
-    """Write the scripts by which the shell of a running job that was resized gets the new variables."""
+    """Write the scripts with the new variables for the shell of a resized job."""
     if job["state"] != "RUNNING":
         return
     shares = job["shares"]
@@ -493,7 +493,7 @@ def _write_resized(job: Json, words: Words) -> None:
 
 
 def _joined(rest: Sequence[str]) -> list[str]:
-    """Return the words with each name and value that stand apart (``ArrayTaskThrottle 2``) joined by ``=``."""
+    """Return the words with separate names and values (``ArrayTaskThrottle 2``) joined by ``=``."""
     found: list[str] = []
     pending = iter(rest)
     for word in pending:
@@ -520,7 +520,7 @@ def _errnumstr(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
-# Those of Slurm's error numbers whose texts this scontrol may print.
+# Slurm's error numbers whose texts this scontrol may print.
 _ERRORS = {
     2000: "Invalid partition name specified",
     2009: "Requested node configuration is not available",
@@ -533,7 +533,7 @@ _ERRORS = {
 
 
 def _processes() -> list[tuple[int, dict[str, str]]]:
-    """Return the processes on this machine that belong to jobs, as far as we may look into them: pid, environment."""
+    """Return pid and environment of the processes on this machine that belong to jobs and that we may read."""
     found = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -548,7 +548,7 @@ def _processes() -> list[tuple[int, dict[str, str]]]:
 
 
 def _listpids(rest: Sequence[str], words: Words) -> int:
-    """List the processes of jobs on this node: of all, of a job, or of a step (``12.0``)."""
+    """List the processes on this node of all jobs, of a job, or of a step (``12.0``)."""
     job, _, step = (rest[0] if rest else "").partition(".")
     rows = []
     for pid, env in _processes():
@@ -588,7 +588,7 @@ def _notify(rest: Sequence[str], words: Words) -> int:
         raise RequestError(f"cannot write to job {job['display_id']}: it is {job['state']}, not RUNNING")
     if not job.get("stderr"):
         raise PermissionDeniedError(f"cannot write to job {job['display_id']}: it belongs to {clean(job['user'])}")
-    from hpcnode.commands import hrun  # no other verb needs it
+    from hpcnode.commands import hrun  # only this verb needs it
 
     message = clean(" ".join(rest[1:]))
     script = f"printf '%s\\n' {shlex.quote(message)} >> {shlex.quote(job['stderr'])}"
@@ -622,7 +622,7 @@ def _show_daemons(rest: Sequence[str], words: Words) -> int:
 
 
 def _own_nodes() -> list[Json]:
-    """Return the nodes that are this machine."""
+    """Return the nodes that run on this machine."""
     names = {os.uname().nodename, "local", "localhost", "127.0.0.1"}
     return [node for node in client.call("GET", "/v1/nodes")["nodes"] if {node["name"], node["host"]} & names]
 
@@ -686,7 +686,7 @@ VERBS: dict[str, _Work] = {
     "create": lambda rest, words: hctl.create_reservation(rest, words),
     "delete": lambda rest, words: hctl.delete_reservation(rest, words),
     "version": _version,
-    "reboot": _refused("reboot nodes", "nobody but their own administrator does"),
+    "reboot": _refused("reboot nodes", "only their administrator does"),
     "shutdown": _refused("stop the controller", "use 'hpcsched down'"),
     "takeover": _refused("take over", "there is one controller"),
     "setdebug": _refused("change what is logged", "start hpcschedd with another level"),
@@ -698,12 +698,12 @@ VERBS: dict[str, _Work] = {
     "help": _help,
 }
 
-# ----- ``scontrol show config``, version and ping: the controller's settings under the names of slurm.conf(5), as far as it has
-# such. Clients look for MinJobAge, MaxArraySize and ClusterName.
+# ----- ``scontrol show config``, version and ping: settings of the controller with the names of slurm.conf(5)
+# Clients look for MinJobAge, MaxArraySize and ClusterName.
 
 
 def ping_line() -> str:
-    """Return what scontrol ping says. Raises UnavailableError where nobody answers."""
+    """Return the line of scontrol ping. Raises UnavailableError without a controller."""
     client.call("GET", "/v1/ping")
     return f"Slurmctld(primary) at {os.uname().nodename} is UP"
 
@@ -718,7 +718,7 @@ def config_lines() -> list[str]:
         "AccountingStorageEnforce": "associations,limits,qos" if accounting.get("accounts") else "none",
         "AccountingStorageHost": host,
         "AccountingStorageTRES": "cpu,mem,energy,node,billing,gres/gpu",
-        "AccountingStorageType": "accounting_storage/slurmdbd",  # sacct works: clients ask by this
+        "AccountingStorageType": "accounting_storage/slurmdbd",  # clients use this to detect that sacct works
         "AuthType": "auth/peercred",
         "BOOT_TIME": date_text(ping["started_at_s"]),
         "ClusterName": ping["cluster"],
@@ -728,7 +728,7 @@ def config_lines() -> list[str]:
         "JobAcctGatherType": "jobacct_gather/linux",
         "JobRequeue": int(bool(config.get("requeue", True))),
         "KillWait": f"{_whole(config, 'kill_wait_s', 30)} sec",
-        "MaxArraySize": _whole(scheduler, "max_array_size", 10_000) + 1,  # Slurm's is one more than the highest index
+        "MaxArraySize": _whole(scheduler, "max_array_size", 10_000) + 1,  # in Slurm, one more than the highest index
         "MaxJobCount": _whole(scheduler, "max_jobs", 100_000),
         "MinJobAge": f"{_whole(config, 'min_job_age_s', 300)} sec",
         "MpiDefault": "none",

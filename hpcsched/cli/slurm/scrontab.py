@@ -1,7 +1,7 @@
-"""scrontab: a user's recurring jobs, kept by the controller: a schedule, a command, and ``#SCRON`` lines with options.
+"""scrontab: recurring jobs of a user: a schedule, a command, and ``#SCRON`` lines with options.
 
-The jobs of the entries are made here, with the options of sbatch and the environment of a login, and handed over with the
-text. Source: scrontab(1).
+This command builds the job of each entry, with the options of sbatch and the environment of a login, and sends it to the
+controller with the text. Source: scrontab(1).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _read(path: str) -> str:
 
 
 def _edit(user: str) -> int:
-    import subprocess  # these take as long as all else, and only this needs them
+    import subprocess  # slow to import, and needed only here
     import tempfile
 
     before = _fetch(user)["text"] or EMPTY

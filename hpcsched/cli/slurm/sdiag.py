@@ -1,4 +1,4 @@
-"""sdiag: what the controller has to do, in the words that exporters of metrics look for; only what it counts."""
+"""sdiag: the load of the controller, in the words that metrics exporters parse; only values that exist here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""seff: how much of its cpus and memory a job used, in the lines of Slurm's contributed `seff`.
+"""seff: the CPU and memory efficiency of a job, in the format of Slurm's contributed `seff`.
 
 The figures are those of `hacct --eff` (`hpcsched.cli.render.efficiency`). Source: Slurm's ``contribs/seff``.
 """
@@ -63,7 +63,7 @@ def _job(reference: str) -> Json:
 
 
 def lines(job: Json, cluster: str) -> list[str]:
-    """Return the lines about a job of the API's history."""
+    """Return the lines for a job of the API's history."""
     found = [f"Job ID: {job['id']}"]
     if job["array_job_id"] is not None:
         found.append(f"Array Job ID: {job['array_job_id']}_{job['array_task_id']}")

@@ -1,6 +1,6 @@
-"""sgather: copies a file from each node of the job that it runs in to one place, with the node's name at its end.
+"""sgather: copies a file from each node of its job to one place, with the name of the node appended.
 
-Needs no share: each node's file comes as the output of a step of its own there. Source: sgather(1).
+It needs no share: each file arrives as the output of a step on its node. Source: sgather(1).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _nodes_of(job_id: str) -> list[str]:
 
 
 def _fetch(job_id: str, node: str, source: str, path: Path) -> None:
-    """Write the node's file to `path`, whole or not at all."""
+    """Write the node's file to `path`, completely or not at all."""
     part = path.with_name(f".{path.name}.sgather")
     try:
         with open(part, "wb") as stream:
@@ -98,8 +98,8 @@ def _fetch(job_id: str, node: str, source: str, path: Path) -> None:
 
 
 def _run(job_id: str, node: str, command: Sequence[str], stdout: int | None = None) -> bytes:
-    """Run a command on one node of the job; return what it prints, unless `stdout` takes it. Raises RequestError."""
-    import subprocess  # takes as long as all else that is imported here
+    """Run a command on one node of the job; return its output, unless it goes to `stdout`. Raises RequestError."""
+    import subprocess  # slow to import
 
     step = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap", "--quiet", *command]
     done = subprocess.run(

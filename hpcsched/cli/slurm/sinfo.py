@@ -1,4 +1,4 @@
-"""sinfo: partitions and nodes as Slurm's command shows them. The columns are those of `hpcsched.cli.render.node_fields`."""
+"""sinfo: partitions and nodes in Slurm's format. The columns are in `hpcsched.cli.render.node_fields`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NODES = "%N %.6D %P %6t"
 NODES_LONG = "%N %.6D %P %.11T %.4c %.8z %.6m %.8d %.6w %.8f %20E"
 REASONS = "%20E %9u %19H %N"
 REASONS_LONG = "%20E %12U %19H %6t %N"
-_WIDE = ("nodelist", "partition")  # of -N: as wide as they need to be
+_WIDE = ("nodelist", "partition")  # of -N: as wide as the content
 _DEAD = ("DOWN", "UNKNOWN")
 
 # fmt: off
@@ -102,7 +102,7 @@ def _show_reservations(words: Words) -> int:
 
 
 def _cells(words: Words) -> list[Cell]:
-    """Return the places of the format: the one that was given, or that of the kind of list that is asked for."""
+    """Return the cells of the given format, or of the default format for the requested list."""
     if words.has("Format"):
         return parse_long(words.last("Format"), FIELDS)
     long = words.has("long")
@@ -119,7 +119,7 @@ def _cells(words: Words) -> list[Cell]:
 
 
 def _fitted(cells: Sequence[Cell], groups: Sequence[NodeGroup], words: Words, look: Look) -> Sequence[Cell]:
-    """Return the cells of -N with its first columns as wide as they need to be; other formats as they are."""
+    """Return the cells; the first columns of -N become as wide as their content."""
     if not words.has("Node") or words.has("format") or words.has("Format"):
         return cells
     made = []
@@ -157,7 +157,7 @@ def _is_shown(node: Json, words: Words, partitions: Sequence[Json]) -> bool:
 
 
 def _is_in(node: Json, word: str) -> bool:
-    """Say whether a node is in the state that Slurm calls `word`: its name or its beginning; ``all``; ``a&b``."""
+    """Return whether a node is in state `word`, in Slurm's syntax: a name or its beginning; ``all``; ``a&b``."""
     if "&" in word:
         return all(_is_in(node, part) for part in word.split("&"))
     plain = word.lower().rstrip("*~#!%$@^-+")
@@ -177,7 +177,7 @@ def _text_of(field: FormatField) -> Callable[[NodeGroup], str]:
 
 
 def _sorted(groups: Sequence[NodeGroup], words: Words) -> list[NodeGroup]:
-    """Return the lines in the order asked for; else as the partitions stand, those out of use first, as in sinfo."""
+    """Return the lines in the requested order; by default by partition, unavailable nodes first, like sinfo."""
     made = list(groups)
     keys = words.listed("sort") or ([] if words.has("Node") else ["-st"])
     for word in reversed(keys):

@@ -1,8 +1,8 @@
-"""sreport: use of the cluster, and by account and user, over a time: ``cluster utilization``, ``user topusage`` ...
+"""sreport: usage of the cluster, by account and user, in a period: ``cluster utilization``, ``user topusage`` ...
 
-The figures come from the history of jobs: what each job's last attempt held, for the part of the time that lies in the
-period. A node counts as down from when it stopped answering, and only while it is down now: outages that are over are not
-recorded, and count as idle. The report says so, below its title.
+The figures come from the job history: the resources of the last attempt of each job, for the time within the period. Only
+present outages count as down, since the node stopped answering: past ones are not recorded and count as idle. The report
+says so below its title.
 
 Source: sreport(1).
 """
@@ -52,7 +52,7 @@ TOP = 10
 RULE = "-" * 80
 DOWN_MEANS = "Down: nodes that are down now; outages that are over are in Idle"
 UNITS = {"seconds": ("Seconds", 1), "minutes": ("Minutes", 60), "hours": ("Hours", 3600)}
-# TRES -> its name in the title, and how much of it a job holds.
+# TRES -> its name in the title, and the amount that a job holds.
 TRES: Mapping[str, tuple[str, Callable[[Json], float]]] = {
     "cpu": ("CPU", lambda job: job["num_cpus"] or 0),
     "mem": ("mem", lambda job: job["mem_mib"] or 0),
@@ -70,21 +70,21 @@ NODE_TRES: Mapping[str, Callable[[Json], float]] = {
 
 
 class ReportColumn(NamedTuple):
-    """A column of a report: its title, and its width where it is not parsable."""
+    """A column of a report: its title, and its width if the output is not parsable."""
 
     title: str
     width: int
 
 
 class Period(NamedTuple):
-    """From `start_s` to `end_s`, both in seconds since the epoch; `now_s` bounds what has been used so far."""
+    """A period from `start_s` to `end_s`, in seconds since the epoch; `now_s` bounds the usage so far."""
 
     start_s: float
     end_s: float
     now_s: float
 
     def overlap_s(self, start_s: float | None, end_s: float | None) -> float:
-        """Return for how many seconds of the period something lasted that has ended at `end_s` (None: not yet)."""
+        """Return the seconds of an interval within the period; `end_s` None: it has not ended."""
         if start_s is None:
             return 0.0
         until_s = min(self.end_s, self.now_s if end_s is None else end_s)
@@ -125,7 +125,7 @@ def _report(names: Sequence[str]) -> Callable:
 
 
 def _period(given: Mapping[str, str], now_s: float) -> Period:
-    """Return the period that is asked for; by default yesterday, in local time."""
+    """Return the requested period; by default yesterday, in local time."""
     today = time.localtime(now_s)
     midnight_s = time.mktime((today.tm_year, today.tm_mon, today.tm_mday, 0, 0, 0, 0, 0, -1))
     yesterday_s = time.mktime((today.tm_year, today.tm_mon, today.tm_mday - 1, 0, 0, 0, 0, 0, -1))
@@ -242,7 +242,7 @@ REPORTS: Mapping[str, Callable] = {
 }
 
 
-# ----- how a report looks
+# ----- output
 
 
 def _span(period: Period, *, seconds: bool = False) -> str:
@@ -260,7 +260,7 @@ def _full_name(user: str) -> str:
 
 
 def _scale(text: str) -> tuple[str, Callable[[float, float], str]]:
-    """Return the words for a unit, and a function of (value, whole) in seconds that writes a value in it."""
+    """Return the name of a unit, and a function of (value, whole) in seconds that writes a value in it."""
     name = text.lower()
     per = {"secper": "seconds", "minper": "minutes", "hourper": "hours"}.get(name)
     if name == "percent":
@@ -303,7 +303,7 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
 
 
 def _print_table(table: Sequence[Sequence[str]], columns: Sequence[ReportColumn], words: Words) -> None:
-    """Print rows of cells, the first one the header if there is one, with bars between them or in columns."""
+    """Print rows of cells, separated by bars or in columns; the first row is the header, if there is one."""
     if words.has("parsable") or words.has("parsable2"):
         tail = "|" if words.has("parsable") else ""
         for cells in table:

@@ -1,4 +1,4 @@
-"""sstat: the steps of running jobs, with what has been measured of them so far. The columns are sacct's."""
+"""sstat: the steps of running jobs with their measured usage. The columns are sacct's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _work(words: Words) -> int:
 
 
 def _steps(words: Words) -> list[Json]:
-    """Return the running steps that the words name: of a job alone, its last one. Raises RequestError, NotFoundError."""
+    """Return the named running steps; for a job without a step, its last one. Raises RequestError, NotFoundError."""
     wanted = [*words.listed("jobs"), *words.operands]
     if not wanted:
         raise RequestError("You didn't give me any jobs to stat.")

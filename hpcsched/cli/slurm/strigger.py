@@ -1,4 +1,4 @@
-"""strigger: programs that the controller runs on the head, as the user who set them, when a job or node changes.
+"""strigger: programs that the controller runs on the head, as their user, when a job or node changes.
 
 Source: strigger(1).
 """

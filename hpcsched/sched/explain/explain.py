@@ -39,7 +39,7 @@ class Explanation:
     needs: str
     position: int = 0
     ahead: tuple[str, ...] = ()  # display ids, in order
-    nodes: Mapping[str, str]  # what each node that it may use lacks now; "": the node could take a share
+    nodes: Mapping[str, str]  # what each node that it may use lacks now; "": the node has room
     nearest: tuple[str, ...] = ()  # the nodes that lack least
     expected_start_s: float | None = None
     firm: bool = False  # it starts no later if running jobs last to their time limits
@@ -87,7 +87,7 @@ def in_words(explanation: Explanation, now_s: float) -> str:
         lines.append(f"It would start now {_either(explanation.smaller)}.")
     elif explanation.smaller is not None:
         lines.append("Nothing that is smaller in one thing alone would start now.")
-    lines += [f"  {name} {verdict or 'could take a share now'}" for name, verdict in explanation.nodes.items()]
+    lines += [f"  {name} {verdict or 'has room now'}" for name, verdict in explanation.nodes.items()]
     return "\n".join(lines)
 
 

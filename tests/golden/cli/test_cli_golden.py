@@ -67,7 +67,7 @@ WHY = {
         "Resources: needs 2 nodes; 1 is free.",
         "It starts in 20:00 at the latest.",
         "  n1 4 cpus",
-        "  n2 could take a share",
+        "  n2 has room now",
     ],
 }
 

@@ -70,7 +70,7 @@ def test_a_held_job_is_not_in_line() -> None:
         "JobHeldUser: held by its user.",
         "It needs 1 node with 1 cpu for 1:00.",
         "When it will start is not known.",
-        "  n1 could take a share now",
+        "  n1 has room now",
     ]
 
 
@@ -83,7 +83,7 @@ def test_a_job_that_names_all_its_nodes_is_told_of_no_others() -> None:
     named = world("3x4", ["1: n1 4c 600s"], ["2: 1c n1 600s"])
     assert words(named, 2).splitlines()[-1] == "  n1 has 0 of 4 cpus free"
     among = world("3x4", ["1: n1 4c 600s"], ["2: 2 nodes 1c n1 600s"])
-    assert words(among, 2).splitlines()[-2:] == ["  n2 could take a share now", "  n3 could take a share now"]
+    assert words(among, 2).splitlines()[-2:] == ["  n2 has room now", "  n3 has room now"]
 
 
 def smaller(sketch: World, job: int) -> tuple[str, ...] | None:
