@@ -49,8 +49,8 @@ Usage: NAME [OPTIONS] SCRIPT [ARGUMENT...]
        NAME [OPTIONS] --wrap COMMAND
        NAME [OPTIONS] --each SCRIPT...
 
-Submit a job. The script's #HSUB and #SBATCH lines may have the same options; those of the command line win over
-HSUB_* and SBATCH_* variables, and these over the script's. What follows the script is passed to it.
+Submit a job script. #HSUB and #SBATCH lines in the script take the same options. Command-line options override HSUB_*
+and SBATCH_* variables, which override the script. Words after SCRIPT are passed to it.
 """
 HELP_TAIL = """
 File names may have %j (job id), %x (name), %u (user), %N (node), %A and %a (array and task), %t (task of a step).

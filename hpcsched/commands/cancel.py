@@ -21,20 +21,20 @@ from hpcsched.model.units import parse_signal, signal_name
 HCANCEL = Command(
     "hcancel",
     ("[OPTIONS] JOB...", "[OPTIONS] --me|--user=LIST|--name=LIST|--state=LIST|--partition=LIST"),
-    "Cancel jobs: those that wait leave the queue, those that run are ended (SIGTERM, after a grace time SIGKILL). "
-    "Filters narrow the named jobs down; without a job they mean all your jobs that match.",
+    "Cancel jobs: waiting jobs leave the queue, running jobs are ended (SIGTERM, and SIGKILL after a grace period). "
+    "Filters select among the given jobs, or without a job among all your jobs.",
     (
         Option("account", "A", "LIST", "cancel jobs of these accounts"),
-        Option("batch", "b", help="send the signal to the batch script alone"),
+        Option("batch", "b", help="send the signal only to the batch script"),
         Option("full", "f", help="send the signal to the batch script, its children and all steps"),
-        Option("interactive", "i", help="ask before each job"),
+        Option("interactive", "i", help="ask for confirmation for each job"),
         Option("me", help="cancel your own jobs"),
-        Option("name", "n", "LIST", "cancel jobs of these names", aliases=("jobname",)),
-        Option("nodelist", "w", "HOSTS", "cancel jobs that have some of these nodes: n[1-3],m7"),
+        Option("name", "n", "LIST", "cancel jobs with these names", aliases=("jobname",)),
+        Option("nodelist", "w", "HOSTS", "cancel jobs on any of these nodes: n[1-3],m7"),
         Option("partition", "p", "LIST", "cancel jobs in these partitions"),
-        Option("qos", "q", "LIST", "cancel jobs of these qualities of service"),
-        Option("quiet", "Q", help="say nothing of jobs that are not there or have ended"),
-        Option("reservation", "R", "NAME", "cancel jobs of this reservation"),
+        Option("qos", "q", "LIST", "cancel jobs with these QOS"),
+        Option("quiet", "Q", help="do not report jobs that do not exist or have ended"),
+        Option("reservation", "R", "NAME", "cancel jobs in this reservation"),
         Option(
             "signal",
             "s",
@@ -43,7 +43,7 @@ HCANCEL = Command(
         ),
         Option("state", "t", "LIST", "cancel jobs in these states: PENDING, RUNNING, SUSPENDED", aliases=("states",)),
         Option("user", "u", "LIST", "cancel jobs of these users"),
-        Option("verbose", "v", help="say which jobs are cancelled"),
+        Option("verbose", "v", help="report the cancelled jobs"),
         HELP,
         VERSION,
     ),
