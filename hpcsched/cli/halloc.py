@@ -311,7 +311,7 @@ class _Allocation:
         data = self._sock.recv(1 << 16)
         if not data:
             self._hang_up()
-            raise HallocError("lost the connection to the controller: the job is ended with it")
+            raise HallocError("lost the connection to the controller: the job has ended")
         said = [message for message, _ in self._framer.feed(data)]
         return next(
             (message for message in said if not isinstance(message, protocol.StepWaiting)), said[0] if said else None

@@ -722,7 +722,7 @@ def _backup(rest: Sequence[str], words: Words) -> int:
     if words.has("json"):
         print_json(answer)
     else:
-        print(f"{clean(answer['path'])} has the database as it was just now ({answer['size'] / (1 << 20):.1f} MiB)")
+        print(f"backed up the database to {clean(answer['path'])} ({answer['size'] / (1 << 20):.1f} MiB)")
     return 0
 
 
@@ -740,7 +740,7 @@ def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
     if words.has("json"):
         print_json({"version": 1, "path": str(made)})
     else:
-        print(f"{clean(str(made))} has the cluster as it was just now: {clean(contents_in_words(made))}")
+        print(f"backed up the cluster to {clean(str(made))}: {clean(contents_in_words(made))}")
     return 0
 
 

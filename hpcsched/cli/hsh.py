@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _work(words: Words) -> int:
     if not words.operands:
-        raise UsageError("cannot tell on which job's node: name one job; see hsh --help")
+        raise UsageError("cannot open a shell: name one job; see hsh --help")
     reference, *rest = words.operands
     job = client.call("GET", client.job_path(reference))["jobs"][0]
     node = [f"--nodelist={rest[0]}"] if rest else []

@@ -92,7 +92,7 @@ def test_top_shows_nodes_queue_and_a_job_until_q_is_pressed(cluster: LocalCluste
         while not (b"watched" in seen and b"step 7 of it" in seen and b"n3" in seen):
             assert select.select([controller_end], [], [], deadline_s - time.monotonic())[0], seen.decode()
             seen += os.read(controller_end, 65536)
-        os.write(controller_end, b"jkq")
+        os.write(controller_end, b"j\x1b[Aq")  # read at once
         while select.select([controller_end], [], [], PATIENCE_S)[0]:  # else it could not write the last screen
             try:
                 os.read(controller_end, 65536)

@@ -135,7 +135,7 @@ def test_add_pins_the_key_and_says_what_it_found(cluster: Shell, nodes: Loopback
     assert "Python 3.9.2" in said
     assert "is the same there" in said
     assert "\n!" not in said
-    assert "the controller does not run" in said
+    assert "the controller is not running" in said
     (spec,) = load_config(cluster.config_dir).nodes
     node = nodes.nodes["a"]
     assert (spec.name, spec.host, spec.port, spec.user) == ("n1", node.host, node.port, node.user)

@@ -77,7 +77,7 @@ def test_a_restore_that_asks_leaves_what_runs_alone_and_an_adopted_job_runs_once
     adopted = cluster.run("hctl", "strays", "adopt", mine.split()[0]).stdout
     assert adopted == f"adopted: {running}; still to decide about: 1\n"
     cluster.run("hctl", "strays", "end", other.split()[0])
-    wait_until(lambda: "Nothing from before" in cluster.run("hctl", "strays").stdout, what="the other to be gone")
+    wait_until(lambda: "No stray jobs" in cluster.run("hctl", "strays").stdout, what="the other to be gone")
     (cluster.share / "gate").touch()
     wait_until(lambda: cluster.job(running)["state"] == "COMPLETED", what="the adopted job to end")
     assert cluster.ran() == {(running, 0): 1, (later, 0): 1}

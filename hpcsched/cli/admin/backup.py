@@ -157,7 +157,7 @@ def verify(directory: Path) -> database_copy.Contents:
         except OSError as error:
             raise ConfigError(f"cannot use {directory}: {name}: {error.strerror}") from None
         if found != known:
-            raise ConfigError(f"cannot use {directory}: {name} is damaged: its checksum is not the manifest's")
+            raise ConfigError(f"cannot use {directory}: {name} is damaged: its checksum differs from the manifest")
     return database_copy.contents_of(directory / paths.DATABASE_FILE)
 
 

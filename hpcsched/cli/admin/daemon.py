@@ -30,7 +30,7 @@ def up() -> None:
     """Start the controller in the background, and wait until it answers."""
     running = _ping()
     if running is not None:
-        click.echo(f"hpcschedd is running already (process {running['pid']})")
+        click.echo(f"hpcschedd is already running (process {running['pid']})")
         return
     from hpcsched.config.load import load_config
 
@@ -119,10 +119,10 @@ def down() -> None:
     try:
         pid = client.controller_pid()
     except client.NoControllerError:
-        click.echo("hpcschedd does not run")
+        click.echo("hpcschedd is not running")
         return
     if not pid:
-        raise UnavailableError("cannot stop hpcschedd: it runs in another container than this command")
+        raise UnavailableError("cannot stop hpcschedd: it runs in another container")
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
@@ -134,7 +134,7 @@ def down() -> None:
         if time.monotonic() > deadline_s:
             raise UnavailableError(f"cannot stop hpcschedd: process {pid} has not ended within {STOP_S:g} s")
         time.sleep(0.05)
-    click.echo(f"hpcschedd has stopped (process {pid}); jobs run on")
+    click.echo(f"hpcschedd has stopped (process {pid}); running jobs continue")
 
 
 def _is_there(pid: int) -> bool:
@@ -161,7 +161,9 @@ def status(as_json: bool) -> None:
         click.echo(f"! {note}")
     wrong = _wrong_with_files()
     if wrong:
-        click.echo(f"  the configuration on disk cannot be used, the controller still has the last one: {clean(wrong)}")
+        click.echo(
+            f"  the configuration on disk is invalid; the controller still uses the previous one: {clean(wrong)}"
+        )
 
 
 def _wrong_with_files() -> str:

@@ -70,14 +70,14 @@ def _make_missing_database() -> None:
     with ExitStack() as undo:
         made = _make_state(config, undo)
         undo.pop_all()
-    click.echo(f"{made} is made, with no jobs in it; start it with: hpcsched up")
+    click.echo(f"created {made} without jobs; start the controller with: hpcsched up")
 
 
 def _check_share(share: Path) -> None:
     if not share.is_absolute():
         raise ConfigError(f"cannot use {share} as share: it must be an absolute path, the same on every node")
     if not share.is_dir():
-        raise ConfigError(f"cannot use {share} as share: there is no such directory; make it, or mount it, first")
+        raise ConfigError(f"cannot use {share} as share: no such directory; create or mount it first")
     if not os.access(share, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot use {share} as share: uid {os.getuid()} may not write there")
 
@@ -106,7 +106,7 @@ def _check(config_dir: Path, text: str) -> None:
 
 def _check_state(state_dir: Path) -> None:
     if state_dir.exists() and state_dir.stat().st_mode & 0o077:
-        raise ConfigError(f"cannot use {state_dir}: others may look into it; run: chmod 700 {state_dir}")
+        raise ConfigError(f"cannot use {state_dir}: other users can read it; run: chmod 700 {state_dir}")
 
 
 def _write_config(config_dir: Path, text: str, undo: ExitStack) -> Config:

@@ -52,7 +52,7 @@ def back_up(directory: Path, keep: int | None) -> None:
     if not directory.is_dir():
         raise RequestError(f"cannot back up into {directory}: there is no such directory")
     made = cluster_backup.back_up_cluster(config, directory.absolute(), keep)
-    click.echo(f"{made} has the cluster as it was just now: {cluster_backup.contents_in_words(made)}")
+    click.echo(f"backed up the cluster to {made}: {cluster_backup.contents_in_words(made)}")
 
 
 @click.command()
@@ -140,7 +140,7 @@ def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
             if not place.exists():
                 place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 cluster_backup.write_private(place, data)
-                click.echo(f"{place} is back as well")
+                click.echo(f"restored {place}")
             elif place.read_bytes() != data:
                 click.echo(
                     f"! {place} is not as in the backup, and was left alone; the backup has it as {source / name}"
@@ -203,7 +203,7 @@ def _restore_database(file: Path, config: Config, now: datetime, *, force: bool,
         f"{datetime.fromtimestamp(contents.last_event_at_s):%Y-%m-%d %H:%M:%S}, now as incarnation {done.incarnation}"
     )
     if done.kept is not None:
-        click.echo(f"the one before is kept as {done.kept}")
+        click.echo(f"the previous one is kept as {done.kept}")
 
 
 def _say_what_next(config: Config, manifest: dict[str, Any], strays: str) -> None:
@@ -212,13 +212,13 @@ def _say_what_next(config: Config, manifest: dict[str, Any], strays: str) -> Non
     )
     keys = {Path(spec.identity_file).expanduser() for spec in config.nodes if spec.identity_file}
     for path in sorted(key for key in keys if not key.exists()):
-        click.echo(f"! the key {path}, which node files name, is not here: bring it, or name another")
+        click.echo(f"! the key {path}, named by node files, is missing: copy it here, or name another one")
     if config.share and not Path(config.share).is_dir():
-        click.echo(f"! the share {config.share} is not here: mount it before you start")
+        click.echo(f"! the share {config.share} is missing: mount it before the start")
     click.echo("")
     click.echo("Next (see hpcsched-recovery(7)):")
-    click.echo(f"  1. be sure that the former head ({manifest.get('host', '?')}) does not run the controller any more")
-    click.echo(f"  2. nodes must let this key in, as before: {_public_key(config)}")
+    click.echo(f"  1. make sure that the former head ({manifest.get('host', '?')}) no longer runs the controller")
+    click.echo(f"  2. nodes must accept this key, as before: {_public_key(config)}")
     for spec in config.nodes:
         user, port = f"{spec.user}@" if spec.user else "", f":{spec.port}" if spec.port else ""
         click.echo(f"       {spec.name:<12} {user}{spec.host}{port}")

@@ -35,7 +35,7 @@ LOG_EVERY_S = 1.0
 LOG_BYTES = 4000
 SEPARATOR = "\x1f"  # never in a value: the controller replaces control characters
 COLUMNS = SEPARATOR.join(("%A", "%i", "%j", "%u", "%T", "%M", "%R", "%r"))
-KEYS = {b"\x1b[A": "k", b"\x1b[B": "j", b"\x1bOA": "k", b"\x1bOB": "j", b"\x03": "q", b"": "q"}  # "": end of input
+ARROWS = {b"\x1b[A": "k", b"\x1b[B": "j", b"\x1bOA": "k", b"\x1bOB": "j"}
 
 
 @click.command()
@@ -111,11 +111,18 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
         yield no_key
         return
 
+    pending = b""
+
     def next_key(wait_s: float) -> str:
-        if not select.select([descriptor], [], [], max(0.0, wait_s))[0]:
-            return ""
-        pressed = os.read(descriptor, 16)
-        return KEYS.get(pressed) or pressed[:1].decode("latin-1").lower()
+        nonlocal pending
+        if not pending:
+            if not select.select([descriptor], [], [], max(0.0, wait_s))[0]:
+                return ""
+            pending = os.read(descriptor, 64)
+        arrow = next((code for code in ARROWS if pending.startswith(code)), b"")
+        key = ARROWS.get(arrow) or pending[:1].decode("latin-1").lower() or "q"  # the end of the input quits
+        pending = pending[len(arrow) or 1 :]
+        return key
 
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)

@@ -168,13 +168,13 @@ def pin(config: Config, spec: NodeSpec, options: NodeOptions) -> str:
 
 def _ask(spec: NodeSpec, key_type: str, shown: str) -> None:
     kind = key_type.removeprefix("ssh-").split("-")[0]
-    click.echo(f"  on that machine, this prints it: ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub")
+    click.echo(f"  to print it on that machine: ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub")
     if not sys.stdin.isatty():
         raise RequestError(
             f"cannot trust {spec.host} unasked: if that is its key, say so with --accept-fingerprint {shown}"
         )
     if not click.confirm("Is it the same?"):
-        raise RequestError(f"cannot trust {spec.host}: you said that {shown} is not its key")
+        raise RequestError(f"cannot trust {spec.host}: you rejected its key {shown}")
 
 
 def look_at(config: Config, spec: NodeSpec) -> Visit:

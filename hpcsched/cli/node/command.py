@@ -166,6 +166,6 @@ def _tell_controller() -> None:
     try:
         client.call("POST", "/v1/reconfigure", {})
     except UnavailableError:
-        click.echo("the controller does not run; it will read this when it starts: hpcsched up")
+        click.echo("the controller is not running; it reads this at its start: hpcsched up")
     else:
         click.echo("controller notified")

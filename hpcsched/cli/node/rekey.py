@@ -40,7 +40,7 @@ def rekey_node(config: Config, name: str, options: NodeOptions) -> None:
     try:
         client.call("POST", "/v1/reconfigure", {})
     except client.NoControllerError:
-        click.echo("the controller does not run; it will read this when it starts: hpcsched up")
+        click.echo("the controller is not running; it reads this at its start: hpcsched up")
     except HpcschedError:
         write_file(path, before)
         raise

@@ -41,7 +41,7 @@ def remove_node(config: Config, name: str, *, force: bool) -> None:
         _note_for_next_start(config, name, force=force)
         path.unlink(missing_ok=True)
         click.echo(f"removed {path}")
-        click.echo("the controller does not run; it will read this when it starts: hpcsched up")
+        click.echo("the controller is not running; it reads this at its start: hpcsched up")
         return
     _free(config, name, force=force)
     _delete(path, name)
@@ -119,4 +119,4 @@ def _note_for_next_start(config: Config, name: str, *, force: bool) -> None:
     finally:
         lock.release()
     if jobs:
-        click.echo(f"the next controller gives up what is held there: jobs {', '.join(jobs[:10])}")
+        click.echo(f"the next controller gives up the jobs on the node: {', '.join(jobs[:10])}")

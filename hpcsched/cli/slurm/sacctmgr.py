@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _work(words: Words) -> int:
     if not words.operands:
-        raise UsageError("no command was given: see sacctmgr --help; it has no prompt of its own here")
+        raise UsageError("cannot tell what to do: give a command; see sacctmgr --help (there is no prompt)")
     verb, *rest = words.operands
     if verb.lower() not in ("show", "list") or not rest:
         raise RequestError(

@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _work(words: Words) -> int:
     if len(words.operands) != 2:
-        raise UsageError("cannot copy: name the file and where it shall be: sbcast SOURCE DESTINATION")
+        raise UsageError("cannot copy: give source and destination: sbcast SOURCE DESTINATION")
     source, destination = words.operands
     job_id = words.last("jobid") or os.environ.get("SLURM_JOB_ID", "")
     if not job_id:
-        raise RequestError("cannot copy: this runs in no job; say which with --jobid")
+        raise RequestError("cannot copy: not in a job; give one with --jobid")
     try:
         step = bcast.step_words(
             source,

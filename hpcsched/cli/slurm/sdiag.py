@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _work(words: Words) -> int:
     if words.has("reset"):
-        raise RequestError("cannot set counts back: what is shown is what there is now")
+        raise RequestError("cannot reset counts: sdiag shows only current values")
     ping = client.call("GET", "/v1/ping")
     counts = ping["counts"]
     figures = {

@@ -48,7 +48,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_backup_is_private_and_comes_back_as_it_was(say: Say, tmp_path: Path) -> None:
-    assert "the cluster as it was just now" in say("backup", tmp_path / "backups")
+    assert "backed up the cluster to" in say("backup", tmp_path / "backups")
     (made,) = (tmp_path / "backups").iterdir()
     assert made.name.startswith("lab-")
     for path in (made, *made.rglob("*")):

@@ -30,12 +30,12 @@ def test_a_controller_that_is_too_busy_to_answer_is_stopped(
         assert busy.stdout is not None
         assert busy.stdout.readline() == b"listens\n"
         assert run(hpcsched_command, "hpcsched", ["down"]) == 0
-    assert capsys.readouterr().out == f"hpcschedd has stopped (process {busy.pid}); jobs run on\n"
+    assert capsys.readouterr().out == f"hpcschedd has stopped (process {busy.pid}); running jobs continue\n"
     assert run(hpcsched_command, "hpcsched", ["down"]) == 0  # the socket is left, as after a kill -9
-    assert capsys.readouterr().out == "hpcschedd does not run\n"
+    assert capsys.readouterr().out == "hpcschedd is not running\n"
     path.unlink()
     assert run(hpcsched_command, "hpcsched", ["down"]) == 0
-    assert capsys.readouterr().out == "hpcschedd does not run\n"
+    assert capsys.readouterr().out == "hpcschedd is not running\n"
 
 
 def test_a_socket_that_cannot_be_reached_is_not_taken_for_a_controller_that_does_not_run(
