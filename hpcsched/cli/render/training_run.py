@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 READ_MAX_BYTES = 32 << 20  # of a longer file, only its end is read
-STEP_MAX = 1 << 53
+STEP_MAX = 1 << 53  # numbers beyond are not exact as floats
 POINTS_MAX = 20_000  # beyond that, every second point is dropped
 
 
@@ -112,7 +112,7 @@ class MetricsReader:
                 value = json.loads(line)
                 if isinstance(value, dict) and "step" in value:
                     self._add(value)
-            except (ValueError, TypeError, KeyError, OverflowError):
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 continue  # incomplete, of a killed attempt, or written by another program
         return TrainingRun(
             points=tuple(self._points),
@@ -134,12 +134,12 @@ class MetricsReader:
         if self.path is None:
             return []
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return []
         with open(descriptor, "rb") as stream:
             facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):  # the job chose the path: a pipe would block
+            if not stat.S_ISREG(facts.st_mode):  # the job chose the path, and may have made a pipe there
                 return []
             stream.seek(max(self._offset, facts.st_size - READ_MAX_BYTES))
             data = stream.read(READ_MAX_BYTES)
@@ -158,7 +158,7 @@ class MetricsReader:
                 SavedCheckpoint(
                     step=int(line["checkpoint_step"]),
                     kind=str(line["checkpoint_kind"]),
-                    size_bytes=int(line["checkpoint_bytes"]),
+                    size_bytes=min(int(line["checkpoint_bytes"]), STEP_MAX),
                     attempt=attempt,
                 )
             )
@@ -171,7 +171,8 @@ class MetricsReader:
         if len(self._points) > POINTS_MAX:
             del self._points[-2::-2]
         self._last = {**self._last, **line}
-        if total := int(line.get("total_steps") or 0):
+        total = int(line.get("total_steps") or 0)
+        if 0 < total <= STEP_MAX:
             self._total_steps = total
         if (took := line.get("t_step_s")) is not None:
             self._step_s = float(took) if self._step_s is None else 0.9 * self._step_s + 0.1 * float(took)

@@ -81,11 +81,19 @@ def test_checkpoints_that_failed_do_not_count(tmp_path: Path) -> None:
 def test_lines_of_other_programs_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": "x", "loss": 1}\n[1]\n{"step": 1, "loss": NaN}\n{"step": 2, "loss": "?"}\nhello\n')
+    with path.open("a") as stream:
+        stream.write('{"step": 3, "loss": ' + "[" * 100_000 + "\n" + '{"step": 1' + "0" * 400 + ', "loss": 1}\n')
     assert MetricsReader(path).read().points == ()
 
 
 def test_a_pipe_in_place_of_the_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
+    assert MetricsReader(tmp_path / "metrics.jsonl").read().points == ()
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    write(tmp_path / "of another user", step(1))
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "of another user")
     assert MetricsReader(tmp_path / "metrics.jsonl").read().points == ()
 
 
