@@ -356,7 +356,7 @@ def test_the_status_names_a_configuration_file_that_cannot_be_used(cluster: Loca
     good = path.read_text()
     try:
         path.write_text(good + "\n[nosuch]\n")
-        assert "the configuration on disk cannot be used" in cluster.run("hpcsched", "status").stdout
+        assert "the configuration on disk is invalid" in cluster.run("hpcsched", "status").stdout
         path.write_text(good + '\n[accounts.x]\nusers = ["nosuchuser"]\n')
         assert "this machine has no account nosuchuser" in cluster.run("hctl", "reconfigure").stdout
     finally:
