@@ -29,7 +29,7 @@ def run_command(
     explain: Explain | None = None,
     version: Callable[[str], None] | None = None,
 ) -> int:
-    """Read the words of `command` (default: those of this process), do its work and return its exit status.
+    """Read the words of `command`, do its work and return its exit status.
 
     `explain` writes its errors and `version` its version, if they differ from those of our own commands.
     """
@@ -52,7 +52,10 @@ def run_command(
 def guarded(
     name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None, *, explain: Explain | None = None
 ) -> int:
-    """Call `body` with the words of the command line; return its status, or the status of its error."""
+    """Call `body` with the words of the command line.
+
+    Return its status, or the status of its error.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may have characters that the locale lacks
             stream.reconfigure(errors="backslashreplace")

@@ -77,7 +77,10 @@ class HistoryStyle(
         ),
     )
 ):
-    """The differences between hacct and sacct. `fields` are the default columns, `since_s` the start of the default period."""
+    """The differences between hacct and sacct.
+
+    `fields` are the default columns, `since_s` the start of the default period.
+    """
 
     __slots__ = ()
 
@@ -235,7 +238,10 @@ def _filtered(jobs: list[Json], words: Words) -> list[Json]:
 
 
 def _known(reference: str) -> str:
-    """Return the reference as ``12``, ``10_3``, ``10_[1-3]`` or ``12+1``; the controller resolves a name or 'last'."""
+    """Return the reference as ``12``, ``10_3``, ``10_[1-3]`` or ``12+1``.
+
+    The controller resolves a name or 'last'.
+    """
     number = reference.split(".")[0].removesuffix("+0")
     if number.partition("_")[0].partition("+")[0].isdigit():
         return number
@@ -278,7 +284,10 @@ def _table(shown: Sequence[HistoryColumn], rows: Sequence[HistoryRow], header: b
 
 
 def _in_width(column: HistoryColumn, text: str) -> str:
-    """Return `text` in the width of the column, if it has one; like in sacct, truncated text ends in a +."""
+    """Return `text` in the width of the column, if it has one.
+
+    Like in sacct, truncated text ends in a +.
+    """
     if not column.width:
         return text
     cut = text if len(text) <= column.width else text[: column.width - 1] + "+"

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
 
 
 def hold_for_step() -> int:
-    """Run on behalf of a step command, named by the first word: for srun options that need a job before the step."""
+    """Run on behalf of the step command named by the first word, which needs a job first."""
     name, *words = sys.argv[1:]
     return main(words, HALLOC._replace(name=name, usage_code=1, refused=lambda text: slurm_text.of_step(0, text)))
 
@@ -369,7 +369,10 @@ class _Allocation:
 
 
 def _login_environment(how: str | bool) -> dict[str, str]:
-    """Return the environment of a login shell of this user; `how` is [SECONDS][S|L]. Raises HallocError."""
+    """Return the environment of a login shell of this user; `how` is [SECONDS][S|L].
+
+    Raises HallocError.
+    """
     import subprocess  # rarely needed
 
     found = _USER_ENV.fullmatch(how) if isinstance(how, str) else _USER_ENV.fullmatch("")

@@ -94,7 +94,7 @@ def _work(words: Words) -> int:
 
 
 def _formatted(words: Words, partitions: Sequence[Partition], nodes: Sequence[Node], header: bool) -> str:
-    """Return the lines of a format: sinfo's have fixed widths, our own columns are as wide as their content."""
+    """Return the lines of a format; only sinfo's formats have fixed widths."""
     look = Look(0.0)
     given = words.last("format")
     if words.has("Format"):

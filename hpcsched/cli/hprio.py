@@ -85,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(words: Words, usual: Callable[[Words, Json], str] | None = None) -> int:
-    """Print the priorities and return the exit status. `usual` gives the default format for the weights, if any."""
+    """Print the priorities and return the exit status.
+
+    `usual` gives the default format for the weights, if any.
+    """
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
     query = {key: ",".join(words.given[name]) for name, key in _QUERY.items() if words.has(name)}

@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
-    """Print the shares and return the exit status. `widths` are those of the columns, if they are fixed."""
+    """Print the shares and return the exit status.
+
+    `widths` are those of the columns, if they are fixed.
+    """
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one user write -u USER")
     chosen = _chosen(words)
@@ -100,7 +103,7 @@ def _aligned(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tupl
 
 
 def _fixed(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:
-    """Return columns of fixed widths like Slurm's accounting commands: a line of dashes, a space after each cell."""
+    """Return columns of fixed widths, like Slurm's accounting commands."""
     rows = [[_cell(line, name, 0) for name, _ in chosen] for line in lines]
     rows = [list(header), ["-" * width for _, width in chosen], *rows] if header else rows
     return "".join(
@@ -127,7 +130,7 @@ def _chosen(words: Words) -> list[tuple[str, int]]:
 
 
 def _filtered(lines: Sequence[Json], words: Words) -> list[Json]:
-    """Return the lines of the requested accounts and users, and the other accounts, so that the tree is complete."""
+    """Return the lines of the requested accounts and users, and all accounts above them."""
     users = words.listed("user") if words.has("user") else [] if words.has("all") else [client.my_name()]
     accounts = words.listed("accounts")
     return [

@@ -51,7 +51,10 @@ def _work(words: Words) -> int:
 
 
 def _serve(listener: socket.socket, step: list[str], what: str) -> int:
-    """Forward the connections of `listener` through the step until it ends; return its exit status."""
+    """Forward the connections of `listener` through the step until it ends.
+
+    Return its exit status.
+    """
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -91,7 +94,7 @@ def _stop(loop: Loop) -> None:
 
 
 def _run_step(words: list[str], sock: socket.socket) -> NoReturn:
-    """Become hrun, with the tunnel as stdin and stdout, in a session of its own: Ctrl-C is for the parent."""
+    """Become hrun, with the tunnel as stdin and stdout, in a session without Ctrl-C."""
     code = 1
     try:
         os.setsid()
@@ -105,7 +108,7 @@ def _run_step(words: list[str], sock: socket.socket) -> NoReturn:
 
 
 def _listen(local: int | None, port: int) -> socket.socket:
-    """Return a socket that listens only on this machine: at `local`, or else at `port` or any free port."""
+    """Return a socket that listens on localhost: at `local`, else at `port` or any free port."""
     for wanted in (local,) if local is not None else (port, 0):
         try:
             return socket.create_server(("127.0.0.1", wanted))

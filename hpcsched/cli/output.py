@@ -32,7 +32,7 @@ def terminal_width() -> int:
 
 
 def wants_colour() -> bool:
-    """Return whether the output may be coloured: on a terminal with colours, unless NO_COLOR is set."""
+    """Return whether to use colours: on a terminal that has them, unless NO_COLOR is set."""
     return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 

@@ -54,7 +54,10 @@ mpirun {python} -P -m hpctrain.examples.chargpt --out {out} \\
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallJob:
-    """A job beside the training, so that the queue is busy. `file` is its script, `options` are those of hsub."""
+    """A job beside the training, so that the queue is busy.
+
+    `file` is its script, `options` are those of hsub.
+    """
 
     file: str
     script: str
@@ -63,12 +66,15 @@ class SmallJob:
 
 
 def training_script(python: str, options: Sequence[str]) -> str:
-    """Return the training's script; `python` is an interpreter that has the training's packages."""
+    """Return the training's script.
+
+    `python` is an interpreter that has the training's packages.
+    """
     return TRAIN_SCRIPT.format(name=TRAIN_NAME, python=shlex.quote(python), out=OUT_DIR, options=" ".join(options))
 
 
 def training_options(seconds: float, checkpoint_every: int) -> list[str]:
-    """Return the options of a training that takes about `seconds`, with a checkpoint every `checkpoint_every` steps."""
+    """Return the options of a training of about `seconds`, with its checkpoints."""
     return [
         f"--target-seconds {seconds:g}",
         f"--checkpoint-every {checkpoint_every}",
@@ -78,7 +84,7 @@ def training_options(seconds: float, checkpoint_every: int) -> list[str]:
 
 
 def small_jobs(train_id: int, *, tasks: int) -> list[SmallJob]:
-    """Return an array for the third node, a job that waits for all nodes, and one that waits for the training."""
+    """Return an array for the third node, and jobs that wait for all nodes and the training."""
     return [
         SmallJob(
             file="sweep.sh",
@@ -328,7 +334,7 @@ class Story:
         return screen.controller is not None and nodes_up and self._runs(screen)
 
     def _is_time_to_lose(self, screen: ClusterScreen) -> bool:
-        """Return whether half of the training is done, and about half of the way to the next checkpoint."""
+        """Return whether half of the training, and half of the way to a checkpoint, is done."""
         run, at = screen.run, self._plan.node_dies_at
         if len(run.checkpoints) < 2 or run.done < at:
             return False
@@ -352,7 +358,9 @@ class Story:
         *,
         job_may_end: bool = False,
     ) -> ClusterScreen:
-        """Show the cluster until `happened`; without a limit, for as long as the training makes progress.
+        """Show the cluster until `happened`.
+
+        Without a limit, for as long as the training makes progress.
 
         Raises UnavailableError after `limit_s` seconds, or if the training has ended.
         """
@@ -386,7 +394,10 @@ class Story:
         return f"job {job['id']} is {job['state']} (attempt {job['attempt']}{exit_code}{why}), step {screen.run.step}"
 
     def meanwhile(self, work: Callable[[], T]) -> T:
-        """Do `work` while the cluster is shown, and return its result. Raises its UnavailableError."""
+        """Do `work` while the cluster is shown, and return its result.
+
+        Raises its UnavailableError.
+        """
         results: list[T] = []
         errors: list[UnavailableError] = []
 

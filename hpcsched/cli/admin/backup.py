@@ -41,7 +41,10 @@ _NAME = re.compile(r".+-\d{8}T\d{6}\Z")
 
 
 def back_up_cluster(config: Config, directory: Path, keep: int | None = None) -> Path:
-    """Write a backup into a new directory below `directory`, keep the newest `keep`, and return it. Raises HpcschedError."""
+    """Write a backup into a new directory below `directory`, and return it.
+
+    Only the newest `keep` backups are kept. Raises HpcschedError.
+    """
     database = config.controller.state_dir / paths.DATABASE_FILE
     target = directory / f"{config.name}-{datetime.now():%Y%m%dT%H%M%S}"
     part = directory / f".{target.name}.{secrets.token_hex(4)}.part"
@@ -97,7 +100,7 @@ def configuration_files(config_dir: Path) -> Iterator[Path]:
 
 
 def named_files(config: Config, *, missing: bool = False) -> list[Path]:
-    """Return the existing files outside the configuration directory that it names, or with `missing` the others."""
+    """Return the existing files that the configuration names elsewhere, or the `missing` ones."""
     keys = sorted({Path(spec.identity_file).expanduser() for spec in config.nodes if spec.identity_file})
     named = dict.fromkeys([config.controller.ssh_config, *(path for key in keys for path in (key, public_half(key)))])
     own = set(configuration_files(config.config_dir))
@@ -149,7 +152,10 @@ def contents_in_words(directory: Path) -> str:
 
 
 def verify(directory: Path) -> database_copy.Contents:
-    """Read the whole backup and compare its checksums; return the contents of its database. Raises ConfigError."""
+    """Read the whole backup and compare its checksums; return the contents of its database.
+
+    Raises ConfigError.
+    """
     manifest = read_manifest(directory)
     for name, known in manifest["files"].items():
         try:

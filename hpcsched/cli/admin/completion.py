@@ -34,7 +34,10 @@ _VALUES = {"jobs": _JOBS, "jobid": _JOBS, "dependency": _JOBS, "partition": _PAR
 
 
 class Completed(namedtuple("Completed", "name options verbs", defaults=((),))):
-    """A command: its name, its options, each (long name, letter, whether it has a value, help), and its first words."""
+    """A command with its options and first words.
+
+    An option is (long name, letter, whether it has a value, help).
+    """
 
     __slots__ = ()
 

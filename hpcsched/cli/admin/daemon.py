@@ -56,7 +56,7 @@ def up() -> None:
 
 
 def _closed_to_others() -> list[str]:
-    """Return a warning if root started the controller from an installation that other users cannot read."""
+    """Return a warning if other users cannot read the installation of root's controller."""
     python = Path(sys.executable)
     if os.getuid() != 0:
         return []
@@ -148,7 +148,10 @@ def _is_there(pid: int) -> bool:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def status(as_json: bool) -> None:
-    """Report whether the controller is running, and its nodes and jobs. Exit status 0 if it is running, else 1."""
+    """Report whether the controller is running, and its nodes and jobs.
+
+    Exit status 0 if it is running, else 1.
+    """
     answer = client.call("GET", "/v1/ping")
     if as_json:
         click.echo(json.dumps(answer))
@@ -167,7 +170,10 @@ def status(as_json: bool) -> None:
 
 
 def _wrong_with_files() -> str:
-    """Return the error in the configuration files; "" if there is none, or if we may not read them."""
+    """Return the error in the configuration files.
+
+    "" if there is none, or if we may not read them.
+    """
     from hpcsched.config.load import load_config
 
     config_dir = paths.find_config_dir(os.environ, os.getuid())

@@ -98,7 +98,7 @@ def _newest(directory: Path) -> Path:
 
 
 def _restore_cluster(source: Path, now: datetime, *, force: bool, strays: str) -> None:
-    """Restore all of a backup: the configuration, where this user's commands read it, and the database."""
+    """Restore the configuration, where this user's commands read it, and the database."""
     cluster_backup.verify(source)
     manifest = cluster_backup.read_manifest(source)
     load_config(source / cluster_backup.ETC)
@@ -128,7 +128,10 @@ def _restore_cluster(source: Path, now: datetime, *, force: bool, strays: str) -
 
 
 def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
-    """Restore missing files outside the configuration directory that it names. Existing ones are not changed."""
+    """Restore missing files outside the configuration directory that it names.
+
+    Existing ones are not changed.
+    """
     wanted = {
         str(path) for path in (*cluster_backup.named_files(config), *cluster_backup.named_files(config, missing=True))
     }
@@ -150,12 +153,18 @@ def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
 
 
 def _former_config(config_dir: Path) -> Config | None:
-    """Return the existing configuration, None if there is none. Raises ConfigError if it cannot be read."""
+    """Return the existing configuration, None if there is none.
+
+    Raises ConfigError if it cannot be read.
+    """
     return load_config(config_dir) if any(cluster_backup.configuration_files(config_dir)) else None
 
 
 def _place_configuration(source: Path, config_dir: Path, aside: str, undo: ExitStack) -> None:
-    """Copy the files of a backup into `config_dir`; existing files are renamed. `undo` renames them back."""
+    """Copy the files of a backup into `config_dir`; existing files are renamed.
+
+    `undo` renames them back.
+    """
     public = 0o755 if os.getuid() == 0 else 0o700
     try:
         config_dir.mkdir(mode=public, parents=True, exist_ok=True)

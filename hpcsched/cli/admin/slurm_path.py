@@ -58,7 +58,10 @@ sys.exit(main())
 
 @click.command("slurm-path")
 def slurm_path() -> None:
-    """Print the directory of the commands with Slurm's names: export PATH=$(hpcsched slurm-path):$PATH."""
+    """Print the directory of the commands with Slurm's names.
+
+    Use it with: export PATH=$(hpcsched slurm-path):$PATH
+    """
     click.echo(ensure_directory())
 
 

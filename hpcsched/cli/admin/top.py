@@ -69,7 +69,7 @@ def top(job: str, once: bool, interval: float) -> int:
 
 
 def is_live(console: Console) -> bool:
-    """Return whether a person watches, on a terminal that can be redrawn and shows our characters."""
+    """Return whether the output is a terminal that can be redrawn and shows our characters."""
     return console.is_terminal and not console.is_dumb_terminal and (console.encoding or "").lower() == "utf-8"
 
 
@@ -100,7 +100,7 @@ def _neighbour(screen: ClusterScreen, step: int) -> int | None:
 
 @contextlib.contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Give a function that waits some seconds for a key and returns it, "" if none was pressed."""
+    """Give a function that waits some seconds for a key; it returns "" if none was pressed."""
     descriptor = sys.stdin.fileno()
     if not os.isatty(descriptor):
 
@@ -133,7 +133,10 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
 
 
 class ClusterReader:
-    """Asks the controller for what a screen shows. `metrics` is the training's file, if the caller knows it."""
+    """Asks the controller for what a screen shows.
+
+    `metrics` is the training's file, if the caller knows it.
+    """
 
     def __init__(self, metrics: Path | None = None) -> None:
         self._metrics = metrics
@@ -142,7 +145,7 @@ class ClusterReader:
         self._log_of: tuple[int, float] = (0, 0.0)
 
     def look(self, chosen: str | int | None = None) -> ClusterScreen:
-        """Return the cluster as it is now, with the job `chosen`, by default the first running one of ours.
+        """Return the cluster as it is now, with the job `chosen`, by default our first running one.
 
         Raises NotFoundError if there is no job of a name that a user chose; a job's number may have been forgotten.
         """
@@ -187,7 +190,7 @@ class ClusterReader:
         return job
 
     def _run(self, job: dict[str, Any]) -> MetricsReader:
-        """Return the reader of the job's metrics: of its file, if it is readable here, else of its reports."""
+        """Return the reader of the job's metrics file, or of its reports if that is not readable."""
         report = job.get("training") or {}
         path = self._metrics
         if path is None and report.get("directory"):
@@ -200,7 +203,10 @@ class ClusterReader:
         return known
 
     def _log(self, number: int) -> tuple[str, ...]:
-        """Return the last lines of the job's output; those seen last if it cannot be read at the moment."""
+        """Return the last lines of the job's output.
+
+        Those seen last if it cannot be read at the moment.
+        """
         known_of, at_s = self._log_of
         known = self._last.log if known_of == number else ()
         if known_of == number and time.monotonic() < at_s + LOG_EVERY_S:
@@ -237,7 +243,10 @@ def _queue_of(text: str) -> tuple[QueuedJob, ...]:
 
 
 def _first_of_mine(queue: tuple[QueuedJob, ...]) -> int | None:
-    """Return the job to select first: a running one of ours, else the first in the queue; None if there is none."""
+    """Return the job to select first: a running one of ours, else the first in the queue.
+
+    None if there is none.
+    """
     me = client.my_name()
     mine = [job for job in queue if job.user == me and job.state in ACTIVE_STATES]
     return next((job.number for job in (*mine, *queue)), None)

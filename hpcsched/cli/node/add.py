@@ -68,7 +68,10 @@ class NodeOptions:
 
 
 def add_node(config: Config, target: SshTarget, options: NodeOptions) -> Visit:
-    """Add the node, and print each step and finding. Raises HpcschedError; then nothing was written."""
+    """Add the node, and print each step and finding.
+
+    Raises HpcschedError; then nothing was written.
+    """
     name = default_name(target) if options.name is None else options.name
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     _refuse_double(config, target, name)
@@ -114,7 +117,7 @@ def parse_target(text: str) -> SshTarget:
 
 
 def default_name(target: SshTarget) -> str:
-    """Return the default name of a node: the first label of the host name, or the address with dashes."""
+    """Return the default name: the first label of the host name, or the address with dashes."""
     try:
         ipaddress.ip_address(target.host)
         name = re.sub(r"[^0-9A-Za-z]+", "-", target.host).strip("-")
@@ -178,7 +181,7 @@ def _ask(spec: NodeSpec, key_type: str, shown: str) -> None:
 
 
 def look_at(config: Config, spec: NodeSpec) -> Visit:
-    """Visit the node, and check whether it has the share, if any, and the home directories of users."""
+    """Visit the node, and check whether it has the share and the home directories of users."""
     with ExitStack() as files:
         probe = home = None
         if config.share:
@@ -230,7 +233,7 @@ def still_drained(config: Config, name: str) -> Iterator[str]:
 
 
 def identity_of(config: Config) -> ControllerIdentity:
-    """Return the identity of the controller: from itself, or from the database if it is not running."""
+    """Return the controller's identity: from itself, or from the database if it is down."""
     try:
         running = client.call("GET", "/v1/ping")
         if running["cluster"] == config.name:
@@ -291,7 +294,10 @@ def measured_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpu_keys(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys of a node's file for the detected GPUs; a GPU with MIG is listed as its devices."""
+    """Return the keys of a node's file for the detected GPUs.
+
+    A GPU with MIG is listed as its devices.
+    """
     types, devices = [], []
     for gpu in gpus:
         for device in gpu.get("mig", []):
@@ -304,7 +310,7 @@ def gpu_keys(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def gpu_type(name: str) -> str:
-    """Return the short type of a GPU, such as ``a100`` or ``rtx3090``, from the name in its driver."""
+    """Return the short type of a GPU, such as ``a100``, from the name in its driver."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     for number, word in enumerate(words):
         if any(char.isdigit() for char in word):

@@ -41,7 +41,7 @@ def node() -> None:
 )
 @click.option("--yes", is_flag=True, help="Accept any host key.")
 def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool, **options: Any) -> None:
-    """Add a machine: pin its host key, detect its resources, write its file, and notify the controller.
+    """Add a machine: pin its host key, detect its resources, and write its file.
 
     HOST can also be a Host of ~/.ssh/config, or "local" for this machine without SSH.
     """
@@ -115,7 +115,7 @@ def list_(as_json: bool) -> None:
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--links", is_flag=True, help="Measure the network between the nodes instead.")
 def probe(names: tuple[str, ...], links: bool) -> None:
-    """Measure the speed, network and temporary disk of nodes again, and write them into their files.
+    """Measure speed, network and temporary disk of nodes again, and update their files.
 
     Measure idle nodes: jobs that are running change the result.
     """

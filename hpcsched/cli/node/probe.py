@@ -27,7 +27,10 @@ from hpcsched.model.node import NodeSpec, address_of
 
 
 def probe_node(config: Config, name: str) -> None:
-    """Measure the node `name`, print and write the results. Raises HpcschedError; then its file is unchanged."""
+    """Measure the node `name`, print and write the results.
+
+    Raises HpcschedError; then its file is unchanged.
+    """
     spec = _spec(config, name)
     facts = look_at(config, spec).facts
     if spec.link_mbps:
@@ -36,7 +39,9 @@ def probe_node(config: Config, name: str) -> None:
 
 
 def probe_links(config: Config, names: Sequence[str]) -> None:
-    """Measure the network of the nodes `names`, print and write the results. Raises HpcschedError.
+    """Measure the network of the nodes `names`, print and write the results.
+
+    Raises HpcschedError.
 
     Failed transfers are printed; a node without a successful one keeps the value in its file, and the command fails at the end.
     """
@@ -79,7 +84,7 @@ def _write(config: Config, name: str, found: Mapping[str, Any]) -> None:
 
 
 def with_keys(text: str, keys: Mapping[str, Any]) -> str:
-    """Return the TOML `text` of a node's file with `keys` set, replacing their lines, even commented ones."""
+    """Return the TOML `text` with `keys` set, replacing their lines, even commented ones."""
     for key, value in keys.items():
         line = f"{key} = {toml_value(value)}"
         text, count = re.subn(rf"(?m)^#?{key} *=.*$", line.replace("\\", r"\\"), text, count=1)

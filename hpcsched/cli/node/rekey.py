@@ -20,7 +20,10 @@ from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 
 
 def rekey_node(config: Config, name: str, options: NodeOptions) -> None:
-    """Pin the host key of node `name`, if it is accepted. Raises HpcschedError; then its file is unchanged."""
+    """Pin the host key of node `name`, if it is accepted.
+
+    Raises HpcschedError; then its file is unchanged.
+    """
     spec = next((spec for spec in config.nodes if spec.name == name), None)
     if spec is None:
         there = ", ".join(spec.name for spec in config.nodes) or "none"

@@ -28,7 +28,10 @@ ASK_EVERY_S = 0.3
 
 
 def remove_node(config: Config, name: str, *, force: bool) -> None:
-    """Remove the node, and print what happens to its jobs. Raises HpcschedError; then its file is unchanged."""
+    """Remove the node, and print what happens to its jobs.
+
+    Raises HpcschedError; then its file is unchanged.
+    """
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     running = _known_to_controller()
     if name not in [spec.name for spec in config.nodes] and name not in (running or ()):
@@ -58,7 +61,10 @@ def _known_to_controller() -> list[str] | None:
 
 
 def _free(config: Config, name: str, *, force: bool) -> bool:
-    """Have the controller free the node of jobs, and wait for that; return whether there were any."""
+    """Have the controller free the node of jobs, and wait for that.
+
+    Return whether there were any.
+    """
     deadline_s = time.monotonic() + config.controller.kill_wait_s + ENDING_S
     told = ""
     held = False
@@ -98,7 +104,10 @@ def _delete(path: Path, name: str) -> None:
 
 
 def _note_for_next_start(config: Config, name: str, *, force: bool) -> None:
-    """Fail if the node holds jobs; with `force`, record that the next controller fences the node."""
+    """Fail if the node holds jobs.
+
+    With `force`, record that the next controller fences the node.
+    """
     state_dir = config.controller.state_dir
     database = state_dir / paths.DATABASE_FILE
     if not database.exists():

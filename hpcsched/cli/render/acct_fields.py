@@ -31,7 +31,10 @@ class HistoryRow(namedtuple("HistoryRow", "job step")):
 
 
 class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms", defaults=(0, 10))):
-    """A requested column; `width` 0 is as wide as the content, `slurms` is sacct's default width."""
+    """A requested column.
+
+    `width` 0 is as wide as the content, `slurms` is sacct's default width.
+    """
 
     __slots__ = ()
 
@@ -43,7 +46,10 @@ class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms", 
 
 
 def job_rows(job: Json, *, steps: bool) -> list[HistoryRow]:
-    """Return the rows of a job; with `steps` also the steps of its last attempt, the batch step first."""
+    """Return the rows of a job.
+
+    With `steps` also the steps of its last attempt, the batch step first.
+    """
     mine = [step for step in job["steps"] if step.get("attempt", job["attempt"]) == job["attempt"]] if steps else []
     mine.sort(key=lambda step: -1 if step["step"] == "batch" else int(step["step"]))
     return [HistoryRow(job, None), *(HistoryRow(job, step) for step in mine)]
@@ -247,7 +253,7 @@ def _group(job: Json, *, number: bool) -> str:
 
 
 def _moved(key: str, *, each: bool = False) -> Callable[[HistoryRow], str]:
-    """Return a writer for the bytes that a step read or wrote, or `each` of its tasks on average."""
+    """Return a writer for the bytes moved by a step, or on average by `each` of its tasks."""
 
     def text(row: HistoryRow) -> str:
         count = row.step.get(key) if row.step else None  # missing in the answer of an older controller
@@ -267,7 +273,10 @@ def size_text(count: float) -> str:
 
 
 def _tres_usage(row: HistoryRow, *, tasks: int, out: bool = False) -> str:
-    """Return a step's usage like sacct's TRESUsage columns: CPU time and bytes divided by `tasks`, memory of one task."""
+    """Return a step's usage like sacct's TRESUsage columns.
+
+    CPU time and bytes are divided by `tasks`; the memory is that of one task.
+    """
     step = row.step
     if not step or step["cpu_user_s"] is None:
         return ""

@@ -150,7 +150,10 @@ def _resources(job: Json) -> Json:
 
 
 class JobField(namedtuple("JobField", "name value text json json_name", defaults=(plain, plain, ""))):
-    """One field. `value` gets it from a job, `text` writes it in records, `json` in Slurm's OpenAPI as `json_name`."""
+    """One field.
+
+    `value` gets it from a job, `text` writes it in records, `json` in Slurm's OpenAPI as `json_name`.
+    """
 
     __slots__ = ()
 

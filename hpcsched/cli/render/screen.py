@@ -62,7 +62,10 @@ class StoryLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuedJob:
-    """One line of the queue. `number` addresses the job; `where` is its node list, or why it waits in parentheses."""
+    """One line of the queue.
+
+    `number` addresses the job; `where` is its node list, or why it waits in parentheses.
+    """
 
     number: int
     display_id: str
@@ -298,7 +301,7 @@ def training_lines(run: TrainingRun, width: int) -> list[RenderableType]:
 
 
 def checkpoint_lines(run: TrainingRun, width: int) -> list[Text]:
-    """Return the checkpoints in two lines: number and last one, and a mark for each (high: full, low: increment)."""
+    """Return two lines: the number of checkpoints and the last one, and a mark for each."""
     made = run.checkpoints
     if not made:
         return [_line(("no checkpoint yet", "dim")), Text("")]
@@ -366,7 +369,10 @@ Span = tuple[float, float]
 
 
 class BrailleCanvas:
-    """`width` by `height` cells of two by four dots. A cell has the style of its last layer, and the dots of all."""
+    """`width` by `height` cells of two by four dots.
+
+    A cell has the style of its last layer, and the dots of all.
+    """
 
     def __init__(self, width: int, height: int, x: Span, y: Span) -> None:
         self._width, self._height, self._x, self._y = width, height, x, y
@@ -424,7 +430,7 @@ def _part(value: float, span: Span) -> float:
 
 
 def plain_text(screen: ClusterScreen) -> str:
-    """Return the screen as plain text: tables of nodes and jobs, then the selected job and the end of its log."""
+    """Return the screen as plain text: nodes, jobs, the selected job, the end of its log."""
     ping = screen.controller
     if ping is None:
         text = f"hpcschedd does not answer: {clean(screen.trouble)}\n"

@@ -25,7 +25,7 @@ def node_state(node: Json) -> str:
 
 
 def tres_of_node(node: Json) -> tuple[str, str]:
-    """Return the TRES of a node, and the allocated ones: ``cpu=8,mem=4G,billing=8,gres/gpu=2``."""
+    """Return the TRES of a node, all and allocated: ``cpu=8,mem=4G,billing=8,gres/gpu=2``."""
     gpus = len(node["gpus"])
     whole = [f"cpu={node['cpus']}", f"mem={format_mem(node['mem_mib'])}", f"billing={node['cpus']}"]
     whole += [f"gres/gpu={gpus}"] if gpus else []
@@ -87,7 +87,10 @@ def node_lines(node: Json) -> list[Words]:
 
 
 def why_out_of_use(node: Json) -> tuple[str, str, float | None]:
-    """Return why a node is drained or down, who drained it, and since when; "" if it is in use."""
+    """Return why a node is drained or down, who drained it, and since when.
+
+    "" if it is in use.
+    """
     if node["drained"]:
         return node["drained_why"], node["drained_by"], node["drained_at_s"]
     return (node["link_why"], "slurm", node["link_since_s"] or None) if node["state"] == "DOWN" else ("", "", None)

@@ -31,7 +31,10 @@ FIELDS = (
 
 
 def running_steps(wanted: Sequence[str]) -> tuple[float, list[Json]]:
-    """Return the current time and the running steps: all, or those of `wanted` (``12``, ``12.0``, ``10_3.batch``)."""
+    """Return the current time and the running steps.
+
+    `wanted` selects jobs and steps: ``12``, ``12.0``, ``10_3.batch``.
+    """
     ids = sorted({word.partition(".")[0].partition("_")[0].partition("+")[0] for word in wanted})
     states = ",".join(sorted(ACTIVE_STATES))
     answer = client.call("GET", client.query("/v1/history", id=",".join(ids), state=states))

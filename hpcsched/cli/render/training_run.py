@@ -45,7 +45,10 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A run so far, in the order of the file. `resumes` are (attempt, step that it resumed from)."""
+    """A run so far, in the order of the file.
+
+    `resumes` are (attempt, step that it resumed from).
+    """
 
     points: tuple[LossPoint, ...] = ()
     validation: tuple[LossPoint, ...] = ()
@@ -91,7 +94,7 @@ class TrainingRun:
 
 
 class MetricsReader:
-    """Follows one metrics file, or without a path the reports of a job: each call reads what was added."""
+    """Follows one metrics file, or without a path the reports of a job."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -126,7 +129,7 @@ class MetricsReader:
         )
 
     def add_report(self, report: Mapping[str, Any]) -> None:
-        """Add the last step that the job reported to the controller: a curve for runs whose file cannot be read here."""
+        """Add the last reported step, for runs whose file cannot be read here."""
         if report["loss"] is not None and report["step"] not in {point.step for point in self._points[-1:]}:
             self._add({**report, "resumed_from": report["checkpoint_step"] or 0})
 

@@ -90,7 +90,10 @@ def _print_json(answer: Json) -> None:
 
 
 def _slurms(jobs: list[Json], words: Words) -> list[Json]:
-    """Return the jobs with the states of Slurm's accounting; waiting tasks of an array are one: ``10_[3-9%2]``."""
+    """Return the jobs with the states of Slurm's accounting.
+
+    Waiting tasks of an array are one: ``10_[3-9%2]``.
+    """
     made = [job | {"state": _RUNNING.get(job["state"], job["state"])} for job in jobs]
     folds: dict[int, list[Json]] = {}
     for job in () if words.has("array") else made:

@@ -39,7 +39,7 @@ def _named(records: Sequence[Json], name: str) -> Json:
 
 
 def _shares() -> list[Json]:
-    """Return the lines of the fair-share tree, including one for the current user even if it has no usage yet."""
+    """Return the lines of the fair-share tree, always with one for the current user."""
     lines = list(client.call("GET", "/v1/shares")["shares"])
     me = client.my_name()
     if not any(one["user"] == me for one in lines):
@@ -89,7 +89,10 @@ def _associations() -> list[Json]:
 
 
 def _association(share: Json, account: Json, user: Json, every_qos: str) -> Json:
-    """Return one association; `account` and `user` are their rules, `user` is empty for that of the account itself."""
+    """Return one association.
+
+    `account` and `user` are their rules, `user` is empty for that of the account itself.
+    """
     name = share["account"] or "root"
     parent = "root" if share["account"] else ""
     return {
@@ -287,7 +290,7 @@ def _entity(word: str) -> str:
 
 
 def _read(rest: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the columns of ``format=`` and the other conditions: names in lower case, with their values."""
+    """Return the columns of ``format=``, and the other conditions with names in lower case."""
     fields: list[str] = []
     conditions: dict[str, list[str]] = {}
     for word in rest:

@@ -75,7 +75,10 @@ _QUIT = ("quit", "exit", "q")
 
 
 def _prompt(words: Words) -> int:
-    """Read commands and run them until ``quit`` or the end of the input; return the last one's status."""
+    """Read commands and run them until ``quit`` or the end of the input.
+
+    Return the last one's status.
+    """
     status, last = 0, ""
     while True:
         if sys.stdin.isatty():
@@ -109,7 +112,10 @@ def _run(operands: Sequence[str], words: Words) -> int:
 
 
 def _found(word: str, known: Iterable[str]) -> str | None:
-    """Return the name, or the first name that begins with it, like scontrol; None if there is none."""
+    """Return the name, or the first name that begins with it, like scontrol.
+
+    None if there is none.
+    """
     lowered = word.lower()
     if lowered in known:
         return lowered
@@ -151,7 +157,10 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
 
 
 def _folded(jobs: Sequence[Json]) -> list[Json]:
-    """Return the jobs; equal waiting tasks of an array are one record, at the position of the first."""
+    """Return the jobs.
+
+    Equal waiting tasks of an array are one record, at the position of the first.
+    """
     groups: dict[tuple[object, ...], list[Json]] = {}
     for job in jobs:
         alone = job["array_task_id"] is None or job["state"] != "PENDING" or job["restarts"]
@@ -369,7 +378,10 @@ def _requeue_hold(rest: Sequence[str], words: Words) -> int:
 
 
 def _requeue(rest: Sequence[str], words: Words, how: Json | None = None) -> int:
-    """Requeue jobs; if the first word is Incomplete, those that have completed stay as they are."""
+    """Requeue jobs.
+
+    If the first word is Incomplete, those that have completed stay as they are.
+    """
     incomplete = _is_incomplete(rest)
     jobs = _jobs(rest[1:] if incomplete else rest)
     if not jobs:
@@ -385,7 +397,7 @@ def _is_incomplete(rest: Sequence[str]) -> bool:
 
 
 def _top(rest: Sequence[str], words: Words) -> int:
-    """Move these jobs to the front of the queue, with a priority slightly above the highest one."""
+    """Move these jobs to the front: set a priority slightly above the highest one."""
     jobs = _jobs(rest)
     waiting = client.call("GET", client.query("/v1/jobs", state="PENDING"))["jobs"]
     highest = max((job["priority"] or 0 for job in waiting), default=0)
@@ -493,7 +505,7 @@ def _write_resized(job: Json, words: Words) -> None:
 
 
 def _joined(rest: Sequence[str]) -> list[str]:
-    """Return the words with separate names and values (``ArrayTaskThrottle 2``) joined by ``=``."""
+    """Return the words; separate names and values (``Nice 2``) are joined by ``=``."""
     found: list[str] = []
     pending = iter(rest)
     for word in pending:
@@ -533,7 +545,7 @@ _ERRORS = {
 
 
 def _processes() -> list[tuple[int, dict[str, str]]]:
-    """Return pid and environment of the processes on this machine that belong to jobs and that we may read."""
+    """Return pid and environment of the jobs' processes on this machine that we may read."""
     found = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -579,7 +591,7 @@ def _pidinfo(rest: Sequence[str], words: Words) -> int:
 
 
 def _notify(rest: Sequence[str], words: Words) -> int:
-    """Append a message to the standard error of a running batch job, on its first node, as the job's owner."""
+    """Append a message to the standard error of a running batch job, as its owner."""
     if len(rest) < 2:
         print("too few arguments for keyword:notify", file=sys.stderr)
         return FAILED

@@ -26,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _format(words: Words, weights: Json) -> str:
-    """Return sprio's columns: the factors with a weight, or all with --long. Source: sprio of Slurm 23.02."""
+    """Return sprio's columns: the factors with a weight, or all with --long.
+
+    Source: sprio of Slurm 23.02.
+    """
     whose = " %.8u" if words.has("long") else ""
     letters = [letter for name, letter in _LETTERS.items() if words.has("long") or weights.get(name)]
     factors = "".join(f" %.{20 if letter == 'T' else 10}{letter}" for letter in letters)

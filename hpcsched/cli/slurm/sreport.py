@@ -77,7 +77,10 @@ class ReportColumn(NamedTuple):
 
 
 class Period(NamedTuple):
-    """A period from `start_s` to `end_s`, in seconds since the epoch; `now_s` bounds the usage so far."""
+    """A period from `start_s` to `end_s`, in seconds since the epoch.
+
+    `now_s` bounds the usage so far.
+    """
 
     start_s: float
     end_s: float
@@ -260,7 +263,7 @@ def _full_name(user: str) -> str:
 
 
 def _scale(text: str) -> tuple[str, Callable[[float, float], str]]:
-    """Return the name of a unit, and a function of (value, whole) in seconds that writes a value in it."""
+    """Return the name of a unit, and a writer of (value, whole), both in seconds."""
     name = text.lower()
     per = {"secper": "seconds", "minper": "minutes", "hourper": "hours"}.get(name)
     if name == "percent":
@@ -303,7 +306,10 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
 
 
 def _print_table(table: Sequence[Sequence[str]], columns: Sequence[ReportColumn], words: Words) -> None:
-    """Print rows of cells, separated by bars or in columns; the first row is the header, if there is one."""
+    """Print rows of cells, separated by bars or in columns.
+
+    The first row is the header, if there is one.
+    """
     if words.has("parsable") or words.has("parsable2"):
         tail = "|" if words.has("parsable") else ""
         for cells in table:
