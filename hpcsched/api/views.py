@@ -92,7 +92,7 @@ def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> 
             return job.reason, _starting(job), None
         if job.state is JobState.SUSPENDED:
             return job.reason, _standing_still(job), None
-        if any(cluster.job_of_former(kept.token) is job for kept in cluster.kept.values()):
+        if any(cluster.job_of_former(kept.token) is job for kept in cluster.undecided_launches.values()):
             return job.reason, _UNDECIDED, None
     return job.reason, reason_detail(job, asker), None
 

@@ -25,7 +25,7 @@ from hpcsched.api.listener import listening_socket
 from hpcsched.config.load import Config
 from hpcsched.controller.lock import StateLock
 from hpcsched.controller.nodes.edits import gone_notes
-from hpcsched.controller.recovery import begin_term
+from hpcsched.controller.recovery import begin_epoch
 from hpcsched.controller.views.queue import Reading
 from hpcsched.controller.views.routes import make_server
 from hpcsched.errors import ConfigError, ProtocolError
@@ -64,7 +64,7 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     store = Store(open_database(database))
     check_cluster_id(config, store, database)
     try:
-        cluster = begin_term(config, store, clock())
+        cluster = begin_epoch(config, store, clock())
     except (ValueError, TypeError, KeyError, LookupError, ProtocolError) as error:
         log.debug("what is wrong with the database", exc_info=True)
         raise damaged(database, f"a row cannot be read: {error!r:.200}") from None

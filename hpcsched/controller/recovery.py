@@ -20,7 +20,7 @@ from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
 from hpcsched.model.training import TrainingStatus
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Policy, PreemptRules
 from hpcsched.state.cluster import ClusterState
-from hpcsched.store.engine import adopts_known, asks_about_strays, incarnation, raise_epoch, restored_last_id
+from hpcsched.store.engine import adopts_known, asks_about_orphans, incarnation, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
 
 # ----- what the configuration says, as the controller holds it: nodes with what is remembered of them, the policy of plans
@@ -43,7 +43,7 @@ def node_of(spec: NodeSpec, row: Any) -> Node:
         spool=row.spool,
         hardware=row.hardware,
         launch_failures=tuple(LaunchFailure(*failure) for failure in json.loads(row.launch_failures)),
-        has_strays=bool(row.has_strays),
+        has_orphans=bool(row.has_orphans),
     )
 
 
@@ -109,12 +109,12 @@ def _differ(before: Any, after: Any, keys: Sequence[str] = ()) -> list[str]:
     return [name for name in names if getattr(before, name) != getattr(after, name)]
 
 
-def begin_term(config: Config, store: Store, now_s: float) -> ClusterState:
+def begin_epoch(config: Config, store: Store, now_s: float) -> ClusterState:
     """Raise the epoch and return the cluster as the store and the configuration have it."""
     database = store.connection
     cluster = ClusterState(config=config, incarnation=incarnation(database), epoch=raise_epoch(database))
     cluster.restored_last_id = restored_last_id(database)
-    cluster.ask_strays = asks_about_strays(database)
+    cluster.ask_about_orphans = asks_about_orphans(database)
     cluster.adopts_known = adopts_known(database)
     load_state(cluster, store, now_s)
     stored, former_name = store.load_nodes(), store.cluster()

@@ -49,7 +49,7 @@ class Answer:
 
     acks: list[int] = field(default_factory=list)
     steps: list[protocol.Report] = field(default_factory=list)  # for the step service
-    strays: dict[tuple[str, int], tuple[int, int]] = field(
+    orphans: dict[tuple[str, int], tuple[int, int]] = field(
         default_factory=dict
     )  # (incarnation, job) -> last life to end
 
@@ -72,12 +72,12 @@ def on_batch_report(
     former = token.incarnation != tx.cluster.incarnation and report.status in (protocol.CLAIMED, protocol.STARTED)
     former = former and report.token not in tx.cluster.adopted
     if former:
-        end_stray(token, report, answer)
+        end_orphan(token, report, answer)
         if current and job is not None and job.state is not JobState.COMPLETING and node in job.held_nodes:
             end_lost(tx, job, f"{_RESTORED}: what node {node} runs of the job is ended")
         return
     if not current or job is None or node not in job.held_nodes:
-        end_stray(token, report, answer)
+        end_orphan(token, report, answer)
         return
     match report.status:
         case protocol.CLAIMED:
@@ -145,7 +145,7 @@ def on_claim_report(
     job = tx.cluster.jobs.get(token.job_id)
     current = job is not None and bool(job.token) and claim_token(job, node) == report.token
     if not current or job is None or node not in job.held_nodes:
-        end_stray(token, report, answer)
+        end_orphan(token, report, answer)
         return
     answer.acks.append(report.seq)
     if job.state is JobState.COMPLETING:
@@ -179,11 +179,11 @@ def _on_later_claim(tx: Transaction, job: Job, node: NodeName, report: protocol.
         give_back(tx, job, node, f"node {node} did not take its part of the job: {report.why}")
 
 
-def end_stray(token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
+def end_orphan(token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
     """Have what is not in the ledger (any more, on this node) ended, and let its end be forgotten."""
     if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
         key = (token.incarnation, int(token.job_id))
-        answer.strays[key] = max(token.life, answer.strays.get(key, (0, 0)))
+        answer.orphans[key] = max(token.life, answer.orphans.get(key, (0, 0)))
     answer.acks.append(report.seq)
 
 
@@ -262,13 +262,13 @@ def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None
 
 
 def on_inventory(
-    tx: Transaction, node: NodeName, spool: str, rebooted: bool, tokens: set[str], strays: set[tuple[str, int]]
+    tx: Transaction, node: NodeName, spool: str, rebooted: bool, tokens: set[str], orphans: set[tuple[str, int]]
 ) -> None:
     """Compare the ledger with what the node has after it (re)connected; its reports have been taken already.
 
     `spool`: whose inventory this is. That of another one than a job's is listened to after a reboot alone (see `spools`).
     `rebooted`: it has another boot id than when we last heard of it, so no process of before can be left there.
-    `strays`: (incarnation, job) of what it has been told to end.
+    `orphans`: (incarnation, job) of what it has been told to end.
     """
     for job in tx.cluster.jobs_on(node):
         batch_here = job.spec.has_script and job.shares[0].node == node
@@ -276,7 +276,7 @@ def on_inventory(
         if job.spool_on(node) != spool:
             lose_node(tx, job, node, f"node {node} was rebooted, and has another spool")
         elif tx.cluster.is_former(job):
-            ending = (LaunchToken.parse(job.token).incarnation, int(job.id)) in strays
+            ending = (LaunchToken.parse(job.token).incarnation, int(job.id)) in orphans
             if batch_here and not ending and job.token not in tokens and job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"{_RESTORED}, and node {node} has nothing of the job")
         elif batch_here and job.state in (JobState.RUNNING, JobState.SUSPENDED) and job.token not in tokens:

@@ -159,7 +159,7 @@ class Controller:
         self._memory = memory_of(store, cluster, policy, self._views)
         self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
         # (node, incarnation, job) -> the last attempt, and stay, there that is being ended
-        self.strays: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
+        self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
         self._silences = Silences(ports.monotonic_s)
         self._clock_mark = mark_of(store.clock())
         self._asked: dict[JobId, set[str]] = {}  # claims that nodes were asked for
@@ -239,7 +239,7 @@ class Controller:
                 self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True)
             case protocol.JobGone():
                 self.ask(lambda tx: self._on_job_gone(tx, node, message), _log_failure, keep=True)
-                ended = self.strays.pop((node, message.incarnation, message.job_id), None)
+                ended = self.orphans.pop((node, message.incarnation, message.job_id), None)
                 if orphans.forget(self.cluster, node, gone=message) or ended is not None:
                     self.replan()
             case _:
@@ -250,28 +250,28 @@ class Controller:
     ) -> reports.Answer:
         answer = answer or reports.Answer()
         token = reports.read_token(report, node)
-        waiting = len(tx.cluster.kept)
+        waiting = len(tx.cluster.undecided_launches)
         if token.incarnation != tx.cluster.incarnation and orphans.take(tx, node, token, report, answer):
             return answer
-        self._plan_wanted |= len(tx.cluster.kept) < waiting
+        self._plan_wanted |= len(tx.cluster.undecided_launches) < waiting
         if token.step == BATCH_STEP:
             reports.on_batch_report(tx, node, token, report, answer)
         elif token.incarnation != tx.cluster.incarnation and not orphans.is_adopted(tx.cluster, token):
-            reports.end_stray(token, report, answer)
+            reports.end_orphan(token, report, answer)
         elif token.step == ALLOC_STEP:
             reports.on_claim_report(tx, node, token, report, answer)
         else:
             answer.steps.append(report)
         # Known before the plan of this very tick: a job that is being ended must not start elsewhere.
-        self.strays |= {(node, *key): life for key, life in answer.strays.items()}
+        self.orphans |= {(node, *key): life for key, life in answer.orphans.items()}
         return answer
 
-    def end_strays(self, ended: dict[NodeName, reports.Answer]) -> None:
+    def end_orphans(self, ended: dict[NodeName, reports.Answer]) -> None:
         """Tell nodes to end what an admin wants ended."""
         for node, answer in ended.items():
-            ending = {(node, *key): life for key, life in answer.strays.items()}
-            self.cluster.doomed.update(ending)
-            self.strays |= ending
+            ending = {(node, *key): life for key, life in answer.orphans.items()}
+            self.cluster.to_kill.update(ending)
+            self.orphans |= ending
             self._answer(node, answer)
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
@@ -293,28 +293,28 @@ class Controller:
         answer = reports.Answer()
         tokens: set[str] = set()
         # What is left of them is in the inventory; word of what has gone may have been lost with the last connection.
-        self.strays = {key: attempt for key, attempt in self.strays.items() if key[0] != node}
+        self.orphans = {key: attempt for key, attempt in self.orphans.items() if key[0] != node}
         orphans.forget(tx.cluster, node)
         for item in welcome.inventory:
             report = protocol.read_as(protocol.Report, {"type": "Report", **item})
             tokens.add(report.token)
             self._on_report(tx, node, report, answer)
         note_condition(tx, node, str(welcome.facts.get("fault", "")))  # whatever it had to refuse once
-        reports.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.strays))
-        self._note_strays(tx, node)
+        reports.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.orphans))
+        self._note_orphans(tx, node)
         return answer
 
-    def _note_strays(self, tx: Transaction, node: NodeName) -> None:
+    def _note_orphans(self, tx: Transaction, node: NodeName) -> None:
         """Keep in the node's row whether it runs what was launched before the database was restored."""
         own = tx.cluster.incarnation
-        left = any(name == node for name, _ in tx.cluster.kept)
-        left = left or any(name == node and incarnation != own for name, incarnation, _ in self.strays)
-        if tx.cluster.nodes[node].has_strays is not left:
+        left = any(name == node for name, _ in tx.cluster.undecided_launches)
+        left = left or any(name == node and incarnation != own for name, incarnation, _ in self.orphans)
+        if tx.cluster.nodes[node].has_orphans is not left:
             tx.record_node((NodeOrphansFound if left else NodeOrphansGone)(node=node, at_s=tx.now_s))
 
     def _on_job_gone(self, tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
         reports.on_job_gone(tx, node, gone)
-        self._note_strays(tx, node)
+        self._note_orphans(tx, node)
 
     # ----- what goes out
 
@@ -329,7 +329,7 @@ class Controller:
             return
         if answer.acks:
             self._ports.send(node, protocol.Ack(seqs=answer.acks))
-        for (incarnation, job_id), (attempt, stay) in answer.strays.items():
+        for (incarnation, job_id), (attempt, stay) in answer.orphans.items():
             former = f" of incarnation {incarnation}" if incarnation != self.cluster.incarnation else ""
             log.warning("node %s has attempt %d of job %d%s, not ours: ending it", node, attempt, job_id, former)
             grace_s = self.cluster.config.controller.kill_wait_s
@@ -634,7 +634,7 @@ class Controller:
             for job_id, one in self._not_started.items()
             if job_id in self.cluster.pending
         }
-        return failed | orphans.held_back(self.cluster, self.strays)
+        return failed | orphans.held_back(self.cluster, self.orphans)
 
     def _are_connected(self, shares: Iterable[Share]) -> bool:
         """Return whether all these nodes are connected, so that it is known into which spools a launch would go."""

@@ -194,7 +194,7 @@ def check_controller() -> Check:
 
 def _of_before(answer: dict[str, Any]) -> str:
     """Return what may still run of jobs that are not, or no longer, in the database."""
-    strays = [f"job {each['job_id']} on {each['node']}" for each in answer.get("strays", ())]
+    strays = [f"job {each['job_id']} on {each['node']}" for each in answer.get("orphans", ())]
     unseen = answer.get("unseen_nodes", [])
     parts = list(answer.get("not_taken", ()))
     parts += [f"ending what is not in the database: {', '.join(strays[:8])}"] if strays else []

@@ -195,15 +195,15 @@ def _available(node: Node, event: NodeFaultCleared | NodeResumed) -> Node:
 
 
 def _fenced(node: Node, event: NodeFenced) -> Node:
-    return replace(node, boot_id=node.boot_id or FENCED_BOOT, has_strays=False)
+    return replace(node, boot_id=node.boot_id or FENCED_BOOT, has_orphans=False)
 
 
 def _orphans_found(node: Node, event: NodeOrphansFound) -> Node:
-    return replace(node, has_strays=True)
+    return replace(node, has_orphans=True)
 
 
 def _orphans_gone(node: Node, event: NodeOrphansGone) -> Node:
-    return replace(node, has_strays=False)
+    return replace(node, has_orphans=False)
 
 
 def _launch_failed(node: Node, event: NodeLaunchFailed) -> Node:

@@ -102,7 +102,7 @@ class Node:
     hardware: str = ""  # of the machine that answered last: equal after a reboot; "": not known
     agent_version: str = ""
     launch_failures: tuple[LaunchFailure, ...] = ()  # since the last job that it started, the newest last
-    has_strays: bool = False  # it runs what was launched before the database was restored, by its last word
+    has_orphans: bool = False  # it runs what was launched before the database was restored, by its last word
     root_agent: bool = False  # the agent runs as root there and can start jobs as their submitters
 
     @property

@@ -27,7 +27,7 @@ from hpcsched.state.scripts import ScriptUses
 BLOCKED = "runs what was launched before the database was restored: hctl strays"
 
 
-class Kept(NamedTuple):
+class UndecidedLaunch(NamedTuple):
     """A launch of a former incarnation that a node runs, and what the node last said of it."""
 
     token: LaunchToken
@@ -81,9 +81,9 @@ class ClusterState:
     restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
     not_taken: tuple[str, ...] = ()  # what the files say and this controller does not do, because jobs are held
     adopts_known: bool = False  # jobs from before a restore whose launch the database knows continue unasked
-    ask_strays: bool = False  # nothing from before a restore is ended without an admin's word
-    kept: dict[tuple[NodeName, str], Kept] = field(default_factory=dict)  # by node and token: waits for that word
-    doomed: set[tuple[NodeName, str, int]] = field(
+    ask_about_orphans: bool = False  # nothing from before a restore is ended without an admin's word
+    undecided_launches: dict[tuple[NodeName, str], UndecidedLaunch] = field(default_factory=dict)  # by node and token
+    to_kill: set[tuple[NodeName, str, int]] = field(
         default_factory=set
     )  # (node, incarnation, job) that an admin wants ended
     adopted: set[str] = field(default_factory=set)  # tokens of former incarnations whose jobs go on
@@ -108,7 +108,7 @@ class ClusterState:
 
     def open_nodes(self) -> list[Node]:
         """Return the nodes as a plan may use them: one that runs what no job here holds has no room that is known."""
-        taken = {node for (node, _), kept in self.kept.items() if self.job_of_former(kept.token) is None}
+        taken = {node for (node, _), kept in self.undecided_launches.items() if self.job_of_former(kept.token) is None}
         blocked: dict[str, Any] = {"drained": True, "drained_why": BLOCKED, "drained_by": OURSELVES}
         return [
             replace(node, **blocked) if node.name in taken and not node.drained else node
@@ -124,9 +124,9 @@ class ClusterState:
         """Return the nodes that may still run what was launched before the database was restored, and have not said what."""
         if not self.restored_last_id:
             return []
-        known = {*self.spools, *(name for name, _ in self.kept)}
+        known = {*self.spools, *(name for name, _ in self.undecided_launches)}
         return [
-            name for name, node in self.nodes.items() if not node.boot_id or (node.has_strays and name not in known)
+            name for name, node in self.nodes.items() if not node.boot_id or (node.has_orphans and name not in known)
         ]
 
     def gone_nodes(self) -> list[NodeName]:

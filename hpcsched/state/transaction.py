@@ -26,7 +26,7 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.usage import UsedResources, at, charge_of, plus, weights_of
-from hpcsched.state.cluster import ClusterState, Kept
+from hpcsched.state.cluster import ClusterState, UndecidedLaunch
 from hpcsched.state.scripts import set_apart
 
 K = TypeVar("K")
@@ -110,7 +110,7 @@ class Transaction:
         self._partitions_before: tuple[dict[str, Partition], dict[str, PartitionState]] | None = None
         self._crontabs_before: dict[int, Crontab | None] = {}
         self._triggers_before: dict[int, Trigger | None] = {}
-        self._kept_before: dict[tuple[NodeName, str], Kept] = {}
+        self._undecided_before: dict[tuple[NodeName, str], UndecidedLaunch] = {}
         self._ids_before = (cluster.last_job_id, cluster.last_spec_id)
 
     def record(self, event: Event) -> Job:
@@ -227,7 +227,7 @@ class Transaction:
     def decided(self, keys: Iterable[tuple[NodeName, str]]) -> None:
         """Ask no admin any more about these launches of a former incarnation."""
         for key in list(keys):
-            self._kept_before[key] = self.cluster.kept.pop(key)
+            self._undecided_before[key] = self.cluster.undecided_launches.pop(key)
 
     def put_usage(self, used: UsedResources) -> None:
         """Note what has been used for the commit."""
@@ -266,7 +266,7 @@ class Transaction:
                 self.cluster.put(job)
         self.cluster.nodes.update(self._nodes_before)
         self.cluster.adopted.difference_update(self.batch.adopted)
-        self.cluster.kept |= self._kept_before
+        self.cluster.undecided_launches |= self._undecided_before
         for key, used in self._usage_before.items():
             if used is None:
                 del self.cluster.usage[key]
@@ -321,7 +321,7 @@ class Transaction:
         self.batch.usage |= inner.batch.usage
         self.batch.crontabs |= inner.batch.crontabs
         self.batch.triggers |= inner.batch.triggers
-        self._kept_before |= inner._kept_before
+        self._undecided_before |= inner._undecided_before
         self.batch.specs |= inner.batch.specs
         self.batch.scripts |= inner.batch.scripts
         self.batch.jobs |= inner.batch.jobs

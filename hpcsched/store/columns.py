@@ -26,7 +26,7 @@ Node_Events = namedtuple("Node_Events", "seq at_s node kind data")
 Nodes = namedtuple(
     "Nodes",
     "name drained drained_why drained_by drained_at_s boot_id machine_id link_since_s link_why spool hardware reach "
-    "launch_failures has_strays",
+    "launch_failures has_orphans",
 )
 Steps = namedtuple(
     "Steps",

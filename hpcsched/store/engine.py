@@ -196,7 +196,7 @@ def restored_last_id(connection: Connection) -> int:
     return int(_meta(connection, "restored_last_job_id") or 0)
 
 
-def asks_about_strays(connection: Connection) -> bool:
+def asks_about_orphans(connection: Connection) -> bool:
     """Return whether nothing that runs from before the restore is to be ended without an admin's word."""
     return _meta(connection, "strays") in ("ask", "adopt")
 

@@ -169,7 +169,7 @@ def node_row(node: Node) -> dict[str, Any]:
         "hardware": node.hardware,
         "reach": json.dumps(reach_of(node.spec)),
         "launch_failures": json.dumps(node.launch_failures),
-        "has_strays": int(node.has_strays),
+        "has_orphans": int(node.has_orphans),
     }
 
 

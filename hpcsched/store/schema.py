@@ -143,7 +143,7 @@ nodes = Table(
     Column("hardware", Text, nullable=False),
     Column("reach", Text, nullable=False),  # JSON of the part of its description that says where it is
     Column("launch_failures", Text, nullable=False),  # JSON of hpcsched.model.node.LaunchFailure
-    Column("has_strays", Integer, nullable=False),
+    Column("has_orphans", Integer, nullable=False),
 )
 
 steps = Table(

@@ -57,7 +57,7 @@ CREATE TABLE nodes (
          name TEXT PRIMARY KEY, drained INTEGER NOT NULL, drained_why TEXT NOT NULL, drained_by TEXT NOT NULL,
         drained_at_s REAL, boot_id TEXT NOT NULL, machine_id TEXT NOT NULL, link_since_s REAL NOT NULL, link_why
         TEXT NOT NULL, spool TEXT NOT NULL DEFAULT '', hardware TEXT NOT NULL DEFAULT '', reach TEXT NOT NULL
-        DEFAULT '', launch_failures TEXT NOT NULL DEFAULT '[]', has_strays INTEGER NOT NULL DEFAULT 0);
+        DEFAULT '', launch_failures TEXT NOT NULL DEFAULT '[]', has_orphans INTEGER NOT NULL DEFAULT 0);
 INSERT INTO "nodes" VALUES('n1',0,'','',NULL,'boot-1','',1000000.0,'','','','','[]',0);
 INSERT INTO "nodes" VALUES('n2',1,'a fan','root',1000008.0,'boot-1','',1000000.0,'','','','','[]',0);
 CREATE TABLE requests (

@@ -178,7 +178,7 @@ def settle_former(sim: Simulation) -> None:
         def work(tx: Any, _: Any, name: str = name, former: set[str] = former) -> None:
             node = tx.cluster.nodes[NodeName(name)]
             waits = any(job.spool_on(NodeName(name)) in former for job in tx.cluster.jobs_on(NodeName(name)))
-            waits = waits or ((node.has_strays or name in tx.cluster.unseen_nodes()) and node.spool in former)
+            waits = waits or ((node.has_orphans or name in tx.cluster.unseen_nodes()) and node.spool in former)
             if waits and node.link is not Link.UP:
                 jobs.fence(tx, ROOT, name, "")
 

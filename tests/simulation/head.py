@@ -248,7 +248,7 @@ class Head(Process):
         self.wake(0.0)
 
     def _take_name(self) -> None:
-        """Take the name of the cluster that its file says, or keep the former one, as `begin_term` does."""
+        """Take the name of the cluster that its file says, or keep the former one, as `begin_epoch` does."""
         sim, store, held = self.sim, self.sim.database.store, safeguards.jobs_held(self.state.active_jobs())
         wanted, former = sim.cluster_on_file, store.cluster()
         self.state.config, _ = safeguards.as_before(replace(CONFIG, name=wanted), former, {}, held)

@@ -98,7 +98,7 @@ class Truth:
         self._acknowledged: dict[str, list[JobId]] = {}
         self._cancelled: set[JobId] = set()  # not queued again since
         self._ever_cancelled: set[JobId] = set()
-        self.strays: set[str] = set()  # incarnations before the present one
+        self.orphans: set[str] = set()  # incarnations before the present one
         self._kept: dict[
             str, tuple[Machine, dict[str, Any]]
         ] = {}  # token -> how it ended, as this machine's disk has it
@@ -158,7 +158,7 @@ class Truth:
 
     def _check_known(self, execution: Execution) -> None:
         token = execution.token
-        if token.incarnation in self.strays:
+        if token.incarnation in self.orphans:
             return  # of before the restore: to be ended, not to be known
         job = self.rows.get(token.job_id)
         if job is None or job.attempt != token.attempt or job.state not in ACTIVE:
@@ -232,7 +232,7 @@ class Truth:
 
     def _check_end_known(self, job: Job, event: Event) -> None:
         kept = self._kept.get(job.token)
-        if kept is None or LaunchToken.parse(job.token).incarnation in self.strays:
+        if kept is None or LaunchToken.parse(job.token).incarnation in self.orphans:
             return
         machine, final = kept
         if isinstance(event, Exited):
@@ -298,7 +298,7 @@ class Truth:
 
     def restored(self, head_incarnation: str, rows: dict[JobId, Job]) -> None:
         """The database is yesterday's: what was acknowledged since is gone, and is not held against anybody."""
-        self.strays.add(head_incarnation)
+        self.orphans.add(head_incarnation)
         self.rows = rows
         self._acknowledged = {
             name: ids for name, ids in self._acknowledged.items() if all(job_id in rows for job_id in ids)

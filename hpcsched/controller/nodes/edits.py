@@ -187,7 +187,7 @@ def why_refused(cluster: ClusterState, node: NodeName, welcome: protocol.Welcome
             f"another spool answers than the one that holds {words_for(others)}: node {node} leads to another machine or "
             f"directory than before, or its directory was deleted"
         )
-    if (known.has_strays or node in cluster.unseen_nodes()) and not _may_be_in(known.spool, spool):
+    if (known.has_orphans or node in cluster.unseen_nodes()) and not _may_be_in(known.spool, spool):
         return (
             f"another spool answers than before the database was restored: node {node} leads to another machine or "
             f"directory, or its directory was deleted"

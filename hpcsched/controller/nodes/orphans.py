@@ -19,14 +19,14 @@ from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.controller.messages import claim_token
 from hpcsched.controller.node_loss import end_lost
-from hpcsched.controller.reports import Answer, end_stray
+from hpcsched.controller.reports import Answer, end_orphan
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.lifecycle.events import Adopted, Claimed, Started
 from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.sched.decisions import Wait
-from hpcsched.state.cluster import ClusterState, Kept, is_attempt_of
+from hpcsched.state.cluster import ClusterState, UndecidedLaunch, is_attempt_of
 from hpcsched.state.transaction import Transaction
 
 LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
@@ -34,7 +34,7 @@ LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
 
 def keep(cluster: ClusterState, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
     """Note what `node` runs of a former incarnation, until an admin has decided or it has ended."""
-    cluster.kept[node, report.token] = Kept(token=token, report=report)
+    cluster.undecided_launches[node, report.token] = UndecidedLaunch(token=token, report=report)
     answer.acks.append(report.seq)
 
 
@@ -54,9 +54,9 @@ def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.R
         return False
     job = cluster.job_of_former(token)
     if (
-        not cluster.ask_strays
+        not cluster.ask_about_orphans
         or (job is not None and job.state is JobState.COMPLETING)
-        or (node, token.incarnation, int(token.job_id)) in cluster.doomed
+        or (node, token.incarnation, int(token.job_id)) in cluster.to_kill
     ):
         return False
     keep(cluster, node, token, report, answer)
@@ -69,15 +69,15 @@ def forget(cluster: ClusterState, node: NodeName, *, gone: protocol.JobGone | No
     """Forget what `node` has said of a token, of a job that is gone there, or of all; return whether there was something."""
     drop = [
         key
-        for key, kept in cluster.kept.items()
+        for key, kept in cluster.undecided_launches.items()
         if key[0] == node
         and (not token or key[1] == token)
         and (gone is None or (kept.token.incarnation, int(kept.token.job_id)) == (gone.incarnation, gone.job_id))
     ]
     for key in drop:
-        del cluster.kept[key]
+        del cluster.undecided_launches[key]
     if gone is not None:
-        cluster.doomed.discard((node, gone.incarnation, gone.job_id))
+        cluster.to_kill.discard((node, gone.incarnation, gone.job_id))
     return bool(drop)
 
 
@@ -95,7 +95,7 @@ def held_back(cluster: ClusterState, ending: Iterable[tuple[NodeName, str, int]]
         return dict.fromkeys(restored, Wait(reason=Reason.NODE_LOST, detail=text))
     asked = {
         kept.token.job_id: f"node {node} runs it from before the database was restored; an admin decides: hctl strays"
-        for (node, _), kept in cluster.kept.items()
+        for (node, _), kept in cluster.undecided_launches.items()
     }
     asked |= {
         JobId(job_id): f"node {node} is ending what it ran of the job before"
@@ -125,7 +125,7 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
             "name": job.spec.name if job is not None else None,
             "user": job.user if job is not None else None,
         }
-        for (node, text), kept in cluster.kept.items()
+        for (node, text), kept in cluster.undecided_launches.items()
         for job in [cluster.job_of_former(kept.token)]
     ]
 
@@ -156,19 +156,22 @@ def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]
 
 def _adopt(tx: Transaction, job: Job, by_uid: int | None) -> None:
     first = job.shares[0].node
-    batch = tx.cluster.kept.get((first, job.token))
+    batch = tx.cluster.undecided_launches.get((first, job.token))
     if batch is None or batch.report.status != protocol.STARTED:
         raise RequestError(f"cannot adopt job {job.display_id}: node {first} does not say that its script runs")
     tx.record(Adopted(job_id=job.id, at_s=tx.now_s, by_uid=by_uid))
     tx.adopt(job.token)
     for share in job.shares[1:]:
-        if can(tx.cluster.jobs[job.id], Claimed) and (share.node, claim_token(job, share.node)) in tx.cluster.kept:
+        if (
+            can(tx.cluster.jobs[job.id], Claimed)
+            and (share.node, claim_token(job, share.node)) in tx.cluster.undecided_launches
+        ):
             tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=share.node))
     if tx.cluster.jobs[job.id].state is JobState.CONFIGURING:
         tx.record(Started(job_id=job.id, at_s=tx.now_s))
     tx.decided(
         key
-        for key, kept in tx.cluster.kept.items()
+        for key, kept in tx.cluster.undecided_launches.items()
         if kept.token.job_id == job.id and tx.cluster.job_of_former(kept.token) is not None
     )
 
@@ -179,7 +182,7 @@ def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeNa
     answers: dict[NodeName, Answer] = {}
     for token in _named(tx.cluster, references):
         answer = answers.setdefault(token.node, Answer())
-        end_stray(token, tx.cluster.kept[token.node, str(token)].report, answer)
+        end_orphan(token, tx.cluster.undecided_launches[token.node, str(token)].report, answer)
         job = tx.cluster.job_of_former(token)
         if job is not None and job.state is not JobState.COMPLETING:
             end_lost(tx, job, f"ended by {asker.user}: the database was restored from a backup")
@@ -198,7 +201,7 @@ def _named(cluster: ClusterState, references: Iterable[str]) -> list[LaunchToken
     for reference in references:
         meant = [
             kept.token
-            for (_, text), kept in cluster.kept.items()
+            for (_, text), kept in cluster.undecided_launches.items()
             if reference == "all" or text == reference or text.startswith(reference.rstrip(".") + ".")
         ]
         if not meant:

@@ -541,8 +541,8 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
         for job in tx.cluster.jobs_on(name):
             lost = lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
             outcome.became[lost.id] = what_became(lost)
-        tx.decided(key for key in tx.cluster.kept if key[0] == name)
-        if name in tx.cluster.unseen_nodes() or tx.cluster.nodes[name].has_strays:
+        tx.decided(key for key in tx.cluster.undecided_launches if key[0] == name)
+        if name in tx.cluster.unseen_nodes() or tx.cluster.nodes[name].has_orphans:
             # Jobs of a restored database do not wait for it any more.
             tx.record_node(NodeFenced(node=name, at_s=tx.now_s, by=asker.user, why=why))
     outcome.jobs = list(outcome.became)

@@ -52,7 +52,7 @@ def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -
         else:
             became.append(what_became(lose_node(tx, job, node, why)))
     if known.link is not Link.UP:
-        tx.decided([key for key in tx.cluster.kept if key[0] == node])
+        tx.decided([key for key in tx.cluster.undecided_launches if key[0] == node])
     return {"ending": [job.display_id for job in tx.cluster.jobs_on(node)], "became": became}
 
 

@@ -117,11 +117,11 @@ class ControllerBackend(Reading):
             "counts": {state.value: count for state, count in self._cluster.count_states().items()},
             "nodes": dict(Counter(view["state"] for view in node_views(self._cluster, self._clock()))),
             "unseen_nodes": list(self._cluster.unseen_nodes()),
-            "strays": [
+            "orphans": [
                 {"node": node, "incarnation": incarnation, "job_id": job_id}
-                for node, incarnation, job_id in self._controller.strays
+                for node, incarnation, job_id in self._controller.orphans
             ],
-            "undecided": len(self._cluster.kept),
+            "undecided": len(self._cluster.undecided_launches),
             "not_taken": [*self._cluster.not_taken, *gone_notes(self._cluster)],
         }
 
@@ -468,9 +468,9 @@ class ControllerBackend(Reading):
             raise RequestError('cannot do that: the body must be {"tokens": [tokens or their beginnings, or "all"]}')
         if verb == "adopt":
             adopted = await self._change(lambda tx: orphans.adopt(tx, asker, tokens))
-            return {"jobs": adopted, "left": len(self._cluster.kept)}
+            return {"jobs": adopted, "left": len(self._cluster.undecided_launches)}
         ended = await self._change(lambda tx: orphans.end(tx, asker, tokens))
-        self._controller.end_strays(ended)
+        self._controller.end_orphans(ended)
         return {"nodes": list(ended)}
 
     def partitions(self) -> Json:

@@ -43,7 +43,7 @@ STATEMENTS = (
         drained_at_s REAL, boot_id TEXT NOT NULL, machine_id TEXT NOT NULL, link_since_s REAL NOT NULL,
         link_why TEXT NOT NULL, spool TEXT NOT NULL DEFAULT '', hardware TEXT NOT NULL DEFAULT '',
         reach TEXT NOT NULL DEFAULT '', launch_failures TEXT NOT NULL DEFAULT '[]',
-        has_strays INTEGER NOT NULL DEFAULT 0)""",
+        has_orphans INTEGER NOT NULL DEFAULT 0)""",
     """CREATE TABLE steps (
         job_id INTEGER NOT NULL, attempt INTEGER NOT NULL, step TEXT NOT NULL, name TEXT NOT NULL,
         nodes TEXT NOT NULL, ntasks INTEGER NOT NULL, started_at_s REAL, ended_at_s REAL, state TEXT NOT NULL,

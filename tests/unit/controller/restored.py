@@ -9,7 +9,7 @@ from cluster import Cluster
 from hpcsched.controller.recovery import load_state, node_of
 from hpcsched.model.ids import NodeName
 from hpcsched.store.backup import back_up, restore
-from hpcsched.store.engine import adopts_known, asks_about_strays, restored_last_id
+from hpcsched.store.engine import adopts_known, asks_about_orphans, restored_last_id
 
 
 class Restored:
@@ -34,7 +34,7 @@ class Restored:
         """Start a controller on what was restored, as the daemon does."""
         after = Cluster("n1", "n2", path=self._path / "h.db", up=False)
         after.state.restored_last_id = restored_last_id(after.store.connection)
-        after.state.ask_strays = asks_about_strays(after.store.connection)
+        after.state.ask_about_orphans = asks_about_orphans(after.store.connection)
         after.state.adopts_known = adopts_known(after.store.connection)
         load_state(after.state, after.store, after.now_s)
         for name, row in after.store.load_nodes().items():

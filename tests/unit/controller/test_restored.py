@@ -37,7 +37,7 @@ def test_what_runs_from_before_is_ended_and_its_job_runs_again_when_that_is_gone
     assert (after.job(job_id).state, after.job(job_id).attempt) == (JobState.CONFIGURING, 1)
     assert after.job(job_id).token.startswith(after.state.incarnation)
     assert after.job(job_id).token != old
-    assert after.controller.strays == {}
+    assert after.controller.orphans == {}
 
 
 def test_a_job_that_ended_meanwhile_has_ended_by_its_whole_token(restored: Restored) -> None:

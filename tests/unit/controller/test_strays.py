@@ -31,7 +31,7 @@ def adopt(cluster: Cluster, *tokens: str) -> list[int]:
 
 
 def end(cluster: Cluster, *tokens: str) -> None:
-    cluster.controller.end_strays(cluster.ask(lambda tx: orphans.end(tx, ROOT, tokens)))
+    cluster.controller.end_orphans(cluster.ask(lambda tx: orphans.end(tx, ROOT, tokens)))
 
 
 def test_an_adopted_job_goes_on_as_it_runs_and_ends_as_itself(restored: Restored) -> None:
@@ -126,8 +126,8 @@ def test_what_is_to_end_is_told_so_also_after_its_node_was_away_and_its_job_runs
     after.tick(60.0)
     assert after.job(job_id).state is JobState.CONFIGURING
     assert after.job(job_id).token.startswith(after.state.incarnation)
-    assert not after.state.kept
-    assert not after.state.doomed
+    assert not after.state.undecided_launches
+    assert not after.state.to_kill
 
 
 def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_of_new_jobs(restored: Restored) -> None:
@@ -301,7 +301,7 @@ def test_a_waiting_job_waits_after_a_restart_for_the_node_that_runs_it_from_befo
     assert again.state.waits[job_id].reason is Reason.NODE_LOST
     again.welcome("n1")  # it has ended meanwhile
     assert again.job(job_id).state is JobState.CONFIGURING
-    assert not again.state.nodes[NodeName("n1")].has_strays
+    assert not again.state.nodes[NodeName("n1")].has_orphans
 
 
 def test_a_node_that_runs_something_from_before_cannot_be_led_elsewhere(restored: Restored) -> None:

@@ -140,15 +140,15 @@ def test_resume_forgets_launch_failures_and_a_cleared_fault_does_not() -> None:
 
 @pytest.mark.parametrize(("boot_id", "expected"), [("b1", "b1"), ("", FENCED_BOOT)])
 def test_a_fenced_node_has_no_orphans_and_a_boot_id(boot_id: str, expected: str) -> None:
-    before = replace(node(Link.DOWN), boot_id=boot_id, has_strays=True)
+    before = replace(node(Link.DOWN), boot_id=boot_id, has_orphans=True)
     after = apply_to_node(before, NodeFenced(node=N1, at_s=T, by="ann", why=""))
-    assert (after.boot_id, after.has_strays) == (expected, False)
+    assert (after.boot_id, after.has_orphans) == (expected, False)
 
 
 def test_orphans_are_noted_until_they_are_gone() -> None:
     found = apply_to_node(node(), NodeOrphansFound(node=N1, at_s=T))
-    assert found.has_strays
-    assert not apply_to_node(found, NodeOrphansGone(node=N1, at_s=T)).has_strays
+    assert found.has_orphans
+    assert not apply_to_node(found, NodeOrphansGone(node=N1, at_s=T)).has_orphans
 
 
 def test_only_the_latest_launch_failures_are_kept() -> None:
