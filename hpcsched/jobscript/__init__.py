@@ -5,6 +5,5 @@ variables, and says which place wins; `build` makes the specification; `check` r
 what the controller asks again: what a client sends is only a claim); `values`, `dependency` and `export` read single
 values; `patterns` fills ``%j``.
 
-Nothing here knows the cluster, the disk or the clock, and nothing imports more than the standard library: `hsub` starts
-with it.
+Nothing here knows the cluster, the disk or the clock.
 """
