@@ -10,12 +10,19 @@ from typing import Any
 from urllib.parse import quote, quote_from_bytes
 
 from hpcnode.wire import protocol
+from hpcsched.commands.queue import HQUEUE, SQUEUE
 from hpcsched.controller.requests.reservations import KEYS
 from hpcsched.controller.requests.update import CHANGES, OPTIONS
+from hpcsched.jobscript.options import ALL_OPTIONS
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import JobSpec
 from hpcsched.steps.request import KNOWN_OPTIONS
 
+COMMAND_OPTIONS = {
+    "submit": [option.name for option in ALL_OPTIONS],
+    "queue": [option.name for option in (*HQUEUE.options, *SQUEUE.command.options)],
+    "cancel": ["signal", "batch", "full", "quiet", "verbose", "clusters", "interactive"],
+}
 NUMBERS: list[Any] = [
     0, 1, -1, 2, 255, 256, 65_536, 2**31, 2**53, 10**18 - 1, -(10**18) + 1, 0.5, -0.0, 1e-320, 1e15, 1e17, 1e300, -1e300,
 ]  # fmt: skip
@@ -129,6 +136,7 @@ class Grammar:
         make: Callable[[], tuple[str, str, bytes]] = self.pick(
             [self._get] * 6
             + [self._submit] * 4
+            + [self._command] * 4
             + [self._act] * 5
             + [self._update] * 5
             + [self._admins] * 2
@@ -229,6 +237,35 @@ class Grammar:
             specs[at][name] = self._changed_once(specs[at][name], 1)
             return "POST", "/v1/submit", self.json(body)
         return "POST", "/v1/submit", self.json(self.changed(body))
+
+    def _command(self) -> tuple[str, str, bytes]:
+        """Return the words of a command; none of hcancel's ends jobs by a filter."""
+        name = self.pick(["hsub", "sbatch", "hqueue", "squeue", "hcancel", "scancel", self.text()])
+        words = [self.reference()] if "cancel" in name else []
+        for _ in range(self.random.randrange(5)):
+            option = self.pick(
+                COMMAND_OPTIONS["cancel" if "cancel" in name else "queue" if "queue" in name else "submit"]
+            )
+            words.append(f"--{option}" + self.pick(["", f"={self.text()}"]))
+        body: dict[str, Any] = {
+            "command": name,
+            "argv": [*words, *self.pick([[], ["--wrap", self.text()], ["job.sh", self.text()]])],
+            "environ": [
+                f"{self.pick(['SBATCH_TIMELIMIT', 'SQUEUE_SORT', 'TZ', self.text()])}={self.text()}",
+                "LANG=C",
+                self.text(),
+            ],
+            "work_dir": self.work_dir,
+            "host": "h",
+            "request_id": self.pick(["", self.text()]),
+            "width": self.pick([0, 80, *NUMBERS]),
+            "out_is_terminal": self.pick([True, False]),
+            "err_is_terminal": self.pick([True, False]),
+            "utc_offset_s": 0,
+        }
+        if self.random.random() < 0.6:
+            body |= {"script": f"#!/bin/sh\n#SBATCH --hold --{self.text()}\n", "script_at": len(words)}
+        return "POST", "/v1/command", self.json(body if self.random.random() < 0.7 else self.changed(body))
 
     def _act(self) -> tuple[str, str, bytes]:
         verb = self.pick(["cancel", "hold", "release", "requeue", "suspend", "resume"])
