@@ -40,7 +40,7 @@ class Outcome:
 
 
 def run(out: Path, log: Path, *words: str, ranks: int = 3, faults: Faults | None = None, least: int = 1) -> Outcome:
-    """This will make one run, in a process of its own, of the script below; `log` gets what it prints."""
+    """Make one run, in a process of its own, of the script below; `log` gets what it prints."""
     pid = os.fork()
     if pid == 0:
         _print_to(log)

@@ -34,7 +34,7 @@ class Ended:
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This will give the environment without what an outer launcher or scheduler may have set."""
+    """Return the environment without what an outer launcher or scheduler may have set."""
     dropped = ("OMPI_", "PMI", "PMIX", "MPI_", "HPCSCHED_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     kept |= {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -45,7 +45,7 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def started(
     command: Sequence[str | Path], extra: Mapping[str, str] | None = None, output: int = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[str]]:
-    """This will start a command in a session of its own and kill what is left of that at the end."""
+    """Start a command in a session of its own and kill what is left of that at the end."""
     process = subprocess.Popen(
         [str(part) for part in command],
         env=clean_environment(extra),
@@ -67,7 +67,7 @@ def started(
 
 
 def session_members(session: int) -> list[int]:
-    """This will list the processes of a session (hydra puts its ranks into process groups of their own)."""
+    """List the processes of a session (hydra puts its ranks into process groups of their own)."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -82,7 +82,7 @@ def session_members(session: int) -> list[int]:
 
 
 def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
-    """This will wait for the end, and fail the test if that takes too long."""
+    """Wait for the end, and fail the test if that takes too long."""
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -91,18 +91,18 @@ def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
 
 
 def mpirun(count: int, *arguments: str | Path) -> list[str | Path]:
-    """This will give the command that runs Python with these arguments on `count` ranks."""
+    """Return the command that runs Python with these arguments on `count` ranks."""
     return [MPIRUN, "-n", str(count), *python(), *arguments]
 
 
 def run_mpi(count: int, *arguments: str | Path, extra: Mapping[str, str] | None = None) -> Ended:
-    """This will run Python on `count` ranks under mpirun, to its end."""
+    """Run Python on `count` ranks under mpirun, to its end."""
     with started(mpirun(count, *arguments), extra) as process:
         return finish(process)
 
 
 def run_plain(count: int, *arguments: str | Path) -> list[Ended]:
-    """This will run Python `count` times with the variables that torch.distributed reads, as hrun does."""
+    """Run Python `count` times with the variables that torch.distributed reads, as hrun does."""
     port = str(free_port())
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with _all(
@@ -112,7 +112,7 @@ def run_plain(count: int, *arguments: str | Path) -> list[Ended]:
 
 
 def free_port() -> int:
-    """This will give a port that is free, and that the kernel gives to nobody who asks it for just any port."""
+    """Return a port that is free, and that the kernel gives to nobody who asks it for just any port."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)  # Linux takes those from 32768 (ip_local_port_range)
         with socket.socket() as probe, suppress(OSError):

@@ -40,7 +40,7 @@ def loss_of(model: torch.nn.Module, low: int, high: int) -> torch.Tensor:
 
 
 def train(run: Run, model: torch.nn.Module, take: Callable[[Batch], None] | None = None) -> int:
-    """This will go through the loop, with `take` or as usual in each step, and return how many steps that were."""
+    """Go through the loop, with `take` or as usual in each step, and return how many steps that were."""
     steps = 0
     for batch in run.steps(model, sgd(model)):
         steps = batch.step

@@ -50,12 +50,12 @@ class Phases:
         self._turn(DATA)
 
     def end(self) -> tuple[float, float, float]:
-        """This will give the seconds of data, forward and backward of the step; it is over."""
+        """Return the seconds of data, forward and backward of the step; it is over."""
         self._turn(-1)
         return self._seconds[DATA], self._seconds[FORWARD], self._seconds[BACKWARD]
 
     def close(self) -> None:
-        """This will leave the model as it was."""
+        """Leave the model as it was."""
         self._hook.remove()
 
     def _forward_begins(self, _module: torch.nn.Module, _inputs: Any) -> None:
@@ -87,7 +87,7 @@ class Passes:
             self._inside = False
 
     def close(self) -> None:
-        """This will leave the parameters alone."""
+        """Leave the parameters alone."""
         for hook in self._hooks:
             hook.remove()
 
@@ -125,7 +125,7 @@ class Batch:
         return self._load(self.low, self.high)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """This will compute gradients of `loss`, the mean over these samples; called once."""
+        """Compute gradients of `loss`, the mean over these samples; called once."""
         if self.loss is not None:
             raise TrainError(f"cannot compute gradients of step {self.step} twice: call backward once for each batch")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -175,13 +175,13 @@ class StepBatch:
         return sum((piece.loss or 0.0) * len(piece) for piece in self.pieces) / max(1, self.counts[self.rank])
 
     def span(self) -> tuple[int, int]:
-        """This will give the indexes [low, high) of this rank's samples."""
+        """Return the indexes [low, high) of this rank's samples."""
         low = self.low + sum(self.counts[: self.rank])
         return low, low + self.counts[self.rank]
 
 
 def pieces_of(low: int, high: int, largest: int | None) -> list[tuple[int, int]]:
-    """This will cut [low, high) into pieces of about the same size, none over `largest`."""
+    """Cut [low, high) into pieces of about the same size, none over `largest`."""
     if high <= low:
         return []
     count = -(-(high - low) // largest) if largest else 1
@@ -199,7 +199,7 @@ Validation = Callable[[int, int], tuple[float, int]]
 
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, validation: Validation, comm: Communicator) -> float:
-    """This will give the mean loss over the validation samples; all ranks take a part of them."""
+    """Return the mean loss over the validation samples; all ranks take a part of them."""
     training = [
         module for module in model.modules() if module.training
     ]  # frozen layers may be in eval mode all the time

@@ -58,7 +58,7 @@ class JobFacts:
 
 
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """This will say which rank of how many this process is.
+    """Return which rank of how many this process is.
 
     Open MPI with PMIx alone gives no size; then `world` is 0 and MPI itself has to be asked.
 
@@ -87,7 +87,7 @@ def _has_own_gpu(environ: Mapping[str, str], local_rank: int) -> bool:
 
 
 def job_facts(environ: Mapping[str, str]) -> JobFacts:
-    """This will say which job and which attempt of it this process belongs to."""
+    """Return which job and which attempt of it this process belongs to."""
     return JobFacts(
         job=environ.get("HPCSCHED_JOB_ID") or None,
         attempt=_first_number(environ, ("HPCSCHED_ATTEMPT",)),
@@ -96,7 +96,7 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts:
 
 
 def require(*modules: str) -> None:
-    """This will check that the modules are installed, without importing them.
+    """Check that the modules are installed, without importing them.
 
     Raises:
         MissingPackageError: names each missing one and what to install, and for which Python.

@@ -111,7 +111,7 @@ class TrainingLoop:
             writer.prepare(self._state())
 
     def steps(self, stop: StopRequest) -> Iterator[Batch]:
-        """This will train to the end, or until a stop signal, and publish the state; what it gives is to be learned from.
+        """Train to the end, or until a stop signal, and publish the state; what it gives is to be learned from.
 
         Or until other ranks are to take part: then another loop goes on with them.
 
@@ -148,7 +148,7 @@ class TrainingLoop:
             self._publish_last()
 
     def leave(self) -> None:
-        """This will tell the others that this rank's script has left the step that was under way, when they come to its end.
+        """Tell the others that this rank's script has left the step that was under way, when they come to its end.
 
         Raises:
             TrainError: some have samples in it, and take it.
@@ -527,7 +527,7 @@ class TrainingLoop:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """This will seed Python's, NumPy's and torch's generators for one step of one rank."""
+    """Seed Python's, NumPy's and torch's generators for one step of one rank."""
     number = (seed * 1_000_003 + step) * 4099 + rank
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -535,7 +535,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """This will name every tensor that a restart needs: weights, buffers and the optimizer's moments."""
+    """Return every tensor that a restart needs: weights, buffers and the optimizer's moments."""
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
@@ -543,7 +543,7 @@ def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torc
 def state_to_write(
     model: torch.nn.Module, optimizer: Optimizer, more: Mapping[str, torch.Tensor], comm: Communicator | None
 ) -> State:
-    """This will give what this rank writes: of ranks that write together its part, else (`comm` None) all of it.
+    """Return what this rank writes: of ranks that write together its part, else (`comm` None) all of it.
 
     Who has a part of the optimizer's state calls it with the others.
     """
@@ -565,7 +565,7 @@ def gradient_log(
     every: int,
     comm: Communicator | None,
 ) -> GradientLog | None:
-    """This will make a log of what this rank keeps of gradients, if at least `every` steps have room in it; `comm` as above."""
+    """Make a log of what this rank keeps of gradients, if at least `every` steps have room in it; `comm` as above."""
     if any(flat.is_complex() for flat in buckets.flats):
         return None  # steps are taken again with real numbers
     grads_bytes = sum(flat.nbytes for flat in buckets.flats)

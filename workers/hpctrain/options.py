@@ -97,7 +97,7 @@ class _Length(argparse.Action):
 
 
 def positive(text: str) -> int:
-    """This will read a number of at least 1, for argparse."""
+    """Read a number of at least 1, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
@@ -105,7 +105,7 @@ def positive(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """This will read a number of at least 0, for argparse."""
+    """Read a number of at least 0, for argparse."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is less than 0")
@@ -113,7 +113,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """This will read a finite number of at least 0, for argparse."""
+    """Read a finite number of at least 0, for argparse."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
@@ -121,7 +121,7 @@ def amount(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """This will read a number from 0 to 1, for argparse."""
+    """Read a number from 0 to 1, for argparse."""
     part = float(text)
     if not 0 <= part <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")

@@ -38,7 +38,7 @@ class Curve:
 
 
 def read_curve(path: Path) -> Curve:
-    """This will read a run's metrics.
+    """Read a run's metrics.
 
     Raises:
         TrainError: the file is missing or holds no step yet.
@@ -73,7 +73,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """This will average exponentially, without the bias of the start."""
+    """Average exponentially, without the bias of the start."""
     average, weight, result = 0.0, 0.0, []
     for step, value in points:
         average = SMOOTHING * average + (1 - SMOOTHING) * value
@@ -83,7 +83,7 @@ def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def draw(curve: Curve, path: Path, title: str) -> None:
-    """This will draw the picture into a PNG file."""
+    """Draw the picture into a PNG file."""
     import matplotlib  # noqa: PLC0415 (only after the check that it is there)
 
     matplotlib.use("Agg")
@@ -138,7 +138,7 @@ def _mark_checkpoints(axes: Axes, curve: Curve) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """This will draw what the options say and return the exit status."""
+    """Draw what the options say and return the exit status."""
     parser = argparse.ArgumentParser(prog="hpctrain.plot", description="Draw the loss curve of a training run.")
     parser.add_argument("metrics", type=Path, help="OUT/metrics.jsonl of the run")
     parser.add_argument("-o", "--output", type=Path, default=Path("loss.png"), help="PNG file (%(default)s)")

@@ -101,7 +101,7 @@ from hpctrain.signals import StopRequest
 
 
 def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
-    """This will make forward what the options say, in place: names of weights stay.
+    """Make forward what the options say, in place: names of weights stay.
 
     Raises:
         TrainError: that cannot be done with this model or on this machine, or the model has weights without values.
@@ -143,7 +143,7 @@ def _check_weights(model: torch.nn.Module) -> None:
 
 
 def recompute_blocks(model: nn.Module) -> int:
-    """This will recompute each block of the model's outermost lists (ModuleList, Sequential), and return how many there are.
+    """Recompute each block of the model's outermost lists (ModuleList, Sequential), and return how many there are.
 
     Raises:
         TrainError: the model has no list of blocks.
@@ -160,7 +160,7 @@ def recompute_blocks(model: nn.Module) -> int:
 
 
 def recompute(module: nn.Module) -> None:
-    """This will make the module keep its inputs alone for backward."""
+    """Make the module keep its inputs alone for backward."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -227,7 +227,7 @@ def is_interactive() -> bool:
 
 @contextmanager
 def orderly_exit() -> Iterator[list[SystemExit]]:
-    """This will run the body and put into the list how it ended, if by `sys.exit` and for no error."""
+    """Run the body and put into the list how it ended, if by `sys.exit` and for no error."""
     found: list[SystemExit] = []
     try:
         yield found
@@ -238,21 +238,21 @@ def orderly_exit() -> Iterator[list[SystemExit]]:
 
 
 def tell_unmet(environ: Mapping[str, str], error: TrainError) -> None:
-    """This will tell the scheduler why ranks could not meet; which rank this is, only its launcher knows."""
+    """Tell the scheduler why ranks could not meet; which rank this is, only its launcher knows."""
     with suppress(TrainError):  # what the launcher says may be the very error
         here = rank_info(environ)
         Heartbeat(environ).fail(here.rank, here.world, str(error), echo=False)
 
 
 def is_echo(error: BaseException) -> bool:
-    """This will say whether the error came up while ranks were exchanging: then another rank is gone, most likely."""
+    """Return whether the error came up while ranks were exchanging: then another rank is gone, most likely."""
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(hpctrain.comm.__file__).parent)
     return not isinstance(error, TrainError) and any(frame.filename.startswith(here) for frame in frames)
 
 
 def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
-    """This will wait until the other end of a pipe, socket or terminal has taken what was written to it, or the limit is over.
+    """Wait until the other end of a pipe, socket or terminal has taken what was written to it, or the limit is over.
 
     A launcher that is told to abort ends at once (MPICH's does) and loses what its ranks wrote and it has not read yet.
     """
@@ -410,11 +410,11 @@ class Run:
         return 0 if self.finished or self._ended or left or not self._began else EXIT_REQUEUE
 
     def stop(self) -> None:
-        """This will end the loop after the step that is under way, on all ranks, with a checkpoint: training is good enough."""
+        """End the loop after the step that is under way, on all ranks, with a checkpoint: training is good enough."""
         self._stop.by_script = True
 
     def leave(self) -> None:
-        """This will meet the other ranks where they are, if the script has left the loop by itself or never was in it.
+        """Meet the other ranks where they are, if the script has left the loop by itself or never was in it.
 
         Raises:
             TrainError: they are in it.
@@ -435,7 +435,7 @@ class Run:
             )
 
     def agree(self, what: str, value: object) -> None:
-        """This will return if `value` is the same on all ranks: bytes or numbers as they lie in memory; all ranks call it.
+        """Return if `value` is the same on all ranks: bytes or numbers as they lie in memory; all ranks call it.
 
         Raises:
             MismatchError: it is not; `what` names it, as "data".
@@ -443,12 +443,12 @@ class Run:
         agree(self.comm, {what: hash_of(value)})
 
     def share(self, make: Callable[[], T]) -> T:
-        """This will give every rank what `make` returns on the first one (picklable, small); all ranks call it."""
+        """Return every rank what `make` returns on the first one (picklable, small); all ranks call it."""
         made: T = told(self.comm, make() if self.is_first else None)[0]
         return made
 
     def dataset(self, directory: Path) -> Dataset:
-        """This will open the data set in a directory that all nodes see, or its copy (`--stage`); all ranks call it.
+        """Open the data set in a directory that all nodes see, or its copy (`--stage`); all ranks call it.
 
         Raises:
             DamagedError: it is not whole, or of another version.
@@ -837,19 +837,19 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 
 def policy_of(options: argparse.Namespace) -> RetentionPolicy:
-    """This will say which checkpoints stay."""
+    """Return which checkpoints stay."""
     return RetentionPolicy(keep=options.keep, every_s=3600 * options.keep_every)
 
 
 def make_writer(options: argparse.Namespace, mine: Claim, restored: RestoredCheckpoint | None) -> CheckpointWriter:
-    """This will make the writer, standing on what was restored."""
+    """Make the writer, standing on what was restored."""
     distrusted = restored.damaged if restored else ()
     parent = restored.published if restored else None
     return ProcessWriter(mine, parent, options.base_every, policy_of(options), distrusted)
 
 
 def save_model(path: Path, model: torch.nn.Module) -> None:
-    """This will write the weights so that `torch.load` reads them; an older file is replaced whole."""
+    """Write the weights so that `torch.load` reads them; an older file is replaced whole."""
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     os.replace(write_draft(path, buffer.getvalue()), path)

@@ -42,7 +42,7 @@ class TrainSettings:
     micro_batch: int | None = None  # samples that a rank takes at once at the most
 
     def lr_at(self, step: int, batch: int, total_steps: int | None) -> float:
-        """This will give the learning rate of a step (the first is 0) with a batch of so many samples."""
+        """Return the learning rate of a step (the first is 0) with a batch of so many samples."""
         schedule = LrSchedule(
             peak_lr=self.lr * self.lr_scale.factor(batch),
             warmup_steps=self.warmup_steps,
@@ -142,7 +142,7 @@ def settings_of(
 
 
 def check_elastic(options: argparse.Namespace) -> None:
-    """This will refuse what a run cannot do whose ranks come and go.
+    """Refuse what a run cannot do whose ranks come and go.
 
     Raises:
         TrainError: says which option, and why.
@@ -189,7 +189,7 @@ def check_validation(options: argparse.Namespace, *, validates: bool) -> str:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """This will refuse what does not go together.
+    """Refuse what does not go together.
 
     Raises:
         TrainError: says which options.

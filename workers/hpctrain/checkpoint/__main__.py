@@ -23,7 +23,7 @@ from hpctrain.errors import DamagedError, TrainError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """This will run one command, and return the exit status: 1 if something is damaged or cannot be done."""
+    """Run one command, and return the exit status: 1 if something is damaged or cannot be done."""
     options = _parser().parse_args(argv)
     directory = options.directory
     if (directory / "checkpoints").is_dir():

@@ -40,7 +40,7 @@ class Checkpoints(TrainerCallback):
         self.status = 0  # the exit status that the scheduler understands
 
     def newest(self) -> str | None:
-        """This will give a directory that `train` takes as `resume_from_checkpoint`; None: there is no checkpoint."""
+        """Return a directory that `train` takes as `resume_from_checkpoint`; None: there is no checkpoint."""
         found = self._trees.newest()
         if found is None:
             return None

@@ -49,20 +49,20 @@ class Interval:
         return step >= self._next
 
     def learn(self, step_s: float, cost_s: float, write_s: float) -> None:
-        """This will take note of what a step takes, what one waits for a checkpoint, and how long that is written."""
+        """Take note of what a step takes, what one waits for a checkpoint, and how long that is written."""
         for name, value in (("_step_s", step_s), ("_cost_s", cost_s), ("_write_s", write_s)):
             before = getattr(self, name)
             setattr(self, name, before + WEIGHT * (value - before) if before else value)
 
     def steps(self) -> int:
-        """This will give the best interval by what is known, in steps."""
+        """Return the best interval by what is known, in steps."""
         if not self._step_s:
             return FIRST
         best_s = max(math.sqrt(2 * self._cost_s * self._between_s), self._write_s)
         return max(1, min(MOST, round(best_s / self._step_s)))
 
     def next_after(self, step: int, steps: int) -> str:
-        """This will have the next one due so many steps after this one, and say so if that is otherwise than before."""
+        """Have the next one due so many steps after this one, and say so if that is otherwise than before."""
         self._next = step + steps
         changed, self._told = abs(steps - self._told) > self._told / 4, steps
         if not changed or not self._step_s:
@@ -74,7 +74,7 @@ class Interval:
 
 
 def between_interruptions_s(claimed_at_s: Sequence[float], now_s: float) -> float:
-    """This will estimate the time between interruptions from when the run's attempts began, the present one included."""
+    """Estimate the time between interruptions from when the run's attempts began, the present one included."""
     if not claimed_at_s:
         return BELIEVED_S
     # As if there had been a day without any, and one then.
@@ -82,7 +82,7 @@ def between_interruptions_s(claimed_at_s: Sequence[float], now_s: float) -> floa
 
 
 def claims_at_s(directory: Path) -> list[float]:
-    """This will read when the attempts of a run have begun."""
+    """Read when the attempts of a run have begun."""
     found = []
     for path in directory.glob("attempt.*"):
         try:

@@ -39,7 +39,7 @@ class Checkpoints(Callback):
         self.status = 0  # the exit status that the scheduler understands
 
     def newest(self) -> str | None:
-        """This will give a file that `fit` takes as `ckpt_path`, made of the newest checkpoint; None: there is none."""
+        """Return a file that `fit` takes as `ckpt_path`, made of the newest checkpoint; None: there is none."""
         found = self._trees.newest()
         if found is None:
             return None

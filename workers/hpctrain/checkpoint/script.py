@@ -73,7 +73,7 @@ class Trees:
         self._away = ""  # why the last one is not on the share
 
     def newest(self) -> tuple[int, Any] | None:
-        """This will read the newest checkpoint that is whole, and give its step and the tree; None: there is none.
+        """Read the newest checkpoint that is whole, and give its step and the tree; None: there is none.
 
         Raises:
             NoCheckpointError: there are checkpoints, and none is whole.
@@ -94,7 +94,7 @@ class Trees:
         return facts.step, grown(facts.state["tree"], tensors)
 
     def begin(self, step: int, tree: object) -> bool:
-        """This will copy a tree and start to write it; False: the last one is still under way, and this one is left out."""
+        """Copy a tree and start to write it; False: the last one is still under way, and this one is left out."""
         tensors, skeleton = flattened(tree)
         writer = self._writer or self._new_writer()
         self.collect()
@@ -114,22 +114,22 @@ class Trees:
         return True
 
     def collect(self) -> CheckpointReport | None:
-        """This will take note of what has been finished."""
+        """Take note of what has been finished."""
         return self._note(self._writer.collect() if self._writer else None)
 
     def wait(self) -> CheckpointReport | None:
-        """This will wait for what is being written."""
+        """Wait for what is being written."""
         return self._note(self._writer.wait() if self._writer else None)
 
     def close(self) -> None:
-        """This will finish."""
+        """Finish."""
         self.wait()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def tell(self, step: int) -> None:
-        """This will tell the scheduler how far a job is, now and then."""
+        """Tell the scheduler how far a job is, now and then."""
         if self._heartbeat.due():
             word = Word(
                 step=step,
@@ -195,7 +195,7 @@ class Checkpointer:
             self._take_over(tree)
 
     def step_done(self) -> None:
-        """This will count a step, and keep the state if it is due; or end the script, if a signal has asked for that.
+        """Count a step, and keep the state if it is due; or end the script, if a signal has asked for that.
 
         Raises:
             SystemExit: with 75; the state is kept.
@@ -213,14 +213,14 @@ class Checkpointer:
             raise SystemExit(EXIT_REQUEUE)
 
     def save(self) -> None:
-        """This will keep the state as it is now, and wait until it is on the share."""
+        """Keep the state as it is now, and wait until it is on the share."""
         if self._first:
             self._trees.wait()
             self._trees.begin(self.step, self._tree())
             self._trees.wait()
 
     def close(self) -> None:
-        """This will keep the last state, and finish."""
+        """Keep the last state, and finish."""
         if self._first and self._every > 0 and self._kept_step() != self.step:
             self.save()
         self._trees.close()
@@ -270,7 +270,7 @@ class Checkpointer:
 
 
 def check_alike(saved: Mapping[str, Any], live: Mapping[str, Any], source: Path, what: str) -> None:
-    """This will return if a model's saved tensors are those that it has.
+    """Return if a model's saved tensors are those that it has.
 
     Raises:
         MismatchError: names the first one that differs.
@@ -284,7 +284,7 @@ def check_alike(saved: Mapping[str, Any], live: Mapping[str, Any], source: Path,
 
 
 def random_state() -> dict[str, object]:
-    """This will give the state of Python's, NumPy's and torch's generators."""
+    """Return the state of Python's, NumPy's and torch's generators."""
     state: dict[str, object] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -296,7 +296,7 @@ def random_state() -> dict[str, object]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """This will take over what `random_state` gave; a GPU's where there are as many."""
+    """Take over what `random_state` gave; a GPU's where there are as many."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

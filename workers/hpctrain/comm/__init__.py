@@ -19,7 +19,7 @@ BACKENDS = ("auto", "mpi", "gloo", "nccl", "single")
 
 
 def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
-    """This will join the group of ranks that the launcher made; all ranks call it.
+    """Join the group of ranks that the launcher made; all ranks call it.
 
     Raises:
         TrainError: the backend does not exist, is not installed, or does not fit the launcher.
@@ -43,7 +43,7 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
 
 
 def choose(backend: str, here: RankInfo) -> str:
-    """This will name the backend for a place: `auto` takes MPI under mpirun, else what the ranks agree on."""
+    """Return the backend for a place: `auto` takes MPI under mpirun, else what the ranks agree on."""
     if backend not in BACKENDS:
         raise TrainError(f"cannot use backend {backend!r}: the known ones are {', '.join(BACKENDS)}")
     if backend == "single" and here.world > 1:

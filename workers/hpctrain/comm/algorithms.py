@@ -93,7 +93,7 @@ class AlgorithmChoice:
 def algorithms_for(
     mpi: Any, comm: Any, hosts: Hosts, window: SharedMemory | None, wire: TcpRing | None
 ) -> dict[str, Algorithm]:
-    """This will name the ways that there are, the one to use untried first. `wire`: our own connections, on leaders."""
+    """Return the ways that there are, the one to use untried first. `wire`: our own connections, on leaders."""
     if hosts.count == 1:
         assert window is not None
         return {"window": window, "mpi": OwnAllreduce(mpi, comm)}
@@ -112,7 +112,7 @@ def algorithms_for(
 
 
 def algorithm_beside(mpi: Any, comm: Any, hosts: Hosts, window: SharedMemory | None, wire: TcpRing | None) -> Algorithm:
-    """This will give the way to sum in a thread, while the rank computes: one that sleeps while it waits."""
+    """Return the way to sum in a thread, while the rank computes: one that sleeps while it waits."""
     if hosts.count == 1:
         assert window is not None
         return window
@@ -130,7 +130,7 @@ def _of_leaders(mpi: Any, hosts: Hosts, wire: TcpRing | None, *, patient: bool) 
 
 
 def choose(mpi: Any, comm: Any, ways: Mapping[str, Algorithm]) -> list[AlgorithmChoice]:
-    """This will measure the ways at some sizes, until its time is up, and say which to take; all ranks take part."""
+    """Measure the ways at some sizes, until its time is up, and say which to take; all ranks take part."""
     usual = next(iter(ways))
     if comm.Get_size() > 2:
         small = [AlgorithmChoice(SMALL_BYTES, name, {}) for name in _for_small(comm, ways)]
@@ -156,7 +156,7 @@ def _for_small(comm: Any, ways: Mapping[str, Algorithm]) -> list[str]:
 
 
 def measured(mpi: Any, comm: Any, ways: Mapping[str, Algorithm], sizes_bytes: tuple[int, ...]) -> list[AlgorithmChoice]:
-    """This will measure ways at sizes that grow, and stop at one that would take too long; the first is always measured."""
+    """Measure ways at sizes that grow, and stop at one that would take too long; the first is always measured."""
     choices: list[AlgorithmChoice] = []
     usual = next(iter(ways))
     began_s = time.perf_counter()
@@ -184,19 +184,19 @@ def _best(seconds: Mapping[str, float], usual: str) -> str:
 
 
 def for_halves(ways: Mapping[str, Algorithm]) -> str:
-    """This will name the way that sums any number of halves in float32. MPI does not know them, nor is trusted to do so."""
+    """Return the way that sums any number of halves in float32. MPI does not know them, nor is trusted to do so."""
     return next((name for name in ways if name not in ("mpi", "wire")), "")
 
 
 def pick(choices: list[AlgorithmChoice], flat_L: torch.Tensor, halves: str) -> str:
-    """This will name the way for a tensor; `halves` is the one for these."""
+    """Return the way for a tensor; `halves` is the one for these."""
     size_bytes = flat_L.numel() * flat_L.element_size()
     chosen = next(one.name for one in choices if one.up_to_bytes is None or size_bytes <= one.up_to_bytes)
     return halves if chosen in ("mpi", "wire") and flat_L.dtype in HALVES else chosen
 
 
 def measure(mpi: Any, comm: Any, way: Algorithm, size_bytes: int) -> float:
-    """This will give the seconds that the slowest rank takes; the same on all ranks. What takes long is measured less often."""
+    """Return the seconds that the slowest rank takes; the same on all ranks. What takes long is measured less often."""
     flat_L = torch.ones(size_bytes // 4)
     times_s: list[float] = []
     while len(times_s) < 2 or (len(times_s) < REPEATS and sum(times_s) < BUDGET_S / 10):

@@ -184,7 +184,7 @@ class SingleCommunicator(Plain):
 
 
 def check_contiguous(tensor: torch.Tensor) -> None:
-    """This will refuse a tensor whose elements do not lie in one piece."""
+    """Refuse a tensor whose elements do not lie in one piece."""
     if not tensor.is_contiguous():
         raise TrainError(
             f"cannot exchange a tensor of shape {tuple(tensor.shape)}: it is not contiguous, call .contiguous()"
@@ -199,7 +199,7 @@ class Work:
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        """This will return when the sum is there.
+        """Return when the sum is there.
 
         Raises:
             TrainError: it will never be.
@@ -209,13 +209,13 @@ class Work:
             raise self._error
 
     def end(self, error: Exception | None = None) -> None:
-        """This will let the one who waits go on: with the sum, or with the reason why there is none."""
+        """Let the one who waits go on: with the sum, or with the reason why there is none."""
         self._error = error
         self._over.set()
 
 
 def done() -> Work:
-    """This will give what is over already."""
+    """Return what is over already."""
     work = Work()
     work.end()
     return work
@@ -229,7 +229,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def begin(self, call: Callable[[], None]) -> Work:
-        """This will make a call after those that were begun before it; after one that failed none is made."""
+        """Make a call after those that were begun before it; after one that failed none is made."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
             self._thread.start()
@@ -238,7 +238,7 @@ class Background:
         return work
 
     def close(self) -> None:
-        """This will end the thread after what was begun."""
+        """End the thread after what was begun."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()

@@ -57,7 +57,7 @@ class FreshGroup:
         self._store = store  # goes with the group
 
     def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
-        """This will sum over all ranks, in place, by Gloo's threads; `then` is called by whoever waits."""
+        """Sum over all ranks, in place, by Gloo's threads; `then` is called by whoever waits."""
         asked = dist.AllreduceOptions()
         asked.timeout = FOR_EVER
         try:
@@ -66,7 +66,7 @@ class FreshGroup:
             raise TrainError(f"cannot sum over gloo: {_first_line(error)}") from None
 
     def break_off(self) -> None:
-        """This will let all that is under way fail; from any thread."""
+        """Let all that is under way fail; from any thread."""
         for name in self._sockets & _sockets():
             for descriptor in _descriptors(name):
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
@@ -91,7 +91,7 @@ class _GlooWork(Work):
 
 
 def store_for(rank: int, address: str, tell_port: Callable[[int], int], patience_s: float) -> dist.Store:
-    """This will make or find the store of a generation on its first rank; `tell_port` hands its port to all.
+    """Make or find the store of a generation on its first rank; `tell_port` hands its port to all.
 
     Raises:
         TrainError: it cannot be reached.
@@ -160,7 +160,7 @@ class ElasticCommunicator(Plain):
         self.membership.changing = wanted
 
     def meet(self) -> None:
-        """This will leave the present generation for the next one, in which rank and size are others."""
+        """Leave the present generation for the next one, in which rank and size are others."""
         if self.generation < 0:
             port = self._listener.getsockname()[1]
             addresses = [self.membership.host, *own_addresses()]

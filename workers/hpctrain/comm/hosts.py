@@ -47,7 +47,7 @@ class Hosts:
         self.order: list[int] = self.here.bcast(self._order if self.is_leader else None)
 
     def free(self) -> None:
-        """This will free the communicators; all ranks call it."""
+        """Free the communicators; all ranks call it."""
         self.here.Free()
         if self.leaders is not None:
             self.leaders.Free()
@@ -63,7 +63,7 @@ class Hosts:
 
 
 def identity() -> tuple[str, str, str]:
-    """This will name the host that this process is on: boot, name and network."""
+    """Return the host that this process is on: boot, name and network."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     network = Path("/proc/self/ns/net")
     return (
@@ -74,7 +74,7 @@ def identity() -> tuple[str, str, str]:
 
 
 def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
-    """This will measure bytes per second between each two ranks of `comm`, in rounds in which every rank has one partner."""
+    """Measure bytes per second between each two ranks of `comm`, in rounds in which every rank has one partner."""
     size, rank = comm.Get_size(), comm.Get_rank()
     mine = [0.0] * size
     outgoing, incoming = np.zeros(PROBE_BYTES, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
@@ -94,7 +94,7 @@ def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
 
 
 def best_ring(speeds: Sequence[Sequence[float]]) -> list[int]:
-    """This will order ranks in a ring whose slowest link is fastest; as they are if that gains little."""
+    """Order ranks in a ring whose slowest link is fastest; as they are if that gains little."""
     size = len(speeds)
     plain = list(range(size))
 
@@ -135,7 +135,7 @@ class Offer:
 
 
 def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
-    """This will connect the ranks of `comm`, one on each host, in a ring; all of them call it. None: some could not meet."""
+    """Connect the ranks of `comm`, one on each host, in a ring; all of them call it. None: some could not meet."""
     rank, size = comm.Get_rank(), comm.Get_size()
     with socket.create_server(("", 0), backlog=16) as listener:
         offer = Offer(
@@ -165,12 +165,12 @@ def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
 
 
 def own_addresses() -> list[str]:
-    """This will list this host's IPv4 addresses, those of real networks first."""
+    """List this host's IPv4 addresses, those of real networks first."""
     return list(interfaces())
 
 
 def interfaces() -> dict[str, str]:
-    """This will name the interface of each of this host's IPv4 addresses, those of real networks first."""
+    """Return the interface of each of this host's IPv4 addresses, those of real networks first."""
     names = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in sorted(socket.if_nameindex(), key=lambda one: one[1].startswith(VIRTUAL)):

@@ -51,7 +51,7 @@ PATIENCE_S = 0.1
 
 
 def pace_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketPlan:
-    """This will measure how fast the leaders of hosts sum over `between`, and cut accordingly; all ranks call it."""
+    """Measure how fast the leaders of hosts sum over `between`, and cut accordingly; all ranks call it."""
     if hosts.count == 1:
         return BucketPlan(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
     bytes_per_s = 0.0
@@ -66,7 +66,7 @@ def pace_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketPlan:
 
 
 def bucket_bytes(bytes_per_s: float) -> int:
-    """This will give the size of a bucket for a link of that speed."""
+    """Return the size of a bucket for a link of that speed."""
     power = round(math.log(max(1.0, bytes_per_s * BUCKET_S), 4))
     return min(MOST_BUCKET_BYTES, max(LEAST_BUCKET_BYTES, 4**power))
 
@@ -77,7 +77,7 @@ SWAP_TAG = 79
 
 
 def load_mpi() -> Any:
-    """This will start MPI and return mpi4py's module.
+    """Start MPI and return mpi4py's module.
 
     Raises:
         MissingPackageError: no mpi4py, or no MPI library under it.

@@ -35,7 +35,7 @@ class HalfSum:
         self._total = torch.empty(0, dtype=torch.float32)
 
     def sum(self, parts: Sequence[torch.Tensor], into_L: torch.Tensor) -> None:
-        """This will put the sum of `parts` into `into_L`, which may be one of them."""
+        """Put the sum of `parts` into `into_L`, which may be one of them."""
         if self._total.numel() < into_L.numel():
             self._total = torch.empty(into_L.numel(), dtype=torch.float32)
         total = self._total[: into_L.numel()]
@@ -74,7 +74,7 @@ class Ring:
         self._half_sum = HalfSum()
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        """This will sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks take part."""
+        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks take part."""
         if self._size == 1 or flat_L.numel() == 0:
             return
         if flat_L.numel() * flat_L.element_size() <= self._small_bytes:
@@ -175,7 +175,7 @@ def split(flat_L: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def spans(length: int, count: int) -> list[tuple[int, int]]:
-    """This will cut [0, length) into so many parts of about the same length."""
+    """Cut [0, length) into so many parts of about the same length."""
     return list(pairwise(length * i // count for i in range(count + 1)))
 
 

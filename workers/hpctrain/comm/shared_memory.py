@@ -84,7 +84,7 @@ class SharedMemory:
         comm.Barrier()
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """This will give a tensor in shared memory; all ranks call it with the same values.
+        """Return a tensor in shared memory; all ranks call it with the same values.
 
         Ranks may only exchange the same part of it with each other.
         """
@@ -93,7 +93,7 @@ class SharedMemory:
         return torch.from_numpy(area.memories[self._rank]).view(dtype)[:length]
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        """This will sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks take part."""
+        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks take part."""
         size_bytes = flat_L.numel() * flat_L.element_size()
         if self._size == 1 or size_bytes == 0:
             return
@@ -107,7 +107,7 @@ class SharedMemory:
             self._sum_in_segments(mine, flat_L.dtype)
 
     def broadcast(self, flat_L: torch.Tensor) -> None:
-        """This will give every rank the bytes of rank 0; all ranks take part."""
+        """Return every rank the bytes of rank 0; all ranks take part."""
         mine = flat_L.detach().view(torch.uint8).numpy()
         for low in range(0, mine.size, self._segment_bytes):
             piece = mine[low : low + self._segment_bytes]
@@ -122,7 +122,7 @@ class SharedMemory:
             self._tell(SUMMED, turn)
 
     def free(self) -> None:
-        """This will give the memory back; all ranks call it."""
+        """Return the memory back; all ranks call it."""
         self._slots, self._counters, self._others, self._views = [], [], [], {}
         self._mine.release()
         self._win.Unlock_all()

@@ -70,7 +70,7 @@ class Staging:
         self._background = Background()
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
-        """This will sum `tensor` (contiguous, on the device) over all ranks; `then` is called by who waits for it."""
+        """Sum `tensor` (contiguous, on the device) over all ranks; `then` is called by who waits for it."""
         flat_L = tensor.detach().view(-1)
         host_L = self._host_of(flat_L)
         fetched, work = self._device.fetch(flat_L, host_L), Staged(then)
@@ -78,7 +78,7 @@ class Staging:
         return work
 
     def close(self) -> None:
-        """This will end the thread."""
+        """End the thread."""
         self._background.close()
 
     def _sum(self, fetched: Copy, host_L: torch.Tensor, flat_L: torch.Tensor, work: Staged) -> None:

@@ -86,7 +86,7 @@ class TcpRing:
         return self._size == 2 or dtype not in HALVES
 
     def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """This will sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place, in the background.
+        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place, in the background.
 
         `then` is called in the background when the sum is there.  `own_part`: only this rank's chunk of `split` will be the
         sum, the others are left as they are in between: half the bytes.
@@ -116,16 +116,16 @@ class TcpRing:
         return one.work
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        """This will sum `flat_L` over all ranks, in place."""
+        """Sum `flat_L` over all ranks, in place."""
         self.begin(flat_L).wait()
 
     def break_off(self) -> None:
-        """This will let all that is under way, and what is begun later, fail at once; from any thread."""
+        """Let all that is under way, and what is begun later, fail at once; from any thread."""
         self._cut = True
         self._wake()
 
     def close(self) -> None:
-        """This will end the thread and the connections; nothing may be under way."""
+        """End the thread and the connections; nothing may be under way."""
         self._begun.append(None)
         self._wake()
         self._thread.join()

@@ -22,7 +22,7 @@ from hpctrain.options import positive, share
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """This will do what the command line says, and return the exit status."""
+    """Do what the command line says, and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         options.act(options)

@@ -57,7 +57,7 @@ class Split:
         return self._read(rows.start, rows.stop)
 
     def arrays(self) -> dict[str, Split]:
-        """This will give each array of the rows by its name, for `Rows`."""
+        """Return each array of the rows by its name, for `Rows`."""
         return {name: Split(self._shards, name) for name in self._shards[0].fields}
 
     def _read(self, low: int, high: int) -> np.ndarray:
@@ -85,7 +85,7 @@ class Dataset:
         self.splits = {name: [ShardEntry(**entry) for entry in entries] for name, entries in body["splits"].items()}
 
     def split(self, name: str) -> Split:
-        """This will open a split.
+        """Open a split.
 
         Raises:
             TrainError: there is none of this name.
@@ -96,13 +96,13 @@ class Dataset:
         return Split(shards, next(iter(shards[0].fields)))
 
     def shards(self) -> Iterator[Shard]:
-        """This will open each shard in turn."""
+        """Open each shard in turn."""
         for entries in self.splits.values():
             for entry in entries:
                 yield _open(self.directory, entry)
 
     def tokenizer(self) -> bytes | None:
-        """This will give the tokenizer's file, if there is one."""
+        """Return the tokenizer's file, if there is one."""
         if self._tokenizer is None:
             return None
         content = _read(self.directory / TOKENIZER)
@@ -119,7 +119,7 @@ class DatasetWriter:
         self._splits: dict[str, list[ShardEntry]] = {}
 
     def add(self, split: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """This will write one shard."""
+        """Write one shard."""
         for name, array in arrays.items():
             if array.dtype.name not in DTYPES:
                 raise TrainError(f"cannot keep {name!r}: numbers of type {array.dtype.name} have no place in a shard")
@@ -129,7 +129,7 @@ class DatasetWriter:
         entries.append(ShardEntry(file=file, rows=len(next(iter(arrays.values()))), head=head))
 
     def finish(self, kind: str, vocabulary: int | None = None, tokenizer: bytes | None = None) -> dict[str, int]:
-        """This will write the index, and return the rows of each split."""
+        """Write the index, and return the rows of each split."""
         if tokenizer is not None:
             write_new(self._directory / TOKENIZER, [tokenizer])
         body = {
@@ -146,7 +146,7 @@ class DatasetWriter:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """This will give a directory to fill, which gets the name `path` if the body ends well, and is removed otherwise.
+    """Return a directory to fill, which gets the name `path` if the body ends well, and is removed otherwise.
 
     Raises:
         TrainError: the name is taken, or there is no place for it.
@@ -221,7 +221,7 @@ class ArrayField:
 
 
 def write_shard(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
-    """This will write arrays with the same number of rows as a new file, and return the hash of its head.
+    """Write arrays with the same number of rows as a new file, and return the hash of its head.
 
     Raises:
         PublishError: it cannot be written.
@@ -269,7 +269,7 @@ class Shard:
         return self._at + self._bytes
 
     def read(self, name: str, low: int, high: int) -> np.ndarray:
-        """This will give the rows [low, high) of an array, as they lie in the file, after checking them once.
+        """Return the rows [low, high) of an array, as they lie in the file, after checking them once.
 
         Raises:
             DamagedError: names the file and the chunk.
@@ -279,7 +279,7 @@ class Shard:
         return self._arrays[name][low:high]
 
     def pieces(self) -> Iterator[bytes]:
-        """This will give the whole file piece by piece, each checked, reading it once from where it lies."""
+        """Return the whole file piece by piece, each checked, reading it once from where it lies."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield os.pread(descriptor, self._at, 0)
@@ -294,7 +294,7 @@ class Shard:
             os.close(descriptor)
 
     def check_all(self) -> None:
-        """This will check every chunk."""
+        """Check every chunk."""
         self._check(0, self._bytes)
 
     def _read_head(self, descriptor: int) -> None:

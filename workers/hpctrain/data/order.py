@@ -37,7 +37,7 @@ class Sampler:
         return (self.tokens - 1) // self.length - 1
 
     def starts(self, low: int, high: int) -> np.ndarray:
-        """This will give the first token of each sample with index in [low, high), over epochs' ends."""
+        """Return the first token of each sample with index in [low, high), over epochs' ends."""
         windows = order_of(low, high, self.per_epoch, self.seed)
         epochs, which = np.unique(np.arange(low, high, dtype=np.int64) // self.per_epoch, return_inverse=True)
         shifts = np.array([_epoch_key(self.seed, int(epoch)) % self.length for epoch in epochs], dtype=np.int64)
@@ -45,7 +45,7 @@ class Sampler:
 
 
 def order_of(low: int, high: int, count: int, seed: int) -> np.ndarray:
-    """This will say which of `count` things the global samples [low, high) are: all once an epoch, in another order each."""
+    """Return which of `count` things the global samples [low, high) are: all once an epoch, in another order each."""
     indexes = np.arange(low, high, dtype=np.int64)
     things = np.empty_like(indexes)
     epochs = indexes // count
@@ -60,7 +60,7 @@ def _epoch_key(seed: int, epoch: int) -> int:
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """This will divide `total` samples among ranks by weight; exact in sum, largest remainders first.
+    """Divide `total` samples among ranks by weight; exact in sum, largest remainders first.
 
     Raises:
         TrainError: a weight is negative, or all are zero.
@@ -76,7 +76,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def permute(values: np.ndarray, count: int, key: int) -> np.ndarray:
-    """This will map each of `values` in [0, count) to another, one to one, by a keyed Feistel network."""
+    """Map each of `values` in [0, count) to another, one to one, by a keyed Feistel network."""
     half_bits = max(1, (max(1, count - 1).bit_length() + 1) // 2)
     result = _feistel(values.astype(np.uint64), half_bits, key)
     outside = result >= count
@@ -87,7 +87,7 @@ def permute(values: np.ndarray, count: int, key: int) -> np.ndarray:
 
 
 def mix(values: np.ndarray, key: int) -> np.ndarray:
-    """This will scramble 64-bit values with a key (SplitMix64's finalizer)."""
+    """Scramble 64-bit values with a key (SplitMix64's finalizer)."""
     with np.errstate(over="ignore"):
         z = values.astype(np.uint64) + np.uint64((key * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

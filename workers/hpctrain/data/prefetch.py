@@ -40,12 +40,12 @@ class Prefetcher:
         self.waited_s = 0.0
 
     def expect(self, spans: Iterable[Span]) -> None:
-        """This will say which samples are taken next, in their order; what was expected and is not any more is dropped."""
+        """Return which samples are taken next, in their order; what was expected and is not any more is dropped."""
         self._expected = list(spans)
         self._fill()
 
     def take(self, low: int, high: int) -> Any:
-        """This will give the samples [low, high)."""
+        """Return the samples [low, high)."""
         started_s = time.perf_counter()
         if (low, high) in self._expected:
             self._expected.remove((low, high))
@@ -58,7 +58,7 @@ class Prefetcher:
         return moved
 
     def close(self) -> None:
-        """This will end the thread."""
+        """End the thread."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -81,7 +81,7 @@ class Prefetcher:
 
 
 def as_tensors(value: Any) -> Any:
-    """This will make tensors of arrays, also within tuples, lists and dicts; what is neither stays."""
+    """Make tensors of arrays, also within tuples, lists and dicts; what is neither stays."""
     if isinstance(value, np.ndarray):
         if not value.flags.writeable or not value.flags.c_contiguous:
             value = value.copy(order="C")
@@ -90,7 +90,7 @@ def as_tensors(value: Any) -> Any:
 
 
 def moved_to(value: Any, device: torch.device) -> Any:
-    """This will move tensors to a device, also within tuples, lists and dicts."""
+    """Move tensors to a device, also within tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if not isinstance(value, (Mapping, tuple, list)) and callable(getattr(value, "to", None)):
@@ -99,12 +99,12 @@ def moved_to(value: Any, device: torch.device) -> Any:
 
 
 def pinned(value: Any) -> Any:
-    """This will put tensors where a GPU reads them without a copy."""
+    """Put tensors where a GPU reads them without a copy."""
     return value.pin_memory() if isinstance(value, torch.Tensor) else _each(value, pinned)
 
 
 def bytes_of(value: Any) -> int:
-    """This will count the bytes of all tensors."""
+    """Count the bytes of all tensors."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):

@@ -46,7 +46,7 @@ def prepare_text(
     shard_bytes: int,
     key: str = TEXT,
 ) -> dict[str, int]:
-    """This will make a data set of tokens at `out`, and return how many each split has.
+    """Make a data set of tokens at `out`, and return how many each split has.
 
     Raises:
         TrainError: a file cannot be read as text, or there is no text.
@@ -73,7 +73,7 @@ def prepare_text(
 def prepare_arrays(
     out: Path, arrays: Mapping[str, np.ndarray], *, validation: float, shard_bytes: int
 ) -> dict[str, int]:
-    """This will make a data set of the rows of arrays at `out`, and return how many each split has.
+    """Make a data set of the rows of arrays at `out`, and return how many each split has.
 
     Raises:
         TrainError: the arrays differ in their number of rows.
@@ -97,7 +97,7 @@ def prepare_arrays(
 
 
 def arrays_in(path: Path) -> dict[str, np.ndarray]:
-    """This will read the arrays of an .npz file, or the one of an .npy file under the file's name.
+    """Read the arrays of an .npz file, or the one of an .npy file under the file's name.
 
     Raises:
         TrainError: it is neither.
@@ -110,7 +110,7 @@ def arrays_in(path: Path) -> dict[str, np.ndarray]:
 
 
 def files_of(paths: Iterable[Path]) -> Iterator[Path]:
-    """This will list the files, those of directories in the order of their names.
+    """List the files, those of directories in the order of their names.
 
     Raises:
         TrainError: there is nothing of that name.
@@ -125,7 +125,7 @@ def files_of(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def documents(files: Iterable[Path], key: str) -> Iterator[str]:
-    """This will give the texts of the files one by one: lines of .jsonl(.gz) under `key`, others whole or cut at lines' ends.
+    """Return the texts of the files one by one: lines of .jsonl(.gz) under `key`, others whole or cut at lines' ends.
 
     Raises:
         TrainError: names the file and the place where it is no text.
@@ -140,7 +140,7 @@ def documents(files: Iterable[Path], key: str) -> Iterator[str]:
 
 
 def is_validation(content: bytes, share: float) -> bool:
-    """This will say whether a document is among the `share` of all that are kept for validation."""
+    """Return whether a document is among the `share` of all that are kept for validation."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     return number < share * 2**64
 

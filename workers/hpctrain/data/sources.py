@@ -72,7 +72,7 @@ class Rows:
 
 
 def windows(tokens: Tokens | np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """This will cut inputs and targets, both (B, T) int64, out of the tokens."""
+    """Cut inputs and targets, both (B, T) int64, out of the tokens."""
     rows_BT = np.empty((len(starts), length + 1), dtype=np.int64)
     for row_T, start in zip(rows_BT, starts.tolist(), strict=True):
         row_T[:] = tokens[start : start + length + 1]
@@ -114,7 +114,7 @@ class Corpus:
 
 
 def standard_library(root: Path | None = None, limit_bytes: int = 8 << 20) -> Corpus:
-    """This will read the standard library's source; every twentieth file or so is kept for validation.
+    """Read the standard library's source; every twentieth file or so is kept for validation.
 
     The whole files that come first in a fixed shuffled order are taken, up to `limit_bytes`.
 
@@ -138,7 +138,7 @@ def standard_library(root: Path | None = None, limit_bytes: int = 8 << 20) -> Co
 
 
 def encode(text: bytes) -> np.ndarray:
-    """This will turn text into tokens (uint8): a tab becomes a blank, what is not printable ASCII one token."""
+    """Turn text into tokens (uint8): a tab becomes a blank, what is not printable ASCII one token."""
     table = np.full(256, UNKNOWN, dtype=np.uint8)
     for token, character in enumerate(CHARACTERS):
         table[ord(character)] = token
@@ -147,7 +147,7 @@ def encode(text: bytes) -> np.ndarray:
 
 
 def decode(tokens: Sequence[int] | np.ndarray) -> str:
-    """This will turn tokens into text."""
+    """Turn tokens into text."""
     return "".join(CHARACTERS[token] for token in tokens)
 
 

@@ -26,7 +26,7 @@ SPARE_BYTES = 64 << 20  # left free on the disk
 
 
 def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path, list[str]]:
-    """This will give the directory from which this rank reads, and what there is to say of it on any host; all ranks call it.
+    """Return the directory from which this rank reads, and what there is to say of it on any host; all ranks call it.
 
     Raises:
         DamagedError: the data set is not whole.
@@ -42,7 +42,7 @@ def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path
 
 
 def stage(directory: Path, disk: Path) -> tuple[Path, str]:
-    """This will copy the data set to a disk of this node unless it is there; returns where to read it, and a line for the log."""
+    """Copy the data set to a disk of this node unless it is there; returns where to read it, and a line for the log."""
     wanted = Dataset(directory)
     home = disk / f"hpctrain-{wanted.digest[:32]}"
     where = f"on {socket.gethostname()}"

@@ -29,16 +29,16 @@ class Tokenizer:
         self.dtype = np.dtype(np.uint16 if self.vocabulary <= 1 << 16 else np.uint32)
 
     def encode(self, text: str) -> np.ndarray:
-        """This will give the tokens of a text, without an end."""
+        """Return the tokens of a text, without an end."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """This will give the tokens of each text."""
+        """Return the tokens of each text."""
         encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """This will give the text of tokens; ends of documents become empty lines."""
+        """Return the text of tokens; ends of documents become empty lines."""
         documents: list[list[int]] = [[]]
         for token in tokens:
             if token == 0:
@@ -48,12 +48,12 @@ class Tokenizer:
         return "\n\n".join(self._inner.decode(document, skip_special_tokens=False) for document in documents)
 
     def to_bytes(self) -> bytes:
-        """This will give the file that `tokenizer_from` reads."""
+        """Return the file that `tokenizer_from` reads."""
         return self._inner.to_str().encode()
 
 
 def tokenizer_from(content: bytes, name: str) -> Tokenizer:
-    """This will read a tokenizer; `name` is what an error says.
+    """Read a tokenizer; `name` is what an error says.
 
     Raises:
         DamagedError: it is none, or not one of bytes with our end of documents.
@@ -71,7 +71,7 @@ def tokenizer_from(content: bytes, name: str) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """This will learn which pieces of these texts are worth a token; the texts are gone through once.
+    """Learn which pieces of these texts are worth a token; the texts are gone through once.
 
     Raises:
         TrainError: the vocabulary is too small to hold all bytes.

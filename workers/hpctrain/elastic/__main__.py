@@ -31,7 +31,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """This will run the ranks to their end, and return the exit status."""
+    """Run the ranks to their end, and return the exit status."""
     options = parse(arguments)
     try:
         return asyncio.run(ElasticRun(options, os.environ).run())
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """This will say which options there are."""
+    """Return which options there are."""
     parser = argparse.ArgumentParser(
         prog="hpctrain.elastic", description="Train on ranks that may come and go; the others carry on."
     )
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """This will read the options; a wrong one ends the program with status 2."""
+    """Read the options; a wrong one ends the program with status 2."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.command[:1] == ["--"]:
@@ -93,7 +93,7 @@ class ElasticRun:
         self._losses_without_step, self._step_then = 0, 0
 
     async def run(self) -> int:
-        """This will start everything, wait for the end, and say what it was like."""
+        """Start everything, wait for the end, and say what it was like."""
         here = allocation(self._environ)
         places: list[str | None]
         if here is None:

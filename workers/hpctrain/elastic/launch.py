@@ -39,7 +39,7 @@ class JobNodes:
 
 
 def allocation(environ: Mapping[str, str]) -> JobNodes | None:
-    """This will say which nodes the job has now; None outside of a job.
+    """Return which nodes the job has now; None outside of a job.
 
     Raises:
         TrainError: the job does not say.
@@ -70,7 +70,7 @@ def _at_first(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """This will say how ranks on other nodes name this host."""
+    """Return how ranks on other nodes name this host."""
     return environ["HPCSCHED_MASTER_ADDR"] if "HPCSCHED_JOB_ID" in environ else "127.0.0.1"
 
 
@@ -85,7 +85,7 @@ class RankLauncher:
         self.processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def start(self, slot: RankSlot, facts: Mapping[str, str]) -> None:
-        """This will start a process in a slot."""
+        """Start a process in a slot."""
         argv = self._command
         if slot.node is not None:
             # A step that waits, as a spare's would for cpus and any would for a node that is down, holds up the job's later ones.
@@ -101,12 +101,12 @@ class RankLauncher:
         return all(process.returncode is not None for process in self.processes.values())
 
     def signal_all(self, number: signal.Signals) -> None:
-        """This will hand a signal on to all ranks."""
+        """Hand a signal on to all ranks."""
         for slot in self.processes:
             self.signal(slot, number)
 
     def signal(self, slot: int, number: signal.Signals) -> None:
-        """This will send a signal to the process in a slot, if there is one."""
+        """Send a signal to the process in a slot, if there is one."""
         process = self.processes.get(slot)
         if process is not None and process.returncode is None:
             # Not `send_signal`: that may take the exit status away from asyncio, which then makes one up.
@@ -114,13 +114,13 @@ class RankLauncher:
                 os.kill(process.pid, number)
 
     async def end(self, slot: int) -> None:
-        """This will make sure that nothing runs in a slot: hrun's end is the end of its step."""
+        """Make sure that nothing runs in a slot: hrun's end is the end of its step."""
         self.signal(slot, signal.SIGKILL)
         process = self.processes.pop(slot, None)
         if process is not None:
             await process.wait()
 
     async def resize_job(self, nodes: int) -> bool:
-        """This will give back all but so many of the job's nodes; whether the controller has taken that."""
+        """Give back all but so many of the job's nodes; whether the controller has taken that."""
         process = await asyncio.create_subprocess_exec("hrun", f"--resize={nodes}", env=self._environ)
         return await process.wait() == 0

@@ -60,53 +60,53 @@ class Membership:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def ready(self, offer: Message) -> None:
-        """This will say that this member can take part, and where others reach it."""
+        """Say that this member can take part, and where others reach it."""
         self._send({"say": "ready", "offer": offer})
 
     def part(self, generation: int, *, failed: bool) -> None:
-        """This will say that this member exchanges no more in a generation; `failed`: it cannot, and nobody can."""
+        """Say that this member exchanges no more in a generation; `failed`: it cannot, and nobody can."""
         self._send({"say": "part", "generation": generation, "failed": failed})
 
     def next_generation(self) -> Message:
-        """This will wait for the next generation in which this member takes part."""
+        """Wait for the next generation in which this member takes part."""
         news = self._generations.get()
         self.changing = False
         return news
 
     def is_broken(self, generation: int) -> bool:
-        """This will say whether exchanging in a generation has no sense any more."""
+        """Return whether exchanging in a generation has no sense any more."""
         return self._broken >= generation
 
     def watch(self, generation: int, break_off: Callable[[], None]) -> None:
-        """This will have `break_off` called as soon as that is so, at once or in another thread."""
+        """Have `break_off` called as soon as that is so, at once or in another thread."""
         with self._breaking:
             self._break_off = break_off
             if self.is_broken(generation):
                 break_off()
 
     def unwatch(self) -> None:
-        """This will have nothing called any more, nor being called when this returns: what it would break off may go now."""
+        """Have nothing called any more, nor being called when this returns: what it would break off may go now."""
         with self._breaking:
             self._break_off = lambda: None
 
     def stepped(self, step: int, useful_s: float) -> None:
-        """This will note a step that was taken; `useful_s` is counted once for a run: by the first rank alone."""
+        """Note a step that was taken; `useful_s` is counted once for a run: by the first rank alone."""
         self._step = step
         self._useful_s += useful_s
         self._due.set()
 
     def done(self) -> None:
-        """This will say that this member ends, and that all is well."""
+        """Say that this member ends, and that all is well."""
         self._closed = True
         self._send({"say": "done"})
 
     def failed(self, why: str) -> None:
-        """This will say that this member ends because of an error which another one would meet as well."""
+        """Say that this member ends because of an error which another one would meet as well."""
         self._closed = True
         self._send({"say": "failed", "why": why})
 
     def turned_away(self, why: str) -> None:
-        """This will say that this member does not fit the others, and ends."""
+        """Say that this member does not fit the others, and ends."""
         self._closed = True
         self._send({"say": "turned away", "why": why})
 

@@ -87,23 +87,23 @@ class Roster:
         return self._settings.silent_s
 
     def join(self, slot: int, now_s: float) -> Member:
-        """This will take in who runs in `slot`, and give it a number."""
+        """Take in who runs in `slot`, and give it a number."""
         member = Member(number=self._next, slot=slot, heard_at_s=now_s)
         self._next += 1
         self.members[member.number] = member
         return member
 
     def ready(self, number: int, offer: Message, now_s: float) -> None:
-        """This will note that a member can take part, and where the others reach it."""
+        """Note that a member can take part, and where the others reach it."""
         member = self.members[number]
         member.offer, member.standing, member.heard_at_s = offer, MemberState.READY, now_s
 
     def beat(self, number: int, now_s: float) -> None:
-        """This will note that a member is alive."""
+        """Note that a member is alive."""
         self.members[number].heard_at_s = now_s
 
     def part(self, number: int, generation: int, now_s: float, *, failed: bool) -> None:
-        """This will note that a member has left a generation and waits for the next. `failed`: it could not exchange."""
+        """Note that a member has left a generation and waits for the next. `failed`: it could not exchange."""
         member = self.members[number]
         member.heard_at_s = now_s
         if generation == self.generation and member.standing is MemberState.IN:
@@ -111,11 +111,11 @@ class Roster:
             self._broken |= failed
 
     def leave(self, number: int) -> None:
-        """This will forget a member that has ended in an orderly way."""
+        """Forget a member that has ended in an orderly way."""
         del self.members[number]
 
     def lose(self, number: int, why: str, now_s: float) -> None:
-        """This will take a member for lost."""
+        """Take a member for lost."""
         member = self.members.pop(number)
         if member.standing in (MemberState.IN, MemberState.PARTED):
             self.losses.append(
@@ -123,21 +123,21 @@ class Roster:
             )
 
     def resize(self, want: int, leaving: set[int]) -> None:
-        """This will have generations of `want` members, without those in the slots `leaving`."""
+        """Have generations of `want` members, without those in the slots `leaving`."""
         self._settings = replace(self._settings, least=min(self._settings.least, want), want=want)
         self._leaving = leaving
 
     def close(self) -> None:
-        """This will take in nobody any more: the run is at its end for one who took part."""
+        """Take in nobody any more: the run is at its end for one who took part."""
         self._closed = True
 
     def excuse(self, late_s: float, now_s: float) -> None:
-        """This will hold it against nobody that the roster itself has not listened for so long."""
+        """Hold it against nobody that the roster itself has not listened for so long."""
         for member in self.members.values():
             member.heard_at_s = min(now_s, member.heard_at_s + late_s)
 
     def silent(self, now_s: float) -> list[Member]:
-        """This will name the members that have not been heard for too long; who starts has longer to do so."""
+        """Return the members that have not been heard for too long; who starts has longer to do so."""
         return [
             member
             for member in self.members.values()
@@ -145,18 +145,18 @@ class Roster:
         ]
 
     def inside(self) -> list[Member]:
-        """This will name those who take part in this generation, or did until just now."""
+        """Return those who take part in this generation, or did until just now."""
         return [m for m in self.members.values() if m.standing in (MemberState.IN, MemberState.PARTED)]
 
     def spares(self) -> list[Member]:
-        """This will name those who are ready to step in, while nobody is missing."""
+        """Return those who are ready to step in, while nobody is missing."""
         if len(self.inside()) < self._settings.want:
             return []
         ready = [m for m in self.members.values() if m.standing is MemberState.READY]
         return [member for member in ready if member.slot not in self._leaving]
 
     def settle(self, now_s: float) -> list[tuple[int, Message]]:
-        """This will say who is to be told what, by number."""
+        """Say who is to be told what, by number."""
         inside = self.inside()
         waiting = [m for m in self.members.values() if m.standing is MemberState.READY]
         ready = [m for m in waiting if not self._closed and m.slot not in self._leaving]
@@ -204,7 +204,7 @@ class Roster:
 
 
 def members_of(news: Mapping[str, object]) -> list[Message]:
-    """This will give the members of a generation's news, in the order of their ranks."""
+    """Return the members of a generation's news, in the order of their ranks."""
     members = news["members"]
     assert isinstance(members, list)
     return members

@@ -46,7 +46,7 @@ class Fault:
         return max(loss.missed_at_s - loss.heard_at_s for loss in self.losses)
 
     def facts(self) -> dict[str, object]:
-        """This will give it as JSON values."""
+        """Return it as JSON values."""
         return {
             "step": self.step,
             "lost": [{"member": loss.number, "slot": loss.slot, "why": loss.why} for loss in self.losses],
@@ -76,14 +76,14 @@ class RunAccount:
         self._forming = self._began_anew = False
 
     def lose(self, loss: Loss) -> None:
-        """This will note that one who took part is lost."""
+        """Note that one who took part is lost."""
         if not self.faults or self.faults[-1].next_step_s is not None:
             self.faults.append(Fault(step=self.step))
         self.faults[-1].losses.append(loss)
         self._forming = True
 
     def form(self, members: Iterable[int], want: int, now_s: float) -> None:
-        """This will note the members of a new generation."""
+        """Note the members of a new generation."""
         members = set(members)
         self._began_anew = self._began_anew or bool(self._members) and not members & self._members
         self._members, self._forming = members, False
@@ -93,7 +93,7 @@ class RunAccount:
                     fault.full_s = now_s - fault.heard_at_s
 
     def note_step(self, step: int, useful_s: float, now_s: float) -> None:
-        """This will note how far a member is; `useful_s`: of the first member, what its steps took since it said so last."""
+        """Note how far a member is; `useful_s`: of the first member, what its steps took since it said so last."""
         if self._began_anew and useful_s and not self._forming:  # nobody had the state: it is a checkpoint's
             self._began_anew = False
             if self.faults and step <= self.step:
@@ -107,7 +107,7 @@ class RunAccount:
             self.faults[-1].next_step_s = now_s - self.faults[-1].heard_at_s
 
     def facts(self, now_s: float) -> dict[str, object]:
-        """This will give everything as JSON values."""
+        """Return everything as JSON values."""
         wall_s = now_s - self.began_at_s
         return {
             "wall_s": wall_s,
@@ -119,7 +119,7 @@ class RunAccount:
         }
 
     def describe(self, now_s: float) -> list[str]:
-        """This will say it in lines: the last faults, then all of them together."""
+        """Say it in lines: the last faults, then all of them together."""
         wall_s = now_s - self.began_at_s
         lines = [str(fault) for fault in self.faults[-SHOWN:]]
         if len(self.faults) > SHOWN:
@@ -173,26 +173,26 @@ class RosterServer:
         self._in_vain = 0  # generations of the same members, one after another, that took no step
 
     async def listen(self, host: str) -> int:
-        """This will accept members from now on; returns the port."""
+        """Accept members from now on; returns the port."""
         self._listener = await asyncio.start_server(self._serve, host, 0, limit=LINE_BYTES)
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watched)
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """This will end all connections."""
+        """End all connections."""
         self._watcher.cancel()
         self._listener.close()
         for writer in self._writers.values():
             writer.close()
 
     def end_all(self) -> None:
-        """This will have every member end, none of which is lost then."""
+        """Have every member end, none of which is lost then."""
         for number in list(self.roster.members):
             self._end(number)
 
     def settle(self) -> None:
-        """This will tell members what follows from what is known now."""
+        """Tell members what follows from what is known now."""
         orders = self.roster.settle(time.monotonic())
         for number, message in orders:
             self._send(number, message)
@@ -207,7 +207,7 @@ class RosterServer:
                 self._say(f"slot {member.slot} is ready to step in")
 
     def lose(self, number: int, why: str) -> None:
-        """This will give a member up."""
+        """Return a member up."""
         now_s = time.monotonic()
         member = self.roster.members[number]
         self.roster.lose(number, why, now_s)

@@ -26,7 +26,7 @@ from hpctrain.options import add_options, positive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """This will train as the options say, and return the exit status."""
+    """Train as the options say, and return the exit status."""
     options = parse(arguments)
     try:
         require("torch", "numpy", "blake3", "numcodecs")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """This will read the options; a wrong one ends the program with status 2."""
+    """Read the options; a wrong one ends the program with status 2."""
     parser = argparse.ArgumentParser(
         prog="chargpt", description="Train a character-level GPT on the Python standard library's source."
     )

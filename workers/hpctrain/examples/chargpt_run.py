@@ -81,13 +81,13 @@ class Gpt(nn.Module):
 
 
 def norm(x_BTC: torch.Tensor) -> torch.Tensor:
-    """This will scale each position's vector to unit mean square."""
+    """Scale each position's vector to unit mean square."""
     return F.rms_norm(x_BTC, (x_BTC.shape[-1],))
 
 
 @torch.no_grad()
 def generate(model: Gpt, start: list[int], count: int, seed: int, temperature: float = 0.7) -> list[int]:
-    """This will continue `start` by `count` tokens, drawn by a generator of its own."""
+    """Continue `start` by `count` tokens, drawn by a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
     device = model.token.weight.device
     tokens = list(start)
@@ -103,7 +103,7 @@ PROMPT = "def "
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """This will train on this rank and return the exit status; every rank calls it."""
+    """Train on this rank and return the exit status; every rank calls it."""
     with start(options, "chargpt", environ) as here:
         text = tokens_of(here.dataset(options.data)) if options.data else characters_of(shared_corpus(here))
         model = Gpt(text.vocabulary, options.context, options.layers, options.width, options.heads).to(here.device)
@@ -192,7 +192,7 @@ class Validation:
 
 
 def shared_corpus(here: Run) -> Corpus:
-    """This will read the corpus on rank 0 and hand it round, as other hosts may have another Python."""
+    """Read the corpus on rank 0 and hand it round, as other hosts may have another Python."""
     corpus = standard_library() if here.is_first else None
     facts: Any = here.share(
         lambda: (corpus.train.size, corpus.validation.size, corpus.files, corpus.digest) if corpus else None

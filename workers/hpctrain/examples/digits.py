@@ -21,7 +21,7 @@ TEST_SHARE = 5  # every fifth digit is kept for the test
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """This will train as the options say, and return the exit status."""
+    """Train as the options say, and return the exit status."""
     parser = argparse.ArgumentParser(prog="digits", description="Train a small network to read handwritten digits.")
     add_options(parser, batch=64, lr=3e-3, steps=300, warmup=20, schedule="cosine", clip=1.0)
     options = parser.parse_args(arguments)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """This will train on this rank; every rank calls it."""
+    """Train on this rank; every rank calls it."""
     import numpy as np  # noqa: PLC0415 (heavy: after the check)
     import torch  # noqa: PLC0415
     import torch.nn.functional as F  # noqa: PLC0415

@@ -22,7 +22,7 @@ from hpctrain.options import add_options, positive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """This will train as the options say, and return the exit status."""
+    """Train as the options say, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="finetune", description="Teach a trained network new digits, with frozen layers."
     )

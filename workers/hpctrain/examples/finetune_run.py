@@ -22,7 +22,7 @@ FEATURES = 64 * 16  # numbers that the head sees
 
 
 def run(options: argparse.Namespace) -> int:
-    """This will train on this rank; every rank calls it."""
+    """Train on this rank; every rank calls it."""
     with start(options, "finetune") as here:
         images, names = digits()
         old = names < KNOWN

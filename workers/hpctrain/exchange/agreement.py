@@ -33,7 +33,7 @@ class Ended:
 
 
 def agree(comm: Communicator, facts: Facts) -> list[str]:
-    """This will return the host of each rank if all have the same facts, as far as they have them; all ranks call it.
+    """Return the host of each rank if all have the same facts, as far as they have them; all ranks call it.
 
     Raises:
         MismatchError: says what differs, with the hashes and the ranks that have them.
@@ -51,7 +51,7 @@ def agree(comm: Communicator, facts: Facts) -> list[str]:
 
 
 def told(comm: Communicator, value: object) -> list[Any]:
-    """This will give every rank's (small, picklable) value, by rank; all ranks call it.
+    """Return every rank's (small, picklable) value, by rank; all ranks call it.
 
     Raises:
         TrainError: ranks have come to the end of the script instead.
@@ -67,7 +67,7 @@ def told(comm: Communicator, value: object) -> list[Any]:
 
 
 def say_ended(comm: Communicator) -> None:
-    """This will tell ranks that want to know something that this one has come to the end of the script.
+    """Tell ranks that want to know something that this one has come to the end of the script.
 
     Raises:
         TrainError: there are such ranks.
@@ -76,7 +76,7 @@ def say_ended(comm: Communicator) -> None:
 
 
 def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: object) -> dict[str, str]:
-    """This will give what must be the same on all ranks."""
+    """Return what must be the same on all ranks."""
     shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     trained = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     said = {name: value for name, value in vars(options).items() if name not in OF_ONE_RANK}
@@ -91,14 +91,14 @@ def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: obj
 
 
 def data_facts(data: object) -> dict[str, str]:
-    """This will give what must be the same of a data source: its own hash if it has one, and how many samples it has."""
+    """Return what must be the same of a data source: its own hash if it has one, and how many samples it has."""
     size = {"numbers of samples": str(len(data))} if isinstance(data, Sized) else {}
     digest = getattr(data, "digest", None)
     return size | ({"data": digest} if isinstance(digest, str) else {})
 
 
 def hash_of(value: object) -> str:
-    """This will give the SHA-256 of bytes or of numbers, as they lie in memory, or of what a value says of itself."""
+    """Return the SHA-256 of bytes or of numbers, as they lie in memory, or of what a value says of itself."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous().view(torch.uint8).numpy()
     content = value if isinstance(value, bytes) else getattr(value, "tobytes", lambda: repr(value).encode())()
@@ -106,7 +106,7 @@ def hash_of(value: object) -> str:
 
 
 def code_hashes() -> dict[str, str]:
-    """This will give the SHA-256 of each loaded module's source that is neither Python's nor an installed package but ours."""
+    """Return the SHA-256 of each loaded module's source that is neither Python's nor an installed package but ours."""
     system = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = {}
     for name, module in list(sys.modules.items()):

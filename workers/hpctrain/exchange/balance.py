@@ -38,7 +38,7 @@ class Speed:
     kept: list[tuple[int, float]] = field(default_factory=list)
 
     def note(self, samples: int, seconds: float) -> None:
-        """This will learn from a step, and forget those before the last two if the rank has changed."""
+        """Learn from a step, and forget those before the last two if the rank has changed."""
         expected_s = self.time_of(samples)
         ratio = seconds / expected_s if expected_s else 1.0
         side = (ratio > CHANGED) - (ratio < 1 / CHANGED)
@@ -52,7 +52,7 @@ class Speed:
             self._add(samples, seconds)
 
     def parts(self) -> tuple[float, float]:
-        """This will give (a, c): seconds per step and per sample; a is 0 while all steps were of one size."""
+        """Return (a, c): seconds per step and per sample; a is 0 while all steps were of one size."""
         spread = self.weight * self.squares - self.samples**2
         if self.samples <= 0:
             return 0.0, 0.0
@@ -65,7 +65,7 @@ class Speed:
         return fixed_s, per_sample_s
 
     def time_of(self, samples: int) -> float:
-        """This will give the expected seconds for so many samples; 0.0 while nothing is known."""
+        """Return the expected seconds for so many samples; 0.0 while nothing is known."""
         fixed_s, per_sample_s = self.parts()
         return fixed_s + per_sample_s * samples
 
@@ -96,7 +96,7 @@ class Balance:
         self._idle_s = [0.0 for _ in counts]  # since this rank was left out
 
     def note(self, seconds: Sequence[float]) -> str:
-        """This will learn each rank's time for its share, and may change `counts`. Returns what changed, in words."""
+        """Learn each rank's time for its share, and may change `counts`. Returns what changed, in words."""
         for speed, count, spent_s in zip(self._speeds, self.counts, seconds, strict=True):
             if count:
                 speed.note(count, spent_s)
@@ -135,7 +135,7 @@ class Balance:
 
 
 def best_shares(batch: int, lines: Sequence[tuple[float, float]]) -> list[int]:
-    """This will divide `batch` samples so that the last rank to finish finishes first; (a, c) of each rank in `lines`.
+    """Divide `batch` samples so that the last rank to finish finishes first; (a, c) of each rank in `lines`.
 
     Ranks of which nothing is known (c = 0) get nothing.
     """

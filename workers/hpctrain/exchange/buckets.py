@@ -59,18 +59,18 @@ class GradientBuckets:
             self._hook()
 
     def compress(self, compressor: Compressor) -> None:
-        """This will send gradients by another way from the next exchange on."""
+        """Send gradients by another way from the next exchange on."""
         self._compressor = compressor
         self._own_part = False
 
     def sum_own_part(self) -> None:
-        """This will leave only this rank's part of each bucket to be the sum from the next exchange on, if all bits are sent."""
+        """Leave only this rank's part of each bucket to be the sum from the next exchange on, if all bits are sent."""
         if isinstance(self._compressor, Exact):
             self.compress(Exact(self._comm, own_part=True))
             self._own_part = True
 
     def squares(self) -> torch.Tensor:
-        """This will give the sum of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
+        """Return the sum of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
         if not self._squares:
             for bucket in self._buckets:
                 bucket.adopt_all()  # with local steps nothing was exchanged
@@ -84,22 +84,22 @@ class GradientBuckets:
         return squares_BR
 
     def rescale(self, factor: float) -> None:
-        """This will take note that gradients are so many times larger from the next step on."""
+        """Take note that gradients are so many times larger from the next step on."""
         self._compressor.rescale(factor)
 
     def shapes(self, index: int) -> list[torch.Size]:
-        """This will give the shapes of a bucket's parameters, in their order."""
+        """Return the shapes of a bucket's parameters, in their order."""
         return [parameter.shape for parameter in self.groups[index]]
 
     def zero(self) -> None:
-        """This will set all gradients to zero, for the next backward pass."""
+        """Set all gradients to zero, for the next backward pass."""
         for index, bucket in enumerate(self._buckets):
             given = self._compressor.fresh(index, bucket.flat) if self._overlap else bucket.flat.zero_()
             bucket.expect(given)
         self._launched = 0
 
     def exchange(self) -> tuple[float, float]:
-        """This will make every gradient the sum over all ranks; all ranks call it after `backward`.
+        """Make every gradient the sum over all ranks; all ranks call it after `backward`.
 
         Returns seconds from its beginning to its end, and seconds that this call waited.
         """
@@ -149,7 +149,7 @@ class GradientBuckets:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(call))
 
     def close(self) -> None:
-        """This will leave the parameters alone, so that other buckets can be made of them."""
+        """Leave the parameters alone, so that other buckets can be made of them."""
         for hook in self._hooks:
             hook.remove()
 
@@ -193,12 +193,12 @@ class _Bucket:
         self.expect(flat)
 
     def expect(self, given: torch.Tensor) -> None:
-        """This will have autograd add to `given`."""
+        """Have autograd add to `given`."""
         self.point(given)
         self.missing = set(range(len(self.parameters)))
 
     def point(self, flat: torch.Tensor) -> None:
-        """This will make every `.grad` a view of `flat`."""
+        """Make every `.grad` a view of `flat`."""
         views = self._kept.get(flat.data_ptr())
         if views is None:
             pairs = zip(self.parameters, self.spans, strict=True)
@@ -208,7 +208,7 @@ class _Bucket:
             parameter.grad = view
 
     def adopt(self, at: int) -> None:
-        """This will put a gradient where it belongs: a script's own `zero_grad` has autograd put it elsewhere."""
+        """Put a gradient where it belongs: a script's own `zero_grad` has autograd put it elsewhere."""
         parameter, view = self.parameters[at], self._views[at]
         if parameter.grad is view:
             return
@@ -217,7 +217,7 @@ class _Bucket:
         parameter.grad = view
 
     def adopt_all(self) -> None:
-        """This will put all gradients where they belong."""
+        """Put all gradients where they belong."""
         for at in range(len(self.parameters)):
             self.adopt(at)
 

@@ -53,7 +53,7 @@ class Compressor(Protocol):
 
 
 def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch.Size]]) -> Compressor:
-    """This will make the compressor of that name; `shapes` gives the shapes of a bucket's parameters in their order.
+    """Make the compressor of that name; `shapes` gives the shapes of a bucket's parameters in their order.
 
     Raises:
         TrainError: there is none of that name, or its number makes no sense.
@@ -312,7 +312,7 @@ class PowerSgd(_Lossy):
 
 
 def quantized(flat_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This will round to int8 (L,), with a scale for each BLOCK of them (blocks,); a block that is not finite has scale nan."""
+    """Round to int8 (L,), with a scale for each BLOCK of them (blocks,); a block that is not finite has scale nan."""
     blocks = -(-flat_L.numel() // BLOCK)
     padded = torch.nn.functional.pad(flat_L, (0, blocks * BLOCK - flat_L.numel())).view(blocks, BLOCK)
     scale = padded.abs().amax(dim=1) / 127.0
@@ -322,7 +322,7 @@ def quantized(flat_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantized(codes_L: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """This will undo `quantized`, but for what was lost."""
+    """Undo `quantized`, but for what was lost."""
     blocks = scale.numel()
     padded = torch.nn.functional.pad(codes_L, (0, blocks * BLOCK - codes_L.numel())).view(blocks, BLOCK)
     return (padded.float() * scale.unsqueeze(1)).view(-1)[: codes_L.numel()]

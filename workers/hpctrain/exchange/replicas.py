@@ -23,7 +23,7 @@ ALIGNED_BYTES = 16
 
 
 def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
-    """This will give every rank the tensors of rank `source`; of ranks that come and go, who is interrupted keeps what it had."""
+    """Return every rank the tensors of rank `source`; of ranks that come and go, who is interrupted keeps what it had."""
     if not comm.elastic:
         for tensor in tensors.values():
             dense = tensor.detach().contiguous()  # the tensor's own memory, but of a transposed or channels-last one
@@ -63,14 +63,14 @@ class Replicas:
         self._agreed = {name: tensor.clone() for name, tensor in self._now().items()} if comm.elastic else {}
 
     def changes(self) -> torch.Tensor:
-        """This will mark with 1.0 which buffers have changed here; [buffers], float64, to be summed over the ranks."""
+        """Mark with 1.0 which buffers have changed here; [buffers], float64, to be summed over the ranks."""
         now = self._now()
         changed = [name not in self._agreed or not torch.equal(now[name], self._agreed[name]) for name in self._names]
         return torch.tensor(changed, dtype=torch.float64)
 
     @torch.no_grad()
     def follow(self, changes: torch.Tensor, counts: Sequence[int]) -> None:
-        """This will take the buffers with a sum above 0.0 in `changes` from the rank with most samples (`counts`, by rank)."""
+        """Take the buffers with a sum above 0.0 in `changes` from the rank with most samples (`counts`, by rank)."""
         names = [name for name, sum_ in zip(self._names, changes.tolist(), strict=True) if sum_ > 0]
         if not names:
             return
@@ -85,7 +85,7 @@ class Replicas:
             self._agreed[name] = agreed
 
     def settle(self, counts: Sequence[int]) -> None:
-        """This will do both; all ranks call it."""
+        """Do both; all ranks call it."""
         if self._names:
             changes = self.changes()
             self._comm.all_reduce(changes)
@@ -93,7 +93,7 @@ class Replicas:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """This will undo what forward passes have changed since the last step that was taken: theirs is not, and comes again."""
+        """Undo what forward passes have changed since the last step that was taken: theirs is not, and comes again."""
         now = self._now()
         for name, agreed in self._agreed.items():
             now[name].copy_(agreed)
@@ -104,7 +104,7 @@ class Replicas:
 
 
 def check_replicas(model: torch.nn.Module, comm: Communicator) -> str:
-    """This will return the SHA-256 of the weights, after comparing it among the ranks.
+    """Return the SHA-256 of the weights, after comparing it among the ranks.
 
     Raises:
         TrainError: replicas have drifted apart, which never happens in a run that is right.

@@ -37,12 +37,12 @@ class TimesSinceMeeting:
     wait_s: float = 0.0
 
     def add(self, own_s: float, data_s: float, wait_s: float) -> None:
-        """This will take in one step."""
+        """Take in one step."""
         self.steps += 1
         self.own_s, self.data_s, self.wait_s = self.own_s + own_s, self.data_s + data_s, self.wait_s + wait_s
 
     def means(self) -> tuple[float, float, float]:
-        """This will give own work, data and wait of a step; at least one was added."""
+        """Return own work, data and wait of a step; at least one was added."""
         return self.own_s / self.steps, self.data_s / self.steps, self.wait_s / self.steps
 
 
@@ -59,7 +59,7 @@ class Scaling:
         self._lately_step_s = 0.0
 
     def note(self, step_s: float, times: RankTimes | None) -> None:
-        """This will take in one step; None: the ranks did not meet in it."""
+        """Take in one step; None: the ranks did not meet in it."""
         self._apart_s.append(step_s)
         if times is None:
             return
@@ -85,7 +85,7 @@ class Scaling:
         self._lately_step_s += (step_s - self._lately_step_s) * (LATELY if self._lately_step_s else 1.0)
 
     def straggler(self) -> str:
-        """This will name the rank for which the others have waited lately, if that is worth a word."""
+        """Return the rank for which the others have waited lately, if that is worth a word."""
         worst = max(range(len(self._names)), key=lambda rank: self._lately_s[rank])
         late_s = self._lately_s[worst]
         if len(self._names) < 2 or self._seen <= WARM_STEPS or late_s < WORTH_NAMING * self._lately_step_s:
@@ -93,7 +93,7 @@ class Scaling:
         return f"the others wait for {self._name(worst)}: {1e3 * late_s:.0f} ms of a step's {1e3 * self._lately_step_s:.0f}"
 
     def summary(self) -> str:
-        """This will say in one line how well the ranks were used, and what limits them; empty if there were too few steps."""
+        """Say in one line how well the ranks were used, and what limits them; empty if there were too few steps."""
         if self._step_s <= 0:
             return ""
         efficiency = self._own_s / self._step_s

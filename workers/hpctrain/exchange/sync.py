@@ -53,7 +53,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def meet(self, weight: float) -> None:
-        """This will move all ranks to the next anchor; all take part.
+        """Move all ranks to the next anchor; all take part.
 
         `weight` is this rank's part of all samples since the last meeting; the weights of all ranks add up to 1.
         """
@@ -95,18 +95,18 @@ class Sync:
     _measured: list[tuple[float, float]] = field(default_factory=list)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This will give what a checkpoint must keep beside weights and moments; the same on all ranks."""
+        """Return what a checkpoint must keep beside weights and moments; the same on all ranks."""
         return {} if self.local is None else {f"outer.{name}": part for name, part in self.local.tensors().items()}
 
     def advice(self) -> str:
-        """This will say, in words, what the user's word costs here for nothing; "" if it does not."""
+        """Say, in words, what the user's word costs here for nothing; "" if it does not."""
         lossy = self.local is None and self.name not in ("exact", "auto")
         if not lossy or self.comm.size == 1 or self.comm.pace().beside:
             return ""
         return f"sync {self.name}: loses bits and saves no time among ranks of one host; leave --sync away there"
 
     def measured(self, compute_s: float, waited_s: float) -> str:
-        """This will learn how long a step computed and waited for the exchange, and return what `auto` decides, in words.
+        """Learn how long a step computed and waited for the exchange, and return what `auto` decides, in words.
 
         All ranks call it, in every step.
         """
@@ -132,7 +132,7 @@ class Sync:
 
 
 def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicator, *, overlap: bool | None) -> Sync:
-    """This will understand the user's word; all ranks call it.
+    """Understand the user's word; all ranks call it.
 
     Raises:
         TrainError: there is no such way.
@@ -165,7 +165,7 @@ def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicato
 
 
 def decide(compute_s: float, waited_s: float) -> tuple[str, str]:
-    """This will say how many bits to send, from a step's seconds of computing and of waiting for the exchange, and why."""
+    """Return how many bits to send, from a step's seconds of computing and of waiting for the exchange, and why."""
     step = f"a step computes {1e3 * compute_s:.0f} ms and waits {1e3 * waited_s:.0f} ms for the exchange"
     if waited_s <= WORTH * compute_s:
         return "exact", f"{step}, too little to send fewer bits"

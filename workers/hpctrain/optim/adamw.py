@@ -37,7 +37,7 @@ class UpdateRule:
 
     @torch.no_grad()
     def move(self, stretch: Stretch, number: int, lr: float, *, decayed: bool) -> None:
-        """This will move weights by their gradients; `number` counts from 1."""
+        """Move weights by their gradients; `number` counts from 1."""
         if stretch[0].is_complex():
             stretch = each_of(stretch, torch.view_as_real)
         if stretch[0].device.type != "cpu":
@@ -62,7 +62,7 @@ class UpdateRule:
 
     @torch.no_grad()
     def move_lanes(self, stretches: Sequence[Stretch], number: int, lr: float, *, decayed: bool) -> None:
-        """This will move flat stretches of a CPU whose lengths are multiples of `LANES`: one pass over memory.
+        """Move flat stretches of a CPU whose lengths are multiples of `LANES`: one pass over memory.
 
         It is the operation behind `torch.optim.AdamW(fused=True)`.
         """
@@ -114,14 +114,14 @@ class AdamW:
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
 
     def of_parts(self, parts: dict[str, torch.nn.Parameter], decayed: set[str]) -> AdamW:
-        """This will make one with the same settings for flat parts of these parameters, of which `decayed` were matrices."""
+        """Make one with the same settings for flat parts of these parameters, of which `decayed` were matrices."""
         mine = [(name, part) for name, part in parts.items() if name in self._parameters]
         made = AdamW(mine, self.lr)
         made._rule, made._decayed = self._rule, decayed
         return made
 
     def settings(self) -> dict[str, object]:
-        """This will give what `from_settings` needs, as JSON values: for who has a checkpoint, and not the program."""
+        """Return what `from_settings` needs, as JSON values: for who has a checkpoint, and not the program."""
         rule = self._rule
         return {
             "kind": self.KIND,
@@ -133,19 +133,19 @@ class AdamW:
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any]) -> tuple[UpdateRule, frozenset[str]]:
-        """This will give what moves numbers as `settings` said, and the names of those whose weights decay."""
+        """Return what moves numbers as `settings` said, and the names of those whose weights decay."""
         beta1, beta2 = settings["betas"]
         rule = UpdateRule(beta1=beta1, beta2=beta2, eps=settings["eps"], weight_decay=settings["weight_decay"])
         return rule, frozenset(settings["decayed"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This will give the live state by name: what a checkpoint keeps, and what a restore writes into."""
+        """Return the live state by name: what a checkpoint keeps, and what a restore writes into."""
         first = {f"{name}.exp_avg": m for name, (m, _) in self._moments.items()}
         second = {f"{name}.exp_avg_sq": v for name, (_, v) in self._moments.items()}
         return first | second
 
     def step(self, number: int, lr: float) -> None:
-        """This will move the weights by their gradients; `number` counts from 1."""
+        """Move the weights by their gradients; `number` counts from 1."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
@@ -154,7 +154,7 @@ class AdamW:
 
 
 def clip_factor(squares: torch.Tensor, limit: float, scale: float = 1.0) -> tuple[float, float]:
-    """This will give the norm of gradients that are `scale` times too large, and what they have to be multiplied by.
+    """Return the norm of gradients that are `scale` times too large, and what they have to be multiplied by.
 
     `squares`: sums of squares, float64, of parts that make up all gradients.  The factor is 1 if the norm is not finite.
     """
@@ -165,7 +165,7 @@ def clip_factor(squares: torch.Tensor, limit: float, scale: float = 1.0) -> tupl
 
 @torch.no_grad()
 def multiply(grads: list[torch.Tensor], factor: float) -> None:
-    """This will multiply gradients by a number."""
+    """Multiply gradients by a number."""
     if factor != 1.0:
         for grad in grads:
             grad.mul_(factor)

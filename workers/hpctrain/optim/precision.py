@@ -36,7 +36,7 @@ class Precision(enum.Enum):
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """This will give the context in which forward runs; without effect for float32."""
+        """Return the context in which forward runs; without effect for float32."""
         if self is Precision.FP32:
             return torch.autocast(device.type, enabled=False)
         return torch.autocast(device.type, dtype=self.dtype)
@@ -51,7 +51,7 @@ class LossScale:
     dynamic: bool = False
 
     def learn(self, finite: bool) -> str:
-        """This will take note of whether a step's gradients were finite, and return what that changes, in words.
+        """Take note of whether a step's gradients were finite, and return what that changes, in words.
 
         Raises:
             TrainError: they are not, and no scale could help.
@@ -73,12 +73,12 @@ class LossScale:
         return ""
 
     def to_state(self) -> dict[str, object] | None:
-        """This will give what a checkpoint keeps; None: nothing."""
+        """Return what a checkpoint keeps; None: nothing."""
         return {"value": self.value, "finite_steps": self.finite_steps} if self.dynamic else None
 
 
 def loss_scale_for(precision: Precision, state: object) -> LossScale:
-    """This will make the loss scale, as a checkpoint has it in `state` or a fresh one.
+    """Make the loss scale, as a checkpoint has it in `state` or a fresh one.
 
     A run that goes on in float16 after another precision begins with a fresh one.
     """

@@ -40,7 +40,7 @@ class LrScale:
     base: int = 1
 
     def factor(self, batch: int) -> float:
-        """This will give what the learning rate is multiplied by in a batch of so many samples."""
+        """Return what the learning rate is multiplied by in a batch of so many samples."""
         match self.rule:
             case LrRule.NONE:
                 return 1.0
@@ -61,7 +61,7 @@ class LrSchedule:
     floor: float = 0.05
 
     def lr_at(self, step: int) -> float:
-        """This will give the learning rate of the step with this number."""
+        """Return the learning rate of the step with this number."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         if self.course is Course.CONSTANT:
@@ -83,7 +83,7 @@ class BatchRamp:
     steps: int = 0
 
     def samples_at(self, step: int) -> int:
-        """This will give the samples of the step with this number, of all ranks together."""
+        """Return the samples of the step with this number, of all ranks together."""
         if step >= self.steps:
             return self.full
         return self.first + (self.full - self.first) * step // self.steps

@@ -42,7 +42,7 @@ class Optimizer(Protocol):
 
 
 def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Optimizer) -> Optimizer:
-    """This will give the loop's view of an optimizer; ours is one already.
+    """Return the loop's view of an optimizer; ours is one already.
 
     Raises:
         TrainError: it is none, or one that cannot be served.
@@ -60,7 +60,7 @@ def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Opt
 
 @contextmanager
 def guarded(optimizer: Optimizer) -> Iterator[None]:
-    """This will refuse steps of an optimizer of torch.optim that are not the loop's: a script's own `optimizer.step()`."""
+    """Refuse steps of an optimizer of torch.optim that are not the loop's: a script's own `optimizer.step()`."""
     hook = (
         optimizer.plain.register_step_pre_hook(optimizer.check_step) if isinstance(optimizer, TorchOptimizer) else None
     )
@@ -102,7 +102,7 @@ class TorchOptimizer:
         self.tensors()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This will give the state of every parameter, by the parameter's name.
+        """Return the state of every parameter, by the parameter's name.
 
         Raises:
             TrainError: the optimizer keeps something that is no tensor, so no checkpoint could hold it.
@@ -120,11 +120,11 @@ class TorchOptimizer:
         return found
 
     def settings(self) -> dict[str, object]:
-        """This will give its kind only: parameter groups are the program's."""
+        """Return its kind only: parameter groups are the program's."""
         return {"kind": f"{type(self.plain).__module__}.{self._kind}"}
 
     def step(self, number: int, lr: float) -> None:
-        """This will move the weights by their gradients; `number` counts from 1."""
+        """Move the weights by their gradients; `number` counts from 1."""
         self._check_groups()
         if number == 1:
             self._forget()

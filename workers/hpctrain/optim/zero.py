@@ -95,16 +95,16 @@ class ShardedOptimizer:
         return self._optimizer
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This will give the whole state by name, gathered from all ranks: a copy. All ranks call it."""
+        """Return the whole state by name, gathered from all ranks: a copy. All ranks call it."""
         mine = self._optimizer.tensors()
         return {name: self._gathered(name, mine.get(name)) for name in self._shapes}
 
     def settings(self) -> dict[str, object]:
-        """This will give those of the plain optimizer."""
+        """Return those of the plain optimizer."""
         return self._settings
 
     def pieces(self) -> dict[str, torch.Tensor | CheckpointPiece]:
-        """This will give this rank's part of the state, for a checkpoint that each rank writes its part of."""
+        """Return this rank's part of the state, for a checkpoint that each rank writes its part of."""
         mine: dict[str, torch.Tensor | CheckpointPiece] = {}
         low_of = {piece.name: piece.low for piece in self._pieces}
         for name, tensor in self._optimizer.tensors().items():
@@ -117,14 +117,14 @@ class ShardedOptimizer:
         return mine
 
     def step(self, number: int, lr: float) -> None:
-        """This will move this rank's part of the weights by their gradients, and take over what the others have moved."""
+        """Move this rank's part of the weights by their gradients, and take over what the others have moved."""
         self._optimizer.step(number, lr)
         with torch.no_grad():
             for flat, bounds in zip(self._flats, self._bounds, strict=True):
                 self._hand_round(flat, bounds)
 
     def held_bytes(self) -> int:
-        """This will say how much state this rank keeps."""
+        """Return how much state this rank keeps."""
         return sum(tensor.nbytes for tensor in self._optimizer.tensors().values())
 
     def _hand_round(self, flat: torch.Tensor, bounds: list[int]) -> None:
@@ -193,7 +193,7 @@ class ShardedOptimizer:
 
 
 def check_elementwise(optimizer: Optimizer | torch.optim.Optimizer) -> None:
-    """This will return if the optimizer moves each number by that number's own gradients alone.
+    """Return if the optimizer moves each number by that number's own gradients alone.
 
     Raises:
         TrainError: it does not, so no rank could move a part of a matrix by itself.

@@ -54,7 +54,7 @@ class Heartbeat:
         return self.heard and time.monotonic() - self._said_at_s >= EVERY_S
 
     def say(self, word: Word) -> bool:
-        """This will say the word now, and return whether it could be said."""
+        """Say the word now, and return whether it could be said."""
         if not self.heard:
             return False
         self._said_at_s = time.monotonic()
@@ -72,7 +72,7 @@ class Heartbeat:
         return True
 
     def fail(self, rank: int, ranks: int, text: str, *, echo: bool) -> bool:
-        """This will say why this rank fails, and return whether it could be said; `echo`: it noticed that another is gone."""
+        """Return why this rank fails, and return whether it could be said; `echo`: it noticed that another is gone."""
         message = {"job_id": self._job_id, "rank": rank, "ranks": ranks, "text": text[-MAX_TEXT:], "echo": echo}
         return self.heard and self._send({"type": "Failure"} | message)
 

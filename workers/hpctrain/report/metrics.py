@@ -44,19 +44,19 @@ class MetricsFile:
         self._attempt()
 
     def write(self, line: dict[str, object]) -> None:
-        """This will append one line; what is None is left out."""
+        """Append one line; what is None is left out."""
         kept = {name: value for name, value in line.items() if value is not None}
         self._waiting += json.dumps(kept, separators=(",", ":")).encode() + b"\n"
         if self._clock() >= self._not_before_s:
             self._attempt()
 
     def backwards(self) -> Iterator[dict[str, Any]]:
-        """This will give the lines, the last one first: those that wait, then those of the file."""
+        """Return the lines, the last one first: those that wait, then those of the file."""
         yield from filter(None, map(_line_of, reversed(bytes(self._waiting).split(LINE_END))))
         yield from read_backwards(self._path)
 
     def close(self) -> None:
-        """This will try once more and close the file."""
+        """Try once more and close the file."""
         self._attempt()
         if self._stream is not None:
             self._stream.close()
@@ -90,13 +90,13 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """This will give the lines that are whole, in the file's order."""
+    """Return the lines that are whole, in the file's order."""
     with path.open("rb") as stream:
         yield from filter(None, map(_line_of, stream))
 
 
 def read_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """This will give the lines that are whole, the last one first; none if there is no file."""
+    """Return the lines that are whole, the last one first; none if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as stream:
@@ -155,7 +155,7 @@ class Writers:
             self._thread.start()
 
     def write(self, line: Line) -> None:
-        """This will have the line written, if it is time for one or it has more to tell than others."""
+        """Have the line written, if it is time for one or it has more to tell than others."""
         now_s = time.monotonic()
         special = "val_loss" in line or "checkpoint_step" in line
         if not self._writers or (now_s - self._written_at_s < EVERY_S and not special) or self._lines.full():
@@ -164,7 +164,7 @@ class Writers:
         self._lines.put(line)
 
     def close(self) -> None:
-        """This will wait until all is written, but not for ever."""
+        """Wait until all is written, but not for ever."""
         if self._writers:
             self._lines.put(None)
             self._thread.join(CLOSE_S)
@@ -185,13 +185,13 @@ class Writers:
 
 
 def numbers_of(line: Line) -> dict[str, float]:
-    """This will pick what is a number worth a curve."""
+    """Pick what is a number worth a curve."""
     kept = {name: value for name, value in line.items() if name not in SKIPPED}
     return {name: float(value) for name, value in kept.items() if isinstance(value, int | float)}
 
 
 def check_writers(names: tuple[str, ...]) -> None:
-    """This will return if all that is asked for is installed.
+    """Return if all that is asked for is installed.
 
     Raises:
         MissingPackageError: says what to install.

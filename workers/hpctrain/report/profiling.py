@@ -60,7 +60,7 @@ class StepProfiler:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """This will write what there is of the trace when the steps are over, or an error ends them."""
+        """Write what there is of the trace when the steps are over, or an error ends them."""
         try:
             yield
         finally:

@@ -38,7 +38,7 @@ class TrainingProgress:
         return best
 
     def to_state(self, settings: TrainSettings) -> dict[str, object]:
-        """This will give the manifest's `state`."""
+        """Return the manifest's `state`."""
         return {
             "sampler": {"seed": settings.seed, "next_sample": self.next_sample, "batch": settings.batch},
             "rng": {"scheme": "seed-step-rank", "seed": settings.seed},
@@ -92,7 +92,7 @@ class StepReport:
 
 
 def progress_from(state: Mapping[str, object], step: int, precision: Precision) -> TrainingProgress:
-    """This will read back what `TrainingProgress.to_state` gave, for a run in `precision`."""
+    """Read back what `TrainingProgress.to_state` gave, for a run in `precision`."""
     sampler, schedule = state["sampler"], state["schedule"]
     assert isinstance(sampler, dict)
     assert isinstance(schedule, dict)

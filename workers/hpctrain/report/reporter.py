@@ -50,7 +50,7 @@ class Goodput:
     told_step: int = 0  # the last one of which there is a line
 
     def step(self, step_s: float, now_s: float) -> dict[str, object]:
-        """This will count a step that is over now, and give what metrics.jsonl keeps."""
+        """Count a step that is over now, and give what metrics.jsonl keeps."""
         self.useful_s += step_s
         interrupted_s = None if self.last_at_s is None else round(now_s - self.last_at_s, 3)
         self.last_at_s = None
@@ -64,11 +64,11 @@ class Goodput:
         }
 
     def share(self, now_s: float) -> float:
-        """This will give the useful part of the time until now."""
+        """Return the useful part of the time until now."""
         return min(1.0, self.useful_s / max(now_s - self.began_at_s, 1e-9))
 
     def describe(self, now_s: float) -> str:
-        """This will say it in words."""
+        """Say it in words."""
         return (
             f"goodput: {self.share(now_s):.1%}, {self.useful_s:.1f} s of steps in {now_s - self.began_at_s:.1f} s; "
             f"interrupted {self.interruptions} times, {self.lost_steps} steps lost"
@@ -83,7 +83,7 @@ def carried_on(
     began_at_s: float,
     seen: Mapping[str, Any] | None = None,
 ) -> Goodput:
-    """This will take up the account in lines of metrics, the last one first, for a run that has come to `step`, or begin one.
+    """Take up the account in lines of metrics, the last one first, for a run that has come to `step`, or begin one.
 
     `interrupted`: ranks were lost, or are started again; else they only come and go in an orderly way.
     `seen`: the account of the last step that this rank saw: lines before it may have been lost with the rank that had them.
@@ -133,22 +133,22 @@ class RunRecord:
         return MetricsFile(self._out / "metrics.jsonl")
 
     def account(self, step: int, *, interrupted: bool) -> Goodput:
-        """This will take up the run's account at `step`, for the rank that tells."""
+        """Take up the run's account at `step`, for the rank that tells."""
         lines = self.file.backwards()
         return carried_on(lines, step, interrupted=interrupted, began_at_s=self._began_at_s, seen=self._seen)
 
     def follow(self, account: Goodput) -> None:
-        """This will go on with the account that another rank has taken up."""
+        """Go on with the account that another rank has taken up."""
         self._followed = account
 
     def saw(self, step: int, step_s: float) -> None:
-        """This will count a step of which another rank tells."""
+        """Count a step of which another rank tells."""
         if self._followed is not None:
             now_s = time.time()
             self._seen = {"step": step, "time": now_s} | self._followed.step(step_s, now_s)
 
     def look_for_checkpoint(self, distrusted: Collection[str]) -> None:
-        """This will note the newest checkpoint, if none is known: for people, so one that cannot be read is passed over."""
+        """Note the newest checkpoint, if none is known: for people, so one that cannot be read is passed over."""
         directory = self._out / "checkpoints"
         with suppress(OSError):  # a share that is away
             names = [] if self.kept.step else [name for name in checkpoint_names(directory) if name not in distrusted]

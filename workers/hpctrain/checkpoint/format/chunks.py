@@ -65,7 +65,7 @@ class PieceEntry:
 
 
 def joined(parts: Sequence[Sequence[PieceEntry]]) -> tuple[TensorEntry, ...]:
-    """This will put the pieces of all ranks together; the n-th rank's chunks are in the n-th data file.
+    """Put the pieces of all ranks together; the n-th rank's chunks are in the n-th data file.
 
     Raises:
         PublishError: of some tensor a stretch is missing, or there twice.
@@ -91,7 +91,7 @@ def joined(parts: Sequence[Sequence[PieceEntry]]) -> tuple[TensorEntry, ...]:
 
 
 def hashes_of(tensor: TensorEntry) -> dict[int, str]:
-    """This will give the hash of each chunk by where it begins."""
+    """Return the hash of each chunk by where it begins."""
     found, low = {}, 0
     for chunk in tensor.chunks:
         found[low] = chunk.hash
@@ -100,20 +100,20 @@ def hashes_of(tensor: TensorEntry) -> dict[int, str]:
 
 
 def tensor_to_json(tensor: TensorEntry) -> dict[str, object]:
-    """This will give what a manifest says of a tensor."""
+    """Return what a manifest says of a tensor."""
     chunks = [chunk_to_json(chunk) for chunk in tensor.chunks]
     return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
 
 
 def piece_to_json(piece: PieceEntry) -> dict[str, object]:
-    """This will give what a rank says of what it has written of a tensor."""
+    """Return what a rank says of what it has written of a tensor."""
     chunks = [chunk_to_json(chunk) for chunk in piece.chunks]
     shape = list(piece.shape)
     return {"name": piece.name, "dtype": piece.dtype, "shape": shape, "low": piece.low, "chunks": chunks}
 
 
 def piece_from_json(entry: dict[str, Any]) -> PieceEntry:
-    """This will read what a rank says of what it has written of a tensor."""
+    """Read what a rank says of what it has written of a tensor."""
     return PieceEntry(
         name=entry["name"],
         dtype=entry["dtype"],
@@ -124,7 +124,7 @@ def piece_from_json(entry: dict[str, Any]) -> PieceEntry:
 
 
 def chunk_to_json(chunk: Chunk) -> dict[str, object]:
-    """This will give what a manifest says of a chunk."""
+    """Return what a manifest says of a chunk."""
     entry: dict[str, object] = {"bytes": chunk.bytes, "hash": chunk.hash, "as": str(chunk.packing)}
     if chunk.packing is not Packing.SAME:
         entry |= {"at": chunk.at, "stored": chunk.stored}
@@ -134,7 +134,7 @@ def chunk_to_json(chunk: Chunk) -> dict[str, object]:
 
 
 def chunk_from_json(chunk: dict[str, Any]) -> Chunk:
-    """This will read what a manifest says of a chunk.
+    """Read what a manifest says of a chunk.
 
     Raises: as `tensor_from_json`.
     """
@@ -149,7 +149,7 @@ def chunk_from_json(chunk: dict[str, Any]) -> Chunk:
 
 
 def tensor_from_json(entry: dict[str, Any]) -> TensorEntry:
-    """This will read what a manifest says of a tensor.
+    """Read what a manifest says of a tensor.
 
     Raises:
         ValueError, KeyError, TypeError: a field is missing or wrong, or the chunks do not add up.
@@ -181,12 +181,12 @@ class Packing(enum.StrEnum):
 
 
 def digest(chunk: memoryview | bytes) -> str:
-    """This will give the BLAKE3 hash (256 bit, hexadecimal) of a chunk."""
+    """Return the BLAKE3 hash (256 bit, hexadecimal) of a chunk."""
     return blake3.blake3(chunk).hexdigest()
 
 
 def pack(chunk: memoryview, item_bytes: int, parent: memoryview | None) -> tuple[Packing, bytes | memoryview]:
-    """This will choose the smallest storage of a chunk of numbers of `item_bytes` (1, 2, 4, 8; 16 for a pair of 8) each."""
+    """Choose the smallest storage of a chunk of numbers of `item_bytes` (1, 2, 4, 8; 16 for a pair of 8) each."""
     if parent is not None:
         delta = _compress(_zigzag_difference(chunk, parent, item_bytes))
         if len(delta) < WORTH * len(chunk):
@@ -198,7 +198,7 @@ def pack(chunk: memoryview, item_bytes: int, parent: memoryview | None) -> tuple
 
 
 def unpack_into(out: memoryview, packing: Packing, stored: bytes | memoryview, item_bytes: int) -> None:
-    """This will write the chunk into `out`, which for a difference holds the parent's chunk before.
+    """Write the chunk into `out`, which for a difference holds the parent's chunk before.
 
     Raises:
         DamagedError: the stored bytes cannot be unpacked to this length.

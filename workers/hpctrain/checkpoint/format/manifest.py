@@ -81,23 +81,23 @@ class Manifest:
 
 
 def checkpoint_name(step: int, attempt: int) -> str:
-    """This will name the checkpoint of a step by an attempt."""
+    """Return the checkpoint of a step by an attempt."""
     return f"step-{step:010d}.a{attempt:04d}"
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """This will give (step, attempt) of a checkpoint's name, None if it is no such name."""
+    """Return (step, attempt) of a checkpoint's name, None if it is no such name."""
     match = NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def facts_to_json(facts: CheckpointFacts) -> dict[str, object]:
-    """This will give what a manifest says beside its tensors."""
+    """Return what a manifest says beside its tensors."""
     return asdict(facts) | {"state": dict(facts.state)}
 
 
 def facts_from_json(body: Mapping[str, Any]) -> CheckpointFacts:
-    """This will read what a manifest says beside its tensors.
+    """Read what a manifest says beside its tensors.
 
     Raises:
         ValueError, KeyError, TypeError: a field is missing or wrong.
@@ -114,7 +114,7 @@ def facts_from_json(body: Mapping[str, Any]) -> CheckpointFacts:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """This will write a manifest as JSON with its checksum."""
+    """Write a manifest as JSON with its checksum."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -135,7 +135,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def checksum_of(content: bytes) -> str:
-    """This will give the checksum that a manifest bears, after checking it.
+    """Return the checksum that a manifest bears, after checking it.
 
     Raises:
         DamagedError: the content is not what it was when it was written.
@@ -144,7 +144,7 @@ def checksum_of(content: bytes) -> str:
 
 
 def from_bytes(content: bytes) -> Manifest:
-    """This will read a manifest.
+    """Read a manifest.
 
     Raises:
         DamagedError: it is cut short, altered, of an unknown version, or its parts contradict each other.
@@ -206,7 +206,7 @@ LATEST = "LATEST"
 
 
 def checkpoint_names(directory: Path) -> list[str]:
-    """This will list the checkpoints by name, the newest first."""
+    """List the checkpoints by name, the newest first."""
     try:
         names = {name.removesuffix(SUFFIX) for name in os.listdir(directory) if name.endswith(SUFFIX)}
     except FileNotFoundError:

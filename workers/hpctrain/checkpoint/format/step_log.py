@@ -63,7 +63,7 @@ class StepLog:
 
 
 def log_to_json(log: StepLog) -> dict[str, object]:
-    """This will give what a manifest says of a log."""
+    """Return what a manifest says of a log."""
     steps = [
         {
             "number": step.number,
@@ -84,7 +84,7 @@ def log_to_json(log: StepLog) -> dict[str, object]:
 
 
 def log_from_json(body: dict[str, Any]) -> StepLog:
-    """This will read what a manifest says of a log.
+    """Read what a manifest says of a log.
 
     Raises:
         ValueError, KeyError, TypeError: a field is missing or wrong.

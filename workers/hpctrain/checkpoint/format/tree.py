@@ -20,7 +20,7 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 def flattened(tree: object, name: str = "") -> tuple[dict[str, torch.Tensor], object]:
-    """This will give the tensors of a tree by name, and the rest of it.
+    """Return the tensors of a tree by name, and the rest of it.
 
     Raises:
         TrainError: something in it cannot be kept; says where.
@@ -30,7 +30,7 @@ def flattened(tree: object, name: str = "") -> tuple[dict[str, torch.Tensor], ob
 
 
 def keepable(tree: Mapping[str, object], name: str) -> tuple[dict[str, object], list[str]]:
-    """This will give what of a dictionary can be kept, and say of each of the others why not."""
+    """Return what of a dictionary can be kept, and say of each of the others why not."""
     kept: dict[str, object] = {}
     refused: list[str] = []
     for key, part in tree.items():
@@ -44,7 +44,7 @@ def keepable(tree: Mapping[str, object], name: str) -> tuple[dict[str, object], 
 
 
 def grown(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> object:
-    """This will put together again what `flattened` took apart."""
+    """Put together again what `flattened` took apart."""
     kind, value = skeleton
     match kind:
         case "value":

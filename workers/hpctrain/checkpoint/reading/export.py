@@ -27,7 +27,7 @@ BEFORE = ("model.", "parts.model.", "state_dict.")
 
 
 def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """This will read a checkpoint, logged steps included: the model's tensors by its own names, or all of them.
+    """Read a checkpoint, logged steps included: the model's tensors by its own names, or all of them.
 
     Raises:
         DamagedError: it is not whole, or its steps cannot be taken again without the program that took them.
@@ -45,7 +45,7 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
 
 
 def check_place(path: Path) -> None:
-    """This will return if there is a directory for the file, and nothing there that is none: reading takes a while.
+    """Return if there is a directory for the file, and nothing there that is none: reading takes a while.
 
     Raises:
         TrainError: says which.
@@ -59,7 +59,7 @@ def check_place(path: Path) -> None:
 
 
 def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """This will write the tensors to a file: of safetensors if it is called so, else of torch.save."""
+    """Write the tensors to a file: of safetensors if it is called so, else of torch.save."""
     if path.suffix == ".safetensors":
         require("safetensors")
         from safetensors.torch import save  # noqa: PLC0415 (an optional package)

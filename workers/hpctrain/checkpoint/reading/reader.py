@@ -41,7 +41,7 @@ TOLD_BYTES = 64 << 20  # of less nothing is said
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """This will read, and again if the share fails: a handle that is stale, or one error, is no damage.
+    """Read, and again if the share fails: a handle that is stale, or one error, is no damage.
 
     Raises:
         OSError: it fails each time, or there is nothing.
@@ -85,7 +85,7 @@ class ReadProgress:
         self._lock = threading.Lock()
 
     def add(self, size_bytes: int) -> None:
-        """This will count what a thread has read."""
+        """Count what a thread has read."""
         with self._lock:
             self._done_bytes += size_bytes
             if self._total_bytes < TOLD_BYTES or time.monotonic() < self._due_s:
@@ -112,13 +112,13 @@ class ChunkReader:
         self.pool.shutdown(cancel_futures=True)
 
     def memory(self, length: int) -> memoryview:
-        """This will give memory of the calling thread's own, the same each time."""
+        """Return memory of the calling thread's own, the same each time."""
         if len(self._own.memory) < length:
             self._own.memory = bytearray(length)
         return memoryview(self._own.memory)[:length]
 
     def apply(self, manifest: Manifest, before: Mapping[str, TensorEntry], snapshot: Buffer | LiveMemory) -> None:
-        """This will bring a state from the parent's content, of tensors `before`, to a manifest's; not by its log.
+        """Bring a state from the parent's content, of tensors `before`, to a manifest's; not by its log.
 
         Raises:
             DamagedError: it is not what was written.
@@ -140,7 +140,7 @@ class ChunkReader:
         wanted: Iterable[tuple[TensorEntry, memoryview]],
         before: Mapping[str, TensorEntry] | None = None,
     ) -> None:
-        """This will read tensors of a manifest, each into its memory, which holds the one of `before` until then.
+        """Read tensors of a manifest, each into its memory, which holds the one of `before` until then.
 
         Raises:
             DamagedError: they are not what was written.
@@ -172,7 +172,7 @@ class ChunkReader:
         content: memoryview,
         known: Mapping[int, str],
     ) -> None:
-        """This will read chunks into `content`, where `known` says by place what is there already; for one of the threads.
+        """Read chunks into `content`, where `known` says by place what is there already; for one of the threads.
 
         Raises:
             DamagedError: says which chunk is not what was written.
@@ -204,7 +204,7 @@ class ChunkReader:
 
 
 def placed(entry: TensorEntry) -> Iterator[Placed]:
-    """This will number a tensor's chunks, and say where each begins."""
+    """Number a tensor's chunks, and say where each begins."""
     low = 0
     for number, chunk in enumerate(entry.chunks):
         yield number, low, chunk
@@ -212,7 +212,7 @@ def placed(entry: TensorEntry) -> Iterator[Placed]:
 
 
 def finish(works: list[Future[None]]) -> None:
-    """This will wait for all, so that nobody reads on from what is closed; then say what the first one found."""
+    """Wait for all, so that nobody reads on from what is closed; then say what the first one found."""
     errors = [work.exception() for work in works]
     for error in errors:
         if error is not None:

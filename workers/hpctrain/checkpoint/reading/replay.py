@@ -33,7 +33,7 @@ def replay_through(
     live: Callable[[], Mapping[str, torch.Tensor]],
     warn: Callable[[str], None],
 ) -> Replay:
-    """This will make what `restore_newest` needs; `move(number, lr)` is a step of the optimizer, `live` names all tensors."""
+    """Make what `restore_newest` needs; `move(number, lr)` is a step of the optimizer, `live` names all tensors."""
 
     def memory(logs: tuple[Manifest, ...]) -> LiveMemory | None:
         tensors = live()
@@ -126,7 +126,7 @@ def retake(
     tensors: Mapping[str, torch.Tensor],
     tell: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """This will bring tensors, by the names that manifests have, through the steps of `logs`; `tell` hears how far it is.
+    """Bring tensors, by the names that manifests have, through the steps of `logs`; `tell` hears how far it is.
 
     Raises:
         DamagedError: gradients are not what was written, or not of these tensors.

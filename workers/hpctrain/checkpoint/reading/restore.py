@@ -44,7 +44,7 @@ class RestoredCheckpoint:
     damaged: tuple[str, ...]
 
     def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """This will bring live tensors to it, if they are not there already."""
+        """Bring live tensors to it, if they are not there already."""
         if self.published.snapshot is not None:
             assert isinstance(self.published.snapshot, TensorSnapshot)
             self.published.snapshot.pour(tensors)
@@ -53,7 +53,7 @@ class RestoredCheckpoint:
 def restore_newest(
     directory: Path, live: Layout | None, warn: Callable[[str], None], replay: Replay | None = None
 ) -> RestoredCheckpoint | None:
-    """This will read the newest checkpoint that verifies; None if there has never been one. `live` is what it has to be like.
+    """Read the newest checkpoint that verifies; None if there has never been one. `live` is what it has to be like.
 
     `replay` takes the steps of logged gradients again; without it a checkpoint that has some cannot be used.
 
@@ -94,7 +94,7 @@ def read_checkpoint(
     tell: Callable[[str], None] = lambda _: None,
     replay: Replay | None = None,
 ) -> Published:
-    """This will read one checkpoint with its chain, verifying everything but logs of gradients: these are in `logs`.
+    """Read one checkpoint with its chain, verifying everything but logs of gradients: these are in `logs`.
 
     `tell` hears how far it is, if it takes long.  What logs stand on is read into `replay.memory`, if that gives some.
 
@@ -157,7 +157,7 @@ class Gradients:
 
 
 def verify_log(directory: Path, logs: tuple[Manifest, ...]) -> None:
-    """This will return if all gradients of these logs are what was written; where they lead only an optimizer can say.
+    """Return if all gradients of these logs are what was written; where they lead only an optimizer can say.
 
     Raises:
         DamagedError: they are not.
@@ -167,7 +167,7 @@ def verify_log(directory: Path, logs: tuple[Manifest, ...]) -> None:
 
 
 def read_chain(directory: Path, name: str) -> list[tuple[Manifest, str]]:
-    """This will read the manifests from the base to this one, each with its checksum.
+    """Read the manifests from the base to this one, each with its checksum.
 
     Raises:
         DamagedError: one is missing, damaged, or not the one that its child stands on.

@@ -44,17 +44,17 @@ class CopyProgress:
         self._changed = threading.Condition()
 
     def begin(self) -> None:
-        """This will forget what is there: it is filled anew."""
+        """Forget what is there: it is filled anew."""
         self.reach(0)
 
     def reach(self, there: int) -> None:
-        """This will let those go on who wait for these bytes; `FULL` and `BROKEN` are the ends."""
+        """Let those go on who wait for these bytes; `FULL` and `BROKEN` are the ends."""
         with self._changed:
             self._there = there
             self._changed.notify_all()
 
     def wait(self, until: int) -> None:
-        """This will return when the bytes before `until` are there; `FULL`: when all are.
+        """Return when the bytes before `until` are there; `FULL`: when all are.
 
         Raises:
             PublishError: they will not be.
@@ -95,12 +95,12 @@ Layout = tuple[TensorSlot, ...]
 
 
 def lay_out(kinds: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
-    """This will lay out tensors of which name, dtype and shape are known."""
+    """Lay out tensors of which name, dtype and shape are known."""
     return lay_out_pieces((name, dtype, shape, 0, shape) for name, dtype, shape in kinds)
 
 
 def lay_out_pieces(kinds: Iterable[tuple[str, str, tuple[int, ...], int, tuple[int, ...]]]) -> Layout:
-    """This will lay out pieces: name, dtype, shape, first number, and the shape of the whole tensor."""
+    """Lay out pieces: name, dtype, shape, first number, and the shape of the whole tensor."""
     slots, at = [], 0
     for name, dtype, shape, low, whole in kinds:
         size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
@@ -124,7 +124,7 @@ class Buffer:
         weakref.finalize(self, os.close, self.descriptor)
 
     def touch(self) -> None:
-        """This will have the kernel give all of the memory now, not page by page while somebody waits for a copy.
+        """Have the kernel give all of the memory now, not page by page while somebody waits for a copy.
 
         Another thread may write into it meanwhile; kernels that cannot leave it as it was.
         """
@@ -138,7 +138,7 @@ class Buffer:
         return sum(slot.bytes for slot in self.layout)
 
     def content(self, slot: TensorSlot) -> memoryview:
-        """This will give the bytes of a tensor, writable, without a copy."""
+        """Return the bytes of a tensor, writable, without a copy."""
         return self._memory[slot.at : slot.at + slot.bytes]
 
 
@@ -169,7 +169,7 @@ class BufferChannel:
         return self._line.fileno()
 
     def send(self, value: object) -> None:
-        """This will send a value.
+        """Send a value.
 
         Raises:
             OSError: the other end is gone.
@@ -186,7 +186,7 @@ class BufferChannel:
         self._line.sendall(content)
 
     def receive(self) -> Any:
-        """This will wait for a value.
+        """Wait for a value.
 
         Raises:
             EOFError: the other end is gone.
@@ -201,7 +201,7 @@ class BufferChannel:
         return _Unpickler(io.BytesIO(self._exactly(length)), self._known, descriptors).load()
 
     def close(self) -> None:
-        """This will close this end."""
+        """Close this end."""
         self._line.close()
 
     def _exactly(self, length: int) -> bytes:

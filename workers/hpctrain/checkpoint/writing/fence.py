@@ -32,7 +32,7 @@ class Claim:
 
 
 def claim(directory: Path, job: JobFacts, now_s: float) -> Claim:
-    """This will take the next attempt number: the scheduler's, or one more than the highest that was ever claimed.
+    """Take the next attempt number: the scheduler's, or one more than the highest that was ever claimed.
 
     Raises:
         StaleAttemptError: the same job has already claimed with a later attempt of the scheduler's.
@@ -60,7 +60,7 @@ def claim(directory: Path, job: JobFacts, now_s: float) -> Claim:
 
 
 def check(mine: Claim) -> None:
-    """This will return if no later attempt has claimed.
+    """Return if no later attempt has claimed.
 
     Raises:
         StaleAttemptError: a later one has; nothing may be published or removed any more.
@@ -73,7 +73,7 @@ def check(mine: Claim) -> None:
 
 
 def highest_claim(directory: Path) -> int:
-    """This will give the highest claimed number, -1 if there is none."""
+    """Return the highest claimed number, -1 if there is none."""
     return max((number for number, _ in _claims(directory)), default=-1)
 
 

@@ -34,7 +34,7 @@ WRITERS = 2
 
 
 def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool = False) -> int:
-    """This will create the file, write the pieces, fsync and close it, and return the bytes written.
+    """Create the file, write the pieces, fsync and close it, and return the bytes written.
 
     `direct`: past the page cache, where the file system can: for what is large and not read again soon.
 
@@ -63,7 +63,7 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool 
 
 
 def write_all(descriptor: int, piece: bytes | memoryview) -> int:
-    """This will write every byte of `piece`, however short the single writes are."""
+    """Write every byte of `piece`, however short the single writes are."""
     rest = memoryview(piece).cast("B")
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -150,14 +150,14 @@ def write_block(direct: int | None, plain: int, block: memoryview, at: int) -> N
 
 
 def write_draft(path: Path, content: bytes) -> Path:
-    """This will write `content` durably beside `path` under a name of its own; `commit` then makes it appear."""
+    """Write `content` durably beside `path` under a name of its own; `commit` then makes it appear."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
     write_new(draft, [content])
     return draft
 
 
 def commit(draft: Path, path: Path) -> None:
-    """This will give the finished draft its final name, all at once, and make that durable.
+    """Return the finished draft its final name, all at once, and make that durable.
 
     Raises:
         PublishError: the name is taken by another file, or the share refuses.
@@ -177,13 +177,13 @@ def commit(draft: Path, path: Path) -> None:
 
 
 def replace_hint(path: Path, content: bytes) -> None:
-    """This will replace a small file that nothing depends on."""
+    """Replace a small file that nothing depends on."""
     draft = write_draft(path, content)
     os.replace(draft, path)
 
 
 def sync_directory(path: Path) -> None:
-    """This will make the names in a directory durable."""
+    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -195,7 +195,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """This will remove a file if it is there, and say whether it was."""
+    """Remove a file if it is there, and say whether it was."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -204,7 +204,7 @@ def remove(path: Path) -> bool:
 
 
 def to_json(value: object) -> bytes:
-    """This will give the one way in which a value is written, so that its hash is defined."""
+    """Return the one way in which a value is written, so that its hash is defined."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

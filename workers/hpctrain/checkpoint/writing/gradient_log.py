@@ -59,7 +59,7 @@ class GradientLog:
         self._since, self._intact = step, True
 
     def note(self, number: int, lr: float, factor: float) -> None:
-        """This will keep the gradients as they are now, before they are multiplied by `factor` and the weights move."""
+        """Keep the gradients as they are now, before they are multiplied by `factor` and the weights move."""
         if not self._intact:
             return
         if not self.enabled or len(self._steps) >= self.most_steps:
@@ -74,7 +74,7 @@ class GradientLog:
         return self._intact and self._since == step
 
     def take(self, step: int) -> Taken | None:
-        """This will hand out the steps up to now, None if they are not all here, and begin anew after `step`."""
+        """Hand out the steps up to now, None if they are not all here, and begin anew after `step`."""
         since, steps, intact = self._since, tuple(self._steps), self._intact
         self._since, self._steps, self._intact = step, [], True
         if not intact:
@@ -95,7 +95,7 @@ class GradientLog:
         )
 
     def give_back(self, taken: Taken) -> None:
-        """This will take buffers back that nobody reads any more; another thread may call it."""
+        """Take buffers back that nobody reads any more; another thread may call it."""
         self._spare += [step.flats for step in taken.steps if isinstance(step.flats, TensorSnapshot)]
         if isinstance(taken.loose, TensorSnapshot):
             self._loose_spare.append(taken.loose)
@@ -106,7 +106,7 @@ class GradientLog:
 
 
 def own_of_first(model: torch.nn.Module) -> set[str]:
-    """This will name what may differ among ranks, so that the first one's counts: buffers."""
+    """Return what may differ among ranks, so that the first one's counts: buffers."""
     return {f"model.{name}" for name, _ in model.named_buffers()}
 
 
@@ -131,7 +131,7 @@ def take_again(
     log: StepLog,
     gradients: Iterator[list[torch.Tensor]],
 ) -> None:
-    """This will take the steps of a log; `move(number, lr)` is the optimizer's step, `gradients` gives those of each."""
+    """Take the steps of a log; `move(number, lr)` is the optimizer's step, `gradients` gives those of each."""
     kept = {name: parameter.grad for name, parameter in named.items()}
     try:
         for step in log.steps:
@@ -152,7 +152,7 @@ def take_again(
 
 @torch.no_grad()
 def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
-    """This will give some numbers of each of the model's tensors, by name, as float64."""
+    """Return some numbers of each of the model's tensors, by name, as float64."""
     picked = []
     for _, tensor in sorted(state.items()):
         flat = tensor.detach().reshape(-1)
@@ -161,7 +161,7 @@ def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def difference(one: bytes, other: bytes) -> float:
-    """This will give the greatest difference of two probes' numbers; infinite if they are not of the same model."""
+    """Return the greatest difference of two probes' numbers; infinite if they are not of the same model."""
     if len(one) != len(other):
         return math.inf
     apart = torch.frombuffer(bytearray(one), dtype=torch.float64) - torch.frombuffer(
@@ -171,7 +171,7 @@ def difference(one: bytes, other: bytes) -> float:
 
 
 def device_facts(model: torch.nn.Module) -> dict[str, object]:
-    """This will say on what a model computes: where these are alike, a step has the same bits."""
+    """Say on what a model computes: where these are alike, a step has the same bits."""
     parameter = next(model.parameters(), torch.empty(0))
     on_gpu = parameter.device.type == "cuda"
     name = torch.cuda.get_device_name(parameter.device) if on_gpu else torch.backends.cpu.get_cpu_capability()

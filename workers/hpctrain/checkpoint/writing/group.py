@@ -45,7 +45,7 @@ class First:
         self._others: dict[int, socket.socket] = {}
 
     def collect(self, step: int) -> list[dict[str, Any]]:
-        """This will wait for what the others have to say of the checkpoint of a step, by rank.
+        """Wait for what the others have to say of the checkpoint of a step, by rank.
 
         Raises:
             Lost: one says nothing.
@@ -54,7 +54,7 @@ class First:
         return [self._hear(rank, step) for rank in range(1, self._size)]
 
     def announce(self, what: dict[str, Any]) -> None:
-        """This will tell all others."""
+        """Tell all others."""
         for rank, one in list(self._others.items()):
             try:
                 _send(one, what)
@@ -62,7 +62,7 @@ class First:
                 self._drop(rank)
 
     def close(self) -> None:
-        """This will end all connections."""
+        """End all connections."""
         self._listener.close()
         for rank in list(self._others):
             self._drop(rank)
@@ -115,7 +115,7 @@ class Other:
         self._line: socket.socket | None = None
 
     def tell(self, what: dict[str, Any]) -> dict[str, Any]:
-        """This will tell the first one, and return what it says when all have told.
+        """Tell the first one, and return what it says when all have told.
 
         Raises:
             Lost: it is not there any more.
@@ -130,7 +130,7 @@ class Other:
             raise Lost(f"the first rank's writer is gone: {error}") from error
 
     def close(self) -> None:
-        """This will end the connection."""
+        """End the connection."""
         if self._line is not None:
             self._line.close()
             self._line = None

@@ -152,7 +152,7 @@ class Maker:
         return WriterState(last_step=last.step, by_log=self._by_log, room=room, kept=kept)
 
     def make(self, order: WriteOrder) -> CheckpointReport:
-        """This will write and publish a checkpoint of the state, or of the steps' gradients alone.
+        """Write and publish a checkpoint of the state, or of the steps' gradients alone.
 
         Raises:
             StaleAttemptError: a later attempt has taken over.
@@ -174,7 +174,7 @@ class Maker:
         )
 
     def tidy(self) -> None:
-        """This will remove old checkpoints, if the last one was a base: afterwards, because nobody has to wait for it."""
+        """Remove old checkpoints, if the last one was a base: afterwards, because nobody has to wait for it."""
         if not self._untidy:
             return
         self._untidy = False
@@ -186,7 +186,7 @@ class Maker:
             pass  # the next one to be made says so
 
     def close(self) -> None:
-        """This will end the threads, and leave the other writers."""
+        """End the threads, and leave the other writers."""
         self._pool.shutdown()
         if self._group is not None:
             self._group.close()
@@ -308,7 +308,7 @@ class Maker:
 
 
 def standing_of(parent: Published | None, base_every: int, chunk_bytes: int) -> WriterState:
-    """This will say what a maker of increments on `parent` begins with."""
+    """Return what a maker of increments on `parent` begins with."""
     if parent is None or parent.manifest.chunk_bytes != chunk_bytes:
         return WriterState()
     manifest, snapshot = parent.manifest, parent.snapshot

@@ -25,7 +25,7 @@ Pieces = Generator[bytes | memoryview, None, tuple[PieceEntry, ...]]
 
 
 def threads() -> int:
-    """This will say how many threads pack: as many as there are cores for this process, and no more than help."""
+    """Return how many threads pack: as many as there are cores for this process, and no more than help."""
     return max(1, min(THREADS, len(os.sched_getaffinity(0))))
 
 
@@ -58,7 +58,7 @@ class Packer:
         self._worth = None if frugal else _Worth()
 
     def run(self, wanted: Iterable[Wanted]) -> Pieces:
-        """This will give what belongs into the data file, in order, and return what lies where."""
+        """Return what belongs into the data file, in order, and return what lies where."""
         heads: list[TensorSlot] = []
         chunks: list[list[Chunk]] = []
         waiting: deque[tuple[int, Future[_Packed]]] = deque()

@@ -33,7 +33,7 @@ AGAIN_S = 10.0  # until it is asked again
 
 
 def main(descriptor: int, listener: int | None = None) -> int:
-    """This will make checkpoints until the trainer is gone; at `listener` other ranks' keepers tell what they have written."""
+    """Make checkpoints until the trainer is gone; at `listener` other ranks' keepers tell what they have written."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
@@ -74,7 +74,7 @@ class CheckpointKeeper:
     def make(
         self, order: WriteOrder, copied: Callable[[], None] = lambda: None
     ) -> tuple[CheckpointReport | StaleAttemptError, WriterState]:
-        """This will make a checkpoint, somewhere; `copied` returns when the trainer has copied what is to be written.
+        """Make a checkpoint, somewhere; `copied` returns when the trainer has copied what is to be written.
 
         Raises:
             EOFError: the trainer is gone before that.
@@ -105,7 +105,7 @@ class CheckpointKeeper:
         return self._maker.make(order) if report.error and self._alone else report
 
     def again(self) -> None:
-        """This will bring to the share what it has not taken before, if it takes it now."""
+        """Bring to the share what it has not taken before, if it takes it now."""
         if self._slow is not None and not self._slow.done():
             return
         with suppress(PublishError, OSError, StaleAttemptError):
@@ -126,7 +126,7 @@ class CheckpointKeeper:
         local_fallback.keep_part(self._local, self._rank, ranks, snapshot, facts, self._packers, chunk_bytes)
 
     def tidy(self) -> None:
-        """This will remove what is not wanted any more."""
+        """Remove what is not wanted any more."""
         if self._slow is None:
             self._maker.tidy()
 

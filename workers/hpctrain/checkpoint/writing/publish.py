@@ -94,7 +94,7 @@ class PackedLog:
 
 
 def footing_of(published: Published) -> Footing:
-    """This will say of a checkpoint that was read what the next one needs to know."""
+    """Say of a checkpoint that was read what the next one needs to know."""
     manifest = published.manifest
     return Footing(
         name=manifest.name,
@@ -117,7 +117,7 @@ def next_footing(
     part: WrittenPart,
     snapshot: Buffer | None,
 ) -> Footing:
-    """This will say of a checkpoint that was published just now what the next one needs to know."""
+    """Say of a checkpoint that was published just now what the next one needs to know."""
     hashes: dict[str, dict[int, str]] = {}
     for piece in part.pieces:
         low = piece.low
@@ -138,7 +138,7 @@ def next_footing(
 
 
 def pack_log(taken: Taken, parent: Footing | None, pool: Executor, chunk_bytes: int = CHUNK_BYTES) -> PackedLog:
-    """This will pack the gradients of steps, and the tensors that no optimizer moves where they differ from the parent's."""
+    """Pack the gradients of steps, and the tensors that no optimizer moves where they differ from the parent's."""
     at = len(DATA_MAGIC)
     content: list[bytes | memoryview] = []
 
@@ -154,7 +154,7 @@ def pack_log(taken: Taken, parent: Footing | None, pool: Executor, chunk_bytes: 
 
 
 def estimated_bytes(snapshot: Buffer, old: Buffer, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """This will estimate what an increment of packed changes would take, from some of its chunks."""
+    """Estimate what an increment of packed changes would take, from some of its chunks."""
     number, raw, stored, whole = 0, 0, 0, 0
     for slot in snapshot.layout:
         content, before = snapshot.content(slot), old.content(slot)
@@ -177,7 +177,7 @@ def write_part(
     pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> WrittenPart:
-    """This will write this rank's part of a checkpoint: of an increment on `parent`, or of a base without one.
+    """Write this rank's part of a checkpoint: of an increment on `parent`, or of a base without one.
 
     Raises:
         PublishError: the share failed.
@@ -195,7 +195,7 @@ def write_part(
 
 
 def write_log(claim: fence.Claim, packed: PackedLog, facts: CheckpointFacts, parent: Footing) -> WrittenPart:
-    """This will write this rank's part of an increment that is a log of gradients on `parent`.
+    """Write this rank's part of an increment that is a log of gradients on `parent`.
 
     Raises: as `write_part`.
     """
@@ -211,7 +211,7 @@ def publish(
     taken: Taken | None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[str, str, int]:
-    """This will publish the parts of all ranks as one checkpoint; `taken`: as a log of gradients.
+    """Publish the parts of all ranks as one checkpoint; `taken`: as a log of gradients.
 
     Returns the manifest's name, checksum and length.
 
@@ -243,12 +243,12 @@ def publish(
 
 
 def data_file_name(name: str) -> str:
-    """This will give a name that was never used, for a data file of a checkpoint."""
+    """Return a name that was never used, for a data file of a checkpoint."""
     return f"data-{name}-{secrets.token_hex(6)}.bin"
 
 
 def part_to_json(part: WrittenPart) -> dict[str, object]:
-    """This will give a part as a rank tells it to the one that publishes."""
+    """Return a part as a rank tells it to the one that publishes."""
     return {
         "file": part.data.file,
         "bytes": part.data.bytes,
@@ -259,7 +259,7 @@ def part_to_json(part: WrittenPart) -> dict[str, object]:
 
 
 def part_from_json(body: dict[str, Any]) -> WrittenPart:
-    """This will read what `part_to_json` gave."""
+    """Read what `part_to_json` gave."""
     return WrittenPart(
         data=DataFile(file=body["file"], bytes=body["bytes"]),
         stands_on=body["stands_on"],

@@ -34,7 +34,7 @@ class RetentionPolicy:
     every_s: float = 0.0
 
     def kept(self, written_at_s: Mapping[str, float]) -> set[str]:
-        """This will choose among chains, given from the newest to the oldest with the time of their base."""
+        """Choose among chains, given from the newest to the oldest with the time of their base."""
         names = list(written_at_s)
         kept = names[: max(1, self.keep)]
         if self.every_s > 0:
@@ -55,7 +55,7 @@ class Retention:
         self._seen_unused: frozenset[str] = frozenset()
 
     def sweep(self) -> list[str]:
-        """This will finish what the last pass doomed, doom what is too old, and return the names of removed files.
+        """Finish what the last pass doomed, doom what is too old, and return the names of removed files.
 
         Raises:
             StaleAttemptError: a later attempt has taken over, nothing was touched.
@@ -80,7 +80,7 @@ class Retention:
 
 
 def prune(directory: Path, policy: RetentionPolicy, damaged: Collection[str]) -> list[str]:
-    """This will remove now what the policy does not keep, and return the names of removed files.
+    """Remove now what the policy does not keep, and return the names of removed files.
 
     `damaged` do not count as kept ones.  For people: readers begin with the newest chains, which stay.
     """
@@ -89,7 +89,7 @@ def prune(directory: Path, policy: RetentionPolicy, damaged: Collection[str]) ->
 
 
 def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) -> None:
-    """This will rename the manifests that the policy does not keep, so that no reader starts on them."""
+    """Rename the manifests that the policy does not keep, so that no reader starts on them."""
     manifests = _readable(directory)
     newest: dict[str, tuple[int, int]] = {}
     for name, manifest in manifests.items():
@@ -107,7 +107,7 @@ def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) 
 
 
 def remove_doomed(directory: Path) -> list[str]:
-    """This will remove the data of doomed manifests that no other one refers to, then them."""
+    """Remove the data of doomed manifests that no other one refers to, then them."""
     doomed = sorted(name for name in os.listdir(directory) if name.endswith(DOOMED))
     used = {data.file for manifest in _readable(directory).values() for data in manifest.data} if doomed else set()
     removed = []

@@ -33,7 +33,7 @@ State = Mapping[str, torch.Tensor | TensorPiece]
 
 
 def layout_of(state: State) -> Layout:
-    """This will lay tensors, and pieces of tensors, out one after another.
+    """Lay tensors, and pieces of tensors, out one after another.
 
     Raises:
         TrainError: the format has no name for a tensor's dtype.
@@ -48,7 +48,7 @@ def _kind(name: str, one: torch.Tensor | TensorPiece) -> tuple[str, str, tuple[i
 
 
 def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first: Collection[str] = ()) -> State:
-    """This will cut what all ranks have alike, so that each writes about as much; `of_first`: what the first one writes whole.
+    """Cut what all ranks have alike, so that each writes about as much; `of_first`: what the first one writes whole.
 
     Within a tensor it is cut where chunks begin, so that chunks are the same for any number of ranks.
     """
@@ -99,7 +99,7 @@ class TensorSnapshot(Buffer):
         self._buffer = torch.frombuffer(self.shared, dtype=torch.uint8)
 
     def fill(self, state: State, reached: Callable[[int], None] = lambda _: None) -> None:
-        """This will copy the state into the buffer; it has to be of this layout.
+        """Copy the state into the buffer; it has to be of this layout.
 
         `reached` hears now and then how many bytes from the beginning are there; that all are goes without saying.
         """
@@ -117,17 +117,17 @@ class TensorSnapshot(Buffer):
                     reached(told := at)
 
     def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """This will copy the buffer into live tensors."""
+        """Copy the buffer into live tensors."""
         with torch.no_grad():
             for slot in self.layout:
                 tensors[slot.name].copy_(self._view(slot))
 
     def tensors(self) -> list[torch.Tensor]:
-        """This will give the buffer as tensors, without a copy."""
+        """Return the buffer as tensors, without a copy."""
         return [self._view(slot) for slot in self.layout]
 
     def named(self) -> dict[str, torch.Tensor]:
-        """This will give the buffer as tensors by name, without a copy."""
+        """Return the buffer as tensors by name, without a copy."""
         return {slot.name: self._view(slot) for slot in self.layout}
 
     def _view(self, slot: TensorSlot) -> torch.Tensor:
@@ -144,16 +144,16 @@ class LiveMemory:
         self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
 
     def content(self, slot: TensorSlot) -> memoryview:
-        """This will give the bytes of a tensor, writable, without a copy."""
+        """Return the bytes of a tensor, writable, without a copy."""
         return self._flat[slot.name].view(torch.uint8).numpy().data
 
     def named(self) -> dict[str, torch.Tensor]:
-        """This will give the tensors by name, flat."""
+        """Return the tensors by name, flat."""
         return self._flat
 
 
 def in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """This will say whether each tensor lies in the CPU's memory, number after number, and shares none of it with another."""
+    """Return whether each tensor lies in the CPU's memory, number after number, and shares none of it with another."""
     if not all(one.device.type == "cpu" and one.is_contiguous() for one in tensors.values()):
         return False
     places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors.values() if one.nbytes)
@@ -171,12 +171,12 @@ def _stretches(
 
 
 def of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This will give those of the model, by its own names for them."""
+    """Return those of the model, by its own names for them."""
     return {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
 
 
 def compare(saved: Layout, live: Layout, source: str) -> None:
-    """This will return if a checkpoint's tensors are those of the model, in whatever order.
+    """Return if a checkpoint's tensors are those of the model, in whatever order.
 
     Raises:
         MismatchError: names the first tensor that differs.

@@ -63,11 +63,11 @@ class CheckpointWriter:
         return self._standing.last_step
 
     def follow(self, log: GradientLog | None) -> None:
-        """This will let increments be the gradients that `log` notes, where they are smaller than what changed."""
+        """Let increments be the gradients that `log` notes, where they are smaller than what changed."""
         self._log = log
 
     def prepare(self, state: State) -> None:
-        """This will get the memory for copies of such a state beforehand, beside whatever else is done."""
+        """Get the memory for copies of such a state beforehand, beside whatever else is done."""
         layout = layout_of(state)
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
         fresh = [TensorSnapshot(layout) for _ in range(len(alike), 2)]
@@ -76,11 +76,11 @@ class CheckpointWriter:
         self._touching.start()
 
     def idle(self) -> bool:
-        """This will say whether a new checkpoint can begin now; `collect` what is finished first."""
+        """Return whether a new checkpoint can begin now; `collect` what is finished first."""
         return self._lent is None
 
     def wish(self) -> NextCheckpoint:
-        """This will say what the next checkpoint would best be made of."""
+        """Return what the next checkpoint would best be made of."""
         if not self.idle():
             return NextCheckpoint.NOTHING
         if not self._standing.room:
@@ -88,11 +88,11 @@ class CheckpointWriter:
         return NextCheckpoint.LOG if self.log_suffices() else NextCheckpoint.STATE
 
     def log_suffices(self) -> bool:
-        """This will say whether the next checkpoint needs no tensors, because it is the gradients since the last one."""
+        """Return whether the next checkpoint needs no tensors, because it is the gradients since the last one."""
         return self._standing.takes_log and self._log is not None and self._log.covers(self.last_step)
 
     def begin(self, state: State | None, facts: CheckpointFacts, *, base: bool = False) -> float:
-        """This will copy the state (None: `log_suffices`) and start to write; returns the seconds of the copy."""
+        """Copy the state (None: `log_suffices`) and start to write; returns the seconds of the copy."""
         assert self._lent is None, "one checkpoint at a time"
         started_s = time.perf_counter()
         taken = self._log.take(facts.step) if self._log is not None else None
@@ -105,7 +105,7 @@ class CheckpointWriter:
         return self._copy_s
 
     def collect(self) -> CheckpointReport | None:
-        """This will give the report of a checkpoint that has just been finished, without waiting.
+        """Return the report of a checkpoint that has just been finished, without waiting.
 
         Raises:
             StaleAttemptError: a later attempt has taken over.
@@ -115,7 +115,7 @@ class CheckpointWriter:
         return self.wait()
 
     def wait(self) -> CheckpointReport | None:
-        """This will wait for the checkpoint in flight and give its report."""
+        """Wait for the checkpoint in flight and give its report."""
         if self._lent is None:
             return None
         (log, taken), self._lent = self._lent, None
@@ -131,7 +131,7 @@ class CheckpointWriter:
         return report
 
     def close(self) -> None:
-        """This will end whoever writes, after what is in flight."""
+        """End whoever writes, after what is in flight."""
         raise NotImplementedError
 
     def _free(self, layout: Layout) -> TensorSnapshot:
@@ -225,7 +225,7 @@ class ProcessWriter(CheckpointWriter):
         return self._process.pid
 
     def seats(self, addresses: Sequence[str]) -> list[Endpoint]:
-        """This will say where the other ranks' writers find this one, by rank; it is on a host with these addresses."""
+        """Return where the other ranks' writers find this one, by rank; it is on a host with these addresses."""
         assert self._listener is not None
         port = self._listener.getsockname()[1]
         secret, several = self._task.secret, tuple(addresses)
