@@ -57,7 +57,7 @@ LONGEST = (
     "integration/test_ssh_link.py",
     "e2e/test_training.py",
     "integration/test_agent_streams.py",
-    "unit/hpctrain/test_train_wire.py",
+    "unit/hpctrain/test_train_tcp_ring.py",
     "integration/test_hhealth.py",
     "train/test_train_resume.py",
     "attacks/test_fuzz.py",

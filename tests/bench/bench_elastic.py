@@ -106,7 +106,7 @@ class Elastic:
         for line in self._log.read_text().splitlines():
             if inside := re.search(r"members, in slots (.*)", line):
                 found -= set(inside[1].split(", "))
-            elif ready := re.search(r"slot (\d+) is ready to step in", line):
+            elif ready := re.search(r"slot (\d+) is ready as a spare", line):
                 found.add(ready[1])
             elif lost := re.search(r"\(slot (\d+)\) is lost", line):
                 found.discard(lost[1])

@@ -22,7 +22,7 @@ from agent_client import (
 from waiting import PATIENCE_S, wait_until
 
 from hpcnode.wire import protocol
-from hpctrain.report.heartbeat import Heartbeat, Word
+from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
 
 ELSEWHERE = protocol.Address("n2", 5)
 
@@ -470,11 +470,11 @@ def test_a_training_program_reports_its_progress(node: NodeUnderTest) -> None:
     controller.wait_status(controller.launch("sleep 100", token=new_token(job=1, attempt=3)), protocol.STARTED)
     heartbeat = Heartbeat({"HPCSCHED_SOCKET": str(node.socket), "HPCSCHED_JOB_ID": "1"})
     assert heartbeat.due()
-    assert heartbeat.say(word(step=7))
+    assert heartbeat.send(word(step=7))
     assert not heartbeat.due()
     said = from_stream(controller, protocol.Progress)
     assert (said.uid, said.job_id, said.attempt, said.message["step"]) == (os.geteuid(), 1, 3, 7)
-    assert heartbeat.say(word(step=8))
+    assert heartbeat.send(word(step=8))
     controller.close()
     again = Controller(node)
     assert from_stream(again, protocol.Progress).message["step"] == 8
@@ -482,7 +482,7 @@ def test_a_training_program_reports_its_progress(node: NodeUnderTest) -> None:
 
 def test_commands_of_other_users_are_not_passed_on(node: NodeUnderTest) -> None:
     controller = Controller(node)
-    Heartbeat({"HPCSCHED_SOCKET": str(node.socket), "HPCSCHED_JOB_ID": "1"}).say(word(step=7))
+    Heartbeat({"HPCSCHED_SOCKET": str(node.socket), "HPCSCHED_JOB_ID": "1"}).send(word(step=7))
     wait_until(lambda: b"does not run on this node" in (node.root / "log").read_bytes())
     controller.wait_status(controller.launch("sleep 100"), protocol.STARTED)
     assert not [m for m, _ in controller.messages if isinstance(m, protocol.FromStream)]
@@ -491,11 +491,11 @@ def test_commands_of_other_users_are_not_passed_on(node: NodeUnderTest) -> None:
 def test_without_an_agent_nothing_is_said(tmp_path: Path) -> None:
     assert not Heartbeat({}).due()
     assert not Heartbeat({"HPCSCHED_SOCKET": "/none", "HPCSCHED_JOB_ID": ""}).due()
-    assert not Heartbeat({"HPCSCHED_SOCKET": str(tmp_path / "none"), "HPCSCHED_JOB_ID": "1"}).say(word(step=1))
+    assert not Heartbeat({"HPCSCHED_SOCKET": str(tmp_path / "none"), "HPCSCHED_JOB_ID": "1"}).send(word(step=1))
 
 
-def word(step: int) -> Word:
-    return Word(
+def word(step: int) -> HeartbeatStatus:
+    return HeartbeatStatus(
         step=step,
         total_steps=10,
         loss=float("nan"),

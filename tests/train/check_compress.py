@@ -73,7 +73,7 @@ def check_local_steps(comm) -> None:  # noqa: ANN001
     assert [step for step in range(1, 8) if local.due(step)] == [3, 6]
     with torch.no_grad():
         parameter += 1.0 + comm.rank
-    local.meet(1 / comm.size)
+    local.exchange(1 / comm.size)
     mean = (
         1.0 + (comm.size - 1) / 2
     )  # the way of the mean, times the outer rate, and so much more by the first momentum

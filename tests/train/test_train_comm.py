@@ -27,19 +27,19 @@ def test_the_ring_sums_any_length_and_type_to_the_same_bits_on_all_ranks(count: 
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("count", "hosts", "ways"),
+    ("count", "hosts", "algorithms"),
     [
-        (2, 1, "window mpi shared"),
-        (3, 1, "window mpi shared"),
+        (2, 1, "shared_memory mpi shared"),
+        (3, 1, "shared_memory mpi shared"),
         (3, 2, "two levels mpi"),
         (4, 2, "two levels mpi"),
-        (4, 4, "wire ring gather mpi"),
+        (4, 4, "tcp_ring ring gather mpi"),
     ],
 )
-def test_every_way_to_sum_gives_the_same_bits_on_all_ranks(count: int, hosts: int, ways: str) -> None:
-    ended = run_mpi(count, HERE / "check_ways.py", str(hosts))
+def test_every_way_to_sum_gives_the_same_bits_on_all_ranks(count: int, hosts: int, algorithms: str) -> None:
+    ended = run_mpi(count, HERE / "check_algorithms.py", str(hosts))
     assert ended.status == 0, ended.output
-    assert f"checked {ways} on {count}" in ended.output
+    assert f"checked {algorithms} on {count}" in ended.output
 
 
 @needs_mpi
@@ -76,12 +76,12 @@ def test_who_loses_bits_for_nothing_is_told(name: str, size: int, is_told: bool)
     one_host.size = size
     sync = make_sync(name, [torch.nn.Parameter(torch.zeros(3))], one_host, overlap=None)
     assert sync.advice() == (
-        f"sync {name}: loses bits and saves no time among ranks of one host; leave --sync away there" if is_told else ""
+        f"sync {name}: loses bits and saves no time among ranks of one host; omit --sync there" if is_told else ""
     )
 
 
 def test_who_says_an_unknown_way_to_sync_is_told_all_there_are() -> None:
-    with pytest.raises(TrainError, match=r"cannot sync by 'carrier-pigeon': say exact, bf16.*local:H.* or auto"):
+    with pytest.raises(TrainError, match=r"cannot sync by 'carrier-pigeon': use exact, bf16.*local:H.* or auto"):
         make_sync("carrier-pigeon", [torch.nn.Parameter(torch.zeros(3))], SingleCommunicator(), overlap=False)
 
 
@@ -113,12 +113,12 @@ def test_a_run_that_goes_on_sums_in_the_order_of_before(tmp_path: Path) -> None:
         "from hpctrain.comm import connect\n"
         "comm = connect('mpi', os.environ)\n"
         "plan = comm.plan()\n"
-        "assert plan['where'] == [2, 1] and plan['ways'][-1][0] is None, plan\n"
-        "comm.follow(plan | {'where': [4, 2], 'ways': [[None, 'mpi']]})\n"
-        "comm.follow(plan | {'ways': [[None, 'carrier pigeon']]})\n"
+        "assert plan['where'] == [2, 1] and plan['algorithms'][-1][0] is None, plan\n"
+        "comm.follow(plan | {'where': [4, 2], 'algorithms': [[None, 'mpi']]})\n"
+        "comm.follow(plan | {'algorithms': [[None, 'carrier pigeon']]})\n"
         "assert comm.plan() == plan\n"
-        "comm.follow({'where': [2, 1], 'ways': [[64, 'window'], [None, 'mpi']]})\n"
-        "assert comm.plan() == {'where': [2, 1], 'ways': [[64, 'window'], [None, 'mpi']]}, comm.plan()\n"
+        "comm.follow({'where': [2, 1], 'algorithms': [[64, 'shared_memory'], [None, 'mpi']]})\n"
+        "assert comm.plan() == {'where': [2, 1], 'algorithms': [[64, 'shared_memory'], [None, 'mpi']]}, comm.plan()\n"
         "comm.barrier()\n"
         "comm.close()\n"
     )

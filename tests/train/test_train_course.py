@@ -156,9 +156,7 @@ def test_a_schedule_that_cannot_be_kept_or_has_no_say_is_refused(tmp_path: Path)
             train(run_in(tmp_path, **settings), model, moved_by, schedule=given)
         return str(raised.value)
 
-    assert "with --lr and --warmup: the script gives run.steps a schedule of its own" in refusal(
-        schedule, lr=1, warmup=3
-    )
+    assert "with --lr and --warmup: the script gives run.steps its own schedule" in refusal(schedule, lr=1, warmup=3)
     assert "it was made for another optimizer" in refusal(schedule, sgd(model))
     assert "it needs an optimizer of torch.optim" in refusal(schedule, AdamW(model.named_parameters()))
     assert "schedule=str: give one object of torch.optim.lr_scheduler" in refusal("cosine")
@@ -176,7 +174,7 @@ def test_a_schedules_step_by_the_script_is_refused(tmp_path: Path) -> None:
     next(steps).backward(loss_of(model, DATA.tensors))
     for _ in range(3):
         schedule.step()
-    with pytest.raises(TrainError, match=r"run.steps calls the schedule's step itself: leave schedule.step\(\) away"):
+    with pytest.raises(TrainError, match=r"run.steps calls the schedule's step itself: remove schedule.step\(\)"):
         next(steps)
 
 
@@ -245,7 +243,7 @@ def test_a_finished_run_says_so_and_what_is_otherwise_than_in_its_checkpoint(
         with start(out=tmp_path, steps=4, batch=batch, clip=0.5 if batch else None) as run:
             train(run, model, sgd(model))
     output = capsys.readouterr().out
-    assert "train: other settings than in the checkpoint: clip none -> 0.5, batch 10 -> 20\n" in output
+    assert "train: settings differ from the checkpoint: clip none -> 0.5, batch 10 -> 20\n" in output
     assert "all 4 steps are done: give more --steps or --epochs, or another --out\n" in output
     assert output.count("goodput: ") == 1  # of the first one
 

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from waiting import PATIENCE_S, wait_until
 
-from hpctrain.comm.elastic_group import FreshGroup
+from hpctrain.comm.elastic_group import GlooGroup
 from hpctrain.errors import TrainError
 
 
 def test_a_sum_is_broken_off_though_the_other_rank_is_silent() -> None:
     store = dist.HashStore()
-    groups: dict[int, FreshGroup] = {}
+    groups: dict[int, GlooGroup] = {}
 
     def join(rank: int) -> None:
-        groups[rank] = FreshGroup(rank, 2, store, "127.0.0.1", PATIENCE_S)
+        groups[rank] = GlooGroup(rank, 2, store, "127.0.0.1", PATIENCE_S)
 
     joining = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
     for one in joining:

@@ -9,7 +9,7 @@ import pytest
 from test_train_checkpoint import write
 
 from hpctrain.report.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
-from hpctrain.report.reporter import Goodput, RunRecord, carried_on
+from hpctrain.report.reporter import Goodput, RunRecord, resume_goodput
 
 
 def life(path: Path, goodput: Goodput, steps: range, *, from_s: float, step_s: float = 1.0) -> None:
@@ -24,10 +24,10 @@ def life(path: Path, goodput: Goodput, steps: range, *, from_s: float, step_s: f
 def test_steps_that_have_to_be_taken_again_counted_for_nothing(tmp_path: Path) -> None:
     """Ten steps, a night in the queue's time, and on from the checkpoint of step 6."""
     path = tmp_path / "metrics.jsonl"
-    first = carried_on(read_backwards(path), 0, interrupted=True, began_at_s=1000.0)
+    first = resume_goodput(read_backwards(path), 0, interrupted=True, began_at_s=1000.0)
     assert (first.began_at_s, first.interruptions, first.lost_steps) == (1000.0, 0, 0)
     life(path, first, range(1, 11), from_s=1000.0)
-    again = carried_on(read_backwards(path), 6, interrupted=True, began_at_s=1030.0)
+    again = resume_goodput(read_backwards(path), 6, interrupted=True, began_at_s=1030.0)
     assert (again.began_at_s, again.useful_s, again.interruptions, again.lost_steps) == (1000.0, 6.0, 1, 4)
     life(path, again, range(7, 15), from_s=1030.0)
     line = list(read_metrics(path))[10]
@@ -40,28 +40,28 @@ def test_steps_that_have_to_be_taken_again_counted_for_nothing(tmp_path: Path) -
 
 def test_ranks_that_come_and_go_in_an_orderly_way_interrupt_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    life(path, carried_on(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
-    account = carried_on(read_backwards(path), 3, interrupted=False, began_at_s=99.0)
+    life(path, resume_goodput(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
+    account = resume_goodput(read_backwards(path), 3, interrupted=False, began_at_s=99.0)
     assert (account.useful_s, account.interruptions, account.lost_steps, account.last_at_s) == (3.0, 0, 0, None)
 
 
 def test_everything_is_lost_without_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    life(path, carried_on(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
-    account = carried_on(read_backwards(path), 0, interrupted=True, began_at_s=99.0)
+    life(path, resume_goodput(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
+    account = resume_goodput(read_backwards(path), 0, interrupted=True, began_at_s=99.0)
     assert (account.began_at_s, account.useful_s, account.lost_steps) == (0.0, 0.0, 3)
 
 
 def test_steps_whose_lines_were_lost_with_the_rank_that_had_them_count(tmp_path: Path) -> None:
     """The share took nothing after step 3; another rank saw steps 4 to 9, and takes over."""
     path = tmp_path / "metrics.jsonl"
-    life(path, carried_on(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
+    life(path, resume_goodput(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
     record = RunRecord(tmp_path)
-    record.follow(carried_on(read_backwards(path), 3, interrupted=False, began_at_s=99.0))
+    record.follow(resume_goodput(read_backwards(path), 3, interrupted=False, began_at_s=99.0))
     for step in range(4, 10):
-        record.saw(step, 1.0)
+        record.count_step(step, 1.0)
     account = record.account(9, interrupted=True)
-    assert (account.useful_s, account.lost_steps, account.interruptions, account.told_step) == (9.0, 0, 1, 9)
+    assert (account.useful_s, account.lost_steps, account.interruptions, account.reported_step) == (9.0, 0, 1, 9)
     assert record.account(2, interrupted=True).useful_s == 2.0
     assert record.account(9, interrupted=True).last_at_s != 3.0
 
@@ -73,27 +73,29 @@ def test_lines_that_wait_are_in_the_account(tmp_path: Path) -> None:
     for step in (1, 2):
         record.file.write({"step": step, "time": 10.0 + step} | account.step(1.0, 10.0 + step))
     again = record.account(2, interrupted=True)
-    assert (again.useful_s, again.told_step, again.last_at_s) == (2.0, 2, 12.0)
+    assert (again.useful_s, again.reported_step, again.last_at_s) == (2.0, 2, 12.0)
 
 
 def test_the_last_checkpoint_of_an_earlier_life_is_known_at_once(tmp_path: Path) -> None:
     write(tmp_path / "checkpoints", [5, 7])
     record = RunRecord(tmp_path)
     record.look_for_checkpoint(distrusted=["step-0000000007.a0000"])
-    assert record.kept.step == 5
+    assert record.last_checkpoint.step == 5
     record = RunRecord(tmp_path)
     (tmp_path / "checkpoints" / "step-0000000009.a0000.json").write_text("{")
     record.look_for_checkpoint(distrusted=[])
-    assert record.kept.step == 7
-    assert record.kept.at_s == pytest.approx(time.monotonic() - time.time(), abs=60.0), "it was written in 1970"
-    record.kept.step = 11
+    assert record.last_checkpoint.step == 7
+    assert record.last_checkpoint.at_s == pytest.approx(time.monotonic() - time.time(), abs=60.0), (
+        "it was written in 1970"
+    )
+    record.last_checkpoint.step = 11
     record.look_for_checkpoint(distrusted=[])
-    assert record.kept.step == 11
+    assert record.last_checkpoint.step == 11
 
 
 def test_lines_of_a_version_that_kept_no_account_begin_none(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step":4,"time":5.0}\n')
-    assert carried_on(read_backwards(tmp_path / "metrics.jsonl"), 4, interrupted=True, began_at_s=7.0) == Goodput(
+    assert resume_goodput(read_backwards(tmp_path / "metrics.jsonl"), 4, interrupted=True, began_at_s=7.0) == Goodput(
         began_at_s=7.0
     )
 

@@ -73,6 +73,6 @@ def test_a_host_whose_link_goes_down_is_missed_and_takes_part_again_when_it_is_u
         status = run.wait(PATIENCE_S)
     said = (tmp_path / "log").read_text()
     assert status == EXIT_REQUEUE, said
-    assert f"(slot {LAST}) is lost: it was silent for too long" in said
+    assert f"(slot {LAST}) is lost: no heartbeat for too long" in said
     steps = [line["step"] for line in lines_of(out) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1)), "each step once"

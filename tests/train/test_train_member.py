@@ -33,7 +33,7 @@ class FakeRoster:
 
     def _welcome(self) -> None:
         self._peer, _ = self._listener.accept()
-        self.say(say="welcome", number=0)
+        self.say(type="welcome", number=0)
 
     def say(self, **message: object) -> None:
         self._peer.sendall(json.dumps(message).encode() + b"\n")
@@ -54,7 +54,7 @@ def roster() -> Iterator[FakeRoster]:
 def test_a_break_is_handed_on_at_once_and_one_that_was_there_before_too(roster: FakeRoster) -> None:
     broken: list[int] = []
     roster.member.watch(3, lambda: broken.append(3))
-    roster.say(say="broken", generation=3)
+    roster.say(type="broken", generation=3)
     wait_until(lambda: broken == [3], what="the break")
     roster.member.watch(3, lambda: broken.append(33))
     assert broken == [3, 33]
@@ -67,9 +67,9 @@ def test_what_is_given_up_already_is_not_broken_off(roster: FakeRoster) -> None:
     broken: list[int] = []
     roster.member.watch(3, lambda: broken.append(3))
     roster.member.unwatch()
-    roster.say(say="broken", generation=3)
+    roster.say(type="broken", generation=3)
     wait_until(lambda: roster.member.is_broken(3), what="the word of the break")
-    roster.say(say="changing")
+    roster.say(type="changing")
     wait_until(lambda: roster.member.changing, what="the next word")
     assert broken == []
 
@@ -86,7 +86,7 @@ def test_nothing_is_given_up_while_it_is_being_broken_off(roster: FakeRoster) ->
         over.set()
 
     roster.member.watch(0, break_off)
-    roster.say(say="broken", generation=0)
+    roster.say(type="broken", generation=0)
     inside.wait()
     other = threading.Thread(target=unwatch)
     other.start()
@@ -111,10 +111,10 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
 
     async def spare(port: int, before_end=lambda: None) -> None:  # noqa: ANN001
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b'{"say": "join", "key": "k", "slot": 3}\n')
-        assert json.loads(await reader.readline())["say"] == "welcome"
+        writer.write(b'{"type": "join", "key": "k", "slot": 3}\n')
+        assert json.loads(await reader.readline())["type"] == "welcome"
         before_end()
-        assert json.loads(await reader.readline())["say"] == "end"
+        assert json.loads(await reader.readline())["type"] == "end"
         writer.write_eof()  # its process ends
         assert await reader.read() == b"", "the server has taken note"
 
@@ -130,7 +130,7 @@ def test_a_spare_is_told_of_once_when_it_is_ready() -> None:
         roster.ready(roster.join(slot, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
         server.settle()
     server.settle()
-    assert said == ["generation 0: 1 members, in slots 4", "slot 7 is ready to step in"]
+    assert said == ["generation 0: 1 members, in slots 4", "slot 7 is ready as a spare"]
 
 
 def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
@@ -142,15 +142,15 @@ def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
         roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
         server = RosterServer(roster, "k", said.append, lost.append, misfits.append)
         reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
-        writer.write(b'{"say": "join", "key": "k", "slot": 3}\n{"say": "turned away", "why": "other code"}\n')
+        writer.write(b'{"type": "join", "key": "k", "slot": 3}\n{"type": "turned away", "why": "other code"}\n')
         writer.write_eof()
-        assert json.loads(await reader.read())["say"] == "welcome"
+        assert json.loads(await reader.read())["type"] == "welcome"
         await server.close()
         assert not roster.members
 
     asyncio.run(go())
     assert (lost, misfits) == ([], [3])
-    assert said == ["slot 3 has no rank from now on: other code"]
+    assert said == ["slot 3 is given up: other code"]
 
 
 def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
@@ -158,7 +158,7 @@ def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
         roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
         server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
         reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
-        writer.write(b'{"say": "join", "key": "l", "slot": 3}\n')
+        writer.write(b'{"type": "join", "key": "l", "slot": 3}\n')
         assert await reader.read() == b""
         await server.close()
         assert not roster.members
@@ -172,8 +172,8 @@ def test_who_is_left_when_one_has_ended_goes_on_though_they_are_too_few_to_begin
     for slot in range(2):
         roster.ready(roster.join(slot, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
     server.settle()
-    server._hear(0, {"say": "done"})
-    roster.part(1, 0, time.monotonic(), failed=True)
+    server._hear(0, {"type": "done"})
+    roster.leave_generation(1, 0, time.monotonic(), failed=True)
     server.settle()
     assert (roster.generation, [member.number for member in roster.inside()]) == (1, [1])
 
@@ -218,7 +218,7 @@ def test_members_that_never_reach_each_other_end_the_run() -> None:
     def try_in_vain() -> None:
         server.settle()
         for number in range(2):
-            roster.part(number, roster.generation, time.monotonic(), failed=True)
+            roster.leave_generation(number, roster.generation, time.monotonic(), failed=True)
 
     for _ in range(MOST_IN_VAIN):
         try_in_vain()

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.comm.base import SingleCommunicator, check_contiguous
 from hpctrain.errors import MissingPackageError, PeerLost, TrainError
 from hpctrain.exchange.replicas import hand_over
-from hpctrain.run import prepare_model, tell_unmet
+from hpctrain.run import prepare_model, report_unmet
 
 PLAIN = argparse.Namespace(recompute=False, compile=None)
 
@@ -109,7 +109,7 @@ def test_the_scheduler_hears_why_ranks_could_not_meet(tmp_path: Path) -> None:
         agent.bind(str(tmp_path / "agent"))
         agent.listen()
         launched = {"PMI_RANK": "1", "PMI_SIZE": "3"}
-        tell_unmet({"HPCSCHED_SOCKET": str(tmp_path / "agent"), "HPCSCHED_JOB_ID": "12", **launched}, error)
+        report_unmet({"HPCSCHED_SOCKET": str(tmp_path / "agent"), "HPCSCHED_JOB_ID": "12", **launched}, error)
         peer, _ = agent.accept()
         with peer, peer.makefile("rb") as stream:
             told = json.loads(stream.read()[8:])

@@ -79,7 +79,7 @@ def test_a_damaged_chunk_is_found_when_it_is_first_read_and_not_before(
     flip(path, PAGE_BYTES + 2 * 64 + 5)
     shard = Shard(path)
     assert shard.read("tokens", 0, 64).tolist() == list(range(64))
-    with pytest.raises(DamagedError, match=r"a\.shard: chunk 2 \(from byte 4224 on\) does not have its hash"):
+    with pytest.raises(DamagedError, match=r"a\.shard: chunk 2 \(from byte 4224 on\) does not match its hash"):
         shard.read("tokens", 60, 66)
     with pytest.raises(DamagedError, match="chunk 2"):
         shard.check_all()
@@ -98,13 +98,13 @@ def test_other_damage_and_other_versions_are_refused_by_name(tmp_path: Path) -> 
 
     cases = (
         ("short.shard", lambda content: content.pop(), r"short\.shard: it has 6095 bytes instead of 6096"),
-        ("head.shard", lambda content: content.__setitem__(70, 0), r"head\.shard: its head does not have its hash"),
+        ("head.shard", lambda content: content.__setitem__(70, 0), r"head\.shard: its head does not match its hash"),
         (
             "newer.shard",
             lambda content: content.__setitem__(8, 2),
             r"newer\.shard: it is of version 2, this program reads 1",
         ),
-        ("other.shard", lambda content: content.clear(), r"other\.shard: it is no shard of training data"),
+        ("other.shard", lambda content: content.clear(), r"other\.shard: it is not a shard of training data"),
     )
     for name, change, why in cases:
         path = damaged(name, change)
@@ -131,14 +131,14 @@ def test_an_index_proves_what_lies_below_it(tmp_path: Path) -> None:
     body = json.loads(index.read_text())
     for change, why in (
         ({"version": 7}, "it is of version 7, this program reads 1"),
-        ({"vocabulary": 5}, "its checksum does not fit its content"),
-        ({"format": "x"}, "it is no index of a data set"),
+        ({"vocabulary": 5}, "its checksum does not match its content"),
+        ({"format": "x"}, "it is not an index of a data set"),
     ):
         index.write_text(json.dumps(body | change))
         with pytest.raises(DamagedError, match=why):
             Dataset(tmp_path / "other")
     index.write_text("{")
-    with pytest.raises(DamagedError, match="it is not whole"):
+    with pytest.raises(DamagedError, match="it is incomplete"):
         Dataset(tmp_path / "other")
 
 
@@ -153,7 +153,7 @@ def test_the_command_packs_arrays_and_checks_them(tmp_path: Path, capsys: pytest
     assert main(words) == 1
     assert "it exists; remove it or give another name" in capsys.readouterr().err
     assert main(["check", str(out)]) == 0
-    assert "whole: every chunk has its hash" in capsys.readouterr().out
+    assert "no damage: every chunk matches its hash" in capsys.readouterr().out
     flip(out / "train-00000.shard", PAGE_BYTES + 8)
     assert main(["check", str(out)]) == 1
     assert "train-00000.shard: chunk 0" in capsys.readouterr().err

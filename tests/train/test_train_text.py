@@ -46,7 +46,7 @@ def test_learning_the_same_text_gives_the_same_tokenizer_and_fewer_tokens_than_b
 def test_what_is_no_tokenizer_of_ours_is_refused() -> None:
     with pytest.raises(TrainError, match="a vocabulary of 100: bytes alone need 257"):
         train_tokenizer(LINES, 100)
-    with pytest.raises(DamagedError, match="cannot use t: it is no tokenizer"):
+    with pytest.raises(DamagedError, match="cannot use t: it is not a tokenizer"):
         tokenizer_from(b"{}", "t")
     foreign = tokenizers.Tokenizer(tokenizers.models.BPE()).to_str().encode()
     with pytest.raises(DamagedError, match=r"its token 0 is not <\|end\|>"):
@@ -93,7 +93,7 @@ def test_the_command_makes_the_same_data_set_each_time(tmp_path: Path, capsys: p
     assert main([*words[:1], *words[3:], "--tokenizer", str(tmp_path / "a"), "--out", str(tmp_path / "c")]) == 0
     assert Dataset(tmp_path / "c").digest == first.digest
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DamagedError, match=r"tokenizer\.json: it does not have its hash"):
+    with pytest.raises(DamagedError, match=r"tokenizer\.json: it does not match its hash"):
         Dataset(tmp_path / "a").tokenizer()
 
 

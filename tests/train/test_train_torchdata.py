@@ -89,8 +89,8 @@ def test_what_has_no_order_of_samples_is_refused_with_what_to_do() -> None:
             DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, replacement=True)),
             "with a RandomSampler: samples have to",
         ),
-        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0)), "with a DistributedSampler: leave it away"),
-        (DataLoader(NUMBERS, batch_size=None), "a batch_sampler of its own or no batch_size"),
+        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0)), "with a DistributedSampler: remove it"),
+        (DataLoader(NUMBERS, batch_size=None), "its own batch_sampler or no batch_size"),
         (TensorDataset(torch.zeros(0)), "it has no length, or none in it"),
     ):
         with pytest.raises(TrainError, match=why):

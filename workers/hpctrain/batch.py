@@ -1,7 +1,7 @@
-"""A rank's samples of a step, whole or in pieces that fit into memory, and the gradients of each.
+"""A rank's samples of a step, whole or in micro-batches that fit into memory, and the gradients of each.
 
 Does not know the exchange: the loop says which piece is the last.
-Rules: the gradients of all pieces of all ranks add up to those of the mean over the global batch.
+Rules: the gradients of all pieces of all ranks add up to the gradient of the mean over the global batch.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from hpctrain.comm import Communicator
 from hpctrain.data.prefetch import Prefetcher
 from hpctrain.errors import TrainError
 
-# ----- where the time of a rank's own work goes within a step: getting data, forward, backward
-# Data is what passes from the moment that the script has its batch until the model's forward begins; forward lasts until
-# `batch.backward` is called, the loss included. On a GPU these are the times at which work was handed to it, and what it has not
-# done by then shows in the wait.  Costs a microsecond or two a step; knows no ranks.
+# ----- the time of a rank's own work within a step: data, forward, backward
+# Data is the time from the moment when the script gets its batch to the begin of the model's forward pass.  Forward lasts
+# until `batch.backward` is called, and includes the loss.  On a GPU these are the times at which kernels were launched;
+# kernels that still run show in the wait.  Costs one or two microseconds per step.
 
 
 DATA, FORWARD, BACKWARD = range(3)
 
 
 class Phases:
-    """A clock that is told when the next phase begins."""
+    """A clock of the phases of a step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._seconds = [0.0, 0.0, 0.0]
-        self._phase = -1  # between steps: what is computed then, a validation say, does not count
+        self._phase = -1  # between steps: computation there, for example a validation, does not count
         self._since_s = 0.0
         self._hook = model.register_forward_pre_hook(self._forward_begins)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self._seconds = [0.0, 0.0, 0.0]
         self._turn(DATA)
 
     def backward_begins(self) -> None:
-        """The loss of a batch is there."""
+        """Record that the loss of a batch is computed."""
         self._turn(BACKWARD)
 
     def backward_ended(self) -> None:
-        """The gradients of a batch are there; more data may follow."""
+        """Record that the gradients of a batch are computed; more data may follow."""
         self._turn(DATA)
 
     def end(self) -> tuple[float, float, float]:
-        """Return the seconds of data, forward and backward of the step; it is over."""
+        """End the step, and return its seconds of data, forward and backward."""
         self._turn(-1)
         return self._seconds[DATA], self._seconds[FORWARD], self._seconds[BACKWARD]
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hook from the model."""
         self._hook.remove()
 
     def _forward_begins(self, _module: torch.nn.Module, _inputs: Any) -> None:
@@ -70,7 +70,7 @@ class Phases:
 
 
 class Passes:
-    """The backward passes of batches: a gradient that comes otherwise is refused, as nobody has weighted it by its samples."""
+    """Rejects gradients that do not come from `batch.backward`, because they lack the weight of its samples."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._inside = False
@@ -79,7 +79,7 @@ class Passes:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """In here gradients are a batch's."""
+        """Accept gradients within this context."""
         self._inside = True
         try:
             yield
@@ -87,7 +87,7 @@ class Passes:
             self._inside = False
 
     def close(self) -> None:
-        """Leave the parameters alone."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -100,7 +100,7 @@ class Passes:
 
 
 class Batch:
-    """Training samples with global indexes [low, high) of a step: this rank's part, or a piece of it (`--micro-batch`)."""
+    """Samples with global indexes [low, high) of a step: this rank's share, or a micro-batch of it."""
 
     def __init__(
         self, low: int, high: int, step: int, scale: float, load: Callable[[int, int], Any] | None = None
@@ -109,15 +109,15 @@ class Batch:
         self._scale = scale
         self._load = load
         self.loss: float | None = None
-        self.phases: Phases | None = None  # a clock, if somebody wants to know
-        self.passes: Passes | None = None  # if somebody makes sure that there are no others
+        self.phases: Phases | None = None  # a clock, if one is wanted
+        self.passes: Passes | None = None  # rejects gradients of other backward passes
 
     def __len__(self) -> int:
         return self.high - self.low
 
     @property
     def samples(self) -> Any:
-        """What the data source given to `run.steps` has for these indexes, on this rank's device."""
+        """The data source's value for these indexes, on this rank's device; the first dimension is the sample's."""
         if self._load is None:
             raise TrainError(
                 "cannot give samples: run.steps(model, optimizer, data=SOURCE) was called without a source"
@@ -125,7 +125,7 @@ class Batch:
         return self._load(self.low, self.high)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of `loss`, the mean over these samples; called once."""
+        """Compute gradients of `loss`, a scalar: the mean over these samples; called once per batch."""
         if self.loss is not None:
             raise TrainError(f"cannot compute gradients of step {self.step} twice: call backward once for each batch")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -151,7 +151,7 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """One step: how many samples each rank has, and the pieces of this one's."""
+    """One step: how many samples each rank has, and this rank's pieces."""
 
     number: int  # from 1
     low: int  # first sample of the step
@@ -161,12 +161,12 @@ class StepBatch:
 
     @property
     def size(self) -> int:
-        """Samples of all ranks."""
+        """The number of samples of all ranks."""
         return sum(self.counts)
 
     @property
     def part(self) -> float:
-        """This rank's part of the samples."""
+        """This rank's fraction of the samples, 0 to 1."""
         return self.counts[self.rank] / self.size
 
     @property
@@ -189,20 +189,17 @@ def pieces_of(low: int, high: int, largest: int | None) -> list[tuple[int, int]]
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-# ----- the loss over validation samples
-# All ranks take a part.  Does not know what the samples are.
+# ----- the loss over validation samples: each rank computes a part
 
 
-# The sum of losses over one part (of so many) of the validation samples, and how many samples that part has.
+# Takes (part, parts); returns the sum of losses over that part of the validation samples, and their number.
 Validation = Callable[[int, int], tuple[float, int]]
 
 
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, validation: Validation, comm: Communicator) -> float:
-    """Return the mean loss over the validation samples; all ranks take a part of them."""
-    training = [
-        module for module in model.modules() if module.training
-    ]  # frozen layers may be in eval mode all the time
+    """Return the mean loss over the validation samples; all ranks call it and compute a part each."""
+    training = [module for module in model.modules() if module.training]  # frozen layers may always be in eval mode
     model.eval()
     total, count = validation(comm.rank, comm.size)
     for module in training:
@@ -213,7 +210,7 @@ def validation_loss(model: torch.nn.Module, validation: Validation, comm: Commun
 
 
 class MeanLoss:
-    """A validation: the loss of one pass over a source of samples, in batches; each rank computes a part."""
+    """A validation: the mean loss over a source of samples, in batches; each rank computes a part."""
 
     def __init__(self, loss_of: Callable[[Any], torch.Tensor], source: Any, batch: int, ahead: int) -> None:
         self._loss_of, self._source, self._batch, self._ahead = loss_of, source, batch, ahead

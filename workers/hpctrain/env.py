@@ -1,8 +1,8 @@
-"""Who am I: rank, world and job, from what the launcher put into the environment.
+"""Rank, world size and job of this process, from the launcher's environment variables.
 
-Knows the variables of MPI launchers (Open MPI, MPICH's hydra, PMIx), of torchrun and `hrun`, and the job facts of the
-scheduler.  Does not start MPI, does not import torch: asking is cheap and has no effect.
-Rules: an MPI launcher is the closest one, so it wins over RANK and WORLD_SIZE inherited from an outer launch.
+Knows the variables of MPI launchers (Open MPI, MPICH's hydra, PMIx), of torchrun and `hrun`, and the job's facts from
+the scheduler.  Does not start MPI or import torch, so a call is cheap and has no effect.
+Rules: an MPI launcher wins over RANK and WORLD_SIZE, because these may be inherited from an outer launch.
 Sources: torchrun's "Environment Variables"; Open MPI's `mpirun(1)`; hydra's PMI-1 environment.
 """
 
@@ -30,7 +30,7 @@ INSTALL_HINTS = {
 
 
 class LauncherKind(enum.Enum):
-    """Who started this process."""
+    """The kind of launcher that started this process."""
 
     MPI = "mpi"
     TORCH = "torch"
@@ -39,18 +39,18 @@ class LauncherKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where this process stands among the ranks, as its launcher says."""
+    """Rank, local rank and world size, as the launcher gives them; `world` 0: the launcher does not tell."""
 
     launcher: LauncherKind
     rank: int
     world: int
     local_rank: int
-    own_gpu: bool = False  # it is shown no GPU but its own
+    own_gpu: bool = False  # the process sees one GPU, which no other rank uses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """What the scheduler says about the job; `attempt` is None outside of a job."""
+    """What the scheduler tells about the job; `attempt` is None outside of a job."""
 
     job: str | None
     attempt: int | None
@@ -58,12 +58,12 @@ class JobFacts:
 
 
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """Return which rank of how many this process is.
+    """Return this process's rank and the world size.
 
-    Open MPI with PMIx alone gives no size; then `world` is 0 and MPI itself has to be asked.
+    Open MPI with PMIx alone gives no size; then `world` is 0, and MPI itself has to be asked.
 
     Raises:
-        TrainError: a variable is not a number, or the rank lies outside of the world.
+        TrainError: a variable is not a number, or the rank is outside of the world.
     """
     rank = _first_number(environ, MPI_RANK_NAMES)
     if rank is not None:
@@ -74,20 +74,20 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
     if rank is None or world is None:
         return RankInfo(launcher=LauncherKind.NOBODY, rank=0, world=1, local_rank=0)
     if not 0 <= rank < world:
-        raise TrainError(f"cannot tell which rank this is: RANK={rank} lies outside of WORLD_SIZE={world}")
+        raise TrainError(f"cannot tell which rank this is: RANK={rank} is outside of WORLD_SIZE={world}")
     local_rank = _first_number(environ, ("LOCAL_RANK",)) or 0
     own_gpu = _has_own_gpu(environ, local_rank)
     return RankInfo(launcher=LauncherKind.TORCH, rank=rank, world=world, local_rank=local_rank, own_gpu=own_gpu)
 
 
 def _has_own_gpu(environ: Mapping[str, str], local_rank: int) -> bool:
-    """Return whether this is a task that hrun shows one GPU, and no process that a launcher started within it."""
+    """Return whether hrun gives this task one GPU, and the process is the task itself."""
     gpus = environ.get("HPCSCHED_TASK_GPUS", "")
     return bool(gpus) and "," not in gpus and environ.get("HPCSCHED_LOCALID") == str(local_rank)
 
 
 def job_facts(environ: Mapping[str, str]) -> JobFacts:
-    """Return which job and which attempt of it this process belongs to."""
+    """Return the job of this process and its attempt."""
     return JobFacts(
         job=environ.get("HPCSCHED_JOB_ID") or None,
         attempt=_first_number(environ, ("HPCSCHED_ATTEMPT",)),
@@ -96,10 +96,10 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts:
 
 
 def require(*modules: str) -> None:
-    """Check that the modules are installed, without importing them.
+    """Check that modules are installed, without importing them.
 
     Raises:
-        MissingPackageError: names each missing one and what to install, and for which Python.
+        MissingPackageError: names the missing ones, the Python, and the commands that install them.
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:

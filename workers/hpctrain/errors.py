@@ -1,4 +1,4 @@
-"""The errors of training, by what a person has to do about them.
+"""The errors of training, sorted by their remedy.
 
 `TrainError` is the root; its text is *cannot X: why*.  Exit codes are here too, because a batch system reads them.
 """
@@ -13,7 +13,7 @@ EXIT_REQUEUE = 75
 
 
 class TrainError(Exception):
-    """Training cannot start or go on; the text says why and what to do."""
+    """Training cannot start or continue; the text says why and what to do."""
 
 
 class MissingPackageError(TrainError):
@@ -25,13 +25,13 @@ class DamagedError(TrainError):
 
 
 class NoCheckpointError(TrainError):
-    """There is no checkpoint that could be used."""
+    """The directory has no usable checkpoint."""
 
 
 class MismatchError(TrainError):
-    """A checkpoint, or another rank, is of another model, data or code.
+    """A checkpoint or another rank has another model, data or code.
 
-    `ranks`: between ranks, those that differ from the first one.
+    `ranks`: the ranks that differ from the first one.
     """
 
     def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
@@ -44,8 +44,8 @@ class StaleAttemptError(TrainError):
 
 
 class PublishError(TrainError):
-    """A checkpoint could not be written or published; training can go on without it."""
+    """A checkpoint could not be written or published; training can continue without it."""
 
 
 class PeerLost(TrainError):
-    """Another rank is gone: what was being exchanged will never be; the others can go on without it."""
+    """Another rank is lost, and the exchange with it; the other ranks can continue."""

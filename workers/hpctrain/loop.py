@@ -1,12 +1,12 @@
-"""The training loop: data-parallel over the ranks of a communicator; one rank is the same code.
+"""The training loop: data-parallel over the ranks of a communicator; one process runs the same code.
 
-It gives each step's batch away to be learned from; the rest is here.  Does not know the backend, nor how a checkpoint is
-stored, nor what is trained.
+It yields each batch of a step to the script, and does the rest.  Does not know the backend, the format of checkpoints, or
+the model.
 Rules:
 - The gradient equals that of one process on the same global batch: each rank's mean loss is weighted by its samples.
-- Everything that a step depends on is the checkpoint's tensors and (seed, step, rank): random numbers are seeded anew
-  for each step, samples are addressed by index.  So a run that was killed goes on bit for bit.
-- Ranks agree at each step whether to stop, and what the next checkpoint is made of.
+- A step depends only on the checkpoint's tensors and on (seed, step, rank): random numbers are seeded for each step, and
+  samples are addressed by index.  So a run that was killed continues bit for bit.
+- In each step the ranks agree whether to stop, and what the next checkpoint is made of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,53 +42,53 @@ from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
 from hpctrain.settings import TrainSettings
 from hpctrain.signals import StopRequest
 
-# With a target time, this many steps are measured before the number of steps is fixed.
+# With a target time, so many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSetup:
+    """The parts that a loop works with, once its ranks have met and have the same state."""
+
+    model: torch.nn.Module
+    optimizer: Optimizer
+    validation: Validation | None = None
+    settings: TrainSettings
+    comm: Communicator
+    progress: TrainingProgress  # the loop advances it
+    identity: RunIdentity
+    sync: Sync
+    writer: CheckpointWriter | None = None  # None: this rank writes nothing
+    writes_own_part: bool = False  # every rank has a writer, which writes a part of each checkpoint
+    feed: Prefetcher | None = None
+    on_step: Callable[[StepReport], None]
+    profiler: StepProfiler
+    interval: Interval
+    schedule: TorchSchedule | None = None  # the script's own, which then sets the learning rate
 
 
 class TrainingLoop:
     """One run of a task, from `progress` to its end or a stop signal."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
-        validation: Validation | None,
-        settings: TrainSettings,
-        comm: Communicator,
-        progress: TrainingProgress,
-        identity: RunIdentity,
-        sync: Sync,
-        writer: CheckpointWriter | None,
-        feed: Prefetcher | None,
-        on_step: Callable[[StepReport], None],
-        profile: StepProfiler,
-        shared: bool = False,
-        interval: Interval | None = None,
-        schedule: TorchSchedule | None = None,
-    ) -> None:
-        """`writer`: None on ranks that write nothing; `shared`: every rank has one, which writes a part.
+    def __init__(self, setup: LoopSetup) -> None:
+        """Prepare the loop.
 
-        `schedule`: the script's own, which then sets the learning rate.
+        Raises:
+            TrainError: the number of share weights is not the number of ranks.
         """
-        self._schedule = schedule
-        if schedule is not None and progress.lr_schedule is not None:
-            schedule.load(progress.lr_schedule)
-        self._model, self._optimizer, self._validation = model, optimizer, validation
-        self._settings, self._comm = settings, comm
-        self.progress = progress
-        self._identity = identity
-        self._writer = writer
-        self._on_step = on_step
-        self._feed = feed
-        self._sync = sync
-        self._buckets = sync.buckets
-        self._exchanged_bytes = sum(flat.nbytes for flat in sync.buckets.flats) if comm.size > 1 else 0
-        self._phases = Phases(model)
-        self._passes = Passes(model.parameters())
+        settings, comm, model = setup.settings, setup.comm, setup.model
+        self._schedule = setup.schedule
+        if setup.schedule is not None and setup.progress.lr_schedule is not None:
+            setup.schedule.load(setup.progress.lr_schedule)
+        self._model, self._optimizer, self._validation = model, setup.optimizer, setup.validation
+        self._settings, self._comm, self._identity = settings, comm, setup.identity
+        self.progress, self.profiler = setup.progress, setup.profiler
+        self._writer, self._feed, self._on_step = setup.writer, setup.feed, setup.on_step
+        self._sync, self._buckets = setup.sync, setup.sync.buckets
+        self._exchanged_bytes = sum(flat.nbytes for flat in self._buckets.flats) if comm.size > 1 else 0
+        self._phases, self._passes = Phases(model), Passes(model.parameters())
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._replicas = Replicas(model, comm)
-        self.profile = profile
         weights = settings.weights or (1.0,) * comm.size
         if len(weights) != comm.size:
             raise TrainError(f"cannot divide the batch: {len(weights)} share weights given for {comm.size} ranks")
@@ -98,31 +98,30 @@ class TrainingLoop:
         self._recent_s: list[float] = []
         self.late_reports: list[CheckpointReport] = []  # of checkpoints that ended after the last step
         self._due = self._validation_due = False
-        self.changing = False  # ended because others are to take part
-        self.ended = False  # by the word of a script, or early
-        self.left = False  # because all who had samples in a step have left it
+        self.changing = False  # ended because the group of ranks changes
+        self.ended = False  # by the script, or early
+        self.left = False  # because all ranks that had samples in a step have left it
         self._under_way: StepBatch | None = None
-        self._apart = TimesSinceMeeting()
-        self._shared = shared
-        self._interval = interval or Interval(settings.checkpoint_every)
+        self._times = TimesSinceMeeting()
+        self._writes_own_part, self._interval = setup.writes_own_part, setup.interval
         self._step_s = 0.0
         self._log = self._gradient_log()
-        if writer is not None and self._interval.wanted:
-            writer.prepare(self._state())
+        if self._writer is not None and self._interval.wanted:
+            self._writer.prepare(self._state())
 
     def steps(self, stop: StopRequest) -> Iterator[Batch]:
-        """Train to the end, or until a stop signal, and publish the state; what it gives is to be learned from.
+        """Yield batches until the end or a stop signal, then publish the state.
 
-        Or until other ranks are to take part: then another loop goes on with them.
+        The loop also ends when the group of ranks changes; then another loop continues.
 
         Raises:
-            PeerLost: a rank is gone; `progress` and the tensors are those of the last step that was taken.
+            PeerLost: a rank is lost; `progress` and the tensors are those of the last step taken.
         """
         stopped = self.ended = self._is_out_of_patience and not self.finished
         try:
             while not stopped and not self.finished and not self.changing:
                 started_s = time.perf_counter()
-                self.profile.step_begins()
+                self.profiler.step_begins()
                 step = self._under_way = self._begin()
                 self._phases.begin()
                 for batch in step.pieces:
@@ -132,7 +131,7 @@ class TrainingLoop:
                     if batch.loss is None:
                         raise TrainError(f"cannot take step {batch.step}: batch.backward(loss) was not called")
                 stopped = self._take_step(step, stop, started_s)
-                if (trace := self.profile.step_ended()) is not None:
+                if (trace := self.profiler.step_ended()) is not None:
                     print(f"profile: rank {self._comm.rank} wrote {trace}", flush=True)
         except PeerLost:
             self._replicas.put_back()
@@ -148,10 +147,10 @@ class TrainingLoop:
             self._publish_last()
 
     def leave(self) -> None:
-        """Tell the others that this rank's script has left the step that was under way, when they come to its end.
+        """Tell the other ranks, at the end of the current step, that this rank's script has left the loop.
 
         Raises:
-            TrainError: some have samples in it, and take it.
+            TrainError: other ranks have samples in the step, and take it.
         """
         assert self._under_way is not None
         if self._sync.local is None:
@@ -160,7 +159,7 @@ class TrainingLoop:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether this rank keeps the gradients of each step, for a checkpoint."""
+        """Whether this rank logs the gradients of each step for checkpoints."""
         return self._log is not None
 
     @property
@@ -170,7 +169,7 @@ class TrainingLoop:
         return total is not None and self.progress.step >= total
 
     def _begin(self) -> StepBatch:
-        """Make ready for a step: its random numbers, zero gradients, and this rank's samples."""
+        """Prepare a step: seed its random numbers, zero the gradients, and choose this rank's samples."""
         progress, settings = self.progress, self._settings
         seed_step(settings.seed, progress.step, self._comm.rank)
         self._buckets.zero()
@@ -178,7 +177,7 @@ class TrainingLoop:
         spans = self._spans(step)
         if self._feed is not None:
             self._feed.expect(spans + self._later_spans(step, self._feed.ahead))
-        # With local steps this rank goes its own way meanwhile, by the mean of its own samples.
+        # Between exchanges of local steps, a rank moves by the mean over its own samples.
         whole = step.size if self._sync.local is None else step.counts[step.rank]
         scale = progress.loss_scale.value / max(1, whole)
         load = self._feed.take if self._feed is not None else None
@@ -188,7 +187,7 @@ class TrainingLoop:
         return step
 
     def _step_at(self, number: int, low: int) -> StepBatch:
-        """The step after so many others, if shares stay as they are."""
+        """Return the step after `number` steps, if shares do not change."""
         low, size = self._settings.batches.span(number, low)
         counts = self._counts if size == self._settings.batch else shares(size, self._counts)
         return StepBatch(number=number + 1, low=low, counts=counts, rank=self._comm.rank)
@@ -197,7 +196,7 @@ class TrainingLoop:
         return pieces_of(*step.span(), self._settings.micro_batch)
 
     def _later_spans(self, step: StepBatch, pieces: int) -> list[Span]:
-        """The samples that this rank takes after this step, in so many steps or pieces."""
+        """Return the samples of this rank in the steps after this one, in at most `pieces` spans."""
         spans: list[Span] = []
         total = self.progress.total_steps
         for _ in range(pieces):
@@ -208,61 +207,68 @@ class TrainingLoop:
         return spans[:pieces]
 
     def _take_step(self, batch: StepBatch, stop: StopRequest, started_s: float) -> bool:
-        """Exchange gradients, move the weights and report; returns whether any rank was asked to stop."""
-        progress, settings = self.progress, self._settings
+        """Exchange gradients, move the weights and report; return whether any rank was asked to stop."""
         own_s = time.perf_counter() - started_s
         data_s, forward_s, backward_s = self._phases.end()
-        if self._schedule is not None:
-            lr = self._schedule.lr
-        else:
-            lr = settings.lr_at(progress.step, batch.size, progress.total_steps)
+        lr = self._lr(batch)
         local, met = self._sync.local, self._meets_after(batch.number)
         comm_s, waited_s = self._buckets.exchange() if local is None else (0.0, 0.0)
-        self._apart.add(own_s, data_s, waited_s)
-        loss, stops, said, times = batch.loss, False, [], None  # until they meet: of this rank's samples
+        self._times.add(own_s, data_s, waited_s)
+        loss, stops, changes, times = batch.loss, False, [], None  # of this rank's samples, until the ranks meet
         met_at_s = time.perf_counter()
         if met:
-            loss, stops, times = self._agree(batch, stop, self._apart.means())
+            loss, stops, times = self._agree(batch, stop, self._times.means())
             if self.left:
                 return True
-            self._apart = TimesSinceMeeting()
-            said = [self._rebalance(batch, list(times.own_s)), self._sync.measured(own_s, waited_s)]
+            self._times = TimesSinceMeeting()
+            changes = [self._rebalance(batch, list(times.own_s)), self._sync.measured(own_s, waited_s)]
         elif not math.isfinite(loss):
             self._refuse_loss(batch, loss, alone=True)
         grad_norm, skipped = self._move(batch, lr)
         if local is not None and met:
-            comm_s = self._meet(local, batch.part)
-            waited_s = time.perf_counter() - met_at_s  # for the other ranks, too; they hear of it when they meet next
-            self._apart.wait_s = waited_s
-        progress.step += 1
-        progress.next_sample = batch.low + batch.size
-        step_s = time.perf_counter() - started_s
-        self._step_s = step_s
-        if progress.total_steps is None:
-            self._recent_s.append(step_s)
+            comm_s = self._exchange_local(local, batch.part)
+            waited_s = time.perf_counter() - met_at_s  # the other ranks learn it at the next meeting
+            self._times.wait_s = waited_s
+        step_s = self._advance(batch, started_s)
         report = StepReport(
-            step=progress.step,
-            total_steps=progress.total_steps,
+            step=self.progress.step,
+            total_steps=self.progress.total_steps,
             loss=loss,
-            val_loss=None,
             lr=lr,
             grad_norm=grad_norm,
             samples_per_s=batch.size / step_s,
             step_s=step_s,
             comm_s=comm_s,
-            checkpoint=None,
-            checkpoint_copy_s=0.0,
             shares=batch.counts,
-            loss_scale=progress.loss_scale.value if progress.loss_scale.dynamic else None,
+            loss_scale=self.progress.loss_scale.value if self.progress.loss_scale.dynamic else None,
             data_s=data_s,
             forward_s=forward_s,
             backward_s=backward_s,
             wait_s=waited_s,
             exchanged_bytes=self._exchanged_bytes if met else 0,
-            samples=progress.next_sample,
+            samples=self.progress.next_sample,
             times=times,
-            changed="; ".join(filter(None, [skipped, *said])),
+            changed="; ".join(filter(None, [skipped, *changes])),
         )
+        return self._after_step(batch, report, met=met) or stops
+
+    def _lr(self, batch: StepBatch) -> float:
+        if self._schedule is not None:
+            return self._schedule.lr
+        return self._settings.lr_at(self.progress.step, batch.size, self.progress.total_steps)
+
+    def _advance(self, batch: StepBatch, started_s: float) -> float:
+        """Count the step as taken, and return its seconds."""
+        self.progress.step += 1
+        self.progress.next_sample = batch.low + batch.size
+        self._step_s = time.perf_counter() - started_s
+        if self.progress.total_steps is None:
+            self._recent_s.append(self._step_s)
+        return self._step_s
+
+    def _after_step(self, batch: StepBatch, report: StepReport, *, met: bool) -> bool:
+        """Validate and checkpoint if due, and report the step; return whether validation ends the run."""
+        ends = False
         try:
             if met:
                 self._fix_total()
@@ -270,20 +276,21 @@ class TrainingLoop:
             val_loss = self._validate() if met else None
             if val_loss is not None:
                 report = replace(report, val_loss=val_loss, is_best=self._note_validation(val_loss))
-                stops |= self.ended
-                self._replicas.settle(batch.counts)  # validation may have changed something
+                ends = self.ended
+                self._replicas.settle(batch.counts)  # validation may have changed buffers
             checkpoint, copy_s = self._checkpoint()
-            report = replace(report, checkpoint=checkpoint, checkpoint_copy_s=copy_s, total_steps=progress.total_steps)
-        finally:  # it was taken, even if a rank is lost in what comes after it
+            total_steps = self.progress.total_steps
+            report = replace(report, checkpoint=checkpoint, checkpoint_copy_s=copy_s, total_steps=total_steps)
+        finally:  # the step was taken, even if a rank is lost after it
             self._on_step(report)
-        return stops
+        return ends
 
     def _move(self, batch: StepBatch, lr: float) -> tuple[float, str]:
-        """Move the weights by the gradients, if these are finite; returns their norm, and what changes, in words."""
+        """Move the weights if the gradients are finite; return their norm, and a note on the loss scale."""
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainError(
-                f"cannot take step {batch.number}: weights that were frozen when the loop began are to be trained now; let "
-                "run.stop() end this run there, and train them in one of its own, with another --out, from its model"
+                f"cannot take step {batch.number}: weights that were frozen at the start of the loop are trainable now; let "
+                "run.stop() end this run there, and train them in a new run with another --out, from this run's model"
             )
         progress, scale = self.progress, self.progress.loss_scale.value
         grad_norm, factor = clip_factor(self._buckets.squares(), self._settings.clip_norm, scale)
@@ -308,18 +315,18 @@ class TrainingLoop:
         return grad_norm, said
 
     def _meets_after(self, step: int) -> bool:
-        """Whether ranks agree after the step of this number: after each, or with local steps when they meet, and at the end."""
+        """Return whether ranks agree after this step: after each step, or when local steps are exchanged."""
         local, total = self._sync.local, self.progress.total_steps
         return local is None or local.due(step) or step == total
 
-    def _meet(self, local: LocalSteps, part: float) -> float:
+    def _exchange_local(self, local: LocalSteps, part: float) -> float:
         started_s = time.perf_counter()
-        local.meet(part)
+        local.exchange(part)
         return time.perf_counter() - started_s
 
     def _rebalance(self, batch: StepBatch, each_s: list[float]) -> str:
-        """Give the next step's samples to the ranks by what each took for this one's, once batches are full."""
-        if self._balance is None or batch.size != self._settings.batch or self.profile.is_on:
+        """Divide the next full batch by the seconds that ranks took for this one; return a note."""
+        if self._balance is None or batch.size != self._settings.batch or self.profiler.is_on:
             return ""
         said = self._balance.note(each_s)
         self._counts = list(self._balance.counts)
@@ -328,9 +335,9 @@ class TrainingLoop:
     def _agree(
         self, batch: StepBatch, stop: StopRequest | None, own: tuple[float, float, float]
     ) -> tuple[float, bool, RankTimes]:
-        """The global loss, whether any rank was asked to stop, and the seconds of each rank: own work, data, wait.
+        """Exchange the loss and requests to stop: return the global loss, whether to stop, the ranks' times.
 
-        `stop`: None if this rank does not take the step, but has left it.
+        `own`: seconds of this rank's own work, data and wait.  `stop` is None if this rank has left the step.
         """
         local_loss, size, rank = batch.loss * batch.part, self._comm.size, self._comm.rank
         facts = torch.zeros(4 + 4 * size, dtype=torch.float64)
@@ -342,7 +349,7 @@ class TrainingLoop:
         self._comm.all_reduce(facts)
         loss, changes, stops, ends, *each = facts[: 4 + 4 * size].tolist()
         if any(each[3::4]):
-            self._part(batch, [int(step) for step in each[3::4]])
+            self._leave_too(batch, [int(step) for step in each[3::4]])
         self._replicas.follow(facts[4 + 4 * size :], batch.counts)
         self.changing, self.ended = changes > 0, ends > 0
         if not math.isfinite(loss) and not self.left:
@@ -350,11 +357,11 @@ class TrainingLoop:
         times = RankTimes(own_s=tuple(each[::4]), data_s=tuple(each[1::4]), wait_s=tuple(each[2::4]))
         return loss, stops + ends > 0, times
 
-    def _part(self, batch: StepBatch, left: list[int]) -> None:
-        """Leave the loop too if all have left it who had samples in the step; `left`: by rank, the step that it left, or 0.
+    def _leave_too(self, batch: StepBatch, left: list[int]) -> None:
+        """Leave the loop if all ranks with samples in the step left it; `left`: per rank the step, or 0.
 
         Raises:
-            TrainError: they have not, or not in the same step.
+            TrainError: some did not leave it, or not in the same step.
         """
         took = {rank: left[rank] for rank, count in enumerate(batch.counts) if count}
         if len(set(took.values())) > 1:
@@ -366,7 +373,7 @@ class TrainingLoop:
         self.left = True
 
     def _refuse_loss(self, batch: StepBatch, local_loss: float, *, alone: bool = False) -> None:
-        """Say where the loss is not finite: which ranks, and which of their samples; all ranks call it, or one `alone`."""
+        """Raise TrainError with the ranks and samples of a loss that is not finite; all ranks call it, or one `alone`."""
         mine = (local_loss, [(p.low, p.high) for p in batch.pieces if not math.isfinite(p.loss or 0.0)])
         spans: list[tuple[float, list[Span]]] = [mine] if alone else self._comm.all_gather_object(mine)
         bad = [
@@ -376,35 +383,35 @@ class TrainingLoop:
         ]
         where = "; ".join(bad) or "the sum over the ranks"
         raise TrainError(
-            f"cannot go on: the loss is not finite at step {batch.number} (samples {batch.low} to "
+            f"cannot continue: the loss is not finite at step {batch.number} (samples {batch.low} to "
             f"{batch.low + batch.size}) on {where}; try a lower learning rate"
         )
 
     def _fix_total(self) -> None:
-        """With a target time, rank 0's measured median decides the number of steps, for all ranks."""
+        """Fix the number of steps for all ranks from rank 0's median step, if a target time is given."""
         if self.progress.total_steps is not None or self._settings.target_s is None:
             return
         if len(self._recent_s) < MEASURED_STEPS:
             return
-        settled_s = sorted(self._recent_s[MEASURED_STEPS // 2 :])  # the first steps warm caches up
+        settled_s = sorted(self._recent_s[MEASURED_STEPS // 2 :])  # the first steps fill caches
         median_s = settled_s[len(settled_s) // 2]
         chosen = torch.tensor([self.progress.step + int(self._settings.target_s / median_s)], dtype=torch.int64)
         self._comm.broadcast(chosen)
         self.progress.total_steps = int(chosen)
 
     def _checkpoint(self) -> tuple[CheckpointReport | None, float]:
-        """Begin one if it is due and none is in flight; else it stays due for the next step."""
+        """Begin a checkpoint if one is due and none is being written; else it stays due."""
         report = self._writer.collect() if self._writer is not None else None
         if report is not None:
             self._interval.learn(self._step_s, report.copy_s, report.write_s)
         self._due |= self._interval.due(self.progress.step)
         if not self._due or not self._meets_after(self.progress.step):
             return report, 0.0
-        wish = self._agreed(self._writer.wish() if self._writer is not None else NextCheckpoint.NOTHING)
-        if wish is NextCheckpoint.NOTHING:
+        content = self._agreed(self._writer.next_content() if self._writer is not None else NextCheckpoint.NOTHING)
+        if content is NextCheckpoint.NOTHING:
             return report, 0.0
         self._due = False
-        copy_s = self._begin_checkpoint(wish)
+        copy_s = self._begin_checkpoint(content)
         if self._interval.measured:
             steps = torch.tensor([self._interval.steps()])
             if self._all_write:
@@ -415,11 +422,11 @@ class TrainingLoop:
         return report, copy_s
 
     def _gradient_log(self) -> GradientLog | None:
-        """The log of gradients, if ranks take the same ones in every step, and a checkpoint comes before it is too long."""
-        # A step of the script's own schedule could not be taken again from the log: it may change more than the learning rate.
+        """Return a log of gradients, if all ranks take the same ones and the log lasts until a checkpoint."""
+        # The script's own schedule may change more than the learning rate, so its steps could not be replayed from the log.
         if self._sync.local is not None or not self._interval.wanted or self._writer is None or self._schedule:
             return None
-        comm = self._comm if self._shared else None
+        comm = self._comm if self._writes_own_part else None
         every = self._settings.checkpoint_every or 1
         log = gradient_log(self._model, self._optimizer, self._buckets, self.progress.step, every, comm)
         self._writer.follow(log)
@@ -427,49 +434,49 @@ class TrainingLoop:
 
     @property
     def _all_write(self) -> bool:
-        """Whether every rank has to do with each checkpoint: writes a part of it, or has one which the first one gathers."""
-        return self._shared or isinstance(self._optimizer, ShardedOptimizer)
+        """Whether every rank takes part in each checkpoint: it writes a part, or has a part to be gathered."""
+        return self._writes_own_part or isinstance(self._optimizer, ShardedOptimizer)
 
-    def _agreed(self, wish: NextCheckpoint) -> NextCheckpoint:
-        """What all ranks that have to know make the next checkpoint of."""
-        if self._shared:  # each writes a part of it
-            wishes = torch.zeros(self._comm.size, dtype=torch.int64)
-            wishes[self._comm.rank] = wish.value
-            self._comm.all_reduce(wishes)
-            return NextCheckpoint(int(wishes.max()) if int(wishes.min()) else 0)
+    def _agreed(self, wanted: NextCheckpoint) -> NextCheckpoint:
+        """Return what the next checkpoint is made of, by agreement of the ranks that take part in it."""
+        if self._writes_own_part:  # each rank writes a part
+            each = torch.zeros(self._comm.size, dtype=torch.int64)
+            each[self._comm.rank] = wanted.value
+            self._comm.all_reduce(each)
+            return NextCheckpoint(int(each.max()) if int(each.min()) else 0)
         if self._all_write:
-            said = torch.tensor([wish.value])
+            said = torch.tensor([wanted.value])
             self._comm.broadcast(said)
             return NextCheckpoint(int(said))
-        return wish
+        return wanted
 
-    def _begin_checkpoint(self, wish: NextCheckpoint) -> float:
-        """Have the state as it is now written, and return the seconds that this waited; who has a part of it comes along."""
+    def _begin_checkpoint(self, content: NextCheckpoint) -> float:
+        """Hand the state to the writer, and return the seconds that this took; ranks with a part of it call it too."""
         started_s = time.perf_counter()
-        state = self._state() if wish is not NextCheckpoint.LOG else None
+        state = self._state() if content is not NextCheckpoint.LOG else None
         if self._writer is not None:
-            self._writer.begin(state, self._facts(), base=self._shared and wish is NextCheckpoint.BASE)
+            self._writer.begin(state, self._facts(), base=self._writes_own_part and content is NextCheckpoint.BASE)
         return time.perf_counter() - started_s
 
     def _publish_last(self) -> None:
-        """The state as it is now has to be on the share before a rank leaves."""
-        self._replicas.settle(self._counts)  # validation may have changed something
+        """Publish the current state before the ranks leave."""
+        self._replicas.settle(self._counts)  # validation may have changed buffers
         writer, step = self._writer, self.progress.step
         reports = [writer.wait()] if writer is not None else []
         missing = writer is not None and writer.last_step != step and self._interval.wanted
-        wish = self._agreed(writer.wish() if writer is not None and missing else NextCheckpoint.NOTHING)
-        if wish is not NextCheckpoint.NOTHING:
-            self._begin_checkpoint(wish)
+        content = self._agreed(writer.next_content() if writer is not None and missing else NextCheckpoint.NOTHING)
+        if content is not NextCheckpoint.NOTHING:
+            self._begin_checkpoint(content)
             reports += [writer.wait()] if writer is not None else []
         if writer is not None:
             writer.close()
             self.late_reports = [report for report in reports if report is not None]
             if self.late_reports and writer.last_step != step:
-                raise TrainError(f"cannot keep the last state (step {step}): {self.late_reports[-1].error}")
+                raise TrainError(f"cannot save the last state (step {step}): {self.late_reports[-1].error}")
         self._comm.barrier()
 
     def _state(self) -> State:
-        comm = self._comm if self._shared else None
+        comm = self._comm if self._writes_own_part else None
         return state_to_write(self._model, self._optimizer, self._sync.tensors(), comm)
 
     def _facts(self) -> CheckpointFacts:
@@ -484,7 +491,7 @@ class TrainingLoop:
         )
 
     def _validate(self) -> float | None:
-        """The loss over the validation samples, if it is wanted now; with local steps that waits until the ranks are alike."""
+        """Return the validation loss if it is due; with local steps this waits until the ranks are equal."""
         if self._validation is None or not self._validation_due:
             return None
         self._validation_due = False
@@ -492,7 +499,7 @@ class TrainingLoop:
             return validation_loss(self._model, self._validation, self._comm)
 
     def _note_validation(self, loss: float) -> bool:
-        """Count a validation, and end the training if it has been in vain for long; returns whether it is the best so far."""
+        """Record a validation, end the training without improvement for long; return whether it is the best."""
         progress = self.progress
         best = progress.validated(loss)
         if self._schedule is not None:
@@ -508,7 +515,7 @@ class TrainingLoop:
 
     @property
     def why_ended(self) -> str:
-        """Why the training ended before its last step, if it did not stop at a signal."""
+        """The reason why the training ended before its last step, other than a signal."""
         progress = self.progress
         if not self._is_out_of_patience:
             return f"ended by the script at step {progress.step}"
@@ -535,7 +542,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return every tensor that a restart needs: weights, buffers and the optimizer's moments."""
+    """Return every tensor that a restart needs, by name: weights, buffers and the optimizer's moments."""
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
@@ -543,9 +550,9 @@ def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torc
 def state_to_write(
     model: torch.nn.Module, optimizer: Optimizer, more: Mapping[str, torch.Tensor], comm: Communicator | None
 ) -> State:
-    """Return what this rank writes: of ranks that write together its part, else (`comm` None) all of it.
+    """Return the tensors that this rank writes: its part if ranks write together, else (`comm` None) all.
 
-    Who has a part of the optimizer's state calls it with the others.
+    Ranks that have a part of the optimizer's state call it together.
     """
     if comm is None:
         return live_tensors(model, optimizer) | dict(more)
@@ -565,9 +572,9 @@ def gradient_log(
     every: int,
     comm: Communicator | None,
 ) -> GradientLog | None:
-    """Make a log of what this rank keeps of gradients, if at least `every` steps have room in it; `comm` as above."""
+    """Return a log of this rank's part of gradients, if at least `every` steps fit into it; `comm` as above."""
     if any(flat.is_complex() for flat in buckets.flats):
-        return None  # steps are taken again with real numbers
+        return None  # replay computes with real numbers only
     grads_bytes = sum(flat.nbytes for flat in buckets.flats)
     state_bytes = sum(tensor.nbytes for tensor in model.state_dict().values()) + 2 * grads_bytes
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)

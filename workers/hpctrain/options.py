@@ -1,4 +1,4 @@
-"""The command-line options that every training script has, so that jobs are told alike whatever they train.
+"""The command-line options that every training script has, so that all jobs take the same ones.
 
 Imports nothing heavy: `--help` and a wrong option answer at once.
 """
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
     """Add the options of `hpctrain.run.start`; `defaults` replaces the defaults of some, by name.
 
     Raises:
-        TrainError: `defaults` say twice how long a run is.
+        TrainError: `defaults` give the length of a run twice.
     """
     _add_training(parser)
     _add_machine(parser)
@@ -34,12 +34,12 @@ def add_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
 
 
 def options_from(settings: Mapping[str, object]) -> argparse.Namespace:
-    """Return the options for settings by name: `out`, `lr`, `scale_lr`, ..., with values as on the command line or Python's own.
+    """Return the options for settings by name: `out`, `lr`, `scale_lr`, ...
 
-    None stands for the default.
+    Values are as on the command line, or Python's own; None stands for the default.
 
     Raises:
-        TypeError: there is no setting of that name.
+        TypeError: a setting of that name does not exist.
         TrainError: a value is not allowed, or a setting is missing.
     """
     check_one_length(settings)
@@ -66,7 +66,7 @@ class _Refusing(argparse.ArgumentParser):
 
 
 def _words_of(action: argparse.Action, value: object) -> list[str]:
-    """The command line for one setting."""
+    """Return the command-line words for one setting."""
     name = action.option_strings[-1 if action.option_strings[0].count("-") == 1 else 0]
     if value is None:
         return []
@@ -80,14 +80,14 @@ def _words_of(action: argparse.Action, value: object) -> list[str]:
 
 
 def check_one_length(settings: Mapping[str, object]) -> None:
-    """Raises TrainError: settings of a script say twice how long a run is."""
+    """Raise TrainError if a script's settings give the length of a run twice."""
     given = [name for name in LENGTHS if settings.get(name) is not None]
     if len(given) > 1:
-        raise TrainError(f"cannot give a run two lengths, {' and '.join(given)}: leave all but one away")
+        raise TrainError(f"cannot give a run two lengths, {' and '.join(given)}: give one of them")
 
 
 class _Length(argparse.Action):
-    """An option that says how long a run is: it replaces the others, a script's defaults too."""
+    """An option for the length of a run: it replaces the other ones, including a script's defaults."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -130,12 +130,21 @@ def share(text: str) -> float:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
+    _add_length(group)
+    _add_learning_rate(group)
+    group.add_argument(
+        "--clip", type=amount, default=0.0, metavar="NORM", help="limit of the gradient's norm (%(default)g: none)"
+    )
+    group.add_argument("--seed", type=int, default=1, help="of weights, samples and all else (%(default)s)")
+
+
+def _add_length(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--steps",
         type=positive,
         action=_Length,
         metavar="N",
-        help="steps of the run (default: 400); of --steps, --epochs and --target-seconds the last one counts",
+        help="steps of the run (default: 400); of --steps, --epochs and --target-seconds the last one given counts",
     )
     group.add_argument("--epochs", type=positive, action=_Length, metavar="N", help="passes over the data")
     group.add_argument(
@@ -143,14 +152,17 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=amount,
         action=_Length,
         metavar="S",
-        help="as many steps as fit, measured at the start",
+        help="as many steps as fit into S seconds, measured at the start",
     )
     group.add_argument(
         "--batch",
         type=positive,
         metavar="N",
-        help="samples per step, of all ranks together (default: a DataLoader's batch_size, else 32)",
+        help="samples per step, summed over all ranks (default: a DataLoader's batch_size, else 32)",
     )
+
+
+def _add_learning_rate(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lr", type=amount, metavar="RATE", help="peak learning rate (default: the optimizer's own)")
     group.add_argument(
         "--warmup",
@@ -177,18 +189,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=_lr_scale,
         default=LrScale(),
         metavar="linear:BASE|sqrt:BASE",
-        help="the learning rate is meant for batches of BASE samples, a larger --batch gets more (default: not so)",
+        help="the learning rate is for batches of BASE samples; a larger --batch raises it (default: it does not)",
     )
     group.add_argument(
         "--ramp",
         type=_ramp,
         metavar="FIRST:STEPS",
-        help="batches grow from FIRST samples to --batch within so many steps (default: they do not)",
+        help="batches grow from FIRST samples to --batch in STEPS steps (default: they do not)",
     )
-    group.add_argument(
-        "--clip", type=amount, default=0.0, metavar="NORM", help="limit of the gradient's norm (%(default)g: none)"
-    )
-    group.add_argument("--seed", type=int, default=1, help="of weights, samples and all else (%(default)s)")
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -197,13 +205,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
-        help="of forward; weights and gradients stay fp32, fp16 scales the loss as it needs (%(default)s)",
+        help="of the forward pass; weights and gradients stay fp32; fp16 scales the loss (%(default)s)",
     )
     group.add_argument(
         "--micro-batch",
         type=positive,
         metavar="N",
-        help="samples that a rank computes at once at the most; gradients are summed (default: all of its part)",
+        help="at most N samples at once on a rank; gradients are accumulated (default: all samples of the rank)",
     )
     group.add_argument(
         "--stage",
@@ -216,7 +224,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=2,
         metavar="N",
-        help="pieces of data made ready beforehand, by a thread or by each worker; 0: none (%(default)s)",
+        help="batches loaded ahead, by a thread or by each worker; 0: none (%(default)s)",
     )
     group.add_argument(
         "--workers",
@@ -225,14 +233,16 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help="processes of each rank that load samples of a torch Dataset (default: a DataLoader's num_workers, else 0)",
     )
     group.add_argument(
-        "--recompute", action="store_true", help="keep less of forward in memory, compute blocks again for backward"
+        "--recompute",
+        action="store_true",
+        help="save memory: keep the inputs of blocks only, and compute the blocks again in the backward pass",
     )
     group.add_argument(
         "--compile",
         nargs="?",
         const="inductor",
         metavar="BACKEND",
-        help="let torch.compile make the model faster; takes a minute or so at the start (BACKEND: %(const)s)",
+        help="compile the model with torch.compile; takes about a minute at the start (BACKEND: %(const)s)",
     )
 
 
@@ -254,17 +264,20 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="auto|even|W,W,..",
         help="samples per rank: by measured speed, the same for all, or relatively (%(default)s)",
     )
-    group.add_argument(
-        "--zero", action="store_true", help="each rank keeps a part of the optimizer's state (ZeRO-1), not all of it"
-    )
+    group.add_argument("--zero", action="store_true", help="shard the optimizer's state over the ranks (ZeRO-1)")
     group.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
-        help="exchange gradients beside the backward pass or not (default: beside it between hosts, after it within one)",
+        help="overlap the exchange of gradients with the backward pass (default: between hosts only)",
     )
-    group.add_argument("--threads", type=positive, help="of torch per rank (default: 1 under several ranks)")
     group.add_argument(
-        "-v", "--verbose", action="store_true", help="say how ranks exchange, by size, with what was measured"
+        "--threads", type=positive, help="torch threads per rank (default: 1 if there are several ranks)"
+    )
+    group.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print how ranks exchange messages of each size, with the measurements",
     )
 
 
@@ -274,21 +287,26 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="directory for checkpoints, metrics.jsonl and model.pt"
     )
     group.add_argument(
-        "--resume", choices=("auto", "never"), default="auto", help="go on if DIR has checkpoints (%(default)s)"
+        "--resume", choices=("auto", "never"), default="auto", help="continue if DIR has checkpoints (%(default)s)"
     )
+    _add_checkpoints(group)
+    _add_reports(group)
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint-every",
         type=_every,
         default=50,
         metavar="N|auto",
-        help="steps; 0: never; auto: by what one costs and how often the run is interrupted (%(default)s)",
+        help="steps between checkpoints; 0: never; auto: by their cost and the rate of interruptions (%(default)s)",
     )
     group.add_argument(
-        "--base-every", type=positive, default=10, metavar="M", help="every M-th is a base (%(default)s)"
+        "--base-every", type=positive, default=10, metavar="M", help="every M-th checkpoint is a base (%(default)s)"
     )
-    group.add_argument("--keep", type=positive, default=2, help="chains of base and increments kept (%(default)s)")
+    group.add_argument("--keep", type=positive, default=2, help="chains of a base and increments to keep (%(default)s)")
     group.add_argument(
-        "--keep-every", type=amount, default=0.0, metavar="HOURS", help="and one of so many hours (0: none older)"
+        "--keep-every", type=amount, default=0.0, metavar="HOURS", help="also keep one chain per HOURS hours (0: none)"
     )
     group.add_argument(
         "--save-model",
@@ -296,18 +314,21 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="write the weights to DIR/model.pt at the end (default: yes)",
     )
+
+
+def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--eval-every",
         type=count,
         metavar="N",
-        help="steps between validations, 0: never; for scripts that give run.steps a validation "
+        help="steps between validations, 0: never; if the script passes a validation to run.steps "
         "(default: each epoch with --epochs, else 50)",
     )
     group.add_argument(
         "--patience",
         type=positive,
         metavar="N",
-        help="stop after N validations without a lower loss, and keep the weights of the lowest in DIR/best.pt "
+        help="stop after N validations without a lower loss; the best weights are in DIR/best.pt "
         "(default: do not stop)",
     )
     group.add_argument(
@@ -315,7 +336,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=_writers,
         default=(),
         metavar="tensorboard,mlflow",
-        help="write metrics for these programs too, beside metrics.jsonl; they have to be installed (default: not)",
+        help="also write metrics for these programs, which have to be installed (default: metrics.jsonl only)",
     )
     group.add_argument(
         "--profile",
@@ -343,7 +364,7 @@ def _writers(text: str) -> tuple[str, ...]:
     names = tuple(filter(None, text.split(",")))
     for name in names:
         if name not in WRITERS:
-            raise argparse.ArgumentTypeError(f"{name!r}: there are {' and '.join(WRITERS)}")
+            raise argparse.ArgumentTypeError(f"{name!r}: the known ones are {' and '.join(WRITERS)}")
     return names
 
 

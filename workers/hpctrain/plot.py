@@ -1,7 +1,7 @@
-"""The loss curve of a run as a picture: `python -m hpctrain.plot OUT/metrics.jsonl -o loss.png`.
+"""Draw the loss curve of a run: `python -m hpctrain.plot OUT/metrics.jsonl -o loss.png`.
 
-Reads metrics.jsonl only; a run that goes on can be plotted too.
-Rules: a step that was done twice counts once, with the higher attempt; what was done in vain is shown faintly.
+Reads metrics.jsonl only; the run may still be running.
+Rules: of a step that was done twice, the higher attempt counts; lost work is drawn faintly.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SMOOTHING = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What the picture shows; lists of (step, value) or of steps."""
+    """The data of the picture: lists of (step, value), or of steps."""
 
     loss: list[tuple[int, float]]
     validation: list[tuple[int, float]]
-    lost: list[list[tuple[int, float]]]  # of attempts that were killed, steps that had to be done again
+    lost: list[list[tuple[int, float]]]  # per attempt that was killed: the steps that had to be done again
     restarts: list[tuple[int, int]]  # (step resumed from, attempt)
     bases: list[int]
     increments: list[int]
@@ -41,7 +41,7 @@ def read_curve(path: Path) -> Curve:
     """Read a run's metrics.
 
     Raises:
-        TrainError: the file is missing or holds no step yet.
+        TrainError: the file is missing, or has no step yet.
     """
     try:
         lines = list(read_metrics(path))
@@ -49,31 +49,43 @@ def read_curve(path: Path) -> Curve:
         raise TrainError(f"cannot plot {path}: {error.strerror}") from error
     steps = [line for line in lines if "loss" in line]
     if not steps:
-        raise TrainError(f"cannot plot {path}: it holds no step yet")
+        raise TrainError(f"cannot plot {path}: it has no step yet")
     final: dict[int, dict] = {}
     for line in steps:
         if line["attempt"] >= final.get(line["step"], line)["attempt"]:
             final[line["step"]] = line
     kept = [final[step] for step in sorted(final)]
+    bases, increments = _checkpoints(lines)
+    return Curve(
+        loss=[(line["step"], line["loss"]) for line in kept],
+        validation=[(line["step"], line["val_loss"]) for line in kept if "val_loss" in line],
+        lost=_lost(steps, final),
+        restarts=[(line["resumed_from"], line["attempt"]) for line in steps if line.get("resumed_from")],
+        bases=bases,
+        increments=increments,
+        total_steps=max(kept[-1]["step"], kept[-1].get("total_steps") or 0),
+    )
+
+
+def _lost(steps: list[dict], final: dict[int, dict]) -> list[list[tuple[int, float]]]:
+    """Return (step, loss) of the steps that were done again, in a list for each attempt that lost some."""
     attempts = sorted({line["attempt"] for line in steps})
     lost = [
         [(line["step"], line["loss"]) for line in steps if line["attempt"] == a and final[line["step"]] is not line]
         for a in attempts
     ]
+    return [part for part in lost if part]
+
+
+def _checkpoints(lines: list[dict]) -> tuple[list[int], list[int]]:
+    """Return the steps of bases, and of increments."""
     made = [line for line in lines if "checkpoint_step" in line and "checkpoint_bytes" in line]
-    return Curve(
-        loss=[(line["step"], line["loss"]) for line in kept],
-        validation=[(line["step"], line["val_loss"]) for line in kept if "val_loss" in line],
-        lost=[part for part in lost if part],
-        restarts=[(line["resumed_from"], line["attempt"]) for line in steps if line.get("resumed_from")],
-        bases=[line["checkpoint_step"] for line in made if line["checkpoint_kind"] == "base"],
-        increments=[line["checkpoint_step"] for line in made if line["checkpoint_kind"] != "base"],
-        total_steps=max(kept[-1]["step"], kept[-1].get("total_steps") or 0),
-    )
+    bases = [line["checkpoint_step"] for line in made if line["checkpoint_kind"] == "base"]
+    return bases, [line["checkpoint_step"] for line in made if line["checkpoint_kind"] != "base"]
 
 
 def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Average exponentially, without the bias of the start."""
+    """Return the exponential moving average, without the bias of the start."""
     average, weight, result = 0.0, 0.0, []
     for step, value in points:
         average = SMOOTHING * average + (1 - SMOOTHING) * value
@@ -83,7 +95,7 @@ def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def draw(curve: Curve, path: Path, title: str) -> None:
-    """Draw the picture into a PNG file."""
+    """Draw the curve into a PNG file."""
     import matplotlib  # noqa: PLC0415 (only after the check that it is there)
 
     matplotlib.use("Agg")
@@ -113,7 +125,7 @@ def draw(curve: Curve, path: Path, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, weight="bold")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    # Outside of the axes, where it hides neither the curve nor a restart's text.
+    # Outside of the axes, where it hides neither the curve nor the text of a restart.
     figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path)
     pyplot.close(figure)
@@ -129,7 +141,7 @@ def _mark_restarts(axes: Axes, curve: Curve) -> None:
 
 
 def _mark_checkpoints(axes: Axes, curve: Curve) -> None:
-    """Ticks along the lower edge, long ones for bases."""
+    """Draw ticks along the lower edge, long ones for bases."""
     edge = axes.get_xaxis_transform()
     for steps, height, label in ((curve.bases, 0.035, "checkpoint: base"), (curve.increments, 0.018, "increment")):
         if steps:
@@ -138,11 +150,11 @@ def _mark_checkpoints(axes: Axes, curve: Curve) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw what the options say and return the exit status."""
+    """Draw the curve, and return the exit status."""
     parser = argparse.ArgumentParser(prog="hpctrain.plot", description="Draw the loss curve of a training run.")
     parser.add_argument("metrics", type=Path, help="OUT/metrics.jsonl of the run")
     parser.add_argument("-o", "--output", type=Path, default=Path("loss.png"), help="PNG file (%(default)s)")
-    parser.add_argument("--title", default="", help="default: what the run did")
+    parser.add_argument("--title", default="", help="default: a summary of the run")
     options = parser.parse_args(arguments)
     try:
         require("matplotlib")

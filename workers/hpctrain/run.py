@@ -1,17 +1,17 @@
-"""A run, for scripts of one's own: join the ranks, resume from the last checkpoint, and give each rank its part of each batch.
+"""A run of a training script: join the ranks, resume from the last checkpoint, give each rank its part of each batch.
 
     with start(out="run1", epochs=10) as run:
         model = Net().to(run.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # or hpctrain.optim.AdamW, which starts a second sooner
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # or hpctrain.optim.AdamW, which starts faster
         for batch in run.steps(model, optimizer, data=DataLoader(train_set, batch_size=64, shuffle=True)):
             images, names = batch.samples
             batch.backward(F.cross_entropy(model(images), names))
     sys.exit(run.status)
 
-Settings are those of `hpctrain.options`, by name, or `start(options)` with those of `add_options`.  One process is the same code
-as many ranks.  Does not know models or data.
-Rules: every rank runs the same script; an error on one ends all; `status` is 0 when the training is finished or the script has
-left the loop or ended it, 75 when a signal stopped it with a checkpoint made (queue me again), 1 after an error.
+Settings are those of `hpctrain.options`, by name, or `start(options)` with those of `add_options`.  The same code runs
+as one process and as many ranks.  Does not know models or data.
+Rules: every rank runs the same script; an error on one rank ends all.  `status` is 0 if the training is finished or the
+script has ended it, 75 if a signal stopped it with a checkpoint (queue the job again), 1 after an error.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ from hpctrain.data.staging import staged
 from hpctrain.data.torchdata import TorchSource, in_order, source_for
 from hpctrain.env import job_facts, rank_info
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
-from hpctrain.exchange.agreement import agree, data_facts, facts_of, hash_of, say_ended, told
+from hpctrain.exchange.agreement import agree, announce_end, data_facts, facts_of, gather_from_all, hash_of
 from hpctrain.exchange.replicas import check_replicas, hand_over
 from hpctrain.exchange.sync import Sync, make_sync
-from hpctrain.loop import TrainingLoop, live_tensors, seed_step
+from hpctrain.loop import LoopSetup, TrainingLoop, live_tensors, seed_step
 from hpctrain.optim.precision import Precision, loss_scale_for
 from hpctrain.optim.schedule import EpochEnd
 from hpctrain.optim.torch_optim import Optimizer, TorchSchedule, guarded, optimizer_for
@@ -84,7 +84,7 @@ from hpctrain.report.heartbeat import Heartbeat
 from hpctrain.report.metrics import check_writers
 from hpctrain.report.profiling import StepProfiler
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress, progress_from
-from hpctrain.report.reporter import Reporter, RunRecord
+from hpctrain.report.reporter import Goodput, Reporter, RunRecord
 from hpctrain.settings import (
     DEFAULT_BATCH,
     TrainSettings,
@@ -96,15 +96,15 @@ from hpctrain.settings import (
 )
 from hpctrain.signals import StopRequest
 
-# ----- what is done to a model before it is trained: looked at, recomputing, compiling
-# Rules: in place, and names of weights stay, so that checkpoints fit with and without.
+# ----- the model before the training: checks, recomputing, compiling
+# Rules: in place; weights keep their names, so checkpoints fit with and without these options.
 
 
 def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
-    """Make forward what the options say, in place: names of weights stay.
+    """Check the model, and apply `--recompute` and `--compile` in place; names of weights stay.
 
     Raises:
-        TrainError: that cannot be done with this model or on this machine, or the model has weights without values.
+        TrainError: the options do not fit this model or machine, or the model has weights without values.
     """
     _check_weights(model)
     if options.recompute:
@@ -114,7 +114,7 @@ def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
         on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
         if options.compile == "inductor" and on_cpu and shutil.which(compiler) is None:
             raise TrainError(
-                f"cannot compile the model: there is no C++ compiler {compiler!r} here; install g++, set CXX, or leave "
+                f"cannot compile the model: there is no C++ compiler {compiler!r} here; install g++, set CXX, or omit "
                 "--compile away"
             )
         model.compile(backend=options.compile)
@@ -136,14 +136,14 @@ def _check_weights(model: torch.nn.Module) -> None:
             )
 
 
-# ----- less memory for more time: forward's inner results are not kept but computed again when backward needs them
-# Does not know models beyond their lists of blocks.
+# ----- activation checkpointing: inner results of the forward pass are computed again in the backward pass
+# Knows a model's lists of blocks only.
 # Rules: random numbers are the same the second time, so the gradients are the same to the bit.
 # Sources: Chen et al., "Training deep nets with sublinear memory cost", 2016; torch.utils.checkpoint.
 
 
 def recompute_blocks(model: nn.Module) -> int:
-    """Recompute each block of the model's outermost lists (ModuleList, Sequential), and return how many there are.
+    """Recompute each block of the model's outermost lists (ModuleList, Sequential); return their number.
 
     Raises:
         TrainError: the model has no list of blocks.
@@ -152,7 +152,7 @@ def recompute_blocks(model: nn.Module) -> int:
     if not blocks:
         raise TrainError(
             "cannot recompute: the model has no torch.nn.ModuleList or Sequential of blocks; call "
-            "hpctrain.run.recompute(module) for those of its parts that are to be computed twice"
+            "hpctrain.run.recompute(module) for each module that the backward pass is to compute again"
         )
     for block in blocks:
         recompute(block)
@@ -160,7 +160,7 @@ def recompute_blocks(model: nn.Module) -> int:
 
 
 def recompute(module: nn.Module) -> None:
-    """Make the module keep its inputs alone for backward."""
+    """Make the module save only its inputs for the backward pass."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -178,9 +178,9 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-# ----- the outermost edge of a rank: an error ends all ranks at once, and its reason is printed first
-# Without this the others would wait in a collective for a rank that is gone.  In a job the scheduler is told the reason too, and
-# whether it is one or only the echo of another rank's end: hlogs(1) shows the first cause first.
+# ----- errors: print the reason, then end all ranks at once
+# Without this the other ranks would wait in a collective for a lost rank.  In a job the scheduler gets the reason too, and
+# whether it is a cause or only an echo of another rank's end: hlogs(1) shows the first cause first.
 
 
 READ_LIMIT_S = 2.0  # the other ranks wait meanwhile
@@ -188,9 +188,9 @@ READ_LIMIT_S = 2.0  # the other ranks wait meanwhile
 
 @contextmanager
 def all_or_none(comm: Communicator) -> Iterator[None]:
-    """Run the body and, if it raises, print why with the rank's number and end every rank.
+    """Run the body; if it raises, print the reason with the rank's number and end every rank.
 
-    In an interactive interpreter or a notebook, where there is one rank, the error is the caller's.
+    In an interactive interpreter or a notebook with one rank, the caller gets the error.
     """
     if comm.size == 1 and not comm.elastic and is_interactive():
         yield
@@ -211,7 +211,7 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
         _say(comm, f"{error}\n")
         _tell(comm, str(error), error)
         comm.abort(EXIT_FAILED)
-    except Exception as error:  # whatever it is, the others must not wait for us
+    except Exception as error:  # the other ranks must not wait for this one
         text = traceback.format_exc()
         _say(comm, text)
         _tell(comm, text, error)
@@ -219,7 +219,7 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
 
 
 def is_interactive() -> bool:
-    """Whether this process has a user who goes on after an error: a prompt, a notebook, or a program with other threads."""
+    """Return whether a user can continue after an error: a prompt, a notebook, or not the main thread."""
     return (
         hasattr(sys, "ps1") or bool(sys.flags.interactive) or threading.current_thread() is not threading.main_thread()
     )
@@ -227,7 +227,7 @@ def is_interactive() -> bool:
 
 @contextmanager
 def orderly_exit() -> Iterator[list[SystemExit]]:
-    """Run the body and put into the list how it ended, if by `sys.exit` and for no error."""
+    """Run the body; the yielded list gets a SystemExit that is not an error (status 0, 75 or none)."""
     found: list[SystemExit] = []
     try:
         yield found
@@ -237,24 +237,25 @@ def orderly_exit() -> Iterator[list[SystemExit]]:
         found.append(exiting)
 
 
-def tell_unmet(environ: Mapping[str, str], error: TrainError) -> None:
-    """Tell the scheduler why ranks could not meet; which rank this is, only its launcher knows."""
-    with suppress(TrainError):  # what the launcher says may be the very error
+def report_unmet(environ: Mapping[str, str], error: TrainError) -> None:
+    """Report to the scheduler why the ranks could not meet; the rank number comes from the launcher."""
+    with suppress(TrainError):  # the launcher's variables may be the error
         here = rank_info(environ)
         Heartbeat(environ).fail(here.rank, here.world, str(error), echo=False)
 
 
 def is_echo(error: BaseException) -> bool:
-    """Return whether the error came up while ranks were exchanging: then another rank is gone, most likely."""
+    """Return whether the error came up in an exchange, most likely because another rank is lost."""
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(hpctrain.comm.__file__).parent)
     return not isinstance(error, TrainError) and any(frame.filename.startswith(here) for frame in frames)
 
 
 def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
-    """Wait until the other end of a pipe, socket or terminal has taken what was written to it, or the limit is over.
+    """Wait until the reader of a pipe, socket or terminal has taken all output, or `limit_s` is over.
 
-    A launcher that is told to abort ends at once (MPICH's does) and loses what its ranks wrote and it has not read yet.
+    MPICH's launcher ends at once when it is told to abort, and loses output that it has not read yet.  Returns whether all
+    output was taken.
     """
     mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
@@ -274,8 +275,8 @@ def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
 
 def _say(comm: Communicator, text: str) -> None:
     label = f"rank {comm.rank} of {comm.size}: " if comm.size > 1 else ""
-    with suppress(BrokenPipeError):  # nobody listens any more; all ranks end all the same
-        if sys.stdout is not None:  # it is if Python was started without it
+    with suppress(BrokenPipeError):  # the reader is gone; all ranks end anyway
+        if sys.stdout is not None:  # None if Python was started without it
             sys.stdout.flush()
     with suppress(BrokenPipeError):
         if sys.stderr is not None:
@@ -303,15 +304,15 @@ def start(
     environ: Mapping[str, str] | None = None,
     **settings: object,
 ) -> Iterator[Run]:
-    """Join the ranks that the launcher made, and leave them at the end; `name` is what log lines begin with.
+    """Join the ranks that the launcher started, and leave them at the end; log lines begin with `name`.
 
-    `settings` have the names and values of the options (`start(out="run1", lr=1e-3)`), in place of `options`; the command line is
-    not read.
+    `settings` have the names and values of the options (`start(out="run1", lr=1e-3)`), in place of `options`; the command
+    line is not read.
 
     Raises:
-        SystemExit: the ranks cannot meet; why is on stderr.
-        TypeError: there is no such setting, or both `options` and settings were given.
-        TrainError: a setting has no such value.
+        SystemExit: the ranks cannot meet; the reason is on stderr.
+        TypeError: a setting does not exist, or both `options` and settings were given.
+        TrainError: a setting has a wrong value.
     """
     if options is None:
         options = options_from(settings)
@@ -322,12 +323,12 @@ def start(
         comm = connect(options.backend, environ)
     except TrainError as error:
         print(f"{name}: {error}", file=sys.stderr)
-        tell_unmet(environ, error)
+        report_unmet(environ, error)
         raise SystemExit(EXIT_FAILED) from None
     with all_or_none(comm), StopRequest() as stop:
         if options.threads or comm.size > 1 or comm.elastic:
             torch.set_num_threads(options.threads or 1)
-        seed_step(options.seed, 0, 0)  # weights that are made now are alike on all ranks, and in every attempt
+        seed_step(options.seed, 0, 0)  # so new weights are equal on all ranks and in every attempt
         run = Run(options, name, comm, stop, environ)
         if options.verbose and run.is_first:
             print("\n".join(f"exchange: {line}" for line in comm.describe()), flush=True)
@@ -338,7 +339,7 @@ def start(
             run.abandon()
             raise
         run.leave()
-        with suppress(PeerLost):  # who is lost now has nothing left to do
+        with suppress(PeerLost):  # a rank that is lost now has nothing left to do
             comm.barrier()
         comm.close()
     if exiting:
@@ -347,7 +348,7 @@ def start(
 
 @dataclass(slots=True, kw_only=True)
 class TrainingTask:
-    """What is trained, whoever takes part; `facts` are to be the same on all ranks."""
+    """What is trained, independent of the group of ranks; `facts` must be equal on all ranks."""
 
     model: torch.nn.Module
     optimizer: Optimizer
@@ -368,64 +369,64 @@ class Run:
         self.comm = comm
         on_gpu = comm.name == "nccl" or torch.cuda.is_available()
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
-        self._claim: Claim | None = None  # of the rank that writes
-        self._attempt = 0  # of the last one that could claim
-        self._unclaimed, self._claim_again_at_s = "", 0.0  # why this rank cannot, and when it tries again
+        self._claim: Claim | None = None  # on the rank that writes
+        self._attempt = 0  # of the last rank that could claim
+        self._unclaimed, self._claim_again_at_s = "", 0.0  # why this rank cannot claim, and when it tries again
         self._distrusted: tuple[str, ...] = ()
         self._writer: CheckpointWriter | None = None
-        # Ranks that come and go leave it to the first of them.
+        # If ranks come and go, the first rank alone writes.
         self._shares_writing = comm.size > 1 and not comm.elastic
         self.finished = self._ended = self._over = False
         self._began = False
-        self._inside: TrainingLoop | None = None  # while the script is in it
-        self._left_after: int | None = None  # the steps that were taken when the script left the loop by itself
+        self._inside: TrainingLoop | None = None  # while the script iterates over it
+        self._left_after: int | None = None  # the number of steps when the script left the loop by itself
         self._record = RunRecord(options.out)
-        self._progress: TrainingProgress | None = None  # how far this rank is, None if it has nothing yet
-        self._last_step: tuple[StepReport, float] | None = None  # and when it was over
-        self._sources: list[TorchSource] = []  # which may have workers
+        self._progress: TrainingProgress | None = None  # of this rank; None if it has no state yet
+        self._last_step: tuple[StepReport, float] | None = None  # and when it ended, epoch seconds
+        self._sources: list[TorchSource] = []  # these may have worker processes
         self._iterator: weakref.ref[Generator[Batch, None, None]] | None = None
-        self._teller: Reporter | None = None
-        self._interrupted = False  # ranks were lost since the last generation, or all are started again
-        self.weights_sha256 = ""  # after the steps: the same on all ranks
+        self._current_reporter: Reporter | None = None
+        self._interrupted = False  # ranks were lost since the last generation, or the run was started again
+        self.weights_sha256 = ""  # after the last step: equal on all ranks
 
     @property
     def rank(self) -> int:
-        """Which rank this is; in an elastic run it changes."""
+        """The number of this rank; in an elastic run it changes."""
         return self.comm.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.comm.size
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.comm.rank == 0
 
     @property
     def status(self) -> int:
-        """The exit status that the scheduler understands."""
+        """The exit status for the scheduler: 0, or 75 to queue the job again."""
         left = (self._inside or self._left_after) is not None and self._stop.received is None
         return 0 if self.finished or self._ended or left or not self._began else EXIT_REQUEUE
 
     def stop(self) -> None:
-        """End the loop after the step that is under way, on all ranks, with a checkpoint: training is good enough."""
+        """End the loop on all ranks after the current step, with a checkpoint: the training is finished."""
         self._stop.by_script = True
 
     def leave(self) -> None:
-        """Meet the other ranks where they are, if the script has left the loop by itself or never was in it.
+        """Meet the other ranks if the script has left the loop by itself, or never entered it.
 
         Raises:
-            TrainError: they are in it.
+            TrainError: some ranks are in the loop.
         """
         loop, self._inside = self._inside, None
         if loop is None:
             if not self._began and not self.comm.elastic:
-                say_ended(self.comm)
+                announce_end(self.comm)
             return
         self._left_after = loop.progress.step
-        if not self.comm.elastic:  # there a rank may leave
+        if not self.comm.elastic:  # in an elastic run a rank may leave
             loop.leave()
         if self.is_first:
             print(
@@ -435,39 +436,39 @@ class Run:
             )
 
     def agree(self, what: str, value: object) -> None:
-        """Return if `value` is the same on all ranks: bytes or numbers as they lie in memory; all ranks call it.
+        """Check that `value` (bytes or numbers) is equal on all ranks; all ranks call it.
 
         Raises:
-            MismatchError: it is not; `what` names it, as "data".
+            MismatchError: it differs; `what` names it in the message, for example "data".
         """
         agree(self.comm, {what: hash_of(value)})
 
     def share(self, make: Callable[[], T]) -> T:
-        """Return every rank what `make` returns on the first one (picklable, small); all ranks call it."""
-        made: T = told(self.comm, make() if self.is_first else None)[0]
+        """Return on every rank what `make` returns on the first one (picklable, small); all ranks call it."""
+        made: T = gather_from_all(self.comm, make() if self.is_first else None)[0]
         return made
 
     def dataset(self, directory: Path) -> Dataset:
         """Open the data set in a directory that all nodes see, or its copy (`--stage`); all ranks call it.
 
         Raises:
-            DamagedError: it is not whole, or of another version.
+            DamagedError: it is incomplete, or of another version.
             MismatchError: ranks see different data sets there.
         """
         where, said = staged(directory, self._options.stage, self.comm)
         if self.is_first and said:
             print("\n".join(said), flush=True)
         dataset = Dataset(where)
-        digests = told(self.comm, dataset.digest)
+        digests = gather_from_all(self.comm, dataset.digest)
         if len(set(digests)) != 1:
             raise MismatchError(f"cannot train on {directory}: the ranks see different data sets there: {digests}")
         return dataset
 
     def mean_loss(self, loss_of: Callable[[Any], torch.Tensor], data: Any, batch: int | None = None) -> MeanLoss:
-        """Return a validation for `steps`: the mean of `loss_of(samples)` over `data`, a torch Dataset or DataLoader or a source.
+        """Return a validation for `steps`: the mean of `loss_of(samples)` over `data`.
 
-        Each rank computes a part, without gradients and with the model in eval mode.  `batch`: samples at once, the DataLoader's
-        batch_size or the option's if not given.
+        `data` is a torch Dataset or DataLoader, or a source.  Each rank computes a part, without gradients and with the model in
+        eval mode.  `batch`: samples at once; by default the DataLoader's batch_size, else the option's.
         """
         source = in_order(data, self._options.workers)
         self._keep_source(source)
@@ -483,25 +484,29 @@ class Run:
         samples: int | None = None,
         schedule: Any = None,
     ) -> Iterator[Batch]:
-        """Go through the steps that are left, and give this rank's part of each batch; all ranks call it.
+        """Iterate over the remaining steps, and yield this rank's part of each batch; all ranks call it.
 
-        Of each batch the script calls `backward` once; with `--micro-batch` a rank's part comes in pieces, each a batch here.
-        A rank that has no samples in a step is not given one.  What the script computes with a batch runs in `--precision`.
-        `data`: a torch Dataset or DataLoader, or a source of `hpctrain.data.sources`; `batch.samples` is what it gives, on the
-        model's device.  The DataLoader's batch_size is that of all ranks together, unless `--batch` is given.
-        `samples`: how many an epoch has, if `data` has no length.
-        `validation`: what `mean_loss` returns; or a function of (part, parts) that returns the sum of losses over one part of the
-        validation samples, and how many they are.
-        `schedule`: one of torch.optim.lr_scheduler, which is stepped after each step and kept in checkpoints.
+        The script calls `backward` once for each batch; with `--micro-batch` a rank's part comes in several batches.  A rank
+        without samples in a step gets no batch for it.  Computation with a batch runs in `--precision`.
+
+        `data`: a torch Dataset or DataLoader, or a source of `hpctrain.data.sources`; `batch.samples` is its value on the model's
+        device.  The DataLoader's batch_size is the sum over all ranks, unless `--batch` is given.
+        `samples`: the number of samples of an epoch, if `data` has no length.
+        `validation`: the value of `mean_loss`; or a function of (part, parts) that returns the sum of losses over one part of the
+        validation samples, and their number.
+        `schedule`: one of torch.optim.lr_scheduler; it is stepped after each step and saved in checkpoints.
+
+        Raises:
+            TrainError: options, model, optimizer, data or schedule do not fit together; a step cannot be taken.
         """
         iterator = self._steps(model, optimizer, validation, data, samples, schedule)
         self._iterator = weakref.ref(iterator)
         return iterator
 
     def abandon(self) -> None:
-        """Undo after an error what the script's process would notice: hooks on its model, threads, a progress bar."""
-        if self._teller is not None:
-            self._teller.close()
+        """Undo after an error what stays in the script's process: hooks on its model, threads, a progress bar."""
+        if self._current_reporter is not None:
+            self._current_reporter.close()
         iterator = self._iterator() if self._iterator is not None else None
         if iterator is not None:
             iterator.close()
@@ -515,12 +520,34 @@ class Run:
         samples: int | None,
         schedule: Any,
     ) -> Generator[Batch, None, None]:
-        options = self._options
         if self._began:
             raise TrainError(
-                "cannot begin another loop: run.steps was called already, and a run has one; start another run"
+                "cannot begin another loop: run.steps was called already, and a run has one loop; start another run"
             )
         self._began = True
+        task = self._prepare(model, optimizer, validation, data, samples, schedule)
+        self._print_unused_options(task)
+        try:
+            yield from self._generations(task)
+        finally:
+            for source in self._sources:
+                source.close()
+
+    def _prepare(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer | torch.optim.Optimizer,
+        validation: Validation | None,
+        data: Any,
+        samples: int | None,
+        schedule: Any,
+    ) -> TrainingTask:
+        """Check that everything fits together, change the model as the options say, and return the task.
+
+        Raises:
+            TrainError: options, model, optimizer, data or schedule do not fit together.
+        """
+        options = self._options
         check_options(options)
         check_writers(options.log)
         data = source_for(data, options.seed, options.workers)
@@ -535,64 +562,63 @@ class Run:
         own = optimizer_for(model, optimizer)
         if schedule is not None:
             check_own_schedule(options)
-        task = TrainingTask(
+        settings = settings_of(
+            options,
+            own.lr,
+            batch=getattr(data, "batch", None),
+            epoch_samples=samples or (len(data) if isinstance(data, Sized) else None),
+            epoch_end=getattr(data, "epoch_end", EpochEnd.CROSS),
+            own_schedule=type(schedule).__name__ if schedule is not None else "",
+        )
+        facts = facts_of(options, model, optimizer) | data_facts(data)
+        return TrainingTask(
             model=model,
             optimizer=own,
-            facts=facts_of(options, model, optimizer) | data_facts(data),
+            facts=facts,
             validation=validation,
             data=data,
             schedule=schedule,
-            settings=settings_of(
-                options,
-                own.lr,
-                batch=getattr(data, "batch", None),
-                epoch_samples=samples or (len(data) if isinstance(data, Sized) else None),
-                epoch_end=getattr(data, "epoch_end", EpochEnd.CROSS),
-                own_schedule=type(schedule).__name__ if schedule is not None else "",
-            ),
+            settings=settings,
         )
-        notes = [check_validation(options, validates=validation is not None)]
-        if options.workers and not isinstance(data, TorchSource):
-            notes.append(f"--workers {options.workers} has no effect: the data is no torch Dataset or DataLoader")
+
+    def _print_unused_options(self, task: TrainingTask) -> None:
+        options = self._options
+        notes = [check_validation(options, validates=task.validation is not None)]
+        if options.workers and not isinstance(task.data, TorchSource):
+            notes.append(f"--workers {options.workers} has no effect: the data is not a torch Dataset or DataLoader")
         for note in filter(None, notes if self.is_first else ()):
             print(f"{self._name}: {note}", flush=True)
-        try:
-            yield from self._generations(task)
-        finally:
-            for source in self._sources:
-                source.close()
 
     def _generations(self, task: TrainingTask) -> Iterator[Batch]:
         while not self._over:
-            self.comm.meet()
+            self.comm.rendezvous()
             try:
-                loop, teller = self._generation(task)
+                loop, reporter = self._generation(task)
                 self._inside = loop
-                mine = task.optimizer.of_own_part if isinstance(task.optimizer, ShardedOptimizer) else task.optimizer
-                with loop.profile.watching(), guarded(mine):
+                with loop.profiler.watching(), guarded(_of_own_part(task.optimizer)):
                     yield from loop.steps(self._stop)
                 self._inside = None
                 if loop.left:
                     self._over, self._left_after = True, loop.progress.step
                 elif not loop.changing:
-                    self._end(task.model, loop, teller)
+                    self._end(task.model, loop, reporter)
             except PeerLost as lost:
                 self._interrupted, self._inside = True, None
                 print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
 
     def _generation(self, task: TrainingTask) -> tuple[TrainingLoop, Reporter | None]:
-        """Make the loop of those who have met."""
+        """Return the loop of the ranks that have met."""
         options, comm, model = self._options, self.comm, task.model
         hosts = self._agreed(task.facts)
         sync = make_sync(options.sync, list(model.parameters()), comm, overlap=options.overlap)
         try:
             return self._loop(task, hosts, sync)
         except PeerLost:
-            sync.buckets.close()  # else they would see the gradients of the next generation, too
+            sync.buckets.close()  # else their hooks would see the next generation's gradients too
             raise
 
     def _loop(self, task: TrainingTask, hosts: list[str], sync: Sync) -> tuple[TrainingLoop, Reporter | None]:
-        """Make it for ranks that train the same, once they have the same state."""
+        """Bring the ranks to the same state, and make their loop."""
         options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
         replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
@@ -607,47 +633,58 @@ class Run:
             self._writer = self._join_writers(self._attempt)
         if options.zero:
             optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
-        mine = optimizer.of_own_part if isinstance(optimizer, ShardedOptimizer) else optimizer
-        schedule = TorchSchedule(mine, task.schedule) if task.schedule is not None else None
         identity = RunIdentity(attempt=self._attempt, generation=comm.generation, job=job_facts(self._environ).job)
-        teller = None
-        if self.is_first:
-            self._record.look_for_checkpoint(self._distrusted)
-            told_of = identity, progress, model, self._environ, hosts, task.settings, goodput
-            teller = self._teller = Reporter(options, self._name, comm, *told_of, self._record)
-            if self._last_step is not None:
-                teller.make_up(*self._last_step)
-            if advice := sync.advice():
-                print(f"{self._name}: {advice}", flush=True)
-        else:
-            self._record.follow(goodput)
+        reporter = self._reporter(task, identity, progress, hosts, goodput, sync)
         self._interrupted = False
-        profile = StepProfiler(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
         loop = TrainingLoop(
-            model,
-            optimizer,
-            task.validation,
-            task.settings,
-            comm,
-            progress,
-            identity,
-            sync,
-            self._writer,
-            Prefetcher(task.data, _device_of(model), options.prefetch) if task.data is not None else None,
-            lambda report: self._tell(report, teller, model),
-            profile,
-            self._shares_writing,
-            self._interval(),
-            schedule,
+            LoopSetup(
+                model=model,
+                optimizer=optimizer,
+                validation=task.validation,
+                settings=task.settings,
+                comm=comm,
+                progress=progress,
+                identity=identity,
+                sync=sync,
+                writer=self._writer,
+                writes_own_part=self._shares_writing,
+                feed=Prefetcher(task.data, _device_of(model), options.prefetch) if task.data is not None else None,
+                on_step=lambda report: self._report(report, reporter, model),
+                profiler=StepProfiler(options.profile, options.out / "profile" / f"rank-{self.rank}.json"),
+                interval=self._interval(),
+                schedule=TorchSchedule(_of_own_part(optimizer), task.schedule) if task.schedule is not None else None,
+            )
         )
-        if teller is not None and loop.finished:
-            teller.say_done(progress.step)
+        if reporter is not None and loop.finished:
+            reporter.report_done(progress.step)
         if options.zero and not any(comm.all_gather_object(loop.keeps_gradients)):
             sync.buckets.sum_own_part()
-        return loop, teller
+        return loop, reporter
+
+    def _reporter(
+        self,
+        task: TrainingTask,
+        identity: RunIdentity,
+        progress: TrainingProgress,
+        hosts: list[str],
+        goodput: Goodput,
+        sync: Sync,
+    ) -> Reporter | None:
+        """Return the first rank's reporter; the other ranks record the goodput only, and have none."""
+        if not self.is_first:
+            self._record.follow(goodput)
+            return None
+        self._record.look_for_checkpoint(self._distrusted)
+        facts = identity, progress, task.model, self._environ, hosts, task.settings, goodput
+        reporter = self._current_reporter = Reporter(self._options, self._name, self.comm, *facts, self._record)
+        if self._last_step is not None:
+            reporter.report_missed(*self._last_step)
+        if advice := sync.advice():
+            print(f"{self._name}: {advice}", flush=True)
+        return reporter
 
     def _agreed(self, facts: dict[str, str]) -> list[str]:
-        """The host of each rank, if all are about to train the same; one that joins a run which trains something else leaves."""
+        """Return the host of each rank if all train the same; a newcomer that trains something else leaves."""
         try:
             return agree(self.comm, facts)
         except MismatchError as error:
@@ -656,12 +693,12 @@ class Run:
                 raise
             if self.rank in error.ranks:
                 print(f"{self._name}: rank {self.rank} of {self.size}: {error}", file=sys.stderr, flush=True)
-                assert isinstance(self.comm, ElasticCommunicator)  # no other group has newcomers
+                assert isinstance(self.comm, ElasticCommunicator)  # other groups have no newcomers
                 self.comm.turn_away(str(error))
             raise PeerLost(f"another rank was turned away: {error}") from None
 
     def _join_writers(self, attempt: int) -> CheckpointWriter:
-        """Have a process write this rank's part of each checkpoint, and the first one's publish them; all ranks call it."""
+        """Start a process that writes this rank's part of checkpoints; the first rank's publishes them."""
         options, size = self._options, self.size
         if self.is_first:
             assert self._claim is not None
@@ -674,24 +711,24 @@ class Run:
         mine = Claim(directory=options.out / "checkpoints", attempt=attempt)
         return ProcessWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
 
-    def _tell(self, report: StepReport, teller: Reporter | None, model: torch.nn.Module) -> None:
+    def _report(self, report: StepReport, reporter: Reporter | None, model: torch.nn.Module) -> None:
         self._last_step = report, time.time()
-        self.comm.stepped(report.step, report.step_s)
+        self.comm.report_step(report.step, report.step_s)
         if self._lacks_claim and time.monotonic() > self._claim_again_at_s:
-            self.comm.changing = True  # they part, and meet again
+            self.comm.changing = True  # the ranks leave the generation, and meet again
         if report.is_best and self._options.patience and self.is_first:
             self._save_best(model)
-        if teller is not None:
-            teller.step(report)
+        if reporter is not None:
+            reporter.step(report)
         else:
-            self._record.saw(report.step, report.step_s)
+            self._record.count_step(report.step, report.step_s)
 
     @property
     def _lacks_claim(self) -> bool:
-        """Whether this rank has to write and cannot."""
+        """Whether this rank has to write, and has no claim."""
         return self.is_first and self._claim is None and self._options.checkpoint_every != 0
 
-    def _end(self, model: torch.nn.Module, loop: TrainingLoop, teller: Reporter | None) -> None:
+    def _end(self, model: torch.nn.Module, loop: TrainingLoop, reporter: Reporter | None) -> None:
         if self._lacks_claim:
             raise TrainError(f"cannot keep the last state (step {loop.progress.step}): {self._unclaimed}")
         self.weights_sha256 = check_replicas(model, self.comm)
@@ -700,8 +737,8 @@ class Run:
         if self.is_first and self._options.save_model and (loop.finished or loop.ended):
             saved = self._options.out / MODEL
             self._save(saved, model)
-        if teller:
-            teller.end(loop, self._stop, self.finished, saved)
+        if reporter:
+            reporter.end(loop, self._stop, self.finished, saved)
 
     def _save_best(self, model: torch.nn.Module) -> None:
         try:
@@ -726,9 +763,9 @@ class Run:
     def _catch_up(
         self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, settings: TrainSettings
     ) -> TrainingProgress:
-        """Bring every rank to the state of the one that is furthest; if none has any, to that which the first one begins with.
+        """Bring every rank to the state of the furthest rank; if none has a state, to a restored or new one.
 
-        A rank that is interrupted in it has what it had before, or all of the other's.
+        If the transfer is interrupted, a rank has its old state or all of the new one.
         """
         if self._progress is None:
             bring_host_parts(self._options.out / "checkpoints")
@@ -736,38 +773,47 @@ class Run:
         begins = max(steps) < 0
         plan = None
         if self.is_first and self._claim is None and begins:
-            if self._options.resume == "never":
-                self._refuse_to_resume()
-            try:
-                self._claim = self._take_over()
-            except OSError as error:
-                raise TrainError(
-                    f"cannot write to {self._options.out}: {error.strerror}; give an --out that this account can write to and "
-                    "that all nodes see"
-                ) from error
-            restored = self._restore(live(), replay)
-            self._distrusted = restored.damaged if restored else ()
-            if not self._shares_writing:
-                self._writer = make_writer(self._options, self._claim, restored)
-            self._progress, plan = self._begin(live(), restored, settings)
+            plan = self._resume(live, replay, settings)
         elif self.is_first and self._claim is None:
             self._take_over_if_possible()
         source = steps.index(max(steps))
         mine = (self._progress, self._last_step, plan) if self.rank == source else None
-        told = self.comm.all_gather_object(mine)[source]
+        received = self.comm.all_gather_object(mine)[source]
         if min(steps) < max(steps) or begins:
-            # Live tensors anew: steps that were taken again may have made the optimizer's anew.
+            # Ask for the live tensors again: replayed steps may have made the optimizer's anew.
             hand_over(live(), self.comm, source)
-        self._progress, self._last_step, plan = told
+        self._progress, self._last_step, plan = received
         if begins:
             self._interrupted = True
             self.comm.follow(plan)
         return self._progress
 
+    def _resume(self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, settings: TrainSettings) -> object:
+        """Claim the attempt, restore the newest checkpoint, and return the communicator's plan in it.
+
+        Raises:
+            TrainError: the output directory cannot be written to, or has checkpoints under `--resume never`.
+        """
+        if self._options.resume == "never":
+            self._refuse_to_resume()
+        try:
+            self._claim = self._take_over()
+        except OSError as error:
+            raise TrainError(
+                f"cannot write to {self._options.out}: {error.strerror}; give an --out that this account can write to and "
+                "that all nodes see"
+            ) from error
+        restored = self._restore(live(), replay)
+        self._distrusted = restored.damaged if restored else ()
+        if not self._shares_writing:
+            self._writer = make_writer(self._options, self._claim, restored)
+        self._progress, plan = self._begin(live(), restored, settings)
+        return plan
+
     def _begin(
         self, tensors: dict[str, torch.Tensor], restored: RestoredCheckpoint | None, settings: TrainSettings
     ) -> tuple[TrainingProgress, object]:
-        """The state of a checkpoint, or a fresh one; and what was chosen to exchange by then."""
+        """Return the state of a checkpoint or a new one, and the checkpoint's communication plan."""
         precision = Precision(self._options.precision)
         progress, plan = TrainingProgress(loss_scale=loss_scale_for(precision, None)), None
         if restored is not None:
@@ -784,37 +830,40 @@ class Run:
         return progress, plan
 
     def _say_changed(self, before: object, settings: TrainSettings) -> None:
-        """Name the settings that differ from the checkpoint's."""
-        told = settings.told()
+        """Print the settings that differ from the checkpoint's."""
+        texts = settings.as_texts()
         if isinstance(before, dict):
             changed = [
-                f"{name} {before.get(name, 'none')} -> {told.get(name, 'none')}"
-                for name in dict.fromkeys([*told, *before])
-                if before.get(name) != told.get(name)
+                f"{name} {before.get(name, 'none')} -> {texts.get(name, 'none')}"
+                for name in dict.fromkeys([*texts, *before])
+                if before.get(name) != texts.get(name)
             ]
             if changed:
-                print(f"{self._name}: other settings than in the checkpoint: {', '.join(changed)}", flush=True)
+                print(f"{self._name}: settings differ from the checkpoint: {', '.join(changed)}", flush=True)
 
     def _take_over(self) -> Claim:
-        """Claim the attempt: whoever wrote before must not any more."""
+        """Claim the attempt, so that no earlier attempt can write any more."""
         mine = claim(self._options.out / "checkpoints", job_facts(self._environ), time.time())
         publish_kept(mine)
         return mine
 
     def _take_over_if_possible(self) -> None:
-        """The rank that wrote is lost: claim the attempt in its place. While the share does not take that, training goes on."""
+        """Claim the attempt in place of the lost first rank; if the share fails, training continues."""
         try:
             self._claim = self._take_over()
         except (OSError, PublishError) as error:
             self._unclaimed = str(error)
-            self._record.kept.away = f"checkpoints: none for now: {error}"
+            self._record.last_checkpoint.away = f"checkpoints: cannot be written now: {error}"
             self._claim_again_at_s = time.monotonic() + CLAIM_AGAIN_S
-            print(f"checkpoint: none for now, tried again every {CLAIM_AGAIN_S:.0f} s: {error}", flush=True)
+            print(
+                f"checkpoint: cannot write checkpoints now: {error}; tries again every {CLAIM_AGAIN_S:.0f} s",
+                flush=True,
+            )
             return
         self._writer = make_writer(self._options, self._claim, None)
-        self._record.kept.away = ""
+        self._record.last_checkpoint.away = ""
         if self._unclaimed:
-            print("checkpoint: they can be written again", flush=True)
+            print("checkpoint: checkpoints can be written again", flush=True)
 
     def _refuse_to_resume(self) -> None:
         names = checkpoint_names(self._options.out / "checkpoints")
@@ -836,20 +885,25 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def _of_own_part(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of this rank's shard, if the state is sharded."""
+    return optimizer.of_own_part if isinstance(optimizer, ShardedOptimizer) else optimizer
+
+
 def policy_of(options: argparse.Namespace) -> RetentionPolicy:
-    """Return which checkpoints stay."""
+    """Return which checkpoints to keep."""
     return RetentionPolicy(keep=options.keep, every_s=3600 * options.keep_every)
 
 
 def make_writer(options: argparse.Namespace, mine: Claim, restored: RestoredCheckpoint | None) -> CheckpointWriter:
-    """Make the writer, standing on what was restored."""
+    """Start the process that writes checkpoints; its increments continue the restored one."""
     distrusted = restored.damaged if restored else ()
     parent = restored.published if restored else None
     return ProcessWriter(mine, parent, options.base_every, policy_of(options), distrusted)
 
 
 def save_model(path: Path, model: torch.nn.Module) -> None:
-    """Write the weights so that `torch.load` reads them; an older file is replaced whole."""
+    """Write the weights for `torch.load`; an older file is replaced as a whole."""
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     os.replace(write_draft(path, buffer.getvalue()), path)

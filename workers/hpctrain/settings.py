@@ -1,7 +1,7 @@
-"""How a run is trained: options, and what the script's optimizer and data say, as values.
+"""How a run trains: options, and the settings of the script's optimizer and data, as values.
 
-Rules: an option that is given wins over the script, and the script over defaults.  By default the learning rate is the
-optimizer's own and constant, and gradients are not clipped: what a script does without hpctrain.
+Rules: a given option overrides the script, and the script overrides defaults.  By default the learning rate is the
+optimizer's own and constant, and gradients are not clipped, as in a script without hpctrain.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class TrainSettings:
     target_s: float | None
     batch: int
     seed: int
-    lr: float  # at its peak
+    lr: float  # peak
     warmup_steps: int
     clip_norm: float  # 0: none
-    checkpoint_every: int | None  # steps; 0: never, None: as it is best
+    checkpoint_every: int | None  # steps; 0: never, None: chosen by cost and interruptions
     eval_every: int | None  # steps; 0: never, None: at the end of each epoch
-    patience: int | None = None  # validations without a lower loss, after which training stops
-    weights: tuple[float, ...]  # samples per rank, relatively; empty: equal shares
+    patience: int | None = None  # validations without a lower loss before training stops
+    weights: tuple[float, ...]  # relative samples per rank; empty: equal shares
     balance: bool  # shares follow the ranks' measured speeds
     course: Course = Course.CONSTANT
     floor: float = 0.05
     lr_scale: LrScale = LrScale()
-    own_schedule: str = ""  # the kind of the script's own schedule, which then sets the learning rate
+    own_schedule: str = ""  # class name of the script's own schedule, which then sets the learning rate
     batches: Batches
     precision: Precision = Precision.FP32
-    micro_batch: int | None = None  # samples that a rank takes at once at the most
+    micro_batch: int | None = None  # at most so many samples at once on a rank
 
     def lr_at(self, step: int, batch: int, total_steps: int | None) -> float:
-        """Return the learning rate of a step (the first is 0) with a batch of so many samples."""
+        """Return the learning rate of a step (0: the first) with `batch` samples."""
         schedule = LrSchedule(
             peak_lr=self.lr * self.lr_scale.factor(batch),
             warmup_steps=self.warmup_steps,
@@ -52,8 +52,8 @@ class TrainSettings:
         )
         return schedule.lr_at(step)
 
-    def told(self) -> dict[str, str]:
-        """What decides the course of the training, in words, for people."""
+    def as_texts(self) -> dict[str, str]:
+        """Return the settings that decide the course of the training, as text by name."""
         course = self.own_schedule or self.course.value
         if not self.own_schedule and self.course is not Course.CONSTANT:
             course += f" to {self.floor:.3g} of it"
@@ -62,18 +62,18 @@ class TrainSettings:
         if self.lr_scale.rule is not LrRule.NONE:
             course += f", {self.lr_scale.rule.value} with the batch from {self.lr_scale.base}"
         ramp = self.batches.ramp
-        told = {
+        texts = {
             "lr": f"{lr_text(self.lr)} ({course})",
             "clip": f"{self.clip_norm:g}" if self.clip_norm else "none",
             "batch": f"{self.batch}" + (f" (from {ramp.first}, within {ramp.steps} steps)" if ramp.steps else ""),
             "seed": str(self.seed),
         }
-        return told | ({"precision": self.precision.value} if self.precision is not Precision.FP32 else {})
+        return texts | ({"precision": self.precision.value} if self.precision is not Precision.FP32 else {})
 
     def described(self, total_steps: int | None) -> str:
-        """One line for people: what decides the course of the training, and how long it is."""
-        told = self.told()
-        del told["seed"]
+        """Return one line of text: the settings that decide the course of the training, and its length."""
+        texts = self.as_texts()
+        del texts["seed"]
         length = (
             f"steps for {self.target_s:g} s" if total_steps is None else f"{total_steps} step{'s' * (total_steps != 1)}"
         )
@@ -81,11 +81,11 @@ class TrainSettings:
         if epochs is not None:
             text = epochs_text(epochs)
             length += f" = {text} epoch{'s' * (text != '1')}"
-        return ", ".join([*(f"{name} {value}" for name, value in told.items()), length])
+        return ", ".join([*(f"{name} {value}" for name, value in texts.items()), length])
 
 
 def lr_text(lr: float) -> str:
-    """A learning rate as people write it: 1e-3, 0.1."""
+    """Return a learning rate as text: 1e-3, 0.1."""
     if lr == 0 or lr >= 0.01:
         return f"{lr:g}"
     digits, _, exponent = f"{lr:.6e}".partition("e")
@@ -93,7 +93,7 @@ def lr_text(lr: float) -> str:
 
 
 def epochs_text(number: float) -> str:
-    """A number of epochs as people write it: 3, 2.5, 0.02."""
+    """Return a number of epochs as text: 3, 2.5, 0.02."""
     return f"{number:.1f}".removesuffix(".0") if number >= 0.1 else f"{number:.1g}"
 
 
@@ -106,10 +106,10 @@ def settings_of(
     epoch_end: EpochEnd = EpochEnd.CROSS,
     own_schedule: str = "",
 ) -> TrainSettings:
-    """Translate the options; `lr` is the optimizer's own and `batch` the data's own, for where no option says otherwise.
+    """Return the settings for options; `lr` and `batch` are the optimizer's and the data's, used by default.
 
     Raises:
-        TrainError: options do not go together, or not with the data.
+        TrainError: options do not fit together, or do not fit the data.
     """
     full = options.batch or batch or DEFAULT_BATCH
     first, ramp_steps = options.ramp or (full, 0)
@@ -142,23 +142,25 @@ def settings_of(
 
 
 def check_elastic(options: argparse.Namespace) -> None:
-    """Refuse what a run cannot do whose ranks come and go.
+    """Reject options that an elastic run does not support.
 
     Raises:
-        TrainError: says which option, and why.
+        TrainError: names the option and the reason.
     """
     if options.zero or options.sync.startswith("local"):
         which = "--zero" if options.zero else f"--sync {options.sync}"
-        raise TrainError(f"cannot train with {which} in an elastic run: what a lost rank alone had would be lost")
+        raise TrainError(
+            f"cannot train with {which} in an elastic run: a lost rank would take its own part of the state with it"
+        )
     if not isinstance(options.shares, str):
-        raise TrainError("cannot give each rank its share in an elastic run, they come and go: say --shares auto")
+        raise TrainError("cannot use fixed shares in an elastic run, because ranks come and go; use --shares auto")
 
 
 def check_own_schedule(options: argparse.Namespace) -> None:
-    """Refuse options that set the learning rate where the script's own schedule does.
+    """Reject options that set the learning rate if the script passes its own schedule.
 
     Raises:
-        TrainError: says which options.
+        TrainError: names the options.
     """
     given = {
         "--lr": options.lr is not None,
@@ -169,19 +171,19 @@ def check_own_schedule(options: argparse.Namespace) -> None:
     names = [name for name, is_given in given.items() if is_given]
     if names:
         raise TrainError(
-            f"cannot train with {' and '.join(names)}: the script gives run.steps a schedule of its own, which sets the learning "
-            "rate; leave one of both away"
+            f"cannot train with {' and '.join(names)}: the script gives run.steps its own schedule, which sets the learning "
+            "rate; use one of them"
         )
 
 
 def check_validation(options: argparse.Namespace, *, validates: bool) -> str:
-    """Return a note for people if an option has no effect, or "".
+    """Return a note if an option has no effect, else "".
 
     Raises:
-        TrainError: training would never stop early as it was asked to.
+        TrainError: training could never stop early as requested.
     """
     if options.patience and not (validates and options.eval_every != 0):
-        why = "the script gives run.steps no validation" if not validates else "--eval-every 0 switches validation off"
+        why = "the script gives run.steps no validation" if not validates else "--eval-every 0 turns validation off"
         raise TrainError(f"cannot stop early (--patience {options.patience}): {why}")
     if options.eval_every and not validates:
         return f"--eval-every {options.eval_every} has no effect: the script gives run.steps no validation"
@@ -189,18 +191,18 @@ def check_validation(options: argparse.Namespace, *, validates: bool) -> str:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what does not go together.
+    """Reject options that do not fit together.
 
     Raises:
-        TrainError: says which options.
+        TrainError: names the options.
     """
     if options.precision == "fp16" and options.sync.startswith("local"):
         raise TrainError(
-            f"cannot train with --precision fp16 and --sync {options.sync}: ranks that go their own ways would scale the "
-            "loss differently; bf16 needs no scale"
+            f"cannot train with --precision fp16 and --sync {options.sync}: ranks between two exchanges would scale the "
+            "loss differently; use bf16, which needs no scale"
         )
     if options.zero and options.sync.startswith("local"):
         raise TrainError(
-            f"cannot share the optimizer's state (--zero) with --sync {options.sync}: each rank goes its own way meanwhile, "
-            "with moments of its own"
+            f"cannot shard the optimizer's state (--zero) with --sync {options.sync}: between two exchanges each rank "
+            "needs moments of its own"
         )

@@ -1,8 +1,8 @@
-"""The wish to stop after the present step, with a checkpoint: SIGTERM or SIGUSR1, or the script's own word.
+"""A request to stop after the current step, with a checkpoint: SIGTERM, SIGUSR1, or the script's call of `run.stop()`.
 
-Rules: the handler only notes the signal; a second one of the same kind does nothing more (SIGKILL is what follows when
-we are too slow).  Python lets the main thread alone handle signals: in another one (of a notebook, say) they are left as
-they are.
+Rules: the handler only records the signal; a second one has no further effect (SIGKILL follows if the step takes too
+long).  Python delivers signals to the main thread; in another thread, for example of a notebook, the handlers are not
+changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Notes a stop signal while it is entered as a context; old handlers come back afterwards."""
+    """A context that records stop signals, and restores the old handlers at its end."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -84,5 +84,5 @@ def test_of_many_faults_the_last_ones_are_shown() -> None:
         account.form([100, number + 1], 2, 20.5 + number)
         account.note_step(11 + number, 0.5, 20.9 + number)
     lines = account.describe(60.0)
-    assert lines[0] == "2 faults before these (--report has them)"
+    assert lines[0] == "2 earlier faults (see --report)"
     assert len(lines) == SHOWN + 2

@@ -18,12 +18,12 @@ def run_of(count: int, *, want: int | None = None, least: int = 1) -> Roster:
 
 
 def said(orders: list[tuple[int, dict[str, object]]]) -> list[tuple[int, object]]:
-    return [(number, order["say"]) for number, order in orders]
+    return [(number, order["type"]) for number, order in orders]
 
 
 def members_of(orders: list[tuple[int, dict[str, object]]]) -> list[int]:
     """The members of the generation that is announced, in the order of their ranks."""
-    news = next(order for _, order in orders if order["say"] == "generation")
+    news = next(order for _, order in orders if order["type"] == "generation")
     return [member["number"] for member in news["members"]]  # type: ignore[attr-defined]
 
 
@@ -40,9 +40,9 @@ def test_a_lost_member_breaks_the_generation_and_the_others_are_the_next_one() -
     roster.settle(0.0)
     roster.lose(0, "its connection ended", 5.0)
     assert said(roster.settle(5.0)) == [(1, "broken"), (2, "broken")]
-    roster.part(1, 0, 5.1, failed=False)
+    roster.leave_generation(1, 0, 5.1, failed=False)
     assert roster.settle(5.1) == [], "told once, and 2 has not parted"
-    roster.part(2, 0, 5.2, failed=False)
+    roster.leave_generation(2, 0, 5.2, failed=False)
     orders = roster.settle(5.2)
     assert members_of(orders) == [1, 2]
     assert orders[0][1]["lost"] == [{"number": 0, "why": "its connection ended", "unheard_s": 5.0}]
@@ -58,7 +58,7 @@ def test_spares_are_those_who_are_ready_while_nobody_is_missing() -> None:
     assert spares() == [2]
     roster.lose(0, "its connection ended", 5.0)
     assert spares() == [], "it is about to step in"
-    roster.part(1, 0, 5.1, failed=False)
+    roster.leave_generation(1, 0, 5.1, failed=False)
     assert members_of(roster.settle(5.1)) == [1, 2]
     assert spares() == []
     newcomer = roster.join(0, 6.0)
@@ -72,30 +72,30 @@ def test_spares_are_those_who_are_ready_while_nobody_is_missing() -> None:
 def test_who_parts_first_does_not_hurry_a_member_that_still_computes_but_its_silence_does() -> None:
     roster = run_of(2)
     roster.settle(0.0)
-    roster.part(0, 0, 1.0, failed=False)
+    roster.leave_generation(0, 0, 1.0, failed=False)
     assert roster.settle(1.0) == []
-    roster.beat(0, 3.9)
+    roster.heartbeat(0, 3.9)
     assert [member.number for member in roster.silent(4.0)] == [1]
 
 
 def test_nobody_is_left_waiting_in_a_generation_that_one_could_not_exchange_in() -> None:
     roster = run_of(3)
     roster.settle(0.0)
-    roster.part(0, 0, 1.0, failed=True)
+    roster.leave_generation(0, 0, 1.0, failed=True)
     assert said(roster.settle(1.0)) == [(1, "broken"), (2, "broken")]
-    roster.part(1, 0, 1.1, failed=True)
-    roster.part(2, 0, 1.1, failed=False)
+    roster.leave_generation(1, 0, 1.1, failed=True)
+    roster.leave_generation(2, 0, 1.1, failed=False)
     assert members_of(roster.settle(1.1)) == [0, 1, 2]
-    roster.part(0, 0, 2.0, failed=True)
+    roster.leave_generation(0, 0, 2.0, failed=True)
     assert roster.settle(2.0) == [], "that was another generation"
 
 
 def test_nobody_was_silent_while_the_roster_itself_did_not_listen() -> None:
     roster = run_of(2)
     roster.settle(0.0)
-    roster.beat(0, 2.0)
-    roster.beat(1, 12.0)
-    roster.excuse(9.8, 12.0)
+    roster.heartbeat(0, 2.0)
+    roster.heartbeat(1, 12.0)
+    roster.extend_deadlines(9.8, 12.0)
     assert roster.silent(12.0) == []
     assert [member.number for member in roster.silent(15.1)] == [0, 1]
     assert [member.number for member in roster.silent(14.9)] == [0], "who was heard meanwhile is not excused twice"
@@ -106,7 +106,7 @@ def test_a_spare_steps_in_for_a_lost_one_behind_those_who_have_the_state() -> No
     assert members_of(roster.settle(0.0)) == [0, 1]
     roster.lose(0, "killed", 1.0)
     roster.settle(1.0)
-    roster.part(1, 0, 1.0, failed=False)
+    roster.leave_generation(1, 0, 1.0, failed=False)
     assert members_of(roster.settle(1.0)) == [1, 2]
 
 
@@ -116,7 +116,7 @@ def test_one_who_comes_later_is_taken_in_between_two_steps() -> None:
     late = roster.join(1, 61.0)
     roster.ready(late.number, {}, 62.0)
     assert said(roster.settle(62.0)) == [(0, "changing")]
-    roster.part(0, 0, 63.0, failed=False)
+    roster.leave_generation(0, 0, 63.0, failed=False)
     assert members_of(roster.settle(63.0)) == [0, late.number]
 
 
@@ -126,7 +126,7 @@ def test_members_of_slots_that_are_given_back_leave_between_two_steps() -> None:
     roster.resize(2, {1})
     assert said(roster.settle(1.0)) == [(0, "changing"), (1, "changing"), (2, "changing")]
     for number in range(3):
-        roster.part(number, 0, 2.0, failed=False)
+        roster.leave_generation(number, 0, 2.0, failed=False)
     orders = roster.settle(2.0)
     assert (1, "leave") in said(orders)
     assert members_of(orders) == [0, 2]
@@ -145,7 +145,7 @@ def test_who_waits_in_a_slot_that_is_given_back_leaves() -> None:
 def test_who_starts_may_be_silent_for_long() -> None:
     roster = run_of(1)
     late = roster.join(1, 0.0)
-    roster.beat(0, 59.0)
+    roster.heartbeat(0, 59.0)
     assert roster.silent(60.0) == []
     roster.ready(late.number, {}, 60.0)
     assert [member.number for member in roster.silent(64.0)] == [0, late.number]
@@ -156,7 +156,7 @@ def test_too_few_wait_for_more() -> None:
     roster.settle(0.0)
     roster.lose(1, "killed", 1.0)
     roster.settle(1.0)
-    roster.part(0, 0, 1.0, failed=False)
+    roster.leave_generation(0, 0, 1.0, failed=False)
     assert roster.settle(1.0) == []
     again = roster.join(1, 2.0)
     roster.ready(again.number, {}, 2.0)
@@ -170,9 +170,9 @@ def test_when_one_has_finished_nobody_new_is_taken_in_and_the_rest_finish_among_
     roster.close()
     late = roster.join(3, 1.0)
     roster.ready(late.number, {}, 1.0)
-    roster.part(1, 0, 1.0, failed=False)
+    roster.leave_generation(1, 0, 1.0, failed=False)
     assert said(roster.settle(1.0)) == [(late.number, "leave")]
-    roster.part(2, 0, 1.0, failed=False)
+    roster.leave_generation(2, 0, 1.0, failed=False)
     assert members_of(roster.settle(1.0)) == [1, 2]
 
 
@@ -183,7 +183,7 @@ def test_when_one_has_finished_the_rest_finish_however_few_they_are() -> None:
     roster.close()
     roster.lose(1, "killed", 1.0)
     roster.settle(1.0)
-    roster.part(2, 0, 1.0, failed=True)
+    roster.leave_generation(2, 0, 1.0, failed=True)
     assert members_of(roster.settle(1.0)) == [2]
 
 
@@ -206,14 +206,14 @@ def test_whatever_happens_nobody_lost_comes_back_and_survivors_keep_their_order(
                 roster.ready(roster.join(9, now_s).number, {}, now_s)
             case _:
                 for number in able:
-                    if roster.members[number].told:
-                        roster.part(number, roster.generation, now_s, failed=False)
+                    if roster.members[number].requested:
+                        roster.leave_generation(number, roster.generation, now_s, failed=False)
         for _, order in roster.settle(now_s):
-            if order["say"] == "generation":
+            if order["type"] == "generation":
                 chosen = [member["number"] for member in order["members"]]  # type: ignore[attr-defined]
                 assert not lost & set(chosen)
                 kept = [number for number in present if number in roster.members]
                 assert chosen[: len(kept)] == kept or chosen == present
                 present = chosen
-    inside = [m for m in roster.members.values() if m.standing in (MemberState.IN, MemberState.PARTED)]
+    inside = [m for m in roster.members.values() if m.state in (MemberState.IN, MemberState.LEFT)]
     assert {member.number for member in inside} == set(present) - lost

@@ -25,7 +25,7 @@ class Member:
 
     async def hear(self, word: str) -> None:
         """Read until the server says this."""
-        while json.loads(await self._reader.readline())["say"] != word:
+        while json.loads(await self._reader.readline())["type"] != word:
             pass
 
     async def break_off(self) -> None:
@@ -35,7 +35,7 @@ class Member:
 
 async def join(port: int, slot: int) -> Member:
     member = Member(*await asyncio.open_connection("127.0.0.1", port))
-    member.say(say="join", key=KEY, slot=slot)
+    member.say(type="join", key=KEY, slot=slot)
     await member.hear("welcome")
     return member
 
@@ -48,11 +48,11 @@ async def ended_members(*, orderly: bool) -> list[str]:
     )
     port = await server.listen("127.0.0.1")
     first, second = await join(port, 0), await join(port, 1)
-    first.say(say="ready", offer={})
+    first.say(type="ready", offer={})
     await first.hear("generation")
-    second.say(say="ready", offer={})
+    second.say(type="ready", offer={})
     if orderly:
-        first.say(say="done")
+        first.say(type="done")
         await second.hear("leave")
     else:
         while not server.roster.spares():

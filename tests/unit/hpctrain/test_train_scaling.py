@@ -25,7 +25,7 @@ def test_the_rank_that_waits_least_is_who_the_others_wait_for() -> None:
     assert scaling.straggler() == "the others wait for rank 1 on h1: 35 ms of a step's 100"
     assert scaling.summary() == (
         "scaling: 3 ranks compute 66.7 % of the time; limited by waiting for rank 1 on h1, 23.3 % "
-        "(the exchange 5.0 %, what is done between steps 5.0 %); of the computing, getting data 10.0 %"
+        "(the exchange 5.0 %, work between steps 5.0 %); of the computing, getting data 10.0 %"
     )
 
 
@@ -50,9 +50,7 @@ def test_steps_between_two_meetings_count_like_any() -> None:
 def test_one_rank_waits_for_nobody() -> None:
     scaling = fed(0.100, (0.090,), (0.0,))
     assert scaling.straggler() == ""
-    assert scaling.summary().startswith(
-        "scaling: the rank computes 90.0 % of the time; limited by what is done between"
-    )
+    assert scaling.summary().startswith("scaling: the rank computes 90.0 % of the time; limited by work between")
     assert Scaling(["h0"]).summary() == ""
 
 

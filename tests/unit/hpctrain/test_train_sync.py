@@ -21,7 +21,7 @@ class SecondOfTwo(SingleCommunicator):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         tensor[0], tensor[2] = self.other
 
-    def pace(self) -> BucketPlan:
+    def bucket_plan(self) -> BucketPlan:
         return BucketPlan(bucket_bytes=1 << 20, beside=True, bytes_per_s=12.5e6)
 
 
@@ -36,7 +36,7 @@ def test_auto_does_not_take_a_slow_rank_for_a_slow_link(other: tuple[float, floa
 
 def test_a_bucket_of_half_the_bits_has_twice_the_numbers() -> None:
     class Slow(SingleCommunicator):
-        def pace(self) -> BucketPlan:
+        def bucket_plan(self) -> BucketPlan:
             return BucketPlan(bucket_bytes=4096, beside=False)
 
     parameters = [torch.nn.Parameter(torch.zeros(256)) for _ in range(40)]

@@ -35,7 +35,7 @@ from hpctrain.checkpoint.writing.snapshot import TensorSnapshot
 from hpctrain.checkpoint.writing.writer import ProcessWriter
 from hpctrain.env import job_facts, rank_info
 from hpctrain.errors import EXIT_REQUEUE, MismatchError
-from hpctrain.report.heartbeat import Heartbeat, Word
+from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
 from hpctrain.signals import StopRequest
 
 
@@ -131,7 +131,7 @@ class Trees:
     def tell(self, step: int) -> None:
         """Tell the scheduler how far a job is, now and then."""
         if self._heartbeat.due():
-            word = Word(
+            status = HeartbeatStatus(
                 step=step,
                 total_steps=0,
                 loss=math.nan,
@@ -143,7 +143,7 @@ class Trees:
                 note=self._away,
                 directory=str(self.directory),
             )
-            self._heartbeat.say(word)
+            self._heartbeat.send(status)
 
     def _note(self, report: CheckpointReport | None) -> CheckpointReport | None:
         if report is not None:

@@ -1,4 +1,4 @@
-"""How ranks talk: one small interface over our MPI ring, torch.distributed and a single process."""
+"""Communication between ranks: one interface over MPI, torch.distributed, elastic groups and a single process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hpctrain.elastic.member import Membership, is_elastic
 from hpctrain.env import LauncherKind, RankInfo, rank_info
 from hpctrain.errors import TrainError
 
-# ----- which backend: what was asked for, else what fits the launcher and the hardware
+# ----- the backend: the option's, else by launcher and hardware
 
 
 BACKENDS = ("auto", "mpi", "gloo", "nccl", "single")
 
 
 def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
-    """Join the group of ranks that the launcher made; all ranks call it.
+    """Join the group of ranks that the launcher started; all ranks call it.
 
     Raises:
         TrainError: the backend does not exist, is not installed, or does not fit the launcher.
@@ -43,7 +43,7 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
 
 
 def choose(backend: str, here: RankInfo) -> str:
-    """Return the backend for a place: `auto` takes MPI under mpirun, else what the ranks agree on."""
+    """Return the backend for a launcher: `auto` is MPI under mpirun, else chosen by agreement of the ranks."""
     if backend not in BACKENDS:
         raise TrainError(f"cannot use backend {backend!r}: the known ones are {', '.join(BACKENDS)}")
     if backend == "single" and here.world > 1:

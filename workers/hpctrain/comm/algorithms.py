@@ -1,11 +1,11 @@
-"""The ways to sum over ranks with MPI, and which is the fastest for messages of which size here.
+"""Algorithms to sum over ranks with MPI, and the fastest one for each message size.
 
-A *way* sums a flat tensor over all ranks.  Which ways there are depends on where the ranks are: on one host, on hosts of one
-rank each, or both; which is best is measured, in well under a second, because it depends on MPI, links and cores.
-Rules: all ranks choose alike; what is chosen leaves the same bits on all ranks (MPI's own all-reduce is tried for that, and
-left out if it does not). Of three ranks or more some ways sum in different orders, and a run shall end with the same bits
-however fast its links were at first: there the choice is by size alone, but between `ring` and `wire`, which sum alike.
-What is small is MPI's there, whose order depends on sizes and on who is where, not on what was measured.
+An *algorithm* sums a flat tensor over all ranks.  The choice depends on where the ranks are: on one host, on hosts of one
+rank each, or both.  The fastest is measured, in well under a second, because it depends on MPI, links and cores.
+Rules: all ranks choose the same; an algorithm leaves the same bits on all ranks (MPI's own all-reduce is tested for that,
+and left out if it does not).  With three ranks or more, algorithms sum in different orders, but a run must end with the same
+bits however fast its links were at first: so there the choice is by size alone, except between `ring` and `tcp_ring`, which
+sum in the same order.  Small messages use MPI there, whose order depends on sizes and hosts, not on measurements.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hpctrain.comm.tcp_ring import TcpRing
 TRIED_BYTES = (1 << 10, 16 << 10, 256 << 10, 2 << 20)
 BUDGET_S = 0.6
 REPEATS = 4
-WORTH = 0.9  # another way is taken if it needs so much less time
-ALIKE = ("ring", "wire")  # sum in the same order
-GATHERED_BYTES = 256 << 10  # more than this is never gathered whole
+WORTH = 0.9  # another algorithm is taken if it needs only this fraction of the time
+ALIKE = ("ring", "tcp_ring")  # these sum in the same order
+GATHERED_BYTES = 256 << 10  # larger messages are never gathered whole
 
 
 class Algorithm(Protocol):
@@ -49,36 +49,36 @@ class OwnAllreduce:
 
 
 class TwoLevels:
-    """Ranks of a host meet in a window; the hosts' leaders go round the ring, and hand the sum to the others."""
+    """Ranks of a host sum in shared memory; their leaders sum over a ring, and broadcast the sum on the host."""
 
-    def __init__(self, window: SharedMemory | None, ring: Algorithm | None) -> None:
-        self._window = window  # None: alone on its host
+    def __init__(self, shared_memory: SharedMemory | None, ring: Algorithm | None) -> None:
+        self._shared_memory = shared_memory  # None: alone on its host
         self._ring = ring  # None: not a leader
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        if self._window is not None:
-            self._window.all_reduce(flat_L)
+        if self._shared_memory is not None:
+            self._shared_memory.all_reduce(flat_L)
         if self._ring is not None:
             self._ring.all_reduce(flat_L)
-        if self._window is not None:
-            self._window.broadcast(flat_L)
+        if self._shared_memory is not None:
+            self._shared_memory.broadcast(flat_L)
 
 
 class Leaders:
-    """One rank of each host: what is small is gathered over MPI, the rest goes round our own connections."""
+    """One rank of each host: small messages are gathered over MPI, others go over our own connections."""
 
-    def __init__(self, ring: Ring, wire: TcpRing) -> None:
-        self._ring, self._wire = ring, wire
+    def __init__(self, ring: Ring, tcp_ring: TcpRing) -> None:
+        self._ring, self._tcp_ring = ring, tcp_ring
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
         small = flat_L.numel() * flat_L.element_size() <= SMALL_BYTES
-        by_wire = not small and self._wire.sums(flat_L.dtype)
-        (self._wire if by_wire else self._ring).all_reduce(flat_L)
+        by_tcp = not small and self._tcp_ring.sums(flat_L.dtype)
+        (self._tcp_ring if by_tcp else self._ring).all_reduce(flat_L)
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """For messages up to `up_to_bytes` (None: any), `name` is the fastest way; `seconds` of each way that was tried."""
+    """For messages up to `up_to_bytes` (None: any) `name` is the fastest; `seconds` of each one measured."""
 
     up_to_bytes: int | None
     name: str
@@ -87,78 +87,82 @@ class AlgorithmChoice:
     def __str__(self) -> str:
         size = "larger" if self.up_to_bytes is None else f"up to {self.up_to_bytes >> 10} KiB"
         tried = ", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in self.seconds.items())
-        return f"{size}: {self.name} ({tried or 'not tried'})"
+        return f"{size}: {self.name} ({tried or 'not measured'})"
 
 
 def algorithms_for(
-    mpi: Any, comm: Any, hosts: Hosts, window: SharedMemory | None, wire: TcpRing | None
+    mpi: Any, comm: Any, hosts: Hosts, shared_memory: SharedMemory | None, tcp_ring: TcpRing | None
 ) -> dict[str, Algorithm]:
-    """Return the ways that there are, the one to use untried first. `wire`: our own connections, on leaders."""
+    """Return the algorithms by name, the default one first; `tcp_ring`: our own connections, on leaders."""
     if hosts.count == 1:
-        assert window is not None
-        return {"window": window, "mpi": OwnAllreduce(mpi, comm)}
+        assert shared_memory is not None
+        return {"shared_memory": shared_memory, "mpi": OwnAllreduce(mpi, comm)}
     if hosts.count == comm.Get_size():
         assert hosts.leaders is not None
-        ways: dict[str, Algorithm] = {"wire": wire} if wire is not None else {}
-        return ways | {
+        algorithms: dict[str, Algorithm] = {"tcp_ring": tcp_ring} if tcp_ring is not None else {}
+        return algorithms | {
             "ring": Ring(mpi, hosts.leaders, small_bytes=0),
             "gather": Ring(mpi, hosts.leaders, small_bytes=GATHERED_BYTES),
             "mpi": OwnAllreduce(mpi, comm),
         }
     return {
-        "two levels": TwoLevels(window, _of_leaders(mpi, hosts, wire, patient=False)),
+        "two levels": TwoLevels(shared_memory, _of_leaders(mpi, hosts, tcp_ring, patient=False)),
         "mpi": OwnAllreduce(mpi, comm),
     }
 
 
-def algorithm_beside(mpi: Any, comm: Any, hosts: Hosts, window: SharedMemory | None, wire: TcpRing | None) -> Algorithm:
-    """Return the way to sum in a thread, while the rank computes: one that sleeps while it waits."""
+def algorithm_beside(
+    mpi: Any, comm: Any, hosts: Hosts, shared_memory: SharedMemory | None, tcp_ring: TcpRing | None
+) -> Algorithm:
+    """Return the algorithm to sum in a thread while the rank computes: it sleeps while it waits."""
     if hosts.count == 1:
-        assert window is not None
-        return window
+        assert shared_memory is not None
+        return shared_memory
     if hosts.count == comm.Get_size():
         assert hosts.leaders is not None
         return Ring(mpi, hosts.leaders, small_bytes=0, patient=True)
-    return TwoLevels(window, _of_leaders(mpi, hosts, wire, patient=True))
+    return TwoLevels(shared_memory, _of_leaders(mpi, hosts, tcp_ring, patient=True))
 
 
-def _of_leaders(mpi: Any, hosts: Hosts, wire: TcpRing | None, *, patient: bool) -> Algorithm | None:
+def _of_leaders(mpi: Any, hosts: Hosts, tcp_ring: TcpRing | None, *, patient: bool) -> Algorithm | None:
     if hosts.leaders is None:
         return None
     ring = Ring(mpi, hosts.leaders, patient=patient)
-    return ring if wire is None else Leaders(ring, wire)
+    return ring if tcp_ring is None else Leaders(ring, tcp_ring)
 
 
-def choose(mpi: Any, comm: Any, ways: Mapping[str, Algorithm]) -> list[AlgorithmChoice]:
-    """Measure the ways at some sizes, until its time is up, and say which to take; all ranks take part."""
-    usual = next(iter(ways))
+def choose(mpi: Any, comm: Any, algorithms: Mapping[str, Algorithm]) -> list[AlgorithmChoice]:
+    """Measure the algorithms at some sizes in limited time, and return the choices; all ranks call it."""
+    usual = next(iter(algorithms))
     if comm.Get_size() > 2:
-        small = [AlgorithmChoice(SMALL_BYTES, name, {}) for name in _for_small(comm, ways)]
-        alike = {name: way for name, way in ways.items() if name in ALIKE}
+        small = [AlgorithmChoice(SMALL_BYTES, name, {}) for name in _for_small(comm, algorithms)]
+        alike = {name: algorithm for name, algorithm in algorithms.items() if name in ALIKE}
         last = measured(mpi, comm, alike, TRIED_BYTES[-1:])[-1:] if len(alike) > 1 else []
         return [
             *small,
             *([AlgorithmChoice(None, one.name, one.seconds) for one in last] or [AlgorithmChoice(None, usual, {})]),
         ]
-    choices = measured(mpi, comm, ways, TRIED_BYTES)
+    choices = measured(mpi, comm, algorithms, TRIED_BYTES)
     name = choices[-1].name
     goes_on = name != "gather" and (name in ALIKE or len(choices) == len(TRIED_BYTES))
     return [*choices, AlgorithmChoice(None, name if goes_on else usual, {})]
 
 
-def _for_small(comm: Any, ways: Mapping[str, Algorithm]) -> list[str]:
-    """The way for what is small, of three ranks or more: no bytes count, but how often ranks wait for each other."""
-    if "window" in ways:
+def _for_small(comm: Any, algorithms: Mapping[str, Algorithm]) -> list[str]:
+    """Return the algorithm for small messages of three ranks or more, where latency decides."""
+    if "shared_memory" in algorithms:
         return []  # nothing is faster
-    if _agrees(comm, ways["mpi"], SMALL_BYTES):
+    if _agrees(comm, algorithms["mpi"], SMALL_BYTES):
         return ["mpi"]
-    return ["gather"] if "gather" in ways else []
+    return ["gather"] if "gather" in algorithms else []
 
 
-def measured(mpi: Any, comm: Any, ways: Mapping[str, Algorithm], sizes_bytes: tuple[int, ...]) -> list[AlgorithmChoice]:
-    """Measure ways at sizes that grow, and stop at one that would take too long; the first is always measured."""
+def measured(
+    mpi: Any, comm: Any, algorithms: Mapping[str, Algorithm], sizes_bytes: tuple[int, ...]
+) -> list[AlgorithmChoice]:
+    """Measure growing sizes until one takes too long; the first size is always measured."""
     choices: list[AlgorithmChoice] = []
-    usual = next(iter(ways))
+    usual = next(iter(algorithms))
     began_s = time.perf_counter()
     for size_bytes in sizes_bytes:
         if choices:
@@ -167,49 +171,49 @@ def measured(mpi: Any, comm: Any, ways: Mapping[str, Algorithm], sizes_bytes: tu
             if spent_s + REPEATS * growth * sum(choices[-1].seconds.values()) > BUDGET_S:
                 break
         seconds = {
-            name: measure(mpi, comm, way, size_bytes)
-            for name, way in ways.items()
+            name: measure(mpi, comm, algorithm, size_bytes)
+            for name, algorithm in algorithms.items()
             if name != "gather" or size_bytes <= GATHERED_BYTES
         }
-        if "mpi" in seconds and not _agrees(comm, ways["mpi"], size_bytes):
+        if "mpi" in seconds and not _agrees(comm, algorithms["mpi"], size_bytes):
             del seconds["mpi"]
         choices.append(AlgorithmChoice(4 * size_bytes, _best(seconds, usual), seconds))
     return choices
 
 
 def _best(seconds: Mapping[str, float], usual: str) -> str:
-    """The fastest; the usual one if that gains little."""
+    """Return the fastest, or the usual one if that gains little."""
     best = min(seconds, key=lambda name: seconds[name], default=usual)
     return best if best == usual or seconds[best] < WORTH * seconds[usual] else usual
 
 
-def for_halves(ways: Mapping[str, Algorithm]) -> str:
-    """Return the way that sums any number of halves in float32. MPI does not know them, nor is trusted to do so."""
-    return next((name for name in ways if name not in ("mpi", "wire")), "")
+def for_halves(algorithms: Mapping[str, Algorithm]) -> str:
+    """Return the algorithm that sums half precision in float32; MPI does not support it."""
+    return next((name for name in algorithms if name not in ("mpi", "tcp_ring")), "")
 
 
 def pick(choices: list[AlgorithmChoice], flat_L: torch.Tensor, halves: str) -> str:
-    """Return the way for a tensor; `halves` is the one for these."""
+    """Return the algorithm for a tensor; `halves` is the one for half precision."""
     size_bytes = flat_L.numel() * flat_L.element_size()
     chosen = next(one.name for one in choices if one.up_to_bytes is None or size_bytes <= one.up_to_bytes)
-    return halves if chosen in ("mpi", "wire") and flat_L.dtype in HALVES else chosen
+    return halves if chosen in ("mpi", "tcp_ring") and flat_L.dtype in HALVES else chosen
 
 
-def measure(mpi: Any, comm: Any, way: Algorithm, size_bytes: int) -> float:
-    """Return the seconds that the slowest rank takes; the same on all ranks. What takes long is measured less often."""
+def measure(mpi: Any, comm: Any, algorithm: Algorithm, size_bytes: int) -> float:
+    """Return the seconds of the slowest rank, equal on all ranks; slow cases are measured less often."""
     flat_L = torch.ones(size_bytes // 4)
     times_s: list[float] = []
     while len(times_s) < 2 or (len(times_s) < REPEATS and sum(times_s) < BUDGET_S / 10):
         comm.Barrier()
         started_s = time.perf_counter()
-        way.all_reduce(flat_L)
+        algorithm.all_reduce(flat_L)
         times_s.append(comm.allreduce(time.perf_counter() - started_s, mpi.MAX))
         flat_L.fill_(1.0)
     return min(times_s[1:])
 
 
-def _agrees(comm: Any, way: Algorithm, size_bytes: int) -> bool:
-    """Whether all ranks end with the same bits."""
+def _agrees(comm: Any, algorithm: Algorithm, size_bytes: int) -> bool:
+    """Return whether all ranks end with the same bits."""
     flat_L = torch.rand(size_bytes // 4, generator=torch.Generator().manual_seed(comm.Get_rank()))
-    way.all_reduce(flat_L)
+    algorithm.all_reduce(flat_L)
     return len(set(comm.allgather(hashlib.sha256(flat_L.numpy().data).digest()))) == 1

@@ -1,7 +1,7 @@
-"""The interface of a group of ranks, and the group of one.
+"""The interface of a group of ranks, the group of one, and sums in the background.
 
-Rules, for every backend: collectives are called by all ranks in the same order; tensors are contiguous; after
-`all_reduce` every rank holds the same bits, so that replicas which start equal stay equal.
+Rules for every backend: all ranks call collectives in the same order; tensors are contiguous; after `all_reduce` every rank
+has the same bits, so that replicas that start equal stay equal.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MOST_BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """How the sum of much is best cut: into buckets of so many bytes, and whether beside backward or after it."""
+    """Buckets for a gradient: their largest size, and whether to sum during the backward pass or after it."""
 
     bucket_bytes: int
     beside: bool
-    bytes_per_s: float = 0.0  # of the link between hosts, both ways at once; 0: not measured
+    bytes_per_s: float = 0.0  # of the link between hosts, in both directions at once; 0: not measured
 
     def __str__(self) -> str:
         link = f", over links of {self.bytes_per_s / 1e6:.0f} MB/s" if self.bytes_per_s else ""
@@ -45,134 +45,134 @@ class Communicator(Protocol):
         """Replace `tensor` by its sum over all ranks; bit-identical on all of them."""
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """Sum like `all_reduce`, in the background; `then` is called there when the sum is there.
+        """Sum like `all_reduce`, in the background; `then` is called there after the sum.
 
         All ranks begin the same sums in the same order, and wait for them before any other exchange.
-        `own_part`: this rank's part alone (see `ring.split`) has to be the sum; what is in the others then, nobody says.
+        `own_part`: only this rank's part (see `ring.split`) has to be the sum; the other parts are undefined.
         """
 
     def run(self, call: Callable[[], None]) -> Work:
-        """Make a call that exchanges (`all_to_all` and so on) in the background, in the order of all that is begun so."""
+        """Run a call with collectives (`all_to_all` and so on) in the background, after earlier ones."""
 
-    def pace(self) -> BucketPlan:
-        """How the sum of much is best cut."""
+    def bucket_plan(self) -> BucketPlan:
+        """Return the best buckets for a gradient."""
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat CPU tensor that is quick to exchange; all ranks call it with the same values."""
+        """Return a flat CPU tensor that is fast to exchange; all ranks call it with the same values."""
 
     def describe(self) -> list[str]:
-        """How ranks exchange, in words: a few lines for a log."""
+        """Return a few lines of text: how ranks exchange."""
 
-    elastic: bool  # ranks may be lost, and the others go on
-    generation: int  # how often the group has changed
-    changing: bool  # all are to meet anew after this step, with other ranks maybe; any of them may say so
+    elastic: bool  # ranks may be lost, and the others continue
+    generation: int  # the number of changes of the group
+    changing: bool  # the group changes after this step; any rank may set it
 
-    def meet(self) -> None:
-        """Come together with those who take part now; before, and after a `PeerLost`, nothing can be exchanged.
+    def rendezvous(self) -> None:
+        """Meet the ranks of the next generation; needed first, and after a `PeerLost`.
 
-        Rank and size may be others then.  A group that never changes has met when it is made.
+        Rank and size may change.  In a group that never changes this does nothing.
         """
 
-    def stepped(self, step: int, step_s: float) -> None:
-        """Take note that this rank has taken a step, for whoever watches the group."""
+    def report_step(self, step: int, step_s: float) -> None:
+        """Report to the roster, if there is one, that this rank has taken a step."""
 
     def plan(self) -> object:
-        """What was measured and chosen here, as a JSON value; None: nothing was. It decides in which order numbers are summed."""
+        """Return the measured choices as a JSON value, or None; they decide the order of sums."""
 
     def follow(self, plan: object) -> None:
-        """Go by what another life of the run has chosen, where that is possible here; all ranks call it alike."""
+        """Use an earlier attempt's choices where possible; all ranks call it with the same plan."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Replace `tensor` on every rank by the one of `root`."""
 
     def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Give each rank its piece (bytes), and return those for this rank: as long as its own piece for itself."""
+        """Send each rank its piece (bytes), and return those for this rank, as long as its piece for itself."""
 
     def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        """Every rank's piece (bytes), by rank; `lengths` are those of all."""
+        """Return every rank's piece (bytes), by rank; `lengths` are those of all."""
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called it."""
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's (small, picklable) value, by rank."""
+        """Return every rank's (small, picklable) value, by rank."""
 
     def abort(self, code: int) -> None:
         """End all ranks at once; does not return."""
 
     def close(self) -> None:
-        """Leave the group in an orderly way; all ranks do so."""
+        """Leave the group; all ranks call it."""
 
 
 class Plain:
-    """What most groups have in common: they never change, nobody watches them, nothing is measured and chosen."""
+    """The common part of most groups: they never change, and measure nothing."""
 
     elastic = False
     generation = 0
     changing = False
 
-    def meet(self) -> None:
-        """All have met."""
+    def rendezvous(self) -> None:
+        """Do nothing: all ranks have met."""
 
-    def stepped(self, step: int, step_s: float) -> None:
-        """Nobody watches."""
+    def report_step(self, step: int, step_s: float) -> None:
+        """Do nothing: no roster."""
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Plain memory."""
+        """Return ordinary memory."""
         return torch.empty(length, dtype=dtype)
 
     def plan(self) -> object:
-        """Nothing was chosen."""
+        """Return None: no choices."""
 
     def follow(self, plan: object) -> None:
-        """Nothing to choose."""
+        """Do nothing: no choices."""
 
 
 class SingleCommunicator(Plain):
-    """The group of one: nothing to send."""
+    """The group of one rank."""
 
     name = "single"
     rank = 0
     size = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The sum over one rank is the tensor."""
+        """Do nothing: the sum over one rank is the tensor."""
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """The sum is there."""
+        """Call `then`; the sum is the tensor."""
         if then is not None:
             then()
         return done()
 
     def run(self, call: Callable[[], None]) -> Work:
-        """Nobody to wait for: it is made at once."""
+        """Run the call now."""
         call()
         return done()
 
-    def pace(self) -> BucketPlan:
-        """Nothing to cut, and nothing to do beside."""
+    def bucket_plan(self) -> BucketPlan:
+        """Return one bucket, after the backward pass."""
         return BucketPlan(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
 
     def describe(self) -> list[str]:
-        """Nothing is exchanged."""
+        """Return no lines."""
         return ["one rank"]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """The tensor of the only rank is there already."""
+        """Do nothing."""
 
     def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The piece for oneself."""
+        """Return the piece of this rank."""
         return pieces
 
     def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        """The only piece."""
+        """Return the piece of this rank."""
         return [piece]
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Do nothing."""
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """The only value."""
+        """Return the value of this rank."""
         return [value]
 
     def abort(self, code: int) -> None:
@@ -180,14 +180,14 @@ class SingleCommunicator(Plain):
         os._exit(code)
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing."""
 
 
 def check_contiguous(tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose elements do not lie in one piece."""
+    """Raise TrainError if a tensor is not contiguous."""
     if not tensor.is_contiguous():
         raise TrainError(
-            f"cannot exchange a tensor of shape {tuple(tensor.shape)}: it is not contiguous, call .contiguous()"
+            f"cannot exchange a tensor of shape {tuple(tensor.shape)}: it is not contiguous; call .contiguous()"
         )
 
 
@@ -199,37 +199,37 @@ class Work:
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        """Return when the sum is there.
+        """Wait until the sum is done.
 
         Raises:
-            TrainError: it will never be.
+            TrainError: the sum failed.
         """
         self._over.wait()
         if self._error is not None:
             raise self._error
 
     def end(self, error: Exception | None = None) -> None:
-        """Let the one who waits go on: with the sum, or with the reason why there is none."""
+        """Finish the sum, or fail it with an error, and wake waiting threads."""
         self._error = error
         self._over.set()
 
 
 def done() -> Work:
-    """Return what is over already."""
+    """Return a sum that is done."""
     work = Work()
     work.end()
     return work
 
 
 class Background:
-    """One thread; it starts with the first call."""
+    """One thread that runs calls in order; it starts with the first call."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, call: Callable[[], None]) -> Work:
-        """Make a call after those that were begun before it; after one that failed none is made."""
+        """Run a call after earlier ones; after a failed call, the later ones fail too."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
             self._thread.start()
@@ -238,7 +238,7 @@ class Background:
         return work
 
     def close(self) -> None:
-        """End the thread after what was begun."""
+        """End the thread after the calls that were begun."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()
@@ -251,6 +251,6 @@ class Background:
             if failed is None:
                 try:
                     call()
-                except Exception as error:  # the outermost edge of a thread: it is raised where the sum is waited for
+                except Exception as error:  # top of the thread: `wait` raises it
                     failed = error if isinstance(error, TrainError) else TrainError(f"cannot sum: {error!r}")
             work.end(failed)

@@ -1,9 +1,9 @@
-"""A group of ranks that may lose some and take in others: a ring of TCP connections, made anew for every generation.
+"""A group of ranks that may be lost and join: a ring of TCP connections, made for every generation.
 
-Who is in a generation the roster says (`hpctrain.elastic`).  Until `meet` a member is alone.  Everything is made of one
-exchange, the sum: what is gathered or handed round is bytes, added to the zeros of all others.
-Rules: an exchange in which a member is missing raises `PeerLost` on every other one, as fast as the roster misses it; what
-it had summed so far means nothing; the next `meet` is with those who are left.
+The roster (`hpctrain.elastic`) chooses the members of a generation.  Before `rendezvous` a member is alone.  All collectives
+are made of the sum: gathered or broadcast bytes are added to the zeros of the other members.
+Rules: an exchange with a lost member raises `PeerLost` on every other one, as soon as the roster misses it.  Partial sums are
+discarded.  The next `rendezvous` is with the remaining members.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Message, members_of
 from hpctrain.errors import EXIT_FAILED, PeerLost, TrainError
 
-# ----- a Gloo group for one generation of an elastic run: made anew for each, and given up with it
-# Gloo notices a peer that dies; nothing wakes those who wait for one that is silent, its `abort` neither.  What does is an end of
-# the connections, and these are found as the sockets that came up with the group.
-# Rules: the store is a new one for each generation, on its first rank, so that no address of an earlier one is ever read.
+# ----- a Gloo group for one generation of an elastic run
+# Gloo notices a peer that dies, but nothing wakes a rank that waits for a silent peer, not even its `abort`.  Shutting down the
+# connections does; these are the sockets that were opened with the group.
+# Rules: each generation has a new store, on its first rank, so that an address of an earlier one is never read.
 
 
-FOR_EVER = timedelta(days=365)  # who is silent the roster misses
+FOR_EVER = timedelta(days=365)  # the roster detects silent peers
 
 
-class FreshGroup:
-    """One generation's group, of CPU tensors."""
+class GlooGroup:
+    """The Gloo group of one generation, for CPU tensors."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, own_address: str, patience_s: float) -> None:
         before = _sockets()
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs have little of it
+        gloo: Any = dist.ProcessGroupGloo  # missing in torch's stubs
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=own_address)]
-        options._timeout = timedelta(seconds=patience_s)  # for the others to come
+        options._timeout = timedelta(seconds=patience_s)  # until all have joined
         try:
             self._group = gloo(store, rank, size, options)
         except RuntimeError as error:
             raise TrainError(f"cannot make a group over gloo: {_first_line(error)}") from None
         self._sockets = _sockets() - before
-        self._store = store  # goes with the group
+        self._store = store  # must live as long as the group
 
     def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
-        """Sum over all ranks, in place, by Gloo's threads; `then` is called by whoever waits."""
+        """Sum over all ranks, in place, by Gloo's threads; `then` is called in `wait`."""
         asked = dist.AllreduceOptions()
         asked.timeout = FOR_EVER
         try:
@@ -66,16 +66,16 @@ class FreshGroup:
             raise TrainError(f"cannot sum over gloo: {_first_line(error)}") from None
 
     def break_off(self) -> None:
-        """Let all that is under way fail; from any thread."""
+        """Make all current sums fail; may be called by any thread."""
         for name in self._sockets & _sockets():
             for descriptor in _descriptors(name):
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-                    one.getpeername()  # one that listens has no peer, and stays: Gloo takes its end for a bug
+                    one.getpeername()  # listening sockets have no peer: Gloo aborts if they end
                     one.shutdown(socket.SHUT_RDWR)
 
 
 class _GlooWork(Work):
-    """A sum that Gloo was asked for."""
+    """A sum by Gloo."""
 
     def __init__(self, asked: dist.Work, then: Callable[[], None] | None) -> None:
         super().__init__()
@@ -91,10 +91,12 @@ class _GlooWork(Work):
 
 
 def store_for(rank: int, address: str, tell_port: Callable[[int], int], patience_s: float) -> dist.Store:
-    """Make or find the store of a generation on its first rank; `tell_port` hands its port to all.
+    """Create the store of a generation on its first rank, or connect to it.
+
+    `tell_port` broadcasts the port of the first rank.
 
     Raises:
-        TrainError: it cannot be reached.
+        TrainError: the store cannot be reached.
     """
     patience = timedelta(seconds=patience_s)
     made = None
@@ -116,7 +118,7 @@ def _descriptors(name: str) -> list[int]:
 
 
 def _open_sockets() -> list[tuple[int, str]]:
-    """This process's sockets: descriptors, and names that are given once."""
+    """Return this process's sockets: descriptors, and unique names."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
@@ -133,7 +135,7 @@ BUCKET_BYTES = 4 << 20
 
 
 class ElasticCommunicator(Plain):
-    """This member's part in the present generation."""
+    """This member's part in the current generation."""
 
     name = "members"
     elastic = True
@@ -141,26 +143,26 @@ class ElasticCommunicator(Plain):
     def __init__(self, membership: Membership, *, by_gloo: bool = False) -> None:
         self.membership = membership
         self._by_gloo = by_gloo
-        self._group: FreshGroup | None = None
+        self._group: GlooGroup | None = None
         self.generation = -1
         self.rank, self.size = 0, 1  # alone
         self._listener = socket.create_server(("", 0), backlog=64)
         self._secret = os.urandom(16)
-        self._wire: TcpRing | None = None
+        self._tcp_ring: TcpRing | None = None
         self._background = Background()
-        self._failed = False  # an exchange of this generation did
+        self._failed = False  # an exchange of this generation failed
 
     @property
     def changing(self) -> bool:
-        """Whether the roster wants another generation after this step."""
+        """Whether the roster wants a new generation after this step."""
         return self.membership.changing
 
     @changing.setter
     def changing(self, wanted: bool) -> None:
         self.membership.changing = wanted
 
-    def meet(self) -> None:
-        """Leave the present generation for the next one, in which rank and size are others."""
+    def rendezvous(self) -> None:
+        """Leave the current generation for the next one; rank and size may change."""
         if self.generation < 0:
             port = self._listener.getsockname()[1]
             addresses = [self.membership.host, *own_addresses()]
@@ -168,7 +170,7 @@ class ElasticCommunicator(Plain):
         while True:
             if self.generation >= 0:
                 self._cut()
-                self.membership.part(self.generation, failed=self._failed)
+                self.membership.leave_generation(self.generation, failed=self._failed)
             self._failed = False
             news = self.membership.next_generation()
             members = members_of(news)
@@ -180,47 +182,47 @@ class ElasticCommunicator(Plain):
             self._failed = True
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The sum over all members, in place."""
+        """Sum over all members, in place."""
         self.begin(tensor).wait()
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """The same in the background."""
+        """Sum in the background."""
         check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
             if then is not None:
                 then()
             return done()
-        assert self._wire is not None
+        assert self._tcp_ring is not None
         flat = tensor.detach().view(-1)
         if self._group is not None and flat.device.type == "cpu":
             return _WatchedWork(self._group.begin(flat, then), self._note_failure)
-        if flat.device.type == "cpu" and self._wire.sums(flat.dtype):
-            return _WatchedWork(self._wire.begin(flat, then), self._note_failure)
+        if flat.device.type == "cpu" and self._tcp_ring.sums(flat.dtype):
+            return _WatchedWork(self._tcp_ring.begin(flat, then), self._note_failure)
         wide = flat.to("cpu", torch.float32 if flat.dtype in HALVES else flat.dtype)
-        return _WatchedWork(self._wire.begin(wide, lambda: _narrow(wide, flat, then)), self._note_failure)
+        return _WatchedWork(self._tcp_ring.begin(wide, lambda: _narrow(wide, flat, then)), self._note_failure)
 
     def _note_failure(self) -> None:
         self._failed = True
 
     def run(self, call: Callable[[], None]) -> Work:
-        """A call that exchanges, in a thread."""
+        """Run a call with collectives in a thread."""
         return self._background.begin(call)
 
-    def pace(self) -> BucketPlan:
-        """Buckets that keep a slow link busy early."""
+    def bucket_plan(self) -> BucketPlan:
+        """Return buckets that use a slow link early."""
         return BucketPlan(bucket_bytes=BUCKET_BYTES, beside=True)
 
-    def stepped(self, step: int, step_s: float) -> None:
-        """Tell the roster; useful seconds are those of the first rank."""
-        self.membership.stepped(step, step_s if self.rank == 0 else 0.0)
+    def report_step(self, step: int, step_s: float) -> None:
+        """Report a step to the roster; only the first rank counts useful seconds."""
+        self.membership.report_step(step, step_s if self.rank == 0 else 0.0)
 
     def describe(self) -> list[str]:
-        """How many there are."""
+        """Return the generation and the number of members as text."""
         how = "over gloo" if self._group is not None else "in a ring of TCP connections"
         return [f"generation {self.generation}: {self.size} members {how}"]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """The tensor of `root`, bit for bit."""
+        """Copy the tensor of `root` to every rank."""
         check_contiguous(tensor)
         flat = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.detach()
         if self.rank != root:
@@ -228,7 +230,7 @@ class ElasticCommunicator(Plain):
         self.all_reduce(flat)
 
     def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Every rank's piece for this one."""
+        """Return every rank's piece for this one."""
         lengths = torch.zeros(self.size, self.size, dtype=torch.int64)
         lengths[self.rank] = torch.tensor([piece.numel() for piece in pieces])
         self.all_reduce(lengths)
@@ -236,7 +238,7 @@ class ElasticCommunicator(Plain):
         return [part.split(lengths[rank].tolist())[self.rank] for rank, part in enumerate(parts)]
 
     def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        """Every rank's piece."""
+        """Return every rank's piece."""
         whole = torch.zeros(sum(lengths), dtype=torch.uint8)
         parts = list(whole.split(lengths))
         parts[self.rank].copy_(piece)
@@ -244,11 +246,11 @@ class ElasticCommunicator(Plain):
         return parts
 
     def barrier(self) -> None:
-        """Return when every member has come here."""
+        """Wait until every member has called it."""
         self.all_reduce(torch.zeros(1))
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = mine.numel()
@@ -262,12 +264,12 @@ class ElasticCommunicator(Plain):
         os._exit(code)
 
     def turn_away(self, why: str) -> None:
-        """End this process, which does not fit the run; nobody is to be started in its place."""
-        self.membership.turned_away(why)
+        """End this process, which does not fit the run; its slot stays empty."""
+        self.membership.report_misfit(why)
         os._exit(EXIT_FAILED)
 
     def close(self) -> None:
-        """Leave the run: it is done."""
+        """Leave the run, which is done."""
         self.membership.done()
         self._cut()
         self._background.close()
@@ -275,18 +277,18 @@ class ElasticCommunicator(Plain):
 
     def _cut(self) -> None:
         self.membership.unwatch()
-        wire, self._wire = self._wire, None
+        tcp_ring, self._tcp_ring = self._tcp_ring, None
         group, self._group = self._group, None
         if group is not None:
             group.break_off()
-        if wire is not None:
-            wire.break_off()
-            wire.close()
+        if tcp_ring is not None:
+            tcp_ring.break_off()
+            tcp_ring.close()
             self._background.close()
             self._background = Background()
 
     def _connect(self, members: list[Message]) -> bool:
-        """Make the ring; whether that went well."""
+        """Connect the ring; return whether that succeeded."""
         if self.size == 1:
             return True
         left, right = members[self.rank - 1], members[(self.rank + 1) % self.size]
@@ -305,32 +307,32 @@ class ElasticCommunicator(Plain):
             return False
         for one in (peer, found[0]):
             tune(one)
-        self._wire = TcpRing(self.rank, self.size, to_right=peer, from_left=found[0])
-        self.membership.watch(self.generation, self._wire.break_off)
+        self._tcp_ring = TcpRing(self.rank, self.size, to_right=peer, from_left=found[0])
+        self.membership.watch(self.generation, self._tcp_ring.break_off)
         return not self._by_gloo or self._make_group(members)
 
     def _make_group(self, members: list[Message]) -> bool:
-        """Make the group that sums instead of the ring, which all meet over; whether that went well."""
-        assert self._wire is not None
-        wire, until_s = self._wire, time.monotonic() + MEET_S
+        """Make the Gloo group that sums instead of the ring; return whether that succeeded."""
+        assert self._tcp_ring is not None
+        tcp_ring, until_s = self._tcp_ring, time.monotonic() + MEET_S
         hosts = [cast("list[str]", member["addresses"])[0] for member in members]
         try:
             store = store_for(self.rank, hosts[0], lambda port: self.all_gather_object(port)[0], MEET_S)
             left_s = max(0.1, until_s - time.monotonic())
-            group = FreshGroup(self.rank, self.size, store, hosts[self.rank], left_s)
-        except TrainError:  # as when the ring cannot be made: the next generation will do
+            group = GlooGroup(self.rank, self.size, store, hosts[self.rank], left_s)
+        except TrainError:  # as if the ring failed: the next generation tries again
             return False
         self._group = group
 
         def break_off() -> None:
-            wire.break_off()
+            tcp_ring.break_off()
             group.break_off()
 
         self.membership.watch(self.generation, break_off)
         return True
 
     def _offer(self, host: Message, guest: Message) -> Offer:
-        """Where `host` listens, and the two secrets by which it and `guest` know each other in this generation."""
+        """Return the address of `host`, and the secrets that it and `guest` show in this generation."""
         seed = f"{host['secret']}.{guest['secret']}.{self.generation}".encode()
         secrets = hashlib.blake2b(seed, digest_size=32).digest()
         addresses = cast("list[str]", host["addresses"])

@@ -1,9 +1,12 @@
-"""Which ranks share a host, and in which order the hosts stand in the ring.
+"""The hosts of the ranks, their order in a ring, and TCP connections between neighbours.
 
 Ranks share a host if they share memory, name and network: namespaces of one kernel that stand for several hosts count as
-several.  One rank of each host, its leader, talks to the other hosts.
-Rules: the order is that of ranks unless links differ; then the slowest link that is used is as fast as it can be.  Every rank
-derives the same from the same gathered facts.
+several.  One rank of each host, its leader, communicates with other hosts.
+Every host listens for a moment, and sends its addresses and a secret over MPI.  The connecting side shows the secret and gets
+another one, so that an address that several hosts have (a bridge of containers, loopback) leads to the right host or to none.
+It confirms at last that it is still there: after a late answer it has already tried again on another connection.
+Rules: the order is that of ranks unless links differ; then the slowest link in use is as fast as possible.  Every rank
+computes the order from the same facts.  All or none: if one pair cannot connect, MPI's connections are used.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from hpctrain.comm.tcp_ring import TcpRing
 
 PROBE_BYTES = 256 << 10
 PROBES = 3
-UNLIKE = 1.5  # links whose speeds are within this factor count as alike
-MOST_ORDERED = 8  # hosts; with more all orders are too many to look at
+UNLIKE = 1.5  # links whose speeds differ by less than this factor count as equal
+MOST_ORDERED = 8  # hosts; with more hosts there are too many orders
 TAG = 78
 
 
 class Hosts:
-    """The ranks of this host (`here`), and on leaders one communicator of all leaders in the ring's order (`leaders`)."""
+    """The ranks of this host (`here`), and on leaders a communicator of all leaders in the ring's order (`leaders`)."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
@@ -53,7 +56,7 @@ class Hosts:
             self.leaders.Free()
 
     def _in_order(self, leaders: Any) -> Any:
-        """The leaders, so numbered that neighbours are joined by fast links."""
+        """Return the leaders, numbered so that neighbours have fast links."""
         self._order = list(range(leaders.Get_size()))
         if 3 < leaders.Get_size() <= MOST_ORDERED:  # rings of three have the same links in any order
             self._order = best_ring(link_speeds(self._mpi, leaders))
@@ -63,7 +66,7 @@ class Hosts:
 
 
 def identity() -> tuple[str, str, str]:
-    """Return the host that this process is on: boot, name and network."""
+    """Return the identity of this process's host: boot, name and network."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     network = Path("/proc/self/ns/net")
     return (
@@ -74,7 +77,7 @@ def identity() -> tuple[str, str, str]:
 
 
 def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
-    """Measure bytes per second between each two ranks of `comm`, in rounds in which every rank has one partner."""
+    """Return bytes per second between each two ranks of `comm` (ranks, ranks), measured in rounds of pairs."""
     size, rank = comm.Get_size(), comm.Get_rank()
     mine = [0.0] * size
     outgoing, incoming = np.zeros(PROBE_BYTES, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
@@ -94,7 +97,7 @@ def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
 
 
 def best_ring(speeds: Sequence[Sequence[float]]) -> list[int]:
-    """Order ranks in a ring whose slowest link is fastest; as they are if that gains little."""
+    """Return the order of ranks in a ring whose slowest link is fastest; unchanged if that gains little."""
     size = len(speeds)
     plain = list(range(size))
 
@@ -106,7 +109,7 @@ def best_ring(speeds: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _partner(rank: int, turn: int, size: int) -> int:
-    """The partner in round `turn` of a tournament of an even number of players (the circle method)."""
+    """Return the partner in round `turn` of a tournament of an even number of players (the circle method)."""
     last = size - 1
     if rank == last:
         return turn * (size // 2) % last
@@ -126,7 +129,7 @@ VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "lo")  # interfaces to try l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Where a host listens."""
+    """The addresses, port and secrets of a listening host."""
 
     addresses: tuple[str, ...]
     port: int
@@ -135,7 +138,7 @@ class Offer:
 
 
 def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
-    """Connect the ranks of `comm`, one on each host, in a ring; all of them call it. None: some could not meet."""
+    """Connect the ranks of `comm`, one per host, in a ring; all of them call it.  None: some could not connect."""
     rank, size = comm.Get_rank(), comm.Get_size()
     with socket.create_server(("", 0), backlog=16) as listener:
         offer = Offer(
@@ -165,7 +168,7 @@ def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
 
 
 def own_addresses() -> list[str]:
-    """List this host's IPv4 addresses, those of real networks first."""
+    """Return this host's IPv4 addresses, those of real networks first."""
     return list(interfaces())
 
 
@@ -177,7 +180,7 @@ def interfaces() -> dict[str, str]:
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has no address
+                continue  # the interface has no address
             names[socket.inet_ntoa(answer[20:24])] = name
     return names
 
@@ -189,7 +192,7 @@ def await_left(
     found: list[socket.socket],
     is_given_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Put the connection of the one who knows the secret into `found`."""
+    """Accept connections until one shows the secret, and put it into `found`."""
     listener.settimeout(NAP_S)
     while not found and not is_given_up() and time.monotonic() < until_s:
         try:
@@ -203,7 +206,7 @@ def await_left(
 
 
 def reach(offer: Offer, until_s: float, is_given_up: Callable[[], bool] = lambda: False) -> socket.socket | None:
-    """The connection to the one who made an offer; each of its addresses is tried again and again."""
+    """Return a connection to the host that made the offer; tries its addresses in turn."""
     while True:
         for address in offer.addresses:
             if is_given_up() or time.monotonic() > until_s:
@@ -214,7 +217,7 @@ def reach(offer: Offer, until_s: float, is_given_up: Callable[[], bool] = lambda
                 continue
             if _send(peer, offer.secret) and _receive(peer, SECRET_BYTES) == offer.answer and _send(peer, STILL_HERE):
                 return peer
-            peer.close()  # somebody else's port, or one who is slow
+            peer.close()  # another program's port, or a slow peer
         time.sleep(NAP_S)
 
 
@@ -222,12 +225,12 @@ def _send(peer: socket.socket, content: bytes) -> bool:
     try:
         peer.sendall(content)
     except OSError:
-        return False  # it is gone
+        return False  # the peer is gone
     return True
 
 
 def _receive(peer: socket.socket, length: int) -> bytes:
-    """So many bytes, or fewer if the peer takes too long or ends."""
+    """Return `length` bytes, or fewer if the peer takes too long or ends."""
     peer.settimeout(TRY_S)
     got = b""
     try:
@@ -239,7 +242,7 @@ def _receive(peer: socket.socket, length: int) -> bytes:
 
 
 def tune(one: socket.socket) -> None:
-    """Set what suits a steady stream between neighbours; what the system refuses stays as it is."""
+    """Set options for a steady stream between neighbours; an option that the system refuses is skipped."""
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for algorithm in _STEADY:
         try:
@@ -249,5 +252,5 @@ def tune(one: socket.socket) -> None:
         return
 
 
-# Pacing by timers (BBR) costs the core that computes more than it gives on a short link.
+# BBR paces by timers, which costs the computing core more than it gains on a short link.
 _STEADY: Sequence[bytes] = (b"cubic", b"reno")

@@ -1,6 +1,6 @@
-"""A group of ranks over mpi4py: our window and ring for tensors, MPI's own calls for the rest.
+"""A group of ranks over mpi4py: our shared memory and rings for tensors, MPI's own calls for the rest.
 
-Knows how to find MPI and to say what is missing.  CUDA tensors travel through a copy on the host (see `staging`).
+Finds MPI, and tells what is missing.  CUDA tensors travel through a copy on the host (see `staging`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from hpctrain.comm.tcp_ring import TcpRing
 from hpctrain.env import INSTALL_HINTS, RankInfo
 from hpctrain.errors import MissingPackageError, TrainError
 
-# ----- how the sum of a whole gradient is best cut into buckets: by the speed of the link between hosts
-# On one host the sum is over in less time than a thread beside the backward pass would take from it: one bucket, summed after it.
-# Between hosts the link is to be busy from the first gradient on and soon done after the last: a bucket is what it carries in
-# `BUCKET_S`, in powers of four so that two measurements of one link give the same, and so the same order of sums.
+# ----- buckets for the gradient, by the speed of the link between hosts
+# On one host the sum takes less time than a thread beside the backward pass would cost: one bucket, summed after it.
+# Between hosts the link should be busy from the first gradient on, and done soon after the last: a bucket has the bytes of
+# `BUCKET_S` seconds, in powers of four, so that two measurements of one link give the same order of sums.
 
 
 BUCKET_S = 0.008
@@ -50,8 +50,8 @@ FIRST_BYTES, SECOND_BYTES = 128 << 10, 1 << 20
 PATIENCE_S = 0.1
 
 
-def pace_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketPlan:
-    """Measure how fast the leaders of hosts sum over `between`, and cut accordingly; all ranks call it."""
+def bucket_plan_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketPlan:
+    """Measure how fast the leaders sum over `between`, and return the buckets for it; all ranks call it."""
     if hosts.count == 1:
         return BucketPlan(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
     bytes_per_s = 0.0
@@ -71,16 +71,16 @@ def bucket_bytes(bytes_per_s: float) -> int:
     return min(MOST_BUCKET_BYTES, max(LEAST_BUCKET_BYTES, 4**power))
 
 
-# One broadcast call carries at most this much: MPI counts are 32 bit in old libraries.
+# Old MPI libraries have 32-bit counts, so one broadcast call carries at most this much.
 BROADCAST_BYTES = 64 << 20
 SWAP_TAG = 79
 
 
 def load_mpi() -> Any:
-    """Start MPI and return mpi4py's module.
+    """Start MPI, and return mpi4py's module.
 
     Raises:
-        MissingPackageError: no mpi4py, or no MPI library under it.
+        MissingPackageError: mpi4py or an MPI library is missing.
     """
     try:
         from mpi4py import MPI  # noqa: PLC0415 (importing it calls MPI_Init)
@@ -108,43 +108,43 @@ class MpiCommunicator(Plain):
             raise TrainError(
                 f"cannot use MPI: the launcher started {place.world} ranks, but the MPI library sees "
                 f"{world.Get_size()}; mpirun and mpi4py's library ({library}) are "
-                "of different MPIs: use the mpirun that lies beside python"
+                "of different MPIs: use the mpirun in the directory of python"
             )
         self._comm = world.Dup()
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self._closed = False
         self._hosts = Hosts(self._mpi, self._comm)
-        self._window = SharedMemory(self._mpi, self._hosts.here) if self._hosts.here.Get_size() > 1 else None
-        self._ways: dict[str, Algorithm] = {}
+        self._shared_memory = SharedMemory(self._mpi, self._hosts.here) if self._hosts.here.Get_size() > 1 else None
+        self._algorithms: dict[str, Algorithm] = {}
         self.choices: list[AlgorithmChoice] = []
-        self._wire: TcpRing | None = None
+        self._tcp_ring: TcpRing | None = None
         if self._hosts.count > 1 and self._hosts.leaders is not None:
-            self._wire = connect_ring(self._mpi, self._hosts.leaders)
+            self._tcp_ring = connect_ring(self._mpi, self._hosts.leaders)
         if self.size > 1:
-            self._ways = algorithms_for(self._mpi, self._comm, self._hosts, self._window, self._wire)
-            self.choices = choose(self._mpi, self._comm, self._ways)
-        self._for_halves = for_halves(self._ways)
+            self._algorithms = algorithms_for(self._mpi, self._comm, self._hosts, self._shared_memory, self._tcp_ring)
+            self.choices = choose(self._mpi, self._comm, self._algorithms)
+        self._for_halves = for_halves(self._algorithms)
         self._background = Background()
         self._staging: Staging | None = None
-        self._pace = SingleCommunicator().pace()
+        self._bucket_plan = SingleCommunicator().bucket_plan()
         if self.size > 1:
-            self._beside = algorithm_beside(self._mpi, self._comm, self._hosts, self._window, self._wire)
-            self._pace = pace_of(self._mpi, self._hosts, self._wire or self._beside)
+            self._beside = algorithm_beside(self._mpi, self._comm, self._hosts, self._shared_memory, self._tcp_ring)
+            self._bucket_plan = bucket_plan_of(self._mpi, self._hosts, self._tcp_ring or self._beside)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place."""
         check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return
-        host = tensor.detach().cpu()  # the tensor itself if it is there already
+        host = tensor.detach().cpu()  # no copy if it is on the CPU
         flat_L = host.view(-1)
-        self._ways[pick(self.choices, flat_L, self._for_halves)].all_reduce(flat_L)
+        self._algorithms[pick(self.choices, flat_L, self._for_halves)].all_reduce(flat_L)
         if host.device != tensor.device:
             tensor.copy_(host)
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """Sum in the background: over our own connections where each rank is a host, else in a thread that sleeps in between."""
+        """Sum in the background: over our own connections if each rank is a host, else in a sleeping thread."""
         check_contiguous(tensor)
         if tensor.device.type != "cpu":
             if self._staging is None:
@@ -153,9 +153,9 @@ class MpiCommunicator(Plain):
         return self._begin_on_host(tensor.detach().view(-1), then, own_part=own_part)
 
     def _begin_on_host(self, flat_L: torch.Tensor, then: Callable[[], None] | None, *, own_part: bool = False) -> Work:
-        if self._wire is not None and self._hosts.count == self.size and self._wire.sums(flat_L.dtype):
-            # Parts are numbered as ranks are, not as hosts stand in the ring.
-            return self._wire.begin(flat_L, then, own_part=own_part and self._hosts.order == list(range(self.size)))
+        if self._tcp_ring is not None and self._hosts.count == self.size and self._tcp_ring.sums(flat_L.dtype):
+            # Parts are numbered by rank, not by the order of hosts in the ring.
+            return self._tcp_ring.begin(flat_L, then, own_part=own_part and self._hosts.order == list(range(self.size)))
         return self._background.begin(lambda: self._sum_beside(flat_L, then))
 
     def _sum_beside(self, flat_L: torch.Tensor, then: Callable[[], None] | None) -> None:
@@ -165,41 +165,47 @@ class MpiCommunicator(Plain):
             then()
 
     def run(self, call: Callable[[], None]) -> Work:
-        """Make a call in a thread."""
+        """Run a call in a thread."""
         return self._background.begin(call)
 
-    def pace(self) -> BucketPlan:
-        """As the link between hosts was measured."""
-        return self._pace
+    def bucket_plan(self) -> BucketPlan:
+        """Return the buckets for the measured link between hosts."""
+        return self._bucket_plan
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor whose sum needs no copy: shared by the ranks of a host."""
-        return torch.empty(length, dtype=dtype) if self._window is None else self._window.empty(length, dtype)
+        """Return a flat tensor that is summed without a copy: shared by the ranks of a host."""
+        return (
+            torch.empty(length, dtype=dtype)
+            if self._shared_memory is None
+            else self._shared_memory.empty(length, dtype)
+        )
 
     def describe(self) -> list[str]:
-        """How messages of which size are summed, and who is where, in words."""
+        """Return lines of text: the hosts, and the algorithm for each message size."""
         where = f"{self.size} ranks on {self._hosts.count} host{'s' * (self._hosts.count != 1)}"
         order = f", ring of hosts {' '.join(map(str, self._hosts.order))}" if self._hosts.count > 2 else ""
-        return [where + order, *map(str, self.choices), f"gradients: {self._pace}" + self._said_beside()]
+        return [where + order, *map(str, self.choices), f"gradients: {self._bucket_plan}" + self._said_beside()]
 
     def _said_beside(self) -> str:
-        if not self._pace.beside:
+        if not self._bucket_plan.beside:
             return ""
-        over = "our own connections" if self._wire is not None else "MPI, as hosts do not reach each other by TCP"
+        over = (
+            "our own connections" if self._tcp_ring is not None else "MPI, because hosts do not reach each other by TCP"
+        )
         return f", between hosts over {over}"
 
     def plan(self) -> object:
-        """For which sizes which way was chosen, and for how many ranks on how many hosts."""
+        """Return the algorithm for each size, and the numbers of ranks and hosts, for a checkpoint."""
         where = [self.size, self._hosts.count]
-        return {"where": where, "ways": [[one.up_to_bytes, one.name] for one in self.choices]}
+        return {"where": where, "algorithms": [[one.up_to_bytes, one.name] for one in self.choices]}
 
     def follow(self, plan: object) -> None:
-        """Sum in the order in which the run did before, so that it goes on to the same bits, if the ranks lie alike."""
+        """Use an earlier plan if ranks and hosts are the same, so that the run continues to the same bits."""
         match plan:
-            case {"where": [self.size, self._hosts.count], "ways": [*ways]} if ways and all(
-                n in self._ways for _, n in ways
+            case {"where": [self.size, self._hosts.count], "algorithms": [*algorithms]} if algorithms and all(
+                n in self._algorithms for _, n in algorithms
             ):
-                self.choices = [AlgorithmChoice(up_to_bytes, name, {}) for up_to_bytes, name in ways]
+                self.choices = [AlgorithmChoice(up_to_bytes, name, {}) for up_to_bytes, name in algorithms]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copy the tensor of `root` to every rank."""
@@ -211,14 +217,14 @@ class MpiCommunicator(Plain):
             tensor.copy_(host.view(tensor.shape))
 
     def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each rank's piece for this one."""
+        """Return each rank's piece for this one."""
         mine = pieces[self.rank]
         found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         self._swap({rank: piece for rank, piece in enumerate(pieces) if rank != self.rank}, found)
         return found
 
     def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        """Each rank's piece."""
+        """Return each rank's piece."""
         found = [
             piece if rank == self.rank else torch.empty(length, dtype=torch.uint8)
             for rank, length in enumerate(lengths)
@@ -227,7 +233,7 @@ class MpiCommunicator(Plain):
         return found
 
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: list[torch.Tensor]) -> None:
-        """Send pieces to ranks and receive one from each, nearest neighbours first."""
+        """Send a piece to each rank and receive one from each, nearest neighbours first."""
         requests = []
         for turn in range(1, self.size):
             source, target = (self.rank - turn) % self.size, (self.rank + turn) % self.size
@@ -240,11 +246,11 @@ class MpiCommunicator(Plain):
         self._comm.Barrier()
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         return self._comm.allgather(value)
 
     def abort(self, code: int) -> None:
-        """Take the whole job down, whatever the other ranks are waiting for."""
+        """End all ranks at once."""
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)
 
@@ -255,9 +261,9 @@ class MpiCommunicator(Plain):
             if self._staging is not None:
                 self._staging.close()
             self._background.close()
-            if self._wire is not None:
-                self._wire.close()
-            if self._window is not None:
-                self._window.free()
+            if self._tcp_ring is not None:
+                self._tcp_ring.close()
+            if self._shared_memory is not None:
+                self._shared_memory.free()
             self._hosts.free()
             self._comm.Free()

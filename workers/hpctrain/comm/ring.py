@@ -1,14 +1,14 @@
 """All-reduce as a ring on MPI point-to-point messages: reduce-scatter, then all-gather.
 
-Works on the bytes that torch holds, without a copy; does not know buckets, gradients or devices.
+Works on torch's memory without a copy; does not know buckets, gradients or devices.
 Rules:
-- A chunk is reduced by one rank only and then handed round, so all ranks end with the same bits.
+- Only one rank reduces a chunk, and the result is passed around, so all ranks end with the same bits.
 - Chunks travel in segments of about 1 MiB that fit the cache: the sum of one overlaps the transfer of the next.
-- Buffers are reused: touching fresh memory costs more than the transfer.
-- float16 and bfloat16 go pairwise to the chunk's owner, which sums in float32 in rank order and rounds once; as many
+- Buffers are reused: touching new memory costs more than the transfer.
+- float16 and bfloat16 go pairwise to the chunk's owner, which sums in float32 in rank order and rounds once: as many
   bytes as a ring, without a rounding per hop.
-- Who is patient naps while it waits: MPI's own wait spins, and takes the core from what the rank does beside.
-- Small messages are gathered whole and summed by every rank in rank order: one latency, and again the same bits.
+- A patient ring sleeps while it waits: MPI's own wait spins, and takes the core from the rank's computation.
+- Small messages are gathered whole, and every rank sums them in rank order: one latency, and the same bits.
 Sources: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 """
 
@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-# ----- the sum of numbers of half precision: in float32, in the order given, rounded once
+# ----- the sum of half precision: in float32, in the given order, rounded once
 
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
 class HalfSum:
-    """Sums halves with a buffer that is reused: touching fresh memory costs more than the sum."""
+    """Sums half precision with a reused buffer, because touching new memory costs more than the sum."""
 
     def __init__(self) -> None:
         self._total = torch.empty(0, dtype=torch.float32)
@@ -74,7 +74,7 @@ class Ring:
         self._half_sum = HalfSum()
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks take part."""
+        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks call it."""
         if self._size == 1 or flat_L.numel() == 0:
             return
         if flat_L.numel() * flat_L.element_size() <= self._small_bytes:
@@ -104,7 +104,7 @@ class Ring:
         flat_L.copy_(total_L)
 
     def _reduce_ring(self, chunks: list[torch.Tensor]) -> None:
-        """Round by round each rank adds its left neighbour's partial sum: at the end rank r owns chunk r."""
+        """Add the left neighbour's partial sum in each round; at the end rank r owns chunk r."""
         n, rank = self._size, self._rank
         for turn in range(n - 1):
             outgoing = chunks[(rank - turn - 1) % n]
@@ -124,7 +124,7 @@ class Ring:
                 receives.append(self._receive(landings[i + 2], source))
 
     def _reduce_pairwise(self, chunks: list[torch.Tensor]) -> None:
-        """Every rank sends each chunk to its owner, which sums in float32, in rank order, and rounds once."""
+        """Send each chunk to its owner, which sums in float32, in rank order, and rounds once."""
         n, rank = self._size, self._rank
         mine = chunks[rank]
         item_bytes = mine.numel() * mine.element_size()
@@ -141,7 +141,7 @@ class Ring:
         self._half_sum.sum(parts, mine)
 
     def _gather_ring(self, chunks: list[torch.Tensor], first: int) -> None:
-        """Hand the finished chunks round: rank r starts with chunk `first` of its own."""
+        """Pass the finished chunks around; this rank starts with its chunk `first`."""
         n, rank = self._size, self._rank
         for turn in range(n - 1):
             incoming = chunks[(first - turn - 1) % n]
@@ -150,7 +150,7 @@ class Ring:
             self._wait(requests)
 
     def _nap(self, requests: list[Any]) -> None:
-        """Wait for requests, asleep most of the time; longer naps would let the link run dry."""
+        """Wait for requests in short sleeps; longer ones would let the link run dry."""
         nap_s = SHORTEST_NAP_S
         while not self._mpi.Request.Testall(requests):
             time.sleep(nap_s)
@@ -164,7 +164,7 @@ class Ring:
         return self._comm.Irecv([_bytes_of(piece), self._mpi.BYTE], source, TAG)
 
     def _pieces(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """The chunk in segments; both ends of a message know its length, so an empty chunk is not sent at all."""
+        """Return the chunk in segments; an empty chunk has none, because both ends know its length."""
         if chunk.numel() == 0:
             return []
         return list(chunk.split(max(1, self._segment_bytes // chunk.element_size())))
@@ -175,7 +175,7 @@ def split(flat_L: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def spans(length: int, count: int) -> list[tuple[int, int]]:
-    """Cut [0, length) into so many parts of about the same length."""
+    """Cut [0, length) into `count` parts of about the same length."""
     return list(pairwise(length * i // count for i in range(count + 1)))
 
 

@@ -1,15 +1,15 @@
-"""All-reduce among the ranks of one host, through memory that they share.
+"""All-reduce among the ranks of one host, through shared memory.
 
-A tensor that was made by `empty` lies in shared memory: each rank sums its chunk straight from the others' and writes the
-result to all, and nothing is copied.  Any other goes through the window in segments that stay in the cache: each rank lays
-down what the others need of its segment, sums the chunk that it owns, and takes the finished chunks of the others.
-Does not know hosts: who shares the window is decided elsewhere.
+A tensor from `empty` is in shared memory: each rank sums its chunk directly from the others' and writes the result to all,
+without a copy.  Other tensors pass through slots in segments that stay in the cache: each rank copies the parts of its
+segment that the others need, sums its own chunk, and copies the finished chunks of the others.
+Does not know hosts: the caller decides which ranks share the memory.
 Rules:
-- A chunk is summed by one rank, in the order of ranks, and copied by the others: all ranks end with the same bits.
-- float16 and bfloat16 are summed in float32 and rounded once (once more where hosts sum what their ranks have summed).
-- Ranks tell each other how far they are by counters in the window, one writer each; `Win.Sync` orders them with the data, as
-  the standard's unified memory model asks.  Who waits spins only briefly and then sleeps: the core may be another's.
-- Three slots per rank: who writes segment i has seen all the others finish segment i-2, which had the slot of i-3 behind it.
+- One rank sums a chunk, in the order of ranks, and the others copy it: all ranks end with the same bits.
+- float16 and bfloat16 are summed in float32 and rounded once (again where hosts sum their ranks' sums).
+- Ranks publish their progress in counters in the shared memory, one writer each; `Win.Sync` orders them with the data, as
+  the standard's unified memory model requires.  A waiting rank spins only briefly and then sleeps, to free the core.
+- Three slots per rank: a rank that writes segment i has seen all others finish segment i-2, so the slot of i-3 is free.
 Sources: MPI-4.1, 12.7 "Memory Model"; Graham and Shipman, "MPI support for multi-core architectures", EuroPVM/MPI 2008.
 """
 
@@ -24,13 +24,13 @@ import torch
 from hpctrain.comm.ring import HALVES, HalfSum
 
 SEGMENT_BYTES = 512 << 10
-WHOLE_BYTES = 16 << 10  # up to this every rank sums everything: one meeting instead of two
+WHOLE_BYTES = 16 << 10  # up to this size every rank sums everything, with one synchronization instead of two
 SLOTS = 3
-LINE_BYTES = 64  # a counter has a cache line of its own
+LINE_BYTES = 64  # each counter has its own cache line
 LAID, SUMMED = 0, 1
 SPINS = 2000
 NAP_S = 20e-6
-BLOCK_BYTES = 256 << 10  # of a direct sum: written to the others while it is in the cache
+BLOCK_BYTES = 256 << 10  # of a direct sum: written to the others while in the cache
 _PLAIN = {
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -48,7 +48,7 @@ class _Area:
         self._win = mpi.Win.Allocate_shared(size_bytes, 1, comm=comm)
         self.memories = [np.frombuffer(self._win.Shared_query(at)[0], np.uint8)[:size_bytes] for at in range(comm.size)]
         self.address = self.memories[comm.rank].ctypes.data
-        self.memories[comm.rank][:] = 0  # whoever touches a page first has it near
+        self.memories[comm.rank][:] = 0  # first touch: places the page near this rank
 
     def free(self) -> None:
         self.memories = []
@@ -56,7 +56,7 @@ class _Area:
 
 
 class SharedMemory:
-    """The memory that the ranks of `comm`, all on one host, share. All of them make it, and free it, together."""
+    """The shared memory of the ranks of `comm`, all on one host; they create and free it together."""
 
     def __init__(self, mpi: Any, comm: Any, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._rank: int = comm.Get_rank()
@@ -93,7 +93,7 @@ class SharedMemory:
         return torch.from_numpy(area.memories[self._rank]).view(dtype)[:length]
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks take part."""
+        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks call it."""
         size_bytes = flat_L.numel() * flat_L.element_size()
         if self._size == 1 or size_bytes == 0:
             return
@@ -107,7 +107,7 @@ class SharedMemory:
             self._sum_in_segments(mine, flat_L.dtype)
 
     def broadcast(self, flat_L: torch.Tensor) -> None:
-        """Return every rank the bytes of rank 0; all ranks take part."""
+        """Copy the bytes of rank 0 to every rank; all ranks call it."""
         mine = flat_L.detach().view(torch.uint8).numpy()
         for low in range(0, mine.size, self._segment_bytes):
             piece = mine[low : low + self._segment_bytes]
@@ -122,7 +122,7 @@ class SharedMemory:
             self._tell(SUMMED, turn)
 
     def free(self) -> None:
-        """Return the memory back; all ranks call it."""
+        """Free the memory; all ranks call it."""
         self._slots, self._counters, self._others, self._views = [], [], [], {}
         self._mine.release()
         self._win.Unlock_all()
@@ -131,7 +131,7 @@ class SharedMemory:
             area.free()
 
     def _sum_whole(self, mine: np.ndarray, dtype: torch.dtype) -> None:
-        """Every rank lays down all it has, and sums all that lies there."""
+        """Write all of this rank's data to its slot, and sum the slots of all ranks."""
         turn = self._next()
         slots = self._slots_of(mine.dtype, (turn - 1) % SLOTS)
         length = mine.size
@@ -142,7 +142,7 @@ class SharedMemory:
         self._tell(SUMMED, turn)
 
     def _direct(self, address: int, size_bytes: int) -> list[np.ndarray]:
-        """Where all ranks have the bytes that this one has at `address`; nothing if they are not shared."""
+        """Return the memory of all ranks at this rank's `address`; empty if it is not shared."""
         for area in self._areas:
             low = address - area.address
             if low >= 0 and low + size_bytes <= area.size_bytes:
@@ -150,7 +150,7 @@ class SharedMemory:
         return []
 
     def _sum_directly(self, parts: list[np.ndarray], dtype: torch.dtype) -> None:
-        """Sum this rank's chunk of what all have, and write it to all."""
+        """Sum this rank's chunk over all ranks, and write it to all."""
         turn = self._next()
         self._tell(LAID, turn)
         self._wait(LAID, turn)
@@ -177,7 +177,7 @@ class SharedMemory:
             self._finish(mine[low : low + step], first + i + 1, dtype)
 
     def _lay(self, segment: np.ndarray) -> None:
-        """Lay down what the others need of a segment."""
+        """Write the parts of a segment that the others need to the slot."""
         turn = self._next()
         slot = self._slots_of(segment.dtype, (turn - 1) % SLOTS)[self._rank]
         low, high = self._chunk(segment.size, self._rank)
@@ -188,7 +188,7 @@ class SharedMemory:
         self._tell(LAID, turn)
 
     def _finish(self, segment: np.ndarray, turn: int, dtype: torch.dtype) -> None:
-        """Sum the chunk of a segment that this rank owns, and take those that the others have summed."""
+        """Sum this rank's chunk of a segment, and copy the chunks that the others have summed."""
         slots = self._slots_of(segment.dtype, (turn - 1) % SLOTS)
         low, high = self._chunk(segment.size, self._rank)
         self._wait(LAID, turn)
@@ -223,16 +223,16 @@ class SharedMemory:
         return length * rank // self._size, length * (rank + 1) // self._size
 
     def _slots_of(self, kind: Any, at: int) -> list[np.ndarray]:
-        """The slots of all ranks as numbers of a kind."""
+        """Return the slots of all ranks as numbers of a kind."""
         views = self._views.get((kind, at))
         if views is None:
             views = self._views[kind, at] = [slots[at].view(kind) for slots in self._slots]
         return views
 
-    # ----- who is how far
+    # ----- the progress of the ranks
 
     def _next(self) -> int:
-        """The number of the next segment; its slot is free once the others have finished the segment before the last."""
+        """Return the number of the next segment, once its slot is free."""
         self._turn += 1
         if self._turn > 2:
             self._wait(SUMMED, self._turn - 2)

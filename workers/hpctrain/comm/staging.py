@@ -1,9 +1,9 @@
-"""Sums of tensors that lie on a device, by way of the host: fetched, summed and put back beside what the device computes.
+"""Sums of tensors on a device through the host: copied, summed and copied back while the device computes.
 
-For a GPU rank among CPU ranks or GPUs that share no NCCL.  What is fetched lands in page-locked memory that is kept for the
-next step; copies go on streams of their own, so that the backward pass goes on.  Does not know how the host's part is summed.
-Rules: a fetch waits for what was computed before it was asked for and for no more; who waits for the sum has its stream wait for
-the copy back, not the host; sums are begun in the order in which they were asked for.
+For a GPU rank among CPU ranks, or GPUs without a common NCCL.  Copies to the host go to page-locked memory that is reused;
+they run on their own streams, so that the backward pass continues.  Does not know how the host sums.
+Rules: a copy waits only for earlier computation.  `wait` makes the stream, not the host, wait for the copy back.  Sums begin
+in the order of the calls.
 Sources: PyTorch, "CUDA semantics" (streams, `record_stream`, pinned memory).
 """
 
@@ -23,20 +23,20 @@ class Copy(Protocol):
     """A copy that is under way."""
 
     def wait(self) -> None:
-        """Return when what was copied is there, for the host."""
+        """Wait on the host until the copy is done."""
 
     def join(self) -> None:
-        """Let what the device is asked for from now on come after the copy."""
+        """Make later work of the device wait for the copy."""
 
 
 class Device(Protocol):
-    """What moves between a device and its host."""
+    """Copies between a device and its host."""
 
     def memory(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory on the host for a flat tensor."""
+        """Return memory on the host for a flat tensor."""
 
     def fetch(self, source: torch.Tensor, into_host: torch.Tensor) -> Copy:
-        """Copy to the host, after what the device was asked for before."""
+        """Copy to the host, after earlier work of the device."""
 
     def put(self, host: torch.Tensor, into: torch.Tensor) -> Copy:
         """Copy to the device."""
@@ -45,7 +45,7 @@ class Device(Protocol):
 class Staged(Work):
     """A sum of a tensor on a device."""
 
-    fetching: Work  # at its end `summing` is there, and at the end of that `back`
+    fetching: Work  # at its end `summing` is set, and at the end of that `back`
     summing: Work
     back: Copy
 
@@ -62,7 +62,7 @@ class Staged(Work):
 
 
 class Staging:
-    """The way by the host, for one device; `begin` sums what is there in the background."""
+    """Sums tensors of one device on its host; `begin` sums in the background."""
 
     def __init__(self, device: Device, begin: Begin) -> None:
         self._device, self._begin = device, begin
@@ -70,7 +70,7 @@ class Staging:
         self._background = Background()
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
-        """Sum `tensor` (contiguous, on the device) over all ranks; `then` is called by who waits for it."""
+        """Sum `tensor` (contiguous, on the device) over all ranks; `then` is called in `wait`."""
         flat_L = tensor.detach().view(-1)
         host_L = self._host_of(flat_L)
         fetched, work = self._device.fetch(flat_L, host_L), Staged(then)
@@ -98,7 +98,7 @@ class Staging:
 
 
 class Cuda:
-    """A CUDA device: a stream for each direction."""
+    """A CUDA device, with a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -1,16 +1,16 @@
-"""All-reduce as a ring of hosts over TCP connections of our own, in the background of whatever else a rank does.
+"""All-reduce as a ring of hosts over our own TCP connections, in the background of the rank's computation.
 
-One thread sleeps in `poll` until the kernel has something for it, so that the core is the backward pass's: MPI's wait
-spins, and its progress between hooks needs a nap as short as a socket buffer.  Any number of sums are under way at once, so
-the link is never idle between two of them.  Does not know hosts, MPI, buckets or devices: it is handed two sockets.
+One thread sleeps in `poll`, so that the core is free for the backward pass: MPI's wait spins, and needs frequent calls for
+progress.  Any number of sums are under way at once, so that the link is never idle between two of them.  Does not know
+hosts, MPI, buckets or devices: it gets two sockets.
 Rules:
-- All ranks begin the same sums in the same order; where they are done is found by number.
-- A chunk goes round as in `ring`, is summed in the same order and so to the same bits; float16 and bfloat16 are summed here
-  for two ranks alone, where that rounds once.
-- A piece for a sum that this rank has not begun is left in the socket: the sender is ahead, and waits.
-- Nothing is copied but by the kernel, and what is to be added lands in one small buffer that stays in the cache.
+- All ranks begin the same sums in the same order; a sum is found by its number.
+- A chunk travels as in `ring`, and is summed in the same order to the same bits.  float16 and bfloat16 are summed here for
+  two ranks only, because that rounds once.
+- A piece for a sum that this rank has not begun stays in the socket: the sender is ahead, and waits.
+- Only the kernel copies; a piece to be added goes to one small buffer that stays in the cache.
 Sources: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; tcp(7), socket(7)
-(SO_RCVLOWAT: be woken for many bytes, not for each packet).
+(SO_RCVLOWAT: wake up for many bytes, not for each packet).
 """
 
 from __future__ import annotations
@@ -30,30 +30,28 @@ from hpctrain.comm.base import Work
 from hpctrain.comm.ring import HALVES, spans
 from hpctrain.errors import TrainError
 
-PIECE_BYTES = 512 << 10  # at most; far less than a connection's window: who waits for more than fits waits for ever
-ALIGNED = 64  # bytes, of a piece but the last of a chunk
-HEAD = struct.Struct(
-    "!IIII"
-)  # the sum's number, how many hops the piece has made, where in the chunk it begins, its length
+PIECE_BYTES = 512 << 10  # largest; must be far below a connection's window, else waiting for a whole piece deadlocks
+ALIGNED = 64  # bytes; all pieces of a chunk but the last are multiples
+HEAD = struct.Struct("!IIII")  # number of the sum, hops so far, offset in the chunk, length
 
 
 @dataclass(slots=True, kw_only=True)
 class _RingSum:
-    """A sum: its chunks as bytes, how many bytes are still to come and to go, and what is to be done at its end."""
+    """A sum: its chunks as bytes, the bytes to receive and to send, and the callback."""
 
     number: int
     chunks: list[memoryview]
-    least_bytes: int  # of any piece of it
+    least_bytes: int  # smallest length of its pieces
     dtype: torch.dtype
-    hops: int  # that a piece makes
+    hops: int  # of a piece
     left_bytes: int
-    coming_bytes: int  # of these: from the left
+    coming_bytes: int  # of these: from the left neighbour
     then: Callable[[], None] | None
     work: Work = field(default_factory=Work)
 
 
 class TcpRing:
-    """A ring: what goes to the right neighbour, what comes from the left one."""
+    """A ring: sends to the right neighbour, receives from the left one."""
 
     def __init__(self, rank: int, size: int, to_right: socket.socket, from_left: socket.socket) -> None:
         self._rank, self._size = rank, size
@@ -61,7 +59,7 @@ class TcpRing:
         self._left_host = _host_of(from_left)
         for one in (to_right, from_left):
             one.setblocking(False)
-        self._begun: deque[_RingSum | None] = deque()  # None: there will be no more
+        self._begun: deque[_RingSum | None] = deque()  # None: no more sums follow
         self._count = 0
         self._open: dict[int, _RingSum] = {}
         self._waker, self._wakes = socket.socketpair()
@@ -73,30 +71,28 @@ class TcpRing:
         self._landing = np.empty(PIECE_BYTES, np.uint8).data
         self._piece: _Piece | None = None
         self._lowat = 1
-        self._full = self._empty = (
-            False  # the kernel took, or had, less than it was asked for: ask again when `poll` says so
-        )
+        self._full = self._empty = False  # the kernel took or had less than asked for: wait for `poll`
         self._broken: TrainError | None = None
         self._closing = self._cut = self._left_has_ended = False
-        self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tcp_ring", daemon=True)
         self._thread.start()
 
     def sums(self, dtype: torch.dtype) -> bool:
-        """Whether numbers of this kind are summed as the rules want it."""
+        """Return whether the ring sums this dtype by the rules."""
         return self._size == 2 or dtype not in HALVES
 
     def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place, in the background.
 
-        `then` is called in the background when the sum is there.  `own_part`: only this rank's chunk of `split` will be the
-        sum, the others are left as they are in between: half the bytes.
+        `then` is called in the background after the sum.  `own_part`: only this rank's chunk of `split` becomes the sum, and the
+        other chunks get partial sums: half the bytes.
         """
         whole, each = flat_L.detach().view(torch.uint8).numpy().data, flat_L.element_size()
         chunks = [whole[each * low : each * high] for low, high in spans(flat_L.numel(), self._size)]
         total, mine = sum(map(len, chunks)), len(chunks[self._rank])
         before, after = len(chunks[self._rank - 1]), len(chunks[(self._rank + 1) % self._size])
-        # To be added to, all chunks come by but the one that starts here, and all go on but the one that ends here, which is
-        # whole then; all the others come back whole, and all go on but the one that the next host has made whole.
+        # Reduce: all chunks arrive except the one that starts here, and all are sent on except the one that ends here, complete.
+        # Gather: all other chunks arrive complete, and all are sent on except the one that the next host has completed.
         coming, going, hops = total - before, total - mine, self._size - 1
         if not own_part:
             coming, going, hops = coming + total - mine, going + total - after, 2 * hops
@@ -120,12 +116,12 @@ class TcpRing:
         self.begin(flat_L).wait()
 
     def break_off(self) -> None:
-        """Let all that is under way, and what is begun later, fail at once; from any thread."""
+        """Make all current and later sums fail at once; may be called by any thread."""
         self._cut = True
         self._wake()
 
     def close(self) -> None:
-        """End the thread and the connections; nothing may be under way."""
+        """End the thread and the connections; no sum may be under way."""
         self._begun.append(None)
         self._wake()
         self._thread.join()
@@ -136,17 +132,17 @@ class TcpRing:
         try:
             self._waker.send(b"\0")
         except BlockingIOError:
-            pass  # so many wakes are waiting that one more says nothing
+            pass  # wakes are pending already
 
     # ----- in the thread
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # the outermost edge of a thread: whoever waits for a sum is told
+        except Exception as error:  # top of the thread: waiting sums get the error
             self._broken = error if isinstance(error, TrainError) else TrainError(f"cannot sum over hosts: {error!r}")
             for link in (self._right, self._left):
-                link.close()  # so that the neighbours do not wait for this rank
+                link.close()  # the neighbours must not wait for this rank
             while True:
                 self._take_begun()
                 for one in self._open.values():
@@ -185,8 +181,8 @@ class TcpRing:
             self._receive()
             if self._left_has_ended and any(one.coming_bytes for one in self._open.values()):
                 raise TrainError(
-                    f"cannot sum over hosts: the rank on {self._left_host} has ended; if it does not say why itself, it was "
-                    "killed (for its use of memory, say)"
+                    f"cannot sum over hosts: the rank on {self._left_host} has ended; if it does not print a reason, it was "
+                    "killed (for example, for its use of memory)"
                 )
             self._flush()
 
@@ -203,11 +199,11 @@ class TcpRing:
             self._progress(one, 0)
 
     def _send(self, one: _RingSum, hops: int, low: int, piece: memoryview) -> None:
-        """Put a piece in the queue to the right."""
+        """Put a piece into the queue to the right."""
         self._out.append((one, [memoryview(HEAD.pack(one.number, hops, low, len(piece))), piece]))
 
     def _flush(self) -> None:
-        """Give the kernel as much as it takes."""
+        """Send as much as the kernel takes."""
         while self._out and not self._full:
             one, parts = self._out[0]
             try:
@@ -228,7 +224,7 @@ class TcpRing:
             self._progress(one, before - (len(parts[-1]) if parts else 0))
 
     def _receive(self) -> None:
-        """Take what has come from the left, until nothing more is there or it is for a sum that is not begun."""
+        """Receive from the left until nothing is there, or the piece is for a sum that is not begun."""
         while not self._left_has_ended and not self._empty:
             piece = self._piece
             if piece is not None and piece.target is None and not self._find_target(piece):
@@ -252,7 +248,7 @@ class TcpRing:
             self._flush()
 
     def _note(self, piece: _Piece | None, got: int) -> None:
-        """Go on by so many bytes, of a piece and then of the next one's head."""
+        """Count received bytes of a piece, then of the next one's head."""
         if piece is not None:
             of_piece = min(got, piece.length - piece.has)
             piece.has += of_piece
@@ -266,7 +262,7 @@ class TcpRing:
             self._piece = _Piece(*HEAD.unpack(self._head))
 
     def _find_target(self, piece: _Piece) -> bool:
-        """Where a piece is to be put; not known before its sum is begun."""
+        """Find the memory for a piece; False while its sum is not begun."""
         one = self._open.get(piece.number)
         if one is None:
             return False
@@ -281,7 +277,7 @@ class TcpRing:
         return True
 
     def _arrived(self, piece: _Piece) -> None:
-        """Add a piece to this rank's, or leave it where it is if it is whole; then hand it on."""
+        """Add a piece to this rank's chunk unless it is a complete one, then send it on."""
         one = self._open[piece.number]
         place = one.chunks[piece.chunk][piece.low : piece.low + piece.length]
         if piece.hops < self._size - 1:
@@ -300,12 +296,12 @@ class TcpRing:
             one.work.end()
 
     def _missing(self) -> int:
-        """How many bytes are to come before there is something to do: a whole piece.  0: whatever comes, there is not."""
+        """Return the bytes to wait for until a whole piece is there; 0: none can be processed."""
         if self._left_has_ended:
             return 0
         if self._piece is not None:
             return self._piece.length - self._piece.has if self._piece.target is not None else 0
-        # The next piece may be of a sum that is not begun, and shorter: nothing can be done then until it is.
+        # The next piece may be shorter, and of a sum that is not begun.
         least = min((one.least_bytes for one in self._open.values() if one.coming_bytes), default=0)
         return least and HEAD.size - self._head_has + least
 
@@ -316,7 +312,7 @@ class TcpRing:
 
 
 class _Piece:
-    """A piece that is coming in."""
+    """A piece that is being received."""
 
     __slots__ = ("chunk", "has", "hops", "length", "low", "number", "target")
 
@@ -327,16 +323,16 @@ class _Piece:
 
 
 def _host_of(connection: socket.socket) -> str:
-    """Where the other end is, for people."""
+    """Return the address of the other end, for messages."""
     try:
         peer = connection.getpeername()
-    except OSError:  # it has ended already
+    except OSError:  # already ended
         return "the host before"
     return str(peer[0]) if isinstance(peer, tuple) else "this host"
 
 
 def _cuts(length: int) -> list[tuple[int, int]]:
-    """Where the pieces of a chunk begin and end: of about the same length, so that who waits for one knows how much will come."""
+    """Return where pieces of a chunk begin and end: of about equal length, so the receiver knows how much comes."""
     if length == 0:
         return []
     each = -(-length // -(-length // PIECE_BYTES))

@@ -1,7 +1,7 @@
 """A group of ranks over torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
-Rules: every group takes its own prefix in the rendezvous store, so that a restarted group never reads an address
-of the one before.  Under mpirun the store's address is handed round by MPI; else MASTER_ADDR and MASTER_PORT say it.
+Rules: every group has its own prefix in the rendezvous store, so that a restarted group never reads an old address.  Under
+mpirun the store's address comes over MPI; else from MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GLOO_BUCKET_BYTES = 4 << 20
 
 
 class _CollectiveWork(Work):
-    """What torch.distributed was asked for."""
+    """A collective of torch.distributed."""
 
     def __init__(self, asked: dist.Work, then: Callable[[], None] | None) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _CollectiveWork(Work):
 
 
 class TorchCommunicator(Plain):
-    """A torch.distributed group of all ranks; without a named backend they agree: NCCL if each has a GPU of its own."""
+    """A torch.distributed group of all ranks; by default NCCL if each rank has its own GPU, else Gloo."""
 
     def __init__(self, backend: str | None, place: RankInfo, environ: Mapping[str, str]) -> None:
         if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
@@ -69,7 +69,7 @@ class TorchCommunicator(Plain):
             tensor.copy_(there)
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """Sum by the backend's own threads or streams."""
+        """Sum in the backend's own threads or streams."""
         check_contiguous(tensor)
         if tensor.device != self._device:
             return self._background.begin(lambda: self._sum_then(tensor, then))
@@ -81,15 +81,15 @@ class TorchCommunicator(Plain):
             then()
 
     def run(self, call: Callable[[], None]) -> Work:
-        """Make a call in a thread."""
+        """Run a call in a thread."""
         return self._background.begin(call)
 
-    def pace(self) -> BucketPlan:
-        """What DDP takes for NCCL; less for Gloo, so that a slow link has something to do early."""
+    def bucket_plan(self) -> BucketPlan:
+        """Return DDP's bucket size for NCCL, and less for Gloo, to use a slow link early."""
         return BucketPlan(bucket_bytes=NCCL_BUCKET_BYTES if self.name == "nccl" else GLOO_BUCKET_BYTES, beside=True)
 
     def describe(self) -> list[str]:
-        """The backend."""
+        """Return the backend's name and size as text."""
         return [f"{self.size} ranks over {self.name}"]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
@@ -101,11 +101,11 @@ class TorchCommunicator(Plain):
             tensor.copy_(there)
 
     def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each rank's piece for this one."""
+        """Return each rank's piece for this one."""
         return self._swapped(pieces, [pieces[self.rank].numel()] * self.size)
 
     def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        """Each rank's piece."""
+        """Return each rank's piece."""
         return self._swapped([piece] * self.size, lengths)
 
     def _swapped(self, pieces: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
@@ -126,7 +126,7 @@ class TorchCommunicator(Plain):
         flag.item()
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -155,19 +155,19 @@ def _device_for(backend: str, place: RankInfo) -> torch.device:
     count, own = torch.cuda.device_count(), _gpu_of(place)
     if own >= count:
         raise TrainError(
-            f"cannot use nccl: local rank {place.local_rank} has no GPU of its own, this host shows {count}"
+            f"cannot use nccl: local rank {place.local_rank} has no GPU of its own; this host shows {count}"
         )
     torch.cuda.set_device(own)
     return torch.device("cuda", own)
 
 
 def _gpu_of(place: RankInfo) -> int:
-    """Return which of the GPUs that this process sees is its own: the first if the scheduler shows it only its own."""
+    """Return this rank's GPU among those that the process sees; the first if the scheduler shows one only."""
     return 0 if place.own_gpu else place.local_rank
 
 
 def _say_interface(store: dist.Store, rank: int, size: int, reached: str) -> None:
-    """Have Gloo offer others the address by which hosts reach each other: that of a host's name leads often to itself alone.
+    """Make Gloo offer the address by which hosts reach each other; a host's name often leads to loopback.
 
     `reached`: the address at which this rank reached the first one.
     """
@@ -178,17 +178,17 @@ def _say_interface(store: dist.Store, rank: int, size: int, reached: str) -> Non
         return  # one host, or no IPv4
     own_address = first_address if told[rank][:-1] == told[0][:-1] else _own_address_towards(reached)
     if own_address in (names := interfaces()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own_address])  # torch has no other way
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own_address])  # torch has no other setting for it
 
 
 def _own_address_towards(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
+        probe.connect((address, 9))  # UDP: sends nothing
         return probe.getsockname()[0]
 
 
 def _store_for(place: RankInfo, environ: Mapping[str, str]) -> tuple[dist.Store, int, int, str]:
-    """The store, this rank, how many there are, and the IPv4 address at which the store was reached; "" if it has none."""
+    """Return the store, rank, world size, and the IPv4 address at which the store was reached ("": IPv6)."""
     if place.launcher is LauncherKind.MPI:
         return _store_over_mpi()
     if place.launcher is LauncherKind.NOBODY:
@@ -202,11 +202,11 @@ def _store_for(place: RankInfo, environ: Mapping[str, str]) -> tuple[dist.Store,
     try:
         return store, rank, size, socket.gethostbyname(environ["MASTER_ADDR"])
     except OSError:
-        return store, rank, size, ""  # by IPv6 alone
+        return store, rank, size, ""  # IPv6 only
 
 
 def _store_over_mpi() -> tuple[dist.Store, int, int, str]:
-    """Meet at the first rank, at whichever of its addresses each host reaches: names of hosts may be unknown, or all alike."""
+    """Open a store at any address of the first rank that a host reaches, because host names may be unknown."""
     world = load_mpi().COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     store: dist.Store | None
@@ -214,7 +214,7 @@ def _store_over_mpi() -> tuple[dist.Store, int, int, str]:
     secret = os.urandom(16)
     if rank == 0:
         own = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        own.set("secret", secret)  # type: ignore[arg-type]  # bytes do: torch's stubs know text alone
+        own.set("secret", secret)  # type: ignore[arg-type]  # bytes work; torch's stubs know str only
         world.bcast((own_addresses(), own.port, secret))
         store, reached = own, "127.0.0.1"
     else:
@@ -224,19 +224,19 @@ def _store_over_mpi() -> tuple[dist.Store, int, int, str]:
     if store is None or "" in all_reached:
         raise TrainError(
             f"cannot meet over torch.distributed: rank {all_reached.index('')} reaches none of the addresses of rank 0; "
-            "let hosts connect to each other at all ports, or take --backend mpi"
+            "let hosts connect to each other on all ports, or use --backend mpi"
         )
     return store, rank, size, reached
 
 
 def _reach_store(addresses: list[str], port: int, secret: bytes) -> tuple[dist.Store | None, str]:
-    """The store at one of these addresses, and at which; other hosts may have some of them too."""
+    """Return the store at the first of these addresses that is the right one, and this address."""
     until_s = time.monotonic() + MEET_S
     while True:
         for address in addresses:
             try:
                 with socket.create_connection((address, port), TRY_S):
-                    pass  # torch's store tries for long
+                    pass  # torch's store retries for long
                 store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=MEET)
                 if store.get("secret") == secret:
                     store.set_timeout(TIMEOUT)

@@ -1,8 +1,8 @@
-"""Where training samples come from, and which of them comes when.
+"""Training samples: their sources, and their order.
 
-`order` says it; `stdlib` is a text that every machine has; `shards` and `dataset` keep tokens and arrays in files that can be
-mapped into memory and prove that they are whole, made by `python -m hpctrain.data` (`prepare`, `tokenizer`); `sources` gives
-tensors by global index; `prefetch` has them ready before they are asked for; `staging` brings them to the node's own disk.
+`order` has the order; `dataset` keeps tokens and arrays in files that are mapped into memory and have checksums, made by
+`python -m hpctrain.data` (`prepare`, `tokenizer`); `sources` returns arrays by global index; `torchdata` adapts torch's
+Dataset and DataLoader; `prefetch` loads samples ahead; `staging` copies data to the node's own disk.
 """
 
 from __future__ import annotations

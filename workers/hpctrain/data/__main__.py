@@ -1,8 +1,8 @@
-"""Make training data ready:
+"""Prepare training data:
 
 python -m hpctrain.data text --out DIR [--vocabulary N] FILE...      tokens from text
 python -m hpctrain.data arrays --out DIR FILE.npz | FILE.npy...      rows of arrays
-python -m hpctrain.data check DIR                                    is all of it whole?
+python -m hpctrain.data check DIR                                    check the checksums
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpctrain.options import positive, share
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says, and return the exit status."""
+    """Run the command, and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         options.act(options)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hpctrain.data", description="Make training data ready.")
+    parser = argparse.ArgumentParser(prog="python -m hpctrain.data", description="Prepare training data.")
     acts = parser.add_subparsers(required=True, metavar="text|arrays|check")
     text = acts.add_parser("text", help="make a data set of tokens from text")
     text.add_argument(
@@ -44,21 +44,32 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=4096,
         metavar="N",
-        help=f"to learn, at least {LEAST_VOCABULARY} (%(default)s)",
+        help=f"tokens to learn, at least {LEAST_VOCABULARY} (%(default)s)",
     )
-    text.add_argument("--tokenizer", type=Path, metavar="FILE", help="of a file or a data set, instead of a new one")
-    text.add_argument("--field", default="text", help="of a line of .jsonl that has the text (%(default)s)")
+    text.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="use the tokenizer of this file or data set, instead of a new one",
+    )
+    text.add_argument("--field", default="text", help="key of the text in a line of .jsonl (%(default)s)")
     text.set_defaults(act=_text)
     arrays = acts.add_parser("arrays", help="make a data set of rows from arrays")
     arrays.add_argument("paths", nargs="+", type=Path, metavar="FILE", help=".npz, or an .npy for each array")
     arrays.set_defaults(act=_arrays)
     for made in (text, arrays):
         made.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
-        made.add_argument("--validation", type=share, default=0.02, metavar="SHARE", help="kept apart (%(default)s)")
         made.add_argument(
-            "--shard-mib", type=positive, default=64, metavar="N", help="of a shard at the most (%(default)s)"
+            "--validation",
+            type=share,
+            default=0.02,
+            metavar="SHARE",
+            help="share of the samples for validation (%(default)s)",
         )
-    check = acts.add_parser("check", help="say what a data set has, and whether all of it is whole")
+        made.add_argument(
+            "--shard-mib", type=positive, default=64, metavar="N", help="largest size of a shard (%(default)s)"
+        )
+    check = acts.add_parser("check", help="print what a data set has, and check its checksums")
     check.add_argument("directory", type=Path, metavar="DIR")
     check.set_defaults(act=_check)
     return parser
@@ -98,7 +109,7 @@ def _check(options: argparse.Namespace) -> None:
         shard.check_all()
     dataset.tokenizer()
     _tell(dataset)
-    print("whole: every chunk has its hash")
+    print("no damage: every chunk matches its hash")
 
 
 def _tell(dataset: Dataset) -> None:

@@ -1,8 +1,10 @@
-"""A data set: a directory of shards, with one file that says which they are.  Format: hpcsched-data(5).
+"""A data set: a directory of shards and an index file.  Format: hpcsched-data(5).
 
-Does not know samples' order, nor where the directory lies.
-Rules: `dataset.json` bears a checksum of itself and the hash of each shard's head, so everything below it is proved by it; it is
-written into a directory that gets its name when all is there.
+A shard is a file of arrays that is mapped into memory.  Does not know the order of samples.
+Rules: `dataset.json` has a checksum of itself and the hash of each shard's head; the head has a hash of each chunk of the
+content.  So the index vouches for all data.  An index or head that does not match, or has another version or length, is
+rejected when it is opened, a chunk when it is first read.  A data set is written into a draft directory, which gets its
+name when all files are there; a shard is written once and never changed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """What the index says of a shard."""
+    """The index's entry of a shard."""
 
     file: str
     rows: int
@@ -41,7 +43,7 @@ class ShardEntry:
 
 
 class Split:
-    """The shards of one split, one after another: `split[low:high]` and `split[rows]` give rows of one array, the first."""
+    """The shards of one split in sequence: `split[low:high]` and `split[rows]` return rows of the first array."""
 
     def __init__(self, shards: list[Shard], name: str) -> None:
         self._shards, self._name = shards, name
@@ -57,7 +59,7 @@ class Split:
         return self._read(rows.start, rows.stop)
 
     def arrays(self) -> dict[str, Split]:
-        """Return each array of the rows by its name, for `Rows`."""
+        """Return a view of each array by its name, for `Rows`."""
         return {name: Split(self._shards, name) for name in self._shards[0].fields}
 
     def _read(self, low: int, high: int) -> np.ndarray:
@@ -72,7 +74,7 @@ class Dataset:
     """An open data set.
 
     Raises:
-        DamagedError: it is not whole, or of another version.
+        DamagedError: it is incomplete, altered, or of another version.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -85,10 +87,10 @@ class Dataset:
         self.splits = {name: [ShardEntry(**entry) for entry in entries] for name, entries in body["splits"].items()}
 
     def split(self, name: str) -> Split:
-        """Open a split.
+        """Return a split.
 
         Raises:
-            TrainError: there is none of this name.
+            TrainError: the data set has no split of this name.
         """
         if not self.splits.get(name):
             raise TrainError(f"cannot use {self.directory}: it has no split {name!r}, only {', '.join(self.splits)}")
@@ -96,18 +98,18 @@ class Dataset:
         return Split(shards, next(iter(shards[0].fields)))
 
     def shards(self) -> Iterator[Shard]:
-        """Open each shard in turn."""
+        """Open and yield each shard."""
         for entries in self.splits.values():
             for entry in entries:
                 yield _open(self.directory, entry)
 
     def tokenizer(self) -> bytes | None:
-        """Return the tokenizer's file, if there is one."""
+        """Return the content of the tokenizer's file; None if the data set has none."""
         if self._tokenizer is None:
             return None
         content = _read(self.directory / TOKENIZER)
         if digest(content) != self._tokenizer:
-            raise DamagedError(f"cannot use {self.directory / TOKENIZER}: it does not have its hash")
+            raise DamagedError(f"cannot use {self.directory / TOKENIZER}: it does not match its hash")
         return content
 
 
@@ -122,7 +124,7 @@ class DatasetWriter:
         """Write one shard."""
         for name, array in arrays.items():
             if array.dtype.name not in DTYPES:
-                raise TrainError(f"cannot keep {name!r}: numbers of type {array.dtype.name} have no place in a shard")
+                raise TrainError(f"cannot write {name!r}: shards do not support numbers of type {array.dtype.name}")
         entries = self._splits.setdefault(split, [])
         file = f"{split}-{len(entries):05d}.shard"
         head = write_shard(self._directory / file, arrays)
@@ -146,10 +148,10 @@ class DatasetWriter:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Return a directory to fill, which gets the name `path` if the body ends well, and is removed otherwise.
+    """Yield a draft directory; it gets the name `path` after the body, and is removed after an error.
 
     Raises:
-        TrainError: the name is taken, or there is no place for it.
+        TrainError: the name is taken, or the directory cannot be created.
     """
     if path.exists():
         raise TrainError(f"cannot make {path}: it exists; remove it or give another name")
@@ -184,14 +186,14 @@ def _checked(path: Path) -> dict:
     try:
         body = json.loads(_read(path))
     except ValueError as error:
-        raise DamagedError(f"cannot use {path}: it is not whole ({error})") from error
+        raise DamagedError(f"cannot use {path}: it is incomplete ({error})") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise DamagedError(f"cannot use {path}: it is no index of a data set")
+        raise DamagedError(f"cannot use {path}: it is not an index of a data set")
     if body.get("version") != VERSION:
         raise DamagedError(f"cannot use {path}: it is of version {body.get('version')}, this program reads {VERSION}")
     rest = {name: value for name, value in body.items() if name != "checksum"}
     if digest(to_json(rest)) != body.get("checksum"):
-        raise DamagedError(f"cannot use {path}: its checksum does not fit its content")
+        raise DamagedError(f"cannot use {path}: its checksum does not match its content")
     return body
 
 
@@ -207,7 +209,7 @@ DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayField:
-    """An array of a shard: where its bytes are in the content."""
+    """An array of a shard: its dtype, its shape, and its offset in the content."""
 
     name: str
     dtype: str
@@ -216,15 +218,15 @@ class ArrayField:
 
     @property
     def row_bytes(self) -> int:
-        """The length of one of its rows."""
+        """The bytes of one row."""
         return int(np.prod(self.shape[1:], dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 def write_shard(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
-    """Write arrays with the same number of rows as a new file, and return the hash of its head.
+    """Write arrays with the same number of rows to a new file, and return the hash of its head.
 
     Raises:
-        PublishError: it cannot be written.
+        PublishError: the file cannot be written.
     """
     fields, content, at = [], bytearray(), 0
     for name, array in arrays.items():
@@ -244,7 +246,7 @@ class Shard:
     """An open shard.
 
     Raises:
-        DamagedError: the file is not what it was when it was written, or of another version; names it.
+        DamagedError: the file is altered, or of another version; names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -255,21 +257,21 @@ class Shard:
                 self._memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise DamagedError(f"cannot read {path}: {error.strerror}") from error
-        self._seen = bytearray(len(self._hashes))  # chunks that have their hash
+        self._seen = bytearray(len(self._hashes))  # chunks that were verified
         self._arrays = {field.name: self._array(field) for field in self.fields.values()}
 
     @property
     def rows(self) -> int:
-        """How many rows each of its arrays has."""
+        """The number of rows of each array."""
         return next(iter(self.fields.values())).shape[0]
 
     @property
     def file_bytes(self) -> int:
-        """The length of the file."""
+        """The length of the file in bytes."""
         return self._at + self._bytes
 
     def read(self, name: str, low: int, high: int) -> np.ndarray:
-        """Return the rows [low, high) of an array, as they lie in the file, after checking them once.
+        """Return the rows [low, high) of an array without a copy, after verifying them once.
 
         Raises:
             DamagedError: names the file and the chunk.
@@ -279,7 +281,7 @@ class Shard:
         return self._arrays[name][low:high]
 
     def pieces(self) -> Iterator[bytes]:
-        """Return the whole file piece by piece, each checked, reading it once from where it lies."""
+        """Yield the whole file in verified pieces, reading it once."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield os.pread(descriptor, self._at, 0)
@@ -294,20 +296,20 @@ class Shard:
             os.close(descriptor)
 
     def check_all(self) -> None:
-        """Check every chunk."""
+        """Verify every chunk."""
         self._check(0, self._bytes)
 
     def _read_head(self, descriptor: int) -> None:
         begin = os.pread(descriptor, PRELUDE.size, 0)
         magic, version, head_bytes, head_hash = PRELUDE.unpack(begin.ljust(PRELUDE.size, b"\0"))
         if magic != MAGIC:
-            raise DamagedError(f"cannot use {self.path}: it is no shard of training data")
+            raise DamagedError(f"cannot use {self.path}: it is not a shard of training data")
         if version != VERSION:
             raise DamagedError(f"cannot use {self.path}: it is of version {version}, this program reads {VERSION}")
         head = os.pread(descriptor, head_bytes, PRELUDE.size)
         self.head_hash = digest(head)
         if bytes.fromhex(self.head_hash) != head_hash:
-            raise DamagedError(f"cannot use {self.path}: its head does not have its hash")
+            raise DamagedError(f"cannot use {self.path}: its head does not match its hash")
         body = json.loads(head)
         self.fields = {
             field["name"]: ArrayField(
@@ -338,8 +340,8 @@ class Shard:
         if digest(piece) != self._hashes[number]:
             first = self._at + number * self._chunk_bytes
             raise DamagedError(
-                f"cannot use {self.path}: chunk {number} (from byte {first} on) does not have its hash; make it again, or "
-                "remove it if it is a node's copy"
+                f"cannot use {self.path}: chunk {number} (from byte {first} on) does not match its hash; prepare the data again, "
+                "or remove the file if it is a node's copy"
             )
 
 

@@ -1,8 +1,8 @@
-"""Which sample comes when, and whose it is.
+"""The order of samples, and each rank's share of a batch.
 
-A sample is addressed by (seed, epoch, global index): a keyed permutation says which window or row it is, so any number of ranks,
-before or after a restart, sees each sample of an epoch exactly once.  Does not know what samples hold, or ranks' speeds.
-Rules: nothing here depends on the version of a random generator; the permutation is our own.
+A sample is addressed by (seed, epoch, global index): a keyed permutation maps it to a window or row.  So any number of
+ranks, before or after a restart, sees each sample of an epoch exactly once.  Does not know the samples or ranks' speeds.
+Rules: the permutation is our own, so nothing depends on the version of a random generator.
 Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (cycle walking on a Feistel network), 2002;
 Steele et al., "Fast splittable pseudorandom number generators" (the mixing function), 2014.
 """
@@ -21,7 +21,7 @@ FEISTEL_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Which window of `length + 1` tokens each global sample index means."""
+    """Maps global sample indexes to windows of `length + 1` tokens."""
 
     seed: int
     tokens: int
@@ -33,11 +33,11 @@ class Sampler:
 
     @property
     def per_epoch(self) -> int:
-        """Samples in one epoch; windows do not overlap but in one token, and shift by up to `length` per epoch."""
+        """Samples in one epoch; windows overlap in one token, and shift by up to `length` per epoch."""
         return (self.tokens - 1) // self.length - 1
 
     def starts(self, low: int, high: int) -> np.ndarray:
-        """Return the first token of each sample with index in [low, high), over epochs' ends."""
+        """Return the first token of each sample [low, high), (samples,) int64; they may span epochs."""
         windows = order_of(low, high, self.per_epoch, self.seed)
         epochs, which = np.unique(np.arange(low, high, dtype=np.int64) // self.per_epoch, return_inverse=True)
         shifts = np.array([_epoch_key(self.seed, int(epoch)) % self.length for epoch in epochs], dtype=np.int64)
@@ -45,7 +45,7 @@ class Sampler:
 
 
 def order_of(low: int, high: int, count: int, seed: int) -> np.ndarray:
-    """Return which of `count` things the global samples [low, high) are: all once an epoch, in another order each."""
+    """Map the global samples [low, high) to numbers below `count`: each once per epoch, in a new order."""
     indexes = np.arange(low, high, dtype=np.int64)
     things = np.empty_like(indexes)
     epochs = indexes // count
@@ -60,7 +60,7 @@ def _epoch_key(seed: int, epoch: int) -> int:
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` samples among ranks by weight; exact in sum, largest remainders first.
+    """Divide `total` samples among ranks by weight; the sum is exact, largest remainders first.
 
     Raises:
         TrainError: a weight is negative, or all are zero.
@@ -76,11 +76,11 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def permute(values: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Map each of `values` in [0, count) to another, one to one, by a keyed Feistel network."""
+    """Permute values in [0, count) by a keyed Feistel network."""
     half_bits = max(1, (max(1, count - 1).bit_length() + 1) // 2)
     result = _feistel(values.astype(np.uint64), half_bits, key)
     outside = result >= count
-    while outside.any():  # walk the cycle until it comes back into the range
+    while outside.any():  # walk the cycle back into the range
         result[outside] = _feistel(result[outside], half_bits, key)
         outside = result >= count
     return result.astype(np.int64)

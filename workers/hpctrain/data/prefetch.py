@@ -1,8 +1,8 @@
-"""Samples made ready by a thread while the ranks compute.
+"""Load samples in a thread while the ranks compute.
 
-Does not know steps: the loop says which indexes come next.
-Rules: nothing depends on what was ready, so with and without there are the same bits; so many pieces ahead and no more bytes
-than the limit (but always one piece); an error in a source comes up where its samples are taken.
+Does not know steps: the loop passes the next indexes.
+Rules: the bits do not depend on what was loaded ahead.  At most `ahead` pieces and `limit_bytes` are held, but always one
+piece.  An error in a source is raised where its samples are taken.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ Span = tuple[int, int]
 
 
 class Prefetcher:
-    """A source's samples as tensors on a device, `ahead` pieces (of each worker) before they are taken; 0: none."""
+    """Loads a source's samples as tensors on a device, `ahead` pieces per worker in advance; 0: none."""
 
     def __init__(self, source: Source, device: torch.device, ahead: int, limit_bytes: int = LIMIT_BYTES) -> None:
         self._source, self._device = source, device
         workers = 1
-        if isinstance(source, TorchSource):  # without workers it draws numbers from this process's generators
+        if isinstance(source, TorchSource):  # without workers it uses this process's random generators
             workers = source.workers
             source.begin()
         self.ahead, self._limit_bytes = ahead * workers, limit_bytes
         self._pool = ThreadPoolExecutor(workers, "data") if self.ahead > 0 else None
         self._expected: list[Span] = []
         self._ready: dict[Span, Future[Any]] = {}
-        self._piece_bytes = 0  # of the largest so far
+        self._piece_bytes = 0  # of the largest piece so far
         self.waited_s = 0.0
 
     def expect(self, spans: Iterable[Span]) -> None:
-        """Return which samples are taken next, in their order; what was expected and is not any more is dropped."""
+        """Set the samples that are taken next, in their order; other loaded samples are dropped."""
         self._expected = list(spans)
         self._fill()
 
     def take(self, low: int, high: int) -> Any:
-        """Return the samples [low, high)."""
+        """Return the samples [low, high) as tensors on the device."""
         started_s = time.perf_counter()
         if (low, high) in self._expected:
             self._expected.remove((low, high))
@@ -58,14 +58,14 @@ class Prefetcher:
         return moved
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
     def _fill(self) -> None:
         if self._pool is None:
             return
-        most = 1  # until it is known how large a piece is
+        most = 1  # until the size of a piece is known
         if self._piece_bytes:
             most = max(1, min(self.ahead, self._limit_bytes // self._piece_bytes))
         wanted = self._expected[:most]
@@ -81,7 +81,7 @@ class Prefetcher:
 
 
 def as_tensors(value: Any) -> Any:
-    """Make tensors of arrays, also within tuples, lists and dicts; what is neither stays."""
+    """Convert arrays to tensors, also within tuples, lists and dicts; other values stay."""
     if isinstance(value, np.ndarray):
         if not value.flags.writeable or not value.flags.c_contiguous:
             value = value.copy(order="C")
@@ -94,17 +94,17 @@ def moved_to(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if not isinstance(value, (Mapping, tuple, list)) and callable(getattr(value, "to", None)):
-        return value.to(device)  # what a collate_fn has made
+        return value.to(device)  # an object from a collate_fn
     return _each(value, lambda part: moved_to(part, device))
 
 
 def pinned(value: Any) -> Any:
-    """Put tensors where a GPU reads them without a copy."""
+    """Pin the memory of tensors, so that a GPU reads them without a copy."""
     return value.pin_memory() if isinstance(value, torch.Tensor) else _each(value, pinned)
 
 
 def bytes_of(value: Any) -> int:
-    """Count the bytes of all tensors."""
+    """Return the bytes of all tensors."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):
@@ -119,5 +119,5 @@ def _each(value: Any, change: Any) -> Any:
         parts = [change(part) for part in value]
         return (
             type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        )  # a named tuple's takes them singly
+        )  # a named tuple takes positional arguments
     return value

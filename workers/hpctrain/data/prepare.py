@@ -1,8 +1,8 @@
-"""Data sets made of text files and of arrays; memory does not grow with their size.
+"""Make data sets of text files and of arrays, in bounded memory.
 
 Does not know the command line.
-Rules: a document goes to the validation split by its content alone, so the same files give the same data set again; what cannot
-be read is refused by name and place, and leaves nothing behind.
+Rules: whether a document is for validation depends only on its content, so the same files give the same data set.  Files that
+cannot be read are rejected with name and place, and leave no output.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hpctrain.data.dataset import DatasetWriter, new_directory
 from hpctrain.data.tokenizer import Tokenizer, train_tokenizer
 from hpctrain.errors import TrainError
 
-PIECE_BYTES = 1 << 20  # a longer text is cut at a line's end and counts as several documents
+PIECE_BYTES = 1 << 20  # longer texts are cut at line ends, into several documents
 BATCH_BYTES = 4 << 20  # of text that is tokenized at once
-LEARNED_BYTES = 64 << 20  # of text that a vocabulary is learned from
+LEARNED_BYTES = 64 << 20  # of text to learn a vocabulary from
 TEXT, VALIDATION, TRAIN = "text", "validation", "train"
 
 
 @dataclass(slots=True)
 class _Filling:
-    """Tokens of a split that make no full shard yet."""
+    """Tokens of a split that do not fill a shard yet."""
 
     parts: list[np.ndarray] = field(default_factory=list)
     count: int = 0
@@ -46,10 +46,10 @@ def prepare_text(
     shard_bytes: int,
     key: str = TEXT,
 ) -> dict[str, int]:
-    """Make a data set of tokens at `out`, and return how many each split has.
+    """Make a data set of tokens at `out`, and return the number of tokens of each split.
 
     Raises:
-        TrainError: a file cannot be read as text, or there is no text.
+        TrainError: a file cannot be read as text, or the files have no text.
     """
     files = list(files_of(paths))
     with new_directory(out) as draft:
@@ -73,7 +73,7 @@ def prepare_text(
 def prepare_arrays(
     out: Path, arrays: Mapping[str, np.ndarray], *, validation: float, shard_bytes: int
 ) -> dict[str, int]:
-    """Make a data set of the rows of arrays at `out`, and return how many each split has.
+    """Make a data set of the rows of arrays at `out`, and return the number of rows of each split.
 
     Raises:
         TrainError: the arrays differ in their number of rows.
@@ -97,7 +97,7 @@ def prepare_arrays(
 
 
 def arrays_in(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of an .npz file, or the one of an .npy file under the file's name.
+    """Return the arrays of an .npz file, or the array of an .npy file, by name.
 
     Raises:
         TrainError: it is neither.
@@ -110,10 +110,10 @@ def arrays_in(path: Path) -> dict[str, np.ndarray]:
 
 
 def files_of(paths: Iterable[Path]) -> Iterator[Path]:
-    """List the files, those of directories in the order of their names.
+    """Yield the files, those of directories sorted by name.
 
     Raises:
-        TrainError: there is nothing of that name.
+        TrainError: a file does not exist.
     """
     for path in paths:
         if path.is_dir():
@@ -125,10 +125,10 @@ def files_of(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def documents(files: Iterable[Path], key: str) -> Iterator[str]:
-    """Return the texts of the files one by one: lines of .jsonl(.gz) under `key`, others whole or cut at lines' ends.
+    """Yield the texts of files: lines of .jsonl(.gz) by `key`, other files whole or cut at line ends.
 
     Raises:
-        TrainError: names the file and the place where it is no text.
+        TrainError: names the file and the place that is not text.
     """
     for path in files:
         try:
@@ -140,7 +140,7 @@ def documents(files: Iterable[Path], key: str) -> Iterator[str]:
 
 
 def is_validation(content: bytes, share: float) -> bool:
-    """Return whether a document is among the `share` of all that are kept for validation."""
+    """Return whether a document belongs to the `share` of all that is for validation."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     return number < share * 2**64
 
@@ -167,7 +167,7 @@ def _lines(path: Path, stream: io.BufferedIOBase, key: str) -> Iterator[str]:
             yield str(json.loads(line)[key])
         except (ValueError, KeyError, TypeError) as error:
             raise TrainError(
-                f"cannot read line {number} of {path}: it is no JSON object with {key!r} ({error!r})"
+                f"cannot read line {number} of {path}: it is not a JSON object with {key!r} ({error!r})"
             ) from error
 
 

@@ -1,10 +1,10 @@
-"""Samples by their global index: what `run.steps(model, optimizer, data=SOURCE)` takes.
+"""Sources of samples by global index, for `run.steps(model, optimizer, data=SOURCE)`.
 
-A source is anything with `source[low:high]`, which gives the samples of these global indexes as arrays or tensors (one, or a
-tuple, list or dict of them), the first dimension being the sample's.  These here give NumPy arrays; `batch.samples` has them as
-tensors on the rank's device.  Shapes: B samples, T positions.
-Rules: what a source gives depends on the indexes alone; it may be asked by another thread, so it draws no number from the
-generators of a step (draw from one that is seeded with the index).
+A source is any object with `source[low:high]`, which returns the samples of these global indexes as arrays or tensors (one,
+or a tuple, list or dict of them), with the sample as first dimension.  The sources here return NumPy arrays; `batch.samples`
+has them as tensors on the rank's device.  Shapes: B samples, T positions.
+Rules: the samples depend on the indexes only.  Another thread may call a source, so it must not use the global random
+generators (use one that is seeded with the index).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Source(Protocol):
     """Samples by global index."""
 
     def __getitem__(self, indexes: slice) -> Any:
-        """The samples [low, high)."""
+        """Return the samples [low, high)."""
 
 
 class Tokens(Protocol):
@@ -34,14 +34,14 @@ class Tokens(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """The tokens [low, high)."""
+        """Return the tokens [low, high)."""
 
 
 class Windows:
-    """Pieces of a row of tokens, in another order each epoch: what a model sees, and the same one token on, both (B, T) int64."""
+    """Windows of a row of tokens, in a new order each epoch: inputs and targets, both (B, T) int64."""
 
     def __init__(self, tokens: Tokens | np.ndarray, seed: int, length: int) -> None:
         self._tokens = tokens
@@ -55,7 +55,7 @@ class Windows:
 
 
 class Rows:
-    """Rows of arrays of the same length, in another order each epoch: a dict of arrays by name."""
+    """Rows of arrays of the same length, in a new order each epoch: a dict of arrays by name."""
 
     def __init__(self, arrays: Mapping[str, Any], seed: int) -> None:
         lengths = {name: len(array) for name, array in arrays.items()}
@@ -72,15 +72,15 @@ class Rows:
 
 
 def windows(tokens: Tokens | np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut inputs and targets, both (B, T) int64, out of the tokens."""
+    """Return inputs and targets, both (B, T) int64, from the tokens; targets are one token ahead."""
     rows_BT = np.empty((len(starts), length + 1), dtype=np.int64)
     for row_T, start in zip(rows_BT, starts.tolist(), strict=True):
         row_T[:] = tokens[start : start + length + 1]
     return rows_BT[:, :-1], rows_BT[:, 1:]
 
 
-# ----- the text that every machine has: the source of Python's own standard library, character by character
-# Files come in a fixed order; printable ASCII is tokens.  Does not know samples or ranks.
+# ----- a text that every machine has: the source of Python's standard library, character by character
+# Files are read in a fixed order; printable ASCII characters are tokens.
 
 
 SKIPPED_DIRECTORIES = frozenset(
@@ -105,7 +105,7 @@ VALIDATION_SHARE = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Tokens for training and for validation, and a hash by which ranks compare what they have."""
+    """Tokens for training and validation, and a hash that ranks compare."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -114,12 +114,12 @@ class Corpus:
 
 
 def standard_library(root: Path | None = None, limit_bytes: int = 8 << 20) -> Corpus:
-    """Read the standard library's source; every twentieth file or so is kept for validation.
+    """Read the standard library's source; about every twentieth file is for validation.
 
-    The whole files that come first in a fixed shuffled order are taken, up to `limit_bytes`.
+    Files are taken whole, in a fixed shuffled order, up to `limit_bytes`.
 
     Raises:
-        TrainError: there is not enough text at `root`.
+        TrainError: `root` has not enough text.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -138,7 +138,7 @@ def standard_library(root: Path | None = None, limit_bytes: int = 8 << 20) -> Co
 
 
 def encode(text: bytes) -> np.ndarray:
-    """Turn text into tokens (uint8): a tab becomes a blank, what is not printable ASCII one token."""
+    """Return the tokens (uint8) of a text: a tab becomes a blank, other non-printable bytes one token."""
     table = np.full(256, UNKNOWN, dtype=np.uint8)
     for token, character in enumerate(CHARACTERS):
         table[ord(character)] = token
@@ -147,7 +147,7 @@ def encode(text: bytes) -> np.ndarray:
 
 
 def decode(tokens: Sequence[int] | np.ndarray) -> str:
-    """Turn tokens into text."""
+    """Return the text of tokens."""
     return "".join(CHARACTERS[token] for token in tokens)
 
 

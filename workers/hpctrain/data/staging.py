@@ -1,9 +1,9 @@
-"""A data set brought from the share to the node's own disk, so that the share is read once per node and not in every epoch.
+"""Copy a data set from the share to the node's own disk, so that the share is read once per node, not once per epoch.
 
 Does not know samples.
-Rules: one rank of each host copies, the others wait for it; jobs that want the same data on the same disk wait for each other by
-a lock and copy once.  Each chunk is checked against its hash on the way.  A copy bears the checksum of the data set in its name
-and gets that name when it is whole.  A disk that is full or cannot be written costs a line in the log, not the run.
+Rules: one rank of each host copies, and the others wait for it; jobs that want the same data on the same disk wait for a
+lock, and copy once.  Each chunk is verified while it is copied.  A copy has the checksum of the data set in its name, and
+gets this name when it is complete.  If the disk is full or read-only, the run reads the share, and prints a line.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hpctrain.comm.hosts import identity
 from hpctrain.data.dataset import INDEX, TOKENIZER, Dataset, new_directory
 from hpctrain.errors import DamagedError, PublishError, TrainError
 
-SPARE_BYTES = 64 << 20  # left free on the disk
+SPARE_BYTES = 64 << 20  # to leave free on the disk
 
 
 def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path, list[str]]:
-    """Return the directory from which this rank reads, and what there is to say of it on any host; all ranks call it.
+    """Return the directory from which this rank reads, and lines to print; all ranks call it.
 
     Raises:
-        DamagedError: the data set is not whole.
+        DamagedError: the data set is damaged.
     """
     if disk is None:
         return directory, []
@@ -42,7 +42,7 @@ def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path
 
 
 def stage(directory: Path, disk: Path) -> tuple[Path, str]:
-    """Copy the data set to a disk of this node unless it is there; returns where to read it, and a line for the log."""
+    """Copy the data set to a disk of this node if it is not there; return the directory and a line to print."""
     wanted = Dataset(directory)
     home = disk / f"hpctrain-{wanted.digest[:32]}"
     where = f"on {socket.gethostname()}"
@@ -78,7 +78,7 @@ def _copy(wanted: Dataset, home: Path) -> int:
 
 
 def _is_whole(home: Path, digest: str) -> bool:
-    """Whether there is a copy: heads and lengths are looked at; chunks are checked when they are read."""
+    """Return whether the copy exists; heads and lengths are checked here, chunks when they are read."""
     try:
         there = Dataset(home)
         return there.digest == digest and all(shard.rows >= 0 for shard in there.shards())
@@ -87,14 +87,14 @@ def _is_whole(home: Path, digest: str) -> bool:
 
 
 def _remove_drafts(home: Path) -> None:
-    """What a killed copy left: nobody else writes while we hold the lock."""
+    """Remove the drafts of killed copies; the lock excludes other writers."""
     for draft in home.parent.glob(f".{home.name}.*.part"):
         shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock among the processes of this node; it goes when its holder does."""
+    """Hold a lock among the processes of this node; the kernel frees it when the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

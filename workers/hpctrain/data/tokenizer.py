@@ -1,7 +1,7 @@
-"""Text as tokens and back: byte-level BPE by the package `tokenizers`, which any text survives unchanged.
+"""Text to tokens and back without loss: byte-level BPE by the package `tokenizers`.
 
-Does not know files of text or shards.
-Rules: token 0 ends a document; a tokenizer is one JSON file, and a data set keeps its own.
+Does not know text files or shards.
+Rules: token 0 ends a document; a tokenizer is one JSON file, and a data set has its own copy.
 Sources: Sennrich et al., "Neural machine translation of rare words with subword units", 2016; Radford et al., "Language models
 are unsupervised multitask learners", 2019 (on bytes).
 """
@@ -17,11 +17,11 @@ from hpctrain.env import require
 from hpctrain.errors import DamagedError, TrainError
 
 END = "<|end|>"
-LEAST_VOCABULARY = 257  # each byte, and the end
+LEAST_VOCABULARY = 257  # all bytes, and the end of a document
 
 
 class Tokenizer:
-    """Turns text into tokens and back."""
+    """Converts text to tokens and back."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -29,7 +29,7 @@ class Tokenizer:
         self.dtype = np.dtype(np.uint16 if self.vocabulary <= 1 << 16 else np.uint32)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, without an end."""
+        """Return the tokens of a text, without an end token."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -48,33 +48,33 @@ class Tokenizer:
         return "\n\n".join(self._inner.decode(document, skip_special_tokens=False) for document in documents)
 
     def to_bytes(self) -> bytes:
-        """Return the file that `tokenizer_from` reads."""
+        """Return the content of the file for `tokenizer_from`."""
         return self._inner.to_str().encode()
 
 
 def tokenizer_from(content: bytes, name: str) -> Tokenizer:
-    """Read a tokenizer; `name` is what an error says.
+    """Return the tokenizer in a file's content; `name` appears in error messages.
 
     Raises:
-        DamagedError: it is none, or not one of bytes with our end of documents.
+        DamagedError: it is not a tokenizer, not byte-level, or has another end of documents.
     """
     require("tokenizers")
     import tokenizers  # noqa: PLC0415 (an extra of its own: after the check)
 
     try:
         inner = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the package raises nothing narrower
-        raise DamagedError(f"cannot use {name}: it is no tokenizer ({error})") from error
+    except Exception as error:  # the package raises bare exceptions
+        raise DamagedError(f"cannot use {name}: it is not a tokenizer ({error})") from error
     if inner.token_to_id(END) != 0:
         raise DamagedError(f"cannot use {name}: its token 0 is not {END}, which ends a document")
     return Tokenizer(inner)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Learn which pieces of these texts are worth a token; the texts are gone through once.
+    """Learn a vocabulary from texts, which are read once.
 
     Raises:
-        TrainError: the vocabulary is too small to hold all bytes.
+        TrainError: the vocabulary is too small for all bytes.
     """
     if vocabulary < LEAST_VOCABULARY:
         raise TrainError(f"cannot make a vocabulary of {vocabulary}: bytes alone need {LEAST_VOCABULARY}")

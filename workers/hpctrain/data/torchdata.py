@@ -2,13 +2,12 @@
 
     run.steps(model, optimizer, data=DataLoader(train_set, batch_size=64, shuffle=True, num_workers=4))
 
-Of a DataLoader the dataset, the order (shuffled or not), batch_size (of all ranks together), drop_last, collate_fn, num_workers,
-multiprocessing_context and worker_init_fn count.  Does not know ranks.
+Used of a DataLoader: the dataset, the order (shuffled or not), batch_size (summed over all ranks), drop_last, collate_fn,
+num_workers, multiprocessing_context and worker_init_fn.  Does not know ranks.
 Rules:
-- A sample depends on (seed, global index) alone, whichever rank or worker loads it: Python's, NumPy's and torch's CPU generators
-  are seeded with these two before `dataset[i]` is called.  So augmentation is the same with any number of ranks and workers, and
-  after a restart.
-- The order is that of `hpctrain.data.order`, not of torch's generators: each sample once an epoch.
+- A sample depends only on (seed, global index): Python's, NumPy's and torch's CPU generators are seeded with them before
+  `dataset[i]` is called.  So augmentation is the same with any number of ranks and workers, and after a restart.
+- The order is that of `hpctrain.data.order`, not of torch's generators: each sample once per epoch.
 - Workers die with the process that started them.
 """
 
@@ -34,12 +33,12 @@ from hpctrain.data.sources import Source
 from hpctrain.errors import TrainError
 from hpctrain.optim.schedule import EpochEnd
 
-SAMPLE_KEY = 0x5A3B1E  # keeps the seeds of samples apart from those of the order
+SAMPLE_KEY = 0x5A3B1E  # separates the seeds of samples from those of the order
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class TorchSource:
-    """Samples of a map-style dataset by global index; `batch` is the DataLoader's batch size, if there is one."""
+    """Samples of a map-style dataset by global index; `batch` is the DataLoader's batch size, or None."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class TorchSource:
             ) from error
 
     def begin(self) -> None:
-        """Start the workers; called in the thread that outlives them."""
+        """Start the workers; call it in a thread that outlives them."""
         if self._pool is not None or not self.workers:
             return
         context = self._context
@@ -96,7 +95,7 @@ class TorchSource:
             self._pool = None
 
     def _load_here(self, low: int, high: int) -> Any:
-        """Load in this process, whose generators are left as they were."""
+        """Load in this process, and restore its random generators."""
         kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         try:
             return self._load(low, high)
@@ -119,12 +118,12 @@ class TorchSource:
 
 
 def source_for(data: Any, seed: int, workers: int | None) -> Any:
-    """Return what gives samples by `[low:high]`: `data` itself, or a torch Dataset or DataLoader made so.
+    """Return a source for `data`: a torch Dataset or DataLoader is adapted, another object returned as it is.
 
     `workers`: None if the DataLoader decides.
 
     Raises:
-        TrainError: samples of this kind have no global index; says what to do.
+        TrainError: the samples have no global index; tells what to do.
     """
     if isinstance(data, DataLoader):
         return _of_loader(data, seed, workers)
@@ -136,7 +135,7 @@ def source_for(data: Any, seed: int, workers: int | None) -> Any:
 
 
 def in_order(data: Any, workers: int | None) -> Any:
-    """Return a source of each sample once, for validation: a torch Dataset or DataLoader is not shuffled."""
+    """Return a source for validation: each sample once, a torch Dataset or DataLoader unshuffled."""
     source: Source = source_for(data, 0, workers)
     if isinstance(source, TorchSource):
         source._shuffle = False
@@ -150,7 +149,7 @@ def _of_loader(loader: DataLoader[Any], seed: int, workers: int | None) -> Torch
         raise _refused_iterable()
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise TrainError(
-            "cannot take this DataLoader: it has a batch_sampler of its own or no batch_size, and run.steps makes the batches of "
+            "cannot take this DataLoader: it has its own batch_sampler or no batch_size, and run.steps makes the batches of "
             "all ranks; give it batch_size=NUMBER, or give run.steps the dataset and use --batch"
         )
     return TorchSource(
@@ -173,7 +172,7 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
         return False
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
         return True
-    what = "leave it away and use shuffle=True: run.steps gives each rank its part of each batch"
+    what = "remove it and use shuffle=True: run.steps gives each rank its part of each batch"
     if not isinstance(sampler, DistributedSampler):
         what = (
             "samples have to come in order or once an epoch in random order (shuffle=True). For some of them use "
@@ -191,7 +190,7 @@ def _refused_iterable() -> TrainError:
     )
 
 
-_load: Callable[[int, int], Any]  # in a worker
+_load: Callable[[int, int], Any]  # in a worker process
 
 
 def _load_in_worker(low: int, high: int) -> Any:
@@ -205,7 +204,7 @@ def _begin_worker(
     _load = load
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it has died before it could be followed
+        os._exit(1)  # the parent died before PR_SET_PDEATHSIG was set
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the rank decides when to stop
     torch.set_num_threads(1)

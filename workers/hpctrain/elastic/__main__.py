@@ -1,7 +1,7 @@
-"""`python -m hpctrain.elastic [--ranks N] [--spares K] [--least M] -- COMMAND`: ranks that carry on without a lost one.
+"""`python -m hpctrain.elastic [--ranks N] [--spares K] [--least M] -- COMMAND`: ranks that continue without a lost one.
 
-Starts COMMAND once per rank, and again in the place of whoever is lost; in a job on its nodes, by hrun.  COMMAND is a training
-script of `hpctrain.run`.  Exit status: that of the ranks: 0 finished, 75 stopped with a checkpoint made, 1 an error.
+Starts COMMAND once per rank, in a job by hrun on its nodes, and again in place of a lost rank.  COMMAND is a training script
+of `hpctrain.run`.  Exit status: that of the ranks: 0 finished, 75 stopped with a checkpoint, 1 an error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
 
 GRACE_S = 5.0
 MOST_BETWEEN_BEATS_S = 0.5  # of a healthy rank on a busy machine
-AGAIN_S = 1.0  # between two starts in a slot, or after a word that did not reach the controller
-MOST_LOSSES = 5  # for each rank, without a step between
+AGAIN_S = 1.0  # between two starts in a slot, or after a message that did not reach the controller
+MOST_LOSSES = 5  # per rank, without a step between them
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -41,21 +41,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return which options there are."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
-        prog="hpctrain.elastic", description="Train on ranks that may come and go; the others carry on."
+        prog="hpctrain.elastic", description="Train on ranks that may be lost, leave and join; the others continue."
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many (default: in a job its tasks, else 2)")
-    parser.add_argument("--spares", type=int, default=0, metavar="K", help="that wait to step in (%(default)s)")
-    parser.add_argument("--least", type=int, default=1, metavar="M", help="go on with so few (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="number of ranks (default: the tasks of the job, else 2)"
+    )
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="K", help="further ranks that wait to replace lost ones (%(default)s)"
+    )
+    parser.add_argument(
+        "--least", type=int, default=1, metavar="M", help="continue with at least M ranks (%(default)s)"
+    )
     parser.add_argument(
         "--silence",
         type=float,
         default=SILENT_S,
         metavar="S",
-        help="a rank not heard of for so long is lost; longer than a step keeps Python's lock at once (%(default)s)",
+        help="a rank without a heartbeat for S seconds is lost; more than a step holds the GIL (%(default)s)",
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write what the faults cost, as JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the cost of faults to FILE, as JSON")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the training script")
     return parser
 
@@ -67,18 +73,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:
-        parser.error("say what to run: python -m hpctrain.elastic -- python train.py --out run")
+        parser.error("no command; for example: python -m hpctrain.elastic -- python train.py --out run")
     if options.ranks is not None and not 1 <= options.least <= options.ranks:
-        parser.error(f"--least {options.least} has to lie between 1 and --ranks {options.ranks}")
+        parser.error(f"--least {options.least} must be between 1 and --ranks {options.ranks}")
     if not options.silence > MOST_BETWEEN_BEATS_S:
-        parser.error(f"--silence {options.silence:g}: has to be more than {MOST_BETWEEN_BEATS_S:g} s")
+        parser.error(f"--silence {options.silence:g}: must be more than {MOST_BETWEEN_BEATS_S:g} s")
     if options.spares < 0:
         parser.error(f"--spares {options.spares}: cannot be negative")
     return options
 
 
 class ElasticRun:
-    """One run: its roster, its processes, and what the faults cost."""
+    """One run: its roster, its processes, and the cost of faults."""
 
     def __init__(self, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
         self._options, self._environ = options, environ
@@ -87,13 +93,13 @@ class ElasticRun:
         self._slots: dict[int, RankSlot] = {}
         self._keepers: dict[int, asyncio.Task[None]] = {}
         self._retired: set[int] = set()
-        self._ended: dict[int, int] = {}  # how the last process of each slot did
+        self._ended: dict[int, int] = {}  # exit status of the last process of each slot
         self._status: int | None = None
         self._stopping = False
         self._losses_without_step, self._step_then = 0, 0
 
     async def run(self) -> int:
-        """Start everything, wait for the end, and say what it was like."""
+        """Start everything, wait for the end, and print a summary."""
         here = allocation(self._environ)
         places: list[str | None]
         if here is None:
@@ -124,7 +130,7 @@ class ElasticRun:
         self._keepers[slot.number] = asyncio.create_task(self._keep(slot))
 
     async def _keep(self, slot: RankSlot) -> None:
-        """Have a process run in a slot, one after another, until the run is over or the slot is given up."""
+        """Run one process after another in a slot, until the run is over or the slot is given up."""
         while not self._server.over.is_set() and slot.number not in self._retired and not self._stopping:
             started_s, joined = time.monotonic(), self._server.joined[slot.number]
             await self._launcher.start(slot, self._facts | {"HPCTRAIN_SLOT": str(slot.number)})
@@ -170,7 +176,7 @@ class ElasticRun:
             loop.add_signal_handler(signal.SIGWINCH, self._begin_resize)
 
     def _stop(self, number: signal.Signals) -> None:
-        """Have the ranks stop with a checkpoint; before they have begun there is nothing to keep."""
+        """Make the ranks stop with a checkpoint; before they have begun, end them."""
         self._stopping = True
         self._launcher.signal_all(number)
         if self._server.roster.generation < 0:
@@ -180,7 +186,7 @@ class ElasticRun:
         self._resizing = asyncio.create_task(self._resize())
 
     async def _resize(self) -> None:
-        """Follow what the job has and is to keep: ranks leave between two steps, before their node is given back."""
+        """Follow the job's nodes: ranks leave between two steps, before their node is given back."""
         here = allocation(self._environ)
         assert here is not None
         keep = here.wanted or here.nodes
@@ -198,7 +204,7 @@ class ElasticRun:
             await self._give_back(here.wanted)
 
     async def _give_back(self, wanted: tuple[str, ...]) -> None:
-        """Keep these nodes alone. The controller asks once: while it is away it is told again and again, until it asks anew."""
+        """Keep only these nodes.  The controller asks once, so tell it until it answers or asks again."""
         while not await self._launcher.resize_job(len(wanted)):
             await asyncio.sleep(AGAIN_S)
             here = allocation(self._environ)
@@ -206,13 +212,13 @@ class ElasticRun:
                 return
 
     async def _end(self) -> int:
-        """Let the ranks come to their end; spares, and who is just being started, have nothing to do any more."""
+        """Let the ranks finish; end spares and processes that are starting."""
         server = self._server
         if not server.failure:
             ending = {*server.done.values()} | {member.slot for member in server.roster.inside()}
-            await asyncio.wait([self._keepers[slot] for slot in ending])  # ends: who is silent is missed
+            await asyncio.wait([self._keepers[slot] for slot in ending])  # ends, because silent ranks count as lost
         server.end_all()
-        if server.failure:  # each may have something to say of it
+        if server.failure:  # each rank may print a reason
             await asyncio.wait(self._keepers.values(), timeout=GRACE_S)
         for slot in self._keepers:
             self._keepers[slot].cancel()
@@ -225,13 +231,13 @@ class ElasticRun:
         return self._status_of_all()
 
     def _status_of_all(self) -> int:
-        """The ranks' exit status. Who is killed when training is over takes nothing along; but the first has more to do."""
+        """Return the ranks' exit status.  A rank killed after the training loses nothing, except the first rank."""
         done = self._server.done
         first = self._ended[done[self._server.first]] if self._server.first in done else -signal.SIGKILL
         if was_killed(first):
             _say(
                 "rank 0 was killed after the last step: what the script does after the training may be missing; run the same "
-                "command again, it resumes there"
+                "command again; it resumes there"
             )
             return EXIT_REQUEUE
         return max(status for slot in done.values() if not was_killed(status := self._ended[slot]))
@@ -241,19 +247,19 @@ class ElasticRun:
         if self._options.report is not None:
             try:
                 self._options.report.write_text(json.dumps(account.facts(now_s)) + "\n")
-            except OSError as error:  # the ranks have done their work: their status stands
+            except OSError as error:  # keep the ranks' exit status
                 _say(f"cannot write {self._options.report}: {error.strerror}")
         for line in account.describe(now_s):
             _say(line)
 
 
 def was_killed(status: int) -> bool:
-    """Whether a process was ended by a signal: hrun says so with 128 and more."""
+    """Return whether a signal ended the process; hrun reports that as 128 and more."""
     return status < 0 or status > 128
 
 
 def ending(status: int) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, as text."""
     number = -status if status < 0 else status - 128
     if was_killed(status) and number in set(signal.Signals):
         return f"was killed by {signal.Signals(number).name}"
@@ -267,7 +273,7 @@ def _say(text: str) -> None:
 def _print(line: str, stream: TextIO) -> None:
     try:
         print(line, file=stream, flush=True)
-    except BrokenPipeError:  # nobody listens any more: the ranks go on, and nothing is to be flushed at the end
+    except BrokenPipeError:  # the reader is gone: the ranks continue, and nothing is flushed at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,7 +1,7 @@
-"""Starts an elastic run's ranks, and others in the place of those that are lost: beside it, or as steps of a job.
+"""Start an elastic run's ranks, and replacements for lost ones: on this host, or as steps of a job.
 
-One process per slot; a slot is a place on a node.  In a job each is a step of its own (`hrun` with one task), so that one
-that ends takes no other along, and nodes that the job gets or gives back are slots more or fewer.
+One process per slot; a slot is a place on a node.  In a job each process is a step of its own (`hrun` with one task), so
+that its end does not affect the others.  When the job gains or loses nodes, slots are added or removed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNodes:
-    """What a job has: its nodes, those it is to keep (None: all), and how many ranks a node takes."""
+    """The nodes of a job, the nodes to keep (None: all), and the ranks per node."""
 
     nodes: tuple[str, ...]
     wanted: tuple[str, ...] | None
@@ -39,10 +39,10 @@ class JobNodes:
 
 
 def allocation(environ: Mapping[str, str]) -> JobNodes | None:
-    """Return which nodes the job has now; None outside of a job.
+    """Return the current nodes of the job; None outside of a job.
 
     Raises:
-        TrainError: the job does not say.
+        TrainError: the job's nodes cannot be found.
     """
     if "HPCSCHED_JOB_ID" not in environ:
         return None
@@ -52,7 +52,7 @@ def allocation(environ: Mapping[str, str]) -> JobNodes | None:
 
 
 def _changed(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The nodes and those that are to be kept, if they have changed since the job began."""
+    """Return the nodes and the nodes to keep, if they have changed since the job began."""
     try:
         facts = json.loads(path.read_text())
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def _at_first(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """Return how ranks on other nodes name this host."""
+    """Return the address of this host for ranks on other nodes."""
     return environ["HPCSCHED_MASTER_ADDR"] if "HPCSCHED_JOB_ID" in environ else "127.0.0.1"
 
 
@@ -88,7 +88,7 @@ class RankLauncher:
         """Start a process in a slot."""
         argv = self._command
         if slot.node is not None:
-            # A step that waits, as a spare's would for cpus and any would for a node that is down, holds up the job's later ones.
+            # A waiting step (a spare's for cpus, any step's for a node that is down) would block the job's later steps.
             place = ["--nodes=1", "--ntasks=1", f"--nodelist={slot.node}", "--overlap"]
             argv = ["hrun", *place, "--quiet", "--unbuffered", *argv]
         self.processes[slot.number] = await asyncio.create_subprocess_exec(
@@ -97,30 +97,30 @@ class RankLauncher:
 
     @property
     def all_ended(self) -> bool:
-        """Whether no process runs."""
+        """Return whether no process runs."""
         return all(process.returncode is not None for process in self.processes.values())
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Hand a signal on to all ranks."""
+        """Forward a signal to all ranks."""
         for slot in self.processes:
             self.signal(slot, number)
 
     def signal(self, slot: int, number: signal.Signals) -> None:
-        """Send a signal to the process in a slot, if there is one."""
+        """Send a signal to the process in a slot, if one runs."""
         process = self.processes.get(slot)
         if process is not None and process.returncode is None:
-            # Not `send_signal`: that may take the exit status away from asyncio, which then makes one up.
+            # Not `send_signal`: it may take the exit status from asyncio, which then invents one.
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     async def end(self, slot: int) -> None:
-        """Make sure that nothing runs in a slot: hrun's end is the end of its step."""
+        """End the process in a slot; the end of hrun is the end of its step."""
         self.signal(slot, signal.SIGKILL)
         process = self.processes.pop(slot, None)
         if process is not None:
             await process.wait()
 
     async def resize_job(self, nodes: int) -> bool:
-        """Give back all but so many of the job's nodes; whether the controller has taken that."""
+        """Give back all but so many of the job's nodes; return whether the controller accepted that."""
         process = await asyncio.create_subprocess_exec("hrun", f"--resize={nodes}", env=self._environ)
         return await process.wait() == 0

@@ -1,8 +1,8 @@
-"""A rank's side of the roster: its one connection, a thread that keeps it alive, and what the roster wants of it.
+"""A rank's side of the roster: one connection, a heartbeat thread, and the roster's requests.
 
 Environment: HPCTRAIN_ROSTER is host:port, HPCTRAIN_ROSTER_KEY the run's key, HPCTRAIN_SLOT this process's slot.  The thread
-sends a heartbeat ten times a second and breaks exchanges off when the roster says so; whoever is told to leave, or loses the
-roster, ends at once: the others go on without it, and it must publish nothing any more.
+sends a heartbeat ten times a second, and breaks exchanges off when the roster asks for it.  A member that is told to leave, or
+loses the roster, ends at once: the others continue without it, so it must not publish.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CONNECT_S = 10.0
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether this process was started as a member of an elastic run."""
+    """Return whether this process was started as a member of an elastic run."""
     return "HPCTRAIN_ROSTER" in environ
 
 
 class Membership:
-    """This process as the roster sees it."""
+    """This process's membership in an elastic run."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         host, _, port = environ["HPCTRAIN_ROSTER"].rpartition(":")
@@ -41,31 +41,31 @@ class Membership:
         self._socket.settimeout(None)
         self._sending = threading.Lock()
         self._lines = self._socket.makefile("r")
-        self._send({"say": "join", "key": environ["HPCTRAIN_ROSTER_KEY"], "slot": int(environ["HPCTRAIN_SLOT"])})
+        self._send({"type": "join", "key": environ["HPCTRAIN_ROSTER_KEY"], "slot": int(environ["HPCTRAIN_SLOT"])})
         welcome = self._lines.readline()
         if not welcome:
             raise TrainError("cannot join the run: its roster refused")
         self.number: int = json.loads(welcome)["number"]
-        self.changing = False  # the roster wants another generation, after a step
-        self.host = self._socket.getsockname()[0]  # as the roster's host sees this one
+        self.changing = False  # the roster wants a new generation after the current step
+        self.host = self._socket.getsockname()[0]  # this host's address as the roster's host sees it
         self._generations: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._breaking = threading.Lock()  # while `_break_off` is called, or is about to be another
+        self._breaking = threading.Lock()  # held while `_break_off` is called or replaced
         self._break_off: Callable[[], None] = lambda: None
         self._broken = -1  # the last generation that broke
         self._step, self._useful_s = -1, 0.0
         self._due = threading.Event()
         self._closed = False
-        self._pause = threading.Event()  # nobody sets it: a nap
+        self._pause = threading.Event()  # never set: only waits
         threading.Thread(target=self._listen, name="roster", daemon=True).start()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def ready(self, offer: Message) -> None:
-        """Say that this member can take part, and where others reach it."""
-        self._send({"say": "ready", "offer": offer})
+        """Report that this member can take part, and its address for the others."""
+        self._send({"type": "ready", "offer": offer})
 
-    def part(self, generation: int, *, failed: bool) -> None:
-        """Say that this member exchanges no more in a generation; `failed`: it cannot, and nobody can."""
-        self._send({"say": "part", "generation": generation, "failed": failed})
+    def leave_generation(self, generation: int, *, failed: bool) -> None:
+        """Report that this member has left a generation; `failed`: because an exchange failed."""
+        self._send({"type": "left", "generation": generation, "failed": failed})
 
     def next_generation(self) -> Message:
         """Wait for the next generation in which this member takes part."""
@@ -74,41 +74,41 @@ class Membership:
         return news
 
     def is_broken(self, generation: int) -> bool:
-        """Return whether exchanging in a generation has no sense any more."""
+        """Return whether exchanges in a generation cannot succeed any more."""
         return self._broken >= generation
 
     def watch(self, generation: int, break_off: Callable[[], None]) -> None:
-        """Have `break_off` called as soon as that is so, at once or in another thread."""
+        """Call `break_off` when the generation breaks: at once, or later in another thread."""
         with self._breaking:
             self._break_off = break_off
             if self.is_broken(generation):
                 break_off()
 
     def unwatch(self) -> None:
-        """Have nothing called any more, nor being called when this returns: what it would break off may go now."""
+        """Stop watching; when this returns, `break_off` is not running and will not run."""
         with self._breaking:
             self._break_off = lambda: None
 
-    def stepped(self, step: int, useful_s: float) -> None:
-        """Note a step that was taken; `useful_s` is counted once for a run: by the first rank alone."""
+    def report_step(self, step: int, useful_s: float) -> None:
+        """Report a step; `useful_s` is counted once for the run, from the first rank."""
         self._step = step
         self._useful_s += useful_s
         self._due.set()
 
     def done(self) -> None:
-        """Say that this member ends, and that all is well."""
+        """Report that this member ends without an error."""
         self._closed = True
-        self._send({"say": "done"})
+        self._send({"type": "done"})
 
     def failed(self, why: str) -> None:
-        """Say that this member ends because of an error which another one would meet as well."""
+        """Report that this member ends by an error that any other member would have too."""
         self._closed = True
-        self._send({"say": "failed", "why": why})
+        self._send({"type": "failed", "why": why})
 
-    def turned_away(self, why: str) -> None:
-        """Say that this member does not fit the others, and ends."""
+    def report_misfit(self, why: str) -> None:
+        """Report that this member does not fit the others, and ends."""
         self._closed = True
-        self._send({"say": "turned away", "why": why})
+        self._send({"type": "turned away", "why": why})
 
     def _send(self, message: Message) -> None:
         with self._sending:
@@ -122,11 +122,11 @@ class Membership:
             for line in self._lines:
                 self._hear(json.loads(line))
         except OSError:
-            pass  # as if it had ended
+            pass  # a broken connection is an ended one
         self._out("the roster is gone")
 
     def _hear(self, message: Message) -> None:
-        match message["say"]:
+        match message["type"]:
             case "generation":
                 self._generations.put(message)
             case "changing":
@@ -140,12 +140,12 @@ class Membership:
             case _:
                 self._out("the run ends")
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed:
             self._due.wait(BEAT_S)
             self._due.clear()
             useful_s, self._useful_s = self._useful_s, 0.0
-            self._send({"say": "beat", "step": self._step, "useful_s": useful_s})
+            self._send({"type": "heartbeat", "step": self._step, "useful_s": useful_s})
             self._pause.wait(SHORTEST_BEAT_S)
 
     def _out(self, why: str, status: int = EXIT_REQUEUE) -> None:

@@ -1,8 +1,8 @@
-"""The roster's side of the members' connections: one TCP listener, a JSON object per line in both directions.
+"""The roster's side of members' connections: one TCP listener, a JSON object per line in both directions.
 
-A member says `join` (with the run's key and its slot), `ready`, `beat`, `part`, `done`, `turned away` or `failed`; it is told
-`generation`, `broken`, `changing`, `leave` or `end`.  A connection that ends is a member that is lost, unless it said `done`.
-Does not start processes, nor decide who takes part.
+A member sends `join` (with the run's key and its slot), `ready`, `heartbeat`, `left`, `done`, `turned away` or
+`failed`; the roster sends `generation`, `broken`, `changing`, `leave` or `end`.  A member whose connection ends without
+`done` is lost.  Does not start processes, nor decide which members take part.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 
 from hpctrain.elastic.roster import Loss, Message, Roster
 
-# ----- what an elastic run's faults cost: from the last word of a lost rank until it was missed, the next step, and full strength
-# Knows no clocks: `now_s` is monotonic and handed in.
+# ----- the cost of faults: from the last heartbeat of a lost rank until it is missed, the next step, and full strength
+# Knows no clocks: `now_s` is monotonic, and passed in.
 
 
-SHOWN = 5  # faults, each in a line of its own
+SHOWN = 5  # faults that are printed in full
 
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """Ranks that were lost before the others could take another step; seconds since the first of them was heard last."""
+    """Ranks lost before the others took another step; seconds since the last heartbeat of the first of them."""
 
-    step: int  # the last one before it
+    step: int  # the last step before it
     losses: list[Loss] = field(default_factory=list)
     next_step_s: float | None = None  # None: not yet
     full_s: float | None = None
@@ -37,16 +37,16 @@ class Fault:
 
     @property
     def heard_at_s(self) -> float:
-        """When the first of them was heard last."""
+        """The time of the last heartbeat of the first lost rank."""
         return min(loss.heard_at_s for loss in self.losses)
 
     @property
     def missed_s(self) -> float:
-        """How long it took to miss the last of them."""
+        """The seconds until the last of them was missed."""
         return max(loss.missed_at_s - loss.heard_at_s for loss in self.losses)
 
     def facts(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the fault as JSON values."""
         return {
             "step": self.step,
             "lost": [{"member": loss.number, "slot": loss.slot, "why": loss.why} for loss in self.losses],
@@ -65,7 +65,7 @@ class Fault:
 
 
 class RunAccount:
-    """What a run has done so far."""
+    """The steps, faults and goodput of a run."""
 
     def __init__(self, began_at_s: float) -> None:
         self.began_at_s = began_at_s
@@ -76,14 +76,14 @@ class RunAccount:
         self._forming = self._began_anew = False
 
     def lose(self, loss: Loss) -> None:
-        """Note that one who took part is lost."""
+        """Record the loss of a member of the generation."""
         if not self.faults or self.faults[-1].next_step_s is not None:
             self.faults.append(Fault(step=self.step))
         self.faults[-1].losses.append(loss)
         self._forming = True
 
     def form(self, members: Iterable[int], want: int, now_s: float) -> None:
-        """Note the members of a new generation."""
+        """Record the members of a new generation."""
         members = set(members)
         self._began_anew = self._began_anew or bool(self._members) and not members & self._members
         self._members, self._forming = members, False
@@ -93,8 +93,8 @@ class RunAccount:
                     fault.full_s = now_s - fault.heard_at_s
 
     def note_step(self, step: int, useful_s: float, now_s: float) -> None:
-        """Note how far a member is; `useful_s`: of the first member, what its steps took since it said so last."""
-        if self._began_anew and useful_s and not self._forming:  # nobody had the state: it is a checkpoint's
+        """Record a member's step; `useful_s`: seconds of the first member's steps since its last report."""
+        if self._began_anew and useful_s and not self._forming:  # no member had the state: it was restored
             self._began_anew = False
             if self.faults and step <= self.step:
                 self.faults[-1].lost_steps = self.step - step + 1
@@ -119,11 +119,11 @@ class RunAccount:
         }
 
     def describe(self, now_s: float) -> list[str]:
-        """Say it in lines: the last faults, then all of them together."""
+        """Return lines of text: the last faults, then the totals."""
         wall_s = now_s - self.began_at_s
         lines = [str(fault) for fault in self.faults[-SHOWN:]]
         if len(self.faults) > SHOWN:
-            lines.insert(0, f"{len(self.faults) - SHOWN} faults before these (--report has them)")
+            lines.insert(0, f"{len(self.faults) - SHOWN} earlier faults (see --report)")
         last = f"goodput {self.useful_s / wall_s:.1%}: {self.useful_s:.1f} s of steps in {wall_s:.1f} s"
         if self.faults:
             last += f"; {len(self.faults)} faults, {sum(fault.lost_steps for fault in self.faults)} steps lost"
@@ -145,7 +145,7 @@ MOST_IN_VAIN = 5  # each takes as long as members try to meet
 
 
 class RosterServer:
-    """Speaks with the members of a roster until the run is over."""
+    """The roster's connections to its members, until the run is over."""
 
     def __init__(
         self,
@@ -155,25 +155,25 @@ class RosterServer:
         on_lost: Callable[[int], None],
         on_misfit: Callable[[int], None],
     ) -> None:
-        """`on_lost` and `on_misfit` are called with the slot of who is lost, or does not fit the run."""
+        """Prepare the server; `on_lost` and `on_misfit` get the slot of a member that is lost, or does not fit."""
         self.roster, self._key, self._say, self._on_lost, self._on_misfit = roster, key, say, on_lost, on_misfit
         self.account = RunAccount(time.monotonic())
         self.over = asyncio.Event()
-        self.done: dict[int, int] = {}  # slots of the members that have ended in an orderly way, by their numbers
-        self.first = -1  # the first member of the present generation
+        self.done: dict[int, int] = {}  # slot by number, of members that have ended without an error
+        self.first = -1  # the first member of the current generation
         self.failure = ""
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._spares: set[int] = set()  # members that were told of as such
+        self._spares: set[int] = set()  # members that were reported as spares
         self._leaving: set[int] = set()  # members that were told to leave
         self.joined: Counter[int] = Counter()  # how many members each slot has had
         self._standing: tuple[list[int], int] = (
             [],
             0,
         )  # the members of the last generation, and the step when it began
-        self._in_vain = 0  # generations of the same members, one after another, that took no step
+        self._in_vain = 0  # consecutive generations of the same members without a step
 
     async def listen(self, host: str) -> int:
-        """Accept members from now on; returns the port."""
+        """Accept members from now on; return the port."""
         self._listener = await asyncio.start_server(self._serve, host, 0, limit=LINE_BYTES)
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watched)
@@ -187,27 +187,27 @@ class RosterServer:
             writer.close()
 
     def end_all(self) -> None:
-        """Have every member end, none of which is lost then."""
+        """Tell every member to end; none counts as lost then."""
         for number in list(self.roster.members):
             self._end(number)
 
     def settle(self) -> None:
-        """Tell members what follows from what is known now."""
+        """Send the messages that follow from the roster's state."""
         orders = self.roster.settle(time.monotonic())
         for number, message in orders:
             self._send(number, message)
-            if message["say"] == "leave":
+            if message["type"] == "leave":
                 self._leaving.add(number)
-        news = next((message for _, message in orders if message["say"] == "generation"), None)
+        news = next((message for _, message in orders if message["type"] == "generation"), None)
         if news is not None:
             self._note_generation(news)
         for member in self.roster.spares():
             if member.number not in self._spares:
                 self._spares.add(member.number)
-                self._say(f"slot {member.slot} is ready to step in")
+                self._say(f"slot {member.slot} is ready as a spare")
 
     def lose(self, number: int, why: str) -> None:
-        """Return a member up."""
+        """Declare a member lost."""
         now_s = time.monotonic()
         member = self.roster.members[number]
         self.roster.lose(number, why, now_s)
@@ -230,7 +230,7 @@ class RosterServer:
             number = self.roster.join(slot, time.monotonic()).number
             self.joined[slot] += 1
             self._writers[number] = writer
-            self._send(number, {"say": "welcome", "number": number})
+            self._send(number, {"type": "welcome", "number": number})
             if self.over.is_set():
                 self._end(number)
             while (line := await reader.readline()) and number in self.roster.members:
@@ -243,7 +243,7 @@ class RosterServer:
         finally:
             writer.close()
         if number in self.roster.members:
-            if number in self._leaving:  # it does as it was told
+            if number in self._leaving:  # the member was told to leave
                 self.roster.leave(number)
                 self._writers.pop(number, None)
             else:
@@ -252,16 +252,18 @@ class RosterServer:
 
     def _hear(self, number: int, message: Message) -> None:
         now_s = time.monotonic()
-        match message["say"]:
+        match message["type"]:
             case "ready":
                 offer = message["offer"]
                 assert isinstance(offer, dict)
                 self.roster.ready(number, offer, now_s)
-            case "beat":
-                self.roster.beat(number, now_s)
+            case "heartbeat":
+                self.roster.heartbeat(number, now_s)
                 self.account.note_step(int(str(message["step"])), float(str(message["useful_s"])), now_s)
-            case "part":
-                self.roster.part(number, int(str(message["generation"])), now_s, failed=bool(message["failed"]))
+            case "left":
+                self.roster.leave_generation(
+                    number, int(str(message["generation"])), now_s, failed=bool(message["failed"])
+                )
             case "done":
                 self.done[number] = self.roster.members[number].slot
                 self.roster.leave(number)
@@ -274,7 +276,7 @@ class RosterServer:
                 member = self.roster.members[number]
                 self.roster.leave(number)
                 self._on_misfit(member.slot)
-                self._say(f"slot {member.slot} has no rank from now on: {message['why']}")
+                self._say(f"slot {member.slot} is given up: {message['why']}")
             case other:
                 raise ValueError(f"a member said {other!r}")
 
@@ -302,21 +304,21 @@ class RosterServer:
             now_s = time.monotonic()
             late_s = now_s - looked_at_s - LOOK_EVERY_S
             looked_at_s = now_s
-            if late_s > LATE_S:  # this process stood still: what members said meanwhile is still to be read
+            if late_s > LATE_S:  # this process stood still: members' messages are still unread
                 self._say(f"the roster itself stood still for {late_s:.1f} s")
-                self.roster.excuse(late_s, now_s)
+                self.roster.extend_deadlines(late_s, now_s)
             for member in self.roster.silent(now_s):
-                self.lose(member.number, f"it was silent for too long (--silence {self.roster.silent_s:g})")
+                self.lose(member.number, f"no heartbeat for too long (--silence {self.roster.silent_s:g})")
             self.settle()
 
     def _watched(self, watcher: asyncio.Task[None]) -> None:
-        """Nobody would be missed any more: that ends the run."""
+        """End the run if the watcher fails, because no loss would be noticed any more."""
         if not watcher.cancelled():
             self.failure = self.failure or f"the roster failed: {watcher.exception()!r}"
             self.over.set()
 
     def _end(self, number: int) -> None:
-        self._send(number, {"say": "end"})
+        self._send(number, {"type": "end"})
         self.roster.leave(number)
 
     def _send(self, number: int, message: Message) -> None:

@@ -1,1 +1,1 @@
-"""All that lies between a gradient and the communicator."""
+"""Everything between a gradient and the communicator."""

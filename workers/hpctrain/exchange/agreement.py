@@ -1,8 +1,8 @@
-"""Whether all ranks are about to train the same: code, versions, options, model and data, compared by hashes at the start.
+"""Check that all ranks train the same: code, versions, options, model and data, compared by hashes at the start.
 
-Ranks that differ would not fail: they would train something else each, or wait for each other for ever.
-Rules: every rank learns what all have, and all refuse alike, naming what differs and where. Of code only the modules that all
-ranks have loaded count, each by its source: a module that one rank alone needs is no difference.
+Ranks that differ would not fail: they would train different models, or wait for each other for ever.
+Rules: every rank gets the facts of all ranks, and all raise the same error, which names the difference and its ranks.
+Of code, only modules that all ranks have loaded are compared, each by its source.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ import torch
 from hpctrain.comm import Communicator
 from hpctrain.errors import MismatchError, TrainError
 
-SHORT = 12  # hexadecimal digits of a hash that are shown
+SHORT = 12  # displayed hexadecimal digits of a hash
 OF_ONE_RANK = ("verbose", "threads")  # options in which ranks may differ
 
 Facts = Mapping[str, str]
 
 
 class Ended:
-    """What a rank says that has come to the end of the script without training."""
+    """The message of a rank that has reached the end of the script without training."""
 
 
 def agree(comm: Communicator, facts: Facts) -> list[str]:
-    """Return the host of each rank if all have the same facts, as far as they have them; all ranks call it.
+    """Return the host of each rank if all have the same facts; all ranks call it.
+
+    Facts that a rank does not have are not compared.
 
     Raises:
-        MismatchError: says what differs, with the hashes and the ranks that have them.
+        MismatchError: names the difference, with the hashes and the ranks that have them.
     """
-    everybody: list[Any] = told(comm, (socket.gethostname(), dict(facts)))
+    everybody: list[Any] = gather_from_all(comm, (socket.gethostname(), dict(facts)))
     hosts = [host for host, _ in everybody]
     for what in everybody[0][1]:
         values = [mine.get(what) for _, mine in everybody]
@@ -50,33 +52,33 @@ def agree(comm: Communicator, facts: Facts) -> list[str]:
     return hosts
 
 
-def told(comm: Communicator, value: object) -> list[Any]:
+def gather_from_all(comm: Communicator, value: object) -> list[Any]:
     """Return every rank's (small, picklable) value, by rank; all ranks call it.
 
     Raises:
-        TrainError: ranks have come to the end of the script instead.
+        TrainError: other ranks have reached the end of the script.
     """
     values = comm.all_gather_object(value)
     ended = [str(rank) for rank, said in enumerate(values) if isinstance(said, Ended)]
     if 0 < len(ended) < comm.size:
         raise TrainError(
-            f"cannot train: rank{'s' * (len(ended) > 1)} {', '.join(ended)} ended without run.steps; every rank has to go "
-            "through the loop"
+            f"cannot train: rank{'s' * (len(ended) > 1)} {', '.join(ended)} ended without run.steps; every rank has to "
+            "iterate over it"
         )
     return values
 
 
-def say_ended(comm: Communicator) -> None:
-    """Tell ranks that want to know something that this one has come to the end of the script.
+def announce_end(comm: Communicator) -> None:
+    """Tell ranks that wait for a value of this one that it has reached the end of the script.
 
     Raises:
-        TrainError: there are such ranks.
+        TrainError: such ranks exist.
     """
-    told(comm, Ended())
+    gather_from_all(comm, Ended())
 
 
 def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: object) -> dict[str, str]:
-    """Return what must be the same on all ranks."""
+    """Return the facts that must be the same on all ranks, by name."""
     shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     trained = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     said = {name: value for name, value in vars(options).items() if name not in OF_ONE_RANK}
@@ -91,14 +93,14 @@ def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: obj
 
 
 def data_facts(data: object) -> dict[str, str]:
-    """Return what must be the same of a data source: its own hash if it has one, and how many samples it has."""
+    """Return the facts of a data source: its own hash if it has one, and its number of samples."""
     size = {"numbers of samples": str(len(data))} if isinstance(data, Sized) else {}
     digest = getattr(data, "digest", None)
     return size | ({"data": digest} if isinstance(digest, str) else {})
 
 
 def hash_of(value: object) -> str:
-    """Return the SHA-256 of bytes or of numbers, as they lie in memory, or of what a value says of itself."""
+    """Return the SHA-256 of bytes, of the memory of numbers, or of a value's `repr`."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous().view(torch.uint8).numpy()
     content = value if isinstance(value, bytes) else getattr(value, "tobytes", lambda: repr(value).encode())()
@@ -106,7 +108,7 @@ def hash_of(value: object) -> str:
 
 
 def code_hashes() -> dict[str, str]:
-    """Return the SHA-256 of each loaded module's source that is neither Python's nor an installed package but ours."""
+    """Return the SHA-256 of each loaded module's source, without Python's own and installed packages."""
     system = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = {}
     for name, module in list(sys.modules.items()):
@@ -118,7 +120,7 @@ def code_hashes() -> dict[str, str]:
         try:
             found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except OSError:
-            continue  # it was in memory only: its users are compared
+            continue  # a module without a file: the modules that use it are compared
     return found
 
 
@@ -133,7 +135,7 @@ def _described(optimizer: object) -> object:
 
 
 def _who(values: Sequence[str], hosts: Sequence[str]) -> str:
-    """Which ranks have which value, the most common first."""
+    """Return which ranks have which value as text, the most common value first."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -146,7 +148,7 @@ def _who(values: Sequence[str], hosts: Sequence[str]) -> str:
 
 def _remedy(what: str) -> str:
     if what.startswith("code"):
-        return "start all ranks from one copy, on the share say"
+        return "start all ranks from one copy, for example on the share"
     if what in ("Python", "torch"):
-        return "install the same on all nodes"
+        return "install the same version on all nodes"
     return "all ranks have to run the same script with the same options and data"

@@ -1,11 +1,11 @@
-"""How many samples of the global batch each rank takes, so that unequal ranks finish together.
+"""The number of samples of the global batch for each rank, so that unequal ranks finish together.
 
-A rank's time for b samples is taken to be a + c*b seconds: a fixed part, and one per sample.  Both are learned from the
-steps as they go; a sudden change (another program on the machine, a throttled GPU) forgets what was learned before it.
-Does not measure, and does not exchange: it is fed with every rank's times, the same on all, and so answers all alike.
-Rules: shares are whole samples and add up to the batch; a rank that would make the whole slower gets none, and is named; it
-is tried again with one sample, so seldom that this costs next to nothing.
-Ranks that are as good as equal keep equal shares, so that their sums keep their order.
+A rank's time for b samples is modelled as a + c*b seconds.  Both numbers are learned from the steps; after a sudden
+change (another program on the machine, a throttled GPU) the earlier steps are forgotten.
+Does not measure or exchange: every rank passes the same times of all ranks, and gets the same answer.
+Rules: shares are whole samples and add up to the batch.  A rank that would slow the step down gets no samples; it is
+tried again with one sample, so seldom that the cost is negligible.  Ranks of about the same speed keep equal shares, so
+that their sums keep their order.
 Sources: recursive least squares with a forgetting factor (Haykin, "Adaptive Filter Theory", ch. 10).
 """
 
@@ -15,18 +15,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-FORGET = 0.9  # what a step weighs of the one after it
-CHANGED = 1.25  # a time so many times off what was expected, twice in a row, is a change
+FORGET = 0.9  # weight of a step relative to the next one
+CHANGED = 1.25  # ratio of measured and expected time that counts as a change if it happens twice in a row
 LEARNING_STEPS = 2
-GAIN = 0.05  # shares move only for so much less time per step
-# Who is left out is tried again after so many times the seconds that one sample took there, but each minute at the most.
+GAIN = 0.05  # shares change only if the step gets shorter by this fraction
+# A rank without samples is tried again after so many times the seconds of one sample, at most once a minute.
 PATIENCE = 100
 LEAST_IDLE_S = 60.0
 
 
 @dataclass(slots=True)
 class Speed:
-    """What is known of one rank: weighted sums over its steps."""
+    """The measured speed of one rank: weighted sums over its steps."""
 
     weight: float = 0.0
     samples: float = 0.0
@@ -34,11 +34,11 @@ class Speed:
     squares: float = 0.0
     products: float = 0.0
     steps: int = 0
-    off: int = 0  # so many of the last steps were not as expected, all slower or all quicker
+    off: int = 0  # consecutive last steps that were unexpectedly slow (above 0) or fast (below 0)
     kept: list[tuple[int, float]] = field(default_factory=list)
 
     def note(self, samples: int, seconds: float) -> None:
-        """Learn from a step, and forget those before the last two if the rank has changed."""
+        """Learn from a step; if the rank has changed, forget all but the last two steps."""
         expected_s = self.time_of(samples)
         ratio = seconds / expected_s if expected_s else 1.0
         side = (ratio > CHANGED) - (ratio < 1 / CHANGED)
@@ -48,11 +48,11 @@ class Speed:
             self._forget()
             for old in self.kept:
                 self._add(*old)
-        elif self.steps < LEARNING_STEPS or not side:  # one odd step says nothing
+        elif self.steps < LEARNING_STEPS or not side:  # ignore a single outlier
             self._add(samples, seconds)
 
     def parts(self) -> tuple[float, float]:
-        """Return (a, c): seconds per step and per sample; a is 0 while all steps were of one size."""
+        """Return (a, c): seconds per step and per sample; a is 0 while all steps had one size."""
         spread = self.weight * self.squares - self.samples**2
         if self.samples <= 0:
             return 0.0, 0.0
@@ -65,7 +65,7 @@ class Speed:
         return fixed_s, per_sample_s
 
     def time_of(self, samples: int) -> float:
-        """Return the expected seconds for so many samples; 0.0 while nothing is known."""
+        """Return the expected seconds for so many samples; 0.0 while unknown."""
         fixed_s, per_sample_s = self.parts()
         return fixed_s + per_sample_s * samples
 
@@ -86,40 +86,42 @@ class Speed:
 
 
 class Balance:
-    """The ranks' shares of a batch, following their measured speeds."""
+    """The ranks' shares of a batch, adapted to their measured speeds."""
 
     def __init__(self, batch: int, counts: Sequence[int]) -> None:
         self._batch = batch
         self.counts = list(counts)
         self._speeds = [Speed() for _ in counts]
         self.left_out: list[int] = [rank for rank, count in enumerate(counts) if count == 0]
-        self._idle_s = [0.0 for _ in counts]  # since this rank was left out
+        self._idle_s = [0.0 for _ in counts]  # since the rank got no samples
 
     def note(self, seconds: Sequence[float]) -> str:
-        """Learn each rank's time for its share, and may change `counts`. Returns what changed, in words."""
-        for speed, count, spent_s in zip(self._speeds, self.counts, seconds, strict=True):
-            if count:
-                speed.note(count, spent_s)
-        step_s = max(spent_s for count, spent_s in zip(self.counts, seconds, strict=True) if count)
-        self._idle_s = [0.0 if n else idle_s + step_s for n, idle_s in zip(self.counts, self._idle_s, strict=True)]
-        if said := self._try_again():
-            return said
+        """Learn each rank's seconds for its share, adapt `counts`, and return the change as text or ""."""
+        self._learn(seconds)
+        if retry := self._try_again():
+            return retry
         if any(speed.steps < LEARNING_STEPS for speed, n in zip(self._speeds, self.counts, strict=True) if n):
             return ""
-        lines = [speed.parts() for speed in self._speeds]
-        counts = best_shares(self._batch, lines)
+        counts = best_shares(self._batch, [speed.parts() for speed in self._speeds])
         now_s, then_s = self._longest(self.counts), self._longest(counts)
         if counts == self.counts or then_s > (1 - GAIN) * now_s:
             return ""
         self.counts = counts
         out = [rank for rank, count in enumerate(counts) if count == 0]
-        gone = sorted(set(out) - set(self.left_out))
+        newly_out = sorted(set(out) - set(self.left_out))
         self.left_out = out
         why = f"shares {' '.join(map(str, counts))}: a step takes {1e3 * then_s:.0f} ms instead of {1e3 * now_s:.0f}"
-        return why + "".join(f"; rank {rank} is left out, it would make the others wait" for rank in gone)
+        return why + "".join(f"; rank {rank} is left out, it would make the others wait" for rank in newly_out)
+
+    def _learn(self, seconds: Sequence[float]) -> None:
+        for speed, count, spent_s in zip(self._speeds, self.counts, seconds, strict=True):
+            if count:
+                speed.note(count, spent_s)
+        step_s = max(spent_s for count, spent_s in zip(self.counts, seconds, strict=True) if count)
+        self._idle_s = [0.0 if n else idle_s + step_s for n, idle_s in zip(self.counts, self._idle_s, strict=True)]
 
     def _try_again(self) -> str:
-        """Give one sample to a rank that was left out for long; it may have been slow for a while only."""
+        """Give one sample to a rank that was left out for long, because it may be faster now."""
         most = max(range(len(self.counts)), key=lambda rank: self.counts[rank])
         for rank in self.left_out:
             sample_s = self._speeds[rank].time_of(1)
@@ -135,9 +137,9 @@ class Balance:
 
 
 def best_shares(batch: int, lines: Sequence[tuple[float, float]]) -> list[int]:
-    """Divide `batch` samples so that the last rank to finish finishes first; (a, c) of each rank in `lines`.
+    """Divide `batch` samples so that the slowest rank finishes as early as possible.
 
-    Ranks of which nothing is known (c = 0) get nothing.
+    `lines`: (a, c) of each rank, in seconds and seconds per sample.  Ranks of unknown speed (c = 0) get no samples.
     """
 
     def fits(limit_s: float) -> list[int]:
@@ -151,7 +153,7 @@ def best_shares(batch: int, lines: Sequence[tuple[float, float]]) -> list[int]:
         else:
             low_s = middle_s
     counts = fits(high_s)
-    while sum(counts) > batch:  # take back where that helps most
+    while sum(counts) > batch:  # take samples back from the slowest rank
         last = max((rank for rank, n in enumerate(counts) if n), key=lambda rank: _time(lines[rank], counts[rank]))
         counts[last] -= 1
     return counts

@@ -1,10 +1,10 @@
 """Gradients in flat buckets, exchanged in backward order.
 
-Each parameter's `.grad` is a view into a bucket, so autograd writes where the exchange reads: nothing is copied.  Where what a
-lossy exchange left over is kept for the next step, autograd adds to that, and `.grad` is the sum when it is there.
-Does not know weights or batches: who wants an average scales the loss before `backward`.
-Rules: buckets are launched in the same order on every rank, whatever order autograd finishes in; a parameter that got
-no gradient counts as zero.  Overlapping or not gives the same bits.
+Each parameter's `.grad` is a view into a bucket, so autograd writes where the exchange reads, without a copy.  If a lossy
+exchange keeps a residual, autograd adds the gradient to it, and `.grad` is the sum after the exchange.
+Does not know weights or batches: for an average, scale the loss before `backward`.
+Rules: buckets are launched in the same order on every rank, independent of the order in which autograd finishes.  A
+parameter without a gradient counts as zero.  Overlapping does not change the bits.
 Sources: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", VLDB 2020.
 """
 
@@ -23,10 +23,10 @@ from hpctrain.comm.ring import split
 from hpctrain.errors import TrainError
 from hpctrain.exchange.compress import Compressor, Exact
 
-# A bucket is at most this part of what is left (but as much of a usual one at least): the less backward has still to do,
-# the less may wait to be sent.
+# A bucket is at most this fraction of the remaining gradients (but at least as much of a usual bucket): near the end of the
+# backward pass, small buckets keep the last exchange short.
 PARTS = 4
-STRETCH = 1 << 15  # numbers that are squared at a time
+STRETCH = 1 << 15  # numbers that are squared at once, to stay in the cache
 
 
 class GradientBuckets:
@@ -39,41 +39,41 @@ class GradientBuckets:
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
     ) -> None:
-        """`bucket_bytes` and `overlap` are what suits the ranks' links, unless they are given."""
-        pace = comm.pace()
+        """Make the buckets; `bucket_bytes` and `overlap` are by default chosen by the ranks' links."""
+        plan = comm.bucket_plan()
         self._comm = comm
         self._compressor: Compressor = Exact(comm)
         self._own_part = False
-        self.groups = _group(list(parameters), bucket_bytes or pace.bucket_bytes)
+        self.groups = _group(list(parameters), bucket_bytes or plan.bucket_bytes)
         self.flats = [_flat_for(group, comm) for group in self.groups]
         self._buckets = [_Bucket(group, flat) for group, flat in zip(self.groups, self.flats, strict=True)]
         self._launched = 0
-        self.held = False  # more gradients are to be added before anything is sent
+        self.held = False  # more gradients are added before anything is sent
         self._works: list[Work] = []
         self._squares: list[torch.Tensor] = []  # of the first buckets
         self._wide = torch.empty(STRETCH, dtype=torch.float64)
         self._began_s = 0.0
-        self._overlap = (pace.beside if overlap is None else overlap) and comm.size > 1
+        self._overlap = (plan.beside if overlap is None else overlap) and comm.size > 1
         self._hooks: list[RemovableHandle] = []
         if self._overlap:
             self._hook()
 
     def compress(self, compressor: Compressor) -> None:
-        """Send gradients by another way from the next exchange on."""
+        """Exchange gradients by this compressor from the next exchange on."""
         self._compressor = compressor
         self._own_part = False
 
     def sum_own_part(self) -> None:
-        """Leave only this rank's part of each bucket to be the sum from the next exchange on, if all bits are sent."""
+        """From the next exchange on, sum only this rank's part of each bucket, if the exchange is exact."""
         if isinstance(self._compressor, Exact):
             self.compress(Exact(self._comm, own_part=True))
             self._own_part = True
 
     def squares(self) -> torch.Tensor:
-        """Return the sum of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
+        """Return the sums of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
         if not self._squares:
             for bucket in self._buckets:
-                bucket.adopt_all()  # with local steps nothing was exchanged
+                bucket.adopt_all()  # between exchanges of local steps
         self._square(up_to=len(self.flats))
         squares_BR = torch.stack(self._squares)
         self._squares.clear()
@@ -84,7 +84,7 @@ class GradientBuckets:
         return squares_BR
 
     def rescale(self, factor: float) -> None:
-        """Take note that gradients are so many times larger from the next step on."""
+        """Multiply residuals by `factor`, because gradients are that much larger from the next step on."""
         self._compressor.rescale(factor)
 
     def shapes(self, index: int) -> list[torch.Size]:
@@ -92,16 +92,16 @@ class GradientBuckets:
         return [parameter.shape for parameter in self.groups[index]]
 
     def zero(self) -> None:
-        """Set all gradients to zero, for the next backward pass."""
+        """Set all gradients to zero before the backward pass."""
         for index, bucket in enumerate(self._buckets):
-            given = self._compressor.fresh(index, bucket.flat) if self._overlap else bucket.flat.zero_()
+            given = self._compressor.accumulator(index, bucket.flat) if self._overlap else bucket.flat.zero_()
             bucket.expect(given)
         self._launched = 0
 
     def exchange(self) -> tuple[float, float]:
         """Make every gradient the sum over all ranks; all ranks call it after `backward`.
 
-        Returns seconds from its beginning to its end, and seconds that this call waited.
+        Returns the seconds from the begin to the end of the exchange, and the seconds that this call waited.
         """
         started_s = time.perf_counter()
         if not self._overlap:
@@ -118,8 +118,8 @@ class GradientBuckets:
             work.wait()
             waited_s += time.perf_counter() - started_s
             self._buckets[index].point(self.flats[index])
-            if self.flats[index].device.type == "cpu":  # a sum of squares of a GPU's would be waited for
-                self._square(up_to=index + 1)  # while the last ones travel
+            if self.flats[index].device.type == "cpu":  # on a GPU this would wait for the sum
+                self._square(up_to=index + 1)  # while the last buckets are exchanged
         self._works.clear()
         return time.perf_counter() - self._began_s, waited_s
 
@@ -134,7 +134,7 @@ class GradientBuckets:
             self._squares.append(squares_R)
 
     def _sum_of_squares(self, part_L: torch.Tensor) -> float | torch.Tensor:
-        """In float64; on a CPU in stretches that stay in the cache: ten times as fast as a norm that torch converts for."""
+        """Return the sum in float64; on a CPU in stretches that stay in the cache, 10 times as fast as torch's norm."""
         if part_L.is_complex():
             part_L = torch.view_as_real(part_L).view(-1)
         if part_L.device.type != "cpu":
@@ -149,12 +149,12 @@ class GradientBuckets:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(call))
 
     def close(self) -> None:
-        """Leave the parameters alone, so that other buckets can be made of them."""
+        """Remove the hooks, so that other buckets can be made of the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def _arrived(self, index: int, at: int) -> None:
-        """Raises TrainError: it is not the first time since `zero`, and may be on its way."""
+        """Record a gradient; raise TrainError if it came before since `zero`, and may be on its way."""
         if self.held:
             return
         bucket = self._buckets[index]
@@ -182,18 +182,18 @@ class GradientBuckets:
 
 
 class _Bucket:
-    """Parameters, and the flat tensors that their gradients are views of: of one while they are added up, then of the sum."""
+    """Parameters, and the flat tensors that their gradients are views of: while being added up, and the sum."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
         self.parameters, self.flat = parameters, flat
         self.spans = list(pairwise(accumulate((p.numel() for p in parameters), initial=0)))
-        self.missing: set[int] = set()  # whose gradients have not come since `expect`
+        self.missing: set[int] = set()  # parameters whose gradients have not come since `expect`
         self._views: list[torch.Tensor] = []
-        self._kept: dict[int, list[torch.Tensor]] = {}  # the views, by the address of what they are of
+        self._kept: dict[int, list[torch.Tensor]] = {}  # views, by the address of the flat tensor
         self.expect(flat)
 
     def expect(self, given: torch.Tensor) -> None:
-        """Have autograd add to `given`."""
+        """Make autograd add to `given`."""
         self.point(given)
         self.missing = set(range(len(self.parameters)))
 
@@ -208,7 +208,7 @@ class _Bucket:
             parameter.grad = view
 
     def adopt(self, at: int) -> None:
-        """Put a gradient where it belongs: a script's own `zero_grad` has autograd put it elsewhere."""
+        """Move a gradient into the bucket, if a script's own `zero_grad` made autograd allocate it elsewhere."""
         parameter, view = self.parameters[at], self._views[at]
         if parameter.grad is view:
             return
@@ -217,13 +217,13 @@ class _Bucket:
         parameter.grad = view
 
     def adopt_all(self) -> None:
-        """Put all gradients where they belong."""
+        """Move all gradients into the bucket."""
         for at in range(len(self.parameters)):
             self.adopt(at)
 
 
 def _group(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Parameters from last to first (backward's order), cut where a bucket is full or the kind of number changes."""
+    """Group parameters from last to first (backward's order); a new group begins at a size or dtype limit."""
     order = [p for p in reversed(parameters) if p.requires_grad]
     left_bytes = sum(map(_bytes, order))
     groups: list[list[torch.nn.Parameter]] = []

@@ -1,10 +1,11 @@
-"""Gradients sent in fewer bits: what is lost in a step is added to the next one's (error feedback).
+"""Gradients sent in fewer bits: the loss of a step is added to the next step's gradients (error feedback).
 
-`Exact` sends all bits; `Rounded` sends bfloat16 or float16; `Blockwise` int8 with a scale for each block; `TopK` the largest
-numbers of each bucket with their places; `PowerSgd` a low-rank factorization of matrices.  All but the first are lossy and
-chosen only by the user's word.  Does not know buckets' order nor overlap: it is handed one flat tensor at a time, by its index.
-Rules: every rank ends with the same bits; what a rank could not send stays in its own residual of that bucket; a number that
-is not finite is sent as it is, so that the loop still sees it.
+`Exact` sends all bits; `Rounded` sends bfloat16 or float16; `Blockwise` sends int8 with a scale for each block; `TopK`
+sends the largest numbers of each bucket with their indexes; `PowerSgd` sends a low-rank factorization of matrices.  All but
+the first are lossy, and chosen only by the user.  Does not know the order or overlap of buckets: it gets one flat tensor at
+a time, by its index.
+Rules: every rank ends with the same bits.  What a rank could not send stays in its own residual of that bucket.  A number
+that is not finite is sent as it is, so that the loop sees it.
 Sources: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014 (error feedback); Dettmers, "8-bit approximations
 for parallelism in deep learning", ICLR 2016; Lin et al., "Deep gradient compression", ICLR 2018; Vogels, Karimireddy, Jaggi,
 "PowerSGD", NeurIPS 2019.
@@ -25,7 +26,7 @@ BLOCK = 256  # numbers that share a scale
 SMALL = 4096  # a bucket with fewer numbers is sent exactly
 KEPT_SHARE = 0.01
 RANK = 4
-STRETCH = 1 << 16  # numbers that are rounded at a time
+STRETCH = 1 << 16  # numbers that are rounded at once, to stay in the cache
 
 NAMES = ("exact", "bf16", "fp16", "int8", "topk", "powersgd")
 
@@ -34,29 +35,29 @@ class Compressor(Protocol):
     """A way to sum a bucket over the ranks."""
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
-        """Replace `flat_L` (float32, one dimension) by its sum over all ranks, more or less. `index`: which bucket it is."""
+        """Replace `flat_L` (float32, one dimension) by about its sum over all ranks; `index`: the bucket."""
 
-    def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
-        """Say where what `begin` is to sum has to be added up: `flat_L`, set to zero, or what was left over of that bucket."""
+    def accumulator(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in which `begin`'s input is added up: `flat_L` set to zero, or the residual."""
 
     def ready(self, index: int, low: int, high: int) -> None:
-        """Take note that these numbers there are whole, and still in the cache; optional, each at most once before `begin`."""
+        """Tell that these numbers are complete and in the cache; optional, at most once each before `begin`."""
 
     def begin(self, index: int, flat_L: torch.Tensor) -> Work:
-        """Put the sum of that into `flat_L`, in the background; all ranks begin the same buckets in the same order."""
+        """Put the sum into `flat_L` in the background; all ranks begin the same buckets in the same order."""
 
     def rescale(self, factor: float) -> None:
-        """Take note that what is summed is so many times larger from now on."""
+        """Multiply residuals by `factor`, because gradients are that much larger from now on."""
 
     def forget_what_is_not_finite(self) -> None:
-        """Take note that a sum was not finite, so that what is left over may not be either; no other sum leaves such."""
+        """Clear residuals after a sum that was not finite."""
 
 
 def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch.Size]]) -> Compressor:
-    """Make the compressor of that name; `shapes` gives the shapes of a bucket's parameters in their order.
+    """Return the compressor of that name; `shapes` returns the shapes of a bucket's parameters in order.
 
     Raises:
-        TrainError: there is none of that name, or its number makes no sense.
+        TrainError: the name is unknown, or its number is out of range.
     """
     kind, _, number = name.partition(":")
     try:
@@ -81,17 +82,17 @@ def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch
 
 
 class _Uncompressed:
-    """What is to be summed is added up where the sum will be."""
+    """Adds gradients up in the bucket itself."""
 
-    def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+    def accumulator(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
         return flat_L.zero_()
 
     def ready(self, index: int, low: int, high: int) -> None:
-        """Nothing can be done with a part."""
+        """Do nothing."""
 
 
 class Exact(_Uncompressed):
-    """All bits; in the background, of each rank's part alone if `own_part` says that this is enough."""
+    """All bits; in the background only this rank's part is summed, if `own_part` allows that."""
 
     def __init__(self, comm: Communicator, *, own_part: bool = False) -> None:
         self._comm = comm
@@ -104,14 +105,14 @@ class Exact(_Uncompressed):
         return self._comm.begin(flat_L, own_part=self._own_part)
 
     def rescale(self, factor: float) -> None:
-        """Nothing is left over."""
+        """Do nothing: there is no residual."""
 
     def forget_what_is_not_finite(self) -> None:
-        """Nothing is left over."""
+        """Do nothing: there is no residual."""
 
 
 class _Lossy(_Uncompressed):
-    """What lossy ways share: residuals, and small buckets in full."""
+    """The common part of lossy compressors: residuals, and small buckets in full."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -135,36 +136,38 @@ class _Lossy(_Uncompressed):
         return residual_L
 
     def rescale(self, factor: float) -> None:
-        """What was left over is to fit what comes."""
+        """Scale the residual to the next gradients."""
         for residual in self._residuals.values():
             residual.mul_(factor)
 
     def forget_what_is_not_finite(self) -> None:
-        """To be added to the next step, it would never be finite again."""
+        """Clear residuals that are not finite; they would spoil every later step."""
         for residual in self._residuals.values():
             residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
-        """Put the sum of what is sent into `flat_L`, and what this rank did not send into `residual_L`."""
+        """Put the sum into `flat_L`, and the unsent rest into `residual_L`."""
         raise NotImplementedError
 
 
 class Rounded(_Lossy):
-    """Half the bits: bfloat16 (the range of float32) or float16 (finer, of a smaller range).
+    """Half the bits: bfloat16 (the range of float32) or float16 (finer, with a smaller range).
 
-    In the background gradients are added to what was left over, and rounded there while they are in the cache.
-    What the sum itself loses by being rounded is not fed back: no rank has it.
+    In the background, gradients are added to the residual and rounded there while they are in the cache.  The rounding of the
+    sum itself is not fed back, because no rank has it.
     """
 
     def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
         super().__init__(comm)
         self._dtype = dtype
         self._halves: dict[int, torch.Tensor] = {}
-        self._rounded: dict[int, list[tuple[int, int]]] = {}  # parts of a bucket, for the next `begin`
+        self._rounded: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # parts of a bucket that are rounded already, for the next `begin`
         self._stretches: dict[tuple[int, int, int], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         self._back = torch.empty(STRETCH)
 
-    def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+    def accumulator(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
         return flat_L.zero_() if flat_L.numel() <= SMALL else self._residual(index, flat_L)
 
     def ready(self, index: int, low: int, high: int) -> None:
@@ -196,21 +199,21 @@ class Rounded(_Lossy):
         return self._comm.begin(half_L, back)
 
     def _half(self, index: int) -> torch.Tensor:
-        """What is sent of a bucket."""
+        """Return the buffer to send of a bucket."""
         half_L = self._halves.get(index)
         if half_L is None:
             half_L = self._halves[index] = self._comm.empty(self._residuals[index].numel(), self._dtype)
         return half_L
 
     def _round(self, index: int, low: int, high: int) -> None:
-        """Take what can be sent of these numbers out of the residual, in stretches that stay in the cache."""
+        """Move the numbers, rounded, from the residual to the buffer to send, in stretches that stay in the cache."""
         for left, half, back in self._stretches.get((index, low, high)) or self._cut(index, low, high):
             half.copy_(left)
-            back.copy_(half)  # a CPU is slow at two kinds of numbers at once; elsewhere it is the same
+            back.copy_(half)  # faster on a CPU than subtracting mixed dtypes
             left.sub_(back)
 
     def _cut(self, index: int, low: int, high: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The stretches of a part: of the residual, of what is sent, and room.  They are kept, for making views takes time."""
+        """Return a part in stretches: of the residual, of the buffer to send, and scratch; cached, as views cost time."""
         left_L, half_L = self._residuals[index][low:high], self._half(index)[low:high]
         on_cpu = left_L.device.type == "cpu"
         length = STRETCH if on_cpu else high - low
@@ -236,7 +239,7 @@ class Blockwise(_Lossy):
             total += dequantized(*_parted(part, mine.numel()))
         sent = quantized(total)
         lengths = [codes.numel() + 4 * scale.numel() for codes, scale in packed]
-        # What the owner loses by rounding the sum is its own residual: nobody else knows of it.
+        # The rounding error of the sum goes to its owner's residual, because no other rank knows it.
         left = residual_L[bounds[self._comm.rank] : bounds[self._comm.rank + 1]]
         left += total - dequantized(*sent)
         for chunk, part in zip(chunks, self._comm.all_gather(_joined(*sent), lengths), strict=True):
@@ -264,7 +267,7 @@ class TopK(_Lossy):
 
 
 class PowerSgd(_Lossy):
-    """Matrices as the product of two thin ones, found by one step of power iteration from the last step's; the rest in full."""
+    """Matrices as the product of two thin ones, by a step of power iteration from the last step's; the rest in full."""
 
     def __init__(self, comm: Communicator, rank: int, shapes: Callable[[int], list[torch.Size]]) -> None:
         super().__init__(comm)
@@ -282,8 +285,10 @@ class PowerSgd(_Lossy):
                 rest[low : low + length] = False
             low += length
         rights = self._rights.get(index)
-        if rights is None or not all(q.isfinite().all() for q in rights):  # the same on all ranks: it came from a sum
-            generator = torch.Generator().manual_seed(index)  # the same on every rank
+        if rights is None or not all(
+            q.isfinite().all() for q in rights
+        ):  # equal on all ranks, because it came from a sum
+            generator = torch.Generator().manual_seed(index)  # equal on every rank
             rights = [torch.randn(m.shape[1], self._thin, generator=generator) for _, m in matrices]
             self._rights[index] = rights
         residual_L.copy_(flat_L)
@@ -294,7 +299,7 @@ class PowerSgd(_Lossy):
             lefts[at], _ = torch.linalg.qr(lefts[at])
             rights[at] = matrix_MN.T @ lefts[at]
         self._sum_together(rights)
-        # The sum over the ranks is P (sum of M^T P)^T; what this rank gave of it is P P^T M, the rest is its residual.
+        # The sum over the ranks is P (sum of M^T P)^T; this rank contributed P P^T M, and the rest is its residual.
         residual_L[rest] = 0.0
         for (low, matrix_MN), p_MR, q_NR in zip(matrices, lefts, rights, strict=True):
             left = residual_L[low : low + matrix_MN.numel()].view_as(matrix_MN)
@@ -312,7 +317,7 @@ class PowerSgd(_Lossy):
 
 
 def quantized(flat_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to int8 (L,), with a scale for each BLOCK of them (blocks,); a block that is not finite has scale nan."""
+    """Round to int8 (L,), with a scale per BLOCK numbers (blocks,); a block that is not finite has scale nan."""
     blocks = -(-flat_L.numel() // BLOCK)
     padded = torch.nn.functional.pad(flat_L, (0, blocks * BLOCK - flat_L.numel())).view(blocks, BLOCK)
     scale = padded.abs().amax(dim=1) / 127.0
@@ -322,14 +327,14 @@ def quantized(flat_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantized(codes_L: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Undo `quantized`, but for what was lost."""
+    """Return the numbers of `quantized`, without the rounded-off part."""
     blocks = scale.numel()
     padded = torch.nn.functional.pad(codes_L, (0, blocks * BLOCK - codes_L.numel())).view(blocks, BLOCK)
     return (padded.float() * scale.unsqueeze(1)).view(-1)[: codes_L.numel()]
 
 
 def _gaps(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """What `spans`, which do not overlap, leave of [0, length)."""
+    """Return the parts of [0, length) outside of `spans`, which do not overlap."""
     ends = [0, *(high for _, high in sorted(spans))]
     begins = [*(low for low, _ in sorted(spans)), length]
     return [(low, high) for low, high in zip(ends, begins, strict=True) if low < high]

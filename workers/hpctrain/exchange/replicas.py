@@ -1,11 +1,11 @@
-"""What keeps ranks alike: a whole state given to others, and a model's buffers after each step.
+"""Keep replicas equal: transfer a whole state to other ranks, and a model's buffers after each step.
 
-Buffers are running statistics of batch norm, counters, whatever a forward pass writes.
-Weights stay alike because all ranks move them by the same gradient; buffers each rank writes by its own samples.  So after a step
-those of the rank that had most samples (the lowest of equals) replace the others', as `DistributedDataParallel` does with
-rank 0's: here rank 0 may have no samples at all.
-Rules: only what some rank has changed goes over the wire, so that large constant tables (masks, positions) cost a comparison;
-their values are compared, as torch's version counters do not see batch norm's kernels, `.data`, or another tensor in the place.
+Buffers are running statistics of batch norm, counters, and everything else that a forward pass writes.
+Weights stay equal because all ranks move them by the same gradient, but each rank changes buffers by its own samples.  So
+after a step the buffers of the rank with most samples (the lowest of equals) replace the others', as
+`DistributedDataParallel` does with rank 0's; here rank 0 may have no samples.
+Rules: only buffers that some rank has changed are sent, so that large constant tables (masks, positions) cost a comparison.
+Values are compared, because torch's version counters miss batch norm's kernels, `.data` and replaced tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ALIGNED_BYTES = 16
 
 
 def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
-    """Return every rank the tensors of rank `source`; of ranks that come and go, who is interrupted keeps what it had."""
+    """Copy the tensors of rank `source` to every rank; an interrupted rank of an elastic run keeps its old ones."""
     if not comm.elastic:
         for tensor in tensors.values():
-            dense = tensor.detach().contiguous()  # the tensor's own memory, but of a transposed or channels-last one
+            dense = tensor.detach().contiguous()  # a copy only if transposed or channels-last
             comm.broadcast(dense, source)
             if not tensor.is_contiguous():
                 tensor.detach().copy_(dense)
@@ -39,7 +39,7 @@ def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: i
         at += _padded(tensor.nbytes)
         if comm.rank == source:
             parts[name].copy_(tensor.detach())
-    # Not each tensor by itself: on a busy machine every exchange waits for each rank.
+    # Together, not tensor by tensor: on a busy machine every exchange waits for each rank.
     for piece in whole.split(PIECE_BYTES):
         comm.broadcast(piece, source)
     comm.barrier()
@@ -49,28 +49,28 @@ def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: i
 
 
 def _padded(count: int) -> int:
-    """So many bytes, and the few more until the next tensor may begin."""
+    """Return the bytes, rounded up to where the next tensor may begin."""
     return -(-count // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 class Replicas:
-    """This rank's buffers of a model, and what the ranks last agreed on."""
+    """This rank's buffers of a model, and the buffers that the ranks last agreed on."""
 
     def __init__(self, model: torch.nn.Module, comm: Communicator) -> None:
         self._model, self._comm = model, comm
         self._names = [name for name, _ in model.named_buffers()] if comm.size > 1 else []
-        # Nothing at first: what is not agreed on counts as changed. Ranks that come and go may have to put it back.
+        # Empty at first: a buffer that is not agreed on counts as changed.  An elastic run may have to restore it.
         self._agreed = {name: tensor.clone() for name, tensor in self._now().items()} if comm.elastic else {}
 
     def changes(self) -> torch.Tensor:
-        """Mark with 1.0 which buffers have changed here; [buffers], float64, to be summed over the ranks."""
+        """Return 1.0 for each buffer that changed here, else 0.0: (buffers,), float64, to be summed over the ranks."""
         now = self._now()
         changed = [name not in self._agreed or not torch.equal(now[name], self._agreed[name]) for name in self._names]
         return torch.tensor(changed, dtype=torch.float64)
 
     @torch.no_grad()
     def follow(self, changes: torch.Tensor, counts: Sequence[int]) -> None:
-        """Take the buffers with a sum above 0.0 in `changes` from the rank with most samples (`counts`, by rank)."""
+        """Take buffers with a positive sum in `changes` from the rank with most samples (`counts`, by rank)."""
         names = [name for name, sum_ in zip(self._names, changes.tolist(), strict=True) if sum_ > 0]
         if not names:
             return
@@ -85,7 +85,7 @@ class Replicas:
             self._agreed[name] = agreed
 
     def settle(self, counts: Sequence[int]) -> None:
-        """Do both; all ranks call it."""
+        """Exchange changes and buffers; all ranks call it."""
         if self._names:
             changes = self.changes()
             self._comm.all_reduce(changes)
@@ -93,13 +93,13 @@ class Replicas:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Undo what forward passes have changed since the last step that was taken: theirs is not, and comes again."""
+        """Undo the forward passes since the last step taken, because that step will be repeated."""
         now = self._now()
         for name, agreed in self._agreed.items():
             now[name].copy_(agreed)
 
     def _now(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are: a module may have put another tensor in the place of one."""
+        """Return the current buffers by name; a module may have replaced a tensor."""
         return {name: tensor.detach() for name, tensor in self._model.named_buffers()} if self._names else {}
 
 
@@ -107,7 +107,7 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> str:
     """Return the SHA-256 of the weights, after comparing it among the ranks.
 
     Raises:
-        TrainError: replicas have drifted apart, which never happens in a run that is right.
+        TrainError: the replicas differ, which never happens in a correct run.
     """
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

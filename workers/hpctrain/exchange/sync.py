@@ -1,8 +1,8 @@
-"""When and how exactly ranks exchange what they have learned: the user's one word for it, `--sync`.
+"""When and how exactly ranks exchange gradients: the option `--sync`.
 
 exact (the default), bf16, fp16, int8, topk[:SHARE], powersgd[:RANK]: every step, in so many bits (see `compress`).
-local:H[:COMPRESSION]: every H steps (see `localsteps`).  auto: the first steps are exact and are measured; then bf16 or int8
-if the exchange is what a step waits for.  It says what it chose and why, and never chooses local steps: only that they would pay.
+local:H[:COMPRESSION]: every H steps.  auto: the first steps are exact and measured; then bf16 or int8 if a step waits for
+the exchange.  It prints its choice and the reason.  It never chooses local steps, but tells if they would pay.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hpctrain.errors import TrainError
 from hpctrain.exchange.buckets import GradientBuckets
 from hpctrain.exchange.compress import NAMES, Compressor, Exact, compressor
 
-# ----- local steps: ranks train alone for H steps, then move together by what they have learned (DiLoCo)
-# Each rank's weights have gone from a common point, the *anchor*, to somewhere else; the mean of these ways is taken for a
-# gradient of the anchor, and an outer SGD with Nesterov momentum moves it.  So ranks talk once in H steps, at the price of
-# another course of training: it is never chosen silently.  Does not know the inner optimizer. Rules: after a meeting all ranks
-# have the same weights, to the bit; the ways may be compressed (see `compress`). Sources: Douillard et al., "DiLoCo:
-# distributed low-communication training of language models", 2023.
+# ----- local steps: ranks train alone for H steps, then move together (DiLoCo)
+# Each rank's weights have moved from a common point, the *anchor*.  The mean of these moves serves as a gradient of the anchor,
+# and an outer SGD with Nesterov momentum moves it.  So ranks exchange once in H steps, at the price of a different course of
+# training: it is never chosen silently.  Does not know the inner optimizer.  Rules: after an exchange all ranks have the same
+# weights, to the bit; the moves may be compressed (see `compress`).  Sources: Douillard et al., "DiLoCo: distributed
+# low-communication training of language models", 2023.
 
 
-# The paper's 0.7 and 0.9 are for many ranks that meet many times.  Of two that meet 80 times the momentum of the steep first
-# ways is still felt at the end: a loss 5 % over that of exact steps, and 1 % with these (`make bench BENCH=local`).
+# The paper's 0.7 and 0.9 are for many ranks and many exchanges.  With few exchanges the momentum of the steep first moves is
+# still felt at the end (`make bench BENCH=local`).
 OUTER_LR = 0.8
 MOMENTUM = 0.5
 PIECE_NUMBERS = 1 << 20
@@ -48,14 +48,14 @@ class LocalSteps:
         self._way_L = comm.empty(length, torch.float32)
 
     def due(self, step: int) -> bool:
-        """Whether the ranks meet after the step of this number (from 1)."""
+        """Return whether the ranks exchange after this step (from 1)."""
         return step % self.every == 0
 
     @torch.no_grad()
-    def meet(self, weight: float) -> None:
-        """Move all ranks to the next anchor; all take part.
+    def exchange(self, weight: float) -> None:
+        """Move all ranks to the next anchor; all ranks call it.
 
-        `weight` is this rank's part of all samples since the last meeting; the weights of all ranks add up to 1.
+        `weight`: this rank's fraction of all samples since the last exchange; the weights of all ranks add up to 1.
         """
         torch.sub(self._anchor_L, self._joined(self._way_L), out=self._way_L).mul_(weight)
         for index, low in enumerate(range(0, self._way_L.numel(), PIECE_NUMBERS)):
@@ -68,7 +68,7 @@ class LocalSteps:
             low += parameter.numel()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps: the same on all ranks."""
+        """Return the tensors that a checkpoint saves: equal on all ranks."""
         return {"anchor": self._anchor_L, "momentum": self._momentum_L}
 
     def _joined(self, into_L: torch.Tensor) -> torch.Tensor:
@@ -80,13 +80,13 @@ class LocalSteps:
 
 
 MEASURED_STEPS = 5
-WORTH = 0.1  # of a step spent waiting for the exchange: less is not worth fewer bits
+WORTH = 0.1  # fraction of a step spent waiting for the exchange; below it fewer bits do not pay
 LARGEST_H = 1000
 
 
 @dataclass(slots=True)
 class Sync:
-    """A run's way to exchange. `local`: ranks meet every so many steps; else they exchange gradients in each."""
+    """How a run exchanges: gradients in each step, or with `local` weights every so many steps."""
 
     name: str
     buckets: GradientBuckets
@@ -95,18 +95,18 @@ class Sync:
     _measured: list[tuple[float, float]] = field(default_factory=list)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint must keep beside weights and moments; the same on all ranks."""
+        """Return what a checkpoint saves besides weights and moments; equal on all ranks."""
         return {} if self.local is None else {f"outer.{name}": part for name, part in self.local.tensors().items()}
 
     def advice(self) -> str:
-        """Say, in words, what the user's word costs here for nothing; "" if it does not."""
+        """Return a line if the user's choice costs precision without saving time, else ""."""
         lossy = self.local is None and self.name not in ("exact", "auto")
-        if not lossy or self.comm.size == 1 or self.comm.pace().beside:
+        if not lossy or self.comm.size == 1 or self.comm.bucket_plan().beside:
             return ""
-        return f"sync {self.name}: loses bits and saves no time among ranks of one host; leave --sync away there"
+        return f"sync {self.name}: loses bits and saves no time among ranks of one host; omit --sync there"
 
     def measured(self, compute_s: float, waited_s: float) -> str:
-        """Learn how long a step computed and waited for the exchange, and return what `auto` decides, in words.
+        """Record a step's seconds of computing and waiting, and return the decision of `auto` as text, or "".
 
         All ranks call it, in every step.
         """
@@ -121,10 +121,10 @@ class Sync:
         facts = torch.zeros(2 * size, dtype=torch.float64)
         facts[self.comm.rank], facts[size + self.comm.rank] = middle
         self.comm.all_reduce(facts)
-        # The slowest rank waits for the exchange alone, the others for that rank too, which no bits would make quicker.
+        # The slowest rank waits for the exchange alone; the others also wait for that rank, which fewer bits would not change.
         compute_s, waited_s = float(facts[:size].max()), float(facts[size:].min())
         name, why = decide(compute_s, waited_s)
-        link = self.comm.pace().bytes_per_s
+        link = self.comm.bucket_plan().bytes_per_s
         over = f" over a link of {link / 1e6:.0f} MB/s" if link else ""
         if name != "exact":
             self.buckets.compress(compressor(name, self.comm, self.buckets.shapes))
@@ -132,15 +132,15 @@ class Sync:
 
 
 def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicator, *, overlap: bool | None) -> Sync:
-    """Understand the user's word; all ranks call it.
+    """Return the way to exchange that `--sync` names; all ranks call it.
 
     Raises:
-        TrainError: there is no such way.
+        TrainError: the name is unknown.
     """
     kind, _, rest = name.partition(":")
     if kind not in (*NAMES, "local", "auto"):
         raise TrainError(
-            f"cannot sync by {name!r}: say {', '.join(NAMES)}, topk:SHARE, powersgd:RANK, local:H[:COMPRESSION] or auto"
+            f"cannot sync by {name!r}: use {', '.join(NAMES)}, topk:SHARE, powersgd:RANK, local:H[:COMPRESSION] or auto"
         )
     every, inner = 0, name
     if kind == "local":
@@ -151,8 +151,8 @@ def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicato
             raise TrainError(
                 f"cannot sync by {name!r}: write local:H with H steps from 1 to {LARGEST_H}, e.g. local:50"
             )
-    bucket_bytes = comm.pace().bucket_bytes
-    if name in ("bf16", "fp16"):  # as long on the wire as suits the link
+    bucket_bytes = comm.bucket_plan().bucket_bytes
+    if name in ("bf16", "fp16"):  # buckets of the link's best size, after rounding
         bucket_bytes = min(2 * bucket_bytes, MOST_BUCKET_BYTES)
     buckets = GradientBuckets(parameters, comm, bucket_bytes, overlap=False if every else overlap)
     chosen: Compressor = Exact(comm) if inner == "auto" else compressor(inner, comm, buckets.shapes)
@@ -160,12 +160,12 @@ def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicato
         buckets.compress(chosen)
         return Sync(name, buckets, comm)
     if inner.startswith("powersgd"):
-        raise TrainError("cannot sync by local steps with powersgd: what is sent then has no matrices; use int8")
+        raise TrainError("cannot sync by local steps with powersgd: the exchanged weights have no matrices; use int8")
     return Sync(name, buckets, comm, LocalSteps(parameters, comm, chosen, every))
 
 
 def decide(compute_s: float, waited_s: float) -> tuple[str, str]:
-    """Return how many bits to send, from a step's seconds of computing and of waiting for the exchange, and why."""
+    """Return the precision to exchange in and the reason, from a step's seconds of computing and waiting."""
     step = f"a step computes {1e3 * compute_s:.0f} ms and waits {1e3 * waited_s:.0f} ms for the exchange"
     if waited_s <= WORTH * compute_s:
         return "exact", f"{step}, too little to send fewer bits"

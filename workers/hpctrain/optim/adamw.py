@@ -1,9 +1,9 @@
-"""AdamW and gradient clipping, in few lines.
+"""AdamW and gradient clipping.
 
-Why not torch.optim: constructing its first optimizer imports more than a second of compiler, at each restart; and a
-checkpoint that replays gradients later needs the same bits however tensors are cut, where torch's step in one pass rounds the
-last few numbers of a tensor otherwise.  The state is the usual one: per parameter `exp_avg` and `exp_avg_sq`; the step
-count is given by the caller.
+Why not torch.optim: constructing its first optimizer imports a compiler, which takes more than a second at each restart.
+And a checkpoint that replays gradients needs the same bits however tensors are cut, but torch's fused step rounds the last
+few numbers of a tensor differently.  The state is the usual one: per parameter `exp_avg` and `exp_avg_sq`; the caller passes
+the step count.
 Sources: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
 """
 
@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-LANES = 64  # a multiple of the numbers that a CPU moves at once; what is left over torch's kernel rounds otherwise
+LANES = 64  # a multiple of the CPU's vector length; torch's kernel rounds the remainder differently
 Stretch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # weights, gradients and both moments
 
 
 def each_of(stretch: Stretch, act: Callable[[torch.Tensor], torch.Tensor]) -> Stretch:
-    """Return what `act` makes of each tensor of a stretch."""
+    """Return a stretch with `act` applied to each of its tensors."""
     weights, grads, first, second = stretch
     return act(weights), act(grads), act(first), act(second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """What a step of AdamW does to each number: the same bits wherever tensors are cut."""
+    """One step of AdamW on each number: the same bits wherever tensors are cut."""
 
     beta1: float
     beta2: float
@@ -43,7 +43,7 @@ class UpdateRule:
         if stretch[0].device.type != "cpu":
             self._move_by_parts(stretch, number, lr, decayed=decayed)
             return
-        if not stretch[0].is_contiguous():  # its moments lie as it does; that its gradients do not costs one copy
+        if not stretch[0].is_contiguous():  # moments have the weights' layout; another layout of gradients costs a copy
             order = sorted(range(stretch[0].dim()), key=stretch[0].stride, reverse=True)
             stretch = each_of(stretch, lambda one: one.permute(order))
         flat = each_of(stretch, lambda one: one.contiguous().view(-1))
@@ -62,9 +62,9 @@ class UpdateRule:
 
     @torch.no_grad()
     def move_lanes(self, stretches: Sequence[Stretch], number: int, lr: float, *, decayed: bool) -> None:
-        """Move flat stretches of a CPU whose lengths are multiples of `LANES`: one pass over memory.
+        """Move flat stretches on a CPU, with lengths that are multiples of `LANES`, in one pass over memory.
 
-        It is the operation behind `torch.optim.AdamW(fused=True)`.
+        This is the operation behind `torch.optim.AdamW(fused=True)`.
         """
         parts, grads, means, squares = (list(ones) for ones in zip(*stretches, strict=True))
         torch._fused_adamw_(
@@ -114,14 +114,14 @@ class AdamW:
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
 
     def of_parts(self, parts: dict[str, torch.nn.Parameter], decayed: set[str]) -> AdamW:
-        """Make one with the same settings for flat parts of these parameters, of which `decayed` were matrices."""
+        """Return an optimizer with the same settings for flat parts of parameters; `decayed`: parts of matrices."""
         mine = [(name, part) for name, part in parts.items() if name in self._parameters]
         made = AdamW(mine, self.lr)
         made._rule, made._decayed = self._rule, decayed
         return made
 
     def settings(self) -> dict[str, object]:
-        """Return what `from_settings` needs, as JSON values: for who has a checkpoint, and not the program."""
+        """Return the arguments of `from_settings` as JSON values, for readers of a checkpoint without the program."""
         rule = self._rule
         return {
             "kind": self.KIND,
@@ -133,13 +133,13 @@ class AdamW:
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any]) -> tuple[UpdateRule, frozenset[str]]:
-        """Return what moves numbers as `settings` said, and the names of those whose weights decay."""
+        """Return the rule that `settings` describe, and the names of parameters whose weights decay."""
         beta1, beta2 = settings["betas"]
         rule = UpdateRule(beta1=beta1, beta2=beta2, eps=settings["eps"], weight_decay=settings["weight_decay"])
         return rule, frozenset(settings["decayed"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the live state by name: what a checkpoint keeps, and what a restore writes into."""
+        """Return the live state by name: a checkpoint saves it, and a restore writes into it."""
         first = {f"{name}.exp_avg": m for name, (m, _) in self._moments.items()}
         second = {f"{name}.exp_avg_sq": v for name, (_, v) in self._moments.items()}
         return first | second
@@ -154,9 +154,9 @@ class AdamW:
 
 
 def clip_factor(squares: torch.Tensor, limit: float, scale: float = 1.0) -> tuple[float, float]:
-    """Return the norm of gradients that are `scale` times too large, and what they have to be multiplied by.
+    """Return the norm of gradients that are `scale` times too large, and the factor to multiply them by.
 
-    `squares`: sums of squares, float64, of parts that make up all gradients.  The factor is 1 if the norm is not finite.
+    `squares`: float64 sums of squares of parts that make up all gradients.  The factor is 1 if the norm is not finite.
     """
     norm = math.sqrt(float(squares.sum())) / scale
     factor = (limit / norm if norm > limit > 0 else 1.0) / scale
@@ -165,7 +165,7 @@ def clip_factor(squares: torch.Tensor, limit: float, scale: float = 1.0) -> tupl
 
 @torch.no_grad()
 def multiply(grads: list[torch.Tensor], factor: float) -> None:
-    """Multiply gradients by a number."""
+    """Multiply gradients by a factor, in place."""
     if factor != 1.0:
         for grad in grads:
             grad.mul_(factor)

@@ -1,9 +1,10 @@
-"""Half precision: autocast for forward, and for float16 a loss that is scaled so that small gradients are not lost.
+"""Half precision: autocast for the forward pass, and for float16 a scaled loss, so that small gradients are not lost.
 
-The weights, the optimizer's state and the gradients stay float32.  Does not know ranks: the loop hands it what all of them
-found, so the scale is the same on all.
-Rules: the scale is a power of two, so that scaling costs no bit; gradients that are not finite skip the step and halve it, a
-long stretch of finite ones doubles it; it is part of the checkpoint.  bfloat16 has float32's range and needs none.
+The weights, the optimizer's state and the gradients stay float32.  Does not know ranks: the loop passes the result of all
+ranks, so the scale is equal on all.
+Rules: the scale is a power of two, so that scaling is exact.  Gradients that are not finite skip the step and halve the
+scale; a long series of finite ones doubles it.  The scale is saved in checkpoints.  bfloat16 has float32's range and needs
+no scale.
 Sources: Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
 
@@ -18,13 +19,13 @@ import torch
 from hpctrain.errors import TrainError
 
 FIRST_SCALE = 2.0**16
-GROWTH_STEPS = 2000  # finite steps in a row after which the scale is doubled
+GROWTH_STEPS = 2000  # consecutive finite steps after which the scale doubles
 LARGEST_SCALE = 2.0**24
-LEAST_SCALE = 2.0**-6  # gradients that overflow even so are not too small, but wrong
+LEAST_SCALE = 2.0**-6  # if gradients overflow at this scale, they are wrong
 
 
 class Precision(enum.Enum):
-    """What forward computes in."""
+    """The precision of the forward pass."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -32,11 +33,11 @@ class Precision(enum.Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of torch."""
+        """The torch dtype."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """Return the context in which forward runs; without effect for float32."""
+        """Return the context of the forward pass; without effect for float32."""
         if self is Precision.FP32:
             return torch.autocast(device.type, enabled=False)
         return torch.autocast(device.type, dtype=self.dtype)
@@ -44,17 +45,17 @@ class Precision(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """What the loss is multiplied by; 1 and fixed unless forward computes in float16."""
+    """The factor of the loss; fixed at 1 unless the forward pass computes in float16."""
 
     value: float = 1.0
-    finite_steps: int = 0  # in a row
+    finite_steps: int = 0  # consecutive
     dynamic: bool = False
 
     def learn(self, finite: bool) -> str:
-        """Take note of whether a step's gradients were finite, and return what that changes, in words.
+        """Adapt the scale to whether a step's gradients were finite; return the change as text, or "".
 
         Raises:
-            TrainError: they are not, and no scale could help.
+            TrainError: the gradients are not finite, and no scale helps.
         """
         if not self.dynamic and not finite:
             raise TrainError("the gradient is not finite; try a lower learning rate or --clip")
@@ -73,14 +74,14 @@ class LossScale:
         return ""
 
     def to_state(self) -> dict[str, object] | None:
-        """Return what a checkpoint keeps; None: nothing."""
+        """Return the state for a checkpoint; None: the scale is fixed."""
         return {"value": self.value, "finite_steps": self.finite_steps} if self.dynamic else None
 
 
 def loss_scale_for(precision: Precision, state: object) -> LossScale:
-    """Make the loss scale, as a checkpoint has it in `state` or a fresh one.
+    """Return the loss scale of a checkpoint's `state`, or a new one.
 
-    A run that goes on in float16 after another precision begins with a fresh one.
+    A run that continues in float16 after another precision gets a new one.
     """
     if precision is not Precision.FP16:
         return LossScale()

@@ -1,7 +1,7 @@
-"""The learning rate and the batch, step by step: a pure function of the step's number, so a restart changes nothing.
+"""Learning rate and batch size as pure functions of the step number, so a restart changes nothing.
 
 Does not know optimizers or ranks.
-Rules: the first step is 0.  A learning rate that was found for one batch is carried over to another by the user's word only.
+Rules: the first step is 0.  A learning rate is scaled to another batch size only if the user asks for it.
 Sources: Loshchilov and Hutter, "SGDR", 2017 (cosine); Goyal et al., "Accurate, large minibatch SGD", 2017 (linear scaling);
 Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022 (square root for Adam); McCandlish et al.,
 "An empirical model of large-batch training", 2018 (small batches first).
@@ -17,7 +17,7 @@ from hpctrain.errors import TrainError
 
 
 class Course(enum.Enum):
-    """How the learning rate goes down after the warm-up."""
+    """The course of the learning rate after the warm-up."""
 
     COSINE = "cosine"
     LINEAR = "linear"
@@ -25,7 +25,7 @@ class Course(enum.Enum):
 
 
 class LrRule(enum.Enum):
-    """How the learning rate grows with the batch."""
+    """The growth of the learning rate with the batch size."""
 
     NONE = "none"
     LINEAR = "linear"
@@ -34,13 +34,13 @@ class LrRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrScale:
-    """A learning rate is meant for batches of `base` samples; others get it by the rule."""
+    """A learning rate for batches of `base` samples, scaled to other sizes by a rule."""
 
     rule: LrRule = LrRule.NONE
     base: int = 1
 
     def factor(self, batch: int) -> float:
-        """Return what the learning rate is multiplied by in a batch of so many samples."""
+        """Return the factor of the learning rate for a batch of so many samples."""
         match self.rule:
             case LrRule.NONE:
                 return 1.0
@@ -52,7 +52,7 @@ class LrScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrSchedule:
-    """Linear warm-up to `peak_lr`, then down to `floor` times it at `total_steps`, and no further."""
+    """Linear warm-up to `peak_lr`, then decay to `floor * peak_lr` at `total_steps`, and constant after that."""
 
     peak_lr: float
     warmup_steps: int
@@ -61,11 +61,11 @@ class LrSchedule:
     floor: float = 0.05
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of the step with this number."""
+        """Return the learning rate of a step (0: the first)."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         if self.course is Course.CONSTANT:
-            return self.peak_lr  # to the bit
+            return self.peak_lr  # exact to the bit
         span = max(1, self.total_steps - self.warmup_steps)
         done = min(1.0, (step - self.warmup_steps) / span)
         return self.peak_lr * (self.floor + (1 - self.floor) * self._left(done))
@@ -76,50 +76,50 @@ class LrSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRamp:
-    """Batches that grow evenly from `first` to `full` samples within `steps` steps; 0 steps: they are full at once."""
+    """Batches that grow linearly from `first` to `full` samples in `steps` steps; 0 steps: full at once."""
 
     full: int
     first: int = 1
     steps: int = 0
 
     def samples_at(self, step: int) -> int:
-        """Return the samples of the step with this number, of all ranks together."""
+        """Return the number of samples of a step, summed over all ranks."""
         if step >= self.steps:
             return self.full
         return self.first + (self.full - self.first) * step // self.steps
 
 
 class EpochEnd(enum.Enum):
-    """What a batch is made of where fewer samples are left in the epoch than it has room for."""
+    """The batch at the end of an epoch, if fewer samples are left than a full batch has."""
 
-    CROSS = "cross"  # those, and the first ones of the next epoch
-    SHORT = "short"  # those alone, as in a DataLoader
-    DROP = "drop"  # they are left out, as in a DataLoader with drop_last
+    CROSS = "cross"  # fill the batch with samples of the next epoch
+    SHORT = "short"  # a smaller batch, as in a DataLoader
+    DROP = "drop"  # skip the remaining samples, as in a DataLoader with drop_last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Which samples a step takes, by global index: sample 0 of epoch 1 has the index `epoch_samples`."""
+    """The samples of each step by global index: sample 0 of epoch 1 has the index `epoch_samples`."""
 
     ramp: BatchRamp
     epoch_samples: int | None = None  # None: not known
     epoch_end: EpochEnd = EpochEnd.CROSS
-    epochs: int | None = None  # length of the run, if it is given in epochs; the last batch has what is left
+    epochs: int | None = None  # length of the run, if it is given in epochs; the last batch may be smaller
 
     def __post_init__(self) -> None:
         if self.epochs and not self.epoch_samples:
             raise TrainError(
-                "cannot count epochs: how many samples an epoch has is not known; give run.steps data that has a length, "
+                "cannot count epochs: the number of samples of an epoch is not known; give run.steps data that has a length, "
                 "or samples=NUMBER, or train for a number of --steps"
             )
         if self.epoch_end is EpochEnd.DROP and self.epoch_samples and self.ramp.full > self.epoch_samples:
             raise TrainError(
                 f"cannot make batches of {self.ramp.full}: there are {self.epoch_samples} samples, and drop_last=True leaves "
-                "a smaller batch out; give a smaller --batch, or drop_last=False"
+                "out a smaller batch; give a smaller --batch, or drop_last=False"
             )
 
     def span(self, step: int, low: int) -> tuple[int, int]:
-        """The first sample and the number of samples of a step, from 0; steps before it have taken those below `low`."""
+        """Return the first sample and the number of samples of a step (0: the first); `low`: samples already taken."""
         size = self.ramp.samples_at(step)
         left = self._left_of_epoch(low)
         if left is not None and left < size:
@@ -129,7 +129,7 @@ class Batches:
         return low, size
 
     def steps_left(self, step: int, low: int) -> int | None:
-        """Steps until the last epoch ends; None: the length of the run is not given in epochs."""
+        """Return the steps until the last epoch ends; None: the run's length is not given in epochs."""
         if self._end is None:
             return None
         assert self.epoch_samples is not None
@@ -147,7 +147,7 @@ class Batches:
         return count
 
     def epochs_in(self, steps: int) -> float | None:
-        """Epochs in this many steps from the start; None: not known, or batches grow."""
+        """Return the epochs in so many steps from the start; None: not known, or batches grow."""
         samples, full = self.epoch_samples, self.ramp.full
         if not samples or self.ramp.steps:
             return None

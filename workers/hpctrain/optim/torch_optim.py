@@ -1,13 +1,13 @@
-"""Any optimizer of torch.optim as the loop's, with its state by name for checkpoints; and the script's own schedule.
+"""Any optimizer of torch.optim in the loop, with its state by name for checkpoints; and the script's own schedule.
 
     run.steps(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     run.steps(model, optimizer, schedule=torch.optim.lr_scheduler.OneCycleLR(optimizer, ...))
 
-torch makes an optimizer's state at its first step, but a checkpoint has to be poured into it before that.  So a step is tried
-with gradients and learning rates of zero, which makes the state, and what it did is put back.
-Rules: the first step finds the optimizer as its maker left it: training is bit for bit what it is without this.  Parameter
-groups keep the ratios of their learning rates; the first group with a learning rate above 0 has the loop's.  A schedule of
-torch.optim.lr_scheduler is stepped after each step of the optimizer, and then it alone sets learning rates.
+torch allocates an optimizer's state at its first step, but a restore has to write into the state before that.  So a trial
+step with gradients and learning rates of zero allocates the state, and its effects are undone.
+Rules: the first real step finds the optimizer as the script left it, so training is the same to the bit.  Parameter groups
+keep the ratios of their learning rates; the first group with a learning rate above 0 has the loop's.  A schedule of
+torch.optim.lr_scheduler is stepped after each step of the optimizer, and then sets all learning rates.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from hpctrain.errors import TrainError
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """What moves the weights by their gradients."""
+    """Moves the weights by their gradients."""
 
-    lr: float  # its own learning rate, which an option may replace
+    lr: float  # the optimizer's own learning rate, which an option may replace
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The live state by name: what a checkpoint keeps, and what a restore writes into."""
+        """Return the live state by name: a checkpoint saves it, and a restore writes into it."""
 
     def step(self, number: int, lr: float) -> None:
         """Move the weights by their gradients; `number` counts from 1."""
 
     def settings(self) -> dict[str, object]:
-        """Its kind, and what it can be made of again, as JSON values."""
+        """Return the optimizer's kind and arguments as JSON values."""
 
 
 def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Optimizer) -> Optimizer:
-    """Return the loop's view of an optimizer; ours is one already.
+    """Return the loop's view of an optimizer; one of hpctrain is returned as it is.
 
     Raises:
-        TrainError: it is none, or one that cannot be served.
+        TrainError: the object is not an optimizer, or is of an unsupported kind.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return TorchOptimizer(model, optimizer)
@@ -60,7 +60,7 @@ def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Opt
 
 @contextmanager
 def guarded(optimizer: Optimizer) -> Iterator[None]:
-    """Refuse steps of an optimizer of torch.optim that are not the loop's: a script's own `optimizer.step()`."""
+    """Reject steps of an optimizer of torch.optim from outside the loop: a script's own `optimizer.step()`."""
     hook = (
         optimizer.plain.register_step_pre_hook(optimizer.check_step) if isinstance(optimizer, TorchOptimizer) else None
     )
@@ -72,7 +72,7 @@ def guarded(optimizer: Optimizer) -> Iterator[None]:
 
 
 class Named(Protocol):
-    """What has parameters under their names: a module, say."""
+    """An object that has named parameters, for example a module."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield names and parameters."""
@@ -82,9 +82,9 @@ class TorchOptimizer:
     """An optimizer of torch.optim."""
 
     def __init__(self, model: Named, optimizer: torch.optim.Optimizer, own_rates: list[float] | None = None) -> None:
-        """`own_rates`: the groups' own learning rates, if steps were taken since the script has set them."""
+        """Adapt the optimizer; `own_rates`: the groups' own learning rates, if steps have changed them."""
         self.plain = optimizer
-        self.scheduled = False  # whether the script's schedule sets the learning rates
+        self.scheduled = False  # the script's schedule sets the learning rates
         self._kind = type(optimizer).__name__
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._named: dict[str, torch.nn.Parameter] = {}
@@ -97,7 +97,7 @@ class TorchOptimizer:
         self.lr = next(filter(None, self.own_rates), 0.0)
         self.fresh = {p: copy.deepcopy(optimizer.state[p]) for p in self._named.values() if p in optimizer.state}
         self._is_stepping = False
-        self._rates: list[float] = []  # as `step` has set them
+        self._rates: list[float] = []  # the learning rates that `step` has set
         self._try_a_step()
         self.tensors()
 
@@ -105,7 +105,7 @@ class TorchOptimizer:
         """Return the state of every parameter, by the parameter's name.
 
         Raises:
-            TrainError: the optimizer keeps something that is no tensor, so no checkpoint could hold it.
+            TrainError: the state has a value that is not a tensor, which a checkpoint cannot hold.
         """
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self._named.items():
@@ -120,7 +120,7 @@ class TorchOptimizer:
         return found
 
     def settings(self) -> dict[str, object]:
-        """Return its kind only: parameter groups are the program's."""
+        """Return the optimizer's kind only; the program knows its parameter groups."""
         return {"kind": f"{type(self.plain).__module__}.{self._kind}"}
 
     def step(self, number: int, lr: float) -> None:
@@ -136,32 +136,32 @@ class TorchOptimizer:
         self._is_stepping = False
 
     def _rate_of(self, own: float, lr: float) -> float:
-        """A group's learning rate where the loop's is `lr`, to the bit for groups that have the same one."""
+        """Return a group's learning rate for the loop's `lr`; exactly `lr` for groups with the same rate."""
         return lr if own == self.lr or not self.lr else own * (lr / self.lr)
 
     def expect_rates(self) -> None:
-        """Take the learning rates as they are now for the schedule's."""
+        """Record the current learning rates as the schedule's."""
         self._rates = self._lrs()
 
     def check_step(self, *_: object) -> None:
-        """Raises TrainError: it is not `step` that moves the weights."""
+        """Raise TrainError if a step is taken outside of `step`."""
         if not self._is_stepping:
             raise TrainError(
                 f"cannot take a step of {self._kind} here: run.steps takes it after batch.backward, by the gradients of all "
-                "ranks; leave optimizer.step() away"
+                "ranks; remove optimizer.step()"
             )
 
     def _check_groups(self) -> None:
         if len(self.plain.param_groups) != len(self.own_rates):
             raise TrainError(
-                f"cannot take a step of {self._kind}: it has got another parameter group since the loop began; give it all of "
+                f"cannot take a step of {self._kind}: a parameter group was added after the loop began; add all of "
                 "them before run.steps"
             )
         if self._rates and self._lrs() != self._rates:
             raise TrainError(
                 f"cannot take a step of {self._kind}: the script has changed its learning rate within the loop; "
                 + (
-                    "run.steps calls the schedule's step itself: leave schedule.step() away"
+                    "run.steps calls the schedule's step itself: remove schedule.step()"
                     if self.scheduled
                     else "give a schedule of torch.optim.lr_scheduler to run.steps(..., schedule=SCHEDULE), which steps it, or "
                     "use --schedule and --warmup"
@@ -169,7 +169,7 @@ class TorchOptimizer:
             )
 
     def _try_a_step(self) -> None:
-        """Make the state by a step that moves nothing."""
+        """Allocate the state by a step that moves nothing."""
         kept = [(p, p.detach().clone(), p.grad) for p in self._named.values()]
         rates = [group["lr"] for group in self.plain.param_groups]
         for parameter in self._named.values():
@@ -212,10 +212,10 @@ class TorchOptimizer:
 
 
 class TorchSchedule:
-    """A schedule of torch.optim.lr_scheduler: stepped after each step, or ReduceLROnPlateau's kind after each validation."""
+    """A schedule of torch.optim.lr_scheduler: stepped after each step, ReduceLROnPlateau after each validation."""
 
     def __init__(self, optimizer: Optimizer, schedule: Any) -> None:
-        """Raises TrainError: it is not a schedule of this optimizer, or no checkpoint could keep its state."""
+        """Raise TrainError if it is not a schedule of this optimizer, or its state cannot be saved."""
         kind = type(schedule).__name__
         if not isinstance(optimizer, TorchOptimizer):
             raise TrainError(f"cannot train with {kind}: it needs an optimizer of torch.optim; or use --schedule")
@@ -225,7 +225,7 @@ class TorchSchedule:
         if schedule.optimizer is not optimizer.plain:
             raise TrainError(f"cannot train with {kind}: it was made for another optimizer than run.steps has got")
         self._optimizer = optimizer
-        self._schedule: Any = schedule  # two kinds, whose steps differ
+        self._schedule: Any = schedule  # of two kinds with different step methods
         self.by_validation = isinstance(schedule, plateau)
         optimizer.scheduled = True
         optimizer.expect_rates()
@@ -237,19 +237,19 @@ class TorchSchedule:
         return float(self._optimizer.plain.param_groups[0]["lr"])
 
     def stepped(self) -> None:
-        """Follow a step of the optimizer."""
+        """Step the schedule after a step of the optimizer."""
         if not self.by_validation:
             self._schedule.step()
             self._optimizer.expect_rates()
 
     def validated(self, loss: float) -> None:
-        """Follow a validation."""
+        """Step a plateau schedule after a validation."""
         if self.by_validation:
             self._schedule.step(loss)
             self._optimizer.expect_rates()
 
     def state(self) -> object:
-        """Its state and the groups' settings, which it changes too (momentum, say), as JSON values."""
+        """Return the state, and the groups' settings that schedules change (momentum), as JSON values."""
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.plain.param_groups
@@ -262,7 +262,7 @@ class TorchSchedule:
         return tree
 
     def load(self, state: object) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         tree: Any = grown(state, {})
         now = self._schedule.state_dict()
         counted = {name for name, value in now.items() if isinstance(value, Counter)}
@@ -278,7 +278,7 @@ class TorchSchedule:
 
 
 def _numbers(value: Any) -> Any:
-    """Single numbers in tensors and arrays as Python's, also within lists, tuples and dictionaries."""
+    """Return a value with single-number tensors and arrays as Python numbers, also within containers."""
     if isinstance(value, (torch.Tensor, np.generic)) and getattr(value, "numel", lambda: 1)() == 1:
         return value.item()
     if isinstance(value, Mapping):

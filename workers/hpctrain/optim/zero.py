@@ -1,15 +1,15 @@
-"""Optimizer state in shards (ZeRO-1): each rank keeps the moments of its part of the weights, and moves that part alone.
+"""Optimizer state in shards (ZeRO-1): each rank keeps the moments of its part of the weights, and moves that part.
 
-    each bucket of gradients:  a rank gets the sum of its part  ->  moves that part of the weights  ->  the parts are handed round
+    each bucket of gradients:  a rank gets the sum of its part  ->  moves that part of the weights  ->  the parts are gathered
 
-Two thirds of the bytes of sums that all ranks get whole, where our own connections join hosts of one rank each
-(`GradientBuckets.sum_own_part`); other ways to sum give each rank all parts, as does a run that keeps its gradients in its
+This sends two thirds of the bytes of a full all-reduce, if our own connections join hosts of one rank each
+(`GradientBuckets.sum_own_part`).  Otherwise each rank gets all parts: with other ways to sum, if the run logs its gradients in
 checkpoints, or sends them in fewer bits.
 
-Weights lie in flat buckets like their gradients, and a rank's part of a bucket is one piece of it: parameters are cut wherever
-it ends.  So the optimizer must treat each number by itself; whether it does is tried on a small matrix, whole and in pieces.
-Does not know checkpoints' files: it hands out the whole state, tensor by tensor, in the names and shapes of the plain optimizer,
-so that a checkpoint does not say how many ranks there were, nor whether they shared.
+Weights are in flat buckets like their gradients, and a rank's part is one slice of each bucket, which may cut parameters.  So
+the optimizer must treat each number by itself; this is tested on a small matrix, whole and in pieces.
+Does not know checkpoint files: it returns the whole state, tensor by tensor, with the names and shapes of the plain optimizer,
+so that checkpoints do not depend on the number of ranks or on sharding.
 Rules: weights end with the same bits as with the plain optimizer; all ranks call everything here together.
 Sources: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020.
 """
@@ -36,8 +36,8 @@ PROBE_LR = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPiece:
-    """What this rank has of a parameter: the numbers [low, high) of it as they lie in memory."""
+class ParameterPiece:
+    """This rank's piece of a parameter: its numbers [low, high) in memory order."""
 
     name: str
     whole: torch.nn.Parameter
@@ -47,9 +47,9 @@ class TensorPiece:
 
 
 class _Named:
-    """Pieces under their parameters' names, for who asks a model for its parameters."""
+    """Pieces under their parameters' names, as a model's named parameters."""
 
-    def __init__(self, pieces: list[TensorPiece]) -> None:
+    def __init__(self, pieces: list[ParameterPiece]) -> None:
         self._pieces = pieces
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -57,12 +57,12 @@ class _Named:
 
 
 class ShardedOptimizer:
-    """An optimizer of which each rank has a part."""
+    """An optimizer whose state is sharded over the ranks."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: Optimizer, buckets: GradientBuckets, comm: Communicator
     ) -> None:
-        """Takes the optimizer's present state over, a part of it; what the plain one has is given back.
+        """Take over this rank's part of the optimizer's current state, and free the rest.
 
         Raises:
             TrainError: the optimizer does not treat each number by itself.
@@ -75,8 +75,8 @@ class ShardedOptimizer:
         self._kinds = {name: tensor.dtype for name, tensor in whole.items()}
         self._flats: list[torch.Tensor] = []
         self._bounds: list[list[int]] = []
-        self._cuts: dict[str, list[int]] = {}  # of each parameter: where which rank's numbers begin, and the end
-        self._pieces: list[TensorPiece] = []
+        self._cuts: dict[str, list[int]] = {}  # per parameter: where each rank's numbers begin, and the end
+        self._pieces: list[ParameterPiece] = []
         for parameters, grads in zip(buckets.groups, buckets.flats, strict=True):
             self._flatten(parameters, grads, names)
         order = {name: at for at, name in enumerate(names.values())}
@@ -91,20 +91,20 @@ class ShardedOptimizer:
 
     @property
     def of_own_part(self) -> Optimizer:
-        """The one that moves this rank's part."""
+        """The optimizer of this rank's part."""
         return self._optimizer
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the whole state by name, gathered from all ranks: a copy. All ranks call it."""
+        """Return a copy of the whole state by name, gathered from all ranks; all ranks call it."""
         mine = self._optimizer.tensors()
         return {name: self._gathered(name, mine.get(name)) for name in self._shapes}
 
     def settings(self) -> dict[str, object]:
-        """Return those of the plain optimizer."""
+        """Return the settings of the plain optimizer."""
         return self._settings
 
     def pieces(self) -> dict[str, torch.Tensor | CheckpointPiece]:
-        """Return this rank's part of the state, for a checkpoint that each rank writes its part of."""
+        """Return this rank's part of the state, for a checkpoint in parts."""
         mine: dict[str, torch.Tensor | CheckpointPiece] = {}
         low_of = {piece.name: piece.low for piece in self._pieces}
         for name, tensor in self._optimizer.tensors().items():
@@ -112,19 +112,19 @@ class ShardedOptimizer:
             shape, numbers = tuple(self._shapes[name]), self._cuts[parameter][-1]
             if math.prod(shape) == numbers:
                 mine[name] = CheckpointPiece(part=tensor.detach().reshape(-1), low=low_of[parameter], whole=shape)
-            elif low_of[parameter] == 0:  # a step count, say: each rank that has some of the weight has it
+            elif low_of[parameter] == 0:  # for example a step count, which every rank with a piece has
                 mine[name] = tensor
         return mine
 
     def step(self, number: int, lr: float) -> None:
-        """Move this rank's part of the weights by their gradients, and take over what the others have moved."""
+        """Move this rank's part of the weights, and gather the parts of the other ranks."""
         self._optimizer.step(number, lr)
         with torch.no_grad():
             for flat, bounds in zip(self._flats, self._bounds, strict=True):
                 self._hand_round(flat, bounds)
 
     def held_bytes(self) -> int:
-        """Return how much state this rank keeps."""
+        """Return the bytes of state on this rank."""
         return sum(tensor.nbytes for tensor in self._optimizer.tensors().values())
 
     def _hand_round(self, flat: torch.Tensor, bounds: list[int]) -> None:
@@ -137,7 +137,7 @@ class ShardedOptimizer:
                 _bytes_of(flat[low:high]).copy_(parts[other])
 
     def _flatten(self, parameters: list[torch.nn.Parameter], grads: torch.Tensor, names: dict[int, str]) -> None:
-        """Lay the weights of a bucket out as its gradients lie, and note what this rank has of them."""
+        """Move the weights of a bucket into a flat tensor like its gradients, and record this rank's pieces."""
         comm, length = self._comm, grads.numel()
         bounds = [length * rank // comm.size for rank in range(comm.size + 1)]
         flat = torch.empty_like(grads)
@@ -150,11 +150,11 @@ class ShardedOptimizer:
             self._cuts[name] = cuts
             low, high = cuts[comm.rank], cuts[comm.rank + 1]
             if high > low:
-                # A single number that is no vector stays that: its optimizer's state is then shaped as it is elsewhere.
+                # A single number keeps its shape, so that its optimizer's state has the usual shape.
                 shape = parameter.shape if parameter.dim() == 0 else (high - low,)
                 part = torch.nn.Parameter(flat[at + low : at + high].view(shape))
                 part.grad = grads[at + low : at + high].view(shape)
-                self._pieces.append(TensorPiece(name=name, whole=parameter, part=part, low=low, high=high))
+                self._pieces.append(ParameterPiece(name=name, whole=parameter, part=part, low=low, high=high))
             at = end
         self._flats.append(flat)
         self._bounds.append(bounds)
@@ -176,11 +176,11 @@ class ShardedOptimizer:
         return TorchOptimizer(_Named(self._pieces), plain, optimizer.own_rates)
 
     def _gathered(self, name: str, mine: torch.Tensor | None) -> torch.Tensor:
-        """One state tensor, whole: the ranks' parts one after another, or what any of them has, if it is no part of a weight."""
+        """Return one state tensor as a whole: the ranks' parts joined, or one rank's value if it is not per number."""
         shape, kind, cuts = self._shapes[name], self._kinds[name], self._cuts[_parameter_of(name, self._cuts)]
         whole = torch.empty(shape, dtype=kind)
         counts = [high - low for low, high in zip(cuts, cuts[1:], strict=False)]
-        if whole.numel() != cuts[-1]:  # a step count, say: each rank that has some of the weight has it
+        if whole.numel() != cuts[-1]:  # for example a step count, which every rank with a piece has
             counts = [whole.numel() if count else 0 for count in counts]
         own = torch.empty(0, dtype=kind) if mine is None else mine.detach().cpu().reshape(-1)
         lengths = [count * whole.element_size() for count in counts]
@@ -193,13 +193,13 @@ class ShardedOptimizer:
 
 
 def check_elementwise(optimizer: Optimizer | torch.optim.Optimizer) -> None:
-    """Return if the optimizer moves each number by that number's own gradients alone.
+    """Check that the optimizer moves each number by that number's own gradients.
 
     Raises:
-        TrainError: it does not, so no rank could move a part of a matrix by itself.
+        TrainError: it does not, so a rank cannot move a part of a matrix.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return  # ours does
+        return  # hpctrain's does
     kind = type(optimizer).__name__
     torch_state = torch.random.get_rng_state()
     whole = torch.nn.Parameter(torch.randn(6, 8))
@@ -214,25 +214,25 @@ def check_elementwise(optimizer: Optimizer | torch.optim.Optimizer) -> None:
             several.step()
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise TrainError(
-            f"cannot shard {kind}'s state: it cannot take a step with a piece of a matrix ({error}); leave --zero away"
+            f"cannot shard {kind}'s state: it cannot take a step with a piece of a matrix ({error}); omit --zero"
         ) from error
     finally:
         torch.random.set_rng_state(torch_state)
     if not torch.equal(whole.detach().view(-1), torch.cat([part.detach() for part in parts])):
         raise TrainError(
-            f"cannot shard {kind}'s state: it moves a number by others' gradients too, so a piece of a matrix is moved "
-            "otherwise than the whole; leave --zero away"
+            f"cannot shard {kind}'s state: it moves a number by others' gradients too, so a piece of a matrix moves "
+            "differently from the whole; omit --zero"
         )
 
 
 def _copy_for(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """A fresh optimizer of the same kind and settings for other parameters."""
+    """Return a new optimizer of the same kind and settings for other parameters."""
     group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     fresh = copy.copy(optimizer)
     first: dict[str, Any] = next((state for parameter, state in optimizer.state.items() if parameter.dim()), {})
     fresh.param_groups = [copy.deepcopy(group) | {"params": parameters, "lr": PROBE_LR}]
     fresh.state = type(optimizer.state)(dict)
-    for parameter in parameters:  # what its maker has put there
+    for parameter in parameters:  # the state from its constructor
         for name, value in first.items():
             like = isinstance(value, torch.Tensor) and value.dim() > 0
             start = torch.full_like(parameter, float(value.reshape(-1)[0])) if like else copy.deepcopy(value)
@@ -240,16 +240,16 @@ def _copy_for(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parame
     return fresh
 
 
-def _sliced(state: dict[str, object], piece: TensorPiece) -> dict[str, object]:
-    """A parameter's state as its maker left it, of a piece of it."""
+def _sliced(state: dict[str, object], piece: ParameterPiece) -> dict[str, object]:
+    """Return the initial state of a parameter, for a piece of it."""
     return {
         name: _slice_of(value, piece).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for name, value in state.items()
     }
 
 
-def _slice_of(state: torch.Tensor, piece: TensorPiece) -> torch.Tensor:
-    """The piece's part of a state that has a number for each of the weight's; one for all of them, a step count, as it is."""
+def _slice_of(state: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
+    """Return the piece's part of a state with one number per weight; other states, like a step count, unchanged."""
     return state.reshape(-1)[piece.low : piece.high] if state.dim() and state.shape == piece.whole.shape else state
 
 
@@ -259,7 +259,7 @@ def _states_of(name: str, tensors: dict[str, torch.Tensor]) -> list[tuple[str, t
 
 def _parameter_of(name: str, cuts: dict[str, list[int]]) -> str:
     parameter = name.rpartition(".")[0]
-    assert parameter in cuts, f"{name} is of no parameter"
+    assert parameter in cuts, f"{name} belongs to no parameter"
     return parameter
 
 

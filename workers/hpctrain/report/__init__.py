@@ -1,1 +1,1 @@
-"""What a run tells: lines, metrics, the scheduler, plots."""
+"""What a run reports: lines of output, metrics, heartbeats to the scheduler, profiles."""

@@ -1,9 +1,9 @@
-"""Word to the scheduler of how far a job is: what `hqueue` and `hctl show job` show of it.
+"""Heartbeats: the progress of a job, sent to the scheduler for `hqueue` and `hctl show job`.
 
-In a job the node's agent listens at `HPCSCHED_SOCKET`: one message on each connection, no answer (hpcsched-env(7), "TELLING HOW
-FAR"). Elsewhere nothing is said. Knows neither steps nor losses but as numbers.
-Rules: at most one word every EVERY_S, and the last; it never waits for the agent, and an agent that is away, or too old to
-understand, costs nothing: the next word comes anyway.
+In a job the node's agent listens at `HPCSCHED_SOCKET`: one message per connection, no answer (hpcsched-env(7)).  Outside
+of a job nothing is sent.  Knows steps and losses as numbers only.
+Rules: at most one heartbeat in EVERY_S, and the last one; sending never waits for the agent.  If the agent is away or too
+old, the heartbeat is dropped, and the next one follows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 EVERY_S = 5.0
 TIMEOUT_S = 0.2
 MAX_TEXT = 4000
-_HEADER = struct.Struct("!II")  # lengths of the JSON text and of what follows it, which is nothing
+_HEADER = struct.Struct("!II")  # lengths of the JSON text and of the attachment, which is empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
-    """What is said; 0, of loss and goodput NaN: not known."""
+class HeartbeatStatus:
+    """The content of a heartbeat; 0, or NaN for loss and goodput: not known."""
 
     step: int
     total_steps: int
@@ -33,14 +33,14 @@ class Word:
     samples_per_s: float
     steps_per_s: float
     checkpoint_step: int
-    checkpoint_at_s: float  # of the monotonic clock
-    goodput: float  # useful time over all time
+    checkpoint_at_s: float  # on the monotonic clock
+    goodput: float  # useful time divided by all time
     note: str
     directory: str = ""  # of the checkpoints
 
 
 class Heartbeat:
-    """Says words for one job."""
+    """Sends heartbeats of one job."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._path = environ.get("HPCSCHED_SOCKET", "")
@@ -50,15 +50,15 @@ class Heartbeat:
         self.heard = bool(self._path and self._job_id)
 
     def due(self) -> bool:
-        """Whether it is time for a word."""
+        """Return whether the next heartbeat is due."""
         return self.heard and time.monotonic() - self._said_at_s >= EVERY_S
 
-    def say(self, word: Word) -> bool:
-        """Say the word now, and return whether it could be said."""
+    def send(self, status: HeartbeatStatus) -> bool:
+        """Send a heartbeat now, and return whether it was sent."""
         if not self.heard:
             return False
         self._said_at_s = time.monotonic()
-        return self._send(self._message(word, self._said_at_s))
+        return self._send(self._message(status, self._said_at_s))
 
     def _send(self, message: dict[str, object]) -> bool:
         text = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
@@ -68,34 +68,36 @@ class Heartbeat:
                 agent.connect(self._path)
                 agent.sendall(_HEADER.pack(len(text), 0) + text)
         except OSError:
-            return False  # the agent is being replaced, or has no room: the next word will do
+            return False  # the agent is being replaced, or is busy: the next heartbeat follows
         return True
 
     def fail(self, rank: int, ranks: int, text: str, *, echo: bool) -> bool:
-        """Return why this rank fails, and return whether it could be said; `echo`: it noticed that another is gone."""
+        """Send the reason why this rank fails, and return whether it was sent; `echo`: another rank failed first."""
         message = {"job_id": self._job_id, "rank": rank, "ranks": ranks, "text": text[-MAX_TEXT:], "echo": echo}
         return self.heard and self._send({"type": "Failure"} | message)
 
-    def _message(self, word: Word, now_s: float) -> dict[str, object]:
+    def _message(self, status: HeartbeatStatus, now_s: float) -> dict[str, object]:
         message: dict[str, object] = {
             "type": "Progress",
             "job_id": self._job_id,
-            "step": word.step,
-            "total_steps": word.total_steps,
-            "samples_per_s": _number(word.samples_per_s) or 0.0,
-            "steps_per_s": _number(word.steps_per_s) or 0.0,
-            "note": word.note,
+            "step": status.step,
+            "total_steps": status.total_steps,
+            "samples_per_s": _number(status.samples_per_s) or 0.0,
+            "steps_per_s": _number(status.steps_per_s) or 0.0,
+            "note": status.note,
         }
-        message |= {name: value for name in ("loss", "goodput") if (value := _number(getattr(word, name))) is not None}
-        if word.checkpoint_step:
-            message |= {"checkpoint_step": word.checkpoint_step, "checkpoint_age_s": now_s - word.checkpoint_at_s}
-        if directory := _plain(os.path.abspath(word.directory)) if word.directory else "":
+        message |= {
+            name: value for name in ("loss", "goodput") if (value := _number(getattr(status, name))) is not None
+        }
+        if status.checkpoint_step:
+            message |= {"checkpoint_step": status.checkpoint_step, "checkpoint_age_s": now_s - status.checkpoint_at_s}
+        if directory := _plain(os.path.abspath(status.directory)) if status.directory else "":
             message["directory"] = directory
         return message
 
 
 def _plain(path: str) -> str:
-    """Return a path that JSON can carry; "" for one that is not UTF-8."""
+    """Return a path that JSON can carry; "" for a path that is not UTF-8."""
     try:
         return path.encode().decode()
     except UnicodeEncodeError:

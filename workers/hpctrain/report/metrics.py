@@ -1,9 +1,12 @@
-"""What a run tells: a line for people, and one JSON object per step in a file.
+"""Metrics of a run: one JSON object per step in metrics.jsonl, and the same numbers for TensorBoard and MLflow (`--log`).
 
 Rank 0 writes.  Does not know what the numbers mean.
-Rules: lines are appended one by one, unbuffered; a line that a killed writer left half written is ended first, so that
-it spoils nothing.  After a restart the lines of the new attempt follow; for a step that was done twice the higher
-attempt counts.
+Rules: lines are appended one by one, unbuffered.  A line that a killed writer left incomplete is ended first.  After a
+restart the lines of the new attempt follow; of a step that was done twice the higher attempt counts.
+A thread writes to TensorBoard and MLflow: a server that is slow or away costs no step.  At most one step per second is
+written there, and each step with a validation or a checkpoint.  After a restart the same MLflow run continues.  A writer
+that fails is reported once and dropped.
+Sources: torch.utils.tensorboard; MLflow's `MlflowClient`.
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ from typing import Any, Protocol
 from hpctrain.errors import MissingPackageError, TrainError
 
 BLOCK_BYTES = 64 << 10
-RETRY_S = 5.0  # a share that is away may take as long to say so each time
-MOST_BYTES = 64 << 20  # that wait; then the oldest lines are given up
+RETRY_S = 5.0  # a share that is away may take as long to fail each time
+MOST_BYTES = 64 << 20  # of waiting lines; then the oldest are dropped
 LINE_END = b"\n"
 
 
 class MetricsFile:
     """An append-only file of JSON lines.
 
-    What a share that is full, read-only or stale does not take waits in memory, is tried again every few seconds, and follows in
-    order; that is said once.
+    Lines that a full, read-only or stale share does not take wait in memory, and are written in order when it takes them
+    again; this is reported once.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,19 +47,19 @@ class MetricsFile:
         self._attempt()
 
     def write(self, line: dict[str, object]) -> None:
-        """Append one line; what is None is left out."""
+        """Append one line, without the keys whose value is None."""
         kept = {name: value for name, value in line.items() if value is not None}
         self._waiting += json.dumps(kept, separators=(",", ":")).encode() + b"\n"
         if self._clock() >= self._not_before_s:
             self._attempt()
 
     def backwards(self) -> Iterator[dict[str, Any]]:
-        """Return the lines, the last one first: those that wait, then those of the file."""
+        """Yield the lines, newest first: waiting ones, then those of the file."""
         yield from filter(None, map(_line_of, reversed(bytes(self._waiting).split(LINE_END))))
         yield from read_backwards(self._path)
 
     def close(self) -> None:
-        """Try once more and close the file."""
+        """Try to write once more, and close the file."""
         self._attempt()
         if self._stream is not None:
             self._stream.close()
@@ -67,7 +70,7 @@ class MetricsFile:
         try:
             self._append()
         except OSError as error:
-            self._stream = None  # a stale one stays so: it is opened anew
+            self._stream = None  # a stale handle stays stale: open the file again
             self._not_before_s = self._clock() + RETRY_S
             if not self._trouble:
                 print(f"metrics: cannot write {self._path}, lines wait in memory: {error.strerror}", flush=True)
@@ -85,18 +88,18 @@ class MetricsFile:
             torn = not self._trouble and _ends_in_half_a_line(self._path)
             self._stream = io.FileIO(self._path, "a")
             self._waiting[:0] = LINE_END * torn
-        while self._waiting:  # a disk that gets full may take a part of a line: the rest follows
+        while self._waiting:  # a full disk may take a part of a line: the rest follows
             del self._waiting[: self._stream.write(self._waiting)]
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines that are whole, in the file's order."""
+    """Yield the complete lines, in the file's order."""
     with path.open("rb") as stream:
         yield from filter(None, map(_line_of, stream))
 
 
 def read_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines that are whole, the last one first; none if there is no file."""
+    """Yield the complete lines, newest first; none if the file does not exist."""
     if not path.exists():
         return
     with path.open("rb") as stream:
@@ -113,7 +116,7 @@ def _line_of(raw: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(raw)
     except ValueError:
-        return None  # half a line of a killed attempt
+        return None  # an incomplete line of a killed attempt
     return line if isinstance(line, dict) and "step" in line else None
 
 
@@ -126,7 +129,7 @@ def _ends_in_half_a_line(path: Path) -> bool:
 
 
 EVERY_S = 1.0
-WAITING_LINES = 1000  # more than that are dropped rather than kept in memory
+WAITING_LINES = 1000  # more are dropped, to bound the memory
 CLOSE_S = 20.0
 Line = Mapping[str, Any]
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboard"), "mlflow": ("mlflow", "mlflow-skinny")}
@@ -134,17 +137,17 @@ SKIPPED = ("step", "attempt", "world", "time", "total_steps", "checkpoint_step")
 
 
 class MetricsWriter(Protocol):
-    """Where numbers go."""
+    """A program that takes metrics."""
 
     def write(self, step: int, at_s: float, numbers: Mapping[str, float]) -> None:
-        """Put the numbers of a step there."""
+        """Write the numbers of a step."""
 
     def close(self) -> None:
-        """Have it all written."""
+        """Finish writing."""
 
 
 class Writers:
-    """All that were asked for."""
+    """The metrics writers of a run, in one thread."""
 
     def __init__(self, names: tuple[str, ...], out: Path, title: str, settings: Mapping[str, object]) -> None:
         self._writers = {name: _make(name, out, title, settings) for name in names}
@@ -155,7 +158,7 @@ class Writers:
             self._thread.start()
 
     def write(self, line: Line) -> None:
-        """Have the line written, if it is time for one or it has more to tell than others."""
+        """Queue a line for the writers, if a second has passed or the line has a validation or checkpoint."""
         now_s = time.monotonic()
         special = "val_loss" in line or "checkpoint_step" in line
         if not self._writers or (now_s - self._written_at_s < EVERY_S and not special) or self._lines.full():
@@ -164,7 +167,7 @@ class Writers:
         self._lines.put(line)
 
     def close(self) -> None:
-        """Wait until all is written, but not for ever."""
+        """Wait until all is written, for a limited time."""
         if self._writers:
             self._lines.put(None)
             self._thread.join(CLOSE_S)
@@ -179,22 +182,22 @@ class Writers:
         for name, writer in list(self._writers.items()):
             try:
                 act(writer)
-            except Exception as error:  # whatever a foreign library raises, it is no reason to end a training
+            except Exception as error:  # an error of a foreign library must not end a training
                 print(f"metrics: cannot write to {name} any more: {error}", flush=True)
                 del self._writers[name]
 
 
 def numbers_of(line: Line) -> dict[str, float]:
-    """Pick what is a number worth a curve."""
+    """Return the entries of a line that are numbers worth a curve."""
     kept = {name: value for name, value in line.items() if name not in SKIPPED}
     return {name: float(value) for name, value in kept.items() if isinstance(value, int | float)}
 
 
 def check_writers(names: tuple[str, ...]) -> None:
-    """Return if all that is asked for is installed.
+    """Check that the packages of the chosen writers are installed.
 
     Raises:
-        MissingPackageError: says what to install.
+        MissingPackageError: names the package to install.
     """
     for name in names:
         module, package = PACKAGES[name]
@@ -205,12 +208,12 @@ def check_writers(names: tuple[str, ...]) -> None:
 def _make(name: str, out: Path, title: str, settings: Mapping[str, object]) -> MetricsWriter:
     try:
         return TensorBoard(out / "tensorboard") if name == "tensorboard" else MLflow(out, title, settings)
-    except Exception as error:  # whatever a foreign library raises
+    except Exception as error:  # any error of a foreign library
         raise TrainError(f"cannot log to {name}: {error}") from error
 
 
 class TensorBoard:
-    """A folder that `tensorboard --logdir` shows."""
+    """A directory of events for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (only who wants it waits for its import)
@@ -226,7 +229,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run at MLFLOW_TRACKING_URI, or in `mlruns` below the output folder."""
+    """A run at MLFLOW_TRACKING_URI, or in `mlruns` in the output directory."""
 
     def __init__(self, out: Path, title: str, settings: Mapping[str, object]) -> None:
         import mlflow  # noqa: PLC0415 (only who wants it waits for its import)

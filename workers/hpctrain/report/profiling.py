@@ -1,6 +1,6 @@
-"""A trace of some steps by torch's profiler, for `--profile N`: one file per rank, to be opened at ui.perfetto.dev.
+"""A trace of some steps by torch's profiler, for `--profile N`: one file per rank, for ui.perfetto.dev.
 
-The first steps, which make caches, are left out.  Does not know what is trained.
+The first steps, which fill caches, are left out.  Does not know what is trained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SKIPPED_STEPS = 3
 
 
 class StepProfiler:
-    """Watches `steps` steps of this rank, from the one after `SKIPPED_STEPS` on; 0: watches nothing."""
+    """Traces `steps` steps of this rank, after the first `SKIPPED_STEPS`; 0: no step."""
 
     def __init__(self, steps: int, path: Path) -> None:
         self._left = steps
@@ -24,11 +24,11 @@ class StepProfiler:
 
     @property
     def is_on(self) -> bool:
-        """Whether the present step is watched, and slower for that."""
+        """Whether the current step is traced, which makes it slower."""
         return self._profiler is not None
 
     def step_begins(self) -> None:
-        """Begin to watch, if it is time."""
+        """Start the trace, if this is its first step."""
         if not self._left or self._profiler is not None:
             return
         if self._skip:
@@ -43,7 +43,7 @@ class StepProfiler:
         self._profiler.start()
 
     def step_ended(self) -> Path | None:
-        """Write the trace after the last step that was to be watched; returns where, if that was now."""
+        """Write the trace after its last step; return its path if that was now, else None."""
         if self._profiler is None:
             return None
         self._left -= 1
@@ -60,7 +60,7 @@ class StepProfiler:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Write what there is of the trace when the steps are over, or an error ends them."""
+        """Write the incomplete trace when the steps end, or an error ends them."""
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
-"""Where a run stands, which life of it this is, and what a step did.
+"""The progress of a run, its identity, and the report of a step, as values.
 
-Values; a checkpoint keeps the first, people and programs are told the last.
+A checkpoint saves the progress; people and programs get the reports.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from hpctrain.settings import TrainSettings
 
 @dataclass(slots=True, kw_only=True)
 class TrainingProgress:
-    """Where a run stands: what a checkpoint keeps beside tensors."""
+    """The progress of a run: what a checkpoint saves besides tensors."""
 
     step: int = 0
     next_sample: int = 0
     total_steps: int | None = None
-    skipped: int = 0  # steps that moved nothing
+    skipped: int = 0  # steps that moved no weights
     loss_scale: LossScale = field(default_factory=LossScale)
     lr_schedule: object = None  # state of the script's own schedule, as JSON values
-    best_loss: float = math.inf  # the lowest of the validations
+    best_loss: float = math.inf  # the lowest validation loss
     best_step: int = 0
     validations_since_best: int = 0
 
     def validated(self, loss: float) -> bool:
-        """Count a validation after the present step; returns whether its loss is the lowest so far."""
+        """Record a validation after the current step; return whether its loss is the lowest so far."""
         best = loss < self.best_loss
         if best:
             self.best_loss, self.best_step = loss, self.step
@@ -50,13 +50,13 @@ class TrainingProgress:
                 "since_best": self.validations_since_best,
             },
             "lr_schedule": self.lr_schedule,
-            "settings": settings.told(),
+            "settings": settings.as_texts(),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """Which life of which run this is."""
+    """The job, attempt and generation of a run."""
 
     attempt: int
     generation: int
@@ -65,34 +65,34 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a step did; times in seconds, on this rank."""
+    """The result of a step; times in seconds, on this rank."""
 
     step: int
     total_steps: int | None
     loss: float
-    val_loss: float | None
     lr: float
     grad_norm: float
     samples_per_s: float
     step_s: float
     comm_s: float
-    checkpoint: CheckpointReport | None
-    checkpoint_copy_s: float
-    shares: list[int]  # samples of each rank
+    shares: list[int]  # samples per rank
     loss_scale: float | None  # for the next step; None: the loss is not scaled
+    val_loss: float | None = None
+    checkpoint: CheckpointReport | None = None  # a checkpoint that was finished since the last step
+    checkpoint_copy_s: float = 0.0
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    wait_s: float = 0.0  # at the exchange
+    wait_s: float = 0.0  # waiting at the exchange
     exchanged_bytes: int = 0  # of gradients, before any compression
     samples: int = 0  # seen so far, of all ranks
-    times: RankTimes | None = None  # of all ranks; None: they did not meet in this step
-    is_best: bool = False  # no validation before had a lower loss
-    changed: str = ""  # what is otherwise from the next step on, shares or how ranks exchange, in words
+    times: RankTimes | None = None  # of all ranks; None: the ranks did not exchange in this step
+    is_best: bool = False  # the validation loss is the lowest so far
+    changed: str = ""  # changes from the next step on (shares, exchange), as text
 
 
 def progress_from(state: Mapping[str, object], step: int, precision: Precision) -> TrainingProgress:
-    """Read back what `TrainingProgress.to_state` gave, for a run in `precision`."""
+    """Return the progress that `TrainingProgress.to_state` saved, for a run in `precision`."""
     sampler, schedule = state["sampler"], state["schedule"]
     assert isinstance(sampler, dict)
     assert isinstance(schedule, dict)

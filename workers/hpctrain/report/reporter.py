@@ -1,4 +1,4 @@
-"""What rank 0 says of a run: lines or a progress bar for people on stdout, and one JSON object per step in metrics.jsonl.
+"""Rank 0's reports: lines or a progress bar on stdout, metrics.jsonl, and heartbeats to the scheduler.
 
 Measures nothing; does not know what is trained.
 """
@@ -26,31 +26,30 @@ from hpctrain.comm import Communicator
 from hpctrain.errors import EXIT_REQUEUE, DamagedError
 from hpctrain.exchange.scaling import RankTimes, Scaling
 from hpctrain.loop import TrainingLoop
-from hpctrain.report.heartbeat import Heartbeat, Word
+from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
 from hpctrain.report.metrics import MetricsFile, Writers
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
 from hpctrain.settings import TrainSettings, epochs_text
 from hpctrain.signals import StopRequest
 
-# ----- how much of a run's time went into steps that count, over all its lives
-# An account that each line of metrics.jsonl carries on.
-# The time is that from the run's first beginning until now, restarts and waiting in a queue included.  A step that has to be
-# taken again, because the run goes on from an older checkpoint, counted for nothing.
+# ----- goodput: the share of a run's time in steps that count, over all attempts
+# Each line of metrics.jsonl carries it.  The time begins with the run's first attempt, and includes restarts and waiting in
+# a queue.  A step that has to be taken again, because the run resumes from an older checkpoint, does not count.
 
 
 @dataclass(slots=True, kw_only=True)
 class Goodput:
-    """The account of a run; times of day in seconds."""
+    """The goodput account of a run; times are epoch seconds."""
 
     began_at_s: float
     useful_s: float = 0.0  # of steps that count
-    interruptions: int = 0  # ranks were lost, or all of them were started again
-    lost_steps: int = 0  # that had to be taken again
-    last_at_s: float | None = None  # when the last step was over, if the run was interrupted after it
-    told_step: int = 0  # the last one of which there is a line
+    interruptions: int = 0  # how often ranks were lost, or the run was started again
+    lost_steps: int = 0  # steps that had to be taken again
+    last_at_s: float | None = None  # end of the last step, if the run was interrupted after it
+    reported_step: int = 0  # the last step in metrics.jsonl
 
     def step(self, step_s: float, now_s: float) -> dict[str, object]:
-        """Count a step that is over now, and give what metrics.jsonl keeps."""
+        """Count a step that ended at `now_s`, and return its entries for metrics.jsonl."""
         self.useful_s += step_s
         interrupted_s = None if self.last_at_s is None else round(now_s - self.last_at_s, 3)
         self.last_at_s = None
@@ -59,23 +58,23 @@ class Goodput:
             "useful_s": round(self.useful_s, 6),
             "began_at_s": round(self.began_at_s, 3),
             "interruptions": self.interruptions,
-            "interrupted_s": interrupted_s,  # from the step before to this one
+            "interrupted_s": interrupted_s,  # from the end of the step before
             "lost_steps": self.lost_steps,
         }
 
     def share(self, now_s: float) -> float:
-        """Return the useful part of the time until now."""
+        """Return useful time divided by all time until `now_s`, 0 to 1."""
         return min(1.0, self.useful_s / max(now_s - self.began_at_s, 1e-9))
 
     def describe(self, now_s: float) -> str:
-        """Say it in words."""
+        """Return one line of text."""
         return (
             f"goodput: {self.share(now_s):.1%}, {self.useful_s:.1f} s of steps in {now_s - self.began_at_s:.1f} s; "
             f"interrupted {self.interruptions} times, {self.lost_steps} steps lost"
         )
 
 
-def carried_on(
+def resume_goodput(
     lines: Iterator[Mapping[str, Any]],
     step: int,
     *,
@@ -83,89 +82,93 @@ def carried_on(
     began_at_s: float,
     seen: Mapping[str, Any] | None = None,
 ) -> Goodput:
-    """Take up the account in lines of metrics, the last one first, for a run that has come to `step`, or begin one.
+    """Return the account from lines of metrics, newest first, for a run at `step`; or a new one.
 
-    `interrupted`: ranks were lost, or are started again; else they only come and go in an orderly way.
-    `seen`: the account of the last step that this rank saw: lines before it may have been lost with the rank that had them.
+    `interrupted`: ranks were lost, or the run was started again; false if ranks joined or left in order.
+    `seen`: the account after the last step that this rank saw; a lost rank may not have written its last lines.
     """
-    kept: Iterator[Mapping[str, Any]] = (line for line in lines if "useful_s" in line)
-    newest = next(kept, None)
+    accounts: Iterator[Mapping[str, Any]] = (line for line in lines if "useful_s" in line)
+    newest = next(accounts, None)
     if seen is not None and (newest is None or newest["step"] + 1 < seen["step"]):
-        newest, kept = seen, chain([newest] if newest else [], kept)
+        newest, accounts = seen, chain([newest] if newest else [], accounts)
     if newest is None:
         return Goodput(began_at_s=began_at_s)
-    useful_s = next((line["useful_s"] for line in chain([newest], kept) if line["step"] <= step), 0.0)
+    useful_s = next((line["useful_s"] for line in chain([newest], accounts) if line["step"] <= step), 0.0)
     return Goodput(
         began_at_s=newest["began_at_s"],
         useful_s=useful_s,
         interruptions=newest["interruptions"] + interrupted,
         lost_steps=newest["lost_steps"] + max(0, newest["step"] - step),
         last_at_s=newest["time"] if interrupted else None,
-        told_step=newest["step"],
+        reported_step=newest["step"],
     )
 
 
-# ----- what a rank keeps of the telling over generations: lines that the share has not taken, the account, the last checkpoint
-# The first rank tells; the others follow, so that one of them can take over.
+# ----- what every rank records, so that it can take over from a lost first rank
+# Lines that the share has not taken, the goodput account, the last checkpoint.
 
 
 @dataclass(slots=True)
 class LastCheckpoint:
-    """The last checkpoint, of whichever attempt."""
+    """The last published checkpoint, of any attempt."""
 
     step: int = 0
     at_s: float = 0.0  # on the monotonic clock
-    away: str = ""  # why a later one is not on the share
+    away: str = ""  # why a later checkpoint is not on the share
 
 
 class RunRecord:
-    """A rank's record of one run, whose files lie in `out`."""
+    """A rank's record of one run, whose files are in `out`."""
 
     def __init__(self, out: Path) -> None:
         self._out, self._began_at_s = out, time.time()
-        self.kept = LastCheckpoint()
+        self.last_checkpoint = LastCheckpoint()
         self._followed: Goodput | None = None
-        self._seen: Mapping[str, Any] | None = None  # the account of the last step while another rank told
+        self._seen: Mapping[str, Any] | None = None  # the account after the last step while another rank was first
 
     @cached_property
     def file(self) -> MetricsFile:
-        """The metrics, for the rank that writes them."""
+        """The metrics file, for the rank that writes it."""
         return MetricsFile(self._out / "metrics.jsonl")
 
     def account(self, step: int, *, interrupted: bool) -> Goodput:
-        """Take up the run's account at `step`, for the rank that tells."""
+        """Return the run's goodput account at `step`, on the rank that reports."""
         lines = self.file.backwards()
-        return carried_on(lines, step, interrupted=interrupted, began_at_s=self._began_at_s, seen=self._seen)
+        return resume_goodput(lines, step, interrupted=interrupted, began_at_s=self._began_at_s, seen=self._seen)
 
     def follow(self, account: Goodput) -> None:
-        """Go on with the account that another rank has taken up."""
+        """Continue the account of the rank that reports."""
         self._followed = account
 
-    def saw(self, step: int, step_s: float) -> None:
-        """Count a step of which another rank tells."""
+    def count_step(self, step: int, step_s: float) -> None:
+        """Count a step that another rank reports."""
         if self._followed is not None:
             now_s = time.time()
             self._seen = {"step": step, "time": now_s} | self._followed.step(step_s, now_s)
 
     def look_for_checkpoint(self, distrusted: Collection[str]) -> None:
-        """Note the newest checkpoint, if none is known: for people, so one that cannot be read is passed over."""
+        """Find the newest checkpoint if none is known; an unreadable one is skipped, because people only see it."""
         directory = self._out / "checkpoints"
-        with suppress(OSError):  # a share that is away
-            names = [] if self.kept.step else [name for name in checkpoint_names(directory) if name not in distrusted]
+        with suppress(OSError):  # the share is away
+            names = (
+                []
+                if self.last_checkpoint.step
+                else [name for name in checkpoint_names(directory) if name not in distrusted]
+            )
             for name in names:
                 with suppress(DamagedError):
                     facts = from_bytes((directory / (name + SUFFIX)).read_bytes()).facts
-                    self.kept.step = facts.step
-                    self.kept.at_s = time.monotonic() - (time.time() - facts.written_at_s)
+                    self.last_checkpoint.step = facts.step
+                    self.last_checkpoint.at_s = time.monotonic() - (time.time() - facts.written_at_s)
                     return
 
 
-PACE = 0.1  # what a step weighs in the pace that is told
+PACE = 0.1  # weight of the newest step in the moving average
 BAR_EVERY_S = 0.1
 
 
 class Reporter:
-    """Rank 0's lines for people and for programs."""
+    """Rank 0's reports of a run, for people and programs."""
 
     def __init__(
         self,
@@ -183,13 +186,13 @@ class Reporter:
     ) -> None:
         self._options, self._comm, self._identity, self._goodput = options, comm, identity, goodput
         self._heartbeat = Heartbeat(environ)
-        self._file, self._kept = record.file, record.kept
+        self._file, self._last_checkpoint = record.file, record.last_checkpoint
         self._settings, self._epoch_samples = settings, settings.batches.epoch_samples
         self._last: StepReport | None = None
         self._bar: Bar | None = None
         self._scaling = Scaling(hosts)
         self._writers = Writers(options.log, options.out, name, {"ranks": comm.size, **_plain(vars(options))})
-        self._pace_s = self._pace_samples = 0.0  # seconds and samples of a step, the last ones counting most
+        self._pace_s = self._pace_samples = 0.0  # moving averages: seconds and samples of a step
         self._resumed_from: int | None = progress.step or None
         count = sum(parameter.numel() for parameter in model.parameters())
         start = f"resumed from step {progress.step}" if progress.step else "a fresh start"
@@ -200,12 +203,12 @@ class Reporter:
         )
         print(f"{name}: {settings.described(progress.total_steps)}", flush=True)
         if progress.step:
-            self._beat_before_first(progress)
+            self._send_first_heartbeat(progress)
         if options.progress and can_show_bar():
             self._bar = Bar(name, progress)
 
     def step(self, report: StepReport) -> None:
-        """Tell about one step."""
+        """Report one step."""
         line = self._line(report, time.time())
         self._file.write(line)
         self._writers.write({name: value for name, value in line.items() if value is not None})
@@ -227,12 +230,12 @@ class Reporter:
             print(self._text(report), flush=True)
         if report.changed:
             print(f"step {report.step}: {report.changed}", flush=True)
-        self._tell_checkpoint(report.checkpoint)
+        self._report_checkpoint(report.checkpoint)
         if last or self._heartbeat.due():
-            self._beat(report)
+            self._send_heartbeat(report)
 
     def _text(self, report: StepReport) -> str:
-        """One step in one line."""
+        """Return a step as one line of text."""
         epoch, left_s = self._epoch_text(report), self._left_s(report)
         parts = [
             f"step {report.step:5d}/{report.total_steps or '?'}",
@@ -240,7 +243,7 @@ class Reporter:
             f"loss {report.loss:.4f}",
             f"val {report.val_loss:.4f}" if report.val_loss is not None else "",
         ]
-        if self._bar is not None:  # which shows the others
+        if self._bar is not None:  # the bar shows the rest
             return "  ".join(filter(None, parts))
         parts += [
             f"lr {report.lr:.2e}",
@@ -251,7 +254,7 @@ class Reporter:
         return "  ".join(filter(None, parts))
 
     def _epoch_text(self, report: StepReport) -> str:
-        """How many epochs are done, and of how many; empty if their length is not known."""
+        """Return the epochs done and their total as text; empty if an epoch's length is not known."""
         samples, batches = self._epoch_samples, self._settings.batches
         if not samples:
             return ""
@@ -260,74 +263,74 @@ class Reporter:
         return f"{report.samples / samples:.{digits}f}" + (f"/{epochs_text(total)}" if total else "")
 
     def _left_s(self, report: StepReport) -> float | None:
-        """Seconds until the last step, by the pace of the last ones."""
+        """Return the seconds until the last step, by the average of recent steps."""
         return (report.total_steps - report.step) * self._pace_s if report.total_steps else None
 
-    def say_done(self, step: int) -> None:
-        """Tell that nothing is left to do."""
+    def report_done(self, step: int) -> None:
+        """Print that no steps are left."""
         print(f"all {step} steps are done: give more --steps or --epochs, or another --out", flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-    def make_up(self, report: StepReport, over_at_s: float) -> None:
-        """Tell about the last step, which was over then, if the rank that had to is lost and did not."""
-        if report.step != self._goodput.told_step + 1:
+    def report_missed(self, report: StepReport, over_at_s: float) -> None:
+        """Report the last step, which ended at `over_at_s`, if the rank that had to do so is lost."""
+        if report.step != self._goodput.reported_step + 1:
             return
         interrupted = self._goodput.last_at_s is not None
         self._goodput.last_at_s = None
         self._file.write(self._line(report, over_at_s))
         self._goodput.last_at_s = over_at_s if interrupted else None
 
-    def _beat(self, report: StepReport) -> None:
-        """Tell the scheduler."""
+    def _send_heartbeat(self, report: StepReport) -> None:
+        """Send a heartbeat."""
         rate = 1.0 / self._pace_s
-        self._heartbeat.say(
-            Word(
+        self._heartbeat.send(
+            HeartbeatStatus(
                 step=report.step,
                 total_steps=report.total_steps or 0,
                 loss=report.loss,
                 samples_per_s=rate * self._pace_samples,
                 steps_per_s=rate,
-                checkpoint_step=self._kept.step,
-                checkpoint_at_s=self._kept.at_s,
+                checkpoint_step=self._last_checkpoint.step,
+                checkpoint_at_s=self._last_checkpoint.at_s,
                 goodput=self._goodput.share(time.time()),
-                note=self._kept.away or self._scaling.straggler(),
+                note=self._last_checkpoint.away or self._scaling.straggler(),
                 directory=str(self._options.out / "checkpoints"),
             )
         )
 
-    def _beat_before_first(self, progress: TrainingProgress) -> None:
-        """Tell the scheduler from which step the run goes on: what it has heard of an earlier attempt is out of date."""
-        self._heartbeat.say(
-            Word(
+    def _send_first_heartbeat(self, progress: TrainingProgress) -> None:
+        """Send the step from which the run resumes; the scheduler has an earlier attempt's number."""
+        self._heartbeat.send(
+            HeartbeatStatus(
                 step=progress.step,
                 total_steps=progress.total_steps or 0,
                 loss=math.nan,
                 samples_per_s=0.0,
                 steps_per_s=0.0,
-                checkpoint_step=self._kept.step,
-                checkpoint_at_s=self._kept.at_s,
+                checkpoint_step=self._last_checkpoint.step,
+                checkpoint_at_s=self._last_checkpoint.at_s,
                 goodput=self._goodput.share(time.time()),
-                note=self._kept.away,
+                note=self._last_checkpoint.away,
                 directory=str(self._options.out / "checkpoints"),
             )
         )
 
     def end(self, loop: TrainingLoop, stop: StopRequest, finished: bool, saved: Path | None) -> None:
-        """Tell about what ended after the last step; `saved`: where the model is."""
+        """Report the end of the run; `saved`: the path of the model."""
         self.close()
         for late in loop.late_reports:
-            self._tell_checkpoint(late)
+            self._report_checkpoint(late)
             line = {"step": loop.progress.step, "attempt": self._identity.attempt, "time": round(time.time(), 3)}
             self._file.write(line | _checkpoint_facts(late))
         self._file.close()
         self._writers.close()
         if self._last is not None:
-            self._beat(self._last)  # with the last checkpoint
+            self._send_heartbeat(self._last)  # with the last checkpoint
             if summary := self._scaling.summary():
                 print(summary, flush=True)
             print(self._goodput.describe(time.time()), flush=True)
@@ -373,14 +376,14 @@ class Reporter:
         }
         return line | self._goodput.step(report.step_s, now_s) | _checkpoint_facts(report.checkpoint)
 
-    def _tell_checkpoint(self, report: CheckpointReport | None) -> None:
+    def _report_checkpoint(self, report: CheckpointReport | None) -> None:
         if report is None:
             return
-        self._kept.away = f"checkpoints: {report.error}" if report.error else ""
+        self._last_checkpoint.away = f"checkpoints: {report.error}" if report.error else ""
         if report.error:
             print(f"checkpoint of step {report.step}: {report.error}", flush=True)
             return
-        self._kept.step, self._kept.at_s = report.step, time.monotonic()
+        self._last_checkpoint.step, self._last_checkpoint.at_s = report.step, time.monotonic()
         print(
             f"checkpoint: step {report.step}, {report.kind}, {report.stored_bytes / 1e6:.2f} MB, written in "
             f"{report.write_s * 1e3:.0f} ms (training waited {report.copy_s * 1e3:.1f} ms)",
@@ -396,11 +399,11 @@ def can_show_bar() -> bool:
         return False
     from rich.console import Console  # noqa: PLC0415 (nodes may not have it)
 
-    return Console().is_interactive  # not with TERM=dumb: rich would show nothing until the end
+    return Console().is_interactive  # with TERM=dumb rich shows nothing until the end
 
 
 class Bar:
-    """A progress bar on a terminal; what is printed meanwhile appears above it."""
+    """A progress bar on a terminal; other output appears above it."""
 
     def __init__(self, name: str, progress: TrainingProgress) -> None:
         from rich.console import Console  # noqa: PLC0415 (nodes may not have it)
@@ -414,7 +417,7 @@ class Bar:
         whole = progress.total_steps
         self._task = self._live.add_task(name, completed=progress.step, total=whole, facts="", of=whole or "?")
         self._live.start()
-        console.show_cursor(True)  # a process that is killed could not bring it back
+        console.show_cursor(True)  # a killed process could not show it again
         self._shown_at_s = float("-inf")
 
     def step(self, report: StepReport, epoch: str, left_s: float | None, rate: float) -> None:
@@ -440,18 +443,18 @@ class Bar:
         )
 
     def close(self) -> None:
-        """Leave it as it is, and print below it from now on."""
+        """Leave the bar as it is, and print below it from now on."""
         self._live.stop()
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as 0:07, 12:34 or 1:02:03."""
+    """Return seconds as 0:07, 12:34 or 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def _rank_facts(times: RankTimes | None) -> dict[str, list[float]] | None:
-    """What each rank's own work and wait took, and getting data within its work."""
+    """Return each rank's seconds of own work, wait, and data within its work."""
     if times is None or len(times.own_s) == 1:
         return None
     parts = (("t_own_s", times.own_s), ("t_data_s", times.data_s), ("t_wait_s", times.wait_s))

@@ -79,7 +79,7 @@ class CheckpointWriter:
         """Return whether a new checkpoint can begin now; `collect` what is finished first."""
         return self._lent is None
 
-    def wish(self) -> NextCheckpoint:
+    def next_content(self) -> NextCheckpoint:
         """Return what the next checkpoint would best be made of."""
         if not self.idle():
             return NextCheckpoint.NOTHING

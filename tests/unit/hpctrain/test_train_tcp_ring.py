@@ -30,10 +30,10 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 @contextmanager
 def ring(size: int, pair: Callable[[], tuple[socket.socket, socket.socket]] = tcp_pair) -> Iterator[list[TcpRing]]:
     pairs = [pair() for _ in range(size)]  # pair i leads from rank i to the next
-    wires = [TcpRing(rank, size, pairs[rank][0], pairs[rank - 1][1]) for rank in range(size)]
-    yield wires
-    for wire in wires:
-        wire.close()
+    rings = [TcpRing(rank, size, pairs[rank][0], pairs[rank - 1][1]) for rank in range(size)]
+    yield rings
+    for tcp_ring in rings:
+        tcp_ring.close()
 
 
 @settings(max_examples=10, deadline=None)
@@ -54,11 +54,11 @@ def test_sums_are_the_same_bits_on_all_whoever_begins_first(
     wanted = [sum(parts).tolist() for parts in zip(*[[f.double() for f in mine] for mine in flats], strict=True)]
     turns = [rank for rank in range(size) for _ in lengths]
     chance.shuffle(turns)
-    with ring(size, pair) as wires:
+    with ring(size, pair) as rings:
         begun = [0] * size
         works = []
         for rank in turns:
-            works.append(wires[rank].begin(flats[rank][begun[rank]]))
+            works.append(rings[rank].begin(flats[rank][begun[rank]]))
             begun[rank] += 1
         for work in works:
             work.wait()
@@ -72,9 +72,9 @@ def test_sums_are_the_same_bits_on_all_whoever_begins_first(
 def test_a_rank_may_get_its_part_alone_in_half_the_bytes_to_the_same_bits(size: int, length: int) -> None:
     flats = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     own = [flat.clone() for flat in flats]
-    with ring(size) as wires:
-        works = [wire.begin(part, own_part=True) for wire, part in zip(wires, own, strict=True)]
-        works += [wire.begin(flat) for wire, flat in zip(wires, flats, strict=True)]
+    with ring(size) as rings:
+        works = [tcp_ring.begin(part, own_part=True) for tcp_ring, part in zip(rings, own, strict=True)]
+        works += [tcp_ring.begin(flat) for tcp_ring, flat in zip(rings, flats, strict=True)]
         for work in works:
             work.wait()
     for rank in range(size):
@@ -87,8 +87,8 @@ def test_a_rank_may_get_its_part_alone_in_half_the_bytes_to_the_same_bits(size: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32])
 def test_other_kinds_of_numbers(dtype: torch.dtype) -> None:
     flats = [torch.arange(1000).to(dtype) * (rank + 1) for rank in range(3)]
-    with ring(3) as wires:
-        works = [wire.begin(flat) for wire, flat in zip(wires, flats, strict=True)]
+    with ring(3) as rings:
+        works = [tcp_ring.begin(flat) for tcp_ring, flat in zip(rings, flats, strict=True)]
         for work in works:
             work.wait()
     assert all(torch.equal(flat, torch.arange(1000).to(dtype) * 6) for flat in flats)
@@ -97,24 +97,24 @@ def test_other_kinds_of_numbers(dtype: torch.dtype) -> None:
 def test_halves_of_two_ranks_are_rounded_once_and_of_more_are_left_to_another_way() -> None:
     flats = [torch.full((9,), 256.0, dtype=torch.bfloat16), torch.full((9,), 1.0, dtype=torch.bfloat16)]
     wanted = (flats[0].float() + flats[1].float()).bfloat16()
-    with ring(2) as wires:
-        assert wires[0].sums(torch.bfloat16)
-        for work in [wire.begin(flat) for wire, flat in zip(wires, flats, strict=True)]:
+    with ring(2) as rings:
+        assert rings[0].sums(torch.bfloat16)
+        for work in [tcp_ring.begin(flat) for tcp_ring, flat in zip(rings, flats, strict=True)]:
             work.wait()
     assert torch.equal(flats[0], wanted)
     assert torch.equal(flats[1], wanted)
-    with ring(3) as wires:
-        assert not wires[0].sums(torch.bfloat16)
-        assert wires[0].sums(torch.float32)
+    with ring(3) as rings:
+        assert not rings[0].sums(torch.bfloat16)
+        assert rings[0].sums(torch.float32)
 
 
 def test_what_is_to_follow_a_sum_finds_it() -> None:
     flats = [torch.ones(PIECE * 3), torch.ones(PIECE * 3)]
     seen: list[float] = []
-    with ring(2) as wires:
+    with ring(2) as rings:
         works = [
-            wires[0].begin(flats[0], lambda: seen.append(float(flats[0].sum()))),
-            wires[1].begin(flats[1]),
+            rings[0].begin(flats[0], lambda: seen.append(float(flats[0].sum()))),
+            rings[1].begin(flats[1]),
         ]
         for work in works:
             work.wait()
@@ -124,14 +124,14 @@ def test_what_is_to_follow_a_sum_finds_it() -> None:
 def test_who_waits_for_a_lost_neighbour_is_told_where_that_was() -> None:
     to_right, its_end = tcp_pair()
     from_left, left_end = tcp_pair()
-    wire = TcpRing(0, 2, to_right, from_left)
-    work = wire.begin(torch.ones(10))
+    tcp_ring = TcpRing(0, 2, to_right, from_left)
+    work = tcp_ring.begin(torch.ones(10))
     left_end.close()
     with pytest.raises(TrainError, match=r"the rank on 127.0.0.1 has ended; if .* it was killed"):
         work.wait()
     with pytest.raises(TrainError, match="ended"):
-        wire.begin(torch.ones(10)).wait()
-    wire.close()
+        tcp_ring.begin(torch.ones(10)).wait()
+    tcp_ring.close()
     its_end.close()
 
 
