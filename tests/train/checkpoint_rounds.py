@@ -134,7 +134,7 @@ def attempt(directory: Path, steps: int, told: Callable[[str], None]) -> None:
         word = "done" if report.error is None else "kept" if "kept on" in report.error else "failed"
         told(f"{word} {number} {report.kind} {report.error or ''}")
         last, log = standing.last_step, standing.takes_log
-        keeper.again()
+        keeper.retry()
         keeper.tidy()
     told("end")
 

@@ -56,7 +56,7 @@ def test_tensors_and_arrays_come_back_with_their_kinds() -> None:
 
 
 def test_what_cannot_be_kept_is_refused_by_its_place() -> None:
-    with pytest.raises(TrainError, match=r"cannot keep optim\.0\.hook: it is a function"):
+    with pytest.raises(TrainError, match=r"cannot save optim\.0\.hook: it is a function"):
         flattened({"optim": [{"hook": lambda: 0}]})
 
 
@@ -64,7 +64,7 @@ def test_of_a_record_what_cannot_be_kept_is_left_out() -> None:
     kept, refused = keepable({"lr": 0.1, "out": Path("x"), "sizes": [1, {"a": None}]}, "hyper")
     assert kept == {"lr": 0.1, "sizes": [1, {"a": None}]}
     assert refused == [
-        "cannot keep hyper.out: it is a PosixPath, not tensors, numbers, text, lists or dictionaries",
+        "cannot save hyper.out: it is a PosixPath, not tensors, numbers, text, lists or dictionaries",
     ]
 
 
@@ -76,7 +76,7 @@ def test_of_a_record_what_cannot_be_kept_is_left_out() -> None:
     ],
 )
 def test_a_tensor_without_numbers_one_after_another_is_refused_by_its_place(tensor: torch.Tensor, why: str) -> None:
-    with pytest.raises(TrainError, match=rf"cannot keep mask\.3: {why}"):
+    with pytest.raises(TrainError, match=rf"cannot save mask\.3: {why}"):
         flattened({"mask": {3: tensor}})
 
 

@@ -27,7 +27,7 @@ def steps_in(directory: Path) -> list[int]:
     return [int(name[5:15]) for name in checkpoint_names(directory)]
 
 
-def test_list_has_each_checkpoint_and_what_it_stands_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_each_checkpoint_and_its_parent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, [1, 2])
     assert main(["list", str(tmp_path)]) == 0
     head, newest, oldest = capsys.readouterr().out.splitlines()
@@ -41,7 +41,7 @@ def test_list_and_verify_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write(tmp_path, [1, 2])
     assert main(["list", "--json", str(tmp_path)]) == 0
     newest, oldest = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert (newest["step"], newest["kind"], newest["stands_on"]) == (2, "delta", oldest["name"])
+    assert (newest["step"], newest["kind"], newest["parent"]) == (2, "delta", oldest["name"])
     data_file(tmp_path, oldest["name"]).unlink()
     assert main(["verify", "--json", str(tmp_path), "--step", "1"]) == 1
     (there,) = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -149,7 +149,7 @@ def test_prune_removes_nothing_where_nothing_is_whole(tmp_path: Path, capsys: py
     for name in checkpoint_names(tmp_path):
         data_file(tmp_path, name).unlink()
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 1
-    assert "nothing there is whole" in capsys.readouterr().err
+    assert "no checkpoint is undamaged" in capsys.readouterr().err
     assert steps_in(tmp_path) == [2, 1]
 
 

@@ -117,7 +117,7 @@ def test_a_run_that_is_not_to_resume_goes_on_without_the_rank_that_wrote(
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
     ended = elastic(tmp_path / "run", "none", "--ranks", "2", words=("--resume", "never"))
     assert ended.status == 1
-    assert "cannot start anew" in ended.output
+    assert "cannot start a new run" in ended.output
 
 
 def test_the_share_takes_nothing_when_the_rank_that_wrote_is_lost(undisturbed: list[float], tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_share_takes_nothing_when_the_rank_that_wrote_is_lost(undisturbed: l
 def test_a_last_state_that_nobody_may_write_is_an_error(tmp_path: Path) -> None:
     ended = elastic(tmp_path / "run", f"unclaimed:11:{STEPS + 1}", "--ranks", "2")
     assert ended.status == 1
-    assert f"cannot keep the last state (step {STEPS}): " in ended.output
+    assert f"cannot save the last state (step {STEPS}): " in ended.output
 
 
 def test_checkpoints_that_are_due_when_it_is_best_need_no_other_rank(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_fit_the_run_is_turned_away_and_the_others_go_on(
 def test_silence_of_a_length_that_would_lose_healthy_ranks_is_refused(tmp_path: Path) -> None:
     ended = elastic(tmp_path / "run", "none", "--silence", "0.1")
     assert ended.status == 2
-    assert "--silence 0.1: has to be more than 0.5 s" in ended.output
+    assert "--silence 0.1: must be more than 0.5 s" in ended.output
 
 
 def test_an_error_that_every_rank_would_meet_ends_the_run(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_frozen_weights_stay_as_they_were_and_the_new_ones_learn_on_one_rank_and
     ended = run_script("finetune", 2, tmp_path / "run", "--steps", "50", "--checkpoint-every", "25")
     assert "2 ranks over mpi, attempt 1, resumed from step 10" in ended.output
     found = re.search(
-        r"([0-9.]+) % of 796 unseen new digits named rightly, 5125 of 23941 weights trained", ended.output
+        r"([0-9.]+) % of 796 unseen new digits classified correctly, 5125 of 23941 weights trained", ended.output
     )
     assert found, ended.output
     assert float(found[1]) > 75

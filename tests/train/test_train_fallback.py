@@ -45,7 +45,7 @@ class World:
         snapshot = TensorSnapshot(layout_of(state(step)))
         snapshot.fill(state(step))
         made = WriteOrder(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt))
-        report, self.standing = self.keeper.make(made)
+        report, self.writer_state = self.keeper.make(made)
         assert isinstance(report, CheckpointReport)
         self.number = snapshot.number
         return report
@@ -91,13 +91,13 @@ def test_what_the_share_does_not_take_is_kept_here_and_brought_there_later(
             told = world.make(step).error or ""
             assert os.strerror(error) in told
             assert f"in {place}" in told
-            assert world.standing.away
-            assert world.standing.last_step == 1
+            assert world.writer_state.away
+            assert world.writer_state.last_step == 1
         assert parts_in(place) == ["part-step-0000000003.a0000.r0.json"], "the newest alone"
-        world.keeper.again()
+        world.keeper.retry()
         assert world.keeper.waiting
     assert_holds(share, 1)
-    world.keeper.again()
+    world.keeper.retry()
     assert not world.keeper.waiting
     assert not list(place.iterdir())
     assert_holds(share, 3)
@@ -120,19 +120,19 @@ def test_a_share_that_hangs_is_not_waited_for_and_its_buffer_is_left_alone(
     monkeypatch.setattr(files, "write_new", hang)
     assert "has not answered for 0.2 s; kept on " in (world.make(1).error or "")
     held = world.number
-    assert world.standing.held == {held}
+    assert world.writer_state.held == {held}
     assert "the share still does not answer; kept on " in (world.make(2).error or "")
-    assert world.standing.held == {held}
+    assert world.writer_state.held == {held}
     assert parts_in(place) == ["part-step-0000000002.a0000.r0.json"]
     slow = world.keeper._slow
     back.set()
     world.keeper._patience_s = PATIENCE_S
     assert slow is not None
     assert slow.result(PATIENCE_S).error is None
-    world.keeper.again()
+    world.keeper.retry()
     assert_holds(share, 2)
     assert world.make(3).error is None
-    assert not world.standing.held
+    assert not world.writer_state.held
     assert_holds(share, 3)
 
 

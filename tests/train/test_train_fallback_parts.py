@@ -40,7 +40,7 @@ class World:
         port = listener.getsockname()[1]
         self.keepers = []
         for rank in range(RANKS):
-            seat = Endpoint(rank=rank, addresses=("127.0.0.1",), port=port, secret=SECRET) if rank else None
+            endpoint = Endpoint(rank=rank, addresses=("127.0.0.1",), port=port, secret=SECRET) if rank else None
             task = WriterSetup(
                 claim=self.claim,
                 parent=None,
@@ -49,10 +49,10 @@ class World:
                 distrusted=(),
                 chunk_bytes=CHUNK_BYTES,
                 ranks=RANKS,
-                seat=seat,
+                endpoint=endpoint,
                 secret=SECRET,
             )
-            keeper = CheckpointKeeper(task, Other(seat) if seat else First(RANKS, listener, SECRET), 60.0)
+            keeper = CheckpointKeeper(task, Other(endpoint) if endpoint else First(RANKS, listener, SECRET), 60.0)
             keeper._local = top / f"host-{rank}"
             self.keepers.append(keeper)
         self._pool = ThreadPoolExecutor(RANKS)

@@ -27,18 +27,18 @@ CHUNKS = 3 * AHEAD
 
 def being_filled() -> Wanted:
     buffer = Buffer(lay_out([("a", "uint8", (CHUNKS * CHUNK_BYTES,))]))
-    buffer.filling.begin()
+    buffer.copy_progress.begin()
     (slot,) = buffer.layout
-    return Wanted(slot=slot, content=buffer.content(slot), filling=buffer.filling)
+    return Wanted(slot=slot, content=buffer.content(slot), copy_progress=buffer.copy_progress)
 
 
 def test_what_is_there_is_given_to_the_disk_before_the_rest_is_copied() -> None:
     wanted = being_filled()
-    wanted.filling.reach(2 * AHEAD * CHUNK_BYTES)
+    wanted.copy_progress.reach(2 * AHEAD * CHUNK_BYTES)
     with ThreadPoolExecutor(2) as pool:
         made = Packer(CHUNK_BYTES, 0, pool, frugal=False).run([wanted])
         assert next(made)
-        wanted.filling.reach(FULL)
+        wanted.copy_progress.reach(FULL)
         made.close()
 
 
@@ -52,7 +52,7 @@ def test_nothing_is_read_before_it_is_there() -> None:
             wanted.content[until - CHUNK_BYTES : until] = bytes([until // CHUNK_BYTES]) * CHUNK_BYTES
 
     with ThreadPoolExecutor(2) as pool:
-        (entry,) = _collect(Packer(CHUNK_BYTES, 0, pool).run([replace(wanted, filling=Copy())]), [])
+        (entry,) = _collect(Packer(CHUNK_BYTES, 0, pool).run([replace(wanted, copy_progress=Copy())]), [])
     assert [chunk.hash for chunk in entry.chunks] == [
         digest(bytes([number]) * CHUNK_BYTES) for number in range(1, CHUNKS + 1)
     ]
@@ -61,10 +61,10 @@ def test_nothing_is_read_before_it_is_there() -> None:
 def test_who_waits_for_what_does_not_come_gets_an_error() -> None:
     wanted = being_filled()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wanted.filling.wait, 10)
-        wanted.filling.reach(9)
+        waiting = pool.submit(wanted.copy_progress.wait, 10)
+        wanted.copy_progress.reach(9)
         assert not waiting.done()
-        wanted.filling.reach(BROKEN)
+        wanted.copy_progress.reach(BROKEN)
         with pytest.raises(PublishError, match="not copied to its end"):
             waiting.result()
 

@@ -211,7 +211,7 @@ def test_what_is_smaller_is_chosen_and_said(tmp_path: Path) -> None:
     single = World(tmp_path / "one").run(3)
     assert kinds(single) == ["base", "gradients", "gradients"]
     assert re.fullmatch(
-        r"the gradients of 1 step take 0.0\d MB, what changed about 0.\d\d MB: increments are gradients, \d.\d times less "
+        r"the gradients of 1 step take 0.0\d MB, the changes about 0.\d\d MB: increments are gradients, \d.\d times less "
         r"than the state",
         single[1].note,
     )
@@ -385,7 +385,7 @@ def test_a_log_without_an_optimizer_cannot_be_used(tmp_path: Path) -> None:
     restored = restore_newest(tmp_path, layout_of(world.tensors()), world.warnings.append)
     assert restored is not None
     assert restored.published.manifest.facts.step == 1
-    assert "no optimizer here to take its steps again" in world.warnings[0]
+    assert "no optimizer here to replay its steps" in world.warnings[0]
 
 
 def test_the_probe_sees_one_bit() -> None:

@@ -41,9 +41,7 @@ def test_the_first_one_comes_soon_and_the_next_when_it_was_said() -> None:
     assert [step for step in range(101, 130) if interval.due(step)][0] == 110
     interval.learn(0.5, 0.01, 0.1)
     said = interval.next_after(110, interval.steps())
-    assert (
-        "the next in 83 steps: one costs 10.0 ms, a step takes 500 ms, and the run is interrupted every 24.0 h" in said
-    )
+    assert "next in 83 steps: one costs 10.0 ms, a step takes 500 ms, and the run is interrupted every 24.0 h" in said
     assert not interval.due(192)
     assert interval.due(193)
     assert interval.next_after(193, 84) == "", "about the same is not said again"

@@ -98,7 +98,7 @@ def test_a_model_without_weights_is_refused_with_what_to_do(make: Callable[[], t
 
 def test_a_tensor_that_no_checkpoint_can_keep_is_named() -> None:
     with pytest.raises(
-        TrainError, match=r"cannot keep model.phase in a checkpoint: it is of dtype float8_e4m3fnuz; keep"
+        TrainError, match=r"cannot save model.phase in a checkpoint: it is of dtype float8_e4m3fnuz; convert"
     ):
         layout_of({"model.phase": torch.zeros(3, dtype=torch.float8_e4m3fnuz)})
 

@@ -123,7 +123,7 @@ def test_a_stop_signal_makes_a_checkpoint_and_asks_to_be_queued_again(
 def test_a_script_of_a_few_lines_learns_real_digits_on_two_ranks(tmp_path: Path) -> None:
     ended = run_mpi(2, "-m", "hpctrain.examples.digits", "--out", tmp_path, "--steps", "60")
     assert ended.status == 0, ended.output
-    right = re.search(r"([0-9.]+) % of 360 unseen digits named rightly", ended.output)
+    right = re.search(r"([0-9.]+) % of 360 unseen digits classified correctly", ended.output)
     assert right, ended.output
     assert float(right[1]) > 85
 
@@ -167,7 +167,7 @@ def test_another_world_goes_on_from_the_checkpoint_of_two(tmp_path: Path) -> Non
     with started([*python(), *CHARGPT, *options(tmp_path, "--resume", "never")]) as process:
         refused = finish(process)
     assert refused.status == 1
-    assert "cannot start anew in" in refused.output
+    assert "cannot start a new run in" in refused.output
     with started([*python(), *CHARGPT, *options(tmp_path, "--width", "64")]) as process:
         refused = finish(process)
     assert refused.status == 1

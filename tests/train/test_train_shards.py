@@ -159,7 +159,7 @@ def test_the_command_packs_arrays_and_checks_them(tmp_path: Path, capsys: pytest
     assert "train-00000.shard: chunk 0" in capsys.readouterr().err
     np.save(tmp_path / "odd.npy", np.ones(3, np.complex64))
     for bad, why in (
-        ([str(tmp_path / "odd.npy")], "numbers of type complex64 have no place in a shard"),
+        ([str(tmp_path / "odd.npy")], "shards do not support numbers of type complex64"),
         ([str(tmp_path / "odd.npy"), str(tmp_path / "weight.npy")], "all need the same number"),
         ([str(out / "dataset.json")], "cannot read arrays from"),
     ):

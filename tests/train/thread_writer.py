@@ -29,7 +29,7 @@ class ThreadWriter(CheckpointWriter):
         group: First | Other | None = None,
     ) -> None:
         self._maker = Maker(claim, parent, base_every, retention, chunk_bytes, group)
-        super().__init__(self._maker.standing, parent)
+        super().__init__(self._maker.writer_state, parent)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._flight: Future[CheckpointReport] | None = None
 
@@ -39,19 +39,19 @@ class ThreadWriter(CheckpointWriter):
 
     def _hand_over(self, order: WriteOrder) -> None:
         if order.snapshot is not None:
-            order.snapshot.filling.begin()
+            order.snapshot.copy_progress.begin()
         self._flight = self._thread.submit(self._maker.make, order)
         self._thread.submit(self._maker.tidy)
 
     def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
-        snapshot.filling.reach(there)
+        snapshot.copy_progress.reach(there)
 
     def _finished(self) -> bool:
         return self._flight is not None and self._flight.done()
 
     def _result(self) -> tuple[CheckpointReport, WriterState]:
         assert self._flight is not None
-        return self._flight.result(), self._maker.standing
+        return self._flight.result(), self._maker.writer_state
 
 
 def install() -> None:

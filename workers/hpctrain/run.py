@@ -705,11 +705,13 @@ class Run:
             first = ProcessWriter(
                 self._claim, None, options.base_every, policy_of(options), self._distrusted, ranks=size
             )
-            self.comm.all_gather_object(first.seats(own_addresses()))
+            self.comm.all_gather_object(first.endpoints(own_addresses()))
             return first
-        seats: list[Endpoint] = self.comm.all_gather_object(None)[0]
+        endpoints: list[Endpoint] = self.comm.all_gather_object(None)[0]
         mine = Claim(directory=options.out / "checkpoints", attempt=attempt)
-        return ProcessWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
+        return ProcessWriter(
+            mine, None, options.base_every, policy_of(options), ranks=size, endpoint=endpoints[self.rank]
+        )
 
     def _report(self, report: StepReport, reporter: Reporter | None, model: torch.nn.Module) -> None:
         self._last_step = report, time.time()
@@ -730,7 +732,7 @@ class Run:
 
     def _end(self, model: torch.nn.Module, loop: TrainingLoop, reporter: Reporter | None) -> None:
         if self._lacks_claim:
-            raise TrainError(f"cannot keep the last state (step {loop.progress.step}): {self._unclaimed}")
+            raise TrainError(f"cannot save the last state (step {loop.progress.step}): {self._unclaimed}")
         self.weights_sha256 = check_replicas(model, self.comm)
         self.finished, self._ended, self._over = loop.finished, loop.ended, True
         saved = None
@@ -869,7 +871,7 @@ class Run:
         names = checkpoint_names(self._options.out / "checkpoints")
         if names:
             raise TrainError(
-                f"cannot start anew in {self._options.out}: it has checkpoints up to {names[0]}; give another --out"
+                f"cannot start a new run in {self._options.out}: it has checkpoints up to {names[0]}; give another --out"
             )
 
     def _interval(self) -> Interval:

@@ -1,8 +1,8 @@
-"""Checkpoints on a share that is only NFS: bases and increments, written in the background, restored bit by bit.
+"""Checkpoints on a share that may be NFS: bases and increments, written in the background, restored bit by bit.
 
-The way of one: `snapshot` copies, or `gradlog` has noted each step's gradients; `pack` shrinks, `write` publishes by the rules of
-`files` if `fence` allows it, `retain` removes old ones, `restore` finds the newest that verifies, and `replay` takes logged
-steps again.  The format is in hpcsched-checkpoint(5).
+A checkpoint's way: `snapshot` copies the state, or `gradient_log` has recorded each step's gradients; `packer` packs, `publish`
+writes and publishes by the rules of `files` if `fence` allows it, `retain` removes old ones, `restore` finds the newest one
+that verifies, and `replay` takes logged steps again.  The format is in hpcsched-checkpoint(5).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.writing.retain import Retention, RetentionPolicy
     from hpctrain.checkpoint.writing.writer import CheckpointWriter, NextCheckpoint, ProcessWriter
 
-# Where each name is: whoever needs no torch (the process that writes) imports none.
+# The modules of these names are imported on first use, because the process that writes must not import torch.
 _HOMES = {
     "Checkpointer": "script",
     "Claim": "writing.fence",

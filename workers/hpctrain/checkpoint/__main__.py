@@ -1,6 +1,6 @@
-"""Looks at a directory of checkpoints: `python -m hpctrain.checkpoint list|verify|prune|export DIRECTORY ...`.
+"""Inspect a directory of checkpoints: `python -m hpctrain.checkpoint list|verify|prune|export DIRECTORY ...`.
 
-What `hctl checkpoint` runs.  Does not know jobs.
+`hctl checkpoint` runs it.  Does not know jobs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.errors import DamagedError, TrainError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit status: 1 if something is damaged or cannot be done."""
+    """Run one command, and return the exit status: 1 if a checkpoint is damaged, or the command failed."""
     options = _parser().parse_args(argv)
     directory = options.directory
     if (directory / "checkpoints").is_dir():
@@ -39,33 +39,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpctrain.checkpoint", description="Look at the checkpoints of a run.")
+    parser = argparse.ArgumentParser(prog="hpctrain.checkpoint", description="Inspect the checkpoints of a run.")
     words = parser.add_subparsers(required=True, metavar="list|verify|prune|export")
     for name, work, text in (
-        ("list", _list, "what there is, the newest first"),
-        ("verify", _verify, "read all of it, and name what is damaged"),
-        ("prune", _prune, "remove old chains; the newest whole one stays"),
-        ("export", _export, "write one as a file: FILE.safetensors, or what torch.load reads"),
+        ("list", _list, "list the checkpoints, newest first"),
+        ("verify", _verify, "read everything, and name damaged checkpoints"),
+        ("prune", _prune, "remove old chains; the newest undamaged one stays"),
+        ("export", _export, "write a checkpoint to a file: FILE.safetensors, or for torch.load"),
     ):
         word = words.add_parser(name, help=text, description=text)
         word.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run's --out, or its checkpoints/")
         word.set_defaults(work=work)
         if name == "prune":
-            word.add_argument("--keep", type=_chains, default=2, metavar="K", help="the newest chains (%(default)s)")
-            word.add_argument("--every", type=_hours, default=0.0, metavar="HOURS", help="and one of so many hours")
+            word.add_argument(
+                "--keep", type=_chains, default=2, metavar="K", help="keep the newest K chains (%(default)s)"
+            )
+            word.add_argument(
+                "--every", type=_hours, default=0.0, metavar="HOURS", help="also keep one chain per HOURS hours"
+            )
         if name in ("list", "verify"):
             word.add_argument("--json", action="store_true", help="print as JSON, version 1")
         if name in ("export", "verify"):
-            word.add_argument("--step", type=_step, help="of the checkpoint (default: the newest whole one, or all)")
+            word.add_argument(
+                "--step", type=_step, help="step of the checkpoint (default: the newest undamaged one, or all)"
+            )
         if name == "export":
             word.add_argument("file", type=Path, metavar="FILE")
-            word.add_argument("--all", action="store_true", help="the optimizer's state too, not the weights alone")
+            word.add_argument("--all", action="store_true", help="the optimizer's state too, not only the weights")
     return parser
 
 
 def _chains(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chains: one at least stays")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chains; keep at least 1")
     return int(text)
 
 
@@ -75,13 +81,13 @@ def _hours(text: str) -> float:
     except ValueError:
         hours = -1.0
     if not 0 <= hours < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours, like 24; 0 is none")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours, for example 24 (0: none)")
     return hours
 
 
 def _step(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step; list shows which there are")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step; `list` shows the steps")
     return int(text)
 
 
@@ -90,14 +96,14 @@ def _list(directory: Path, options: argparse.Namespace) -> int:
     if options.json:
         _print_json(directory, rows)
     else:
-        print(f"{'STEP':>10}  {'KIND':<9}  {'ATTEMPT':>7}  {'RANKS':>5}  {'MB':>10}  {'WRITTEN':<19}  STANDS ON")
+        print(f"{'STEP':>10}  {'KIND':<9}  {'ATTEMPT':>7}  {'RANKS':>5}  {'MB':>10}  {'WRITTEN':<19}  PARENT")
         for row in rows:
             print(_line(row))
     return int(any(row["damage"] for row in rows))
 
 
 def _listed(directory: Path, name: str) -> dict[str, Any] | None:
-    """What a checkpoint's manifest says; None: it was removed meanwhile."""
+    """Return the facts of a checkpoint's manifest; None: it was removed meanwhile."""
     try:
         manifest = read_chain(directory, name)[-1][0]
     except DamagedError as error:
@@ -111,7 +117,7 @@ def _listed(directory: Path, name: str) -> dict[str, Any] | None:
         "ranks": facts.world,
         "bytes": sum(data.bytes for data in manifest.data),
         "written_at_s": facts.written_at_s,
-        "stands_on": manifest.parent.name if manifest.parent else None,
+        "parent": manifest.parent.name if manifest.parent else None,
         "damage": None,
     }
 
@@ -122,7 +128,7 @@ def _line(row: Mapping[str, Any]) -> str:
     written = datetime.fromtimestamp(row["written_at_s"]).isoformat(sep=" ", timespec="seconds")
     return (
         f"{row['step']:>10}  {row['kind']:<9}  {row['attempt']:>7}  {row['ranks']:>5}  {row['bytes'] / 1e6:>10.2f}  "
-        f"{written}  {row['stands_on'] or ''}"
+        f"{written}  {row['parent_name'] or ''}"
     )
 
 
@@ -151,7 +157,7 @@ def _print_json(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _is_there(directory: Path, name: str) -> bool:
-    """Return whether a checkpoint is still there: a run removes old ones, their manifests first, while it is looked at."""
+    """Return whether a checkpoint still exists: a run removes old ones, their manifests first."""
     return name in checkpoint_names(directory)
 
 
@@ -162,7 +168,7 @@ def _check(directory: Path, name: str) -> None:
 
 def _prune(directory: Path, options: argparse.Namespace) -> int:
     policy = RetentionPolicy(keep=options.keep, every_s=3600 * options.every)
-    whole: set[str] = set()  # chains
+    whole: set[str] = set()  # undamaged chains
     damaged = []
     for name in checkpoint_names(directory):
         if len(whole) >= policy.keep:
@@ -173,7 +179,7 @@ def _prune(directory: Path, options: argparse.Namespace) -> int:
             print(f"{name} is damaged and does not count")
             damaged.append(name)
     if not whole:
-        raise TrainError(f"cannot prune {directory}: nothing there is whole, so all of it stays")
+        raise TrainError(f"cannot prune {directory}: no checkpoint is undamaged, so nothing is removed")
     removed = prune(directory, policy, damaged)
     print("\n".join([*removed, f"removed {len(removed)} files"]))
     return 0
@@ -205,7 +211,7 @@ def _export(directory: Path, options: argparse.Namespace) -> int:
         write_export(options.file, manifest, tensors)
         print(f"{options.file}: step {manifest.facts.step}, {len(tensors)} tensors{_note(manifest)}")
         return 0
-    raise TrainError(f"cannot export from {directory}: no checkpoint{_of(options.step)} is whole")
+    raise TrainError(f"cannot export from {directory}: no checkpoint{_of(options.step)} is undamaged")
 
 
 def _note(manifest: Manifest) -> str:
@@ -225,5 +231,5 @@ def _wanted(directory: Path, step: int | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads has seen enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader has closed the pipe
     sys.exit(main())

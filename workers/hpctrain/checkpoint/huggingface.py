@@ -1,12 +1,12 @@
-"""Checkpoints under Hugging Face's Trainer:
+"""Checkpoints of Hugging Face's Trainer:
 
-    kept = Checkpoints("run1", every=50)
-    trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[kept], ...)
-    trainer.train(resume_from_checkpoint=kept.newest())
-    sys.exit(kept.status)
+    checkpoints = Checkpoints("run1", every=50)
+    trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[checkpoints], ...)
+    trainer.train(resume_from_checkpoint=checkpoints.newest())
+    sys.exit(checkpoints.status)
 
-Model, optimizer, schedule, random numbers and the trainer's own state are kept, in the background and as increments; `newest`
-makes a checkpoint directory of the Trainer's own kind of them.  Needs the package `transformers`.
+Saves model, optimizer, schedule, random numbers and the trainer's own state, in the background and as increments; `newest`
+makes a checkpoint directory of the Trainer's own format.  Needs the package `transformers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_schedule
 
 
 class Checkpoints(TrainerCallback):
-    """Keeps the trainer's state every so many steps, at the end, and when a signal asks to stop."""
+    """Saves the trainer's state every `every` steps, at the end, and when a signal asks to stop."""
 
     def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
         self._trees = Trees(out, base_every=base_every, keep=keep)
@@ -37,10 +37,10 @@ class Checkpoints(TrainerCallback):
         self._every = every
         self._stop = StopRequest()
         self._last = 0
-        self.status = 0  # the exit status that the scheduler understands
+        self.status = 0  # the exit status for the scheduler: 0, or 75 to queue the job again
 
     def newest(self) -> str | None:
-        """Return a directory that `train` takes as `resume_from_checkpoint`; None: there is no checkpoint."""
+        """Return a directory for `resume_from_checkpoint` of `train`; None: there is no checkpoint."""
         found = self._trees.newest()
         if found is None:
             return None
@@ -57,11 +57,11 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Begin to note signals."""
+        """Start to record signals."""
         self._stop.__enter__()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """Keep the state if it is due, or if the run is to stop."""
+        """Save the state if it is due, or if the run is to stop."""
         stops = self._stop.received is not None
         if state.is_world_process_zero:
             if stops or (self._every > 0 and state.global_step % self._every == 0):
@@ -72,7 +72,7 @@ class Checkpoints(TrainerCallback):
             control.should_training_stop = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """Keep the last state."""
+        """Save the last state."""
         if state.is_world_process_zero and self._every > 0 and self._last != state.global_step:
             self._keep(state, parts, wait=True)
         self._trees.close()

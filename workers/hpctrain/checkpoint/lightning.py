@@ -1,12 +1,12 @@
-"""Checkpoints under PyTorch Lightning:
+"""Checkpoints of PyTorch Lightning:
 
-    kept = Checkpoints("run1", every=50)
-    trainer = Trainer(callbacks=[kept], enable_checkpointing=False, ...)
-    trainer.fit(model, data, ckpt_path=kept.newest())
-    sys.exit(kept.status)
+    checkpoints = Checkpoints("run1", every=50)
+    trainer = Trainer(callbacks=[checkpoints], enable_checkpointing=False, ...)
+    trainer.fit(model, data, ckpt_path=checkpoints.newest())
+    sys.exit(checkpoints.status)
 
-What Lightning itself would write is kept, in the background and as increments; `newest` makes Lightning's own file of it again.
-Needs the package `lightning`.
+Saves the content of Lightning's own checkpoints, in the background and as increments; `newest` makes a file of Lightning's
+format.  Needs the package `lightning`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hpctrain.checkpoint.script import Trees
 from hpctrain.errors import EXIT_REQUEUE
 from hpctrain.signals import StopRequest
 
-# What a run that goes on does not take from its checkpoint: of these anything can be left out.
+# Not needed to resume: values in these that cannot be saved are left out.
 RECORDS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class Checkpoints(Callback):
-    """Keeps the trainer's state every so many steps, at the end, and when a signal asks to stop."""
+    """Saves the trainer's state every `every` steps, at the end, and when a signal asks to stop."""
 
     def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
         self._trees = Trees(out, base_every=base_every, keep=keep)
@@ -36,10 +36,10 @@ class Checkpoints(Callback):
         self._stop = StopRequest()
         self._last = 0
         self._told: set[str] = set()
-        self.status = 0  # the exit status that the scheduler understands
+        self.status = 0  # the exit status for the scheduler: 0, or 75 to queue the job again
 
     def newest(self) -> str | None:
-        """Return a file that `fit` takes as `ckpt_path`, made of the newest checkpoint; None: there is none."""
+        """Return a file for `ckpt_path` of `fit`, made of the newest checkpoint; None: there is none."""
         found = self._trees.newest()
         if found is None:
             return None
@@ -49,14 +49,14 @@ class Checkpoints(Callback):
         return str(path)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to note signals; Lightning has read its file."""
+        """Start to record signals; Lightning has read its file."""
         (self._out / f"lightning-{os.getpid()}.ckpt").unlink(missing_ok=True)
         self._stop.__enter__()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the state if it is due, or if the run is to stop."""
+        """Save the state if it is due, or if the run is to stop."""
         step = trainer.global_step
         stops = bool(trainer.strategy.reduce_boolean_decision(self._stop.received is not None, all=False))
         due = self._every > 0 and step > self._last and step % self._every == 0
@@ -68,14 +68,14 @@ class Checkpoints(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the last state."""
+        """Save the last state."""
         if self._every > 0 and self._last != trainer.global_step:
             self._keep(trainer, wait=True)
         self._trees.close()
         self._stop.__exit__(None, None, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let what is under way be finished."""
+        """Finish the checkpoint that is being written."""
         self._trees.close()
         self._stop.__exit__(None, None, None)
 

@@ -1,13 +1,13 @@
-"""Checkpoints for any script: what has a `state_dict()` is kept, in the background, and restored.
+"""Checkpoints for any script: objects with a `state_dict()` are saved in the background, and restored.
 
-    kept = Checkpointer("run1", model=model, optimizer=optimizer, schedule=schedule)  # goes on from the last checkpoint
-    for step in range(kept.step, 10_000):
-        ...                                                                           # a step, as ever
-        kept.step_done()                                                              # one in 50 is kept
+    run = Checkpointer("run1", model=model, optimizer=optimizer, schedule=schedule)  # resumes from the last checkpoint
+    for step in range(run.step, 10_000):
+        ...                                                                          # a step, as before
+        run.step_done()                                                              # saves every 50th step
 
 Knows no training loop.
-Rules: SIGTERM and SIGUSR1 end the script after the present step, with a checkpoint, and with a status that asks for another run
-(75).  Of several ranks the first one writes, and all read; so what is kept is what all of them have alike.
+Rules: SIGTERM and SIGUSR1 end the script after the current step, with a checkpoint and exit status 75 (queue the job again).
+Of several ranks the first one writes, and all read; so the saved objects must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from hpctrain.signals import StopRequest
 
 
 class Stateful(Protocol):
-    """What can be kept: a model, an optimizer, a schedule, a scaler, a sampler."""
+    """An object that can be saved: a model, an optimizer, a schedule, a scaler, a sampler."""
 
     def state_dict(self) -> Any:
-        """Its state."""
+        """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take a state over."""
+        """Restore a state."""
 
 
 class Trees:
-    """Checkpoints of nested state in a directory: the newest one, and the writing of others."""
+    """Checkpoints of nested state in a directory: reads the newest one, and writes new ones."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Trees:
         keep_every_hours: float = 0.0,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`base_every`: one in so many holds everything, the others what has changed; `keep` chains of such stay."""
+        """Open a directory; every `base_every`-th checkpoint is a base, and `keep` chains stay."""
         self._environ = os.environ if environ is None else environ
         self.directory = Path(out) / "checkpoints"
         self._base_every, self._policy = base_every, RetentionPolicy(keep=keep, every_s=3600 * keep_every_hours)
@@ -73,10 +73,10 @@ class Trees:
         self._away = ""  # why the last one is not on the share
 
     def newest(self) -> tuple[int, Any] | None:
-        """Read the newest checkpoint that is whole, and give its step and the tree; None: there is none.
+        """Read the newest undamaged checkpoint; return its step and tree, or None if there is no checkpoint.
 
         Raises:
-            NoCheckpointError: there are checkpoints, and none is whole.
+            NoCheckpointError: all checkpoints are damaged.
         """
         self._restored = restore_newest(self.directory, None, _tell)
         if self._restored is None:
@@ -88,18 +88,18 @@ class Trees:
         facts = published.manifest.facts
         if "tree" not in facts.state:
             raise MismatchError(
-                f"cannot go on from {self.directory}: its checkpoints are of hpctrain's own loop; give another directory"
+                f"cannot resume from {self.directory}: its checkpoints are of hpctrain's own loop; give another directory"
             )
         self._kept_step, self._kept_at_s = facts.step, time.monotonic() - (time.time() - facts.written_at_s)
         return facts.step, grown(facts.state["tree"], tensors)
 
     def begin(self, step: int, tree: object) -> bool:
-        """Copy a tree and start to write it; False: the last one is still under way, and this one is left out."""
+        """Copy a tree and start to write it; return False if the last checkpoint is still being written."""
         tensors, skeleton = flattened(tree)
         writer = self._writer or self._new_writer()
         self.collect()
         if not writer.idle():
-            _tell(f"checkpoint of step {step}: left out, the one before is still being written")
+            _tell(f"checkpoint of step {step}: left out, because the last one is still being written")
             return False
         facts = CheckpointFacts(
             step=step,
@@ -114,22 +114,22 @@ class Trees:
         return True
 
     def collect(self) -> CheckpointReport | None:
-        """Take note of what has been finished."""
+        """Return the report of a checkpoint that is finished, or None."""
         return self._note(self._writer.collect() if self._writer else None)
 
     def wait(self) -> CheckpointReport | None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         return self._note(self._writer.wait() if self._writer else None)
 
     def close(self) -> None:
-        """Finish."""
+        """Finish writing, and end the process."""
         self.wait()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def tell(self, step: int) -> None:
-        """Tell the scheduler how far a job is, now and then."""
+        """Send a heartbeat if it is due."""
         if self._heartbeat.due():
             status = HeartbeatStatus(
                 step=step,
@@ -163,7 +163,7 @@ class Trees:
 
 
 class Checkpointer:
-    """Keeps objects with a `state_dict()`, and the random numbers."""
+    """Saves objects with a `state_dict()`, and the state of random generators."""
 
     def __init__(
         self,
@@ -176,11 +176,13 @@ class Checkpointer:
         environ: Mapping[str, str] | None = None,
         **parts: Stateful,
     ) -> None:
-        """Goes on from the newest checkpoint in `out`, if there is one: the parts are as they were after `step` steps.
+        """Resume from the newest checkpoint in `out`, if there is one: restore the parts, and set `step`.
+
+        `every`: steps between checkpoints.  `base_every`: every so many checkpoints are a base.  `keep`: chains to keep.
 
         Raises:
-            MismatchError: what is there is of another model; names the first tensor that differs.
-            NoCheckpointError: there are checkpoints, and none is whole.
+            MismatchError: the checkpoint is of another model; names the first tensor that differs.
+            NoCheckpointError: all checkpoints are damaged.
         """
         environ = os.environ if environ is None else environ
         self._parts, self._every = parts, every
@@ -195,10 +197,10 @@ class Checkpointer:
             self._take_over(tree)
 
     def step_done(self) -> None:
-        """Count a step, and keep the state if it is due; or end the script, if a signal has asked for that.
+        """Count a step, and save the state if it is due; end the script if a signal has asked for that.
 
         Raises:
-            SystemExit: with 75; the state is kept.
+            SystemExit: with status 75; the state is saved.
         """
         self.step += 1
         stops = self._anybody_stops()
@@ -213,14 +215,14 @@ class Checkpointer:
             raise SystemExit(EXIT_REQUEUE)
 
     def save(self) -> None:
-        """Keep the state as it is now, and wait until it is on the share."""
+        """Save the current state, and wait until it is on the share."""
         if self._first:
             self._trees.wait()
             self._trees.begin(self.step, self._tree())
             self._trees.wait()
 
     def close(self) -> None:
-        """Keep the last state, and finish."""
+        """Save the last state, and finish."""
         if self._first and self._every > 0 and self._kept_step() != self.step:
             self.save()
         self._trees.close()
@@ -258,7 +260,7 @@ class Checkpointer:
         there = tree["parts"]
         if there.keys() != self._parts.keys():
             raise MismatchError(
-                f"cannot go on from {self._trees.directory}: it has {', '.join(there)}, and this script keeps "
+                f"cannot resume from {self._trees.directory}: it has {', '.join(there)}, and this script saves "
                 f"{', '.join(self._parts)}"
             )
         for name, part in self._parts.items():
@@ -270,7 +272,7 @@ class Checkpointer:
 
 
 def check_alike(saved: Mapping[str, Any], live: Mapping[str, Any], source: Path, what: str) -> None:
-    """Return if a model's saved tensors are those that it has.
+    """Check that a model's saved tensors are those that it has.
 
     Raises:
         MismatchError: names the first one that differs.
@@ -279,7 +281,7 @@ def check_alike(saved: Mapping[str, Any], live: Mapping[str, Any], source: Path,
         has = [_kind(tensors[name]) if name in tensors else "none" for tensors in (saved, live)]
         if has[0] != has[1]:
             raise MismatchError(
-                f"cannot go on from {source}: for {what}'s {name!r} it has {has[0]}, this script {has[1]}"
+                f"cannot resume from {source}: for {what}'s {name!r} it has {has[0]}, this script {has[1]}"
             )
 
 
@@ -296,7 +298,7 @@ def random_state() -> dict[str, object]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Take over what `random_state` gave; a GPU's where there are as many."""
+    """Restore what `random_state` returned; GPUs' only if their number is the same."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,1 +1,1 @@
-"""Worked examples, each started with `python -m hpctrain.examples.NAME --help`."""
+"""Examples, each started with `python -m hpctrain.examples.NAME --help`."""

@@ -1,14 +1,14 @@
-"""A GPT that learns to write Python character by character, from the standard library's source, or what `--data` has.
+"""A GPT that learns to write Python character by character, from the standard library's source or from `--data`.
 
     python -m hpctrain.examples.chargpt --out run                      one process
     mpirun -n 2 python -m hpctrain.examples.chargpt --out run          two ranks, our ring
     torchrun --nproc-per-node 2 -m hpctrain.examples.chargpt --out run two ranks, Gloo or NCCL
 
-    python -m hpctrain.data text --out texts --vocabulary 4096 FILE...  tokens of a text of one's own, and then
+    python -m hpctrain.data text --out texts --vocabulary 4096 FILE...  tokens of your own text, and then
     mpirun -n 2 python -m hpctrain.examples.chargpt --out run --data texts --stage /var/tmp
 
-Run it again with the same --out and it goes on from the last checkpoint.  Exit status: 0 the training is finished, 75
-stopped by SIGTERM or SIGUSR1 with a checkpoint made (queue me again), 1 an error, 2 a wrong option.
+Run it again with the same --out to continue from the last checkpoint.  Exit status: 0 the training is finished, 75 stopped by
+SIGTERM or SIGUSR1 with a checkpoint (queue the job again), 1 an error, 2 a wrong option.
 This module reads options and imports nothing heavy: `--help` and a missing package answer at once.
 """
 
@@ -57,12 +57,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DIR",
-        help="tokens that `python -m hpctrain.data text` has made (default: characters)",
+        help="tokens made by `python -m hpctrain.data text` (default: characters)",
     )
     group.add_argument("--layers", type=positive, default=4, help="(%(default)s)")
     group.add_argument("--width", type=positive, default=128, help="(%(default)s)")
     group.add_argument("--heads", type=positive, default=4, help="(%(default)s)")
-    group.add_argument("--context", type=positive, default=64, help="characters or tokens that it sees (%(default)s)")
+    group.add_argument(
+        "--context", type=positive, default=64, help="length of the context in characters or tokens (%(default)s)"
+    )
     group.add_argument(
         "--freeze", type=int, default=0, metavar="N", help="do not train the first N blocks (%(default)s)"
     )

@@ -1,6 +1,6 @@
 """The run of the character GPT: a model, an optimizer, a data source and one loop.
 
-Read `run` from top to bottom: this is what a script of one's own looks like.
+Read `run` from top to bottom: your own script looks like this.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hpctrain.run import Run, start
 
 # ----- a small GPT: token and position embeddings, blocks of attention and MLP, tied output
 # Shapes: B samples, T positions, C width, H heads, V vocabulary.
-# Sources: Radford et al., "Language models are unsupervised multitask learners", 2019; Karpathy's nanochat for the taste
+# Sources: Radford et al., "Language models are unsupervised multitask learners", 2019; Karpathy's nanochat for the style
 # (RMS norm without weights, no biases, squared ReLU).
 
 
 class TransformerBlock(nn.Module):
-    """Attention to earlier positions, then an MLP, both added to the stream."""
+    """Attention to earlier positions, then an MLP, both added to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TransformerBlock(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """One block; the shape stays (B, T, C)."""
+        """Return the output of one block; the shape stays (B, T, C)."""
         x_BTC = x_BTC + self._attend(norm(x_BTC))
         return x_BTC + self.down(F.relu(self.up(norm(x_BTC))).square())
 
@@ -67,14 +67,14 @@ class Gpt(nn.Module):
         self._init_weights(layers)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Logits (B, T, V) for the token after each position."""
+        """Return logits (B, T, V) for the token after each position."""
         x_BTC = self.token(tokens_BT) + self.position.weight[: tokens_BT.shape[1]]
         for block in self.blocks:
             x_BTC = block(x_BTC)
         return F.linear(norm(x_BTC), self.token.weight)
 
     def _init_weights(self, layers: int) -> None:
-        """Scaled so that the stream does not grow with depth, and all tokens start equally likely."""
+        """Scale weights so that the stream does not grow with depth, and all tokens start equally likely."""
         for name, parameter in self.named_parameters():
             deep = name.endswith(("attended.weight", "down.weight"))
             nn.init.normal_(parameter, std=0.04 / (math.sqrt(2 * layers) if deep else 1))
@@ -87,7 +87,7 @@ def norm(x_BTC: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def generate(model: Gpt, start: list[int], count: int, seed: int, temperature: float = 0.7) -> list[int]:
-    """Continue `start` by `count` tokens, drawn by a generator of its own."""
+    """Continue `start` by `count` tokens, drawn by a separate generator."""
     generator = torch.Generator().manual_seed(seed)
     device = model.token.weight.device
     tokens = list(start)
@@ -103,7 +103,7 @@ PROMPT = "def "
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Train on this rank and return the exit status; every rank calls it."""
+    """Train on this rank, and return the exit status; every rank calls it."""
     with start(options, "chargpt", environ) as here:
         text = tokens_of(here.dataset(options.data)) if options.data else characters_of(shared_corpus(here))
         model = Gpt(text.vocabulary, options.context, options.layers, options.width, options.heads).to(here.device)
@@ -126,14 +126,14 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def mean_loss(model: torch.nn.Module, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """The mean loss of the next token."""
+    """Return the mean loss of the next token."""
     logits_BTV = model(inputs_BT)
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """Tokens for training and for validation, and what they mean."""
+    """Tokens for training and validation, and their decoding."""
 
     train: Tokens
     validation: Tokens | None
@@ -143,7 +143,7 @@ class TextSource:
 
 
 def characters_of(corpus: Corpus) -> TextSource:
-    """The characters of the standard library's source."""
+    """Return the characters of the standard library's source."""
     return TextSource(
         train=corpus.train,
         validation=corpus.validation,
@@ -154,7 +154,7 @@ def characters_of(corpus: Corpus) -> TextSource:
 
 
 def tokens_of(dataset: Dataset) -> TextSource:
-    """The tokens of a prepared data set."""
+    """Return the tokens of a prepared data set."""
     content = dataset.tokenizer()
     if content is None:
         raise TrainError(f"cannot train on {dataset.directory}: it has {dataset.kind}, not tokens of a text")
@@ -169,12 +169,12 @@ def tokens_of(dataset: Dataset) -> TextSource:
 
 
 def sample(model: Gpt, text: TextSource, count: int, seed: int) -> str:
-    """Some text that the model writes."""
+    """Return a text that the model writes."""
     return PROMPT + text.decode(generate(model, list(text.encode(PROMPT)), count, seed))
 
 
 class Validation:
-    """The sum of losses over one part of evenly spread validation windows, and their number."""
+    """Returns the sum of losses over one part of evenly spread validation windows, and their number."""
 
     def __init__(self, model: Gpt, tokens: Tokens, device: torch.device) -> None:
         self._model, self._tokens, self._device = model, tokens, device
@@ -192,7 +192,7 @@ class Validation:
 
 
 def shared_corpus(here: Run) -> Corpus:
-    """Read the corpus on rank 0 and hand it round, as other hosts may have another Python."""
+    """Read the corpus on rank 0 and send it to all, because other hosts may have another Python."""
     corpus = standard_library() if here.is_first else None
     facts: Any = here.share(
         lambda: (corpus.train.size, corpus.validation.size, corpus.files, corpus.digest) if corpus else None

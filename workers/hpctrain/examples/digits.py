@@ -1,10 +1,10 @@
-"""Handwritten digits, 8 by 8 pixels, told apart by a small convolutional network: real data that scikit-learn brings along.
+"""Handwritten digits, 8 by 8 pixels, classified by a small convolutional network; the data comes with scikit-learn.
 
     python -m hpctrain.examples.digits --out run                one process
     mpirun -n 2 python -m hpctrain.examples.digits --out run    two ranks
 
-A whole training script: a model, an optimizer, a data source and one loop.  It ends with the share of digits that it had not seen
-and names rightly.  Options, checkpoints and exit status are those of every hpctrain script.
+A whole training script: a model, an optimizer, a data source and one loop.  It ends with the accuracy on unseen digits.
+Options, checkpoints and exit status are those of every hpctrain script.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpctrain.env import require
 from hpctrain.errors import EXIT_FAILED, TrainError
 from hpctrain.options import add_options
 
-TEST_SHARE = 5  # every fifth digit is kept for the test
+TEST_SHARE = 5  # every fifth digit is for the test
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         if here.finished and here.is_first:
             with torch.no_grad():
                 right = float((model(test_images).argmax(dim=1) == test_names).float().mean())
-            print(f"{100 * right:.1f} % of {len(test_names)} unseen digits named rightly", flush=True)
+            print(f"{100 * right:.1f} % of {len(test_names)} unseen digits classified correctly", flush=True)
     return here.status
 
 

@@ -1,12 +1,12 @@
-"""A trained network learns something new with most of its weights frozen: from the digits 0 to 4 to the digits 5 to 9.
+"""Fine-tuning with most weights frozen: from the digits 0 to 4 to the digits 5 to 9.
 
     python -m hpctrain.examples.finetune --out run                       one process
     mpirun -n 2 python -m hpctrain.examples.finetune --out run           two ranks
     python -m hpctrain.examples.finetune --out run --unfreeze            for comparison: nothing is frozen
 
-A few pictures of the new digits are enough, because the layers that see lines and bows are there already.  They are learned on
-the spot (one process, some seconds) and kept in `pretrained.pt`; with weights of one's own, `--from FILE`.  Frozen weights are
-neither exchanged nor written again: increments of a checkpoint hold the new part alone.
+A few pictures of the new digits suffice, because the lower layers are trained already.  Their weights are trained at the start
+(one process, some seconds) and saved in `pretrained.pt`; `--from FILE` uses your own.  Frozen weights are not exchanged, and
+increments of a checkpoint do not contain them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser, batch=20, lr=1e-2, steps=80, warmup=5, schedule="cosine", clip=1.0)
     group = parser.add_argument_group("fine-tuning")
     group.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="weights to begin with (default: made on the spot)"
+        "--from", dest="source", type=Path, metavar="FILE", help="initial weights (default: trained at the start)"
     )
     group.add_argument(
-        "--pictures", type=positive, default=100, metavar="N", help="of new digits to learn from (%(default)s)"
+        "--pictures", type=positive, default=100, metavar="N", help="number of pictures of new digits (%(default)s)"
     )
     group.add_argument("--unfreeze", action="store_true", help="train all weights")
     options = parser.parse_args(arguments)

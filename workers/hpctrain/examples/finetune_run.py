@@ -1,4 +1,4 @@
-"""The run of the fine-tuning: weights from a file, some of them frozen, a new last layer, and the one loop."""
+"""The run of the fine-tuning: weights from a file, some of them frozen, a new last layer, and one loop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpctrain.data import Rows
 from hpctrain.errors import TrainError
 from hpctrain.run import Run, save_model, start
 
-KNOWN = 5  # digits below are learned beforehand
+KNOWN = 5  # digits below are learned before
 PRETRAIN_STEPS = 150
 PRETRAIN_BATCH = 64
-FEATURES = 64 * 16  # numbers that the head sees
+FEATURES = 64 * 16  # inputs of the head
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         model.load_state_dict(here.share(lambda: pretrained(here, options, images[old], names[old])))
         if not options.unfreeze:
             model.requires_grad_(False)
-        model.head = torch.nn.Linear(FEATURES, 10 - KNOWN, device=here.device)  # the new digits'
+        model.head = torch.nn.Linear(FEATURES, 10 - KNOWN, device=here.device)  # for the new digits
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=options.lr)
         data = Rows({"image": new_images[: options.pictures], "name": new_names[: options.pictures]}, options.seed)
         test_images = torch.from_numpy(new_images[options.pictures :]).to(here.device)
@@ -46,7 +46,8 @@ def run(options: argparse.Namespace) -> int:
         if here.finished and here.is_first:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             print(
-                f"{100 * accuracy(model, test_images, test_names):.1f} % of {len(test_names)} unseen new digits named rightly, "
+                f"{100 * accuracy(model, test_images, test_names):.1f} % of {len(test_names)} unseen new digits "
+                f"classified correctly, "
                 f"{trained} of {sum(p.numel() for p in model.parameters())} weights trained",
                 flush=True,
             )
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def network() -> torch.nn.Sequential:
-    """Layers that see lines and bows, and a head that names what they see."""
+    """Return the network: convolutional layers, and a head that classifies."""
     eyes = torch.nn.Sequential(
         torch.nn.Conv2d(1, 32, 3, padding=1),
         torch.nn.ReLU(),
@@ -70,7 +71,7 @@ def network() -> torch.nn.Sequential:
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Pictures (N, 1, 8, 8) and the digits that they show."""
+    """Return pictures (N, 1, 8, 8) and their digits."""
     found = load_digits()
     return (found.images.astype(np.float32) / 16.0)[:, None], found.target.astype(np.int64)
 
@@ -78,7 +79,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 def pretrained(
     here: Run, options: argparse.Namespace, images: np.ndarray, names: np.ndarray
 ) -> dict[str, torch.Tensor]:
-    """The weights to begin with; called on one rank."""
+    """Return the initial weights; called on one rank."""
     path: Path = options.source or options.out / "pretrained.pt"
     if path.exists() or options.source:
         return weights_in(path)
@@ -92,7 +93,7 @@ def pretrained(
         optimizer.step()
     options.out.mkdir(parents=True, exist_ok=True)
     save_model(path, model)
-    print(f"finetune: learned the digits below {KNOWN}, kept in {path}", flush=True)
+    print(f"finetune: learned the digits below {KNOWN}, saved in {path}", flush=True)
     return model.state_dict()
 
 
@@ -114,5 +115,5 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, images: torch.Tensor, names: torch.Tensor) -> float:
-    """The share of pictures that are named rightly."""
+    """Return the fraction of pictures that are classified correctly."""
     return float((model(images).argmax(dim=1) == names).float().mean())

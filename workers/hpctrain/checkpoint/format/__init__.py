@@ -1,1 +1,1 @@
-"""What a checkpoint is: manifests, chunks, packed data, logs of gradients."""
+"""The format of checkpoints: manifests, chunks, logs of gradients, nested state."""

@@ -1,6 +1,9 @@
-"""Tensors in chunks, as manifests have them.
+"""Tensors in chunks: the manifest's entries, and the packing of chunks by byte planes, differences and Blosc with zstd.
 
-Pure values and their JSON; knows neither files nor what a manifest is.
+Pure functions on values and bytes; does not know files.
+Rules: every packing is exact, bit for bit.  A difference is taken between the integers with the numbers' bits, so that a
+small change of a float is a small integer; then all first bytes, all second bytes, and so on are grouped.
+Sources: Blosc's shuffle filter; Protocol Buffers' zigzag encoding.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A stretch of a tensor: its length and hash, and where its bytes are if it is not the parent's."""
+    """A stretch of a tensor: its length and hash, and the place of its bytes unless they are the parent's."""
 
     bytes: int
     hash: str
     packing: Packing
     at: int = 0
     stored: int = 0
-    file: int = 0  # which of the manifest's data files
+    file: int = 0  # index of the manifest's data file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +52,13 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """The length of the tensor's content."""
+        """The bytes of the tensor's content."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceEntry:
-    """What one rank has of a tensor, in chunks: its bytes from `low` on."""
+    """One rank's piece of a tensor, in chunks: its bytes from `low` on."""
 
     name: str
     dtype: str
@@ -65,10 +68,10 @@ class PieceEntry:
 
 
 def joined(parts: Sequence[Sequence[PieceEntry]]) -> tuple[TensorEntry, ...]:
-    """Put the pieces of all ranks together; the n-th rank's chunks are in the n-th data file.
+    """Join the pieces of all ranks; the n-th rank's chunks are in the n-th data file.
 
     Raises:
-        PublishError: of some tensor a stretch is missing, or there twice.
+        PublishError: a stretch of a tensor is missing or doubled.
     """
     found: dict[str, list[PieceEntry]] = {}
     for number, pieces in enumerate(parts):
@@ -81,17 +84,21 @@ def joined(parts: Sequence[Sequence[PieceEntry]]) -> tuple[TensorEntry, ...]:
         first, at = pieces[0], 0
         for piece in pieces:
             if piece.low != at or (piece.dtype, piece.shape) != (first.dtype, first.shape):
-                raise PublishError(f"cannot put {name!r} together: a piece begins at byte {piece.low} instead of {at}")
+                raise PublishError(
+                    f"cannot join the pieces of {name!r}: a piece begins at byte {piece.low} instead of {at}"
+                )
             at += sum(chunk.bytes for chunk in piece.chunks)
         chunks = tuple(chunk for piece in pieces for chunk in piece.chunks)
         tensors.append(TensorEntry(name=name, dtype=first.dtype, shape=first.shape, chunks=chunks))
         if at != tensors[-1].bytes:
-            raise PublishError(f"cannot put {name!r} together: the ranks have {at} of its {tensors[-1].bytes} bytes")
+            raise PublishError(
+                f"cannot join the pieces of {name!r}: the ranks have {at} of its {tensors[-1].bytes} bytes"
+            )
     return tuple(tensors)
 
 
 def hashes_of(tensor: TensorEntry) -> dict[int, str]:
-    """Return the hash of each chunk by where it begins."""
+    """Return the hash of each chunk by its offset."""
     found, low = {}, 0
     for chunk in tensor.chunks:
         found[low] = chunk.hash
@@ -100,20 +107,20 @@ def hashes_of(tensor: TensorEntry) -> dict[int, str]:
 
 
 def tensor_to_json(tensor: TensorEntry) -> dict[str, object]:
-    """Return what a manifest says of a tensor."""
+    """Return a tensor's entry in a manifest."""
     chunks = [chunk_to_json(chunk) for chunk in tensor.chunks]
     return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
 
 
 def piece_to_json(piece: PieceEntry) -> dict[str, object]:
-    """Return what a rank says of what it has written of a tensor."""
+    """Return a rank's message about its piece of a tensor."""
     chunks = [chunk_to_json(chunk) for chunk in piece.chunks]
     shape = list(piece.shape)
     return {"name": piece.name, "dtype": piece.dtype, "shape": shape, "low": piece.low, "chunks": chunks}
 
 
 def piece_from_json(entry: dict[str, Any]) -> PieceEntry:
-    """Read what a rank says of what it has written of a tensor."""
+    """Return the piece in a rank's message."""
     return PieceEntry(
         name=entry["name"],
         dtype=entry["dtype"],
@@ -124,7 +131,7 @@ def piece_from_json(entry: dict[str, Any]) -> PieceEntry:
 
 
 def chunk_to_json(chunk: Chunk) -> dict[str, object]:
-    """Return what a manifest says of a chunk."""
+    """Return a chunk's entry in a manifest."""
     entry: dict[str, object] = {"bytes": chunk.bytes, "hash": chunk.hash, "as": str(chunk.packing)}
     if chunk.packing is not Packing.SAME:
         entry |= {"at": chunk.at, "stored": chunk.stored}
@@ -134,7 +141,7 @@ def chunk_to_json(chunk: Chunk) -> dict[str, object]:
 
 
 def chunk_from_json(chunk: dict[str, Any]) -> Chunk:
-    """Read what a manifest says of a chunk.
+    """Return the chunk of a manifest's entry.
 
     Raises: as `tensor_from_json`.
     """
@@ -149,7 +156,7 @@ def chunk_from_json(chunk: dict[str, Any]) -> Chunk:
 
 
 def tensor_from_json(entry: dict[str, Any]) -> TensorEntry:
-    """Read what a manifest says of a tensor.
+    """Return the tensor of a manifest's entry.
 
     Raises:
         ValueError, KeyError, TypeError: a field is missing or wrong, or the chunks do not add up.
@@ -165,17 +172,17 @@ def tensor_from_json(entry: dict[str, Any]) -> TensorEntry:
 
 
 ZSTD_LEVEL = 1
-LONGEST = 8  # bytes of an integer; what is longer (a complex number of two doubles) is several of them
+LONGEST = 8  # bytes of an integer; a longer item (a complex number of two doubles) is several integers
 LENGTHS = struct.Struct("<4xI4xI")  # of Blosc's header: of the content, and of the whole
-# A packing has to save at least this much of a chunk to be worth its unpacking.
+# A packed chunk must be smaller than this fraction of the chunk.
 WORTH = 0.95
 
 
 class Packing(enum.StrEnum):
-    """How a chunk is stored."""
+    """The way in which a chunk is stored."""
 
-    SAME = "same"  # not at all: the parent's chunk
-    RAW = "raw"  # as it is
+    SAME = "same"  # not stored: equal to the parent's chunk
+    RAW = "raw"  # unchanged
     PLANES = "planes"  # byte planes, zstd
     DELTA = "delta"  # zigzag of the integer difference to the parent's chunk, byte planes, zstd
 
@@ -186,7 +193,7 @@ def digest(chunk: memoryview | bytes) -> str:
 
 
 def pack(chunk: memoryview, item_bytes: int, parent: memoryview | None) -> tuple[Packing, bytes | memoryview]:
-    """Choose the smallest storage of a chunk of numbers of `item_bytes` (1, 2, 4, 8; 16 for a pair of 8) each."""
+    """Return the smallest packing of a chunk of numbers of `item_bytes` bytes (1, 2, 4, 8; 16 for pairs of 8)."""
     if parent is not None:
         delta = _compress(_zigzag_difference(chunk, parent, item_bytes))
         if len(delta) < WORTH * len(chunk):
@@ -198,7 +205,7 @@ def pack(chunk: memoryview, item_bytes: int, parent: memoryview | None) -> tuple
 
 
 def unpack_into(out: memoryview, packing: Packing, stored: bytes | memoryview, item_bytes: int) -> None:
-    """Write the chunk into `out`, which for a difference holds the parent's chunk before.
+    """Unpack a chunk into `out`, which has the parent's chunk if the packing is a difference.
 
     Raises:
         DamagedError: the stored bytes cannot be unpacked to this length.
@@ -235,13 +242,13 @@ def _unzigzag(values: np.ndarray) -> np.ndarray:
 
 
 def _compress(numbers: np.ndarray) -> bytes:
-    # In one block: in shorter ones, as Blosc would choose, zstd has several kinds of bytes before it, and finds nothing.
+    # In one block: Blosc's own shorter blocks mix several kinds of bytes, and zstd compresses them badly.
     return blosc.compress(numbers, b"zstd", ZSTD_LEVEL, blosc.SHUFFLE, numbers.nbytes)
 
 
 def _decompress(stored: bytes | memoryview, numbers: np.ndarray) -> None:
     whole, length = LENGTHS.unpack_from(stored) if len(stored) >= LENGTHS.size else (0, 0)
-    if whole != numbers.nbytes or length != len(stored):  # Blosc would believe them
+    if whole != numbers.nbytes or length != len(stored):  # Blosc does not check them
         raise DamagedError(f"{len(stored)} bytes that unpack to {whole} instead of {numbers.nbytes}")
     try:
         blosc.decompress(stored, numbers)

@@ -1,8 +1,8 @@
-"""What a checkpoint is: the manifest, its names, and the reading of it from JSON that is not trusted.
+"""The manifest of a checkpoint, its name, reading it from untrusted JSON, and the names in a directory.
 
 Format: man/hpcsched-checkpoint.5.  Knows no tensors and writes no files.
-Rules: a manifest bears a checksum of itself and names its parent by name and checksum, so that a chain cannot be mixed;
-an unknown version or kind is refused, an unknown field kept out of the way.
+Rules: a manifest has a checksum of itself, and names its parent by name and checksum, so that chains cannot be mixed.  An
+unknown version or kind is rejected, an unknown field ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = ("base", "delta", "gradients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent:
-    """The checkpoint that an increment stands on."""
+    """The checkpoint that an increment builds on."""
 
     name: str
     checksum: str
@@ -46,7 +46,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """When and by whom: what a checkpoint says beside its tensors.
+    """The facts of a checkpoint besides its tensors: step, attempt, job, time.
 
     `state` is the trainer's own (sampler, random numbers, schedule), JSON values only.
     """
@@ -62,42 +62,42 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One checkpoint: a base, or an increment (of a `kind`) on its parent."""
+    """One checkpoint: a base, or an increment on its parent."""
 
     facts: CheckpointFacts
     kind: str  # one of KINDS
     parent: Parent | None
     base: str
-    depth: int  # increments since the base
+    depth: int  # number of increments since the base
     chunk_bytes: int
-    data: tuple[DataFile, ...]  # of each rank that wrote
-    tensors: tuple[TensorEntry, ...]  # of "gradients": only those that no optimizer moves
-    log: StepLog | None = None  # of "gradients"
+    data: tuple[DataFile, ...]  # one per rank that wrote
+    tensors: tuple[TensorEntry, ...]  # of kind "gradients": only tensors that no optimizer moves
+    log: StepLog | None = None  # of kind "gradients" only
 
     @property
     def name(self) -> str:
-        """The name under which it is published, without the suffix."""
+        """The published name, without the suffix."""
         return checkpoint_name(self.facts.step, self.facts.attempt)
 
 
 def checkpoint_name(step: int, attempt: int) -> str:
-    """Return the checkpoint of a step by an attempt."""
+    """Return the name of the checkpoint of a step by an attempt."""
     return f"step-{step:010d}.a{attempt:04d}"
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """Return (step, attempt) of a checkpoint's name, None if it is no such name."""
+    """Return (step, attempt) of a checkpoint's name; None if it is not such a name."""
     match = NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def facts_to_json(facts: CheckpointFacts) -> dict[str, object]:
-    """Return what a manifest says beside its tensors."""
+    """Return a manifest's facts as JSON values."""
     return asdict(facts) | {"state": dict(facts.state)}
 
 
 def facts_from_json(body: Mapping[str, Any]) -> CheckpointFacts:
-    """Read what a manifest says beside its tensors.
+    """Return the facts in a manifest.
 
     Raises:
         ValueError, KeyError, TypeError: a field is missing or wrong.
@@ -114,7 +114,7 @@ def facts_from_json(body: Mapping[str, Any]) -> CheckpointFacts:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Write a manifest as JSON with its checksum."""
+    """Return a manifest as JSON with its checksum."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -135,19 +135,19 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def checksum_of(content: bytes) -> str:
-    """Return the checksum that a manifest bears, after checking it.
+    """Verify a manifest, and return its checksum.
 
     Raises:
-        DamagedError: the content is not what it was when it was written.
+        DamagedError: the content is altered.
     """
     return _checked_body(content)[1]
 
 
 def from_bytes(content: bytes) -> Manifest:
-    """Read a manifest.
+    """Return the manifest in a file's content.
 
     Raises:
-        DamagedError: it is cut short, altered, of an unknown version, or its parts contradict each other.
+        DamagedError: it is incomplete, altered, of an unknown version, or contradicts itself.
     """
     body, _ = _checked_body(content)
     try:
@@ -161,9 +161,9 @@ def _checked_body(content: bytes) -> tuple[dict[str, object], str]:
     try:
         body = json.loads(content)
     except ValueError as error:
-        raise DamagedError(f"it is not whole ({error})") from error
+        raise DamagedError(f"it is incomplete ({error})") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise DamagedError("it is no checkpoint manifest")
+        raise DamagedError("it is not a checkpoint manifest")
     if body.get("version") != VERSION or body.get("hash") != HASH:
         raise DamagedError(
             f"it is of version {body.get('version')} with {body.get('hash')} hashes; this program reads version "
@@ -171,8 +171,16 @@ def _checked_body(content: bytes) -> tuple[dict[str, object], str]:
         )
     checksum = body.pop("checksum", None)
     if not isinstance(checksum, str) or digest(to_json(body)) != checksum:
-        raise DamagedError("its checksum does not fit its content")
+        raise DamagedError("its checksum does not match its content")
     return body, checksum
+
+
+def _data_from_json(entries: list[dict]) -> tuple[DataFile, ...]:
+    data = tuple(DataFile(file=str(entry["file"]), bytes=int(entry["bytes"])) for entry in entries)
+    outside = [entry.file for entry in data if "/" in entry.file or entry.file.startswith(".")]
+    if outside:
+        raise ValueError(f"data file {outside[0]!r} is outside of the directory")
+    return data
 
 
 def _from_json(body: dict) -> Manifest:
@@ -181,10 +189,7 @@ def _from_json(body: dict) -> Manifest:
     parent = body["parent"]
     if (body["kind"] == "base") != (parent is None):
         raise ValueError("a base has no parent, an increment has one")
-    data = tuple(DataFile(file=str(entry["file"]), bytes=int(entry["bytes"])) for entry in body["data"])
-    outside = [one.file for one in data if "/" in one.file or one.file.startswith(".")]
-    if outside:
-        raise ValueError(f"data file {outside[0]!r} lies outside of the directory")
+    data = _data_from_json(body["data"])
     manifest = Manifest(
         facts=facts_from_json(body),
         kind=body["kind"],
@@ -198,7 +203,7 @@ def _from_json(body: dict) -> Manifest:
     )
     flats = [flat for step in manifest.log.steps for flat in step.flats] if manifest.log else []
     if any(chunk.file >= len(data) for tensor in (*manifest.tensors, *flats) for chunk in tensor.chunks):
-        raise ValueError("a chunk is in a data file that is not named")
+        raise ValueError("a chunk is in a data file that the manifest does not name")
     return manifest
 
 
@@ -206,7 +211,7 @@ LATEST = "LATEST"
 
 
 def checkpoint_names(directory: Path) -> list[str]:
-    """List the checkpoints by name, the newest first."""
+    """Return the names of the checkpoints in a directory, newest first."""
     try:
         names = {name.removesuffix(SUFFIX) for name in os.listdir(directory) if name.endswith(SUFFIX)}
     except FileNotFoundError:
@@ -216,7 +221,7 @@ def checkpoint_names(directory: Path) -> list[str]:
 
 
 def _hinted(directory: Path) -> list[str]:
-    """A client may list an old directory and yet read a new file: so the hint can only add a name."""
+    """Return the name in the hint file: an NFS client may list an old directory, and yet read a new file."""
     try:
         name = (directory / LATEST).read_text(errors="replace").strip().removesuffix(SUFFIX)
     except OSError:

@@ -1,8 +1,8 @@
-"""A log of gradients: the steps to be taken again, and how it can be seen that they were; and what a manifest says of it.
+"""A log of gradients: the steps to replay, a probe to verify the result, and its entry in a manifest.
 
 Pure values and their JSON; knows no torch.
-Rules: gradients are kept as the optimizer's ranks summed them, before they were clipped, with the factor that they were then
-multiplied by: so neither ranks nor threads of the reader decide about a bit of the norm.
+Rules: gradients are saved as summed over the ranks, before clipping, with the factor of the clipping.  So the bits of the
+norm do not depend on the reader's ranks or threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LoggedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The steps between two checkpoints."""
+    """The logged steps between two checkpoints."""
 
     since: int  # the step of the first of the two
     steps: tuple[LoggedStep, ...]
@@ -42,28 +42,28 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """One step of the optimizer."""
+    """One step of the optimizer, in a manifest."""
 
     number: int  # as the optimizer counts, from 1
     lr: float
-    factor: float  # what gradients were multiplied by
-    flats: tuple[TensorEntry, ...]  # one for each list of names in the log's order
+    factor: float  # factor of the gradients (clipping, loss scale)
+    flats: tuple[TensorEntry, ...]  # one per list of names in the log's order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
-    """The steps since the parent that moved something."""
+    """The steps since the parent that moved weights."""
 
-    order: tuple[tuple[str, ...], ...]  # which parameters lie one after another in which flat
-    tied: Mapping[str, str]  # further names of parameters, each with the one that `order` has
-    device: Mapping[str, object]  # on what the run computed
-    optimizer: Mapping[str, object]  # its kind, and settings if it can be made of them
+    order: tuple[tuple[str, ...], ...]  # names of the parameters in each flat array, in order
+    tied: Mapping[str, str]  # further names of tied parameters, each with its name in `order`
+    device: Mapping[str, object]  # the device of the run
+    optimizer: Mapping[str, object]  # its kind, and its arguments if it can be made of them
     probe: bytes  # some numbers of the weights after the last step, as float64
     steps: tuple[StepEntry, ...]
 
 
 def log_to_json(log: StepLog) -> dict[str, object]:
-    """Return what a manifest says of a log."""
+    """Return a log's entry in a manifest."""
     steps = [
         {
             "number": step.number,
@@ -84,7 +84,7 @@ def log_to_json(log: StepLog) -> dict[str, object]:
 
 
 def log_from_json(body: dict[str, Any]) -> StepLog:
-    """Read what a manifest says of a log.
+    """Return the log of a manifest's entry.
 
     Raises:
         ValueError, KeyError, TypeError: a field is missing or wrong.

@@ -1,9 +1,9 @@
-"""Nested state (what `state_dict()` gives) as tensors by name and a skeleton of JSON values, and back.
+"""Nested state (the value of `state_dict()`) as tensors by name and a skeleton of JSON values, and back.
 
 Knows no files.
-Rules: what comes back is equal, with the same types: dictionaries in their order, with keys that are text or numbers, lists,
-tuples, tensors, NumPy's arrays and numbers, text, numbers, bytes, None.  Anything else is refused by its place: nothing is
-pickled, so a checkpoint never runs code.
+Rules: the restored state is equal, with the same types: dictionaries in their order, with text or numbers as keys, lists,
+tuples, tensors, NumPy arrays and numbers, text, numbers, bytes, None.  Any other value is rejected with its place.  Nothing
+is pickled, so a checkpoint never runs code.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 def flattened(tree: object, name: str = "") -> tuple[dict[str, torch.Tensor], object]:
-    """Return the tensors of a tree by name, and the rest of it.
+    """Return the tensors of a tree by name, and its skeleton.
 
     Raises:
-        TrainError: something in it cannot be kept; says where.
+        TrainError: a value cannot be saved; names its place.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _shape_of(tree, name, tensors)
 
 
 def keepable(tree: Mapping[str, object], name: str) -> tuple[dict[str, object], list[str]]:
-    """Return what of a dictionary can be kept, and say of each of the others why not."""
+    """Return the entries of a dictionary that can be saved, and the reasons why others cannot."""
     kept: dict[str, object] = {}
     refused: list[str] = []
     for key, part in tree.items():
@@ -44,7 +44,7 @@ def keepable(tree: Mapping[str, object], name: str) -> tuple[dict[str, object], 
 
 
 def grown(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> object:
-    """Put together again what `flattened` took apart."""
+    """Return the tree of a skeleton and its tensors: the inverse of `flattened`."""
     kind, value = skeleton
     match kind:
         case "value":
@@ -68,38 +68,48 @@ def grown(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> object:
 
 
 def _shape_of(tree: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
-    if isinstance(tree, torch.Tensor):
-        if type(tree) not in (torch.Tensor, torch.nn.Parameter):
-            raise TrainError(f"cannot keep {name}: it is a {type(tree).__name__}; gather it to a plain tensor first")
-        if tree.layout != torch.strided or tree.is_meta:
-            what = (
-                "has no data (it is on the device 'meta')" if tree.is_meta else f"is {tree.layout}; make it dense first"
-            )
-            raise TrainError(f"cannot keep {name}: the tensor {what}")
-        tensors[name] = tree.detach()
-        return ["tensor", name]
-    if isinstance(tree, np.ndarray | np.generic):
-        array = np.ascontiguousarray(tree)
-        if array.dtype.hasobject:
-            raise TrainError(f"cannot keep {name}: an array of Python objects")
-        tensors[name] = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
-        return ["array", [name, array.dtype.str, list(np.shape(tree))]]
-    if isinstance(tree, float):
-        return ["float", tree.hex()]  # not a number and infinity too
-    if isinstance(tree, PLAIN):
-        return ["value", tree]
-    if isinstance(tree, bytes):
-        return ["bytes", tree.hex()]
-    if isinstance(tree, Mapping):
-        if wrong := [key for key in tree if not isinstance(key, PLAIN)]:
-            raise TrainError(f"cannot keep {name}: its key {wrong[0]!r} is neither text nor a number")
-        return ["dict", [[key, _shape_of(part, _below(name, key), tensors)] for key, part in tree.items()]]
-    if isinstance(tree, list | tuple):
-        parts = [_shape_of(part, _below(name, at), tensors) for at, part in enumerate(tree)]
-        return ["tuple" if isinstance(tree, tuple) else "list", parts]
+    """Return the skeleton of a tree, and add its tensors to `tensors`."""
+    match tree:
+        case torch.Tensor():
+            return _shape_of_tensor(tree, name, tensors)
+        case np.ndarray() | np.generic():
+            return _shape_of_array(tree, name, tensors)
+        case float():
+            return ["float", tree.hex()]  # also for nan and infinity
+        case str() | int() | None:
+            return ["value", tree]
+        case bytes():
+            return ["bytes", tree.hex()]
+        case Mapping():
+            wrong = [key for key in tree if not isinstance(key, PLAIN)]
+            if wrong:
+                raise TrainError(f"cannot save {name}: its key {wrong[0]!r} is neither text nor a number")
+            return ["dict", [[key, _shape_of(part, _below(name, key), tensors)] for key, part in tree.items()]]
+        case list() | tuple():
+            parts = [_shape_of(part, _below(name, at), tensors) for at, part in enumerate(tree)]
+            return ["tuple" if isinstance(tree, tuple) else "list", parts]
     raise TrainError(
-        f"cannot keep {name}: it is a {type(tree).__name__}, not tensors, numbers, text, lists or dictionaries"
+        f"cannot save {name}: it is a {type(tree).__name__}, not tensors, numbers, text, lists or dictionaries"
     )
+
+
+def _shape_of_tensor(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> object:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TrainError(f"cannot save {name}: it is a {type(tensor).__name__}; gather it to a plain tensor first")
+    if tensor.is_meta:
+        raise TrainError(f"cannot save {name}: the tensor has no data (it is on the device 'meta')")
+    if tensor.layout != torch.strided:
+        raise TrainError(f"cannot save {name}: the tensor is {tensor.layout}; make it dense first")
+    tensors[name] = tensor.detach()
+    return ["tensor", name]
+
+
+def _shape_of_array(value: np.ndarray | np.generic, name: str, tensors: dict[str, torch.Tensor]) -> object:
+    array = np.ascontiguousarray(value)
+    if array.dtype.hasobject:
+        raise TrainError(f"cannot save {name}: an array of Python objects")
+    tensors[name] = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+    return ["array", [name, array.dtype.str, list(np.shape(value))]]
 
 
 def _below(name: str, key: object) -> str:

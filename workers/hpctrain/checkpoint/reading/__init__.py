@@ -1,1 +1,1 @@
-"""How a checkpoint is read: restored, replayed, exported."""
+"""Reading checkpoints: restore, replay, export."""

@@ -1,7 +1,7 @@
-"""A checkpoint as one file that other programs read: safetensors, or what torch.load takes.
+"""Export a checkpoint to one file for other programs: safetensors, or for torch.load.
 
-Needs no model: logged steps are taken again by an optimizer that is made of what the log says of it.
-Rules: a file appears whole; names are the model's own, without what stands before them, unless all tensors are asked for.
+Needs no model: logged steps are replayed by the optimizer that the log describes.
+Rules: a file appears as a whole.  Tensors have the model's own names without a prefix, unless all tensors are exported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.checkpoint.reading.replay import can_retake, retake
+from hpctrain.checkpoint.reading.replay import can_replay_in_memory, replay_in_memory
 from hpctrain.checkpoint.reading.restore import read_checkpoint
 from hpctrain.checkpoint.writing.files import write_draft
 from hpctrain.checkpoint.writing.gradient_log import difference, probe_of
@@ -22,16 +22,16 @@ from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, of_model
 from hpctrain.env import require
 from hpctrain.errors import DamagedError, TrainError
 
-# What stands before the names of a model: of hpctrain's loop and Hugging Face's Trainer, a script's own loop, Lightning.
+# Prefixes of a model's tensors: of hpctrain's loop and Hugging Face's Trainer, a script's own loop, Lightning.
 BEFORE = ("model.", "parts.model.", "state_dict.")
 
 
 def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Read a checkpoint, logged steps included: the model's tensors by its own names, or all of them.
+    """Return a checkpoint after its logged steps: the model's tensors by its own names, or all tensors.
 
     Raises:
-        DamagedError: it is not whole, or its steps cannot be taken again without the program that took them.
-        TrainError: nothing in it is called as a model's weights are.
+        DamagedError: it is damaged, or only the program that took its steps can replay them.
+        TrainError: none of its tensors has a model's prefix.
     """
     published = read_checkpoint(directory, name)
     snapshot = published.snapshot
@@ -45,10 +45,10 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
 
 
 def check_place(path: Path) -> None:
-    """Return if there is a directory for the file, and nothing there that is none: reading takes a while.
+    """Check that the file can be created; reading the checkpoint takes a while.
 
     Raises:
-        TrainError: says which.
+        TrainError: tells why it cannot.
     """
     if path.is_dir():
         raise TrainError(
@@ -59,7 +59,7 @@ def check_place(path: Path) -> None:
 
 
 def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors to a file: of safetensors if it is called so, else of torch.save."""
+    """Write the tensors to a file: safetensors by the suffix `.safetensors`, else by torch.save."""
     if path.suffix == ".safetensors":
         require("safetensors")
         from safetensors.torch import save  # noqa: PLC0415 (an optional package)
@@ -77,18 +77,18 @@ def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if found := {name.removeprefix(before): one for name, one in tensors.items() if name.startswith(before)}:
             return found
     raise TrainError(
-        f"cannot tell which of {len(tensors)} tensors are the model's: none is called {', '.join(BEFORE)}...; with --all "
-        "all are exported"
+        f"cannot tell which of {len(tensors)} tensors are the model's: none is called {', '.join(BEFORE)}...; use --all "
+        "to export all"
     )
 
 
 def _take_again(directory: Path, published: Published, tensors: dict[str, torch.Tensor]) -> None:
-    if not can_retake(published.logs):
+    if not can_replay_in_memory(published.logs):
         raise DamagedError(
             "its steps can only be taken again by the program that took them: export the step of a base, or resume "
             "the run and let it end"
         )
-    retake(directory, published.logs, tensors)
+    replay_in_memory(directory, published.logs, tensors)
     assert published.manifest.log is not None
     apart = difference(probe_of(of_model(tensors)), published.manifest.log.probe)
     if apart:

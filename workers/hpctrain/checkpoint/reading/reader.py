@@ -1,8 +1,8 @@
-"""Chunks out of data files: read, unpacked and verified by several threads.
+"""Read chunks from data files in several threads: read, unpack and verify.
 
 Does not choose a checkpoint.
-Rules: a chunk counts only if it has its hash; a share that fails is asked again before that is damage.  Each thread has memory
-of its own, which it uses again: fresh memory is touched at a fraction of the speed of a copy.
+Rules: a chunk counts only if it matches its hash.  If the share fails, the read is repeated before it counts as damage.  Each
+thread reuses its own memory, because touching new memory is much slower than a copy.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from hpctrain.checkpoint.writing.snapshot import LiveMemory
 from hpctrain.errors import DamagedError
 
 T = TypeVar("T")
-AGAIN_S = (0.0, 0.01, 0.1, 1.0)  # what is waited before it is read again
-STRETCH_BYTES = 16 << 20  # what a thread reads at a time
-TOLD_S = 5.0  # from one word about how far it is to the next
-TOLD_BYTES = 64 << 20  # of less nothing is said
+AGAIN_S = (0.0, 0.01, 0.1, 1.0)  # waiting times before the read is repeated
+STRETCH_BYTES = 16 << 20  # bytes that a thread reads at a time
+TOLD_S = 5.0  # between two progress messages
+TOLD_BYTES = 64 << 20  # smaller reads print no progress
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Read, and again if the share fails: a handle that is stale, or one error, is no damage.
+    """Call a reading function, and again if the share fails: a stale handle or a single error is not damage.
 
     Raises:
-        OSError: it fails each time, or there is nothing.
+        OSError: every attempt failed, or the file does not exist.
     """
     for wait_s in AGAIN_S:
         try:
@@ -56,18 +56,18 @@ def patiently(call: Callable[[], T]) -> T:
     return call()
 
 
-Placed = tuple[int, int, Chunk]  # a chunk with its number in its tensor, and where in the memory for it it begins
+Placed = tuple[int, int, Chunk]  # a chunk with its number in its tensor, and its offset in memory
 
 
 class _Own(threading.local):
-    """What each thread has for itself."""
+    """The memory and decompressor of each thread."""
 
     def __init__(self) -> None:
         self.stored = bytearray()
         self.memory = bytearray()
 
     def read(self, descriptor: int, chunk: Chunk) -> memoryview:
-        """What is stored of a chunk; it is there until the next one's is."""
+        """Return the stored bytes of a chunk; valid until the next call."""
         if len(self.stored) < chunk.stored:
             self.stored = bytearray(max(chunk.stored, CHUNK_BYTES))
         stored = memoryview(self.stored)[: chunk.stored]
@@ -75,7 +75,7 @@ class _Own(threading.local):
 
 
 class ReadProgress:
-    """Says now and then how far the reading of something is."""
+    """Prints the progress of a long read now and then."""
 
     def __init__(self, tell: Callable[[str], None], what: str, manifests: Iterable[Manifest]) -> None:
         self._tell, self._what = tell, what
@@ -85,7 +85,7 @@ class ReadProgress:
         self._lock = threading.Lock()
 
     def add(self, size_bytes: int) -> None:
-        """Count what a thread has read."""
+        """Count bytes that a thread has read."""
         with self._lock:
             self._done_bytes += size_bytes
             if self._total_bytes < TOLD_BYTES or time.monotonic() < self._due_s:
@@ -96,7 +96,7 @@ class ReadProgress:
 
 
 class ChunkReader:
-    """Several threads that read chunks from a directory."""
+    """Several threads that read chunks of a directory."""
 
     def __init__(self, directory: Path, progress: ReadProgress | None = None) -> None:
         self._directory, self._progress = directory, progress
@@ -112,25 +112,25 @@ class ChunkReader:
         self.pool.shutdown(cancel_futures=True)
 
     def memory(self, length: int) -> memoryview:
-        """Return memory of the calling thread's own, the same each time."""
+        """Return memory of the calling thread, the same each time."""
         if len(self._own.memory) < length:
             self._own.memory = bytearray(length)
         return memoryview(self._own.memory)[:length]
 
     def apply(self, manifest: Manifest, before: Mapping[str, TensorEntry], snapshot: Buffer | LiveMemory) -> None:
-        """Bring a state from the parent's content, of tensors `before`, to a manifest's; not by its log.
+        """Bring a state from the parent's content, of tensors `before`, to a manifest's, except for its log.
 
         Raises:
-            DamagedError: it is not what was written.
+            DamagedError: a chunk is not what was written.
         """
         slots = {slot.name: slot for slot in snapshot.layout}
         if manifest.log is None and set(slots) != {entry.name for entry in manifest.tensors}:
-            raise DamagedError(f"{manifest.name} has not the tensors of the one that stands on it")
+            raise DamagedError(f"{manifest.name} does not have the tensors of its increment")
         wanted = []
         for entry in manifest.tensors:
             slot = slots.get(entry.name)
             if slot is None or (entry.dtype, entry.shape) != (slot.dtype, slot.shape):
-                raise DamagedError(f"{manifest.name} has a tensor {entry.name!r} unlike the one that stands on it")
+                raise DamagedError(f"{manifest.name} has a tensor {entry.name!r} that differs from its increment's")
             wanted.append((entry, snapshot.content(slot)))
         self.fill(manifest, wanted, before)
 
@@ -140,10 +140,10 @@ class ChunkReader:
         wanted: Iterable[tuple[TensorEntry, memoryview]],
         before: Mapping[str, TensorEntry] | None = None,
     ) -> None:
-        """Read tensors of a manifest, each into its memory, which holds the one of `before` until then.
+        """Read tensors of a manifest into memory that has the content of `before`.
 
         Raises:
-            DamagedError: they are not what was written.
+            DamagedError: a chunk is not what was written.
         """
         with self.opened(manifest) as descriptors:
             works = []
@@ -155,10 +155,10 @@ class ChunkReader:
 
     @contextmanager
     def opened(self, manifest: Manifest) -> Iterator[list[int]]:
-        """The descriptors of a manifest's data files, in its order.
+        """Open a manifest's data files, and yield their descriptors in its order.
 
         Raises:
-            DamagedError: one is not there, or not as long as it was.
+            DamagedError: a file does not exist, or has another length.
         """
         with ExitStack() as stack:
             yield [stack.enter_context(_opened(self._directory / data.file, data.bytes)) for data in manifest.data]
@@ -172,15 +172,15 @@ class ChunkReader:
         content: memoryview,
         known: Mapping[int, str],
     ) -> None:
-        """Read chunks into `content`, where `known` says by place what is there already; for one of the threads.
+        """Read chunks into `content` in one thread; `known`: hashes of the present content by offset.
 
         Raises:
-            DamagedError: says which chunk is not what was written.
+            DamagedError: names the chunk that is not what was written.
         """
         for number, low, chunk in chunks:
             if chunk.packing is Packing.SAME:
                 if known.get(low) != chunk.hash:
-                    raise DamagedError(f"chunk {number} of {entry.name!r} in {manifest.name} is not its parent's")
+                    raise DamagedError(f"chunk {number} of {entry.name!r} in {manifest.name} is not the parent's")
                 continue
             out = content[low : low + chunk.bytes]
             try:
@@ -198,13 +198,13 @@ class ChunkReader:
         else:
             unpack_into(out, chunk.packing, self._own.read(descriptor, chunk), item_bytes)
         if digest(out) != chunk.hash:
-            raise DamagedError("does not have its hash")
+            raise DamagedError("does not match its hash")
         if self._progress is not None:
             self._progress.add(chunk.stored)
 
 
 def placed(entry: TensorEntry) -> Iterator[Placed]:
-    """Number a tensor's chunks, and say where each begins."""
+    """Yield a tensor's chunks with their numbers and offsets."""
     low = 0
     for number, chunk in enumerate(entry.chunks):
         yield number, low, chunk
@@ -212,7 +212,7 @@ def placed(entry: TensorEntry) -> Iterator[Placed]:
 
 
 def finish(works: list[Future[None]]) -> None:
-    """Wait for all, so that nobody reads on from what is closed; then say what the first one found."""
+    """Wait for all works, so that none reads from closed files; then raise the first error."""
     errors = [work.exception() for work in works]
     for error in errors:
         if error is not None:
@@ -220,7 +220,7 @@ def finish(works: list[Future[None]]) -> None:
 
 
 def _stretches(entry: TensorEntry) -> Iterator[list[Placed]]:
-    """A tensor's chunks, cut so that several threads have something to do."""
+    """Yield a tensor's chunks in groups for several threads."""
     chunks: list[Placed] = []
     for one in placed(entry):
         chunks.append(one)

@@ -1,8 +1,11 @@
-"""From a checkpoint that is a log of gradients to its state: the steps are taken again by the run's own optimizer.
+"""Replay: from a checkpoint that is a log of gradients to its state, by the run's optimizer or in memory.
 
-Does not choose a checkpoint.  Steps of hpctrain's own AdamW on a CPU need no optimizer: `retake`.
-Rules: the steps have to lead to the numbers that were noted when they were taken first; on another kind of device, or with
-another torch, they may differ in last bits: then the difference is told, and the run goes on.
+Steps of hpctrain's own AdamW on a CPU need neither model nor optimizer (`replay_in_memory`).  AdamW moves each number by
+itself, so a stretch of weights takes all its steps while it is in a core's cache, and several threads take several stretches.
+Does not choose a checkpoint.
+Rules: the replayed weights must have the numbers that were recorded.  On another kind of device, or with another torch, the
+last bits may differ; then the difference is printed, and the run continues.  Gradients are read, unpacked, verified and
+multiplied as they were; the bits do not depend on how tensors are cut.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.step_log import StepEntry, StepLog
 from hpctrain.checkpoint.reading.reader import ChunkReader, Placed, ReadProgress, finish, placed
 from hpctrain.checkpoint.reading.restore import Gradients, Replay
-from hpctrain.checkpoint.writing.gradient_log import device_facts, difference, probe_of, take_again
+from hpctrain.checkpoint.writing.gradient_log import device_facts, difference, probe_of, replay_steps
 from hpctrain.checkpoint.writing.publish import Published
 from hpctrain.checkpoint.writing.snapshot import LiveMemory, TensorSnapshot, in_one_piece, of_model
 from hpctrain.errors import DamagedError
@@ -33,22 +36,24 @@ def replay_through(
     live: Callable[[], Mapping[str, torch.Tensor]],
     warn: Callable[[str], None],
 ) -> Replay:
-    """Make what `restore_newest` needs; `move(number, lr)` is a step of the optimizer, `live` names all tensors."""
+    """Return the replay for `restore_newest`; `move(number, lr)` steps the optimizer, `live` returns all tensors."""
 
     def memory(logs: tuple[Manifest, ...]) -> LiveMemory | None:
         tensors = live()
-        return LiveMemory(tensors) if can_retake(logs) and in_one_piece(tensors) else None
+        return LiveMemory(tensors) if can_replay_in_memory(logs) and in_one_piece(tensors) else None
 
     def take(directory: Path, published: Published) -> None:
         if published.snapshot is None:
             tensors = live()
-            retake(directory, published.logs, LiveMemory(tensors).named(), warn)
+            replay_in_memory(directory, published.logs, LiveMemory(tensors).named(), warn)
             _compare(published, of_model(tensors), device_facts(model), warn)
             return
         assert isinstance(published.snapshot, TensorSnapshot)
-        if can_retake(published.logs) and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        if can_replay_in_memory(published.logs) and all(
+            parameter.device.type == "cpu" for parameter in model.parameters()
+        ):
             tensors = published.snapshot.named()
-            retake(directory, published.logs, tensors, warn)
+            replay_in_memory(directory, published.logs, tensors, warn)
             _compare(published, of_model(tensors), device_facts(model), warn)
             return
         published.snapshot.pour(live())
@@ -63,7 +68,7 @@ def replay_through(
                 raise DamagedError(f"its log has gradients of {missing[0]!r}, which this model does not have")
             for step in log.steps:
                 _check_sizes(log.order, [flat.shape for flat in step.flats], named)
-            take_again(named, move, log, gradients)
+            replay_steps(named, move, log, gradients)
         _keep_loose(published, live(), loose)
         _compare(published, model.state_dict(), device_facts(model), warn)
         published.snapshot.fill(live())
@@ -72,7 +77,7 @@ def replay_through(
 
 
 def _keep_loose(published: Published, live: Mapping[str, torch.Tensor], loose: set[str]) -> None:
-    """What no optimizer moves is as it was read, whatever the steps did."""
+    """Copy the tensors that no optimizer moves from the snapshot, whatever the steps did."""
     assert isinstance(published.snapshot, TensorSnapshot)
     with torch.no_grad():
         for slot, tensor in zip(published.snapshot.layout, published.snapshot.tensors(), strict=True):
@@ -115,21 +120,21 @@ def _words(facts: Mapping[str, object]) -> str:
 OPEN_FILES = 64  # data files that are open at the same time
 
 
-def can_retake(logs: tuple[Manifest, ...]) -> bool:
-    """Whether all steps of these logs are AdamW's."""
+def can_replay_in_memory(logs: tuple[Manifest, ...]) -> bool:
+    """Return whether all steps of these logs are AdamW's."""
     return all(manifest.log is not None and manifest.log.optimizer.get("kind") == AdamW.KIND for manifest in logs)
 
 
-def retake(
+def replay_in_memory(
     directory: Path,
     logs: tuple[Manifest, ...],
     tensors: Mapping[str, torch.Tensor],
     tell: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Bring tensors, by the names that manifests have, through the steps of `logs`; `tell` hears how far it is.
+    """Take the steps of `logs` on tensors, by their names in manifests; `tell` gets lines about the progress.
 
     Raises:
-        DamagedError: gradients are not what was written, or not of these tensors.
+        DamagedError: gradients are damaged, or are not of these tensors.
     """
     steps = sum(len(manifest.log.steps) for manifest in logs if manifest.log)
     progress = ReadProgress(tell, f"taking {steps} logged steps again", logs)
@@ -142,17 +147,17 @@ def retake(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moved:
-    """A parameter in a flat array of gradients: its numbers are those from `low` to `high`."""
+    """A parameter in a flat array of gradients: its numbers are [low, high)."""
 
     low: int
     high: int
     decayed: bool
-    live: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # weights and moments, flat
+    live: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # flat: weights and both moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """A step, and where its gradients are."""
+    """A step, and the place of its gradients."""
 
     manifest: Manifest
     descriptors: list[int]
@@ -187,7 +192,7 @@ def _move(
     parts: list[list[Placed]],
     moved: list[_Moved],
 ) -> None:
-    """Take all steps with one part of one flat array, which begins at the number `low`."""
+    """Take all steps with one part of one flat array, which begins at number `low`."""
     dtype = steps[0].step.flats[index].dtype
     content = reader.memory(sum(chunk.bytes for _, _, chunk in parts[0]))
     grads = torch.frombuffer(content, dtype=getattr(torch, dtype))
@@ -196,7 +201,7 @@ def _move(
         reader.read(one.descriptors, one.manifest, one.step.flats[index], chunks, content, {})
         if one.step.factor != 1.0:
             grads.mul_(one.step.factor)
-        # In one call, not cut further: threads that call less often wait less for each other.
+        # In one call, not cut further: fewer calls mean less waiting of threads for each other.
         for decayed, stretches in wide.items():
             rule.move_lanes(stretches, one.step.number, one.step.lr, decayed=decayed)
         for decayed, stretch in rest:
@@ -210,7 +215,7 @@ def _cut(stretch: Stretch, low: int, high: int) -> Stretch:
 def _by_lanes(
     stretches: Iterable[tuple[bool, Stretch]],
 ) -> tuple[dict[bool, list[Stretch]], list[tuple[bool, Stretch]]]:
-    """What a CPU moves whole, by whether it decays, and the few numbers at the ends of stretches that are left over."""
+    """Return the parts that are multiples of `LANES`, by whether they decay, and the remaining numbers."""
     wide: dict[bool, list[Stretch]] = {}
     rest: list[tuple[bool, Stretch]] = []
     for decayed, stretch in stretches:
@@ -223,7 +228,7 @@ def _by_lanes(
 
 
 def _overlaps(moved: list[_Moved], low: int, grads: torch.Tensor) -> Iterator[tuple[bool, Stretch]]:
-    """The stretches of parameters whose gradients these are, and whether they decay."""
+    """Yield the stretches of parameters for these gradients, and whether they decay."""
     high = low + len(grads)
     for one in moved[max(0, bisect_right(moved, low, key=lambda one: one.low) - 1) :]:
         if one.low >= high:
@@ -250,7 +255,7 @@ def _moved(
 
 
 def _parts(flats: list[TensorEntry]) -> Iterator[tuple[int, list[list[Placed]]]]:
-    """Each part of a flat array that begins and ends with chunks in all steps: its first number, and each step's chunks."""
+    """Yield parts that begin and end with chunks in all steps: the first number, and each step's chunks."""
     starts = sorted(set.intersection(*({low for _, low, _ in placed(flat)} for flat in flats)))
     parts: list[list[list[Placed]]] = [[[] for _ in flats] for _ in starts]
     for which, flat in enumerate(flats):
@@ -262,7 +267,7 @@ def _parts(flats: list[TensorEntry]) -> Iterator[tuple[int, list[list[Placed]]]]
 
 
 def _runs(logs: tuple[Manifest, ...]) -> Iterator[list[Manifest]]:
-    """Logs one after another whose gradients lie alike, not more than can be open at the same time."""
+    """Yield consecutive logs with the same layout of gradients, at most as many as can be open at once."""
     run: list[Manifest] = []
     for manifest in logs:
         if manifest.log is None or not manifest.log.steps:
@@ -283,7 +288,7 @@ def _kind(log: StepLog | None) -> object:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Have threads that are started now compute with one each: else each would start as many as there are cores."""
+    """Let new threads compute with one core each; by default each would start as many threads as there are cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

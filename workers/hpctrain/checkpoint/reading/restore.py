@@ -1,9 +1,9 @@
-"""From a directory to the newest state that can be proved whole.
+"""Restore the newest checkpoint of a directory that verifies.
 
 Writes nothing.
-Rules: a candidate counts only if every manifest of its chain and every chunk in it verifies, and steps of logged gradients
-lead to the numbers that were noted; else the one before it is taken, and the damage is named.  Newest is by step, then by
-attempt.  LATEST is only one more name to look at.  Tensors are read by several threads.
+Rules: a checkpoint counts only if every manifest and chunk of its chain verifies, and its logged steps lead to the recorded
+numbers.  Else the damage is printed, and the checkpoint before it is tried.  Newest is by step, then by attempt.  LATEST only
+adds a name.  Several threads read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hpctrain.errors import DamagedError, NoCheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """How logged steps are taken again.
+    """How logged steps are replayed.
 
-    `take` brings the snapshot, if there is one, and live tensors from what was read to the checkpoint, through its `logs`;
-    it raises DamagedError.  `memory` may give live tensors that what such logs stand on is read into, instead of a snapshot.
+    `take` brings the snapshot, if there is one, and live tensors through the `logs` of a checkpoint; raises DamagedError.
+    `memory` may return live tensors to read the logs' parent into, instead of a snapshot.
     """
 
     take: Callable[[Path, Published], None]
@@ -44,7 +44,7 @@ class RestoredCheckpoint:
     damaged: tuple[str, ...]
 
     def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Bring live tensors to it, if they are not there already."""
+        """Copy the checkpoint to live tensors, if they do not have it already."""
         if self.published.snapshot is not None:
             assert isinstance(self.published.snapshot, TensorSnapshot)
             self.published.snapshot.pour(tensors)
@@ -53,13 +53,13 @@ class RestoredCheckpoint:
 def restore_newest(
     directory: Path, live: Layout | None, warn: Callable[[str], None], replay: Replay | None = None
 ) -> RestoredCheckpoint | None:
-    """Read the newest checkpoint that verifies; None if there has never been one. `live` is what it has to be like.
+    """Read the newest checkpoint that verifies, of layout `live`; None if the directory has no checkpoint.
 
-    `replay` takes the steps of logged gradients again; without it a checkpoint that has some cannot be used.
+    `replay` replays logged gradients; without it, checkpoints with a log cannot be used.
 
     Raises:
-        NoCheckpointError: there are checkpoints, and every one is damaged.
-        MismatchError: the newest whole one is of another model.
+        NoCheckpointError: all checkpoints are damaged.
+        MismatchError: the newest undamaged one is of another model.
     """
     damages: list[tuple[str, str]] = []
     for name in checkpoint_names(directory):
@@ -75,14 +75,14 @@ def restore_newest(
     if damages:
         raise NoCheckpointError(
             f"cannot resume from {directory}: all {len(damages)} checkpoints are damaged (newest: {damages[0][1]}); "
-            "repair the share, or start anew with another --out"
+            "repair the share, or start a new run with another --out"
         )
     return None
 
 
 def _replayed(directory: Path, published: Published, replay: Replay | None) -> Published:
     if replay is None:
-        raise DamagedError("it is a log of gradients, and there is no optimizer here to take its steps again")
+        raise DamagedError("it is a log of gradients, and there is no optimizer here to replay its steps")
     replay.take(directory, published)
     return replace(published, logs=())
 
@@ -94,12 +94,12 @@ def read_checkpoint(
     tell: Callable[[str], None] = lambda _: None,
     replay: Replay | None = None,
 ) -> Published:
-    """Read one checkpoint with its chain, verifying everything but logs of gradients: these are in `logs`.
+    """Read and verify one checkpoint with its chain, except for gradients; their manifests are in `logs`.
 
-    `tell` hears how far it is, if it takes long.  What logs stand on is read into `replay.memory`, if that gives some.
+    `tell` gets lines about the progress of a long read.  The parent of logs is read into `replay.memory`, if that returns some.
 
     Raises:
-        DamagedError: says which file, and which chunk of which tensor.
+        DamagedError: names the file, and the chunk of the tensor.
         MismatchError: its tensors are not those of `live`.
     """
     chain = read_chain(directory, name)
@@ -124,7 +124,7 @@ def read_checkpoint(
 
 
 class Gradients:
-    """Reads the gradients of logged steps, the next one's while somebody uses the present one's."""
+    """Reads the gradients of logged steps, the next ones while the current ones are in use."""
 
     def __init__(self, directory: Path, manifests: tuple[Manifest, ...]) -> None:
         self._directory = directory
@@ -134,7 +134,7 @@ class Gradients:
         self._spare: list[TensorSnapshot] = []
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        """Each step's flat gradients, which are only there until the next are asked for.
+        """Yield each step's flat gradients, which are valid until the next ones.
 
         Raises:
             DamagedError: they are not what was written.
@@ -157,10 +157,10 @@ class Gradients:
 
 
 def verify_log(directory: Path, logs: tuple[Manifest, ...]) -> None:
-    """Return if all gradients of these logs are what was written; where they lead only an optimizer can say.
+    """Verify the gradients of logs; only an optimizer can verify their result.
 
     Raises:
-        DamagedError: they are not.
+        DamagedError: they are not what was written.
     """
     for _ in Gradients(directory, logs):
         pass
@@ -170,7 +170,7 @@ def read_chain(directory: Path, name: str) -> list[tuple[Manifest, str]]:
     """Read the manifests from the base to this one, each with its checksum.
 
     Raises:
-        DamagedError: one is missing, damaged, or not the one that its child stands on.
+        DamagedError: one is missing, damaged, or not the parent of the next.
     """
     chain = [_read_manifest(directory, name)]
     while (parent := chain[-1][0].parent) is not None:
@@ -194,5 +194,5 @@ def _read_manifest(directory: Path, name: str) -> tuple[Manifest, str]:
     except DamagedError as error:
         raise DamagedError(f"{path.name}: {error}") from error
     if manifest.name != name:
-        raise DamagedError(f"{path.name} says that it is {manifest.name}")
+        raise DamagedError(f"{path.name} has the name of {manifest.name}")
     return manifest, checksum

@@ -1,1 +1,1 @@
-"""How a checkpoint is written: snapshots, buffers, the writer process, publication, local fallback."""
+"""Writing checkpoints: snapshots, buffers, the writer process, publication, local fallback."""

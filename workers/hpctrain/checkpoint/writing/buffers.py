@@ -1,8 +1,10 @@
-"""Memory for snapshots that another process can read: who copies and who writes need not be one.
+"""Memory for snapshots that two processes share, its copy progress, and a channel that passes buffers between them.
 
 Knows no torch: the process that writes starts without it.
-Rules: a buffer is allocated once and used again: fresh memory is touched at a fraction of the speed of a copy.  It is a
-file without a name, so it is gone when the last process that has it ends.
+Rules: a buffer is reused, because touching new memory is much slower than a copy.  It is a file without a name, so it is
+freed when the last process that has it ends.  The channel carries pickled values between two processes of one program and
+user; a buffer is sent once, as a descriptor, and by its number after that.  A message that ends early is the end of the peer.
+Sources: cmsg(3), SCM_RIGHTS.
 """
 
 from __future__ import annotations
@@ -27,37 +29,36 @@ from typing import Any
 from hpctrain.checkpoint.format.chunks import ITEM_BYTES
 from hpctrain.errors import PublishError
 
-# ----- how far a buffer is filled, while one fills it in order and others read what is there already
-# Does not know what is in it.
-# Rules: memory that nobody is filling is full; whoever waits for what will not come any more gets an error.
+# ----- the copy progress of a buffer: one thread fills it in order, others read the filled part
+# Rules: a buffer that is not being filled is full.  A reader of bytes that will not come gets an error.
 
 
 FULL = sys.maxsize
-BROKEN = -1  # it will not be filled
+BROKEN = -1  # the copy has failed
 
 
 class CopyProgress:
-    """Counts the bytes that are there, from the beginning."""
+    """The number of bytes that are copied, from the beginning."""
 
     def __init__(self) -> None:
         self._there = FULL
         self._changed = threading.Condition()
 
     def begin(self) -> None:
-        """Forget what is there: it is filled anew."""
+        """Reset: the buffer is filled again."""
         self.reach(0)
 
     def reach(self, there: int) -> None:
-        """Let those go on who wait for these bytes; `FULL` and `BROKEN` are the ends."""
+        """Set the number of copied bytes, and wake readers; `FULL` and `BROKEN` end the copy."""
         with self._changed:
             self._there = there
             self._changed.notify_all()
 
     def wait(self, until: int) -> None:
-        """Return when the bytes before `until` are there; `FULL`: when all are.
+        """Wait until the bytes before `until` are copied; `FULL`: all.
 
         Raises:
-            PublishError: they will not be.
+            PublishError: the copy has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._there >= until or self._there == BROKEN)
@@ -72,9 +73,9 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlot:
-    """Where a tensor, or a piece of one, lies in the buffer.
+    """The place of a tensor, or of a piece of one, in the buffer.
 
-    A piece is flat: the numbers of a tensor of shape `whole` from the number `low` on.
+    A piece is flat: numbers of a tensor of shape `whole`, from number `low` on.
     """
 
     name: str
@@ -87,7 +88,7 @@ class TensorSlot:
 
     @property
     def low_bytes(self) -> int:
-        """Where the piece begins in its tensor."""
+        """The offset of the piece in its tensor, in bytes."""
         return self.low * ITEM_BYTES[self.dtype]
 
 
@@ -95,12 +96,12 @@ Layout = tuple[TensorSlot, ...]
 
 
 def lay_out(kinds: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
-    """Lay out tensors of which name, dtype and shape are known."""
+    """Return the layout of tensors with these names, dtypes and shapes."""
     return lay_out_pieces((name, dtype, shape, 0, shape) for name, dtype, shape in kinds)
 
 
 def lay_out_pieces(kinds: Iterable[tuple[str, str, tuple[int, ...], int, tuple[int, ...]]]) -> Layout:
-    """Lay out pieces: name, dtype, shape, first number, and the shape of the whole tensor."""
+    """Return the layout of pieces: name, dtype, shape, first number, and shape of the whole tensor."""
     slots, at = [], 0
     for name, dtype, shape, low, whole in kinds:
         size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
@@ -110,13 +111,13 @@ def lay_out_pieces(kinds: Iterable[tuple[str, str, tuple[int, ...], int, tuple[i
 
 
 class Buffer:
-    """Memory, and what lies where in it."""
+    """Shared memory with a layout of tensors."""
 
     def __init__(self, layout: Layout, descriptor: int | None = None, number: int | None = None) -> None:
-        """`descriptor` and `number` are those of a buffer that another process has made."""
+        """Allocate a buffer, or open one by `descriptor` and `number` of another process."""
         self.layout = layout
         self.number = next(_numbers) if number is None else number
-        self.filling = CopyProgress()
+        self.copy_progress = CopyProgress()
         length = max(1, layout[-1].at + layout[-1].bytes if layout else 0)
         self.descriptor = _nameless_file(length) if descriptor is None else descriptor
         self.shared = mmap.mmap(self.descriptor, length)
@@ -124,9 +125,9 @@ class Buffer:
         weakref.finalize(self, os.close, self.descriptor)
 
     def touch(self) -> None:
-        """Have the kernel give all of the memory now, not page by page while somebody waits for a copy.
+        """Make the kernel allocate all pages now, so that a copy does not wait for them.
 
-        Another thread may write into it meanwhile; kernels that cannot leave it as it was.
+        Another thread may write meanwhile; old kernels without this feature do nothing.
         """
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.shared))
         libc = ctypes.CDLL(None)
@@ -134,11 +135,11 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
-        """The length of all tensors' content."""
+        """The bytes of all tensors."""
         return sum(slot.bytes for slot in self.layout)
 
     def content(self, slot: TensorSlot) -> memoryview:
-        """Return the bytes of a tensor, writable, without a copy."""
+        """Return the memory of a tensor, writable, without a copy."""
         return self._memory[slot.at : slot.at + slot.bytes]
 
 
@@ -153,11 +154,11 @@ def _nameless_file(length: int) -> int:
 
 
 HEAD = struct.Struct("<QI")  # length of the value, number of descriptors
-AT_ONCE = 64  # descriptors in one packet
+AT_ONCE = 64  # descriptors per packet
 
 
 class BufferChannel:
-    """One end of the socket."""
+    """One end of a socket that passes values and buffers."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -165,14 +166,14 @@ class BufferChannel:
         self._known: dict[int, Buffer] = {}
 
     def fileno(self) -> int:
-        """The descriptor, for select."""
+        """Return the descriptor, for select."""
         return self._line.fileno()
 
     def send(self, value: object) -> None:
         """Send a value.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other process has ended.
         """
         fresh: list[Buffer] = []
         stream = io.BytesIO()
@@ -186,10 +187,10 @@ class BufferChannel:
         self._line.sendall(content)
 
     def receive(self) -> Any:
-        """Wait for a value.
+        """Wait for a value, and return it.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other process has ended.
         """
         length, count = HEAD.unpack(self._exactly(HEAD.size))
         descriptors: list[int] = []

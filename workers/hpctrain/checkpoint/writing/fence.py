@@ -1,10 +1,10 @@
-"""Which attempt may publish: the one with the highest claimed number.
+"""The fence: only the attempt with the highest claimed number may publish.
 
-A claim is a file `attempt.NNNN` in the checkpoint directory, made with O_EXCL and never removed.  Does not know what
-is published.
-Rules: a writer asks before it publishes, just after it has created a file of its own in the same directory: that brings
-back fresh attributes of the directory, so an NFS client does not answer from an old listing.  A stale attempt may lose
-a race by one checkpoint; that one is complete and harmless, as all are.
+A claim is a file `attempt.NNNN` in the checkpoint directory, created with O_EXCL and never removed.  Does not know what is
+published.
+Rules: a writer checks before it publishes, directly after it has created a file in the same directory: that refreshes the
+directory's attributes, so an NFS client does not answer from an old listing.  A stale attempt may win a race by one
+checkpoint; it is complete, so it does no harm.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ CLAIM = re.compile(r"attempt\.(\d{4,})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The number under which this life of the run may publish."""
+    """The number under which this attempt may publish."""
 
     directory: Path
     attempt: int
 
 
 def claim(directory: Path, job: JobFacts, now_s: float) -> Claim:
-    """Take the next attempt number: the scheduler's, or one more than the highest that was ever claimed.
+    """Claim the next attempt number: the scheduler's, or one more than the highest claimed one.
 
     Raises:
-        StaleAttemptError: the same job has already claimed with a later attempt of the scheduler's.
+        StaleAttemptError: a later attempt of the same job has claimed already.
     """
     directory.mkdir(parents=True, exist_ok=True)
     taken = -1
@@ -53,14 +53,14 @@ def claim(directory: Path, job: JobFacts, now_s: float) -> Claim:
         try:
             files.write_new(directory / f"attempt.{number:04d}", [files.to_json(note) + b"\n"])
         except FileExistsError:
-            taken = number  # another process was quicker; a listing of before may go on without it for a minute
+            taken = number  # another process was faster; an old listing may miss its file for a minute
             continue
         files.sync_directory(directory)
         return Claim(directory=directory, attempt=number)
 
 
 def check(mine: Claim) -> None:
-    """Return if no later attempt has claimed.
+    """Check that no later attempt has claimed.
 
     Raises:
         StaleAttemptError: a later one has; nothing may be published or removed any more.
@@ -89,7 +89,7 @@ def _refuse_older_life(directory: Path, job: JobFacts) -> None:
         try:
             note = json.loads((directory / name).read_bytes())
         except ValueError:
-            continue  # its writer died in it; the number counts, the note does not
+            continue  # its writer died while writing it: only the number counts
         other = note.get("job_attempt")
         if note.get("job") == job.job and isinstance(other, int) and other > job.attempt:
             raise StaleAttemptError(

@@ -1,9 +1,9 @@
-"""Writing files on a share that is only NFS, so that what a reader sees is whole.
+"""Write files on a share that may be NFS, so that readers see complete files only.
 
 Knows nothing of checkpoints.
-Rules: a name is never used twice and is created with O_EXCL; the errors of write, fsync and close are all errors (NFS
-reports a full disk late); a file is published by `link()` to its final name, and whether that worked is asked of the
-inode, because the reply to a link may get lost and its repetition then says "exists"; the directory is fsynced.
+Rules: a name is never used twice, and is created with O_EXCL.  Errors of write, fsync and close all count (NFS reports a full
+disk late).  A file is published by `link()` to its final name; the inode tells whether that worked, because the reply to a
+link may be lost, and the repeated request then fails with "exists".  The directory is fsynced.
 Sources: open(2), link(2), close(2); RFC 1813 section 4 (retransmitted requests); nfs(5), "Data and metadata coherence".
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from hpctrain.errors import PublishError
 
-# File systems without hard links say one of these; then the name alone (never used twice) has to do.
+# Errors of file systems without hard links; there the name, which is never used twice, must suffice.
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 DIRECT = getattr(os, "O_DIRECT", 0)
 NOT_DIRECTLY = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -34,13 +34,13 @@ WRITERS = 2
 
 
 def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool = False) -> int:
-    """Create the file, write the pieces, fsync and close it, and return the bytes written.
+    """Create a file, write the pieces, fsync and close it; return the number of bytes.
 
-    `direct`: past the page cache, where the file system can: for what is large and not read again soon.
+    `direct`: past the page cache if the file system can, for large files that are not read again soon.
 
     Raises:
         FileExistsError: the name is taken.
-        PublishError: any of write, fsync, close failed; what there is of the file is removed.
+        PublishError: write, fsync or close failed; the incomplete file is removed.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     closed = False
@@ -50,7 +50,7 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool 
         else:
             written_bytes = sum(write_all(descriptor, piece) for piece in pieces)
         os.fsync(descriptor)
-        closed = True  # also when close fails: the descriptor is gone then
+        closed = True  # also if close fails, the descriptor is freed
         os.close(descriptor)
     except BaseException as error:
         if not closed:
@@ -58,12 +58,12 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool 
         remove(path)
         if isinstance(error, OSError):
             raise PublishError(f"cannot write {path}: {error.strerror or error}") from error
-        raise  # what was to be written did not come
+        raise  # the source of the pieces failed
     return written_bytes
 
 
 def write_all(descriptor: int, piece: bytes | memoryview) -> int:
-    """Write every byte of `piece`, however short the single writes are."""
+    """Write every byte of `piece`, also after short writes."""
     rest = memoryview(piece).cast("B")
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -71,9 +71,9 @@ def write_all(descriptor: int, piece: bytes | memoryview) -> int:
 
 
 def _write_blocks(path: Path, descriptor: int, pieces: Iterable[bytes | memoryview]) -> int:
-    """Gather the pieces in aligned blocks, which threads write past the page cache; the rest plainly.
+    """Gather the pieces in aligned blocks, which threads write past the page cache; write the rest normally.
 
-    Fresh memory is touched at a fraction of the speed of a copy, and the page cache is fresh memory.
+    Touching new memory is much slower than a copy, and the page cache is new memory.
     """
     spare: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(WRITERS):
@@ -83,7 +83,7 @@ def _write_blocks(path: Path, descriptor: int, pieces: Iterable[bytes | memoryvi
         block = spare.get()
         try:
             size = 0
-            for part in parts:  # by NumPy, which lets other threads run meanwhile
+            for part in parts:  # NumPy releases the GIL
                 np.copyto(np.frombuffer(block, np.uint8, len(part), size), np.frombuffer(part, np.uint8))
                 size += len(part)
             write_block(direct, descriptor, memoryview(block)[:size], at)
@@ -104,7 +104,7 @@ def _write_blocks(path: Path, descriptor: int, pieces: Iterable[bytes | memoryvi
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """The parts of pieces that fill a block, and in the end those that do not."""
+    """Yield the parts of pieces that fill a block, and at the end the rest."""
     parts: list[memoryview] = []
     room = BLOCK_BYTES
     for piece in pieces:
@@ -121,7 +121,7 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
 
 @contextmanager
 def _opened_direct(path: Path) -> Iterator[int | None]:
-    """The file once more, past the page cache; None: this file system cannot."""
+    """Open the file again, past the page cache; yield None if this file system cannot."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
     except OSError as error:
@@ -136,7 +136,7 @@ def _opened_direct(path: Path) -> Iterator[int | None]:
 
 
 def write_block(direct: int | None, plain: int, block: memoryview, at: int) -> None:
-    """Write a block, directly where that is possible: what is left of a short write, and the file's end, are not aligned."""
+    """Write a block, direct if possible: the rest of a short write and the file's end are not aligned."""
     try:
         while block and direct is not None and len(block) % BLOCK_BYTES == 0:
             size = os.pwrite(direct, block, at)
@@ -150,17 +150,17 @@ def write_block(direct: int | None, plain: int, block: memoryview, at: int) -> N
 
 
 def write_draft(path: Path, content: bytes) -> Path:
-    """Write `content` durably beside `path` under a name of its own; `commit` then makes it appear."""
+    """Write `content` durably to a new name in the directory of `path`; `commit` gives it the final name."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
     write_new(draft, [content])
     return draft
 
 
 def commit(draft: Path, path: Path) -> None:
-    """Return the finished draft its final name, all at once, and make that durable.
+    """Give the finished draft its final name atomically and durably.
 
     Raises:
-        PublishError: the name is taken by another file, or the share refuses.
+        PublishError: another file has the name, or the share fails.
     """
     try:
         os.link(draft, path)
@@ -168,7 +168,7 @@ def commit(draft: Path, path: Path) -> None:
         if error.errno in NO_LINKS:
             _commit_by_rename(draft, path)
             return
-        if not _same_file(draft, path):  # "exists" may be the answer to our own link, sent twice
+        if not _same_file(draft, path):  # "exists" may answer our own repeated request
             raise PublishError(f"cannot publish {path}: {error.strerror}") from error
     if not _same_file(draft, path):
         raise PublishError(f"cannot publish {path}: after link() it is not the file that was written")
@@ -188,14 +188,14 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some file systems cannot, and need not
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # not supported, and not needed there
             raise PublishError(f"cannot make the names in {path} durable: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
 
 def remove(path: Path) -> bool:
-    """Remove a file if it is there, and say whether it was."""
+    """Remove a file if it exists; return whether it did."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -204,7 +204,7 @@ def remove(path: Path) -> bool:
 
 
 def to_json(value: object) -> bytes:
-    """Return the one way in which a value is written, so that its hash is defined."""
+    """Return the canonical JSON of a value, so that its hash is defined."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -227,4 +227,4 @@ def _close_quietly(descriptor: int) -> None:
     try:
         os.close(descriptor)
     except OSError:
-        pass  # the first error is the one that is reported
+        pass  # the first error is reported

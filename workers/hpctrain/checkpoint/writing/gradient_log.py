@@ -1,11 +1,11 @@
-"""The gradients of each step since the last checkpoint: kept beside the training, taken again after a restart.
+"""The gradients of each step since the last checkpoint: recorded during training, replayed after a restart.
 
-Dense training changes every number of weights and moments in every step, and what changed packs badly; the gradients are a third
-of it and pack better (far better when they were exchanged in half precision).  So an increment can be the gradients, and a
-restart gives them to the very optimizer again.  Does not know files or ranks.
-Rules: what the optimizer does not move (buffers, frozen weights) goes along as it is; memory is bounded: a log that would need
-more is dropped, and the next checkpoint is of another kind; some numbers of the weights are kept to see that taking
-the steps again led to the same bits.
+Dense training changes every number of weights and moments in every step, and the changes pack badly.  The gradients are a
+third of them, and pack better (much better if they were exchanged in half precision).  So an increment can be the gradients,
+and a restart passes them to the same optimizer again.  Does not know files or ranks.
+Rules: tensors that the optimizer does not move (buffers, frozen weights) are saved as they are.  Memory is bounded: a log that
+would need more is dropped, and the next checkpoint is of another kind.  Some numbers of the weights are recorded, to verify
+that the replay led to the same bits.
 Sources: the idea of gradients as increments: "LowDiff" (2025), which is lossy.
 """
 
@@ -19,11 +19,11 @@ import torch
 from hpctrain.checkpoint.format.step_log import LoggedStep, StepLog, Taken
 from hpctrain.checkpoint.writing.snapshot import TensorPiece, TensorSnapshot, layout_of, share_of
 
-PROBED = 4  # numbers of each tensor
+PROBED = 4  # recorded numbers per tensor
 
 
 class GradientLog:
-    """Gradients of the steps since the last checkpoint was begun, in buffers that are used again."""
+    """Gradients of the steps since the last checkpoint was begun, in reused buffers."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class GradientLog:
         rank: int = 0,
         size: int = 1,
     ) -> None:
-        """`groups` are the parameters of each of `flats`, in their order; at most `most_bytes` of gradients are kept.
+        """Make a log; `groups` are the parameters of each of `flats`, in order; at most `most_bytes` are kept.
 
-        Of several ranks that have the same gradients, each keeps a part.
+        If several ranks have the same gradients, each keeps a part.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._rank, self._size, self._optimizer = rank, size, optimizer
@@ -52,14 +52,14 @@ class GradientLog:
         self._device = device_facts(model)
         step_bytes = sum(slot.bytes for slot in self._layout)
         self.most_steps = max(1, most_bytes // max(1, step_bytes))
-        self.enabled = True  # off: no checkpoint wants it
+        self.enabled = True  # false: no checkpoint will use it
         self._steps: list[LoggedStep] = []
         self._spare: list[TensorSnapshot] = []
         self._loose_spare: list[TensorSnapshot] = []
         self._since, self._intact = step, True
 
     def note(self, number: int, lr: float, factor: float) -> None:
-        """Keep the gradients as they are now, before they are multiplied by `factor` and the weights move."""
+        """Record the current gradients, before they are multiplied by `factor` and the weights move."""
         if not self._intact:
             return
         if not self.enabled or len(self._steps) >= self.most_steps:
@@ -70,11 +70,11 @@ class GradientLog:
         self._steps.append(LoggedStep(number=number, lr=lr, factor=factor, flats=flats))
 
     def covers(self, step: int) -> bool:
-        """Whether all that has been done since the checkpoint of that step is here."""
+        """Return whether the log has all steps since the checkpoint of that step."""
         return self._intact and self._since == step
 
     def take(self, step: int) -> Taken | None:
-        """Hand out the steps up to now, None if they are not all here, and begin anew after `step`."""
+        """Return the steps until now, or None if some are missing, and begin a new log after `step`."""
         since, steps, intact = self._since, tuple(self._steps), self._intact
         self._since, self._steps, self._intact = step, [], True
         if not intact:
@@ -95,7 +95,7 @@ class GradientLog:
         )
 
     def give_back(self, taken: Taken) -> None:
-        """Take buffers back that nobody reads any more; another thread may call it."""
+        """Reuse buffers that nothing reads any more; any thread may call it."""
         self._spare += [step.flats for step in taken.steps if isinstance(step.flats, TensorSnapshot)]
         if isinstance(taken.loose, TensorSnapshot):
             self._loose_spare.append(taken.loose)
@@ -106,12 +106,12 @@ class GradientLog:
 
 
 def own_of_first(model: torch.nn.Module) -> set[str]:
-    """Return what may differ among ranks, so that the first one's counts: buffers."""
+    """Return the tensors that may differ among ranks, so that the first rank's count: buffers."""
     return {f"model.{name}" for name, _ in model.named_buffers()}
 
 
 def _further_names(model: torch.nn.Module, trained: Collection[str]) -> dict[str, str]:
-    """The names under which a state has a trained parameter once more (tied weights), each with the first one."""
+    """Return further names of trained parameters (tied weights), each with the first one."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(named[name]): name for name in trained}
     return {name: first[id(one)] for name, one in named.items() if name not in trained and id(one) in first}
@@ -125,13 +125,13 @@ def _part_of(flat: torch.Tensor, rank: int, size: int) -> torch.Tensor | TensorP
 
 
 @torch.no_grad()
-def take_again(
+def replay_steps(
     named: Mapping[str, torch.nn.Parameter],
     move: Callable[[int, float], None],
     log: StepLog,
     gradients: Iterator[list[torch.Tensor]],
 ) -> None:
-    """Take the steps of a log; `move(number, lr)` is the optimizer's step, `gradients` gives those of each."""
+    """Take the steps of a log; `move(number, lr)` steps the optimizer, `gradients` yields those of each step."""
     kept = {name: parameter.grad for name, parameter in named.items()}
     try:
         for step in log.steps:
@@ -152,7 +152,7 @@ def take_again(
 
 @torch.no_grad()
 def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
-    """Return some numbers of each of the model's tensors, by name, as float64."""
+    """Return some numbers of each of the model's tensors, in the order of names, as float64."""
     picked = []
     for _, tensor in sorted(state.items()):
         flat = tensor.detach().reshape(-1)
@@ -161,7 +161,7 @@ def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def difference(one: bytes, other: bytes) -> float:
-    """Return the greatest difference of two probes' numbers; infinite if they are not of the same model."""
+    """Return the largest difference of two probes' numbers; infinite if they are of different models."""
     if len(one) != len(other):
         return math.inf
     apart = torch.frombuffer(bytearray(one), dtype=torch.float64) - torch.frombuffer(
@@ -171,7 +171,7 @@ def difference(one: bytes, other: bytes) -> float:
 
 
 def device_facts(model: torch.nn.Module) -> dict[str, object]:
-    """Say on what a model computes: where these are alike, a step has the same bits."""
+    """Return the facts of a model's device: where they are equal, a step has the same bits."""
     parameter = next(model.parameters(), torch.empty(0))
     on_gpu = parameter.device.type == "cuda"
     name = torch.cuda.get_device_name(parameter.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
@@ -179,4 +179,4 @@ def device_facts(model: torch.nn.Module) -> dict[str, object]:
         "type": parameter.device.type,
         "name": name,
         "torch": str(torch.__version__),
-    }  # a TorchVersion would need torch
+    }  # str: unpickling a TorchVersion needs torch

@@ -1,8 +1,9 @@
-"""The processes that write one checkpoint together: each tells the first what it has written, and hears whether it is published.
+"""The processes that write one checkpoint together: each reports its part to the first one, and gets the result.
 
-Knows neither files nor what is told.  The first one listens; the trainers tell the others where, and the secret.
-Rules: one question, one answer, for each checkpoint; who cannot be reached, or says nothing for a while, costs the checkpoint
-and not the run: it is left out from then on, until it joins again.
+Knows neither files nor the content of messages.  The first one listens; the trainers pass its address and secret to the
+others.
+Rules: one request and one answer for each checkpoint.  A process that cannot be reached, or is silent for long, costs the
+checkpoint, not the run: it is left out until it joins again.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ LENGTH = struct.Struct("!Q")
 SECRET_BYTES = 32
 TRY_S = 3.0
 JOIN_S = 60.0
-SILENT_S = 600.0  # a part that is not told within this time is not coming
+SILENT_S = 600.0  # a part that is not reported within this time counts as lost
 MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where one rank's writer finds the first one."""
+    """The address of the first rank's writer, for one other rank."""
 
     rank: int
     addresses: tuple[str, ...]
@@ -34,27 +35,27 @@ class Endpoint:
 
 
 class Lost(OSError):
-    """Another writer is gone, or silent."""
+    """Another writer has ended, or is silent."""
 
 
 class First:
-    """The one that collects what all have written, and says what became of it."""
+    """The first writer, which collects the parts of all and announces the result."""
 
     def __init__(self, size: int, listener: socket.socket, secret: bytes) -> None:
         self._size, self._listener, self._secret = size, listener, secret
         self._others: dict[int, socket.socket] = {}
 
     def collect(self, step: int) -> list[dict[str, Any]]:
-        """Wait for what the others have to say of the checkpoint of a step, by rank.
+        """Return the other writers' messages about the checkpoint of a step, by rank.
 
         Raises:
-            Lost: one says nothing.
+            Lost: one is silent.
         """
         self._welcome()
         return [self._hear(rank, step) for rank in range(1, self._size)]
 
     def announce(self, what: dict[str, Any]) -> None:
-        """Tell all others."""
+        """Send the result to all others."""
         for rank, one in list(self._others.items()):
             try:
                 _send(one, what)
@@ -68,7 +69,7 @@ class First:
             self._drop(rank)
 
     def _welcome(self) -> None:
-        """Take in who wants to join, until all are there."""
+        """Accept writers until all have joined."""
         until_s = time.monotonic() + JOIN_S
         while True:
             missing = self._size - 1 - len(self._others)
@@ -95,12 +96,12 @@ class First:
         one = self._others[rank]
         one.settimeout(SILENT_S)
         try:
-            while (said := _receive(one))["step"] != step:
-                pass  # of a checkpoint that has failed meanwhile
+            while (message := _receive(one))["step"] != step:
+                pass  # about an earlier checkpoint, which has failed
         except (OSError, ValueError, KeyError) as error:
             self._drop(rank)
             raise Lost(f"rank {rank}'s writer is gone: {error}") from error
-        return said
+        return message
 
     def _drop(self, rank: int) -> None:
         if rank in self._others:
@@ -108,17 +109,17 @@ class First:
 
 
 class Other:
-    """One that tells the first what it has written."""
+    """A writer that reports its part to the first one."""
 
-    def __init__(self, seat: Endpoint) -> None:
-        self._seat = seat
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._line: socket.socket | None = None
 
-    def tell(self, what: dict[str, Any]) -> dict[str, Any]:
-        """Tell the first one, and return what it says when all have told.
+    def report(self, what: dict[str, Any]) -> dict[str, Any]:
+        """Report to the first writer, and return the result.
 
         Raises:
-            Lost: it is not there any more.
+            Lost: the first writer has ended.
         """
         try:
             line = self._line = self._line or self._joined()
@@ -136,17 +137,17 @@ class Other:
             self._line = None
 
     def _joined(self) -> socket.socket:
-        for address in self._seat.addresses:
+        for address in self._endpoint.addresses:
             try:
-                line = socket.create_connection((address, self._seat.port), TRY_S)
-                line.sendall(self._seat.secret)
-                _send(line, {"rank": self._seat.rank})
+                line = socket.create_connection((address, self._endpoint.port), TRY_S)
+                line.sendall(self._endpoint.secret)
+                _send(line, {"rank": self._endpoint.rank})
                 line.settimeout(JOIN_S)
                 _receive(line)
             except (OSError, ValueError):
                 continue  # another host may have the same address
             return line
-        raise Lost(f"nobody answers at {', '.join(self._seat.addresses)}, port {self._seat.port}")
+        raise Lost(f"no answer at {', '.join(self._endpoint.addresses)}, port {self._endpoint.port}")
 
 
 def _send(line: socket.socket, what: dict[str, Any]) -> None:
@@ -158,10 +159,10 @@ def _receive(line: socket.socket) -> dict[str, Any]:
     (length,) = LENGTH.unpack(_exactly(line, LENGTH.size))
     if length > MOST_BYTES:
         raise ValueError(f"a message of {length} bytes")
-    said = json.loads(_exactly(line, length))
-    if not isinstance(said, dict):
+    message = json.loads(_exactly(line, length))
+    if not isinstance(message, dict):
         raise ValueError("no object")
-    return said
+    return message
 
 
 def _exactly(line: socket.socket, length: int) -> bytes:

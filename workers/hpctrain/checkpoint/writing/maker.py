@@ -1,9 +1,9 @@
-"""Which kind a checkpoint is of, and its making: what a thread or a process does with a snapshot.
+"""Make checkpoints: choose the kind, write this rank's part, publish.
 
-Knows what the last checkpoints were; does not know models, ranks, torch or who copies.
-Rules: a new base after so many increments.  The first increment of a chain that could be either, packed changes or the
-steps' gradients, is measured as both, and what is smaller stays for the chain.  A share that fails costs a checkpoint
-and a message, not the run.
+Knows the last checkpoints; does not know models, ranks or torch.
+Rules: a new base after so many increments.  An increment is packed changes or the steps' gradients; at the first one of a
+chain both are measured, and the smaller kind stays for the chain.  If the share fails, that costs a checkpoint and a message,
+not the run.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ from hpctrain.errors import PublishError, StaleAttemptError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """What became of one checkpoint; `error` is None if it was published, `note` says what was chosen and why."""
+    """The result of one checkpoint; `error` is None if it was published, `note` tells the choice of its kind."""
 
     step: int
     kind: str
     stored_bytes: int
-    write_s: float  # from the beginning of the copy
+    write_s: float  # from the start of the copy
     error: str | None
     note: str = ""
-    copy_s: float = 0.0  # for which training waited: who copies knows
+    copy_s: float = 0.0  # for which training waited; the trainer measures it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterState:
-    """What who copies has to know of what was made."""
+    """The facts about earlier checkpoints that the trainer needs."""
 
     last_step: int = -1  # of the newest published checkpoint
-    by_log: bool | None = None  # whether gradients are smaller; None: not yet measured in this chain
-    room: bool = False  # for another increment in this chain
-    kept: int | None = None  # the number of the buffer that the next increment is taken against
-    held: frozenset[int] = frozenset()  # numbers of buffers that somebody still reads
-    away: bool = False  # the share has not taken the last one
+    by_log: bool | None = None  # whether gradients are smaller; None: not measured in this chain
+    room: bool = False  # the chain takes another increment
+    kept: int | None = None  # number of the buffer that the next increment is compared with
+    held: frozenset[int] = frozenset()  # numbers of buffers that are still being read
+    away: bool = False  # the share did not take the last checkpoint
 
     @property
     def takes_log(self) -> bool:
-        """Whether the next checkpoint can be gradients alone."""
+        """Whether the next checkpoint can be gradients only."""
         return bool(self.by_log) and self.room and not self.away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSetup:
-    """What a keeper is told first."""
+    """The first message to the process that writes."""
 
     claim: Claim
     parent: Published | None
@@ -80,24 +80,24 @@ class WriterSetup:
     policy: RetentionPolicy
     distrusted: tuple[str, ...]
     chunk_bytes: int
-    ranks: int = 1  # that write together
-    seat: Endpoint | None = None  # where the first of them is found; None: this is the first
-    secret: bytes = b""  # that the others show the first
+    ranks: int = 1  # number of ranks that write together
+    endpoint: Endpoint | None = None  # address of the first writer; None: this is the first
+    secret: bytes = b""  # the others show it to the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOrder:
-    """One checkpoint to be made; the snapshot may still be being filled."""
+    """One checkpoint to make; the snapshot may still be being copied."""
 
     snapshot: Buffer | None
     taken: Taken | None
     facts: CheckpointFacts
-    base: bool = False  # whatever it could stand on
+    base: bool = False  # make a base in any case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Of which kind a checkpoint is to be, and on what it stands."""
+    """The kind of a checkpoint, and its parent."""
 
     kind: str
     parent: Footing | None
@@ -108,7 +108,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """What was published."""
+    """A published checkpoint."""
 
     kind: str
     stored_bytes: int
@@ -126,12 +126,12 @@ class Maker:
         chunk_bytes: int = CHUNK_BYTES,
         group: First | Other | None = None,
     ) -> None:
-        """`group`: the writers of the other ranks; None: one writes everything."""
+        """Prepare the threads; `group`: the writers of the other ranks; None: this one writes everything."""
         self._claim = claim
         fits = parent is not None and parent.manifest.chunk_bytes == chunk_bytes
-        self._last = footing_of(parent) if parent and fits else None  # the newest one
+        self._last = footing_of(parent) if parent and fits else None  # the newest checkpoint
         logged = self._last is not None and self._last.kind == "gradients"
-        self._stand = None if logged else self._last  # the newest one with chunks of all tensors
+        self._footing = None if logged else self._last  # the newest checkpoint with chunks of all tensors
         self._increments = self._last.depth if self._last else 0  # since the base
         self._by_log: bool | None = True if logged else None
         self._base_every = max(1, base_every)
@@ -142,17 +142,17 @@ class Maker:
         self._pool = ThreadPoolExecutor(threads(), "packer")
 
     @property
-    def standing(self) -> WriterState:
-        """What was made up to now."""
-        last, stand = self._last, self._stand
+    def writer_state(self) -> WriterState:
+        """The facts about earlier checkpoints, for the trainer."""
+        last, footing = self._last, self._footing
         if last is None:
             return WriterState()
         room = self._increments + 1 < self._base_every
-        kept = stand.snapshot.number if stand and stand.snapshot else None
+        kept = footing.snapshot.number if footing and footing.snapshot else None
         return WriterState(last_step=last.step, by_log=self._by_log, room=room, kept=kept)
 
     def make(self, order: WriteOrder) -> CheckpointReport:
-        """Write and publish a checkpoint of the state, or of the steps' gradients alone.
+        """Write and publish a checkpoint of the state, or of the steps' gradients.
 
         Raises:
             StaleAttemptError: a later attempt has taken over.
@@ -174,16 +174,16 @@ class Maker:
         )
 
     def tidy(self) -> None:
-        """Remove old checkpoints, if the last one was a base: afterwards, because nobody has to wait for it."""
+        """Remove old checkpoints after a base; done later, because nothing waits for it."""
         if not self._untidy:
             return
         self._untidy = False
         try:
             self._retention.sweep()
         except (PublishError, OSError) as failure:
-            print(f"checkpoint: old ones could not be removed: {failure}", file=sys.stderr, flush=True)
+            print(f"checkpoint: cannot remove old checkpoints: {failure}", file=sys.stderr, flush=True)
         except StaleAttemptError:
-            pass  # the next one to be made says so
+            pass  # the next checkpoint reports it
 
     def close(self) -> None:
         """End the threads, and leave the other writers."""
@@ -192,28 +192,28 @@ class Maker:
             self._group.close()
 
     def _plan(self, order: WriteOrder) -> _Plan:
-        """Choose the form that is smallest, where there is a choice."""
+        """Choose the smallest kind that is possible."""
         snapshot, taken, last = order.snapshot, order.taken, self._last
         if snapshot is None:
             assert taken is not None
             return _Plan(kind="gradients", parent=last, taken=taken)
-        stand = None if order.base else self._stand_for(snapshot)
-        plan = _Plan(kind="delta" if stand else "base", parent=stand, taken=None)
-        if stand is None or stand.snapshot is None or stand is not last or self._by_log is not None:
+        footing = None if order.base else self._footing_for(snapshot)
+        plan = _Plan(kind="delta" if footing else "base", parent=footing, taken=None)
+        if footing is None or footing.snapshot is None or footing is not last or self._by_log is not None:
             return plan
-        if taken is None or taken.since != stand.step:
+        if taken is None or taken.since != footing.step:
             return plan
-        snapshot.filling.wait(FULL)
-        packed = pack_log(taken, stand, self._pool, self._chunk_bytes)
-        changes_bytes = estimated_bytes(snapshot, stand.snapshot, self._chunk_bytes)
+        snapshot.copy_progress.wait(FULL)
+        packed = pack_log(taken, footing, self._pool, self._chunk_bytes)
+        changes_bytes = estimated_bytes(snapshot, footing.snapshot, self._chunk_bytes)
         self._by_log = packed.bytes < changes_bytes
         note = _choice(packed.bytes, changes_bytes, len(taken.steps), snapshot.bytes)
-        if self._by_log and self._group is None:  # else all ranks do so from the next one on
-            return _Plan(kind="gradients", parent=stand, taken=taken, packed=packed, note=note)
+        if self._by_log and self._group is None:  # else all ranks switch at the next checkpoint
+            return _Plan(kind="gradients", parent=footing, taken=taken, packed=packed, note=note)
         return replace(plan, note=note)
 
     def _made(self, order: WriteOrder, plan: _Plan) -> _Made:
-        """Write this rank's part, and publish what all have written or hear that it is published."""
+        """Write this rank's part; publish all parts, or get the first rank's result."""
         part, failure = None, None
         try:
             part = self._write(order, plan)
@@ -225,8 +225,8 @@ class Maker:
             assert part is not None
             return self._published(order, plan, [part])
         if isinstance(self._group, Other):
-            return self._told(order, plan, part, failure, self._group)
-        return self._together(order, plan, part, failure, self._group)
+            return self._report_part(order, plan, part, failure, self._group)
+        return self._publish_together(order, plan, part, failure, self._group)
 
     def _write(self, order: WriteOrder, plan: _Plan) -> WrittenPart:
         if plan.kind != "gradients":
@@ -234,7 +234,7 @@ class Maker:
             return write_part(self._claim, order.snapshot, order.facts, plan.parent, self._pool, self._chunk_bytes)
         assert plan.taken is not None
         if plan.parent is None:
-            raise PublishError("there is nothing that the logged steps could stand on")
+            raise PublishError("the logged steps have no parent checkpoint")
         packed = plan.packed or pack_log(plan.taken, plan.parent, self._pool, self._chunk_bytes)
         return write_log(self._claim, packed, order.facts, plan.parent)
 
@@ -243,17 +243,17 @@ class Maker:
         self._take_over(order, plan, name, checksum, parts[0])
         return _Made(kind=plan.kind, stored_bytes=bytes_ + sum(part.data.bytes for part in parts))
 
-    def _together(
+    def _publish_together(
         self, order: WriteOrder, plan: _Plan, part: WrittenPart | None, failure: Exception | None, group: First
     ) -> _Made:
-        """The first rank's way: it has heard of all parts, or what went wrong, before it publishes; and all hear of it."""
+        """On the first rank: collect all parts or errors, publish, and announce the result."""
         verdict: dict[str, object] = {"error": "the first rank's writer has failed"}
         try:
-            said = group.collect(order.facts.step)
+            message = group.collect(order.facts.step)
             if failure is not None:
                 raise failure
             assert part is not None
-            parts = [part, *(_part_said(rank, one, plan) for rank, one in enumerate(said, 1))]
+            parts = [part, *(_part_of_message(rank, one, plan) for rank, one in enumerate(message, 1))]
             made = self._published(order, plan, parts)
             assert self._last is not None
             verdict = {"name": self._last.name, "checksum": self._last.checksum, "by_log": self._by_log}
@@ -265,12 +265,12 @@ class Maker:
             group.announce(verdict | {"step": order.facts.step})
         return made
 
-    def _told(
+    def _report_part(
         self, order: WriteOrder, plan: _Plan, part: WrittenPart | None, failure: Exception | None, group: Other
     ) -> _Made:
         what = part_to_json(part) if part is not None else {"error": str(failure)}
         try:
-            verdict = group.tell(what | {"step": order.facts.step, "kind": plan.kind})
+            verdict = group.report(what | {"step": order.facts.step, "kind": plan.kind})
         except Lost:
             self._forget()
             raise
@@ -284,31 +284,31 @@ class Maker:
         return _Made(kind=plan.kind, stored_bytes=part.data.bytes)
 
     def _take_over(self, order: WriteOrder, plan: _Plan, name: str, checksum: str, part: WrittenPart) -> None:
-        """Note what the next one is to stand on."""
+        """Record the parent of the next checkpoint."""
         made = next_footing(name, checksum, order.facts, plan.kind, plan.parent, part, order.snapshot)
         if plan.kind == "gradients":
             made = replace(made, snapshot=None)
         else:
-            self._stand = made
+            self._footing = made
         self._increments = 0 if plan.kind == "base" else self._increments + 1
         if plan.kind == "base":
             self._by_log = None
         self._last = made
 
     def _forget(self) -> None:
-        """Ranks may know different things now: the next one is a base."""
-        self._last = self._stand = None
+        """Make the next checkpoint a base, because ranks may have different records."""
+        self._last = self._footing = None
         self._by_log = None
 
-    def _stand_for(self, snapshot: Buffer) -> Footing | None:
-        stand = self._stand
-        if stand is None or stand.snapshot is None or self._increments + 1 >= self._base_every:
+    def _footing_for(self, snapshot: Buffer) -> Footing | None:
+        footing = self._footing
+        if footing is None or footing.snapshot is None or self._increments + 1 >= self._base_every:
             return None
-        return stand if stand.snapshot.layout == snapshot.layout else None
+        return footing if footing.snapshot.layout == snapshot.layout else None
 
 
-def standing_of(parent: Published | None, base_every: int, chunk_bytes: int) -> WriterState:
-    """Return what a maker of increments on `parent` begins with."""
+def initial_state(parent: Published | None, base_every: int, chunk_bytes: int) -> WriterState:
+    """Return the state of a maker whose next increment builds on `parent`."""
     if parent is None or parent.manifest.chunk_bytes != chunk_bytes:
         return WriterState()
     manifest, snapshot = parent.manifest, parent.snapshot
@@ -318,21 +318,26 @@ def standing_of(parent: Published | None, base_every: int, chunk_bytes: int) -> 
     return WriterState(last_step=manifest.facts.step, by_log=True if logged else None, room=room, kept=kept)
 
 
-def _part_said(rank: int, said: dict[str, Any], plan: _Plan) -> WrittenPart:
-    """What another rank has written, if it fits."""
-    if "error" in said:
-        raise PublishError(f"rank {rank}: {said['error']}")
-    part = part_from_json(said)
+def _part_of_message(rank: int, message: dict[str, Any], plan: _Plan) -> WrittenPart:
+    """Return another rank's part, if it fits the plan."""
+    if "error" in message:
+        raise PublishError(f"rank {rank}: {message['error']}")
+    part = part_from_json(message)
     parent = plan.parent.name if plan.parent else None
-    if ("gradients" in (said["kind"], plan.kind) and said["kind"] != plan.kind) or part.stands_on not in (parent, None):
-        raise PublishError(f"rank {rank} has written {said['kind']} on {part.stands_on}, not {plan.kind} on {parent}")
+    if ("gradients" in (message["kind"], plan.kind) and message["kind"] != plan.kind) or part.parent_name not in (
+        parent,
+        None,
+    ):
+        raise PublishError(
+            f"rank {rank} has written {message['kind']} on {part.parent_name}, not {plan.kind} on {parent}"
+        )
     return part
 
 
 def _choice(log_bytes: int, changes_bytes: int, steps: int, state_bytes: int) -> str:
-    """In words, what the increments of a chain are and what that saves."""
+    """Return the kind of a chain's increments and its saving, as text."""
     of_steps = f"the gradients of {steps} step{'s' * (steps != 1)} take {log_bytes / 1e6:.2f} MB"
-    changes = f"what changed about {changes_bytes / 1e6:.2f} MB"
+    changes = f"the changes about {changes_bytes / 1e6:.2f} MB"
     chosen, best = ("gradients", log_bytes) if log_bytes < changes_bytes else ("changes", changes_bytes)
     times = f", {state_bytes / best:.1f} times less than the state" if best else ""
     return f"{of_steps}, {changes}: increments are {chosen}{times}"

@@ -1,8 +1,8 @@
-"""The content of a data file: chunks that are hashed and packed in several threads, and where each one goes.
+"""The content of a data file: chunks are hashed and packed in several threads, and placed one after another.
 
-Does not know files, what a checkpoint is, nor who reads it.
-Rules: a chunk that did not change is not stored, one that did in the smallest of the packings, each content once.  A base is
-packed only where that is quicker than writing what it saves: every so many chunks both are measured.
+Does not know files, checkpoints, or readers.
+Rules: an unchanged chunk is not stored, a changed one in the smallest packing, each content once.  A base is packed only if
+that is faster than writing the saved bytes; every so many chunks both are measured.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from hpctrain.checkpoint.format.chunks import ITEM_BYTES, Chunk, Packing, PieceE
 from hpctrain.checkpoint.writing.buffers import CopyProgress, TensorSlot
 
 THREADS = 4
-AHEAD = 2 * THREADS  # chunks under way
-SAMPLED = 16  # one chunk of so many is packed whatever it costs, to know
-KNOWN_BYTES = 32 << 20  # what has to be written until the speed of writing is known
+AHEAD = 2 * THREADS  # chunks that are being packed
+SAMPLED = 16  # one chunk of so many is packed at any cost, to measure
+KNOWN_BYTES = 32 << 20  # written bytes after which the write speed is known
 Pieces = Generator[bytes | memoryview, None, tuple[PieceEntry, ...]]
 
 
 def threads() -> int:
-    """Return how many threads pack: as many as there are cores for this process, and no more than help."""
+    """Return the number of packing threads: one per core of this process, up to a limit."""
     return max(1, min(THREADS, len(os.sched_getaffinity(0))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A tensor, or a piece of one, to be stored; `hashes` (by offset) and `old` are what the parent has in its place."""
+    """A tensor or piece to store; `hashes` (by offset) and `old` are the parent's content."""
 
     slot: TensorSlot
     content: memoryview
-    filling: CopyProgress  # of the buffer
+    copy_progress: CopyProgress  # of the buffer
     hashes: Mapping[int, str] = field(default_factory=dict)
     old: memoryview | None = None
 
@@ -44,21 +44,21 @@ class Wanted:
 class _Packed:
     chunk: Chunk
     stored: bytes | memoryview | None
-    cpu_s: float  # of packing, not of hashing
-    alike: tuple[object, ...] = ()  # chunks of which this is equal are stored alike
+    cpu_s: float  # of packing, without hashing
+    alike: tuple[object, ...] = ()  # chunks with an equal value have the same stored bytes
 
 
 class Packer:
-    """Packs what goes into one data file, which begins with so many bytes of something else."""
+    """Packs the content of one data file, which begins with `at` other bytes."""
 
     def __init__(self, chunk_bytes: int, at: int, pool: Executor, *, frugal: bool = True) -> None:
-        """`frugal`: everything is packed that gets smaller, whatever time it takes."""
+        """Prepare a packer; `frugal`: pack every chunk that gets smaller, at any cost of time."""
         self._chunk_bytes, self._at, self._pool = chunk_bytes, at, pool
         self._stored_before: dict[tuple[object, ...], Chunk] = {}
         self._worth = None if frugal else _Worth()
 
     def run(self, wanted: Iterable[Wanted]) -> Pieces:
-        """Return what belongs into the data file, in order, and return what lies where."""
+        """Yield the content of the data file in order, and return the entries of the pieces."""
         heads: list[TensorSlot] = []
         chunks: list[list[Chunk]] = []
         waiting: deque[tuple[int, Future[_Packed]]] = deque()
@@ -80,7 +80,7 @@ class Packer:
             heads.append(one.slot)
             chunks.append([])
             for low in range(0, one.slot.bytes, self._chunk_bytes):
-                one.filling.wait(one.slot.at + min(low + self._chunk_bytes, one.slot.bytes))
+                one.copy_progress.wait(one.slot.at + min(low + self._chunk_bytes, one.slot.bytes))
                 yield one, low
 
     def _begin(self, one: Wanted, low: int) -> Future[_Packed]:
@@ -119,7 +119,7 @@ class Packer:
 
 
 class _Worth:
-    """Whether packing saves more time of writing than it takes."""
+    """Decides whether packing saves more writing time than it takes."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -127,7 +127,7 @@ class _Worth:
         self._cpu_s = self._write_s = 0.0
 
     def asks(self) -> bool:
-        """Whether the next chunk is to be packed."""
+        """Return whether to pack the next chunk."""
         self._number += 1
         if self._number % SAMPLED == 1 or self._written_bytes < KNOWN_BYTES or not self._raw_bytes:
             return True
@@ -158,7 +158,7 @@ def _packed(
 
 
 def _alike(chunk: Chunk, item_bytes: int, hash_before: str | None) -> tuple[object, ...]:
-    """What the stored bytes depend on, so that a tensor with two names is stored once; empty: nobody knows."""
+    """Return what the stored bytes depend on, so that tied tensors are stored once; empty: unknown."""
     match chunk.packing:
         case Packing.RAW:
             return chunk.hash, chunk.bytes, chunk.packing

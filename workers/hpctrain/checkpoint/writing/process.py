@@ -1,9 +1,9 @@
 """The process that writes a trainer's checkpoints: `python -m hpctrain.checkpoint.writing.process DESCRIPTOR [LISTENER]`.
 
-It packs, hashes and writes what the trainer has copied into memory that both have.  Does not know torch.
-Rules: what was handed over whole is published, also if the trainer is killed meanwhile: a job's signals, which go to all of
-its processes, are not for this one.  It ends when the trainer has, after what it is about.  While the share fails, or does not
-answer, the newest state goes to this node's own disk, and to the share as soon as that takes it.
+It packs, hashes and writes snapshots in memory that it shares with the trainer.  Does not know torch.
+Rules: a complete snapshot is published even if the trainer is killed: this process ignores the signals that a job's
+processes get.  It ends after the trainer, when its checkpoint is done.  While the share fails or does not answer, the newest
+state goes to this node's own disk, and to the share as soon as possible.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hpctrain.checkpoint.writing.maker import CheckpointReport, Maker, WriteOrde
 from hpctrain.checkpoint.writing.retain import Retention
 from hpctrain.errors import PublishError, StaleAttemptError
 
-NICE = 5  # the trainer's own work comes first
-PATIENCE_S = 60.0  # a share that takes longer than this is away
-AGAIN_S = 10.0  # until it is asked again
+NICE = 5  # the trainer has priority
+PATIENCE_S = 60.0  # a share that does not answer for longer counts as away
+AGAIN_S = 10.0  # between two attempts to reach it again
 
 
 def main(descriptor: int, listener: int | None = None) -> int:
-    """Make checkpoints until the trainer is gone; at `listener` other ranks' keepers tell what they have written."""
+    """Make checkpoints until the trainer has ended; at `listener` the other ranks' processes report."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
@@ -46,7 +46,7 @@ def main(descriptor: int, listener: int | None = None) -> int:
         )
         while True:
             while not select.select([line], [], [], AGAIN_S if keeper.waiting else None)[0]:
-                keeper.again()
+                keeper.retry()
             order = line.receive()
             assert isinstance(order, WriteOrder)
             line.send(keeper.make(order, _copied_from(line, order)))
@@ -56,28 +56,28 @@ def main(descriptor: int, listener: int | None = None) -> int:
 
 
 class CheckpointKeeper:
-    """Has checkpoints made on the share, and on this node's own disk while the share does not take them."""
+    """Makes checkpoints on the share, or on this node's own disk while the share does not take them."""
 
     def __init__(self, task: WriterSetup, group: First | Other | None, patience_s: float) -> None:
         self._task, self._patience_s = task, patience_s
         retention = Retention(task.claim, task.policy, task.distrusted)
         self._maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, group)
-        self._alone = group is None  # else each process has a part of the state
-        self._rank = task.seat.rank if task.seat is not None else 0
+        self._alone = group is None  # else every rank's process has a part of the state
+        self._rank = task.endpoint.rank if task.endpoint is not None else 0
         self._share = ThreadPoolExecutor(1, "share")
-        self._slow: Future[CheckpointReport] | None = None  # what the share has not answered yet
-        self._read: set[int] = set()  # numbers of buffers that this one still reads
+        self._slow: Future[CheckpointReport] | None = None  # a checkpoint that the share has not answered yet
+        self._read: set[int] = set()  # numbers of buffers that it still reads
         self._local = local_fallback.local_directory(task.claim.directory)
         self._packers = ThreadPoolExecutor(1, "local")
-        self.waiting = False  # something is to be brought to the share
+        self.waiting = False  # a local part has to be copied to the share
 
     def make(
         self, order: WriteOrder, copied: Callable[[], None] = lambda: None
     ) -> tuple[CheckpointReport | StaleAttemptError, WriterState]:
-        """Make a checkpoint, somewhere; `copied` returns when the trainer has copied what is to be written.
+        """Make a checkpoint on the share or locally; `copied` returns when the trainer has copied the snapshot.
 
         Raises:
-            EOFError: the trainer is gone before that.
+            EOFError: the trainer ended before that.
         """
         started_s = time.perf_counter()
         if self._slow is not None and self._slow.done():
@@ -93,27 +93,27 @@ class CheckpointKeeper:
             self._read = {buffer.number for buffer in _buffers(order)}
             return self._locally(order, started_s, f"the share has not answered for {self._patience_s:g} s")
         except StaleAttemptError as error:
-            return error, self._maker.standing
+            return error, self._maker.writer_state
         self._slow = None
         if report.error:
             return self._locally(order, started_s, report.error)
-        return report, self._maker.standing
+        return report, self._maker.writer_state
 
     def _on_share(self, order: WriteOrder) -> CheckpointReport:
-        """Make it on the share, and once more if that fails: some errors do not last."""
+        """Make it on the share; repeat once after an error, which may not last."""
         report = self._maker.make(order)
         return self._maker.make(order) if report.error and self._alone else report
 
-    def again(self) -> None:
-        """Bring to the share what it has not taken before, if it takes it now."""
+    def retry(self) -> None:
+        """Try to copy the local parts to the share."""
         if self._slow is not None and not self._slow.done():
             return
         with suppress(PublishError, OSError, StaleAttemptError):
-            for name in self._brought():
-                print(f"checkpoint: {name} is on the share now, which takes them again", flush=True)
+            for name in self._copy_to_share():
+                print(f"checkpoint: {name} is on the share now, which takes checkpoints again", flush=True)
 
-    def _brought(self) -> list[str]:
-        """Copy what is kept here to the share, and return the names of the checkpoints published by that."""
+    def _copy_to_share(self) -> list[str]:
+        """Copy local parts to the share, and return the names of the checkpoints published by that."""
         claim = self._task.claim
         local_fallback.bring_parts(self._local, claim.directory, self._rank)
         names = local_fallback.join_parts(claim) if self._rank == 0 else []
@@ -121,12 +121,12 @@ class CheckpointKeeper:
         return names
 
     def _keep(self, snapshot: Buffer, facts: CheckpointFacts) -> None:
-        """What this process has of a state goes to this node's own disk."""
+        """Write this process's part of a state to this node's own disk."""
         ranks, chunk_bytes = self._task.ranks, self._task.chunk_bytes
         local_fallback.keep_part(self._local, self._rank, ranks, snapshot, facts, self._packers, chunk_bytes)
 
     def tidy(self) -> None:
-        """Remove what is not wanted any more."""
+        """Remove old checkpoints."""
         if self._slow is None:
             self._maker.tidy()
 
@@ -146,25 +146,25 @@ class CheckpointKeeper:
             write_s=time.perf_counter() - started_s,
             error=f"{why}; {where}",
         )
-        standing = WriterState(away=True) if self._slow is not None else replace(self._maker.standing, away=True)
-        return report, replace(standing, held=frozenset(self._read))
+        state = WriterState(away=True) if self._slow is not None else replace(self._maker.writer_state, away=True)
+        return report, replace(state, held=frozenset(self._read))
 
 
 def _copied_from(line: BufferChannel, order: WriteOrder) -> Callable[[], None]:
-    """What passes on, to those who write, how much the trainer has copied, until that is all."""
+    """Return a function that passes on the trainer's copy progress until the copy is complete."""
     if order.snapshot is None:
         return lambda: None
-    filling = order.snapshot.filling
-    filling.begin()
+    copy_progress = order.snapshot.copy_progress
+    copy_progress.begin()
 
     def copied() -> None:
         there = 0
         try:
             while there not in (FULL, BROKEN):
                 there = line.receive()
-                filling.reach(there)
+                copy_progress.reach(there)
         except EOFError:
-            filling.reach(BROKEN)
+            copy_progress.reach(BROKEN)
             raise
 
     return copied
@@ -179,8 +179,8 @@ def _buffers(order: WriteOrder) -> Iterator[Buffer]:
 
 
 def _group(task: WriterSetup, listener: int | None) -> First | Other | None:
-    if task.seat is not None:
-        return Other(task.seat)
+    if task.endpoint is not None:
+        return Other(task.endpoint)
     return First(task.ranks, socket.socket(fileno=listener), task.secret) if listener is not None else None
 
 

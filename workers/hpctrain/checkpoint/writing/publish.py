@@ -1,7 +1,7 @@
-"""One checkpoint: this rank's part of it to a data file, and the parts of all ranks to a published manifest.
+"""Write this rank's part of a checkpoint to a data file, and publish the parts of all ranks in a manifest.
 
-Knows the parent by its name and its chunks' hashes; does not know torch, threads, models or when to write.
-Rules: data files are durable before the manifest that names them appears; the fence is asked in between.
+Knows the parent by its name and its chunks' hashes; does not know torch, threads or models.
+Rules: data files are durable before the manifest that names them appears; the fence is checked in between.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from hpctrain.checkpoint.writing.buffers import Buffer
 from hpctrain.checkpoint.writing.packer import Packer, Wanted
 
 DATA_MAGIC = b"HPCTDAT1"
-SAMPLED = 8  # one chunk of so many is packed to estimate what all would take
+SAMPLED = 8  # one chunk of so many is packed to estimate the size of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A checkpoint that was read, with its content for the next one to stand on.
+    """A checkpoint that was read, with its content as parent of the next one.
 
-    `logs` are the steps that have still to be taken, on top of the snapshot, to come to the checkpoint.
+    `logs` are the steps to replay on the snapshot.
     """
 
     manifest: Manifest
@@ -57,7 +57,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footing:
-    """A published checkpoint as the next one can stand on it: by its name and by what this rank has of it."""
+    """A published checkpoint as parent of the next one: its name, and this rank's part of its content."""
 
     name: str
     checksum: str
@@ -66,22 +66,22 @@ class Footing:
     base: str
     depth: int
     snapshot: Buffer | None
-    hashes: Mapping[str, Mapping[int, str]]  # of chunks, by tensor and by where they begin
+    hashes: Mapping[str, Mapping[int, str]]  # of chunks, by tensor and offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPart:
-    """What one rank has written of a checkpoint."""
+    """One rank's written part of a checkpoint."""
 
     data: DataFile
-    stands_on: str | None  # the name of the parent that it was made from
+    parent_name: str | None  # name of the parent
     pieces: tuple[PieceEntry, ...]
-    steps: tuple[tuple[PieceEntry, ...], ...]  # of each logged step, the gradients
+    steps: tuple[tuple[PieceEntry, ...], ...]  # gradients per logged step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLog:
-    """A log of gradients ready to be written."""
+    """A packed log of gradients."""
 
     pieces: tuple[PieceEntry, ...]
     steps: tuple[tuple[PieceEntry, ...], ...]
@@ -89,12 +89,12 @@ class PackedLog:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the data file."""
+        """The bytes in the data file."""
         return sum(len(piece) for piece in self.content)
 
 
 def footing_of(published: Published) -> Footing:
-    """Say of a checkpoint that was read what the next one needs to know."""
+    """Return a checkpoint that was read, as parent of the next one."""
     manifest = published.manifest
     return Footing(
         name=manifest.name,
@@ -117,7 +117,7 @@ def next_footing(
     part: WrittenPart,
     snapshot: Buffer | None,
 ) -> Footing:
-    """Say of a checkpoint that was published just now what the next one needs to know."""
+    """Return a checkpoint that was just published, as parent of the next one."""
     hashes: dict[str, dict[int, str]] = {}
     for piece in part.pieces:
         low = piece.low
@@ -138,7 +138,7 @@ def next_footing(
 
 
 def pack_log(taken: Taken, parent: Footing | None, pool: Executor, chunk_bytes: int = CHUNK_BYTES) -> PackedLog:
-    """Pack the gradients of steps, and the tensors that no optimizer moves where they differ from the parent's."""
+    """Pack the gradients of steps, and the changed tensors that no optimizer moves."""
     at = len(DATA_MAGIC)
     content: list[bytes | memoryview] = []
 
@@ -154,7 +154,7 @@ def pack_log(taken: Taken, parent: Footing | None, pool: Executor, chunk_bytes: 
 
 
 def estimated_bytes(snapshot: Buffer, old: Buffer, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Estimate what an increment of packed changes would take, from some of its chunks."""
+    """Estimate the bytes of an increment of packed changes from some of its chunks."""
     number, raw, stored, whole = 0, 0, 0, 0
     for slot in snapshot.layout:
         content, before = snapshot.content(slot), old.content(slot)
@@ -177,7 +177,7 @@ def write_part(
     pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> WrittenPart:
-    """Write this rank's part of a checkpoint: of an increment on `parent`, or of a base without one.
+    """Write this rank's part of an increment on `parent`, or of a base if that is None.
 
     Raises:
         PublishError: the share failed.
@@ -191,7 +191,7 @@ def write_part(
         found.extend((yield from packer.run(_wanted(snapshot, parent.hashes if parent else {}, old))))
 
     data = _write(claim, facts, content())
-    return WrittenPart(data=data, stands_on=parent.name if parent else None, pieces=tuple(found), steps=())
+    return WrittenPart(data=data, parent_name=parent.name if parent else None, pieces=tuple(found), steps=())
 
 
 def write_log(claim: fence.Claim, packed: PackedLog, facts: CheckpointFacts, parent: Footing) -> WrittenPart:
@@ -200,7 +200,7 @@ def write_log(claim: fence.Claim, packed: PackedLog, facts: CheckpointFacts, par
     Raises: as `write_part`.
     """
     data = _write(claim, facts, packed.content)
-    return WrittenPart(data=data, stands_on=parent.name, pieces=packed.pieces, steps=packed.steps)
+    return WrittenPart(data=data, parent_name=parent.name, pieces=packed.pieces, steps=packed.steps)
 
 
 def publish(
@@ -213,7 +213,7 @@ def publish(
 ) -> tuple[str, str, int]:
     """Publish the parts of all ranks as one checkpoint; `taken`: as a log of gradients.
 
-    Returns the manifest's name, checksum and length.
+    Returns the manifest's name, checksum and length in bytes.
 
     Raises: as `write_part`; then nothing was published.
     """
@@ -243,26 +243,26 @@ def publish(
 
 
 def data_file_name(name: str) -> str:
-    """Return a name that was never used, for a data file of a checkpoint."""
+    """Return a new name for a data file of a checkpoint."""
     return f"data-{name}-{secrets.token_hex(6)}.bin"
 
 
 def part_to_json(part: WrittenPart) -> dict[str, object]:
-    """Return a part as a rank tells it to the one that publishes."""
+    """Return a part as a rank reports it to the publishing one."""
     return {
         "file": part.data.file,
         "bytes": part.data.bytes,
-        "stands_on": part.stands_on,
+        "parent": part.parent_name,
         "pieces": [piece_to_json(piece) for piece in part.pieces],
         "steps": [[piece_to_json(piece) for piece in step] for step in part.steps],
     }
 
 
 def part_from_json(body: dict[str, Any]) -> WrittenPart:
-    """Read what `part_to_json` gave."""
+    """Return the part that `part_to_json` described."""
     return WrittenPart(
         data=DataFile(file=body["file"], bytes=body["bytes"]),
-        stands_on=body["stands_on"],
+        parent_name=body["parent"],
         pieces=tuple(piece_from_json(piece) for piece in body["pieces"]),
         steps=tuple(tuple(piece_from_json(piece) for piece in step) for step in body["steps"]),
     )
@@ -294,7 +294,7 @@ def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buff
         yield Wanted(
             slot=slot,
             content=snapshot.content(slot),
-            filling=snapshot.filling,
+            copy_progress=snapshot.copy_progress,
             hashes=hashes.get(slot.name, {}),
             old=before,
         )
@@ -316,7 +316,7 @@ def _after_magic(content: Iterable[bytes | memoryview]) -> Generator[bytes | mem
 def _collect(
     made: Generator[bytes | memoryview, None, tuple[PieceEntry, ...]], into: list[bytes | memoryview]
 ) -> tuple[PieceEntry, ...]:
-    """Run a packer's generator to its end, and return what it returns."""
+    """Run a packer's generator to its end, and return its result."""
     while True:
         try:
             into.append(next(made))

@@ -1,9 +1,9 @@
-"""Which checkpoints may go, and their removal in two phases.
+"""Retention: the removal of old checkpoints, in two phases.
 
-A chain is a base with all that stands on it, and goes as a whole.
-Rules: first a manifest is renamed so that no reader starts on it; only the next pass, at least one base later, removes
-its data and then the renamed manifest.  A crash anywhere leaves work for the next pass and never a manifest without its
-data.  What writers that died have left is removed too, if their attempt is fenced, when it was seen twice.
+A chain is a base with all its increments, and is removed as a whole.
+Rules: first a manifest is renamed, so that no reader starts on it; the next pass, at least one base later, removes its data
+and then the renamed manifest.  A crash leaves work for the next pass, but never a manifest without its data.  Leftovers of
+dead writers are removed too, if their attempt is fenced and two passes have seen them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.checkpoint.writing import fence, files
 from hpctrain.errors import DamagedError
 
 DOOMED = ".doomed"
-# Data files and drafts bear the attempt that made them.
+# Data files and drafts have the attempt in their names.
 LEFTOVER = re.compile(
     r"(?:data-|part-)?(step-\d{10,}\.a(\d{4,}))(?:-[0-9a-f]+\.bin|\.r\d+\.json|(?:\.r\d+)?\.json\.[0-9a-f]+\.tmp)"
 )
@@ -28,13 +28,13 @@ LEFTOVER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """Which chains stay: the newest `keep`, and of the others one in each stretch of `every_s` seconds; 0: none of them."""
+    """The chains to keep: the newest `keep`, and one older one per `every_s` seconds (0: none)."""
 
     keep: int
     every_s: float = 0.0
 
     def kept(self, written_at_s: Mapping[str, float]) -> set[str]:
-        """Choose among chains, given from the newest to the oldest with the time of their base."""
+        """Return the chains to keep, given newest first with the time of their base."""
         names = list(written_at_s)
         kept = names[: max(1, self.keep)]
         if self.every_s > 0:
@@ -46,19 +46,19 @@ class RetentionPolicy:
 
 
 class Retention:
-    """Keeps what the policy says; one pass after each base."""
+    """Applies the policy: one pass after each base."""
 
     def __init__(self, claim: fence.Claim, policy: RetentionPolicy, distrusted: Collection[str] = ()) -> None:
         self._claim = claim
         self._policy = policy
-        self._distrusted = frozenset(distrusted)  # found damaged at the start: they do not count as kept ones
+        self._distrusted = frozenset(distrusted)  # damaged at the start: they do not count as kept
         self._seen_unused: frozenset[str] = frozenset()
 
     def sweep(self) -> list[str]:
-        """Finish what the last pass doomed, doom what is too old, and return the names of removed files.
+        """Finish the last pass, begin the next one, and return the names of removed files.
 
         Raises:
-            StaleAttemptError: a later attempt has taken over, nothing was touched.
+            StaleAttemptError: a later attempt has taken over; nothing was changed.
         """
         fence.check(self._claim)
         directory = self._claim.directory
@@ -70,7 +70,7 @@ class Retention:
         return removed
 
     def _leftovers(self, directory: Path) -> frozenset[str]:
-        """What no manifest, be it readable or not, can refer to: files of checkpoints that were never published."""
+        """Return files that no manifest can refer to: of checkpoints that were never published."""
         names = os.listdir(directory)
         published = {name.removesuffix(DOOMED).removesuffix(SUFFIX) for name in names}
         found = ((LEFTOVER.fullmatch(name), name) for name in names)
@@ -82,7 +82,7 @@ class Retention:
 def prune(directory: Path, policy: RetentionPolicy, damaged: Collection[str]) -> list[str]:
     """Remove now what the policy does not keep, and return the names of removed files.
 
-    `damaged` do not count as kept ones.  For people: readers begin with the newest chains, which stay.
+    `damaged` chains do not count as kept.  For people: readers begin with the newest chains, which stay.
     """
     doom(directory, policy, damaged)
     return remove_doomed(directory)
@@ -98,16 +98,16 @@ def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) 
     bases = sorted(newest, key=lambda base: newest[base], reverse=True)
     times = {base: manifests[base].facts.written_at_s if base in manifests else 0.0 for base in bases}
     kept = policy.kept(times)
-    # From the newest on, so that no manifest ever lacks the one it stands on.
+    # Newest first, so that no manifest ever lacks its parent.
     for name in sorted(manifests, key=lambda name: order_of(name) or (), reverse=True):
         if manifests[name].base in newest and manifests[name].base not in kept:
-            with suppress(FileNotFoundError):  # somebody else is at it too
+            with suppress(FileNotFoundError):  # another process does the same
                 os.rename(directory / (name + SUFFIX), directory / (name + SUFFIX + DOOMED))
     files.sync_directory(directory)
 
 
 def remove_doomed(directory: Path) -> list[str]:
-    """Remove the data of doomed manifests that no other one refers to, then them."""
+    """Remove renamed manifests, after those of their data files that no other manifest refers to."""
     doomed = sorted(name for name in os.listdir(directory) if name.endswith(DOOMED))
     used = {data.file for manifest in _readable(directory).values() for data in manifest.data} if doomed else set()
     removed = []
@@ -115,7 +115,7 @@ def remove_doomed(directory: Path) -> list[str]:
         try:
             data = [one.file for one in from_bytes((directory / name).read_bytes()).data]
         except (DamagedError, FileNotFoundError):
-            data = []  # its data files will turn up as leftovers
+            data = []  # its data files become leftovers
         removed += [gone for gone in (*data, name) if gone not in used and files.remove(directory / gone)]
     return removed
 
@@ -126,5 +126,5 @@ def _readable(directory: Path) -> dict[str, Manifest]:
         try:
             manifests[name] = from_bytes((directory / (name + SUFFIX)).read_bytes())
         except (DamagedError, FileNotFoundError):
-            continue  # not ours to judge: what cannot be read is neither used nor removed
+            continue  # unreadable: neither use nor remove it
     return manifests

@@ -1,7 +1,7 @@
-"""A copy of all tensors of a training state, in one buffer that is used again and again.
+"""A copy of all tensors of a training state, in one reused buffer.
 
 The training loop waits for this copy only.  Does not know files.
-Rules: the buffer is used again, see `buffers`.  Every tensor begins at a multiple of 64 bytes.
+Rules: every tensor begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, ITEM_BYTES
 from hpctrain.checkpoint.writing.buffers import Buffer, Layout, TensorSlot, lay_out_pieces
 from hpctrain.errors import MismatchError, TrainError
 
-STRETCH_BYTES = 16 << 20  # after so many copied bytes it is told how many there are
-MOST_STRETCHES = 64  # but not more often: whoever hears it may be busy
+STRETCH_BYTES = 16 << 20  # copied bytes between two progress messages
+MOST_STRETCHES = 64  # at most so many progress messages per copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """What one rank has of a tensor of shape `whole`: its numbers from `low` on, flat."""
+    """One rank's piece of a tensor of shape `whole`: its numbers from `low` on, flat."""
 
     part: torch.Tensor
     low: int
@@ -33,7 +33,7 @@ State = Mapping[str, torch.Tensor | TensorPiece]
 
 
 def layout_of(state: State) -> Layout:
-    """Lay tensors, and pieces of tensors, out one after another.
+    """Return the layout of tensors and pieces, one after another.
 
     Raises:
         TrainError: the format has no name for a tensor's dtype.
@@ -48,9 +48,10 @@ def _kind(name: str, one: torch.Tensor | TensorPiece) -> tuple[str, str, tuple[i
 
 
 def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first: Collection[str] = ()) -> State:
-    """Cut what all ranks have alike, so that each writes about as much; `of_first`: what the first one writes whole.
+    """Return this rank's share of tensors that are equal on all ranks, about the same bytes each.
 
-    Within a tensor it is cut where chunks begin, so that chunks are the same for any number of ranks.
+    Tensors are cut between chunks, so that chunks do not depend on the number of ranks.  `of_first`: tensors that the first
+    rank writes as a whole.
     """
     shared = {name: tensor for name, tensor in tensors.items() if name not in of_first}
     total = sum(tensor.nbytes for tensor in shared.values())
@@ -77,31 +78,31 @@ def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first
 
 
 def _cut(at_bytes: int, tensor: torch.Tensor) -> int:
-    """Which number of a tensor the first is after a bound, once this is moved to where a chunk begins, or to the end."""
+    """Return the first number after a bound, which is moved to the begin of a chunk or the end of the tensor."""
     if at_bytes >= tensor.nbytes:
         return tensor.numel()
     return max(0, at_bytes) // CHUNK_BYTES * CHUNK_BYTES // tensor.element_size()
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """Name a tensor's dtype as manifests do."""
+    """Return a tensor's dtype as in manifests."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        raise TrainError(f"cannot keep {name} in a checkpoint: it is of dtype {dtype}; keep it as another one")
+        raise TrainError(f"cannot save {name} in a checkpoint: it is of dtype {dtype}; convert it")
     return dtype
 
 
 class TensorSnapshot(Buffer):
-    """A buffer whose content is tensors."""
+    """A buffer of tensors."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self._buffer = torch.frombuffer(self.shared, dtype=torch.uint8)
 
     def fill(self, state: State, reached: Callable[[int], None] = lambda _: None) -> None:
-        """Copy the state into the buffer; it has to be of this layout.
+        """Copy a state of this layout into the buffer.
 
-        `reached` hears now and then how many bytes from the beginning are there; that all are goes without saying.
+        `reached` gets the number of copied bytes now and then, but not at the end.
         """
         stretch_bytes = max(STRETCH_BYTES, len(self.shared) // MOST_STRETCHES)
         told = 0
@@ -136,10 +137,10 @@ class TensorSnapshot(Buffer):
 
 
 class LiveMemory:
-    """Live tensors as a buffer: what is read goes straight to where it is used."""
+    """Live tensors as a buffer, to read a checkpoint into them directly."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors`: as `in_one_piece`."""
+        """Wrap `tensors`, for which `in_one_piece` is true."""
         self.layout = layout_of(tensors)
         self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
 
@@ -153,7 +154,7 @@ class LiveMemory:
 
 
 def in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether each tensor lies in the CPU's memory, number after number, and shares none of it with another."""
+    """Return whether all tensors are contiguous on the CPU, and share no memory."""
     if not all(one.device.type == "cpu" and one.is_contiguous() for one in tensors.values()):
         return False
     places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors.values() if one.nbytes)
@@ -163,7 +164,7 @@ def in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
 def _stretches(
     there: torch.Tensor, source: torch.Tensor, stretch_bytes: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A tensor's place and content, cut alike where it is long, and lies in one piece."""
+    """Return pairs of target and source, in stretches if the tensor is long and contiguous."""
     if source.nbytes <= stretch_bytes or not source.is_contiguous():
         return iter([(there, source.detach())])
     numbers = stretch_bytes // source.element_size()
@@ -171,12 +172,12 @@ def _stretches(
 
 
 def of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return those of the model, by its own names for them."""
+    """Return the model's tensors, by its own names."""
     return {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
 
 
 def compare(saved: Layout, live: Layout, source: str) -> None:
-    """Return if a checkpoint's tensors are those of the model, in whatever order.
+    """Check that a checkpoint's tensors are those of the model, in any order.
 
     Raises:
         MismatchError: names the first tensor that differs.
@@ -192,6 +193,6 @@ def compare(saved: Layout, live: Layout, source: str) -> None:
             )
     if there:
         raise MismatchError(
-            f"cannot resume from {source}: it has {next(iter(there))!r}, which this model has not; give the options of the "
+            f"cannot resume from {source}: it has {next(iter(there))!r}, which this model does not have; give the options of the "
             "first run, or another --out"
         )

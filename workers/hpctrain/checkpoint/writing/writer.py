@@ -1,9 +1,10 @@
-"""Checkpoints beside the training: the loop waits for a copy, somebody else does the rest.
+"""Checkpoints during training: the loop waits for a copy only, and a process of its own writes it.
 
-Knows that at most one checkpoint is in flight; does not know models, ranks or steps' meaning, nor what kinds there are.
-What is copied is written while the rest is still copied.
-Rules: two snapshot buffers, used in turn: the published one is what the next increment is taken against.  A later attempt
-that has taken over ends the run.
+At most one checkpoint is in flight.  Does not know models, ranks, or the kinds of checkpoints.
+Rules: two snapshot buffers are used in turn, because the next increment is compared with the published one.  Writing starts
+while the rest is still copied.  The process ends by itself after the trainer, so that a copied state is published.  If the
+process is killed, that costs the checkpoint in flight: another one is started, and its first checkpoint is a base.  A later
+attempt that has taken over ends the run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, BufferChannel
 from hpctrain.checkpoint.writing.fence import Claim
 from hpctrain.checkpoint.writing.gradient_log import GradientLog
 from hpctrain.checkpoint.writing.group import SECRET_BYTES, Endpoint
-from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup, WriterState, standing_of
+from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup, WriterState, initial_state
 from hpctrain.checkpoint.writing.publish import Published
 from hpctrain.checkpoint.writing.retain import RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import Layout, State, TensorSnapshot, layout_of
@@ -37,37 +38,37 @@ from hpctrain.errors import StaleAttemptError
 
 
 class NextCheckpoint(enum.IntEnum):
-    """What a rank would make the next checkpoint of; of all ranks' wishes the greatest counts, unless one says NOTHING."""
+    """The best content of a rank's next checkpoint; of all ranks the largest value counts, unless one is NOTHING."""
 
-    NOTHING = 0  # it does not begin now
+    NOTHING = 0  # it cannot begin now
     LOG = 1  # the gradients since the last one
     STATE = 2
-    BASE = 3  # a state that stands on nothing
+    BASE = 3  # a state without a parent
 
 
 class CheckpointWriter:
-    """What the loop sees of whoever writes; a subclass hands over what was copied, and gets the report."""
+    """The loop's side of writing; a subclass passes orders to the writer, and returns its reports."""
 
-    def __init__(self, standing: WriterState, parent: Published | None) -> None:
-        self._standing = standing
+    def __init__(self, state: WriterState, parent: Published | None) -> None:
+        self._writer_state = state
         kept = parent.snapshot if parent else None
         self._snapshots = [kept] if isinstance(kept, TensorSnapshot) else []
         self._log: GradientLog | None = None
-        self._lent: tuple[GradientLog | None, Taken | None] | None = None  # what is in flight
+        self._lent: tuple[GradientLog | None, Taken | None] | None = None  # in flight
         self._copy_s = 0.0  # for which training waited
         self._touching: threading.Thread | None = None
 
     @property
     def last_step(self) -> int:
         """The step of the newest published checkpoint, -1 if there is none."""
-        return self._standing.last_step
+        return self._writer_state.last_step
 
     def follow(self, log: GradientLog | None) -> None:
-        """Let increments be the gradients that `log` notes, where they are smaller than what changed."""
+        """Let increments be the gradients in `log`, if they are smaller than packed changes."""
         self._log = log
 
     def prepare(self, state: State) -> None:
-        """Get the memory for copies of such a state beforehand, beside whatever else is done."""
+        """Allocate the memory for copies of such a state, in the background."""
         layout = layout_of(state)
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
         fresh = [TensorSnapshot(layout) for _ in range(len(alike), 2)]
@@ -76,23 +77,23 @@ class CheckpointWriter:
         self._touching.start()
 
     def idle(self) -> bool:
-        """Return whether a new checkpoint can begin now; `collect` what is finished first."""
+        """Return whether a new checkpoint can begin now; call `collect` first."""
         return self._lent is None
 
     def next_content(self) -> NextCheckpoint:
-        """Return what the next checkpoint would best be made of."""
+        """Return the best content of the next checkpoint."""
         if not self.idle():
             return NextCheckpoint.NOTHING
-        if not self._standing.room:
+        if not self._writer_state.room:
             return NextCheckpoint.BASE
         return NextCheckpoint.LOG if self.log_suffices() else NextCheckpoint.STATE
 
     def log_suffices(self) -> bool:
-        """Return whether the next checkpoint needs no tensors, because it is the gradients since the last one."""
-        return self._standing.takes_log and self._log is not None and self._log.covers(self.last_step)
+        """Return whether the next checkpoint can be the gradients since the last one, without tensors."""
+        return self._writer_state.takes_log and self._log is not None and self._log.covers(self.last_step)
 
     def begin(self, state: State | None, facts: CheckpointFacts, *, base: bool = False) -> float:
-        """Copy the state (None: `log_suffices`) and start to write; returns the seconds of the copy."""
+        """Copy the state (None: `log_suffices`) and start to write; return the seconds of the copy."""
         assert self._lent is None, "one checkpoint at a time"
         started_s = time.perf_counter()
         taken = self._log.take(facts.step) if self._log is not None else None
@@ -105,7 +106,7 @@ class CheckpointWriter:
         return self._copy_s
 
     def collect(self) -> CheckpointReport | None:
-        """Return the report of a checkpoint that has just been finished, without waiting.
+        """Return the report of a checkpoint that has just been finished, or None, without waiting.
 
         Raises:
             StaleAttemptError: a later attempt has taken over.
@@ -115,29 +116,27 @@ class CheckpointWriter:
         return self.wait()
 
     def wait(self) -> CheckpointReport | None:
-        """Wait for the checkpoint in flight and give its report."""
+        """Wait for the checkpoint in flight, and return its report."""
         if self._lent is None:
             return None
         (log, taken), self._lent = self._lent, None
-        report, self._standing = self._result()
+        report, self._writer_state = self._result()
         report = replace(report, copy_s=self._copy_s)
-        held = taken is not None and taken.loose.number in self._standing.held  # somebody reads them still
-        if (
-            log is not None and taken is not None and not held
-        ):  # of an elastic run the loop, and its log, may be another by now
+        held = taken is not None and taken.loose.number in self._writer_state.held  # still being read
+        if log is not None and taken is not None and not held:  # in an elastic run the loop and its log may be new ones
             log.give_back(taken)
         if self._log is not None:
-            self._log.enabled = self._standing.by_log is not False
+            self._log.enabled = self._writer_state.by_log is not False
         return report
 
     def close(self) -> None:
-        """End whoever writes, after what is in flight."""
+        """End the writer, after the checkpoint in flight."""
         raise NotImplementedError
 
     def _free(self, layout: Layout) -> TensorSnapshot:
-        """A buffer that nobody reads."""
+        """Return a buffer that is not being read."""
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
-        taken = {self._standing.kept, *self._standing.held}
+        taken = {self._writer_state.kept, *self._writer_state.held}
         free = [snapshot for snapshot in alike if snapshot.number not in taken]
         snapshot = free[0] if free else TensorSnapshot(layout)
         self._snapshots = alike if free else [*alike, snapshot]
@@ -152,11 +151,11 @@ class CheckpointWriter:
         self._tell(snapshot, FULL)
 
     def _hand_over(self, order: WriteOrder) -> None:
-        """Have somebody write it, who waits for what is not copied yet."""
+        """Pass the order to the writer, which waits for the rest of the copy."""
         raise NotImplementedError
 
     def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
-        """Let who writes know how much of the snapshot is there."""
+        """Pass the copy progress to the writer."""
         raise NotImplementedError
 
     def _finished(self) -> bool:
@@ -172,7 +171,7 @@ def _touch(snapshots: Sequence[TensorSnapshot]) -> None:
 
 
 CLOSE_S = 20.0
-# glibc's threads give memory back after each chunk otherwise, and touch it anew: a third of what packing takes.
+# By default glibc's threads return memory after each chunk and touch it again: a third of the packing time.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(64 << 20)}
 
 
@@ -188,9 +187,9 @@ class ProcessWriter(CheckpointWriter):
         distrusted: tuple[str, ...] = (),
         chunk_bytes: int = CHUNK_BYTES,
         ranks: int = 1,
-        seat: Endpoint | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
-        """`ranks` write together; `seat` is where the others find the first of them, which has none."""
+        """Start the process; `ranks` write together, and `endpoint` is the first writer's address (None: this one)."""
         self._task = WriterSetup(
             claim=claim,
             parent=parent,
@@ -199,13 +198,13 @@ class ProcessWriter(CheckpointWriter):
             distrusted=distrusted,
             chunk_bytes=chunk_bytes,
             ranks=ranks,
-            seat=seat,
+            endpoint=endpoint,
             secret=secrets.token_bytes(SECRET_BYTES),
         )
-        # Of the first of several ranks: it outlives a process that writes, so that the others find the next one there.
-        self._listener = socket.create_server(("", 0), backlog=ranks) if ranks > 1 and seat is None else None
+        # The first rank's listener outlives a process that writes, so that the others find the next one there.
+        self._listener = socket.create_server(("", 0), backlog=ranks) if ranks > 1 and endpoint is None else None
         self._order: WriteOrder | None = None
-        super().__init__(standing_of(parent, base_every, chunk_bytes), parent)
+        super().__init__(initial_state(parent, base_every, chunk_bytes), parent)
         self._start(self._task)
 
     def close(self) -> None:
@@ -215,17 +214,17 @@ class ProcessWriter(CheckpointWriter):
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
-            return  # it has its share to wait for, and ends by itself
+            return  # it waits for the share, and ends by itself
         finally:
             self._snapshots.clear()
 
     @property
     def pid(self) -> int:
-        """The process that writes."""
+        """The process id of the writer."""
         return self._process.pid
 
-    def seats(self, addresses: Sequence[str]) -> list[Endpoint]:
-        """Return where the other ranks' writers find this one, by rank; it is on a host with these addresses."""
+    def endpoints(self, addresses: Sequence[str]) -> list[Endpoint]:
+        """Return this writer's address for the other ranks, by rank; `addresses` are those of its host."""
         assert self._listener is not None
         port = self._listener.getsockname()[1]
         secret, several = self._task.secret, tuple(addresses)
@@ -253,10 +252,10 @@ class ProcessWriter(CheckpointWriter):
         try:
             self._line.send(self._order)
         except OSError:
-            pass  # it is gone: `_result` finds that, and starts another
+            pass  # it has ended: `_result` starts another one
 
     def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # it has ended
             self._line.send(there)
 
     def _finished(self) -> bool:
@@ -268,10 +267,10 @@ class ProcessWriter(CheckpointWriter):
             answer: Any = self._line.receive()
         except EOFError:
             return self._gone(self._order)
-        said, standing = answer
-        if isinstance(said, StaleAttemptError):
-            raise said
-        return said, standing
+        message, state = answer
+        if isinstance(message, StaleAttemptError):
+            raise message
+        return message, state
 
     def _gone(self, order: WriteOrder) -> tuple[CheckpointReport, WriterState]:
         self._line.close()
@@ -280,4 +279,4 @@ class ProcessWriter(CheckpointWriter):
         self._start(self._task)
         why = f"the process that writes checkpoints has ended with status {status}; another one is started"
         report = CheckpointReport(step=order.facts.step, kind="", stored_bytes=0, write_s=0.0, error=why)
-        return report, replace(self._standing, by_log=None, room=False, kept=None)
+        return report, replace(self._writer_state, by_log=None, room=False, kept=None)
