@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from test_train_gradlog import World
-from test_train_keeper import KeptWorld
+from test_train_process_writer import KeptWorld
 
 if __name__ == "__main__":
     world: World = KeptWorld(Path(sys.argv[1]))

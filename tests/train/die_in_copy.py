@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from test_train_keeper import KeptWorld
+from test_train_process_writer import KeptWorld
 
 from hpctrain.checkpoint import ProcessWriter
 

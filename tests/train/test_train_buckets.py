@@ -57,9 +57,7 @@ def true_gradients() -> torch.Tensor:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("sync", "one", "mean"), [("bf16", 1e-3, 3e-5), ("fp16", 1e-4, 1e-5)])
-def test_what_rounding_leaves_over_of_a_step_comes_in_later_ones(
-    sync: str, one: float, mean: float, overlap: bool
-) -> None:
+def test_rounding_errors_of_a_step_are_sent_in_later_ones(sync: str, one: float, mean: float, overlap: bool) -> None:
     model, buckets = model_and_buckets(sync, overlap=overlap)
     exact, total = 2 * true_gradients(), torch.zeros(())
     steps = 100
@@ -72,7 +70,7 @@ def test_what_rounding_leaves_over_of_a_step_comes_in_later_ones(
     assert float((total / steps - exact).norm() / exact.norm()) < mean
 
 
-def test_what_rounding_left_over_of_a_layer_comes_when_the_layer_has_no_gradient() -> None:
+def test_a_residual_is_sent_although_its_layer_has_no_gradient() -> None:
     model, buckets = model_and_buckets("bf16", overlap=True)
     exact = true_gradients()
     buckets.zero()

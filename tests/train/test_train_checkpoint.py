@@ -176,7 +176,7 @@ def test_chains_are_bounded(tmp_path: Path) -> None:
     assert kinds == ["base", "delta", "delta", "base", "delta", "delta", "base"]
 
 
-def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+def test_unchanged_chunks_are_not_written_again(tmp_path: Path) -> None:
     write(tmp_path, [1, 2])
     names = checkpoint_names(tmp_path)
     chunks = {entry.name: entry.chunks for entry in read_chain(tmp_path, names[0])[-1][0].tensors}
@@ -225,7 +225,7 @@ def test_old_chains_go_in_two_passes_and_the_kept_ones_restore(tmp_path: Path) -
     assert_holds(tmp_path, 4)
 
 
-def test_what_a_dead_writer_left_goes_after_two_passes(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_writer_are_removed_after_two_passes(tmp_path: Path) -> None:
     claim(tmp_path, NO_JOB, now_s=0.0)
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
     left = [tmp_path / "data-step-0000000009.a0000-0123456789ab.bin", tmp_path / "step-0000000009.a0000.json.0a1b.tmp"]
@@ -255,7 +255,7 @@ def test_a_damaged_chunk_makes_the_one_before_count_and_is_named(tmp_path: Path)
     assert_holds(tmp_path, 2)
 
 
-def test_a_damaged_base_takes_its_whole_chain_out(tmp_path: Path) -> None:
+def test_a_damaged_base_makes_its_whole_chain_unusable(tmp_path: Path) -> None:
     write(tmp_path, [1, 2, 3, 4], base_every=2)
     flip_byte(data_file(tmp_path, "step-0000000003.a0000"), 100)
     assert_holds(tmp_path, 2)
@@ -291,7 +291,7 @@ def test_a_parent_of_another_chain_is_refused(tmp_path: Path) -> None:
         read_chain(tmp_path / "a", "step-0000000002.a0000")
 
 
-def test_nothing_whole_is_an_error_and_nothing_at_all_is_a_fresh_start(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_are_an_error_and_none_is_a_new_start(tmp_path: Path) -> None:
     assert restore(tmp_path / "never") is None
     write(tmp_path, [1])
     data_file(tmp_path, "step-0000000001.a0000").unlink()
@@ -366,7 +366,9 @@ def test_an_error_of_close_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("share", ["direct", "not direct", "short writes", "blocks refused"])
-def test_a_file_of_many_blocks_is_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+def test_a_file_of_many_blocks_has_the_given_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
     real_open, real_write = os.open, os.pwrite
 
     def opened(path: Path, flags: int, *more: int) -> int:

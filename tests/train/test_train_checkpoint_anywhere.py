@@ -55,12 +55,12 @@ def test_tensors_and_arrays_come_back_with_their_kinds() -> None:
     assert float(again["n"][1]) == 2.5
 
 
-def test_what_cannot_be_kept_is_refused_by_its_place() -> None:
+def test_a_value_that_cannot_be_saved_is_refused_with_its_place() -> None:
     with pytest.raises(TrainError, match=r"cannot save optim\.0\.hook: it is a function"):
         flattened({"optim": [{"hook": lambda: 0}]})
 
 
-def test_of_a_record_what_cannot_be_kept_is_left_out() -> None:
+def test_entries_of_a_dictionary_that_cannot_be_saved_are_left_out() -> None:
     kept, refused = keepable({"lr": 0.1, "out": Path("x"), "sizes": [1, {"a": None}]}, "hyper")
     assert kept == {"lr": 0.1, "sizes": [1, {"a": None}]}
     assert refused == [
@@ -135,7 +135,7 @@ class Script:
         self.schedule.step()
 
 
-def test_a_script_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_script_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole = Script()
     with whole.kept(tmp_path / "whole") as kept:
         while kept.step < 12:
@@ -184,7 +184,7 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> N
         Script(width=9).kept(tmp_path)
 
 
-def test_a_checkpoint_that_is_due_too_early_is_left_out_and_said(
+def test_a_checkpoint_that_is_due_too_early_is_skipped_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trees = Trees(tmp_path, environ={})
@@ -220,7 +220,7 @@ def test_the_scheduler_hears_of_a_script_and_why_its_checkpoint_is_not_on_the_sh
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_a_librarys_training_goes_on_to_the_same_bits(tmp_path: Path, library: str) -> None:
+def test_a_librarys_training_resumes_to_the_same_bits(tmp_path: Path, library: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed: its callback is not tested")
     script = HERE / f"with_{library}.py"
 

@@ -49,7 +49,7 @@ def test_list_and_verify_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "data-step-0000000001" in there["damage"]
 
 
-def test_what_a_run_removes_meanwhile_is_not_damaged(
+def test_a_checkpoint_removed_by_a_run_is_not_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "run", [1, 2, 3, 4], base_every=1)
@@ -65,7 +65,7 @@ def test_what_a_run_removes_meanwhile_is_not_damaged(
     assert [line.split()[0] for line in listed] == ["STEP", "4"]
 
 
-def test_verify_leaves_out_what_a_run_removes_meanwhile(
+def test_verify_skips_checkpoints_that_a_run_removes_meanwhile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, [1, 2, 3], base_every=1)
@@ -98,7 +98,7 @@ def test_an_export_looks_again_where_a_run_has_gone_on(tmp_path: Path, monkeypat
     assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["w"], state(4)["model.w"])
 
 
-def test_nobody_who_reads_any_more_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_is_not_an_error(tmp_path: Path) -> None:
     write(tmp_path, [1])
     reading, writing = os.pipe()
     os.close(reading)
@@ -132,7 +132,7 @@ def test_verify_reads_logged_gradients(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path), "--step", "3"]) == 1  # it stands on it
 
 
-def test_prune_keeps_the_newest_whole_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_keeps_the_newest_undamaged_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, list(range(1, 9)), base_every=2)  # bases 1, 3, 5, 7
     flip_byte(data_file(tmp_path, "step-0000000007.a0000"), 100)
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
@@ -144,7 +144,7 @@ def test_prune_keeps_the_newest_whole_chains(tmp_path: Path, capsys: pytest.Capt
     assert main(["verify", str(tmp_path), "--step", "6"]) == 0
 
 
-def test_prune_removes_nothing_where_nothing_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_removes_nothing_if_all_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, [1, 2], base_every=1)
     for name in checkpoint_names(tmp_path):
         data_file(tmp_path, name).unlink()
@@ -172,7 +172,7 @@ def test_an_export_has_the_weights_under_the_models_names(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("part", ["model", "net"])
-def test_an_export_of_a_scripts_own_checkpoint_has_the_models_weights_or_says_why_not(
+def test_an_export_of_a_scripts_own_checkpoint_has_the_models_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
     model = torch.nn.Linear(3, 2)

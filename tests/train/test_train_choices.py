@@ -79,7 +79,7 @@ def test_pieces_a_ramp_and_ranks_change_a_run_only_by_rounding(tmp_path: Path) -
 
 
 @needs_mpi
-def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+def test_options_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     ended = run_mpi(2, TINY, "--out", tmp_path, "--precision", "fp16", "--sync", "local:4")
     assert ended.status == 1
     assert "cannot train with --precision fp16 and --sync local:4" in ended.output

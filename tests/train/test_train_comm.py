@@ -44,13 +44,13 @@ def test_every_way_to_sum_gives_the_same_bits_on_all_ranks(count: int, hosts: in
 
 @needs_mpi
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
-def test_gradients_in_fewer_bits_are_near_and_what_was_lost_comes_later(backend: str) -> None:
+def test_compressed_gradients_are_near_and_residuals_are_sent_later(backend: str) -> None:
     ended = run_mpi(3, HERE / "check_compress.py", backend)
     assert ended.status == 0, ended.output
     assert f"compressed over {backend}" in ended.output
 
 
-def test_auto_sends_fewer_bits_only_where_that_pays_and_says_why() -> None:
+def test_auto_sends_fewer_bits_only_if_that_pays_and_gives_the_reason() -> None:
     assert decide(0.1, 0.005) == (
         "exact",
         "a step computes 100 ms and waits 5 ms for the exchange, too little to send fewer bits",
@@ -71,7 +71,7 @@ def test_auto_sends_fewer_bits_only_where_that_pays_and_says_why() -> None:
         ("local:5", 2, False),
     ],
 )
-def test_who_loses_bits_for_nothing_is_told(name: str, size: int, is_told: bool) -> None:
+def test_lossy_sync_without_a_benefit_is_reported(name: str, size: int, is_told: bool) -> None:
     one_host = SingleCommunicator()
     one_host.size = size
     sync = make_sync(name, [torch.nn.Parameter(torch.zeros(3))], one_host, overlap=None)
@@ -80,7 +80,7 @@ def test_who_loses_bits_for_nothing_is_told(name: str, size: int, is_told: bool)
     )
 
 
-def test_who_says_an_unknown_way_to_sync_is_told_all_there_are() -> None:
+def test_an_unknown_sync_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TrainError, match=r"cannot sync by 'carrier-pigeon': use exact, bf16.*local:H.* or auto"):
         make_sync("carrier-pigeon", [torch.nn.Parameter(torch.zeros(3))], SingleCommunicator(), overlap=False)
 
@@ -106,7 +106,7 @@ def test_a_way_to_sync_that_cannot_be_is_refused(name: str) -> None:
 
 
 @needs_mpi
-def test_a_run_that_goes_on_sums_in_the_order_of_before(tmp_path: Path) -> None:
+def test_a_resumed_run_sums_in_the_same_order(tmp_path: Path) -> None:
     script = tmp_path / "follow.py"
     script.write_text(
         "import os\n"
@@ -154,7 +154,7 @@ def test_gloo_meets_under_mpirun_without_an_address() -> None:
 
 
 @needs_mpi
-def test_gloo_meets_under_mpirun_where_hosts_have_one_name_and_addresses_that_lead_nowhere() -> None:
+def test_gloo_meets_under_mpirun_despite_equal_host_names_and_dead_addresses() -> None:
     ended = run_mpi(2, HERE / "check_gloo_hosts.py", "gloo")
     assert ended.status == 0, ended.output
     assert "gradients equal over gloo" in ended.output
@@ -166,7 +166,7 @@ def test_gloo_offers_the_address_at_which_hosts_reach_each_other_not_that_of_a_n
 
 
 @needs_mpi
-def test_a_rank_that_raises_takes_the_others_down_and_says_why(tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_all_ranks_with_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "raises.py"
     script.write_text(
         "import os\n"
@@ -230,12 +230,12 @@ def test_auto_chooses_by_the_launcher_and_single_refuses_company() -> None:
         choose("carrier-pigeon", rank_info({}))
 
 
-def test_a_missing_package_is_named_with_what_to_install() -> None:
+def test_a_missing_package_is_named_with_the_install_command() -> None:
     with pytest.raises(MissingPackageError, match="no_such_package_x not installed .* pip install no_such_package_x"):
         require("json", "no_such_package_x")
 
 
-def test_a_missing_mpi4py_is_named_with_what_to_install(tmp_path: Path) -> None:
+def test_a_missing_mpi4py_is_named_with_the_install_command(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")
     command = [sys.executable, "-m", "hpctrain.examples.chargpt", "--backend", "mpi", "--out", tmp_path / "out"]
     with started(command, {"PYTHONPATH": str(tmp_path)}) as process:

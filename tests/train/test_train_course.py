@@ -110,7 +110,7 @@ def test_options_win_over_the_script(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ours: lr 3e-4 (constant), clip none, batch 20, 6 steps = 3 epochs\n" in capsys.readouterr().out
 
 
-def test_a_first_group_whose_weights_stand_still_has_no_say_in_the_learning_rate(tmp_path: Path) -> None:
+def test_a_first_group_with_rate_zero_does_not_decide_the_learning_rate(tmp_path: Path) -> None:
     alone, model = net(), net()
     plain(alone, torch.optim.SGD([groups_of(alone)[0] | {"lr": 0.0}, groups_of(alone)[1]]))
     with start(out=tmp_path, epochs=3) as run:
@@ -178,7 +178,7 @@ def test_a_schedules_step_by_the_script_is_refused(tmp_path: Path) -> None:
         next(steps)
 
 
-def test_training_stops_when_validation_does_not_get_better_and_the_best_weights_are_kept(
+def test_training_stops_without_improvement_and_saves_the_best_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = iter([5.0, 3.0, 4.0, math.nan, 3.0, 1.0])
@@ -221,7 +221,7 @@ def test_validation_over_a_loader_is_its_mean_on_any_number_of_ranks() -> None:
         run.mean_loss(lambda part: 1.0, DATA)(0, 1)
 
 
-def test_options_of_validation_without_one_are_said_or_refused(
+def test_validation_options_without_a_validation_are_noted_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = net()
@@ -235,7 +235,7 @@ def test_options_of_validation_without_one_are_said_or_refused(
             train(run_in(tmp_path, patience=2, **more), model, sgd(model), validation=validation)
 
 
-def test_a_finished_run_says_so_and_what_is_otherwise_than_in_its_checkpoint(
+def test_a_finished_run_prints_that_and_the_settings_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for batch in (None, 20):
@@ -290,7 +290,7 @@ def test_in_another_thread_signals_stay_as_they_are(tmp_path: Path) -> None:
 
 
 @needs_mpi
-def test_a_directory_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+def test_an_output_directory_that_cannot_be_made_is_a_one_line_error(tmp_path: Path) -> None:
     program = tmp_path / "script.py"
     program.write_text(
         "import torch\n"

@@ -30,7 +30,7 @@ def test_shares_add_up_and_follow_the_weights(total: int, weights: list[float]) 
         assert abs(count - total * weight / sum(weights)) <= 1
 
 
-def test_what_is_left_over_goes_where_most_is_missing() -> None:
+def test_remaining_samples_go_to_the_largest_remainders() -> None:
     assert shares(10, [1, 1, 1]) == [4, 3, 3]
     assert shares(5, [2.4, 2.6]) == [2, 3]
     assert shares(7, [1, 0]) == [7, 0]

@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("slot", [0, 1])
-def test_the_others_go_on_without_a_killed_rank(undisturbed: list[float], tmp_path: Path, slot: int) -> None:
+def test_the_other_ranks_continue_without_a_killed_one(undisturbed: list[float], tmp_path: Path, slot: int) -> None:
     """Slot 0 is as a rule the rank that writes, and another one writes then."""
     ended = elastic(tmp_path / "run", f"slot:{slot}:11", "--ranks", "3")
     assert ended.status == 0, ended.output
@@ -67,7 +67,7 @@ def test_the_others_go_on_without_a_killed_rank(undisturbed: list[float], tmp_pa
     assert goodput == [0] * 10 + [1] * (STEPS - 10)
 
 
-def test_a_step_that_the_lost_rank_did_not_tell_any_more_is_told_by_another(
+def test_a_step_that_the_lost_rank_did_not_report_is_reported_by_another(
     undisturbed: list[float], tmp_path: Path
 ) -> None:
     ended = elastic(tmp_path / "run", "untold:11", "--ranks", "2")
@@ -109,7 +109,7 @@ def test_a_backend_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
     assert "cannot use backend 'mpi' in an elastic run" in ended.output
 
 
-def test_a_run_that_is_not_to_resume_goes_on_without_the_rank_that_wrote(
+def test_a_run_with_resume_never_continues_without_the_rank_that_wrote(
     undisturbed: list[float], tmp_path: Path
 ) -> None:
     ended = elastic(tmp_path / "run", "unclaimed:11:1", "--ranks", "2", words=("--resume", "never"))
@@ -130,7 +130,7 @@ def test_the_share_takes_nothing_when_the_rank_that_wrote_is_lost(undisturbed: l
     assert f"checkpoint: step {STEPS}, " in ended.output
 
 
-def test_a_last_state_that_nobody_may_write_is_an_error(tmp_path: Path) -> None:
+def test_a_last_state_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     ended = elastic(tmp_path / "run", f"unclaimed:11:{STEPS + 1}", "--ranks", "2")
     assert ended.status == 1
     assert f"cannot save the last state (step {STEPS}): " in ended.output
@@ -146,7 +146,7 @@ def test_checkpoints_that_are_due_when_it_is_best_need_no_other_rank(tmp_path: P
     assert "generation 1" not in ended.output
 
 
-def test_a_rank_that_does_not_fit_the_run_is_turned_away_and_the_others_go_on(
+def test_a_rank_that_does_not_fit_is_turned_away_and_the_others_continue(
     undisturbed: list[float], tmp_path: Path
 ) -> None:
     """Who comes in the place of a lost one has other code, as after an update: the run goes on without."""
@@ -180,7 +180,7 @@ def test_a_wrong_option_ends_the_run_at_once(tmp_path: Path) -> None:
     assert "before the run began" in ended.output
 
 
-def test_a_stop_signal_is_handed_on_and_the_run_goes_on_later(undisturbed: list[float], tmp_path: Path) -> None:
+def test_a_stop_signal_is_forwarded_and_the_run_resumes_later(undisturbed: list[float], tmp_path: Path) -> None:
     with started(command(tmp_path / "run", "await:8", "--ranks", "2"), WITH_WAITING) as process:
         wait_until(lambda: len(lines_of(tmp_path / "run")) >= 7, what="seven steps")
         process.send_signal(signal.SIGUSR1)
@@ -212,7 +212,7 @@ def test_a_stop_signal_before_the_run_has_begun_ends_it(tmp_path: Path) -> None:
     assert "SIGTERM came before the run began" in ended.output
 
 
-def test_a_run_whose_output_nobody_reads_any_more_ends(tmp_path: Path) -> None:
+def test_a_run_with_a_closed_output_pipe_ends(tmp_path: Path) -> None:
     readable, writable = os.pipe()
     os.close(readable)
     with started(command(tmp_path / "deaf", "slot:1:11", "--ranks", "2"), WITH_WAITING, output=writable) as run:

@@ -31,7 +31,7 @@ exec "$@"
 """
 
 
-def test_a_node_that_is_asked_for_is_given_back_although_the_controller_is_away_at_first(tmp_path: Path) -> None:
+def test_a_requested_node_is_given_back_when_the_controller_answers_again(tmp_path: Path) -> None:
     out = tmp_path / "run"
     (tmp_path / "hrun").write_text(HRUN)
     (tmp_path / "hrun").chmod(0o755)

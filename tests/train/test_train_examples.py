@@ -36,7 +36,7 @@ def run_script(name: str, ranks: int, out: Path, *words: str) -> Ended:
 
 @needs_mpi
 @pytest.mark.parametrize("name", ["chargpt", "digits"])
-def test_a_job_script_trains_on_one_rank_and_goes_on_with_two(name: str, tmp_path: Path) -> None:
+def test_a_job_script_trains_on_one_rank_and_continues_with_two(name: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = run_script(name, 1, out, "--steps", "4", "--checkpoint-every", "2")
     assert first.status == 0, first.output
@@ -49,7 +49,7 @@ def test_a_job_script_trains_on_one_rank_and_goes_on_with_two(name: str, tmp_pat
 
 
 @needs_mpi
-def test_frozen_weights_stay_as_they_were_and_the_new_ones_learn_on_one_rank_and_then_on_two(tmp_path: Path) -> None:
+def test_frozen_weights_do_not_change_and_new_ones_learn_on_one_and_two_ranks(tmp_path: Path) -> None:
     import torch  # noqa: PLC0415
 
     first = run_script("finetune", 1, tmp_path / "run", "--steps", "10", "--checkpoint-every", "25")

@@ -79,7 +79,7 @@ def parts_in(place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
-def test_what_the_share_does_not_take_is_kept_here_and_brought_there_later(
+def test_a_state_that_the_share_rejects_is_kept_locally_and_copied_later(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     share = tmp_path / "share"
@@ -136,9 +136,7 @@ def test_a_share_that_hangs_is_not_waited_for_and_its_buffer_is_left_alone(
     assert_holds(share, 3)
 
 
-def test_a_disk_of_ones_own_that_is_full_too_is_said(
-    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_local_disk_is_reported(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path / "share")
     failing(tmp_path, errno.ENOSPC, monkeypatch)
     assert "only the running program has the state: " in (world.make(1).error or "")
@@ -205,7 +203,7 @@ def test_two_attempts_that_bring_the_same_state_leave_one_another_alone(
 
 
 @pytest.mark.parametrize("failing_name", [".json", ".bin"])
-def test_what_the_share_takes_in_part_does_not_stay_there(
+def test_an_incomplete_copy_does_not_stay_on_the_share(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, failing_name: str
 ) -> None:
     share = tmp_path / "share"

@@ -119,7 +119,9 @@ def test_each_rank_keeps_its_part_and_they_are_joined_on_the_share(
     world.close()
 
 
-def test_the_next_attempt_finds_what_all_ranks_had(tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_attempt_publishes_the_parts_of_all_ranks(
+    tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     share = tmp_path / "share"
     world = World(share, top)
     world.make(1)
@@ -153,9 +155,7 @@ def test_parts_that_something_newer_has_overtaken_are_removed(
 
 
 @pytest.mark.parametrize("what", ["record", "data", "a lost host"])
-def test_parts_that_are_not_all_whole_are_not_joined(
-    tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_incomplete_parts_are_not_joined(tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     share = tmp_path / "share"
     world = World(share, top)
     world.make(1)
@@ -215,7 +215,7 @@ def test_two_ranks_of_one_host_that_bring_the_same_part_leave_it_there_once(
     assert_holds(share, 2)
 
 
-def test_what_one_process_wrote_is_no_part(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_process_is_not_a_part(tmp_path: Path) -> None:
     share = tmp_path / "share"
     write(share, [1])
     assert local_fallback.join_parts(claim(share, NO_JOB, now_s=0.0)) == []

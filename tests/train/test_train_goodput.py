@@ -52,7 +52,7 @@ def test_everything_is_lost_without_a_checkpoint(tmp_path: Path) -> None:
     assert (account.began_at_s, account.useful_s, account.lost_steps) == (0.0, 0.0, 3)
 
 
-def test_steps_whose_lines_were_lost_with_the_rank_that_had_them_count(tmp_path: Path) -> None:
+def test_steps_count_although_their_lines_were_lost_with_a_rank(tmp_path: Path) -> None:
     """The share took nothing after step 3; another rank saw steps 4 to 9, and takes over."""
     path = tmp_path / "metrics.jsonl"
     life(path, resume_goodput(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)

@@ -159,7 +159,7 @@ def assert_alike(one: World, other: World) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_steps_that_are_taken_again_lead_to_the_same_bits_and_go_on_so(tmp_path: Path, kind: str, frozen: bool) -> None:
+def test_replayed_steps_lead_to_the_same_bits_and_so_do_later_ones(tmp_path: Path, kind: str, frozen: bool) -> None:
     if kind == "sgd" and frozen:
         pytest.skip("SGD is given all parameters here")
     whole = World(tmp_path / "whole", kind, frozen=frozen)
@@ -191,7 +191,7 @@ def test_weights_with_two_names_are_taken_again_under_both_and_not_stored_beside
     assert second.warnings == []
 
 
-def test_logged_steps_are_taken_again_where_the_weights_are_unless_they_lie_otherwise(tmp_path: Path) -> None:
+def test_logged_steps_are_replayed_in_place_if_the_layout_is_the_same(tmp_path: Path) -> None:
     first = World(tmp_path)
     first.run(4)
     straight, turned = World(tmp_path), World(tmp_path)
@@ -207,7 +207,7 @@ def test_logged_steps_are_taken_again_where_the_weights_are_unless_they_lie_othe
     assert_alike(first, turned)
 
 
-def test_what_is_smaller_is_chosen_and_said(tmp_path: Path) -> None:
+def test_the_smaller_kind_is_chosen_and_printed(tmp_path: Path) -> None:
     single = World(tmp_path / "one").run(3)
     assert kinds(single) == ["base", "gradients", "gradients"]
     assert re.fullmatch(
@@ -288,7 +288,7 @@ def test_gradients_since_a_checkpoint_that_failed_stand_on_nothing(
 
 
 @pytest.mark.parametrize("open_files", [1, 64])
-def test_steps_of_runs_whose_gradients_lay_otherwise_are_taken_again(
+def test_steps_with_another_layout_of_gradients_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_files: int
 ) -> None:
     """As after a restart with another number of ranks, which has other buckets."""
@@ -302,7 +302,7 @@ def test_steps_of_runs_whose_gradients_lay_otherwise_are_taken_again(
     assert again.warnings == []
 
 
-def test_a_restore_that_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_restore_prints_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     World(tmp_path).run(4)
     monkeypatch.setattr(reader, "TOLD_S", 0.0)
     monkeypatch.setattr(reader, "TOLD_BYTES", 0)
@@ -336,7 +336,7 @@ def flip(directory: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("step", [4, 5, 6], ids=["base", "gradients", "the last gradients"])
-def test_nothing_of_what_is_damaged_is_left_in_the_weights_that_it_was_read_into(tmp_path: Path, step: int) -> None:
+def test_a_damaged_checkpoint_leaves_nothing_in_live_weights(tmp_path: Path, step: int) -> None:
     before = World(tmp_path / "before")
     before.run(step - 1, base_every=3)
     World(tmp_path / "after").run(6, base_every=3)
@@ -364,7 +364,7 @@ def test_steps_that_lead_elsewhere_on_the_same_device_are_not_believed(tmp_path:
     assert "its logged steps led to other weights than when they were taken first (by up to 0." in world.warnings[0]
 
 
-def test_on_another_device_the_difference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_another_device_the_difference_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     World(tmp_path).run(3)
     rewrite(tmp_path / "step-0000000003.a0000.json", lambda log: log["steps"][0].update(lr=0.5))
     there = {"type": "cuda", "name": "H1", "torch": "9.9"}

@@ -13,7 +13,7 @@ from test_train_gradlog import TINY, WITH_WAITING
 from hpctrain.checkpoint.interval import BELIEVED_S, Interval, between_interruptions_s, claims_at_s
 
 
-def test_told_steps_are_kept() -> None:
+def test_reported_steps_are_kept() -> None:
     assert [step for step in range(1, 10) if Interval(3).due(step)] == [3, 6, 9]
     assert not any(Interval(0).due(step) for step in range(1, 10))
     assert not Interval(0).wanted
@@ -36,7 +36,7 @@ def test_none_is_due_before_the_last_one_is_written() -> None:
     assert interval.steps() == 70
 
 
-def test_the_first_one_comes_soon_and_the_next_when_it_was_said() -> None:
+def test_the_first_checkpoint_comes_soon_and_the_next_as_announced() -> None:
     interval = Interval(None)
     assert [step for step in range(101, 130) if interval.due(step)][0] == 110
     interval.learn(0.5, 0.01, 0.1)

@@ -43,9 +43,7 @@ def addresses(tmp_path: Path) -> Iterator[list[str]]:
         yield made
 
 
-def test_a_host_whose_link_goes_down_is_missed_and_takes_part_again_when_it_is_up(
-    addresses: list[str], tmp_path: Path
-) -> None:
+def test_a_host_whose_link_fails_is_lost_and_joins_again_when_it_is_up(addresses: list[str], tmp_path: Path) -> None:
     """Nothing ends its connections: neither side is told anything."""
     spaces, out = [space_of(tmp_path, at) for at in range(COUNT)], tmp_path / "run"
     (tmp_path / "hrun").write_text(HRUN)

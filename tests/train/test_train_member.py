@@ -62,7 +62,7 @@ def test_a_break_is_handed_on_at_once_and_one_that_was_there_before_too(roster: 
     assert broken == [3, 33], "that is another generation"
 
 
-def test_what_is_given_up_already_is_not_broken_off(roster: FakeRoster) -> None:
+def test_an_unwatched_exchange_is_not_broken_off(roster: FakeRoster) -> None:
     """The member notices a neighbour's end by itself, and closes what the roster would have it break off."""
     broken: list[int] = []
     roster.member.watch(3, lambda: broken.append(3))
@@ -95,7 +95,7 @@ def test_nothing_is_given_up_while_it_is_being_broken_off(roster: FakeRoster) ->
     other.join()
 
 
-def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
+def test_a_member_told_to_end_is_not_lost() -> None:
     said: list[str] = []
 
     async def go() -> None:
@@ -122,7 +122,7 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
     assert said == []
 
 
-def test_a_spare_is_told_of_once_when_it_is_ready() -> None:
+def test_a_spare_is_reported_once_when_it_is_ready() -> None:
     said: list[str] = []
     roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
     server = RosterServer(roster, "k", said.append, lambda slot: None, lambda slot: None)
@@ -133,7 +133,7 @@ def test_a_spare_is_told_of_once_when_it_is_ready() -> None:
     assert said == ["generation 0: 1 members, in slots 4", "slot 7 is ready as a spare"]
 
 
-def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
+def test_a_member_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
     said: list[str] = []
     lost: list[int] = []
     misfits: list[int] = []
@@ -153,7 +153,7 @@ def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
     assert said == ["slot 3 is given up: other code"]
 
 
-def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
+def test_a_connection_without_the_runs_key_gets_no_answer() -> None:
     async def go() -> None:
         roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
         server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
@@ -166,7 +166,7 @@ def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
     asyncio.run(go())
 
 
-def test_who_is_left_when_one_has_ended_goes_on_though_they_are_too_few_to_begin() -> None:
+def test_after_a_member_has_ended_fewer_than_the_least_may_continue() -> None:
     roster = Roster(RosterSettings(least=2, want=2), time.monotonic())
     server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
     for slot in range(2):
@@ -179,7 +179,7 @@ def test_who_is_left_when_one_has_ended_goes_on_though_they_are_too_few_to_begin
 
 
 @played
-async def test_nobody_is_missed_because_the_roster_itself_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_member_is_lost_because_the_roster_itself_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     shift_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + shift_s[0])

@@ -53,7 +53,7 @@ def unusual(value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_a_state_is_handed_over_however_it_lies_in_memory(elastic: bool) -> None:
+def test_a_state_is_transferred_with_any_memory_layout(elastic: bool) -> None:
     said: list[torch.Tensor] = []
     source, mine = unusual(7.0), unusual(0.0)
     strides = {name: one.stride() for name, one in mine.items()}
@@ -65,7 +65,7 @@ def test_a_state_is_handed_over_however_it_lies_in_memory(elastic: bool) -> None
     assert {name: one.stride() for name, one in mine.items()} == strides
 
 
-def test_who_hears_a_state_in_part_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_interrupted_in_a_transfer_keeps_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.exchange.replicas.PIECE_BYTES", 64)
     said: list[torch.Tensor] = []
     source, mine = unusual(7.0), unusual(1.0)
@@ -91,7 +91,7 @@ def on_meta() -> torch.nn.Module:
         (on_meta, "weight has no values .* call model.to_empty"),
     ],
 )
-def test_a_model_without_weights_is_refused_with_what_to_do(make: Callable[[], torch.nn.Module], why: str) -> None:
+def test_a_model_without_weights_is_refused_with_a_remedy(make: Callable[[], torch.nn.Module], why: str) -> None:
     with pytest.raises(TrainError, match=why):
         prepare_model(PLAIN, make())
 

@@ -53,7 +53,7 @@ def test_an_optimizer_moves_weights_as_it_does_by_itself(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_what_a_checkpoint_holds_is_enough_to_go_on_with_the_same_bits(kind: str) -> None:
+def test_a_checkpoint_suffices_to_continue_with_the_same_bits(kind: str) -> None:
     model = model_of()
     optimizer = TorchOptimizer(model, MAKERS[kind](model.parameters()))
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in optimizer.tensors().items()}
@@ -128,7 +128,7 @@ def test_optimizers_that_cannot_be_served_are_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("given", "named"), [(None, "a NoneType"), ([], "a list"), (torch.optim.SGD, "SGD"), (AdamW, "AdamW")]
 )
-def test_what_is_no_optimizer_is_refused(given: object, named: str) -> None:
+def test_an_object_that_is_not_an_optimizer_is_refused(given: object, named: str) -> None:
     with pytest.raises(TrainError, match=f"cannot train with {named} for an optimizer: give run.steps one object"):
         optimizer_for(model_of(), given)  # type: ignore[arg-type]
 
@@ -159,9 +159,7 @@ def test_our_own_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [[1], [17, 33], [5000, 5007, 65531], [*range(3, 100_000, 7001)]])
-def test_what_adamw_does_to_a_number_does_not_depend_on_where_tensors_are_cut(
-    cuts: list[int], kind: torch.dtype
-) -> None:
+def test_adamw_gives_the_same_bits_wherever_tensors_are_cut(cuts: list[int], kind: torch.dtype) -> None:
     """So a checkpoint's gradients may be taken again in any pieces, by any number of threads."""
     rule, _ = AdamW.from_settings(AdamW([]).settings())
     whole = stretch_of((100_003,), kind)

@@ -76,7 +76,7 @@ def test_shares_are_all_of_it_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_several_write_is_one_checkpoint(tmp_path: Path, size: int) -> None:
+def test_parts_of_several_ranks_are_one_checkpoint(tmp_path: Path, size: int) -> None:
     ranks = Ranks(tmp_path, size)
     reports = [ranks.write(step) for step in range(1, 7)]
     ranks.close()
@@ -87,7 +87,7 @@ def test_what_several_write_is_one_checkpoint(tmp_path: Path, size: int) -> None
     assert_holds(tmp_path, 6)
 
 
-def test_one_rank_whose_share_is_full_costs_the_checkpoint_for_all_and_the_next_is_a_base(
+def test_a_full_share_on_one_rank_costs_the_checkpoint_and_the_next_is_a_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(tmp_path, 2)

@@ -25,14 +25,14 @@ def test_a_scale_halves_at_once_doubles_after_a_while_and_stays_a_power_of_two(m
     assert (scale.value, scale.finite_steps) == (2**15, 0)
 
 
-def test_a_scale_goes_on_from_a_checkpoint_and_is_fresh_after_another_precision() -> None:
+def test_a_loss_scale_is_restored_but_new_after_another_precision() -> None:
     scale = LossScale(value=8.0, finite_steps=7, dynamic=True)
     assert loss_scale_for(Precision.FP16, scale.to_state()) == scale
     assert loss_scale_for(Precision.FP16, LossScale().to_state()).value == precision.FIRST_SCALE
     assert loss_scale_for(Precision.BF16, scale.to_state()) == LossScale()
 
 
-def test_what_no_scale_helps_is_an_error() -> None:
+def test_gradients_that_no_scale_helps_are_an_error() -> None:
     with pytest.raises(TrainError, match="the gradient is not finite; try a lower learning rate"):
         LossScale().learn(finite=False)
     scale = LossScale(value=precision.LEAST_SCALE, dynamic=True)

@@ -51,7 +51,7 @@ def settled(feed: Prefetcher) -> None:
     limit_bytes=st.integers(1, 100),
 )
 @settings(max_examples=30, deadline=None)
-def test_what_is_taken_never_depends_on_what_was_expected(
+def test_taken_samples_do_not_depend_on_the_expected_ones(
     sizes: list[int], ahead: int, wrong: set[int], limit_bytes: int
 ) -> None:
     feed = Prefetcher(Numbers(), CPU, ahead, limit_bytes)
@@ -64,7 +64,7 @@ def test_what_is_taken_never_depends_on_what_was_expected(
     feed.close()
 
 
-def test_so_many_pieces_are_ready_and_what_is_not_expected_any_more_is_dropped(numbers: Numbers) -> None:
+def test_pieces_are_loaded_ahead_and_dropped_if_no_longer_expected(numbers: Numbers) -> None:
     feed = Prefetcher(numbers, CPU, ahead=2)
     spans = [(low, low + 10) for low in range(0, 60, 10)]
     feed.expect(spans)

@@ -52,7 +52,7 @@ def test_the_rank_that_has_learned_most_is_followed(tmp_path: Path) -> None:
 
 @needs_mpi
 @pytest.mark.parametrize("options", [(), ("--checkpoint-every", "1")], ids=" ".join)
-def test_they_go_on_from_a_checkpoint_to_the_same_bits(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_ranks_resume_from_a_checkpoint_to_the_same_bits(tmp_path: Path, options: tuple[str, ...]) -> None:
     whole = facts(normed(2, tmp_path / "whole", *options))
     assert normed(2, tmp_path / "killed", *options, "--die", "1:11").status != 0
     again = normed(2, tmp_path / "killed", *options)

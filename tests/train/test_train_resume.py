@@ -58,7 +58,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 @needs_mpi
-def test_a_run_tells_each_step_and_leaves_a_model(unbroken: tuple[str, Path]) -> None:
+def test_a_run_reports_each_step_and_saves_a_model(unbroken: tuple[str, Path]) -> None:
     _, out = unbroken
     lines = [line for line in lines_of(out) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -70,7 +70,7 @@ def test_a_run_tells_each_step_and_leaves_a_model(unbroken: tuple[str, Path]) ->
 
 
 @needs_mpi
-def test_a_killed_rank_takes_the_run_down_and_the_next_attempt_ends_with_the_same_bits(
+def test_after_a_killed_rank_the_next_attempt_ends_with_the_same_bits(
     unbroken: tuple[str, Path], tmp_path: Path
 ) -> None:
     killed = run_mpi(2, FAULTY, "rank:1:11", *options(tmp_path), extra=WITH_WAITING)
@@ -129,7 +129,7 @@ def test_a_script_of_a_few_lines_learns_real_digits_on_two_ranks(tmp_path: Path)
 
 
 @needs_mpi
-def test_ranks_that_meet_every_fourth_step_learn_and_go_on_where_they_met(tmp_path: Path) -> None:
+def test_ranks_with_local_steps_learn_and_resume_at_an_exchange(tmp_path: Path) -> None:
     first = run_mpi(2, *CHARGPT, *options(tmp_path, "--steps", "10", "--sync", "local:4:bf16"))
     assert first.status == 0, first.output
     losses = [line["loss"] for line in lines_of(tmp_path) if "loss" in line]
@@ -148,7 +148,7 @@ def test_a_loss_that_is_no_number_stops_all_and_names_the_rank(tmp_path: Path) -
     assert "the loss is not finite at step 4 (samples 18 to 24) on rank 1, in its samples 21 to 24" in ended.output
 
 
-def test_another_world_goes_on_from_the_checkpoint_of_two(tmp_path: Path) -> None:
+def test_another_number_of_ranks_resumes_a_checkpoint_of_two(tmp_path: Path) -> None:
     first = run_plain(2, *CHARGPT, *options(tmp_path, "--steps", "6", "--shares", "2,1"))
     assert [ended.status for ended in first] == [0, 0], first
     assert "2 ranks over gloo, attempt 0, a fresh start" in first[0].output

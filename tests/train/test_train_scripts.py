@@ -85,7 +85,7 @@ def test_gradients_that_are_only_looked_at_are_not(tmp_path: Path) -> None:
         (torch.tensor(1.0), "the loss does not come from weights that are trained"),
     ],
 )
-def test_what_is_no_loss_is_refused(given: object, why: str, tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_loss_is_refused(given: object, why: str, tmp_path: Path) -> None:
     model = net()
     with pytest.raises(TrainError, match=f"cannot compute gradients of step 1: .*{why}"):
         next(run_in(tmp_path).steps(model, sgd(model))).backward(given)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_a_second_loop_is_refused(tmp_path: Path) -> None:
         train(run, model)
 
 
-def test_a_loss_that_is_not_finite_between_two_meetings_is_told_with_its_samples(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_between_exchanges_is_reported_with_its_samples(tmp_path: Path) -> None:
     model = net()
 
     def spoilt(batch: Batch) -> None:
@@ -145,7 +145,7 @@ def test_validation_leaves_layers_in_the_mode_in_which_they_were() -> None:
     assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
-def test_a_profile_says_which_steps_it_slows(tmp_path: Path) -> None:
+def test_a_profiler_tells_which_steps_it_traces(tmp_path: Path) -> None:
     profile = StepProfiler(2, tmp_path / "trace.json")
     watched = []
     for _ in range(SKIPPED_STEPS + 3):

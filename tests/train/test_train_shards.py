@@ -36,7 +36,7 @@ def flip(path: Path, at: int) -> None:
 
 @given(count=st.integers(20, 400), per_shard=st.integers(1, 100), seed=st.integers(0, 9), length=st.integers(1, 9))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_windows_over_shards_are_those_of_the_whole_row(
+def test_windows_over_shards_equal_those_of_the_whole_row(
     tmp_path_factory: pytest.TempPathFactory, count: int, per_shard: int, seed: int, length: int
 ) -> None:
     tokens = np.arange(count, dtype=np.uint16)
@@ -114,7 +114,7 @@ def test_other_damage_and_other_versions_are_refused_by_name(tmp_path: Path) -> 
         Shard(tmp_path / "none.shard")
 
 
-def test_an_index_proves_what_lies_below_it(tmp_path: Path) -> None:
+def test_an_index_vouches_for_its_shards(tmp_path: Path) -> None:
     tokens = np.arange(100, dtype=np.uint16)
     dataset = made(tmp_path / "set", tokens, 50)
     other = made(tmp_path / "other", tokens[::-1].copy(), 50)

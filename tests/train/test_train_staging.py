@@ -47,7 +47,7 @@ def test_a_copy_is_made_once_and_used_again(share: Path, tmp_path: Path, monkeyp
     assert "is used again" in said
 
 
-def test_a_copy_that_is_not_whole_is_made_anew(share: Path, tmp_path: Path) -> None:
+def test_an_incomplete_copy_is_made_again(share: Path, tmp_path: Path) -> None:
     home, _ = stage(share, tmp_path / "disk")
     (home / "train-00001.shard").write_bytes(b"cut")
     half = tmp_path / "disk" / f".{home.name}.0123456789ab.part"
@@ -67,7 +67,7 @@ def test_a_data_set_damaged_on_the_share_is_refused_by_name(share: Path, tmp_pat
     assert not [entry for entry in (tmp_path / "disk").iterdir() if entry.is_dir()]
 
 
-def test_without_room_the_share_is_read_and_a_line_says_so(
+def test_without_room_the_share_is_read_and_a_line_reports_it(
     share: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:

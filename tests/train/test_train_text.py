@@ -43,7 +43,7 @@ def test_learning_the_same_text_gives_the_same_tokenizer_and_fewer_tokens_than_b
     assert again.decode([0]) == "\n\n"
 
 
-def test_what_is_no_tokenizer_of_ours_is_refused() -> None:
+def test_a_file_that_is_not_our_tokenizer_is_refused() -> None:
     with pytest.raises(TrainError, match="a vocabulary of 100: bytes alone need 257"):
         train_tokenizer(LINES, 100)
     with pytest.raises(DamagedError, match="cannot use t: it is not a tokenizer"):
@@ -111,7 +111,7 @@ def test_small_shards_hold_all_tokens_in_order(tmp_path: Path) -> None:
     assert np.array_equal(one.split("train")[0:rows], many.split("train")[0:rows])
 
 
-def test_what_is_no_text_is_refused_by_its_place_and_leaves_nothing(
+def test_a_file_that_is_not_text_is_refused_and_leaves_no_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bin.txt").write_bytes(b"good line\nbad \xff line\n")

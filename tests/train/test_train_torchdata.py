@@ -58,7 +58,7 @@ def values(source: TorchSource, low: int, high: int) -> list[float]:
     return source[low:high][0].tolist()
 
 
-def test_a_dataset_is_shuffled_and_a_loader_is_as_it_says() -> None:
+def test_a_dataset_is_shuffled_and_a_loader_only_if_it_shuffles() -> None:
     shuffled = source_for(NUMBERS, 1, None)
     assert len(shuffled) == 10
     first, second = values(shuffled, 0, 10), values(shuffled, 10, 20)
@@ -75,7 +75,7 @@ def test_a_dataset_is_shuffled_and_a_loader_is_as_it_says() -> None:
     assert values(source_for(Subset(NUMBERS, [3, 5]), 1, None), 0, 2) in ([3, 5], [5, 3])
 
 
-def test_what_has_no_order_of_samples_is_refused_with_what_to_do() -> None:
+def test_data_without_an_order_of_samples_is_refused_with_a_remedy() -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
@@ -197,7 +197,7 @@ def run_plain(*words: str | Path) -> Ended:
 
 
 @needs_mpi
-def test_each_sample_comes_once_an_epoch_and_alike_on_any_ranks_and_workers_and_after_a_restart(tmp_path: Path) -> None:
+def test_each_sample_comes_once_per_epoch_on_any_ranks_and_workers(tmp_path: Path) -> None:
     alone = run_plain("--out", tmp_path / "one")
     assert alone.status == 0, alone.output
     assert "batch 6, 12 steps = 3 epochs" in alone.output

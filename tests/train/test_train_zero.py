@@ -50,7 +50,7 @@ UNLIKE = ("--shares", "5,2", "--optimizer", "adamw", "--clip", "0.1")
 
 
 @needs_mpi
-def test_a_run_with_shards_ends_with_the_bits_of_the_run_without_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_sharded_run_ends_with_the_bits_of_the_plain_run_also_after_a_restart(tmp_path: Path) -> None:
     plain = weights(tiny(2, tmp_path / "plain", *UNLIKE))
     assert tiny(2, tmp_path / "shards", "--zero", "--patient", *UNLIKE, "--die", "1:11").status != 0
     again = tiny(2, tmp_path / "shards", "--zero", *UNLIKE)
@@ -77,7 +77,7 @@ def test_a_checkpoint_with_shards_fits_other_ranks_and_a_run_without(tmp_path: P
         (lambda p: torch.optim.Muon(p), "cannot take a step with a piece of a matrix"),
     ],
 )
-def test_what_does_not_treat_each_number_by_itself_is_refused(make, why: str) -> None:  # noqa: ANN001
+def test_an_optimizer_that_is_not_elementwise_is_refused(make, why: str) -> None:  # noqa: ANN001
     state = torch.random.get_rng_state()
     with pytest.raises(TrainError, match=why):
         check_elementwise(make([torch.nn.Parameter(torch.ones(4, 4))]))

@@ -57,7 +57,7 @@ def test_ranks_that_are_lost_before_the_next_step_are_one_fault() -> None:
     assert (fault.missed_s, fault.next_step_s, fault.full_s) == (pytest.approx(3.0), pytest.approx(4.0), None)
 
 
-def test_when_nobody_is_left_the_steps_since_the_checkpoint_are_lost() -> None:
+def test_without_members_the_steps_since_the_checkpoint_are_lost() -> None:
     account = run_of_three()
     for number in range(3):
         account.lose(loss(number, 12.0, 12.0))

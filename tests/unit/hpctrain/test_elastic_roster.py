@@ -48,7 +48,7 @@ def test_a_lost_member_breaks_the_generation_and_the_others_are_the_next_one() -
     assert orders[0][1]["lost"] == [{"number": 0, "why": "its connection ended", "unheard_s": 5.0}]
 
 
-def test_spares_are_those_who_are_ready_while_nobody_is_missing() -> None:
+def test_spares_are_ready_members_while_the_generation_is_complete() -> None:
     def spares() -> list[int]:
         return [member.number for member in roster.spares()]
 
@@ -69,7 +69,7 @@ def test_spares_are_those_who_are_ready_while_nobody_is_missing() -> None:
     assert spares() == [], "it is to leave"
 
 
-def test_who_parts_first_does_not_hurry_a_member_that_still_computes_but_its_silence_does() -> None:
+def test_a_computing_member_is_waited_for_until_its_heartbeats_stop() -> None:
     roster = run_of(2)
     roster.settle(0.0)
     roster.leave_generation(0, 0, 1.0, failed=False)
@@ -78,7 +78,7 @@ def test_who_parts_first_does_not_hurry_a_member_that_still_computes_but_its_sil
     assert [member.number for member in roster.silent(4.0)] == [1]
 
 
-def test_nobody_is_left_waiting_in_a_generation_that_one_could_not_exchange_in() -> None:
+def test_a_failed_exchange_ends_the_generation_for_all_members() -> None:
     roster = run_of(3)
     roster.settle(0.0)
     roster.leave_generation(0, 0, 1.0, failed=True)
@@ -90,7 +90,7 @@ def test_nobody_is_left_waiting_in_a_generation_that_one_could_not_exchange_in()
     assert roster.settle(2.0) == [], "that was another generation"
 
 
-def test_nobody_was_silent_while_the_roster_itself_did_not_listen() -> None:
+def test_no_member_is_silent_while_the_roster_did_not_listen() -> None:
     roster = run_of(2)
     roster.settle(0.0)
     roster.heartbeat(0, 2.0)
@@ -101,7 +101,7 @@ def test_nobody_was_silent_while_the_roster_itself_did_not_listen() -> None:
     assert [member.number for member in roster.silent(14.9)] == [0], "who was heard meanwhile is not excused twice"
 
 
-def test_a_spare_steps_in_for_a_lost_one_behind_those_who_have_the_state() -> None:
+def test_a_spare_replaces_a_lost_member_after_those_with_the_state() -> None:
     roster = run_of(3, want=2)
     assert members_of(roster.settle(0.0)) == [0, 1]
     roster.lose(0, "killed", 1.0)
@@ -110,7 +110,7 @@ def test_a_spare_steps_in_for_a_lost_one_behind_those_who_have_the_state() -> No
     assert members_of(roster.settle(1.0)) == [1, 2]
 
 
-def test_one_who_comes_later_is_taken_in_between_two_steps() -> None:
+def test_a_late_member_joins_between_two_steps() -> None:
     roster = run_of(1, want=2)
     roster.settle(60.0)
     late = roster.join(1, 61.0)
@@ -133,7 +133,7 @@ def test_members_of_slots_that_are_given_back_leave_between_two_steps() -> None:
     assert roster.settle(3.0) == [], "while it is on its way out nothing changes any more"
 
 
-def test_who_waits_in_a_slot_that_is_given_back_leaves() -> None:
+def test_a_waiting_member_in_a_returned_slot_leaves() -> None:
     roster = run_of(1, want=2)
     roster.settle(60.0)
     late = roster.join(1, 61.0)
@@ -142,7 +142,7 @@ def test_who_waits_in_a_slot_that_is_given_back_leaves() -> None:
     assert said(roster.settle(61.0)) == [(late.number, "leave")]
 
 
-def test_who_starts_may_be_silent_for_long() -> None:
+def test_a_starting_member_may_be_silent_for_longer() -> None:
     roster = run_of(1)
     late = roster.join(1, 0.0)
     roster.heartbeat(0, 59.0)
@@ -163,7 +163,7 @@ def test_too_few_wait_for_more() -> None:
     assert members_of(roster.settle(2.0)) == [0, again.number]
 
 
-def test_when_one_has_finished_nobody_new_is_taken_in_and_the_rest_finish_among_themselves() -> None:
+def test_after_a_member_has_finished_no_new_member_is_accepted() -> None:
     roster = run_of(3)
     roster.settle(0.0)
     roster.leave(0)
@@ -188,7 +188,7 @@ def test_when_one_has_finished_the_rest_finish_however_few_they_are() -> None:
 
 
 @given(st.data())
-def test_whatever_happens_nobody_lost_comes_back_and_survivors_keep_their_order(data: st.DataObject) -> None:
+def test_lost_members_never_come_back_and_survivors_keep_their_order(data: st.DataObject) -> None:
     """Random events; members do as they are told. A generation's members are alive, and old ones lead it."""
     roster = run_of(data.draw(st.integers(1, 4)), want=3)
     lost: set[int] = set()

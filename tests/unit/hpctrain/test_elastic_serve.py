@@ -65,7 +65,7 @@ async def ended_members(*, orderly: bool) -> list[str]:
     return [line for line in said if "lost" in line]
 
 
-def test_a_member_that_leaves_as_it_was_told_is_not_called_lost() -> None:
+def test_a_member_that_leaves_on_request_is_not_lost() -> None:
     assert asyncio.run(asyncio.wait_for(ended_members(orderly=True), 60)) == []
 
 

@@ -55,14 +55,14 @@ def test_one_odd_step_changes_nothing() -> None:
     assert balance.counts == [16, 16]
 
 
-def test_who_only_delays_is_left_out_and_named() -> None:
+def test_a_rank_that_only_delays_gets_no_samples_and_is_named() -> None:
     balance = Balance(8, [4, 4])
     said = run(balance, [(0.0, 0.01), (0.0, 1.0)], 4)
     assert balance.counts == [8, 0]
     assert said[-1].endswith("rank 1 is left out, it would make the others wait")
 
 
-def test_who_was_slow_for_a_while_takes_part_again_later() -> None:
+def test_a_rank_that_was_slow_for_a_while_takes_part_again() -> None:
     balance = Balance(8, [4, 4])
     run(balance, [(0.0, 0.01), (0.0, 1.0)], 4)
     said = run(balance, [(0.0, 0.01), (0.0, 0.01)], 1300)
@@ -70,7 +70,7 @@ def test_who_was_slow_for_a_while_takes_part_again_later() -> None:
     assert balance.counts == [4, 4]
 
 
-def test_trying_who_stays_slow_costs_next_to_nothing() -> None:
+def test_retrying_a_slow_rank_costs_almost_nothing() -> None:
     lines = [(0.0, 0.01), (0.0, 1.0)]
     balance = Balance(8, [4, 4])
     run(balance, lines, 4)

@@ -28,7 +28,7 @@ def test_a_last_parameter_that_is_large_is_alone() -> None:
     assert cut([100, 10, 10], most=128) == [[2, 1], [0]]
 
 
-def test_what_is_there_early_does_not_wait_for_a_large_gradient_near_the_end() -> None:
+def test_early_gradients_do_not_wait_for_a_large_one_near_the_end() -> None:
     assert cut([16, 192, 64, 256, 256, 256, 256], most=256) == [[6], [5], [4], [3], [2], [1], [0]]
 
 
@@ -45,5 +45,5 @@ def test_every_parameter_is_in_one_bucket_in_order_and_none_is_too_full(sizes: l
     ("mbit_per_s", "kib"),
     [(1, 256), (100, 256), (900, 1024), (1100, 1024), (2500, 4096), (10_000, 16384), (400_000, 32768)],
 )
-def test_a_bucket_is_what_the_link_carries_in_some_milliseconds(mbit_per_s: int, kib: int) -> None:
+def test_a_bucket_has_the_bytes_of_some_milliseconds_of_the_link(mbit_per_s: int, kib: int) -> None:
     assert bucket_bytes(mbit_per_s * 125e3) == kib << 10

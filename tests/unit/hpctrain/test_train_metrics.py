@@ -70,7 +70,9 @@ def test_lines_that_the_share_does_not_take_wait_and_follow_in_order(
     assert os.strerror(error) in said[0]
 
 
-def test_what_could_never_be_written_is_said(tmp_path: Path, share: Share, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_that_were_never_written_are_reported(
+    tmp_path: Path, share: Share, capsys: pytest.CaptureFixture[str]
+) -> None:
     share.error = errno.ENOSPC
     file = MetricsFile(tmp_path / "metrics.jsonl", lambda: share.now_s)
     for step in range(3):

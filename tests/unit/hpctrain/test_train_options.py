@@ -35,7 +35,7 @@ def parsed(*words: str) -> argparse.Namespace:
         ("--shares=0,0", "argument --shares: 0,0: not all weights may be zero"),
     ],
 )
-def test_a_number_that_means_nothing_is_refused(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_out_of_range_is_refused(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed(words)
     assert why in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_settings_by_name_are_the_options() -> None:
     assert options_from({"out": "run", "scale_lr": "sqrt:32"}).scale_lr.base == 32
 
 
-def test_settings_that_are_none_are_refused() -> None:
+def test_unknown_or_wrong_settings_are_refused() -> None:
     with pytest.raises(TypeError, match=r"start\(\) has no setting 'learning_rate': see hpctrain\(1\)"):
         options_from({"out": "run", "learning_rate": 1})
     with pytest.raises(TypeError, match="has no setting 'warm_up'; did you mean 'warmup'?"):

@@ -27,7 +27,7 @@ def test_it_waits_until_the_other_end_has_read(kind: str) -> None:
         os.close(end)
 
 
-def test_a_file_is_read_by_nobody_and_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         print("why", file=log, flush=True)
         assert wait_until_read(log.fileno(), limit_s=0)

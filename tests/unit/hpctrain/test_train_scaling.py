@@ -20,7 +20,7 @@ def fed(step_s: float, own_s: tuple[float, ...], wait_s: tuple[float, ...], step
     return scaling
 
 
-def test_the_rank_that_waits_least_is_who_the_others_wait_for() -> None:
+def test_the_others_wait_for_the_rank_that_waits_least() -> None:
     scaling = fed(0.100, (0.050, 0.090, 0.060), (0.045, 0.005, 0.035))
     assert scaling.straggler() == "the others wait for rank 1 on h1: 35 ms of a step's 100"
     assert scaling.summary() == (
@@ -47,7 +47,7 @@ def test_steps_between_two_meetings_count_like_any() -> None:
     assert "2 ranks compute 50.0 % of the time; limited by the exchange, 41.7 %" in scaling.summary()
 
 
-def test_one_rank_waits_for_nobody() -> None:
+def test_a_single_rank_does_not_wait() -> None:
     scaling = fed(0.100, (0.090,), (0.0,))
     assert scaling.straggler() == ""
     assert scaling.summary().startswith("scaling: the rank computes 90.0 % of the time; limited by work between")
@@ -83,5 +83,5 @@ def test_a_steps_own_time_is_divided_at_forward_and_backward(monkeypatch: pytest
     assert not model._forward_pre_hooks
 
 
-def test_nobody_is_named_before_a_step_was_counted() -> None:
+def test_no_rank_is_named_before_a_step_was_counted() -> None:
     assert Scaling(["n1", "n2"]).straggler() == ""

@@ -130,7 +130,7 @@ def test_epochs_are_counted_from_wherever_a_run_is(full: int, first: int, ramp: 
     assert end is EpochEnd.DROP or seen == list(range(20))
 
 
-def test_what_cannot_be_counted_or_batched_is_refused() -> None:
+def test_epochs_that_cannot_be_counted_or_batched_are_refused() -> None:
     with pytest.raises(TrainError, match="cannot count epochs: the number of samples .* is not known"):
         settings_of(read("--epochs", "3"), 0.1)
     with pytest.raises(TrainError, match="cannot make batches of 32: there are 10 samples, and drop_last=True"):

@@ -81,7 +81,7 @@ def test_sums_go_by_the_host_in_order_and_reuse_its_memory() -> None:
     assert all(copy.joined for copy in device.back)
 
 
-def test_what_is_computed_after_a_sum_was_begun_is_not_fetched() -> None:
+def test_a_fetch_has_no_results_of_computation_after_it() -> None:
     staging = Staging(SlowDevice(), Doubling())
     tensor = torch.ones(4)
     work = staging.begin(tensor)
@@ -91,7 +91,7 @@ def test_what_is_computed_after_a_sum_was_begun_is_not_fetched() -> None:
     assert tensor.tolist() == [2.0] * 4
 
 
-def test_a_sum_that_fails_is_told_to_who_waits() -> None:
+def test_a_failed_sum_raises_where_it_is_waited_for() -> None:
     def fail(host_L: torch.Tensor, then: Callable[[], None] | None) -> Work:
         raise TrainError("cannot sum over hosts: the host before in the ring has ended")
 

@@ -43,7 +43,7 @@ def ring(size: int, pair: Callable[[], tuple[socket.socket, socket.socket]] = tc
     st.randoms(),
     st.sampled_from([tcp_pair, socket.socketpair]),
 )
-def test_sums_are_the_same_bits_on_all_whoever_begins_first(
+def test_sums_are_the_same_bits_whichever_rank_begins_first(
     size: int,
     lengths: list[int],
     chance: random.Random,
@@ -108,7 +108,7 @@ def test_halves_of_two_ranks_are_rounded_once_and_of_more_are_left_to_another_wa
         assert rings[0].sums(torch.float32)
 
 
-def test_what_is_to_follow_a_sum_finds_it() -> None:
+def test_a_callback_after_a_sum_sees_the_sum() -> None:
     flats = [torch.ones(PIECE * 3), torch.ones(PIECE * 3)]
     seen: list[float] = []
     with ring(2) as rings:
@@ -121,7 +121,7 @@ def test_what_is_to_follow_a_sum_finds_it() -> None:
     assert seen == [6.0 * PIECE]
 
 
-def test_who_waits_for_a_lost_neighbour_is_told_where_that_was() -> None:
+def test_waiting_for_a_lost_neighbour_fails_with_its_host() -> None:
     to_right, its_end = tcp_pair()
     from_left, left_end = tcp_pair()
     tcp_ring = TcpRing(0, 2, to_right, from_left)

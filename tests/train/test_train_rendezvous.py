@@ -24,7 +24,7 @@ def offer_of(listener: socket.socket) -> Offer:
     return Offer(addresses=(address,), port=port, secret=b"s" * 16, answer=b"a" * 16)
 
 
-def test_who_gave_up_and_tried_again_is_met_where_it_is_now(listener: socket.socket) -> None:
+def test_a_peer_that_gave_up_and_tried_again_is_met_at_its_new_connection(listener: socket.socket) -> None:
     """The one who is awaited was too slow to answer the first time: that connection leads nowhere."""
     offer = offer_of(listener)
     with socket.create_connection((offer.addresses[0], offer.port)) as stale:

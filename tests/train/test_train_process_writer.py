@@ -34,7 +34,7 @@ def newest(directory: Path) -> int:
     return int(checkpoint_names(directory)[0][5:15])
 
 
-def test_what_a_process_writes_restores_to_the_same_bits_and_a_second_life_goes_on(tmp_path: Path) -> None:
+def test_a_written_checkpoint_restores_to_the_same_bits_and_the_chain_continues(tmp_path: Path) -> None:
     whole = World(tmp_path / "whole")
     whole.run(8)
     first = KeptWorld(tmp_path / "kept")
@@ -59,7 +59,7 @@ def test_the_process_finds_its_modules_where_the_trainer_finds_them(
     assert mark.exists()
 
 
-def test_a_later_attempt_ends_a_run_whose_process_writes(tmp_path: Path) -> None:
+def test_a_later_attempt_ends_a_run_with_a_writing_process(tmp_path: Path) -> None:
     world = KeptWorld(tmp_path)
     writer = world.writer()
     world.move()
@@ -71,7 +71,7 @@ def test_a_later_attempt_ends_a_run_whose_process_writes(tmp_path: Path) -> None
     writer.close()
 
 
-def test_a_writing_process_that_is_killed_costs_its_checkpoint_and_the_next_is_a_base(tmp_path: Path) -> None:
+def test_a_killed_writing_process_costs_its_checkpoint_and_the_next_is_a_base(tmp_path: Path) -> None:
     world = KeptWorld(tmp_path)
     writer = world.writer()
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_a_writing_process_that_is_killed_costs_its_checkpoint_and_the_next_is_a
     assert_alike(again, world)
 
 
-def test_a_trainer_that_is_killed_leaves_its_last_copy_to_be_published(tmp_path: Path) -> None:
+def test_a_killed_trainer_leaves_its_last_copy_to_be_published(tmp_path: Path) -> None:
     """Right after the copy, long before it can be on the share."""
     with started([*python(), HERE / "die_after_copy.py", tmp_path], WITH_WAITING) as process:
         ended = finish(process)
@@ -105,7 +105,7 @@ def test_a_trainer_that_is_killed_leaves_its_last_copy_to_be_published(tmp_path:
     assert_alike(again, whole)
 
 
-def test_the_process_that_writes_loads_no_torch(tmp_path: Path) -> None:
+def test_the_writing_process_does_not_load_torch(tmp_path: Path) -> None:
     """Neither its modules do, nor what it is told."""
     world = KeptWorld(tmp_path)
     writer = world.writer()
@@ -116,7 +116,7 @@ def test_the_process_that_writes_loads_no_torch(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_buffers_go_once_and_are_the_same_memory_at_both_ends() -> None:
+def test_buffers_are_sent_once_and_are_the_same_memory_at_both_ends() -> None:
     one, other = (BufferChannel(end) for end in socket.socketpair())
     layout = lay_out([("a", "float32", (3,))])
     buffers = [Buffer(layout) for _ in range(150)]

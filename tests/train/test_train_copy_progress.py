@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import HERE, finish, python, started
 from test_train_gradlog import World, assert_alike
-from test_train_keeper import WITH_WAITING, KeptWorld, newest
+from test_train_process_writer import WITH_WAITING, KeptWorld, newest
 
 from hpctrain.checkpoint.format.chunks import digest
 from hpctrain.checkpoint.writing import snapshot
@@ -32,7 +32,7 @@ def being_filled() -> Wanted:
     return Wanted(slot=slot, content=buffer.content(slot), copy_progress=buffer.copy_progress)
 
 
-def test_what_is_there_is_given_to_the_disk_before_the_rest_is_copied() -> None:
+def test_copied_parts_are_written_before_the_rest_is_copied() -> None:
     wanted = being_filled()
     wanted.copy_progress.reach(2 * AHEAD * CHUNK_BYTES)
     with ThreadPoolExecutor(2) as pool:
@@ -58,7 +58,7 @@ def test_nothing_is_read_before_it_is_there() -> None:
     ]
 
 
-def test_who_waits_for_what_does_not_come_gets_an_error() -> None:
+def test_waiting_for_a_broken_copy_raises_an_error() -> None:
     wanted = being_filled()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wanted.copy_progress.wait, 10)

@@ -31,7 +31,7 @@ def lines(out: Path) -> list[dict]:
 
 
 @needs_mpi
-def test_each_step_is_one_line_with_where_its_time_went_and_the_last_one_says_what_limits(tmp_path: Path) -> None:
+def test_each_step_is_one_line_with_its_times_and_the_last_line_names_the_limit(tmp_path: Path) -> None:
     ended = run_mpi(2, SCRIPT, "same", "--out", tmp_path / "run", "--profile", "2")
     assert ended.status == 0, ended.output
     told = [line for line in lines(tmp_path / "run") if "loss" in line]
@@ -53,7 +53,7 @@ def test_each_step_is_one_line_with_where_its_time_went_and_the_last_one_says_wh
 
 
 @needs_mpi
-def test_of_local_steps_the_wait_at_meetings_is_told(tmp_path: Path) -> None:
+def test_with_local_steps_the_wait_at_exchanges_is_reported(tmp_path: Path) -> None:
     ended = run_mpi(2, SCRIPT, "same", "--out", tmp_path, "--sync", "local:3")
     assert ended.status == 0, ended.output
     met = [line for line in lines(tmp_path) if line.get("ranks")]
@@ -71,7 +71,7 @@ def test_tensorboard_shows_the_steps(tmp_path: Path) -> None:
     assert shown.Scalars("val_loss")[0].wall_time == 30.0
 
 
-def test_mlflow_shows_the_steps_and_a_restart_goes_on_in_the_same_run(
+def test_mlflow_has_the_steps_and_a_restart_continues_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow")
@@ -108,7 +108,7 @@ class Agent:
                 messages.append(json.loads(stream.read()[8:]))
 
 
-def test_the_scheduler_hears_at_once_from_where_a_run_goes_on_and_at_its_end_of_the_last_checkpoint(
+def test_the_scheduler_gets_the_resumed_step_and_at_the_end_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path is short
@@ -169,7 +169,7 @@ def bars(written: str) -> list[re.Match[str]]:
     return [found for line in drawn(written) if (found := BAR.match(line))]
 
 
-def test_a_terminal_shows_a_bar_with_epoch_rate_and_eta_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_bar_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
     written = on_terminal(120, "--out", tmp_path / "run", "--steps", "600", "--print-every", "1")
     shown = bars(written)
     steps = [int(each["step"]) for each in shown]
@@ -188,7 +188,7 @@ def test_a_terminal_shows_a_bar_with_epoch_rate_and_eta_and_a_resumed_run_contin
     assert [(each["step"], each["of"]) for each in (shown[0], shown[-1])] == [("601", "612"), ("612", "612")]
 
 
-def test_less_than_an_epoch_is_told_as_such() -> None:
+def test_less_than_an_epoch_is_printed_as_a_fraction() -> None:
     told = [epochs_text(number) for number in (3.0, 2.5, 1.04, 0.1, 0.0192, 4e-3)]
     assert told == ["3", "2.5", "1", "0.1", "0.02", "0.004"]
 
@@ -210,7 +210,7 @@ def write(out: Path, name: str) -> None:
     writers.close()
 
 
-def test_a_writer_that_fails_is_left_out_and_training_goes_on(
+def test_a_metrics_writer_that_fails_is_dropped_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken:
@@ -222,7 +222,7 @@ def test_a_writer_that_fails_is_left_out_and_training_goes_on(
     assert capsys.readouterr().out == "metrics: cannot write to mlflow any more: no route\n"
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="cannot log to mlflow: .* pip install mlflow-skinny"):
         check_writers(("mlflow",))
