@@ -1,1 +1,4 @@
-"""Data-parallel training on unequal machines: ring all-reduce, incremental checkpoints, restarts that lose nothing."""
+"""Data-parallel training on unequal machines.
+
+Ring all-reduce, incremental checkpoints, restarts that lose nothing.
+"""

@@ -1,4 +1,6 @@
-"""The training loop: data-parallel over the ranks of a communicator; one process runs the same code.
+"""The training loop: data-parallel over the ranks of a communicator.
+
+One process runs the same code.
 
 It yields each batch of a step to the script, and does the rest.  Does not know the backend, the format of checkpoints, or
 the model.
@@ -207,7 +209,10 @@ class TrainingLoop:
         return spans[:pieces]
 
     def _take_step(self, batch: StepBatch, stop: StopRequest, started_s: float) -> bool:
-        """Exchange gradients, move the weights and report; return whether any rank was asked to stop."""
+        """Exchange gradients, move the weights and report.
+
+        Return whether any rank was asked to stop.
+        """
         own_s = time.perf_counter() - started_s
         data_s, forward_s, backward_s = self._phases.end()
         lr = self._lr(batch)
@@ -267,7 +272,10 @@ class TrainingLoop:
         return self._step_s
 
     def _after_step(self, batch: StepBatch, report: StepReport, *, met: bool) -> bool:
-        """Validate and checkpoint if due, and report the step; return whether validation ends the run."""
+        """Validate and checkpoint if due, and report the step.
+
+        Return whether validation ends the run.
+        """
         ends = False
         try:
             if met:
@@ -286,7 +294,10 @@ class TrainingLoop:
         return ends
 
     def _move(self, batch: StepBatch, lr: float) -> tuple[float, str]:
-        """Move the weights if the gradients are finite; return their norm, and a note on the loss scale."""
+        """Move the weights if the gradients are finite.
+
+        Return their norm, and a note on the loss scale.
+        """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainError(
                 f"cannot take step {batch.number}: weights that were frozen at the start of the loop are trainable now; let "
@@ -315,7 +326,10 @@ class TrainingLoop:
         return grad_norm, said
 
     def _meets_after(self, step: int) -> bool:
-        """Return whether ranks agree after this step: after each step, or when local steps are exchanged."""
+        """Return whether ranks agree after this step.
+
+        After each step, or when local steps are exchanged.
+        """
         local, total = self._sync.local, self.progress.total_steps
         return local is None or local.due(step) or step == total
 
@@ -335,7 +349,9 @@ class TrainingLoop:
     def _agree(
         self, batch: StepBatch, stop: StopRequest | None, own: tuple[float, float, float]
     ) -> tuple[float, bool, RankTimes]:
-        """Exchange the loss and requests to stop: return the global loss, whether to stop, the ranks' times.
+        """Exchange the loss and requests to stop.
+
+        Return the global loss, whether to stop, the ranks' times.
 
         `own`: seconds of this rank's own work, data and wait.  `stop` is None if this rank has left the step.
         """
@@ -358,7 +374,9 @@ class TrainingLoop:
         return loss, stops + ends > 0, times
 
     def _leave_too(self, batch: StepBatch, left: list[int]) -> None:
-        """Leave the loop if all ranks with samples in the step left it; `left`: per rank the step, or 0.
+        """Leave the loop if all ranks with samples in the step left it.
+
+        `left`: per rank the step, or 0.
 
         Raises:
             TrainError: some did not leave it, or not in the same step.
@@ -373,7 +391,10 @@ class TrainingLoop:
         self.left = True
 
     def _refuse_loss(self, batch: StepBatch, local_loss: float, *, alone: bool = False) -> None:
-        """Raise TrainError with the ranks and samples of a loss that is not finite; all ranks call it, or one `alone`."""
+        """Raise TrainError with the ranks and samples of a loss that is not finite.
+
+        All ranks call it, or one `alone`.
+        """
         mine = (local_loss, [(p.low, p.high) for p in batch.pieces if not math.isfinite(p.loss or 0.0)])
         spans: list[tuple[float, list[Span]]] = [mine] if alone else self._comm.all_gather_object(mine)
         bad = [
@@ -434,7 +455,10 @@ class TrainingLoop:
 
     @property
     def _all_write(self) -> bool:
-        """Whether every rank takes part in each checkpoint: it writes a part, or has a part to be gathered."""
+        """Whether every rank takes part in each checkpoint.
+
+        It writes a part, or has a part to be gathered.
+        """
         return self._writes_own_part or isinstance(self._optimizer, ShardedOptimizer)
 
     def _agreed(self, wanted: NextCheckpoint) -> NextCheckpoint:
@@ -451,7 +475,10 @@ class TrainingLoop:
         return wanted
 
     def _begin_checkpoint(self, content: NextCheckpoint) -> float:
-        """Hand the state to the writer, and return the seconds that this took; ranks with a part of it call it too."""
+        """Hand the state to the writer, and return the seconds that this took.
+
+        Ranks with a part of it call it too.
+        """
         started_s = time.perf_counter()
         state = self._state() if content is not NextCheckpoint.LOG else None
         if self._writer is not None:
@@ -491,7 +518,10 @@ class TrainingLoop:
         )
 
     def _validate(self) -> float | None:
-        """Return the validation loss if it is due; with local steps this waits until the ranks are equal."""
+        """Return the validation loss if it is due.
+
+        With local steps this waits until the ranks are equal.
+        """
         if self._validation is None or not self._validation_due:
             return None
         self._validation_due = False
@@ -499,7 +529,10 @@ class TrainingLoop:
             return validation_loss(self._model, self._validation, self._comm)
 
     def _note_validation(self, loss: float) -> bool:
-        """Record a validation, end the training without improvement for long; return whether it is the best."""
+        """Record a validation, end the training without improvement for long.
+
+        Return whether it is the best.
+        """
         progress = self.progress
         best = progress.validated(loss)
         if self._schedule is not None:
@@ -542,7 +575,10 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return every tensor that a restart needs, by name: weights, buffers and the optimizer's moments."""
+    """Return every tensor that a restart needs, by name.
+
+    Weights, buffers and the optimizer's moments.
+    """
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
@@ -550,7 +586,9 @@ def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torc
 def state_to_write(
     model: torch.nn.Module, optimizer: Optimizer, more: Mapping[str, torch.Tensor], comm: Communicator | None
 ) -> State:
-    """Return the tensors that this rank writes: its part if ranks write together, else (`comm` None) all.
+    """Return the tensors that this rank writes.
+
+    Its part if ranks write together, else (`comm` None) all.
 
     Ranks that have a part of the optimizer's state call it together.
     """
@@ -572,7 +610,10 @@ def gradient_log(
     every: int,
     comm: Communicator | None,
 ) -> GradientLog | None:
-    """Return a log of this rank's part of gradients, if at least `every` steps fit into it; `comm` as above."""
+    """Return a log of this rank's part of gradients, if at least `every` steps fit into it.
+
+    `comm` as above.
+    """
     if any(flat.is_complex() for flat in buckets.flats):
         return None  # replay computes with real numbers only
     grads_bytes = sum(flat.nbytes for flat in buckets.flats)

@@ -20,7 +20,9 @@ LENGTHS = ("steps", "epochs", "target_seconds")  # how long a run is, in one of 
 
 
 def add_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Add the options of `hpctrain.run.start`; `defaults` replaces the defaults of some, by name.
+    """Add the options of `hpctrain.run.start`.
+
+    `defaults` replaces the defaults of some, by name.
 
     Raises:
         TrainError: `defaults` give the length of a run twice.
@@ -87,7 +89,10 @@ def check_one_length(settings: Mapping[str, object]) -> None:
 
 
 class _Length(argparse.Action):
-    """An option for the length of a run: it replaces the other ones, including a script's defaults."""
+    """An option for the length of a run.
+
+    It replaces the other ones, including a script's defaults.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None

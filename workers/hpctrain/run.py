@@ -1,4 +1,6 @@
-"""A run of a training script: join the ranks, resume from the last checkpoint, give each rank its part of each batch.
+"""A run of a training script.
+
+Join the ranks, resume from the last checkpoint, give each rank its part of each batch.
 
     with start(out="run1", epochs=10) as run:
         model = Net().to(run.device)
@@ -101,7 +103,9 @@ from hpctrain.signals import StopRequest
 
 
 def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
-    """Check the model, and apply `--recompute` and `--compile` in place; names of weights stay.
+    """Check the model, and apply `--recompute` and `--compile` in place.
+
+    Names of weights stay.
 
     Raises:
         TrainError: the options do not fit this model or machine, or the model has weights without values.
@@ -143,7 +147,9 @@ def _check_weights(model: torch.nn.Module) -> None:
 
 
 def recompute_blocks(model: nn.Module) -> int:
-    """Recompute each block of the model's outermost lists (ModuleList, Sequential); return their number.
+    """Recompute each block of the model's outermost lists (ModuleList, Sequential).
+
+    Return their number.
 
     Raises:
         TrainError: the model has no list of blocks.
@@ -219,7 +225,10 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
 
 
 def is_interactive() -> bool:
-    """Return whether a user can continue after an error: a prompt, a notebook, or not the main thread."""
+    """Return whether a user can continue after an error.
+
+    A prompt, a notebook, or not the main thread.
+    """
     return (
         hasattr(sys, "ps1") or bool(sys.flags.interactive) or threading.current_thread() is not threading.main_thread()
     )
@@ -238,7 +247,10 @@ def orderly_exit() -> Iterator[list[SystemExit]]:
 
 
 def report_unmet(environ: Mapping[str, str], error: TrainError) -> None:
-    """Report to the scheduler why the ranks could not meet; the rank number comes from the launcher."""
+    """Report to the scheduler why the ranks could not meet.
+
+    The rank number comes from the launcher.
+    """
     with suppress(TrainError):  # the launcher's variables may be the error
         here = rank_info(environ)
         Heartbeat(environ).fail(here.rank, here.world, str(error), echo=False)
@@ -304,7 +316,9 @@ def start(
     environ: Mapping[str, str] | None = None,
     **settings: object,
 ) -> Iterator[Run]:
-    """Join the ranks that the launcher started, and leave them at the end; log lines begin with `name`.
+    """Join the ranks that the launcher started, and leave them at the end.
+
+    Log lines begin with `name`.
 
     `settings` have the names and values of the options (`start(out="run1", lr=1e-3)`), in place of `options`; the command
     line is not read.
@@ -411,7 +425,10 @@ class Run:
         return 0 if self.finished or self._ended or left or not self._began else EXIT_REQUEUE
 
     def stop(self) -> None:
-        """End the loop on all ranks after the current step, with a checkpoint: the training is finished."""
+        """End the loop on all ranks after the current step, with a checkpoint.
+
+        The training is finished.
+        """
         self._stop.by_script = True
 
     def leave(self) -> None:
@@ -444,12 +461,17 @@ class Run:
         agree(self.comm, {what: hash_of(value)})
 
     def share(self, make: Callable[[], T]) -> T:
-        """Return on every rank what `make` returns on the first one (picklable, small); all ranks call it."""
+        """Return on every rank what `make` returns on the first one (picklable, small).
+
+        All ranks call it.
+        """
         made: T = gather_from_all(self.comm, make() if self.is_first else None)[0]
         return made
 
     def dataset(self, directory: Path) -> Dataset:
-        """Open the data set in a directory that all nodes see, or its copy (`--stage`); all ranks call it.
+        """Open the data set in a directory that all nodes see, or its copy (`--stage`).
+
+        All ranks call it.
 
         Raises:
             DamagedError: it is incomplete, or of another version.
@@ -484,7 +506,9 @@ class Run:
         samples: int | None = None,
         schedule: Any = None,
     ) -> Iterator[Batch]:
-        """Iterate over the remaining steps, and yield this rank's part of each batch; all ranks call it.
+        """Iterate over the remaining steps, and yield this rank's part of each batch.
+
+        All ranks call it.
 
         The script calls `backward` once for each batch; with `--micro-batch` a rank's part comes in several batches.  A rank
         without samples in a step gets no batch for it.  Computation with a batch runs in `--precision`.
@@ -504,7 +528,10 @@ class Run:
         return iterator
 
     def abandon(self) -> None:
-        """Undo after an error what stays in the script's process: hooks on its model, threads, a progress bar."""
+        """Undo after an error what stays in the script's process.
+
+        Hooks on its model, threads, a progress bar.
+        """
         if self._current_reporter is not None:
             self._current_reporter.close()
         iterator = self._iterator() if self._iterator is not None else None
@@ -670,7 +697,10 @@ class Run:
         goodput: Goodput,
         sync: Sync,
     ) -> Reporter | None:
-        """Return the first rank's reporter; the other ranks record the goodput only, and have none."""
+        """Return the first rank's reporter.
+
+        The other ranks record the goodput only, and have none.
+        """
         if not self.is_first:
             self._record.follow(goodput)
             return None
@@ -684,7 +714,10 @@ class Run:
         return reporter
 
     def _agreed(self, facts: dict[str, str]) -> list[str]:
-        """Return the host of each rank if all train the same; a newcomer that trains something else leaves."""
+        """Return the host of each rank if all train the same.
+
+        A newcomer that trains something else leaves.
+        """
         try:
             return agree(self.comm, facts)
         except MismatchError as error:
@@ -698,7 +731,10 @@ class Run:
             raise PeerLost(f"another rank was turned away: {error}") from None
 
     def _join_writers(self, attempt: int) -> CheckpointWriter:
-        """Start a process that writes this rank's part of checkpoints; the first rank's publishes them."""
+        """Start a process that writes this rank's part of checkpoints.
+
+        The first rank's publishes them.
+        """
         options, size = self._options, self.size
         if self.is_first:
             assert self._claim is not None
@@ -765,7 +801,9 @@ class Run:
     def _catch_up(
         self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, settings: TrainSettings
     ) -> TrainingProgress:
-        """Bring every rank to the state of the furthest rank; if none has a state, to a restored or new one.
+        """Bring every rank to the state of the furthest rank.
+
+        If none has a state, to a restored or new one.
 
         If the transfer is interrupted, a rank has its old state or all of the new one.
         """
@@ -850,7 +888,10 @@ class Run:
         return mine
 
     def _take_over_if_possible(self) -> None:
-        """Claim the attempt in place of the lost first rank; if the share fails, training continues."""
+        """Claim the attempt in place of the lost first rank.
+
+        If the share fails, training continues.
+        """
         try:
             self._claim = self._take_over()
         except (OSError, PublishError) as error:

@@ -106,7 +106,9 @@ def settings_of(
     epoch_end: EpochEnd = EpochEnd.CROSS,
     own_schedule: str = "",
 ) -> TrainSettings:
-    """Return the settings for options; `lr` and `batch` are the optimizer's and the data's, used by default.
+    """Return the settings for options.
+
+    `lr` and `batch` are the optimizer's and the data's, used by default.
 
     Raises:
         TrainError: options do not fit together, or do not fit the data.

@@ -1,4 +1,6 @@
-"""A request to stop after the current step, with a checkpoint: SIGTERM, SIGUSR1, or the script's call of `run.stop()`.
+"""A request to stop after the current step, with a checkpoint.
+
+SIGTERM, SIGUSR1, or the script's call of `run.stop()`.
 
 Rules: the handler only records the signal; a second one has no further effect (SIGKILL follows if the step takes too
 long).  Python delivers signals to the main thread; in another thread, for example of a notebook, the handlers are not

@@ -1,4 +1,6 @@
-"""Checkpoints on a share that may be NFS: bases and increments, written in the background, restored bit by bit.
+"""Checkpoints on a share that may be NFS.
+
+Bases and increments, written in the background, restored bit by bit.
 
 A checkpoint's way: `snapshot` copies the state, or `gradient_log` has recorded each step's gradients; `packer` packs, `publish`
 writes and publishes by the rules of `files` if `fence` allows it, `retain` removes old ones, `restore` finds the newest one

@@ -1,4 +1,6 @@
-"""Inspect a directory of checkpoints: `python -m hpctrain.checkpoint list|verify|prune|export DIRECTORY ...`.
+"""Inspect a directory of checkpoints.
+
+`python -m hpctrain.checkpoint list|verify|prune|export DIRECTORY ...`.
 
 `hctl checkpoint` runs it.  Does not know jobs.
 """
@@ -23,7 +25,10 @@ from hpctrain.errors import DamagedError, TrainError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit status: 1 if a checkpoint is damaged, or the command failed."""
+    """Run one command, and return the exit status.
+
+    1 if a checkpoint is damaged, or the command failed.
+    """
     options = _parser().parse_args(argv)
     directory = options.directory
     if (directory / "checkpoints").is_dir():

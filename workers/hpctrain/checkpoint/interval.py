@@ -1,4 +1,6 @@
-"""The steps between two checkpoints: fixed, or by their cost and the rate of interruptions.
+"""The steps between two checkpoints.
+
+Fixed, or by their cost and the rate of interruptions.
 
 Young's first order: of an interval T, cost / T is lost to checkpoints and T / 2 to each interruption, which is least at
 T = sqrt(2 * cost * time between interruptions).
@@ -62,7 +64,10 @@ class Interval:
         return max(1, min(MOST, round(best_s / self._step_s)))
 
     def next_after(self, step: int, steps: int) -> str:
-        """Make the next checkpoint due `steps` steps after this one; return a line if the interval changes."""
+        """Make the next checkpoint due `steps` steps after this one.
+
+        Return a line if the interval changes.
+        """
         self._next = step + steps
         changed, self._told = abs(steps - self._told) > self._told / 4, steps
         if not changed or not self._step_s:

@@ -1,4 +1,6 @@
-"""Checkpoints for any script: objects with a `state_dict()` are saved in the background, and restored.
+"""Checkpoints for any script.
+
+Objects with a `state_dict()` are saved in the background, and restored.
 
     run = Checkpointer("run1", model=model, optimizer=optimizer, schedule=schedule)  # resumes from the last checkpoint
     for step in range(run.step, 10_000):
@@ -73,7 +75,9 @@ class Trees:
         self._away = ""  # why the last one is not on the share
 
     def newest(self) -> tuple[int, Any] | None:
-        """Read the newest undamaged checkpoint; return its step and tree, or None if there is no checkpoint.
+        """Read the newest undamaged checkpoint.
+
+        Return its step and tree, or None if there is no checkpoint.
 
         Raises:
             NoCheckpointError: all checkpoints are damaged.
@@ -94,7 +98,10 @@ class Trees:
         return facts.step, grown(facts.state["tree"], tensors)
 
     def begin(self, step: int, tree: object) -> bool:
-        """Copy a tree and start to write it; return False if the last checkpoint is still being written."""
+        """Copy a tree and start to write it.
+
+        Return False if the last checkpoint is still being written.
+        """
         tensors, skeleton = flattened(tree)
         writer = self._writer or self._new_writer()
         self.collect()
@@ -176,7 +183,9 @@ class Checkpointer:
         environ: Mapping[str, str] | None = None,
         **parts: Stateful,
     ) -> None:
-        """Resume from the newest checkpoint in `out`, if there is one: restore the parts, and set `step`.
+        """Resume from the newest checkpoint in `out`, if there is one.
+
+        Restore the parts, and set `step`.
 
         `every`: steps between checkpoints.  `base_every`: every so many checkpoints are a base.  `keep`: chains to keep.
 
@@ -197,7 +206,9 @@ class Checkpointer:
             self._take_over(tree)
 
     def step_done(self) -> None:
-        """Count a step, and save the state if it is due; end the script if a signal has asked for that.
+        """Count a step, and save the state if it is due.
+
+        End the script if a signal has asked for that.
 
         Raises:
             SystemExit: with status 75; the state is saved.

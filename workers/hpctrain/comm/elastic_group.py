@@ -1,4 +1,6 @@
-"""A group of ranks that may be lost and join: a ring of TCP connections, made for every generation.
+"""A group of ranks that may be lost and join.
+
+A ring of TCP connections, made for every generation.
 
 The roster (`hpctrain.elastic`) chooses the members of a generation.  Before `rendezvous` a member is alone.  All collectives
 are made of the sum: gathered or broadcast bytes are added to the zeros of the other members.

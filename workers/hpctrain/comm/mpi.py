@@ -1,4 +1,6 @@
-"""A group of ranks over mpi4py: our shared memory and rings for tensors, MPI's own calls for the rest.
+"""A group of ranks over mpi4py.
+
+Our shared memory and rings for tensors, MPI's own calls for the rest.
 
 Finds MPI, and tells what is missing.  CUDA tensors travel through a copy on the host (see `staging`).
 """
@@ -51,7 +53,10 @@ PATIENCE_S = 0.1
 
 
 def bucket_plan_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketPlan:
-    """Measure how fast the leaders sum over `between`, and return the buckets for it; all ranks call it."""
+    """Measure how fast the leaders sum over `between`, and return the buckets for it.
+
+    All ranks call it.
+    """
     if hosts.count == 1:
         return BucketPlan(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
     bytes_per_s = 0.0

@@ -1,4 +1,6 @@
-"""Sums of tensors on a device through the host: copied, summed and copied back while the device computes.
+"""Sums of tensors on a device through the host.
+
+Copied, summed and copied back while the device computes.
 
 For a GPU rank among CPU ranks, or GPUs without a common NCCL.  Copies to the host go to page-locked memory that is reused;
 they run on their own streams, so that the backward pass continues.  Does not know how the host sums.

@@ -44,7 +44,10 @@ class _CollectiveWork(Work):
 
 
 class TorchCommunicator(Plain):
-    """A torch.distributed group of all ranks; by default NCCL if each rank has its own GPU, else Gloo."""
+    """A torch.distributed group of all ranks.
+
+    By default NCCL if each rank has its own GPU, else Gloo.
+    """
 
     def __init__(self, backend: str | None, place: RankInfo, environ: Mapping[str, str]) -> None:
         if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
@@ -162,12 +165,17 @@ def _device_for(backend: str, place: RankInfo) -> torch.device:
 
 
 def _gpu_of(place: RankInfo) -> int:
-    """Return this rank's GPU among those that the process sees; the first if the scheduler shows one only."""
+    """Return this rank's GPU among those that the process sees.
+
+    The first if the scheduler shows one only.
+    """
     return 0 if place.own_gpu else place.local_rank
 
 
 def _say_interface(store: dist.Store, rank: int, size: int, reached: str) -> None:
-    """Make Gloo offer the address by which hosts reach each other; a host's name often leads to loopback.
+    """Make Gloo offer the address by which hosts reach each other.
+
+    A host's name often leads to loopback.
 
     `reached`: the address at which this rank reached the first one.
     """

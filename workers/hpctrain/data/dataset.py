@@ -43,7 +43,10 @@ class ShardEntry:
 
 
 class Split:
-    """The shards of one split in sequence: `split[low:high]` and `split[rows]` return rows of the first array."""
+    """The shards of one split in sequence.
+
+    `split[low:high]` and `split[rows]` return rows of the first array.
+    """
 
     def __init__(self, shards: list[Shard], name: str) -> None:
         self._shards, self._name = shards, name

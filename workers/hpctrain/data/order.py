@@ -60,7 +60,9 @@ def _epoch_key(seed: int, epoch: int) -> int:
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` samples among ranks by weight; the sum is exact, largest remainders first.
+    """Divide `total` samples among ranks by weight.
+
+    The sum is exact, largest remainders first.
 
     Raises:
         TrainError: a weight is negative, or all are zero.

@@ -42,7 +42,10 @@ def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path
 
 
 def stage(directory: Path, disk: Path) -> tuple[Path, str]:
-    """Copy the data set to a disk of this node if it is not there; return the directory and a line to print."""
+    """Copy the data set to a disk of this node if it is not there.
+
+    Return the directory and a line to print.
+    """
     wanted = Dataset(directory)
     home = disk / f"hpctrain-{wanted.digest[:32]}"
     where = f"on {socket.gethostname()}"
@@ -78,7 +81,10 @@ def _copy(wanted: Dataset, home: Path) -> int:
 
 
 def _is_whole(home: Path, digest: str) -> bool:
-    """Return whether the copy exists; heads and lengths are checked here, chunks when they are read."""
+    """Return whether the copy exists.
+
+    Heads and lengths are checked here, chunks when they are read.
+    """
     try:
         there = Dataset(home)
         return there.digest == digest and all(shard.rows >= 0 for shard in there.shards())

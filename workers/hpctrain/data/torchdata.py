@@ -38,7 +38,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class TorchSource:
-    """Samples of a map-style dataset by global index; `batch` is the DataLoader's batch size, or None."""
+    """Samples of a map-style dataset by global index.
+
+    `batch` is the DataLoader's batch size, or None.
+    """
 
     def __init__(
         self,
@@ -118,7 +121,9 @@ class TorchSource:
 
 
 def source_for(data: Any, seed: int, workers: int | None) -> Any:
-    """Return a source for `data`: a torch Dataset or DataLoader is adapted, another object returned as it is.
+    """Return a source for `data`.
+
+    A torch Dataset or DataLoader is adapted, another object returned as it is.
 
     `workers`: None if the DataLoader decides.
 
@@ -135,7 +140,10 @@ def source_for(data: Any, seed: int, workers: int | None) -> Any:
 
 
 def in_order(data: Any, workers: int | None) -> Any:
-    """Return a source for validation: each sample once, a torch Dataset or DataLoader unshuffled."""
+    """Return a source for validation.
+
+    Each sample once, a torch Dataset or DataLoader unshuffled.
+    """
     source: Source = source_for(data, 0, workers)
     if isinstance(source, TorchSource):
         source._shuffle = False

@@ -1,4 +1,6 @@
-"""`python -m hpctrain.elastic [--ranks N] [--spares K] [--least M] -- COMMAND`: ranks that continue without a lost one.
+"""`python -m hpctrain.elastic [--ranks N] [--spares K] [--least M] -- COMMAND`.
+
+Ranks that continue without a lost one.
 
 Starts COMMAND once per rank, in a job by hrun on its nodes, and again in place of a lost rank.  COMMAND is a training script
 of `hpctrain.run`.  Exit status: that of the ranks: 0 finished, 75 stopped with a checkpoint, 1 an error.
@@ -231,7 +233,10 @@ class ElasticRun:
         return self._status_of_all()
 
     def _status_of_all(self) -> int:
-        """Return the ranks' exit status.  A rank killed after the training loses nothing, except the first rank."""
+        """Return the ranks' exit status.
+
+        A rank killed after the training loses nothing, except the first rank.
+        """
         done = self._server.done
         first = self._ended[done[self._server.first]] if self._server.first in done else -signal.SIGKILL
         if was_killed(first):

@@ -1,4 +1,6 @@
-"""Start an elastic run's ranks, and replacements for lost ones: on this host, or as steps of a job.
+"""Start an elastic run's ranks, and replacements for lost ones.
+
+On this host, or as steps of a job.
 
 One process per slot; a slot is a place on a node.  In a job each process is a step of its own (`hrun` with one task), so
 that its end does not affect the others.  When the job gains or loses nodes, slots are added or removed.

@@ -1,4 +1,6 @@
-"""A rank's side of the roster: one connection, a heartbeat thread, and the roster's requests.
+"""A rank's side of the roster.
+
+One connection, a heartbeat thread, and the roster's requests.
 
 Environment: HPCTRAIN_ROSTER is host:port, HPCTRAIN_ROSTER_KEY the run's key, HPCTRAIN_SLOT this process's slot.  The thread
 sends a heartbeat ten times a second, and breaks exchanges off when the roster asks for it.  A member that is told to leave, or

@@ -1,4 +1,6 @@
-"""The members of an elastic run, as a state machine: takes what members report, returns what to tell them.
+"""The members of an elastic run, as a state machine.
+
+Takes what members report, returns what to tell them.
 
 A *generation* is a set of members that exchange with each other; any change of the set makes a new generation.  Members leave
 a generation when they are told to, or when an exchange fails, and report it.  When all remaining members have left, these and
@@ -103,7 +105,10 @@ class Roster:
         self.members[number].heard_at_s = now_s
 
     def leave_generation(self, number: int, generation: int, now_s: float, *, failed: bool) -> None:
-        """Record that a member has left a generation, and waits for the next; `failed`: an exchange failed."""
+        """Record that a member has left a generation, and waits for the next.
+
+        `failed`: an exchange failed.
+        """
         member = self.members[number]
         member.heard_at_s = now_s
         if generation == self.generation and member.state is MemberState.IN:
@@ -166,7 +171,10 @@ class Roster:
         return leave + self._tell(inside, self._request(inside, ready))
 
     def _request(self, inside: list[Member], ready: list[Member]) -> str:
-        """Return what the members of the current generation have to do: "broken", "changing" or ""."""
+        """Return what the members of the current generation have to do.
+
+        "broken", "changing" or "".
+        """
         if self.losses or self._broken:
             return "broken"
         leaves = any(member.slot in self._leaving for member in inside)
@@ -198,7 +206,10 @@ class Roster:
         return orders + [(m.number, news) for m in chosen]
 
     def _tell(self, inside: list[Member], request: str) -> list[tuple[int, Message]]:
-        """Return a request to the members of the generation, once each; "broken" overrides "changing"."""
+        """Return a request to the members of the generation, once each.
+
+        "broken" overrides "changing".
+        """
         addressed = [m for m in inside if m.state is MemberState.IN and m.requested not in (request, "broken")]
         for member in addressed:
             member.requested = request

@@ -1,4 +1,6 @@
-"""The roster's side of members' connections: one TCP listener, a JSON object per line in both directions.
+"""The roster's side of members' connections.
+
+One TCP listener, a JSON object per line in both directions.
 
 A member sends `join` (with the run's key and its slot), `ready`, `heartbeat`, `left`, `done`, `turned away` or
 `failed`; the roster sends `generation`, `broken`, `changing`, `leave` or `end`.  A member whose connection ends without
@@ -27,7 +29,10 @@ SHOWN = 5  # faults that are printed in full
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """Ranks lost before the others took another step; seconds since the last heartbeat of the first of them."""
+    """Ranks lost before the others took another step.
+
+    Seconds since the last heartbeat of the first of them.
+    """
 
     step: int  # the last step before it
     losses: list[Loss] = field(default_factory=list)
@@ -93,7 +98,10 @@ class RunAccount:
                     fault.full_s = now_s - fault.heard_at_s
 
     def note_step(self, step: int, useful_s: float, now_s: float) -> None:
-        """Record a member's step; `useful_s`: seconds of the first member's steps since its last report."""
+        """Record a member's step; `useful_s`.
+
+        Seconds of the first member's steps since its last report.
+        """
         if self._began_anew and useful_s and not self._forming:  # no member had the state: it was restored
             self._began_anew = False
             if self.faults and step <= self.step:

@@ -1,4 +1,6 @@
-"""Handwritten digits, 8 by 8 pixels, classified by a small convolutional network; the data comes with scikit-learn.
+"""Handwritten digits, 8 by 8 pixels, classified by a small convolutional network.
+
+The data comes with scikit-learn.
 
     python -m hpctrain.examples.digits --out run                one process
     mpirun -n 2 python -m hpctrain.examples.digits --out run    two ranks

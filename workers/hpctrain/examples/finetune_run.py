@@ -1,4 +1,7 @@
-"""The run of the fine-tuning: weights from a file, some of them frozen, a new last layer, and one loop."""
+"""The run of the fine-tuning.
+
+Weights from a file, some of them frozen, a new last layer, and one loop.
+"""
 
 from __future__ import annotations
 

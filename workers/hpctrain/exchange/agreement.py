@@ -1,4 +1,6 @@
-"""Check that all ranks train the same: code, versions, options, model and data, compared by hashes at the start.
+"""Check that all ranks train the same.
+
+Code, versions, options, model and data, compared by hashes at the start.
 
 Ranks that differ would not fail: they would train different models, or wait for each other for ever.
 Rules: every rank gets the facts of all ranks, and all raise the same error, which names the difference and its ranks.
@@ -93,7 +95,10 @@ def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: obj
 
 
 def data_facts(data: object) -> dict[str, str]:
-    """Return the facts of a data source: its own hash if it has one, and its number of samples."""
+    """Return the facts of a data source.
+
+    Its own hash if it has one, and its number of samples.
+    """
     size = {"numbers of samples": str(len(data))} if isinstance(data, Sized) else {}
     digest = getattr(data, "digest", None)
     return size | ({"data": digest} if isinstance(digest, str) else {})

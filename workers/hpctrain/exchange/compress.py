@@ -1,4 +1,6 @@
-"""Gradients sent in fewer bits: the loss of a step is added to the next step's gradients (error feedback).
+"""Gradients sent in fewer bits.
+
+The loss of a step is added to the next step's gradients (error feedback).
 
 `Exact` sends all bits; `Rounded` sends bfloat16 or float16; `Blockwise` sends int8 with a scale for each block; `TopK`
 sends the largest numbers of each bucket with their indexes; `PowerSgd` sends a low-rank factorization of matrices.  All but
@@ -35,16 +37,28 @@ class Compressor(Protocol):
     """A way to sum a bucket over the ranks."""
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
-        """Replace `flat_L` (float32, one dimension) by about its sum over all ranks; `index`: the bucket."""
+        """Replace `flat_L` (float32, one dimension) by about its sum over all ranks.
+
+        `index`: the bucket.
+        """
 
     def accumulator(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in which `begin`'s input is added up: `flat_L` set to zero, or the residual."""
+        """Return the tensor in which `begin`'s input is added up.
+
+        `flat_L` set to zero, or the residual.
+        """
 
     def ready(self, index: int, low: int, high: int) -> None:
-        """Tell that these numbers are complete and in the cache; optional, at most once each before `begin`."""
+        """Tell that these numbers are complete and in the cache.
+
+        Optional, at most once each before `begin`.
+        """
 
     def begin(self, index: int, flat_L: torch.Tensor) -> Work:
-        """Put the sum into `flat_L` in the background; all ranks begin the same buckets in the same order."""
+        """Put the sum into `flat_L` in the background.
+
+        All ranks begin the same buckets in the same order.
+        """
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals by `factor`, because gradients are that much larger from now on."""
@@ -54,7 +68,9 @@ class Compressor(Protocol):
 
 
 def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch.Size]]) -> Compressor:
-    """Return the compressor of that name; `shapes` returns the shapes of a bucket's parameters in order.
+    """Return the compressor of that name.
+
+    `shapes` returns the shapes of a bucket's parameters in order.
 
     Raises:
         TrainError: the name is unknown, or its number is out of range.
@@ -213,7 +229,10 @@ class Rounded(_Lossy):
             left.sub_(back)
 
     def _cut(self, index: int, low: int, high: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return a part in stretches: of the residual, of the buffer to send, and scratch; cached, as views cost time."""
+        """Return a part in stretches: of the residual, of the buffer to send, and scratch.
+
+        Cached, as views cost time.
+        """
         left_L, half_L = self._residuals[index][low:high], self._half(index)[low:high]
         on_cpu = left_L.device.type == "cpu"
         length = STRETCH if on_cpu else high - low
@@ -247,7 +266,10 @@ class Blockwise(_Lossy):
 
 
 class TopK(_Lossy):
-    """The largest numbers, a share of the bucket; the rest waits in the residual until it is large."""
+    """The largest numbers, a share of the bucket.
+
+    The rest waits in the residual until it is large.
+    """
 
     def __init__(self, comm: Communicator, share: float) -> None:
         super().__init__(comm)
@@ -317,7 +339,10 @@ class PowerSgd(_Lossy):
 
 
 def quantized(flat_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to int8 (L,), with a scale per BLOCK numbers (blocks,); a block that is not finite has scale nan."""
+    """Round to int8 (L,), with a scale per BLOCK numbers (blocks,).
+
+    A block that is not finite has scale nan.
+    """
     blocks = -(-flat_L.numel() // BLOCK)
     padded = torch.nn.functional.pad(flat_L, (0, blocks * BLOCK - flat_L.numel())).view(blocks, BLOCK)
     scale = padded.abs().amax(dim=1) / 127.0

@@ -23,7 +23,10 @@ ALIGNED_BYTES = 16
 
 
 def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
-    """Copy the tensors of rank `source` to every rank; an interrupted rank of an elastic run keeps its old ones."""
+    """Copy the tensors of rank `source` to every rank.
+
+    An interrupted rank of an elastic run keeps its old ones.
+    """
     if not comm.elastic:
         for tensor in tensors.values():
             dense = tensor.detach().contiguous()  # a copy only if transposed or channels-last
@@ -63,7 +66,10 @@ class Replicas:
         self._agreed = {name: tensor.clone() for name, tensor in self._now().items()} if comm.elastic else {}
 
     def changes(self) -> torch.Tensor:
-        """Return 1.0 for each buffer that changed here, else 0.0: (buffers,), float64, to be summed over the ranks."""
+        """Return 1.0 for each buffer that changed here, else 0.0.
+
+        (buffers,), float64, to be summed over the ranks.
+        """
         now = self._now()
         changed = [name not in self._agreed or not torch.equal(now[name], self._agreed[name]) for name in self._names]
         return torch.tensor(changed, dtype=torch.float64)

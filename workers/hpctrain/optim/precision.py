@@ -52,7 +52,9 @@ class LossScale:
     dynamic: bool = False
 
     def learn(self, finite: bool) -> str:
-        """Adapt the scale to whether a step's gradients were finite; return the change as text, or "".
+        """Adapt the scale to whether a step's gradients were finite.
+
+        Return the change as text, or "".
 
         Raises:
             TrainError: the gradients are not finite, and no scale helps.

@@ -1,4 +1,6 @@
-"""Any optimizer of torch.optim in the loop, with its state by name for checkpoints; and the script's own schedule.
+"""Any optimizer of torch.optim in the loop, with its state by name for checkpoints.
+
+And the script's own schedule.
 
     run.steps(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     run.steps(model, optimizer, schedule=torch.optim.lr_scheduler.OneCycleLR(optimizer, ...))
@@ -60,7 +62,10 @@ def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Opt
 
 @contextmanager
 def guarded(optimizer: Optimizer) -> Iterator[None]:
-    """Reject steps of an optimizer of torch.optim from outside the loop: a script's own `optimizer.step()`."""
+    """Reject steps of an optimizer of torch.optim from outside the loop.
+
+    A script's own `optimizer.step()`.
+    """
     hook = (
         optimizer.plain.register_step_pre_hook(optimizer.check_step) if isinstance(optimizer, TorchOptimizer) else None
     )
@@ -82,7 +87,10 @@ class TorchOptimizer:
     """An optimizer of torch.optim."""
 
     def __init__(self, model: Named, optimizer: torch.optim.Optimizer, own_rates: list[float] | None = None) -> None:
-        """Adapt the optimizer; `own_rates`: the groups' own learning rates, if steps have changed them."""
+        """Adapt the optimizer; `own_rates`.
+
+        The groups' own learning rates, if steps have changed them.
+        """
         self.plain = optimizer
         self.scheduled = False  # the script's schedule sets the learning rates
         self._kind = type(optimizer).__name__
@@ -136,7 +144,10 @@ class TorchOptimizer:
         self._is_stepping = False
 
     def _rate_of(self, own: float, lr: float) -> float:
-        """Return a group's learning rate for the loop's `lr`; exactly `lr` for groups with the same rate."""
+        """Return a group's learning rate for the loop's `lr`.
+
+        Exactly `lr` for groups with the same rate.
+        """
         return lr if own == self.lr or not self.lr else own * (lr / self.lr)
 
     def expect_rates(self) -> None:
@@ -212,7 +223,10 @@ class TorchOptimizer:
 
 
 class TorchSchedule:
-    """A schedule of torch.optim.lr_scheduler: stepped after each step, ReduceLROnPlateau after each validation."""
+    """A schedule of torch.optim.lr_scheduler.
+
+    Stepped after each step, ReduceLROnPlateau after each validation.
+    """
 
     def __init__(self, optimizer: Optimizer, schedule: Any) -> None:
         """Raise TrainError if it is not a schedule of this optimizer, or its state cannot be saved."""

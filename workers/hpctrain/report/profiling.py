@@ -1,4 +1,6 @@
-"""A trace of some steps by torch's profiler, for `--profile N`: one file per rank, for ui.perfetto.dev.
+"""A trace of some steps by torch's profiler, for `--profile N`.
+
+One file per rank, for ui.perfetto.dev.
 
 The first steps, which fill caches, are left out.  Does not know what is trained.
 """

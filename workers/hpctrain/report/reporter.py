@@ -82,7 +82,9 @@ def resume_goodput(
     began_at_s: float,
     seen: Mapping[str, Any] | None = None,
 ) -> Goodput:
-    """Return the account from lines of metrics, newest first, for a run at `step`; or a new one.
+    """Return the account from lines of metrics, newest first, for a run at `step`.
+
+    Or a new one.
 
     `interrupted`: ranks were lost, or the run was started again; false if ranks joined or left in order.
     `seen`: the account after the last step that this rank saw; a lost rank may not have written its last lines.
@@ -147,7 +149,10 @@ class RunRecord:
             self._seen = {"step": step, "time": now_s} | self._followed.step(step_s, now_s)
 
     def look_for_checkpoint(self, distrusted: Collection[str]) -> None:
-        """Find the newest checkpoint if none is known; an unreadable one is skipped, because people only see it."""
+        """Find the newest checkpoint if none is known.
+
+        An unreadable one is skipped, because people only see it.
+        """
         directory = self._out / "checkpoints"
         with suppress(OSError):  # the share is away
             names = (

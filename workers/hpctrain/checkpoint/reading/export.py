@@ -27,7 +27,9 @@ BEFORE = ("model.", "parts.model.", "state_dict.")
 
 
 def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Return a checkpoint after its logged steps: the model's tensors by its own names, or all tensors.
+    """Return a checkpoint after its logged steps.
+
+    The model's tensors by its own names, or all tensors.
 
     Raises:
         DamagedError: it is damaged, or only the program that took its steps can replay them.
@@ -59,7 +61,10 @@ def check_place(path: Path) -> None:
 
 
 def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors to a file: safetensors by the suffix `.safetensors`, else by torch.save."""
+    """Write the tensors to a file.
+
+    Safetensors by the suffix `.safetensors`, else by torch.save.
+    """
     if path.suffix == ".safetensors":
         require("safetensors")
         from safetensors.torch import save  # noqa: PLC0415 (an optional package)

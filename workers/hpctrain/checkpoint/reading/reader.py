@@ -41,7 +41,9 @@ TOLD_BYTES = 64 << 20  # smaller reads print no progress
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Call a reading function, and again if the share fails: a stale handle or a single error is not damage.
+    """Call a reading function, and again if the share fails.
+
+    A stale handle or a single error is not damage.
 
     Raises:
         OSError: every attempt failed, or the file does not exist.
@@ -172,7 +174,9 @@ class ChunkReader:
         content: memoryview,
         known: Mapping[int, str],
     ) -> None:
-        """Read chunks into `content` in one thread; `known`: hashes of the present content by offset.
+        """Read chunks into `content` in one thread.
+
+        `known`: hashes of the present content by offset.
 
         Raises:
             DamagedError: names the chunk that is not what was written.

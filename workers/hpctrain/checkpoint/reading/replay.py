@@ -36,7 +36,10 @@ def replay_through(
     live: Callable[[], Mapping[str, torch.Tensor]],
     warn: Callable[[str], None],
 ) -> Replay:
-    """Return the replay for `restore_newest`; `move(number, lr)` steps the optimizer, `live` returns all tensors."""
+    """Return the replay for `restore_newest`.
+
+    `move(number, lr)` steps the optimizer, `live` returns all tensors.
+    """
 
     def memory(logs: tuple[Manifest, ...]) -> LiveMemory | None:
         tensors = live()
@@ -131,7 +134,9 @@ def replay_in_memory(
     tensors: Mapping[str, torch.Tensor],
     tell: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Take the steps of `logs` on tensors, by their names in manifests; `tell` gets lines about the progress.
+    """Take the steps of `logs` on tensors, by their names in manifests.
+
+    `tell` gets lines about the progress.
 
     Raises:
         DamagedError: gradients are damaged, or are not of these tensors.
@@ -255,7 +260,10 @@ def _moved(
 
 
 def _parts(flats: list[TensorEntry]) -> Iterator[tuple[int, list[list[Placed]]]]:
-    """Yield parts that begin and end with chunks in all steps: the first number, and each step's chunks."""
+    """Yield parts that begin and end with chunks in all steps.
+
+    The first number, and each step's chunks.
+    """
     starts = sorted(set.intersection(*({low for _, low, _ in placed(flat)} for flat in flats)))
     parts: list[list[list[Placed]]] = [[[] for _ in flats] for _ in starts]
     for which, flat in enumerate(flats):
@@ -288,7 +296,10 @@ def _kind(log: StepLog | None) -> object:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Let new threads compute with one core each; by default each would start as many threads as there are cores."""
+    """Let new threads compute with one core each.
+
+    By default each would start as many threads as there are cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

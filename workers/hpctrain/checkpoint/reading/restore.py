@@ -53,7 +53,9 @@ class RestoredCheckpoint:
 def restore_newest(
     directory: Path, live: Layout | None, warn: Callable[[str], None], replay: Replay | None = None
 ) -> RestoredCheckpoint | None:
-    """Read the newest checkpoint that verifies, of layout `live`; None if the directory has no checkpoint.
+    """Read the newest checkpoint that verifies, of layout `live`.
+
+    None if the directory has no checkpoint.
 
     `replay` replays logged gradients; without it, checkpoints with a log cannot be used.
 
@@ -94,7 +96,9 @@ def read_checkpoint(
     tell: Callable[[str], None] = lambda _: None,
     replay: Replay | None = None,
 ) -> Published:
-    """Read and verify one checkpoint with its chain, except for gradients; their manifests are in `logs`.
+    """Read and verify one checkpoint with its chain, except for gradients.
+
+    Their manifests are in `logs`.
 
     `tell` gets lines about the progress of a long read.  The parent of logs is read into `replay.memory`, if that returns some.
 

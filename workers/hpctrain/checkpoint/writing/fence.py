@@ -32,7 +32,9 @@ class Claim:
 
 
 def claim(directory: Path, job: JobFacts, now_s: float) -> Claim:
-    """Claim the next attempt number: the scheduler's, or one more than the highest claimed one.
+    """Claim the next attempt number.
+
+    The scheduler's, or one more than the highest claimed one.
 
     Raises:
         StaleAttemptError: a later attempt of the same job has claimed already.

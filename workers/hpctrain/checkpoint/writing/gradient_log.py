@@ -1,4 +1,6 @@
-"""The gradients of each step since the last checkpoint: recorded during training, replayed after a restart.
+"""The gradients of each step since the last checkpoint.
+
+Recorded during training, replayed after a restart.
 
 Dense training changes every number of weights and moments in every step, and the changes pack badly.  The gradients are a
 third of them, and pack better (much better if they were exchanged in half precision).  So an increment can be the gradients,
@@ -36,7 +38,9 @@ class GradientLog:
         rank: int = 0,
         size: int = 1,
     ) -> None:
-        """Make a log; `groups` are the parameters of each of `flats`, in order; at most `most_bytes` are kept.
+        """Make a log; `groups` are the parameters of each of `flats`, in order.
+
+        At most `most_bytes` are kept.
 
         If several ranks have the same gradients, each keeps a part.
         """
@@ -161,7 +165,10 @@ def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def difference(one: bytes, other: bytes) -> float:
-    """Return the largest difference of two probes' numbers; infinite if they are of different models."""
+    """Return the largest difference of two probes' numbers.
+
+    Infinite if they are of different models.
+    """
     if len(one) != len(other):
         return math.inf
     apart = torch.frombuffer(bytearray(one), dtype=torch.float64) - torch.frombuffer(

@@ -1,4 +1,6 @@
-"""The processes that write one checkpoint together: each reports its part to the first one, and gets the result.
+"""The processes that write one checkpoint together.
+
+Each reports its part to the first one, and gets the result.
 
 Knows neither files nor the content of messages.  The first one listens; the trainers pass its address and secret to the
 others.

@@ -1,4 +1,6 @@
-"""The content of a data file: chunks are hashed and packed in several threads, and placed one after another.
+"""The content of a data file.
+
+Chunks are hashed and packed in several threads, and placed one after another.
 
 Does not know files, checkpoints, or readers.
 Rules: an unchanged chunk is not stored, a changed one in the smallest packing, each content once.  A base is packed only if
@@ -158,7 +160,10 @@ def _packed(
 
 
 def _alike(chunk: Chunk, item_bytes: int, hash_before: str | None) -> tuple[object, ...]:
-    """Return what the stored bytes depend on, so that tied tensors are stored once; empty: unknown."""
+    """Return what the stored bytes depend on, so that tied tensors are stored once.
+
+    Empty: unknown.
+    """
     match chunk.packing:
         case Packing.RAW:
             return chunk.hash, chunk.bytes, chunk.packing

@@ -1,4 +1,6 @@
-"""The process that writes a trainer's checkpoints: `python -m hpctrain.checkpoint.writing.process DESCRIPTOR [LISTENER]`.
+"""The process that writes a trainer's checkpoints.
+
+`python -m hpctrain.checkpoint.writing.process DESCRIPTOR [LISTENER]`.
 
 It packs, hashes and writes snapshots in memory that it shares with the trainer.  Does not know torch.
 Rules: a complete snapshot is published even if the trainer is killed: this process ignores the signals that a job's
@@ -33,7 +35,10 @@ AGAIN_S = 10.0  # between two attempts to reach it again
 
 
 def main(descriptor: int, listener: int | None = None) -> int:
-    """Make checkpoints until the trainer has ended; at `listener` the other ranks' processes report."""
+    """Make checkpoints until the trainer has ended.
+
+    At `listener` the other ranks' processes report.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
@@ -74,7 +79,9 @@ class CheckpointKeeper:
     def make(
         self, order: WriteOrder, copied: Callable[[], None] = lambda: None
     ) -> tuple[CheckpointReport | StaleAttemptError, WriterState]:
-        """Make a checkpoint on the share or locally; `copied` returns when the trainer has copied the snapshot.
+        """Make a checkpoint on the share or locally.
+
+        `copied` returns when the trainer has copied the snapshot.
 
         Raises:
             EOFError: the trainer ended before that.

@@ -1,4 +1,6 @@
-"""Checkpoints during training: the loop waits for a copy only, and a process of its own writes it.
+"""Checkpoints during training.
+
+The loop waits for a copy only, and a process of its own writes it.
 
 At most one checkpoint is in flight.  Does not know models, ranks, or the kinds of checkpoints.
 Rules: two snapshot buffers are used in turn, because the next increment is compared with the published one.  Writing starts
@@ -38,7 +40,10 @@ from hpctrain.errors import StaleAttemptError
 
 
 class NextCheckpoint(enum.IntEnum):
-    """The best content of a rank's next checkpoint; of all ranks the largest value counts, unless one is NOTHING."""
+    """The best content of a rank's next checkpoint.
+
+    Of all ranks the largest value counts, unless one is NOTHING.
+    """
 
     NOTHING = 0  # it cannot begin now
     LOG = 1  # the gradients since the last one
@@ -47,7 +52,10 @@ class NextCheckpoint(enum.IntEnum):
 
 
 class CheckpointWriter:
-    """The loop's side of writing; a subclass passes orders to the writer, and returns its reports."""
+    """The loop's side of writing.
+
+    A subclass passes orders to the writer, and returns its reports.
+    """
 
     def __init__(self, state: WriterState, parent: Published | None) -> None:
         self._writer_state = state
@@ -93,7 +101,10 @@ class CheckpointWriter:
         return self._writer_state.takes_log and self._log is not None and self._log.covers(self.last_step)
 
     def begin(self, state: State | None, facts: CheckpointFacts, *, base: bool = False) -> float:
-        """Copy the state (None: `log_suffices`) and start to write; return the seconds of the copy."""
+        """Copy the state (None: `log_suffices`) and start to write.
+
+        Return the seconds of the copy.
+        """
         assert self._lent is None, "one checkpoint at a time"
         started_s = time.perf_counter()
         taken = self._log.take(facts.step) if self._log is not None else None
@@ -224,7 +235,10 @@ class ProcessWriter(CheckpointWriter):
         return self._process.pid
 
     def endpoints(self, addresses: Sequence[str]) -> list[Endpoint]:
-        """Return this writer's address for the other ranks, by rank; `addresses` are those of its host."""
+        """Return this writer's address for the other ranks, by rank.
+
+        `addresses` are those of its host.
+        """
         assert self._listener is not None
         port = self._listener.getsockname()[1]
         secret, several = self._task.secret, tuple(addresses)
