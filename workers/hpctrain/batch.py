@@ -1,4 +1,4 @@
-"""A rank's samples of a step, whole or in micro-batches that fit into memory, and the gradients of each.
+"""A rank's samples of a step, in one batch or in micro-batches, and their gradients.
 
 Does not know the exchange: the loop says which piece is the last.
 Rules: the gradients of all pieces of all ranks add up to the gradient of the mean over the global batch.
@@ -70,7 +70,7 @@ class Phases:
 
 
 class Passes:
-    """Rejects gradients that do not come from `batch.backward`, because they lack the weight of its samples."""
+    """Rejects gradients that do not come from `batch.backward` and so lack its weight."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._inside = False
@@ -100,7 +100,7 @@ class Passes:
 
 
 class Batch:
-    """Samples with global indexes [low, high) of a step: this rank's share, or a micro-batch of it."""
+    """Samples [low, high) of a step by global index: this rank's share or a micro-batch."""
 
     def __init__(
         self, low: int, high: int, step: int, scale: float, load: Callable[[int, int], Any] | None = None

@@ -149,7 +149,7 @@ class TrainingLoop:
             self._publish_last()
 
     def leave(self) -> None:
-        """Tell the other ranks, at the end of the current step, that this rank's script has left the loop.
+        """Tell the other ranks at the end of the step that this rank has left the loop.
 
         Raises:
             TrainError: other ranks have samples in the step, and take it.
@@ -171,7 +171,7 @@ class TrainingLoop:
         return total is not None and self.progress.step >= total
 
     def _begin(self) -> StepBatch:
-        """Prepare a step: seed its random numbers, zero the gradients, and choose this rank's samples."""
+        """Prepare a step: seed random numbers, zero gradients, choose this rank's samples."""
         progress, settings = self.progress, self._settings
         seed_step(settings.seed, progress.step, self._comm.rank)
         self._buckets.zero()
@@ -409,7 +409,7 @@ class TrainingLoop:
         )
 
     def _fix_total(self) -> None:
-        """Fix the number of steps for all ranks from rank 0's median step, if a target time is given."""
+        """Fix the number of steps by rank 0's median step, if a target time is given."""
         if self.progress.total_steps is not None or self._settings.target_s is None:
             return
         if len(self._recent_s) < MEASURED_STEPS:
@@ -443,7 +443,7 @@ class TrainingLoop:
         return report, copy_s
 
     def _gradient_log(self) -> GradientLog | None:
-        """Return a log of gradients, if all ranks take the same ones and the log lasts until a checkpoint."""
+        """Return a log of gradients if all ranks take the same ones and it lasts long enough."""
         # The script's own schedule may change more than the learning rate, so its steps could not be replayed from the log.
         if self._sync.local is not None or not self._interval.wanted or self._writer is None or self._schedule:
             return None
@@ -462,7 +462,7 @@ class TrainingLoop:
         return self._writes_own_part or isinstance(self._optimizer, ShardedOptimizer)
 
     def _agreed(self, wanted: NextCheckpoint) -> NextCheckpoint:
-        """Return what the next checkpoint is made of, by agreement of the ranks that take part in it."""
+        """Return the agreed content of the next checkpoint."""
         if self._writes_own_part:  # each rank writes a part
             each = torch.zeros(self._comm.size, dtype=torch.int64)
             each[self._comm.rank] = wanted.value

@@ -1,4 +1,4 @@
-"""The command-line options that every training script has, so that all jobs take the same ones.
+"""The command-line options that every training script has.
 
 Imports nothing heavy: `--help` and a wrong option answer at once.
 """

@@ -68,7 +68,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def _lost(steps: list[dict], final: dict[int, dict]) -> list[list[tuple[int, float]]]:
-    """Return (step, loss) of the steps that were done again, in a list for each attempt that lost some."""
+    """Return (step, loss) of steps that were done again, per attempt that lost some."""
     attempts = sorted({line["attempt"] for line in steps})
     lost = [
         [(line["step"], line["loss"]) for line in steps if line["attempt"] == a and final[line["step"]] is not line]

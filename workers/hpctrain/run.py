@@ -236,7 +236,7 @@ def is_interactive() -> bool:
 
 @contextmanager
 def orderly_exit() -> Iterator[list[SystemExit]]:
-    """Run the body; the yielded list gets a SystemExit that is not an error (status 0, 75 or none)."""
+    """Run the body; the yielded list gets a SystemExit with status 0, 75 or none."""
     found: list[SystemExit] = []
     try:
         yield found
@@ -257,14 +257,14 @@ def report_unmet(environ: Mapping[str, str], error: TrainError) -> None:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Return whether the error came up in an exchange, most likely because another rank is lost."""
+    """Return whether the error is of an exchange, so most likely of a lost rank."""
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(hpctrain.comm.__file__).parent)
     return not isinstance(error, TrainError) and any(frame.filename.startswith(here) for frame in frames)
 
 
 def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
-    """Wait until the reader of a pipe, socket or terminal has taken all output, or `limit_s` is over.
+    """Wait until a reader has taken all output of a pipe, socket or terminal.
 
     MPICH's launcher ends at once when it is told to abort, and loses output that it has not read yet.  Returns whether all
     output was taken.
@@ -569,7 +569,7 @@ class Run:
         samples: int | None,
         schedule: Any,
     ) -> TrainingTask:
-        """Check that everything fits together, change the model as the options say, and return the task.
+        """Check that everything fits, prepare the model, and return the task.
 
         Raises:
             TrainError: options, model, optimizer, data or schedule do not fit together.
@@ -829,7 +829,7 @@ class Run:
         return self._progress
 
     def _resume(self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, settings: TrainSettings) -> object:
-        """Claim the attempt, restore the newest checkpoint, and return the communicator's plan in it.
+        """Claim the attempt, restore the newest checkpoint, and return its plan.
 
         Raises:
             TrainError: the output directory cannot be written to, or has checkpoints under `--resume never`.

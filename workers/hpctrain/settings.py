@@ -1,4 +1,4 @@
-"""How a run trains: options, and the settings of the script's optimizer and data, as values.
+"""How a run trains: the settings of options, optimizer and data, as values.
 
 Rules: a given option overrides the script, and the script overrides defaults.  By default the learning rate is the
 optimizer's own and constant, and gradients are not clipped, as in a script without hpctrain.
@@ -71,7 +71,7 @@ class TrainSettings:
         return texts | ({"precision": self.precision.value} if self.precision is not Precision.FP32 else {})
 
     def described(self, total_steps: int | None) -> str:
-        """Return one line of text: the settings that decide the course of the training, and its length."""
+        """Return one line: the settings that decide the training, and its length."""
         texts = self.as_texts()
         del texts["seed"]
         length = (

@@ -29,7 +29,7 @@ FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_schedule
 
 
 class Checkpoints(TrainerCallback):
-    """Saves the trainer's state every `every` steps, at the end, and when a signal asks to stop."""
+    """Saves the trainer's state at intervals, at the end, and at a stop signal."""
 
     def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
         self._trees = Trees(out, base_every=base_every, keep=keep)

@@ -79,7 +79,7 @@ class Interval:
 
 
 def between_interruptions_s(claimed_at_s: Sequence[float], now_s: float) -> float:
-    """Estimate the seconds between interruptions from the begin of the run's attempts, including this one."""
+    """Estimate the seconds between interruptions from the begin of all attempts."""
     if not claimed_at_s:
         return BELIEVED_S
     # As if one day without an interruption had come first, and then one.

@@ -28,7 +28,7 @@ RECORDS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class Checkpoints(Callback):
-    """Saves the trainer's state every `every` steps, at the end, and when a signal asks to stop."""
+    """Saves the trainer's state at intervals, at the end, and at a stop signal."""
 
     def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
         self._trees = Trees(out, base_every=base_every, keep=keep)

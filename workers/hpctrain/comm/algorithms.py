@@ -68,7 +68,7 @@ class TwoLevels:
 
 
 class Leaders:
-    """One rank of each host: small messages are gathered over MPI, others go over our own connections."""
+    """One rank per host: small messages are gathered by MPI, others use TcpRing."""
 
     def __init__(self, ring: Ring, tcp_ring: TcpRing) -> None:
         self._ring, self._tcp_ring = ring, tcp_ring

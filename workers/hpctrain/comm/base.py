@@ -22,7 +22,7 @@ MOST_BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """Buckets for a gradient: their largest size, and whether to sum during the backward pass or after it."""
+    """Buckets for a gradient: the largest size, and whether to overlap with backward."""
 
     bucket_bytes: int
     beside: bool
@@ -52,7 +52,7 @@ class Communicator(Protocol):
         """
 
     def run(self, call: Callable[[], None]) -> Work:
-        """Run a call with collectives (`all_to_all` and so on) in the background, after earlier ones."""
+        """Run a call with collectives (such as `all_to_all`) in the background, in order."""
 
     def bucket_plan(self) -> BucketPlan:
         """Return the best buckets for a gradient."""
@@ -89,7 +89,7 @@ class Communicator(Protocol):
         """Replace `tensor` on every rank by the one of `root`."""
 
     def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each rank its piece (bytes), and return those for this rank, as long as its piece for itself."""
+        """Send each rank its piece (bytes); return those for this rank, of its own length."""
 
     def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
         """Return every rank's piece (bytes), by rank; `lengths` are those of all."""

@@ -334,7 +334,7 @@ class ElasticCommunicator(Plain):
         return True
 
     def _offer(self, host: Message, guest: Message) -> Offer:
-        """Return the address of `host`, and the secrets that it and `guest` show in this generation."""
+        """Return the address of `host`, and the secrets of it and `guest` in this generation."""
         seed = f"{host['secret']}.{guest['secret']}.{self.generation}".encode()
         secrets = hashlib.blake2b(seed, digest_size=32).digest()
         addresses = cast("list[str]", host["addresses"])

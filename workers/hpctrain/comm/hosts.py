@@ -35,7 +35,7 @@ TAG = 78
 
 
 class Hosts:
-    """The ranks of this host (`here`), and on leaders a communicator of all leaders in the ring's order (`leaders`)."""
+    """The ranks of this host (`here`), and on leaders all leaders in ring order (`leaders`)."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
@@ -77,7 +77,7 @@ def identity() -> tuple[str, str, str]:
 
 
 def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
-    """Return bytes per second between each two ranks of `comm` (ranks, ranks), measured in rounds of pairs."""
+    """Return bytes per second between each two ranks (ranks, ranks), measured in pairs."""
     size, rank = comm.Get_size(), comm.Get_rank()
     mine = [0.0] * size
     outgoing, incoming = np.zeros(PROBE_BYTES, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
@@ -112,7 +112,7 @@ def best_ring(speeds: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _partner(rank: int, turn: int, size: int) -> int:
-    """Return the partner in round `turn` of a tournament of an even number of players (the circle method)."""
+    """Return the partner in round `turn` of a tournament (the circle method; even size)."""
     last = size - 1
     if rank == last:
         return turn * (size // 2) % last
@@ -179,7 +179,7 @@ def own_addresses() -> list[str]:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the interface of each of this host's IPv4 addresses, those of real networks first."""
+    """Return the interface of each IPv4 address of this host, real networks first."""
     names = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in sorted(socket.if_nameindex(), key=lambda one: one[1].startswith(VIRTUAL)):

@@ -149,7 +149,7 @@ class MpiCommunicator(Plain):
             tensor.copy_(host)
 
     def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """Sum in the background: over our own connections if each rank is a host, else in a sleeping thread."""
+        """Sum in the background: over TcpRing if each rank is a host, else in a thread."""
         check_contiguous(tensor)
         if tensor.device.type != "cpu":
             if self._staging is None:
@@ -200,12 +200,12 @@ class MpiCommunicator(Plain):
         return f", between hosts over {over}"
 
     def plan(self) -> object:
-        """Return the algorithm for each size, and the numbers of ranks and hosts, for a checkpoint."""
+        """Return the algorithm per size, and the numbers of ranks and hosts, as JSON values."""
         where = [self.size, self._hosts.count]
         return {"where": where, "algorithms": [[one.up_to_bytes, one.name] for one in self.choices]}
 
     def follow(self, plan: object) -> None:
-        """Use an earlier plan if ranks and hosts are the same, so that the run continues to the same bits."""
+        """Use an earlier plan if ranks and hosts are the same, to continue to the same bits."""
         match plan:
             case {"where": [self.size, self._hosts.count], "algorithms": [*algorithms]} if algorithms and all(
                 n in self._algorithms for _, n in algorithms

@@ -29,7 +29,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class HalfSum:
-    """Sums half precision with a reused buffer, because touching new memory costs more than the sum."""
+    """Sums half precision with a reused buffer; touching new memory costs more."""
 
     def __init__(self) -> None:
         self._total = torch.empty(0, dtype=torch.float32)

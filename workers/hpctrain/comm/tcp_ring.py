@@ -1,4 +1,4 @@
-"""All-reduce as a ring of hosts over our own TCP connections, in the background of the rank's computation.
+"""All-reduce as a ring of hosts over our own TCP connections, in the background.
 
 One thread sleeps in `poll`, so that the core is free for the backward pass: MPI's wait spins, and needs frequent calls for
 progress.  Any number of sums are under way at once, so that the link is never idle between two of them.  Does not know
@@ -82,7 +82,7 @@ class TcpRing:
         return self._size == 2 or dtype not in HALVES
 
     def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
-        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place, in the background.
+        """Sum `flat_L` (one dimension, CPU, contiguous) in place, in the background.
 
         `then` is called in the background after the sum.  `own_part`: only this rank's chunk of `split` becomes the sum, and the
         other chunks get partial sums: half the bytes.
@@ -224,7 +224,7 @@ class TcpRing:
             self._progress(one, before - (len(parts[-1]) if parts else 0))
 
     def _receive(self) -> None:
-        """Receive from the left until nothing is there, or the piece is for a sum that is not begun."""
+        """Receive from the left until nothing is there, or the sum is not begun here."""
         while not self._left_has_ended and not self._empty:
             piece = self._piece
             if piece is not None and piece.target is None and not self._find_target(piece):

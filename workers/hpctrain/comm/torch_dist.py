@@ -196,7 +196,7 @@ def _own_address_towards(address: str) -> str:
 
 
 def _store_for(place: RankInfo, environ: Mapping[str, str]) -> tuple[dist.Store, int, int, str]:
-    """Return the store, rank, world size, and the IPv4 address at which the store was reached ("": IPv6)."""
+    """Return the store, rank, world size and IPv4 address of the store ("": IPv6)."""
     if place.launcher is LauncherKind.MPI:
         return _store_over_mpi()
     if place.launcher is LauncherKind.NOBODY:
@@ -214,7 +214,7 @@ def _store_for(place: RankInfo, environ: Mapping[str, str]) -> tuple[dist.Store,
 
 
 def _store_over_mpi() -> tuple[dist.Store, int, int, str]:
-    """Open a store at any address of the first rank that a host reaches, because host names may be unknown."""
+    """Open a store at an address of the first rank that every host reaches."""
     world = load_mpi().COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     store: dist.Store | None
@@ -238,7 +238,7 @@ def _store_over_mpi() -> tuple[dist.Store, int, int, str]:
 
 
 def _reach_store(addresses: list[str], port: int, secret: bytes) -> tuple[dist.Store | None, str]:
-    """Return the store at the first of these addresses that is the right one, and this address."""
+    """Return the store at the first address that is the right one, and the address."""
     until_s = time.monotonic() + MEET_S
     while True:
         for address in addresses:

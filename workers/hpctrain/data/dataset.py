@@ -151,7 +151,7 @@ class DatasetWriter:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a draft directory; it gets the name `path` after the body, and is removed after an error.
+    """Yield a draft directory that gets the name `path` unless the body fails.
 
     Raises:
         TrainError: the name is taken, or the directory cannot be created.
@@ -226,7 +226,7 @@ class ArrayField:
 
 
 def write_shard(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
-    """Write arrays with the same number of rows to a new file, and return the hash of its head.
+    """Write arrays of equal length to a new file, and return the hash of its head.
 
     Raises:
         PublishError: the file cannot be written.

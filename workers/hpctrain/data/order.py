@@ -33,11 +33,11 @@ class Sampler:
 
     @property
     def per_epoch(self) -> int:
-        """Samples in one epoch; windows overlap in one token, and shift by up to `length` per epoch."""
+        """Samples per epoch; windows overlap in one token and shift in each epoch."""
         return (self.tokens - 1) // self.length - 1
 
     def starts(self, low: int, high: int) -> np.ndarray:
-        """Return the first token of each sample [low, high), (samples,) int64; they may span epochs."""
+        """Return the first token of each sample [low, high), (samples,) int64."""
         windows = order_of(low, high, self.per_epoch, self.seed)
         epochs, which = np.unique(np.arange(low, high, dtype=np.int64) // self.per_epoch, return_inverse=True)
         shifts = np.array([_epoch_key(self.seed, int(epoch)) % self.length for epoch in epochs], dtype=np.int64)
@@ -45,7 +45,7 @@ class Sampler:
 
 
 def order_of(low: int, high: int, count: int, seed: int) -> np.ndarray:
-    """Map the global samples [low, high) to numbers below `count`: each once per epoch, in a new order."""
+    """Map samples [low, high) to numbers below `count`: each once per epoch, shuffled."""
     indexes = np.arange(low, high, dtype=np.int64)
     things = np.empty_like(indexes)
     epochs = indexes // count

@@ -73,7 +73,7 @@ def prepare_text(
 def prepare_arrays(
     out: Path, arrays: Mapping[str, np.ndarray], *, validation: float, shard_bytes: int
 ) -> dict[str, int]:
-    """Make a data set of the rows of arrays at `out`, and return the number of rows of each split.
+    """Make a data set of the rows of arrays at `out`; return the rows of each split.
 
     Raises:
         TrainError: the arrays differ in their number of rows.
@@ -125,7 +125,7 @@ def files_of(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def documents(files: Iterable[Path], key: str) -> Iterator[str]:
-    """Yield the texts of files: lines of .jsonl(.gz) by `key`, other files whole or cut at line ends.
+    """Yield texts: lines of .jsonl(.gz) by `key`, other files whole or cut at line ends.
 
     Raises:
         TrainError: names the file and the place that is not text.

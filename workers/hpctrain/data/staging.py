@@ -1,4 +1,4 @@
-"""Copy a data set from the share to the node's own disk, so that the share is read once per node, not once per epoch.
+"""Copy a data set to the node's own disk, so that the share is read once per node.
 
 Does not know samples.
 Rules: one rank of each host copies, and the others wait for it; jobs that want the same data on the same disk wait for a

@@ -1,4 +1,4 @@
-"""Elastic runs: ranks may be lost, leave and join, and the remaining ranks continue with the next step.
+"""Elastic runs: ranks may be lost, leave and join, and the others continue.
 
     roster     generations of members, as a state machine
     serve      the roster's connections, and what faults cost (goodput)

@@ -56,7 +56,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterSettings:
-    """Sizes of a generation (least, usual), and how long the first one waits for the usual size."""
+    """Sizes of a generation (least, usual), and how long the first one waits."""
 
     least: int
     want: int
@@ -65,7 +65,7 @@ class RosterSettings:
 
 
 class Roster:
-    """The members of a run.  After each change, call `settle` and send the messages that it returns."""
+    """The members of a run; after a change, send the messages that `settle` returns."""
 
     def __init__(self, settings: RosterSettings, now_s: float) -> None:
         self._settings = settings
@@ -181,7 +181,7 @@ class Roster:
         return "changing" if leaves or (ready and len(inside) < self._settings.want) else ""
 
     def _form(self, parted: list[Member], ready: list[Member], now_s: float) -> list[tuple[int, Message]]:
-        """Form the next generation of members with the state and of waiting members, if they are enough."""
+        """Form the next generation of members with the state and of waiting ones."""
         orders: list[tuple[int, Message]] = []
         for member in [m for m in parted if m.slot in self._leaving]:
             parted.remove(member)

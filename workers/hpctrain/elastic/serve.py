@@ -163,7 +163,7 @@ class RosterServer:
         on_lost: Callable[[int], None],
         on_misfit: Callable[[int], None],
     ) -> None:
-        """Prepare the server; `on_lost` and `on_misfit` get the slot of a member that is lost, or does not fit."""
+        """Prepare the server; `on_lost` and `on_misfit` get the slot of the member."""
         self.roster, self._key, self._say, self._on_lost, self._on_misfit = roster, key, say, on_lost, on_misfit
         self.account = RunAccount(time.monotonic())
         self.over = asyncio.Event()

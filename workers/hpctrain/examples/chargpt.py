@@ -1,4 +1,4 @@
-"""A GPT that learns to write Python character by character, from the standard library's source or from `--data`.
+"""A GPT that learns to write Python from the standard library's source, or `--data`.
 
     python -m hpctrain.examples.chargpt --out run                      one process
     mpirun -n 2 python -m hpctrain.examples.chargpt --out run          two ranks, our ring

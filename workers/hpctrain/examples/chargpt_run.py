@@ -74,7 +74,7 @@ class Gpt(nn.Module):
         return F.linear(norm(x_BTC), self.token.weight)
 
     def _init_weights(self, layers: int) -> None:
-        """Scale weights so that the stream does not grow with depth, and all tokens start equally likely."""
+        """Scale weights so that the stream keeps its size and tokens are equally likely."""
         for name, parameter in self.named_parameters():
             deep = name.endswith(("attended.weight", "down.weight"))
             nn.init.normal_(parameter, std=0.04 / (math.sqrt(2 * layers) if deep else 1))
@@ -174,7 +174,7 @@ def sample(model: Gpt, text: TextSource, count: int, seed: int) -> str:
 
 
 class Validation:
-    """Returns the sum of losses over one part of evenly spread validation windows, and their number."""
+    """Returns the sum of losses over a part of the validation windows, and their number."""
 
     def __init__(self, model: Gpt, tokens: Tokens, device: torch.device) -> None:
         self._model, self._tokens, self._device = model, tokens, device
@@ -192,7 +192,7 @@ class Validation:
 
 
 def shared_corpus(here: Run) -> Corpus:
-    """Read the corpus on rank 0 and send it to all, because other hosts may have another Python."""
+    """Read the corpus on rank 0 for all ranks; other hosts may have another Python."""
     corpus = standard_library() if here.is_first else None
     facts: Any = here.share(
         lambda: (corpus.train.size, corpus.validation.size, corpus.files, corpus.digest) if corpus else None

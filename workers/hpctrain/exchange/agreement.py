@@ -113,7 +113,7 @@ def hash_of(value: object) -> str:
 
 
 def code_hashes() -> dict[str, str]:
-    """Return the SHA-256 of each loaded module's source, without Python's own and installed packages."""
+    """Return the SHA-256 of the source of each loaded module that is not installed."""
     system = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = {}
     for name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""The number of samples of the global batch for each rank, so that unequal ranks finish together.
+"""The number of samples per rank, so that unequal ranks finish together.
 
 A rank's time for b samples is modelled as a + c*b seconds.  Both numbers are learned from the steps; after a sudden
 change (another program on the machine, a throttled GPU) the earlier steps are forgotten.
@@ -96,7 +96,7 @@ class Balance:
         self._idle_s = [0.0 for _ in counts]  # since the rank got no samples
 
     def note(self, seconds: Sequence[float]) -> str:
-        """Learn each rank's seconds for its share, adapt `counts`, and return the change as text or ""."""
+        """Learn each rank's seconds, adapt `counts`, and return the change as text or ""."""
         self._learn(seconds)
         if retry := self._try_again():
             return retry

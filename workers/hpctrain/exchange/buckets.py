@@ -39,7 +39,7 @@ class GradientBuckets:
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
     ) -> None:
-        """Make the buckets; `bucket_bytes` and `overlap` are by default chosen by the ranks' links."""
+        """Make the buckets; `bucket_bytes` and `overlap` default to the links' best."""
         plan = comm.bucket_plan()
         self._comm = comm
         self._compressor: Compressor = Exact(comm)
@@ -64,7 +64,7 @@ class GradientBuckets:
         self._own_part = False
 
     def sum_own_part(self) -> None:
-        """From the next exchange on, sum only this rank's part of each bucket, if the exchange is exact."""
+        """Sum only this rank's part of each bucket from now on, if the exchange is exact."""
         if isinstance(self._compressor, Exact):
             self.compress(Exact(self._comm, own_part=True))
             self._own_part = True
@@ -87,7 +87,7 @@ class GradientBuckets:
         return squares_BR
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals by `factor`, because gradients are that much larger from the next step on."""
+        """Multiply residuals by `factor`, by which gradients are larger from now on."""
         self._compressor.rescale(factor)
 
     def shapes(self, index: int) -> list[torch.Size]:
@@ -160,7 +160,7 @@ class GradientBuckets:
             hook.remove()
 
     def _arrived(self, index: int, at: int) -> None:
-        """Record a gradient; raise TrainError if it came before since `zero`, and may be on its way."""
+        """Record a gradient; raise TrainError if it came before since `zero`."""
         if self.held:
             return
         bucket = self._buckets[index]
@@ -217,7 +217,7 @@ class _Bucket:
             parameter.grad = view
 
     def adopt(self, at: int) -> None:
-        """Move a gradient into the bucket, if a script's own `zero_grad` made autograd allocate it elsewhere."""
+        """Move a gradient into the bucket if a script's `zero_grad` made it separate."""
         parameter, view = self.parameters[at], self._views[at]
         if parameter.grad is view:
             return

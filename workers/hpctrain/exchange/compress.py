@@ -222,7 +222,7 @@ class Rounded(_Lossy):
         return half_L
 
     def _round(self, index: int, low: int, high: int) -> None:
-        """Move the numbers, rounded, from the residual to the buffer to send, in stretches that stay in the cache."""
+        """Move the numbers, rounded, from the residual to the buffer to send."""
         for left, half, back in self._stretches.get((index, low, high)) or self._cut(index, low, high):
             half.copy_(left)
             back.copy_(half)  # faster on a CPU than subtracting mixed dtypes
@@ -243,7 +243,7 @@ class Rounded(_Lossy):
 
 
 class Blockwise(_Lossy):
-    """A quarter of the bits: int8 with one float32 scale per block, to each chunk's owner and from it to all."""
+    """A quarter of the bits: int8 with one float32 scale per block."""
 
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
         size = self._comm.size
@@ -289,7 +289,7 @@ class TopK(_Lossy):
 
 
 class PowerSgd(_Lossy):
-    """Matrices as the product of two thin ones, by a step of power iteration from the last step's; the rest in full."""
+    """Matrices as the product of two thin ones, by a step of power iteration."""
 
     def __init__(self, comm: Communicator, rank: int, shapes: Callable[[int], list[torch.Size]]) -> None:
         super().__init__(comm)

@@ -1,4 +1,4 @@
-"""Keep replicas equal: transfer a whole state to other ranks, and a model's buffers after each step.
+"""Keep replicas equal: transfer a state to other ranks, and buffers after each step.
 
 Buffers are running statistics of batch norm, counters, and everything else that a forward pass writes.
 Weights stay equal because all ranks move them by the same gradient, but each rank changes buffers by its own samples.  So
@@ -76,7 +76,7 @@ class Replicas:
 
     @torch.no_grad()
     def follow(self, changes: torch.Tensor, counts: Sequence[int]) -> None:
-        """Take buffers with a positive sum in `changes` from the rank with most samples (`counts`, by rank)."""
+        """Take changed buffers from the rank with most samples (`counts`, by rank)."""
         names = [name for name, sum_ in zip(self._names, changes.tolist(), strict=True) if sum_ > 0]
         if not names:
             return

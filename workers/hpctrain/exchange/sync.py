@@ -86,7 +86,7 @@ LARGEST_H = 1000
 
 @dataclass(slots=True)
 class Sync:
-    """How a run exchanges: gradients in each step, or with `local` weights every so many steps."""
+    """How a run exchanges: gradients in each step, or (`local`) weights every H steps."""
 
     name: str
     buckets: GradientBuckets
@@ -106,7 +106,7 @@ class Sync:
         return f"sync {self.name}: loses bits and saves no time among ranks of one host; omit --sync there"
 
     def measured(self, compute_s: float, waited_s: float) -> str:
-        """Record a step's seconds of computing and waiting, and return the decision of `auto` as text, or "".
+        """Record a step's seconds, and return the decision of `auto` as text, or "".
 
         All ranks call it, in every step.
         """
@@ -165,7 +165,7 @@ def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicato
 
 
 def decide(compute_s: float, waited_s: float) -> tuple[str, str]:
-    """Return the precision to exchange in and the reason, from a step's seconds of computing and waiting."""
+    """Return the precision of the exchange, and the reason, by the times of a step."""
     step = f"a step computes {1e3 * compute_s:.0f} ms and waits {1e3 * waited_s:.0f} ms for the exchange"
     if waited_s <= WORTH * compute_s:
         return "exact", f"{step}, too little to send fewer bits"

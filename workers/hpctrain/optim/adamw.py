@@ -62,7 +62,7 @@ class UpdateRule:
 
     @torch.no_grad()
     def move_lanes(self, stretches: Sequence[Stretch], number: int, lr: float, *, decayed: bool) -> None:
-        """Move flat stretches on a CPU, with lengths that are multiples of `LANES`, in one pass over memory.
+        """Move flat stretches on a CPU, in multiples of `LANES`, in one pass over memory.
 
         This is the operation behind `torch.optim.AdamW(fused=True)`.
         """
@@ -124,7 +124,7 @@ class AdamW:
         return made
 
     def settings(self) -> dict[str, object]:
-        """Return the arguments of `from_settings` as JSON values, for readers of a checkpoint without the program."""
+        """Return the arguments of `from_settings` as JSON values, for a checkpoint."""
         rule = self._rule
         return {
             "kind": self.KIND,
@@ -136,7 +136,7 @@ class AdamW:
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any]) -> tuple[UpdateRule, frozenset[str]]:
-        """Return the rule that `settings` describe, and the names of parameters whose weights decay."""
+        """Return the rule that `settings` describe, and the names of decaying parameters."""
         beta1, beta2 = settings["betas"]
         rule = UpdateRule(beta1=beta1, beta2=beta2, eps=settings["eps"], weight_decay=settings["weight_decay"])
         return rule, frozenset(settings["decayed"])
@@ -157,7 +157,7 @@ class AdamW:
 
 
 def clip_factor(squares: torch.Tensor, limit: float, scale: float = 1.0) -> tuple[float, float]:
-    """Return the norm of gradients that are `scale` times too large, and the factor to multiply them by.
+    """Return the norm of gradients (`scale` times too large), and their factor.
 
     `squares`: float64 sums of squares of parts that make up all gradients.  The factor is 1 if the norm is not finite.
     """

@@ -1,4 +1,4 @@
-"""Half precision: autocast for the forward pass, and for float16 a scaled loss, so that small gradients are not lost.
+"""Half precision: autocast, and for float16 a scaled loss.
 
 The weights, the optimizer's state and the gradients stay float32.  Does not know ranks: the loop passes the result of all
 ranks, so the scale is equal on all.

@@ -1,4 +1,4 @@
-"""Learning rate and batch size as pure functions of the step number, so a restart changes nothing.
+"""Learning rate and batch size as pure functions of the step number.
 
 Does not know optimizers or ranks.
 Rules: the first step is 0.  A learning rate is scaled to another batch size only if the user asks for it.
@@ -52,7 +52,7 @@ class LrScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrSchedule:
-    """Linear warm-up to `peak_lr`, then decay to `floor * peak_lr` at `total_steps`, and constant after that."""
+    """Linear warm-up to `peak_lr`, then decay to `floor * peak_lr` at `total_steps`."""
 
     peak_lr: float
     warmup_steps: int

@@ -229,7 +229,7 @@ class TorchSchedule:
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Any) -> None:
-        """Raise TrainError if it is not a schedule of this optimizer, or its state cannot be saved."""
+        """Raise TrainError if it is not this optimizer's schedule or cannot be saved."""
         kind = type(schedule).__name__
         if not isinstance(optimizer, TorchOptimizer):
             raise TrainError(f"cannot train with {kind}: it needs an optimizer of torch.optim; or use --schedule")
@@ -263,7 +263,7 @@ class TorchSchedule:
             self._optimizer.expect_rates()
 
     def state(self) -> object:
-        """Return the state, and the groups' settings that schedules change (momentum), as JSON values."""
+        """Return the state and the groups' changed settings (momentum) as JSON values."""
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.plain.param_groups
@@ -292,7 +292,7 @@ class TorchSchedule:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value with single-number tensors and arrays as Python numbers, also within containers."""
+    """Return a value with single-number tensors and arrays as Python numbers."""
     if isinstance(value, (torch.Tensor, np.generic)) and getattr(value, "numel", lambda: 1)() == 1:
         return value.item()
     if isinstance(value, Mapping):

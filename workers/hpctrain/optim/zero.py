@@ -139,7 +139,7 @@ class ShardedOptimizer:
                 _bytes_of(flat[low:high]).copy_(parts[other])
 
     def _flatten(self, parameters: list[torch.nn.Parameter], grads: torch.Tensor, names: dict[int, str]) -> None:
-        """Move the weights of a bucket into a flat tensor like its gradients, and record this rank's pieces."""
+        """Move the weights of a bucket into a flat tensor, and record this rank's pieces."""
         comm, length = self._comm, grads.numel()
         bounds = [length * rank // comm.size for rank in range(comm.size + 1)]
         flat = torch.empty_like(grads)

@@ -1,4 +1,4 @@
-"""Heartbeats: the progress of a job, sent to the scheduler for `hqueue` and `hctl show job`.
+"""Heartbeats: the progress of a job, for `hqueue` and `hctl show job`.
 
 In a job the node's agent listens at `HPCSCHED_SOCKET`: one message per connection, no answer (hpcsched-env(7)).  Outside
 of a job nothing is sent.  Knows steps and losses as numbers only.

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per step in metrics.jsonl, and the same numbers for TensorBoard and MLflow (`--log`).
+"""Metrics of a run: a line per step in metrics.jsonl, TensorBoard and MLflow.
 
 Rank 0 writes.  Does not know what the numbers mean.
 Rules: lines are appended one by one, unbuffered.  A line that a killed writer left incomplete is ended first.  After a
@@ -158,7 +158,7 @@ class Writers:
             self._thread.start()
 
     def write(self, line: Line) -> None:
-        """Queue a line for the writers, if a second has passed or the line has a validation or checkpoint."""
+        """Queue a line if a second has passed, or it has a validation or checkpoint."""
         now_s = time.monotonic()
         special = "val_loss" in line or "checkpoint_step" in line
         if not self._writers or (now_s - self._written_at_s < EVERY_S and not special) or self._lines.full():

@@ -1,4 +1,4 @@
-"""Rank 0's reports: lines or a progress bar on stdout, metrics.jsonl, and heartbeats to the scheduler.
+"""Rank 0's reports: lines or a bar on stdout, metrics.jsonl, and heartbeats.
 
 Measures nothing; does not know what is trained.
 """

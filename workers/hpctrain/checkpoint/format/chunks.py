@@ -1,4 +1,4 @@
-"""Tensors in chunks: the manifest's entries, and the packing of chunks by byte planes, differences and Blosc with zstd.
+"""Tensors in chunks: the manifest's entries, and the packing of chunks.
 
 Pure functions on values and bytes; does not know files.
 Rules: every packing is exact, bit for bit.  A difference is taken between the integers with the numbers' bits, so that a
@@ -31,7 +31,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A stretch of a tensor: its length and hash, and the place of its bytes unless they are the parent's."""
+    """A stretch of a tensor: its length, hash and place (of the parent's if unchanged)."""
 
     bytes: int
     hash: str
@@ -193,7 +193,7 @@ def digest(chunk: memoryview | bytes) -> str:
 
 
 def pack(chunk: memoryview, item_bytes: int, parent: memoryview | None) -> tuple[Packing, bytes | memoryview]:
-    """Return the smallest packing of a chunk of numbers of `item_bytes` bytes (1, 2, 4, 8; 16 for pairs of 8)."""
+    """Return the smallest packing of a chunk of numbers of 1, 2, 4, 8 or 16 bytes."""
     if parent is not None:
         delta = _compress(_zigzag_difference(chunk, parent, item_bytes))
         if len(delta) < WORTH * len(chunk):

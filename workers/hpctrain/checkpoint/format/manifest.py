@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, its name, reading it from untrusted JSON, and the names in a directory.
+"""The manifest of a checkpoint, its name, and the names in a directory.
 
 Format: man/hpcsched-checkpoint.5.  Knows no tensors and writes no files.
 Rules: a manifest has a checksum of itself, and names its parent by name and checksum, so that chains cannot be mixed.  An

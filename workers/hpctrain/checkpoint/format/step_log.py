@@ -1,4 +1,4 @@
-"""A log of gradients: the steps to replay, a probe to verify the result, and its entry in a manifest.
+"""A log of gradients: the steps to replay, a probe to verify them, and their JSON.
 
 Pure values and their JSON; knows no torch.
 Rules: gradients are saved as summed over the ranks, before clipping, with the factor of the clipping.  So the bits of the

@@ -1,4 +1,4 @@
-"""Nested state (the value of `state_dict()`) as tensors by name and a skeleton of JSON values, and back.
+"""Nested state (of `state_dict()`) as tensors by name and a JSON skeleton, and back.
 
 Knows no files.
 Rules: the restored state is equal, with the same types: dictionaries in their order, with text or numbers as keys, lists,

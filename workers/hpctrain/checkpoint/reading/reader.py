@@ -120,7 +120,7 @@ class ChunkReader:
         return memoryview(self._own.memory)[:length]
 
     def apply(self, manifest: Manifest, before: Mapping[str, TensorEntry], snapshot: Buffer | LiveMemory) -> None:
-        """Bring a state from the parent's content, of tensors `before`, to a manifest's, except for its log.
+        """Bring a state from the parent's content (`before`) to a manifest's, without its log.
 
         Raises:
             DamagedError: a chunk is not what was written.

@@ -1,4 +1,4 @@
-"""Replay: from a checkpoint that is a log of gradients to its state, by the run's optimizer or in memory.
+"""Replay a log of gradients to a checkpoint's state, by the optimizer or in memory.
 
 Steps of hpctrain's own AdamW on a CPU need neither model nor optimizer (`replay_in_memory`).  AdamW moves each number by
 itself, so a stretch of weights takes all its steps while it is in a core's cache, and several threads take several stretches.
@@ -220,7 +220,7 @@ def _cut(stretch: Stretch, low: int, high: int) -> Stretch:
 def _by_lanes(
     stretches: Iterable[tuple[bool, Stretch]],
 ) -> tuple[dict[bool, list[Stretch]], list[tuple[bool, Stretch]]]:
-    """Return the parts that are multiples of `LANES`, by whether they decay, and the remaining numbers."""
+    """Return the parts in multiples of `LANES`, by decay, and the remaining numbers."""
     wide: dict[bool, list[Stretch]] = {}
     rest: list[tuple[bool, Stretch]] = []
     for decayed, stretch in stretches:
@@ -275,7 +275,7 @@ def _parts(flats: list[TensorEntry]) -> Iterator[tuple[int, list[list[Placed]]]]
 
 
 def _runs(logs: tuple[Manifest, ...]) -> Iterator[list[Manifest]]:
-    """Yield consecutive logs with the same layout of gradients, at most as many as can be open at once."""
+    """Yield runs of logs with the same layout, at most as many as can be open at once."""
     run: list[Manifest] = []
     for manifest in logs:
         if manifest.log is None or not manifest.log.steps:

@@ -1,1 +1,1 @@
-"""Writing checkpoints: snapshots, buffers, the writer process, publication, local fallback."""
+"""Writing checkpoints: snapshots, the writer process, publication, local fallback."""

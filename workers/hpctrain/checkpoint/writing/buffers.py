@@ -1,4 +1,4 @@
-"""Memory for snapshots that two processes share, its copy progress, and a channel that passes buffers between them.
+"""Memory that two processes share, its copy progress, and a channel to pass it.
 
 Knows no torch: the process that writes starts without it.
 Rules: a buffer is reused, because touching new memory is much slower than a copy.  It is a file without a name, so it is

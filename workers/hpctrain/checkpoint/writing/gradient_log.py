@@ -63,7 +63,7 @@ class GradientLog:
         self._since, self._intact = step, True
 
     def note(self, number: int, lr: float, factor: float) -> None:
-        """Record the current gradients, before they are multiplied by `factor` and the weights move."""
+        """Record the gradients before they are multiplied by `factor` and weights move."""
         if not self._intact:
             return
         if not self.enabled or len(self._steps) >= self.most_steps:
@@ -78,7 +78,7 @@ class GradientLog:
         return self._intact and self._since == step
 
     def take(self, step: int) -> Taken | None:
-        """Return the steps until now, or None if some are missing, and begin a new log after `step`."""
+        """Return the steps until now (None: incomplete), and begin a new log after `step`."""
         since, steps, intact = self._since, tuple(self._steps), self._intact
         self._since, self._steps, self._intact = step, [], True
         if not intact:
@@ -135,7 +135,7 @@ def replay_steps(
     log: StepLog,
     gradients: Iterator[list[torch.Tensor]],
 ) -> None:
-    """Take the steps of a log; `move(number, lr)` steps the optimizer, `gradients` yields those of each step."""
+    """Take the steps of a log with the optimizer's step `move(number, lr)`."""
     kept = {name: parameter.grad for name, parameter in named.items()}
     try:
         for step in log.steps:

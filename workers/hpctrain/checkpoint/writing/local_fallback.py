@@ -1,4 +1,4 @@
-"""A state on the node's own disk while the share takes none, and its way to the share afterwards.
+"""A state on the node's own disk while the share takes none, and its publication.
 
 Each rank that writes keeps its part of the newest checkpoint in a local directory: a data file in the format of the share, and a
 record of it.  As soon as the share takes files again, the rank copies both to it.  When the parts of all ranks are there, the
@@ -86,7 +86,7 @@ def bring_host_parts(directory: Path) -> None:
 
 
 def publish_kept(mine: Claim) -> None:
-    """Publish the newest checkpoint that hosts have kept, if it is newer than those on the share; print what was done."""
+    """Publish the newest checkpoint that hosts have kept, if the share has no newer one."""
     try:
         bring_parts(local_directory(mine.directory), mine.directory)
         names = join_parts(mine)
@@ -168,7 +168,7 @@ def keep_part(
 
 
 def bring_parts(local: Path, directory: Path, rank: int | None = None) -> None:
-    """Move the parts of one rank, or of all ranks of this host, from the local directory to the share.
+    """Move parts of one rank, or of all ranks of this host, from here to the share.
 
     Raises:
         PublishError, OSError: the share still takes no files; the parts stay here.
@@ -183,7 +183,7 @@ def bring_parts(local: Path, directory: Path, rank: int | None = None) -> None:
 
 
 def join_parts(mine: Claim) -> list[str]:
-    """Publish the newest checkpoint whose parts are all on the share, unless a newer one is there.
+    """Publish the newest checkpoint with all parts on the share, unless it is outdated.
 
     Returns the names of the published checkpoints, and removes the parts that are not needed any more.
 
@@ -211,7 +211,7 @@ def has_waiting_parts(directory: Path) -> bool:
 
 
 def _complete(directory: Path) -> list[list[LocalPart]]:
-    """Return the checkpoints whose parts are all here, newest first, each as its parts by rank."""
+    """Return the complete checkpoints, newest first, each as its parts by rank."""
     found: dict[str, dict[int, LocalPart]] = {}
     for name, _ in _records(directory):
         with suppress(DamagedError):

@@ -61,7 +61,7 @@ def main(descriptor: int, listener: int | None = None) -> int:
 
 
 class CheckpointKeeper:
-    """Makes checkpoints on the share, or on this node's own disk while the share does not take them."""
+    """Makes checkpoints on the share, or on the node's disk while the share fails."""
 
     def __init__(self, task: WriterSetup, group: First | Other | None, patience_s: float) -> None:
         self._task, self._patience_s = task, patience_s
@@ -120,7 +120,7 @@ class CheckpointKeeper:
                 print(f"checkpoint: {name} is on the share now, which takes checkpoints again", flush=True)
 
     def _copy_to_share(self) -> list[str]:
-        """Copy local parts to the share, and return the names of the checkpoints published by that."""
+        """Copy local parts to the share; return the names of the published checkpoints."""
         claim = self._task.claim
         local_fallback.bring_parts(self._local, claim.directory, self._rank)
         names = local_fallback.join_parts(claim) if self._rank == 0 else []

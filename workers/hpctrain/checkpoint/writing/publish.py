@@ -1,4 +1,4 @@
-"""Write this rank's part of a checkpoint to a data file, and publish the parts of all ranks in a manifest.
+"""Write a rank's part of a checkpoint, and publish the parts of all ranks.
 
 Knows the parent by its name and its chunks' hashes; does not know torch, threads or models.
 Rules: data files are durable before the manifest that names them appears; the fence is checked in between.

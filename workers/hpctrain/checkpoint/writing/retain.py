@@ -28,7 +28,7 @@ LEFTOVER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """The chains to keep: the newest `keep`, and one older one per `every_s` seconds (0: none)."""
+    """The chains to keep: the newest `keep`, and one per `every_s` seconds (0: none)."""
 
     keep: int
     every_s: float = 0.0
@@ -107,7 +107,7 @@ def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) 
 
 
 def remove_doomed(directory: Path) -> list[str]:
-    """Remove renamed manifests, after those of their data files that no other manifest refers to."""
+    """Remove renamed manifests, and those of their files that no other one refers to."""
     doomed = sorted(name for name in os.listdir(directory) if name.endswith(DOOMED))
     used = {data.file for manifest in _readable(directory).values() for data in manifest.data} if doomed else set()
     removed = []

@@ -48,7 +48,7 @@ def _kind(name: str, one: torch.Tensor | TensorPiece) -> tuple[str, str, tuple[i
 
 
 def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first: Collection[str] = ()) -> State:
-    """Return this rank's share of tensors that are equal on all ranks, about the same bytes each.
+    """Return this rank's share of tensors that are equal on all ranks.
 
     Tensors are cut between chunks, so that chunks do not depend on the number of ranks.  `of_first`: tensors that the first
     rank writes as a whole.
@@ -78,7 +78,7 @@ def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first
 
 
 def _cut(at_bytes: int, tensor: torch.Tensor) -> int:
-    """Return the first number after a bound, which is moved to the begin of a chunk or the end of the tensor."""
+    """Return the first number after a bound, moved to the begin of a chunk or the end."""
     if at_bytes >= tensor.nbytes:
         return tensor.numel()
     return max(0, at_bytes) // CHUNK_BYTES * CHUNK_BYTES // tensor.element_size()

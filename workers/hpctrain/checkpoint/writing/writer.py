@@ -97,7 +97,7 @@ class CheckpointWriter:
         return NextCheckpoint.LOG if self.log_suffices() else NextCheckpoint.STATE
 
     def log_suffices(self) -> bool:
-        """Return whether the next checkpoint can be the gradients since the last one, without tensors."""
+        """Return whether the next checkpoint can be gradients only, without tensors."""
         return self._writer_state.takes_log and self._log is not None and self._log.covers(self.last_step)
 
     def begin(self, state: State | None, facts: CheckpointFacts, *, base: bool = False) -> float:
@@ -200,7 +200,7 @@ class ProcessWriter(CheckpointWriter):
         ranks: int = 1,
         endpoint: Endpoint | None = None,
     ) -> None:
-        """Start the process; `ranks` write together, and `endpoint` is the first writer's address (None: this one)."""
+        """Start the process; `endpoint`: the first writer's address (None: this one)."""
         self._task = WriterSetup(
             claim=claim,
             parent=parent,
