@@ -214,12 +214,12 @@ def test_an_export_of_steps_by_an_unknown_optimizer_goes_back_to_a_state(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["prune", "--keep", "0"], "'0' is not a number of chains: one at least stays"),
+        (["prune", "--keep", "0"], "'0' is not a number of chains; keep at least 1"),
         (["prune", "--keep", "-1"], "'-1' is not a number of chains"),
         (["prune", "--every", "nan"], "'nan' is not a number of hours"),
         (["prune", "--every", "-3"], "'-3' is not a number of hours"),
         (["prune", "--every", "day"], "'day' is not a number of hours"),
-        (["verify", "--step", "x"], "'x' is not a step; list shows which there are"),
+        (["verify", "--step", "x"], "'x' is not a step; `list` shows the steps"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(

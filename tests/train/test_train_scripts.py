@@ -99,7 +99,7 @@ def test_weights_that_are_unfrozen_within_the_loop_are_refused(tmp_path: Path) -
         model[0].requires_grad_(batch.step == 3)
         batch.backward(loss_of(model, batch.low, batch.high))
 
-    with pytest.raises(TrainError, match="cannot take step 3: weights that were frozen .* are to be trained now"):
+    with pytest.raises(TrainError, match="cannot take step 3: weights that were frozen .* are trainable now"):
         train(run_in(tmp_path), model, unfreezing)
 
 

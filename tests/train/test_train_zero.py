@@ -88,4 +88,4 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(make, why: str) -> None
 def test_local_steps_have_moments_of_their_own(tmp_path: Path) -> None:
     ended = tiny(2, tmp_path / "run", "--zero", "--sync", "local:4")
     assert ended.status != 0
-    assert "cannot share the optimizer's state (--zero) with --sync local:4" in ended.output
+    assert "cannot shard the optimizer's state (--zero) with --sync local:4" in ended.output
