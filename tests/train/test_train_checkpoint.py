@@ -278,7 +278,7 @@ def test_an_altered_manifest_is_refused(tmp_path: Path) -> None:
     path.write_bytes(files.to_json(body | {"step": 99}))
     warnings: list[str] = []
     restore(tmp_path, warnings)
-    assert "checksum does not fit" in warnings[0]
+    assert "checksum does not match" in warnings[0]
     assert_holds(tmp_path, 1)
 
 
