@@ -129,7 +129,7 @@ def test_verify_reads_logged_gradients(tmp_path: Path) -> None:
     flip_byte(damaged, damaged.stat().st_size // 2)
     assert main(["verify", str(tmp_path), "--step", "1"]) == 0
     assert main(["verify", str(tmp_path), "--step", "2"]) == 1
-    assert main(["verify", str(tmp_path), "--step", "3"]) == 1  # it stands on it
+    assert main(["verify", str(tmp_path), "--step", "3"]) == 1  # its increment
 
 
 def test_prune_keeps_the_newest_undamaged_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,9 +75,9 @@ class World:
             failing(self.claim.directory, error, share)
             self.make(step)
 
-    def again(self, *ranks: int) -> None:
+    def retry(self, *ranks: int) -> None:
         for rank in ranks:
-            self.keepers[rank].again()
+            self.keepers[rank].retry()
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -102,14 +102,14 @@ def test_each_rank_keeps_its_part_and_they_are_joined_on_the_share(
             for rank, told in enumerate(world.make(step)):
                 assert os.strerror(error) in (told or "")
                 assert f"in {top / f'host-{rank}'}" in (told or "")
-        world.again(0, 1, 2)
+        world.retry(0, 1, 2)
     for rank in range(RANKS):
         assert parts_in(top / f"host-{rank}") == [f"part-step-0000000003.a0000.r{rank}.json"], "the newest alone"
     assert_holds(share, 1)
-    world.again(0, 1)
+    world.retry(0, 1)
     assert world.keepers[0].waiting, "one part is missing"
     assert_holds(share, 1)
-    world.again(2, 0)
+    world.retry(2, 0)
     assert_holds(share, 3)
     assert not any(keeper.waiting for keeper in world.keepers)
     assert not parts_in(share)
@@ -143,11 +143,11 @@ def test_parts_that_something_newer_has_overtaken_are_removed(
     share = tmp_path / "share"
     world = World(share, top)
     world.make_in_vain(2, monkeypatch)
-    world.again(0)
+    world.retry(0)
     assert len(parts_in(share)) == 1
     assert world.make(3) == [None] * RANKS
     files = {path.name for path in share.glob("*.bin")}
-    world.again(0, 1, 2)
+    world.retry(0, 1, 2)
     assert not parts_in(share)
     assert len({path.name for path in share.glob("*.bin")}) == len(files) - 1
     assert_holds(share, 3)

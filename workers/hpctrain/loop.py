@@ -307,7 +307,7 @@ class TrainingLoop:
         grad_norm, factor = clip_factor(self._buckets.squares(), self._settings.clip_norm, scale)
         finite = math.isfinite(grad_norm)
         try:
-            said = progress.loss_scale.learn(finite)
+            note = progress.loss_scale.learn(finite)
         except TrainError as error:
             raise TrainError(f"cannot take step {batch.number}: {error}") from None
         if finite:
@@ -323,7 +323,7 @@ class TrainingLoop:
             progress.skipped += 1
         if scale != progress.loss_scale.value:
             self._buckets.rescale(progress.loss_scale.value / scale)
-        return grad_norm, said
+        return grad_norm, note
 
     def _meets_after(self, step: int) -> bool:
         """Return whether ranks agree after this step.
@@ -342,9 +342,9 @@ class TrainingLoop:
         """Divide the next full batch by the seconds that ranks took for this one; return a note."""
         if self._balance is None or batch.size != self._settings.batch or self.profiler.is_on:
             return ""
-        said = self._balance.note(each_s)
+        note = self._balance.note(each_s)
         self._counts = list(self._balance.counts)
-        return said
+        return note
 
     def _agree(
         self, batch: StepBatch, stop: StopRequest | None, own: tuple[float, float, float]
@@ -383,9 +383,9 @@ class TrainingLoop:
         """
         took = {rank: left[rank] for rank, count in enumerate(batch.counts) if count}
         if len(set(took.values())) > 1:
-            said = [f"rank {rank} {f'left the loop in step {at}' if at else 'did not'}" for rank, at in took.items()]
+            ranks = [f"rank {rank} {f'left the loop in step {at}' if at else 'did not'}" for rank, at in took.items()]
             raise TrainError(
-                f"cannot take step {batch.number}: {', '.join(said)}; all ranks have to leave it in the same step, or "
+                f"cannot take step {batch.number}: {', '.join(ranks)}; all ranks have to leave it in the same step, or "
                 "one of them calls run.stop(), which ends it after the step on all of them, with a checkpoint"
             )
         self.left = True
@@ -437,9 +437,9 @@ class TrainingLoop:
             steps = torch.tensor([self._interval.steps()])
             if self._all_write:
                 self._comm.broadcast(steps)
-            said = self._interval.next_after(self.progress.step, int(steps))
-            if said and self._comm.rank == 0:
-                print(said, flush=True)
+            note = self._interval.next_after(self.progress.step, int(steps))
+            if note and self._comm.rank == 0:
+                print(note, flush=True)
         return report, copy_s
 
     def _gradient_log(self) -> GradientLog | None:
@@ -469,9 +469,9 @@ class TrainingLoop:
             self._comm.all_reduce(each)
             return NextCheckpoint(int(each.max()) if int(each.min()) else 0)
         if self._all_write:
-            said = torch.tensor([wanted.value])
-            self._comm.broadcast(said)
-            return NextCheckpoint(int(said))
+            agreed = torch.tensor([wanted.value])
+            self._comm.broadcast(agreed)
+            return NextCheckpoint(int(agreed))
         return wanted
 
     def _begin_checkpoint(self, content: NextCheckpoint) -> float:

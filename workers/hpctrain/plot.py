@@ -163,13 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hpctrain.plot: {error}", file=sys.stderr)
         return EXIT_FAILED
     restarts = len(curve.restarts)
-    told = f"{curve.loss[-1][0]} steps, {restarts} restart{'s' * (restarts != 1)}, loss {curve.loss[-1][1]:.2f}"
+    summary = f"{curve.loss[-1][0]} steps, {restarts} restart{'s' * (restarts != 1)}, loss {curve.loss[-1][1]:.2f}"
     try:
-        draw(curve, options.output, options.title or told)
+        draw(curve, options.output, options.title or summary)
     except OSError as error:
         print(f"hpctrain.plot: cannot write {options.output}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
-    print(f"wrote {options.output}: {told}")
+    print(f"wrote {options.output}: {summary}")
     return 0
 
 

@@ -477,9 +477,9 @@ class Run:
             DamagedError: it is incomplete, or of another version.
             MismatchError: ranks see different data sets there.
         """
-        where, said = staged(directory, self._options.stage, self.comm)
-        if self.is_first and said:
-            print("\n".join(said), flush=True)
+        where, lines = staged(directory, self._options.stage, self.comm)
+        if self.is_first and lines:
+            print("\n".join(lines), flush=True)
         dataset = Dataset(where)
         digests = gather_from_all(self.comm, dataset.digest)
         if len(set(digests)) != 1:

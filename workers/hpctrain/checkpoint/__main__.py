@@ -133,7 +133,7 @@ def _line(row: Mapping[str, Any]) -> str:
     written = datetime.fromtimestamp(row["written_at_s"]).isoformat(sep=" ", timespec="seconds")
     return (
         f"{row['step']:>10}  {row['kind']:<9}  {row['attempt']:>7}  {row['ranks']:>5}  {row['bytes'] / 1e6:>10.2f}  "
-        f"{written}  {row['parent_name'] or ''}"
+        f"{written}  {row['parent'] or ''}"
     )
 
 

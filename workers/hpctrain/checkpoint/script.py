@@ -258,9 +258,9 @@ class Checkpointer:
         stops = self._stop.received is not None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            said = torch.tensor([int(stops)], device=device)
-            dist.all_reduce(said, dist.ReduceOp.MAX)
-            return bool(said)
+            any_stops = torch.tensor([int(stops)], device=device)
+            dist.all_reduce(any_stops, dist.ReduceOp.MAX)
+            return bool(any_stops)
         return stops
 
     def _tree(self) -> dict[str, object]:

@@ -180,11 +180,11 @@ def _say_interface(store: dist.Store, rank: int, size: int, reached: str) -> Non
     `reached`: the address at which this rank reached the first one.
     """
     store.set(f"where/{rank}", json.dumps([*identity(), reached]))
-    told = [json.loads(store.get(f"where/{r}")) for r in range(size)]
-    first_address = next((address for *host, address in told if host != told[0][:-1]), "")
+    addresses = [json.loads(store.get(f"where/{r}")) for r in range(size)]
+    first_address = next((address for *host, address in addresses if host != addresses[0][:-1]), "")
     if not (first_address and reached):
         return  # one host, or no IPv4
-    own_address = first_address if told[rank][:-1] == told[0][:-1] else _own_address_towards(reached)
+    own_address = first_address if addresses[rank][:-1] == addresses[0][:-1] else _own_address_towards(reached)
     if own_address in (names := interfaces()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own_address])  # torch has no other setting for it
 

@@ -38,7 +38,7 @@ def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path
     mine = stage(directory, disk) if leads else (directory, "")
     answers = comm.all_gather_object((mine[0].as_posix(), mine[1]))
     path, _ = answers[hosts.index(identity())]
-    return Path(path), [said for _, said in answers if said]
+    return Path(path), [line for _, line in answers if line]
 
 
 def stage(directory: Path, disk: Path) -> tuple[Path, str]:

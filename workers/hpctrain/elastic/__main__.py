@@ -1,7 +1,6 @@
 """`python -m hpctrain.elastic [--ranks N] [--spares K] [--least M] -- COMMAND`.
 
-Ranks that continue without a lost one.
-
+An elastic run, whose ranks continue without a lost one.
 Starts COMMAND once per rank, in a job by hrun on its nodes, and again in place of a lost rank.  COMMAND is a training script
 of `hpctrain.run`.  Exit status: that of the ranks: 0 finished, 75 stopped with a checkpoint, 1 an error.
 """

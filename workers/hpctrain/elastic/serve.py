@@ -286,7 +286,7 @@ class RosterServer:
                 self._on_misfit(member.slot)
                 self._say(f"slot {member.slot} is given up: {message['why']}")
             case other:
-                raise ValueError(f"a member said {other!r}")
+                raise ValueError(f"a member sent {other!r}")
 
     def _note_generation(self, news: Message) -> None:
         members = news["members"]

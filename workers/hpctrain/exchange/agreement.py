@@ -61,7 +61,7 @@ def gather_from_all(comm: Communicator, value: object) -> list[Any]:
         TrainError: other ranks have reached the end of the script.
     """
     values = comm.all_gather_object(value)
-    ended = [str(rank) for rank, said in enumerate(values) if isinstance(said, Ended)]
+    ended = [str(rank) for rank, value in enumerate(values) if isinstance(value, Ended)]
     if 0 < len(ended) < comm.size:
         raise TrainError(
             f"cannot train: rank{'s' * (len(ended) > 1)} {', '.join(ended)} ended without run.steps; every rank has to "
@@ -83,11 +83,11 @@ def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: obj
     """Return the facts that must be the same on all ranks, by name."""
     shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     trained = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
-    said = {name: value for name, value in vars(options).items() if name not in OF_ONE_RANK}
+    compared = {name: value for name, value in vars(options).items() if name not in OF_ONE_RANK}
     return {
         "Python": platform.python_version().rpartition(".")[0],
         "torch": torch.__version__.partition("+")[0],
-        "options": hash_of(sorted((name, str(value)) for name, value in said.items())),
+        "options": hash_of(sorted((name, str(value)) for name, value in compared.items())),
         "models (names, kinds and shapes of weights)": hash_of((shapes, trained)),
         "optimizers": hash_of(_described(optimizer)),
         **{f"code of {name}": digest for name, digest in sorted(code_hashes().items())},

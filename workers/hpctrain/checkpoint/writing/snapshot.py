@@ -105,7 +105,7 @@ class TensorSnapshot(Buffer):
         `reached` gets the number of copied bytes now and then, but not at the end.
         """
         stretch_bytes = max(STRETCH_BYTES, len(self.shared) // MOST_STRETCHES)
-        told = 0
+        reported = 0
         for slot in self.layout:
             one = state[slot.name]
             at = slot.at
@@ -114,8 +114,8 @@ class TensorSnapshot(Buffer):
             ):
                 there.copy_(source)
                 at += there.nbytes
-                if at - told >= stretch_bytes:
-                    reached(told := at)
+                if at - reported >= stretch_bytes:
+                    reached(reported := at)
 
     def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the buffer into live tensors."""
