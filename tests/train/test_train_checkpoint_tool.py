@@ -187,7 +187,7 @@ def test_an_export_of_a_scripts_own_checkpoint_has_the_models_weights(
         assert torch.equal(there["weight"], model.weight)
     else:
         assert status == 1
-        assert "with --all all are exported" in capsys.readouterr().err
+        assert "use --all to export all" in capsys.readouterr().err
         assert main(["export", "--all", str(tmp_path / "run"), str(out)]) == 0
         assert "parts.net.weight" in torch.load(out, weights_only=True)
 

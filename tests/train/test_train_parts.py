@@ -39,7 +39,7 @@ class Ranks:
         self.writers = [ThreadWriter(mine, None, base_every, keep, CHUNK_BYTES, group) for group in groups]
 
     def write(self, step: int) -> list[CheckpointReport]:
-        base = any(not writer._standing.room for writer in self.writers)  # as the ranks agree
+        base = any(not writer._writer_state.room for writer in self.writers)  # as the ranks agree
         for rank, writer in enumerate(self.writers):
             part = share_of(state(step), rank, self.size, {"model.mask"})
             writer.begin(part, facts(step, self.attempt), base=base)
@@ -145,8 +145,8 @@ def test_logged_gradients_of_several_ranks_are_taken_again(tmp_path: Path) -> No
         for _ in range(4):
             for world in worlds:
                 world.log.enabled = True
-            base = any(not writer._standing.room for writer in ranks.writers)
-            log = all(writer._standing.takes_log for writer in ranks.writers)
+            base = any(not writer._writer_state.room for writer in ranks.writers)
+            log = all(writer._writer_state.takes_log for writer in ranks.writers)
             kinds.append(list(pool.map(step, range(2)))[0])
     ranks.close()
     assert kinds == ["base", "delta", "gradients", "gradients"]
