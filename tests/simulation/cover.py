@@ -30,7 +30,7 @@ from simulation.stories import Crash, Message, Pair, Story
 from simulation.wires import FAULTS
 
 PART = 100  # runs
-STEPS = ("submit", "allocate", "send", "started", "exited", "cancel", "requeue", "bar")
+STEPS = ("submit", "allocate", "send", "started", "exited", "cancel", "requeue", "revoke")
 WHEN = ("before", "after commit", "after send")
 
 _BEFORE, _COMMITTED, _SENT = WHEN
@@ -45,10 +45,10 @@ _ON_NODES = {
     "shepherd: tasks.over": ("exited", _BEFORE),
     "shepherd: final.before": ("exited", _BEFORE),
     "shepherd: final.after": ("exited", _COMMITTED),
-    "agent: revoke.before": ("bar", _BEFORE),
-    "agent: revoke.made": ("bar", _BEFORE),
-    "agent: fsync done": ("bar", _BEFORE),
-    "agent: fsynced done": ("bar", _COMMITTED),
+    "agent: revoke.before": ("revoke", _BEFORE),
+    "agent: revoke.made": ("revoke", _BEFORE),
+    "agent: fsync done_log": ("revoke", _BEFORE),
+    "agent: fsynced done_log": ("revoke", _COMMITTED),
 }
 # Events, by the step that they are on disk of.
 _EVENTS = {
@@ -57,7 +57,7 @@ _EVENTS = {
     "Started": "started",
     "Exited": "exited",
     "LaunchRefused": "exited",
-    "NodeCleared": "bar",
+    "NodeCleared": "revoke",
 }
 _KNOWN = frozenset({*_EVENTS, "EndRequested"})
 
@@ -192,7 +192,7 @@ def _cells_of(story: Story, crashes: Iterable[Crash]) -> Iterator[tuple[str, fro
         else:
             when = _COMMITTED if point.startswith("before") else _SENT
         found = {(step, when) for step in steps}
-        sending = {"Launch": "send", "EndJob": "bar", "EndStep": "bar"}.get(point.split(" ")[1])
+        sending = {"Launch": "send", "EndJob": "revoke", "EndStep": "revoke"}.get(point.split(" ")[1])
         if sending is not None:
             found.add((sending, _BEFORE if when == _COMMITTED else _SENT))
         yield str(crash), frozenset(found)

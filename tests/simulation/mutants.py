@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant("how a step ended is not kept on its node", _instead(spool.Spool, "write_final", _keeps_nothing)),
     Mutant(
         "what is revoked leaves no tombstone",
-        _instead(spool.Spool, "bar", _leaves_no_tombstone),
+        _instead(spool.Spool, "revoke", _leaves_no_tombstone),
         story="the disk is full after 5 writes",
     ),
     Mutant(

@@ -120,7 +120,7 @@ class Truth:
         if program.token in self.executions:
             self.broken("I1", f"{program.token} is executed a second time")
         if program.token in self._revoked:
-            self.broken("bar", f"{program.token} runs on {machine.name}, which has said that it never will")
+            self.broken("revoke", f"{program.token} runs on {machine.name}, which has said that it never will")
         execution = Execution(token, machine.name, 0)
         self.executions[program.token] = self._live[program.token] = execution
         for other in self._live.values():
