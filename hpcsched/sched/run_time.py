@@ -1,7 +1,7 @@
-"""How long a job may last: by its time limit, by what that may be lowered to, and until what it runs in is over.
+"""How long jobs run, as a plan expects: to their time limit, to what that may be lowered to, or until they are cut short.
 
-Where requests are not trusted (see `predict.Needed`) a plan counts with what jobs are expected to need. What is set aside for
-reservations stays closed to all whose limit reaches it: a job that could meet one counts with its limit.
+If requests are not trusted (see `guard.predict.Needed`), a plan expects the run times that jobs are predicted to need. Intervals
+that are reserved stay closed to every job whose limit reaches them: a job that could meet one counts with its limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcsched.sched.snapshot import PendingJob
 
 
 class RunTimes:
-    """How long the jobs of one plan may last."""
+    """The expected run times of the jobs of one pass."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class RunTimes:
         return known_limit_s(job.request.time_limit_s) or self._policy.default_time_limit_s
 
     def needed_s(self, job: PendingJob, start_s: float) -> float:
-        """Return how long `job` needs if it starts at `start_s`: its limit, or less where requests are not trusted."""
+        """Return how long `job` needs if it starts at `start_s`: its limit, or less if requests are not trusted."""
         limit_s = self.limit_s(job)
         if self._needed is None or job.lowers or job.reservation:
             return limit_s
@@ -49,36 +49,34 @@ class RunTimes:
         return self._needed.length_s(job.uid, limit_s)
 
     def least_s(self, job: PendingJob, start_s: float) -> float:
-        """Return for how long room is kept for `job`: for what it needs, or for what its limit may be lowered to."""
+        """Return how long the slot of `job` is at least: what it needs, or what its limit may be lowered to."""
         if job.lowers and job.time_min_s is not None:
             return min(self.limit_s(job), job.time_min_s)
         return self.needed_s(job, start_s)
 
     def cut_s(self, job: PendingJob) -> float:
-        """Return when `job` is cut short, whenever it starts; `NEVER_S`: it is not."""
+        """Return when `job` is cut short, whenever it starts; `NEVER_S`: never."""
         return NEVER_S if job.free_to_go else cut_short_s(job, self._reservations)
 
     def end_s(self, job: PendingJob, start_s: float, limit_s: float | None = None) -> float:
-        """Return until when a plan counts with `job` if it starts at `start_s`: as long as it needs, or is not cut short."""
+        """Return the expected end of `job` if it starts at `start_s`: when it has what it needs, or is cut short."""
         end_s = start_s + (self.needed_s(job, start_s) if limit_s is None else limit_s)
         cut_s = self.cut_s(job)
         return min(end_s, cut_s) if start_s < cut_s else end_s
 
 
 # ----- jobs whose time limit may be lowered (``--time-min``): the longest time for which one fits now
-# As in Slurm: room is kept for the least time alone, and a job that starts gets as much more as touches nobody else's room, in
-# whole minutes. Knows neither nodes nor policies: whether it fits until some time is asked of the plan.
-#
-# Source: sbatch(1), --time-min.
+# As in Slurm: a slot is as long as the least time, and a job that starts gets as much more, in whole minutes, as leaves the
+# slots of others untouched. Source: sbatch(1), --time-min.
 
 
 Found = TypeVar("Found")
 
 
 def longest(fits: Callable[[float], Found | None], least_s: float, most_s: float) -> tuple[Found, float] | None:
-    """Return what `fits` gives for the latest end for which it gives something, and that end; None: not even for `least_s`.
+    """Return what `fits` returns for the latest end for which it is not None, and that end; None: not even for `least_s`.
 
-    Ends are `most_s`, or `least_s` and whole minutes later. What fits fits for less time as well, so they are halved.
+    Ends are `most_s`, or `least_s` plus whole minutes. A job that fits also fits for less time, so the end is bisected.
     """
     found = fits(most_s)
     if found is not None or most_s <= least_s:

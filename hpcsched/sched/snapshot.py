@@ -1,7 +1,7 @@
-"""The world as the planner sees it: lean values made from the controller's jobs, nodes and partitions.
+"""The snapshot that a plan is made from: lean values made of the controller's jobs, nodes and partitions.
 
-A `SnapshotCache` keeps what was made of a job for as long as the controller holds the very same `Job` value, so that a
-snapshot of ten thousand waiting jobs costs no more than looking at each. Times are Unix seconds. No clock, no policy.
+A `SnapshotCache` keeps the view of a job for as long as the controller holds the same `Job` value, so that a snapshot of ten
+thousand pending jobs costs little more than a look at each. Times are Unix seconds. No clock, no policy.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hpcsched.sched.place.request import LicenseCounts, ResourceRequest, Shape, 
 from hpcsched.sched.place.reserved_intervals import ReservedInterval, reserved_intervals_of
 from hpcsched.sched.queue.usage import UsedResources
 
-UNKNOWN_TMP_MIB = 1 << 53  # of a node without tmp_disk: --tmp does not rule it out
-LEAST_LIMIT_S = 1  # a deadline does not cut a time limit to less
+UNKNOWN_TMP_MIB = 1 << 53  # a node without tmp_disk satisfies any --tmp
+LEAST_LIMIT_S = 1  # a deadline cuts a time limit to no less
 _NOT_ENDING = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
-@dataclass(frozen=True, kw_only=True)  # no __slots__: what its GPUs come to is worked out once
+@dataclass(frozen=True, kw_only=True)  # no __slots__, for the cached properties
 class NodeView:
-    """What a node can give, and whether it may be given anything now (`why_not` empty: it may)."""
+    """The resources of a node, and why no job can start on it now (`why_not`; "": jobs can)."""
 
     name: NodeName
     cpus: int
@@ -44,11 +44,11 @@ class NodeView:
     features: frozenset[str] = frozenset()
     weight: int = 1
     switch: str = ""
-    speed: float = 0.0  # measured; only that of nodes among each other means anything. 0: not known
-    link_mbps: int = 0  # of its network; 0: not known
+    speed: float = 0.0  # measured, relative to other nodes; 0: not known
+    link_mbps: int = 0  # of its network link; 0: not known
     tmp_mib: int = 0
     why_not: str = ""
-    awaited: bool = False  # not heard of since the controller started, but soon, or it is down
+    awaited: bool = False  # it has not answered yet since the controller started, and is not down
 
     @property
     def usable(self) -> bool:
@@ -60,16 +60,16 @@ class NodeView:
 
     @cached_property
     def units(self) -> Units:
-        """What it has of its `slots` when it is empty."""
+        """Return the units of its `slots` when it is empty."""
         return all_units(self.gpus, self.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSize:
-    """What a running job says of its size. `view`: the job as it asked for its nodes; `moving`: it is being given more.
+    """The size of a running elastic job. `view`: the job as it asked for its nodes. `moving`: it is being given more nodes.
 
-    `wanted`: it was asked, at `wanted_at_s`, to keep these nodes alone; `leaving`: these it gives back already;
-    `barred`: these it cannot have again.
+    `wanted`: at `wanted_at_s` it was asked to keep only these nodes. `leaving`: nodes that it is giving back.
+    `barred`: nodes that it cannot get again.
     """
 
     view: PendingJob
@@ -84,7 +84,7 @@ class ElasticSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job that holds nodes or counts as running; `ends_at_s` by its limit, None: it has none."""
+    """A job that holds nodes. `ends_at_s`: when it reaches its limit; None: it has none."""
 
     id: JobId
     display_id: str
@@ -99,17 +99,17 @@ class RunningJob:
     qos: str = ""
     partition: str = ""
     licenses: LicenseCounts = ()
-    runs: bool = False  # neither being started, nor suspended, nor being ended
+    runs: bool = False  # it is not starting, suspended or ending
     ending: bool = False
-    may_run_again: bool | None = False  # None: as the cluster's rules say
-    saved_at_s: float | None = None  # its last checkpoint, as far as it has told of one
+    may_run_again: bool | None = False  # whether it may be requeued; None: by the rules of the cluster
+    saved_at_s: float | None = None  # its last checkpoint that was reported
     elastic: ElasticSize | None = None
-    lent_shares: tuple[Share, ...] = ()  # it stands still so that others have its cpus: what it is to have again
+    lent_shares: tuple[Share, ...] = ()  # suspended for a preemptor: the shares that it gets again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJob:
-    """A job that waits. `since_s`: since when its age counts, None while something other than resources kept it waiting."""
+    """A pending job. `since_s`: its age counts from then; None while it waits for something other than resources."""
 
     id: JobId
     display_id: str
@@ -131,20 +131,20 @@ class PendingJob:
     name: str = ""
     deadline_at_s: float | None = None
     reservation: str = ""
-    reserved_shares: tuple[Share, ...] = ()  # others make room for it there
-    others: tuple[PendingJob, ...] = ()  # the same job in the other partitions that it asked for
+    reserved_shares: tuple[Share, ...] = ()  # jobs are preempted there so that it starts
+    others: tuple[PendingJob, ...] = ()  # its views in the other partitions that it asks for
     user: str = ""
     account: str = ""
     qos: str = ""
     licenses: LicenseCounts = ()
-    switches_wait_s: float | None = None  # so long few switches matter to it; None: the policy's time
-    time_min_s: int | None = None  # its time limit may be cut down to this, if it starts earlier or at all by that
-    lowers: bool = False  # at its own word (--time-min): then the limit that it gets is its limit from then on
-    free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
+    switches_wait_s: float | None = None  # how long it waits for few switches; None: the time of the policy
+    time_min_s: int | None = None  # its time limit may be cut to this, so that it starts earlier or at all
+    lowers: bool = False  # --time-min was given: the limit that it starts with becomes its time limit
+    free_to_go: bool = True  # no hold, begin time, dependency or array limit: these checks are skipped
 
 
 class PromisedPart(NamedTuple):
-    """What a promise keeps on one node: so many `tasks`, cpus, memory in MiB and units of its GPU `slots`."""
+    """The part of a promise on one node: its tasks, and cpus, memory in MiB and units of the GPU `slots` (`use`)."""
 
     node: NodeName
     tasks: int
@@ -155,7 +155,7 @@ class PromisedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """A waiting job was promised a start by an earlier plan: at `start_s` at the latest, on these `parts` of nodes."""
+    """The start that an earlier pass promised to a pending job: at `start_s` at the latest, on these `parts` of nodes."""
 
     job_id: JobId
     partition: str
@@ -166,7 +166,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFact:
-    """What a dependency asks of a job."""
+    """The facts of a job that dependencies ask for."""
 
     id: JobId
     state: JobState
@@ -177,9 +177,9 @@ class JobFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageLedger:
-    """Accounts, limits and licences, and what has been used. `fairshare` has the associations' factors, 0..1, best first.
+    """Accounts, limits, licences and past usage. `fairshare`: the factor (0..1) of each association, best first.
 
-    `used`: what was given back, as it counts now; what runs is not in it.
+    `used`: decayed usage of resources that were given back; running jobs are not included.
     """
 
     accounting: Accounting = NO_ACCOUNTING
@@ -192,7 +192,7 @@ NO_USAGE = UsageLedger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that a plan depends on, besides the policy. `facts` has the jobs that waiting jobs depend on, by job or array id."""
+    """Everything that a plan depends on, except the policy. `facts`: jobs that pending jobs depend on, by job or array id."""
 
     now_s: float
     nodes: tuple[NodeView, ...]
@@ -202,30 +202,30 @@ class Snapshot:
     facts: Mapping[int, tuple[JobFact, ...]] = field(default_factory=lambda: MappingProxyType({}))
     ledger: UsageLedger = NO_USAGE
     reservations: tuple[Reservation, ...] = ()
-    reserved_intervals: tuple[ReservedInterval, ...] = ()  # of these reservations
-    promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the plan before
+    reserved_intervals: tuple[ReservedInterval, ...] = ()  # from these reservations
+    promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the pass before
     experience: Experience = NO_EXPERIENCE
 
 
 class SnapshotCache:
-    """What was made of each waiting job, kept between snapshots; equal requests and shapes become one object."""
+    """The views of pending jobs, kept between snapshots; equal requests and shapes become one object."""
 
     def __init__(self) -> None:
         self.pending: dict[JobId, tuple[Job, PendingJob]] = {}
         self._partitions: dict[str, Partition] = {}
         self._requests: dict[tuple[int, str, int | None, tuple[Refusal, ...]], ResourceRequest] = {}
         self._shapes: dict[Shape, Shape] = {}
-        self._specs: dict[int, JobSpec] = {}  # keeps them alive: their id() is the key above
+        self._specs: dict[int, JobSpec] = {}  # keeps them alive, because their id() is the key above
 
     def follow(self, partitions: Mapping[str, Partition]) -> None:
-        """Forget everything if the partitions are no longer those that it was made for."""
+        """Forget everything if the partitions have changed."""
         if partitions != self._partitions:
             self._partitions = dict(partitions)
             self.pending = {}
             self._forget_requests()
 
     def request(self, job: Job, partition: Partition) -> ResourceRequest:
-        """Return what `job` needs, the same object for jobs that share their spec."""
+        """Return the request of `job`; jobs with the same specification share the object."""
         key = (id(job.spec), partition.name, job.time_limit_s, job.refusals)
         request = self._requests.get(key)
         if request is None:
@@ -243,7 +243,7 @@ class SnapshotCache:
             self.pending[job.id] = job, pending_job(job, partitions, default_of(partitions), self)
 
     def keep_only(self, waiting: Mapping[JobId, tuple[Job, PendingJob]]) -> None:
-        """Forget all but what is waiting now, and the requests once they are many more than the jobs."""
+        """Keep only `waiting`; forget the requests once they are many more than the jobs."""
         self.pending = dict(waiting)
         if len(self._requests) > 1000 + 2 * len(self.pending):
             self._forget_requests()
@@ -270,10 +270,10 @@ def snapshot_of(
     promises: Mapping[JobId, Promise] = MappingProxyType({}),
     experience: Experience = NO_EXPERIENCE,
 ) -> Snapshot:
-    """Return the world at `now_s`.
+    """Return the snapshot of the cluster at `now_s`.
 
-    `jobs`: all that wait or run, and of those that ended at least the ones that a waiting job depends on (a dependency
-    on a job that is not given counts as on one that is long gone).
+    `jobs`: all pending and active jobs, and of the ended ones at least those that a pending job depends on. A dependency
+    on any other job counts as one on a job that ended long ago.
     """
     cache = cache if cache is not None else SnapshotCache()
     jobs = tuple(jobs)
@@ -329,7 +329,7 @@ def _running_jobs(
 
 
 def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJob:
-    """Return `job` as it asks at `now_s`: one that has waited long enough for few switches takes more."""
+    """Return `job` as it asks at `now_s`: after its wait for few switches it accepts more."""
     until_s = switches_matter_until_s(job.since_s, job.switches_wait_s, max_switch_wait_s)
     if not job.request.shape.switches or until_s is None or now_s < until_s:
         return job
@@ -337,14 +337,14 @@ def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJ
 
 
 def switches_matter_until_s(since_s: float | None, own_s: float | None, max_switch_wait_s: float) -> float | None:
-    """Return until when a job whose age counts `since_s` waits for few switches: for its `own_s` if it has set that."""
+    """Return until when a job waits for few switches: `own_s` after `since_s`, else `max_switch_wait_s` after it."""
     return since_s + (own_s if own_s is not None else max_switch_wait_s) if since_s is not None else None
 
 
 def allows(shape: Shape, node: NodeView) -> bool:
-    """Say whether `shape` may use `node` at all: not excluded, and of the right features."""
+    """Say whether `shape` may use `node` at all: it is not excluded, large enough and has the features."""
     if shape.components:
-        return any(allows(one, node) for one in shape.components)
+        return any(allows(component, node) for component in shape.components)
     if shape.exclude and node.name in shape.exclude:
         return False
     if shape.mincpus > node.cpus or shape.tmp_mib > node.tmp_mib:
@@ -353,7 +353,7 @@ def allows(shape: Shape, node: NodeView) -> bool:
 
 
 def node_view(node: Node) -> NodeView:
-    """Return what the planner needs to know of `node`."""
+    """Return the view of `node` that the planner needs."""
     spec = node.spec
     return NodeView(
         name=spec.name,
@@ -372,14 +372,14 @@ def node_view(node: Node) -> NodeView:
 
 
 def pending_job(job: Job, partitions: Mapping[str, Partition], default: str, cache: SnapshotCache) -> PendingJob:
-    """Return what the planner needs to know of a job that waits."""
+    """Return the view of a pending job that the planner needs, with views in its other partitions."""
     names = (job.partition or job.spec.partition or default).split(",")
     views = [_pending_in(job, partitions, name, cache) for name in names]
     return views[0] if len(views) == 1 else replace(views[0], others=tuple(views[1:]))
 
 
 def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache: SnapshotCache) -> PendingJob:
-    """Return what the planner needs to know of a job that waits for a place in partition `name`."""
+    """Return the view of a pending job in partition `name`."""
     partition = partitions.get(name) or Partition(name=name, nodes=(), state=PartitionState.DOWN)
     return PendingJob(
         id=job.id,
@@ -424,7 +424,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
 
 
 def time_min_s(job: Job) -> int | None:
-    """Return to what its time limit may be cut; None: not at all. One that nobody asked for gives way to a deadline."""
+    """Return the least time limit that `job` may start with; None: its own. A default limit may be cut for a deadline."""
     if job.time_min_s is not None:
         return job.time_min_s if job.time_limit_s is None else min(job.time_min_s, job.time_limit_s)
     return LEAST_LIMIT_S if job.spec.time_limit_s is None and job.deadline_at_s is not None else None
@@ -437,7 +437,7 @@ def running_job(
     now_s: float,
     reservation: Reservation | None = None,
 ) -> RunningJob:
-    """Return what the planner needs to know of a job that holds nodes, in `reservation`. One that is being ended ends now."""
+    """Return the view of a job that holds nodes, in `reservation`."""
     held = set(job.held_nodes)
     began_at_s = next((at_s for at_s in (job.started_at_s, job.allocated_at_s) if at_s is not None), now_s)
     partition = partitions.get(job.partition or job.spec.partition or default)
@@ -501,7 +501,7 @@ def _why_not(node: Node) -> str:
 
 
 def _facts(jobs: tuple[Job, ...], pending: tuple[PendingJob, ...]) -> dict[int, tuple[JobFact, ...]]:
-    """Return the states of the jobs that others wait for: a job under its own id, array tasks also under the array's."""
+    """Return the facts of the jobs that others depend on: by job id, array tasks also by the id of the array."""
     wanted = {
         job_id
         for view in pending

@@ -1,8 +1,8 @@
-"""A world and the policy that it was planned with as a JSON value, to be looked at, sent to others, and planned again.
+"""A snapshot and its policy as a JSON value, to be inspected, sent to others and planned again.
 
-Versioned; what a version does not know is refused, so that nothing is guessed. Jobs come with what the planner knows of them:
-neither scripts nor environments, nor paths. Fields of jobs that have their default are left out (ten thousand of them are alike),
-and reservations are kept, not the blocks that follow from them.
+Versioned: an unknown version is rejected. Jobs have only what the planner needs: no scripts, environments or paths. Fields of
+jobs with their default value are left out, because ten thousand jobs have mostly equal fields. Reservations are stored,
+not the reserved intervals that follow from them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Json = dict[str, Any]
 
 
 def snapshot_to_json(snapshot: Snapshot, policy: Policy) -> Json:
-    """Return the world and the policy as an object that ``json.dumps`` takes."""
-    world = value_to_json(replace(snapshot, reserved_intervals=()))
-    del world["reserved_intervals"]
+    """Return the snapshot and the policy as an object that ``json.dumps`` accepts."""
+    data = value_to_json(replace(snapshot, reserved_intervals=()))
+    del data["reserved_intervals"]
     usual = _usual()
-    for job in world["pending"]:
+    for job in data["pending"]:
         _drop_usual(job, usual)
-    return {"kind": KIND, "version": VERSION, "snapshot": world, "policy": value_to_json(policy)}
+    return {"kind": KIND, "version": VERSION, "snapshot": data, "policy": value_to_json(policy)}
 
 
 def snapshot_from_json(obj: object) -> tuple[Snapshot, Policy]:
-    """Return the world and the policy that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
+    """Return the snapshot and the policy in `obj` (parsed JSON). Raises ProtocolError if it has none."""
     if not isinstance(obj, dict) or obj.get("kind") != KIND:
-        raise ProtocolError("cannot read the snapshot: it is no file of hctl snapshot")
+        raise ProtocolError("cannot read the snapshot: hctl snapshot has not written this file")
     if obj.get("version") != VERSION:
         raise ProtocolError(
             f"cannot read the snapshot: it has version {str(obj.get('version'))[:20]!r}, this hpcsched reads {VERSION}"
@@ -49,13 +49,13 @@ def snapshot_from_json(obj: object) -> tuple[Snapshot, Policy]:
 
 
 def _usual() -> Json:
-    """Return a waiting job of which every field that has a default has it."""
+    """Return a pending job whose fields have their defaults."""
     some = ResourceRequest(shape=Shape())
     return value_to_json(PendingJob(id=JobId(0), display_id="", partition="", request=some, submitted_at_s=0.0))
 
 
 def _drop_usual(job: Json, usual: Mapping[str, Any]) -> None:
-    """Drop what `job`, its shape and the same job in other partitions have as `usual`."""
+    """Remove the fields of `job`, of its shape and of its views in other partitions that equal those of `usual`."""
     for name in _DEFAULTED:
         if job[name] == usual[name]:
             del job[name]

@@ -1,5 +1,5 @@
-"""A trace of a real machine and a virtual clock around the scheduler: what would this policy have done there?
+"""Simulation: what a policy would have done with the log of a real machine, or does with a saved queue.
 
-`swf` reads the trace, `world` lets the events happen one at a time, `metrics` says how it went, `plot` draws it. The
+`swf` reads a log, `policies` replays it and computes metrics, `forecast` continues a snapshot, `plot` draws the results. The
 decisions are those of `hpcsched.sched`, the code that the daemon runs.
 """

@@ -1,11 +1,11 @@
-"""What becomes of a queue if nothing more is submitted: a saved world goes on by itself, planned by the daemon's own `plan`.
+"""What becomes of a queue if no more jobs are submitted: a snapshot continues, planned by the daemon's own `plan`.
 
-Jobs run to their time limits, or as long as they are expected to (see `sched.predict`); a plan never knows more than the limits.
-The world moves from event to event: the end of a job, a begin time, a reservation's start or end, whatever a waiting job
-waits for. What is decided once holds; jobs that were held, or wait for what cannot happen, are left over with their reason.
+Jobs run to their time limits, or as long as predicted (see `sched.guard.predict`); a plan never knows more than the limits. Time
+advances from event to event: the end of a job, a begin time, the start or end of a reservation, whatever a waiting job waits
+for. Decisions are final; held jobs and jobs that wait for something impossible are left over with their reason.
 
-Not played through: preemption, elastic jobs that shrink and grow, fair-share factors and usage that change meanwhile, and
-jobs that end badly (a dependency takes each for completed).
+Not simulated: preemption, elastic jobs that change size, fair-share factors and usage that change meanwhile, and jobs
+that fail (a dependency treats each as completed).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 SHORTEST_S = 1.0
-_IN_LINE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
+_IN_QUEUE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """When the waiting jobs start, in the order of their starts; `left` has why the others never do.
+    """The starts of the waiting jobs, in order; `left` has the reasons of jobs that never start.
 
-    `empty_at_s`: when the last has started, `ended_at_s`: when all have ended. `utilization`: of the cpus of the nodes that
-    answer, until the queue is empty; None if it is at once.
+    `empty_at_s`: when the last job has started. `ended_at_s`: when all have ended. `utilization`: of the cpus of the nodes that
+    answer, until the queue is empty; None if that is now.
     """
 
     now_s: float
@@ -46,12 +46,12 @@ class Forecast:
 
     @property
     def waits_s(self) -> list[float]:
-        """Return how long from now on each that starts still waits."""
+        """Return the remaining wait, in seconds from now, of each job that starts."""
         return [start_s - self.now_s for start_s in self.starts_s.values()]
 
 
 def forecast(snapshot: Snapshot, policy: Policy, *, predict: bool = False) -> Forecast:
-    """Return what becomes of the jobs of `snapshot`; with `predict` they run as long as they are expected to."""
+    """Return the forecast for the jobs of `snapshot`; with `predict` they run as long as predicted."""
     course = _Course(snapshot, replace(policy, estimate_depth=0, preempt=PreemptRules()), predict)
     course.run()
     empty_at_s = max(course.starts_s.values(), default=snapshot.now_s)
@@ -66,7 +66,7 @@ def forecast(snapshot: Snapshot, policy: Policy, *, predict: bool = False) -> Fo
 
 
 def with_nodes(snapshot: Snapshot, nodes: Sequence[NodeView]) -> Snapshot:
-    """Return the world with these nodes as well, in every partition."""
+    """Return the snapshot with these additional nodes in every partition."""
     names = tuple(node.name for node in nodes)
     partitions: dict[str, Partition] = {
         name: replace(partition, nodes=(*partition.nodes, *names)) for name, partition in snapshot.partitions.items()
@@ -75,13 +75,13 @@ def with_nodes(snapshot: Snapshot, nodes: Sequence[NodeView]) -> Snapshot:
 
 
 def without_nodes(snapshot: Snapshot, names: Collection[NodeName]) -> Snapshot:
-    """Return the world in which nothing more starts on these nodes; what runs there runs on."""
+    """Return the snapshot in which no job starts on these nodes; jobs that run there continue."""
     nodes = tuple(replace(node, why_not="is removed") if node.name in names else node for node in snapshot.nodes)
     return replace(snapshot, nodes=nodes)
 
 
 class _Course:
-    """The world as it goes on."""
+    """The cluster as it continues."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, predict: bool) -> None:
         self.now_s = snapshot.now_s
@@ -89,7 +89,7 @@ class _Course:
         self.starts_s: dict[JobId, float] = {}
         self.held: list[tuple[float, float, int]] = []  # from, until, cpus of nodes that answer
         self.last_plan = Plan(starts=(), waits={})
-        self._world = snapshot
+        self._base = snapshot
         self._usable = frozenset(node.name for node in snapshot.nodes if node.usable)
         self._policy = policy
         self._promises = snapshot.promises
@@ -101,19 +101,19 @@ class _Course:
             self._begin(replace(job, elastic=None), self._rest_until_s(job))
 
     def run(self) -> None:
-        """Go on until nothing more happens."""
+        """Advance until nothing more happens."""
         while True:
             self._plan()
             if not self.pending:
                 break
-            next_s = min((at_s for at_s in self._turns() if at_s > self.now_s), default=None)
+            next_s = min((at_s for at_s in self._next_times_s() if at_s > self.now_s), default=None)
             if next_s is None:
                 break
             self._move_to(next_s)
         self.now_s = max((end_s for end_s, _ in self._ends), default=self.now_s)
 
     def _plan(self) -> None:
-        """Start what a plan starts; again if that itself was what others waited for."""
+        """Start what a plan starts; plan again if other jobs depend on these starts."""
         again = True
         while again:
             self.last_plan = plan(self._snapshot(), self._policy)
@@ -122,17 +122,17 @@ class _Course:
             again = False
             for job in [job for job in self.pending if job.id in starts]:
                 start = starts[job.id]
-                here = next((one for one in (job, *job.others) if one.partition == start.partition), job)
-                running = as_running(here, start.shares, self.now_s, self._world.reservations, start.time_limit_s)
-                again = self._tell(job.id, JobState.RUNNING, started_at_s=self.now_s) or again
+                here = next((view for view in (job, *job.others) if view.partition == start.partition), job)
+                running = as_running(here, start.shares, self.now_s, self._base.reservations, start.time_limit_s)
+                again = self._update_facts(job.id, JobState.RUNNING, started_at_s=self.now_s) or again
                 self.starts_s[job.id] = self.now_s
                 self._begin(replace(running, runs=True), self.now_s + self._lasts_s(here, running))
             self.pending = [self._eligible(job) for job in self.pending if job.id not in starts]
 
     def _snapshot(self) -> Snapshot:
-        reservations = tuple(one for one in self._world.reservations if not one.is_over(self.now_s))
+        reservations = tuple(each for each in self._base.reservations if not each.is_over(self.now_s))
         return replace(
-            self._world,
+            self._base,
             now_s=self.now_s,
             running=tuple(self._running.values()),
             pending=tuple(self.pending),
@@ -143,8 +143,8 @@ class _Course:
         )
 
     def _eligible(self, job: PendingJob) -> PendingJob:
-        """Let the age of `job` count from when only others and resources are in its way."""
-        if job.since_s is not None or self.last_plan.waits[job.id].reason not in _IN_LINE:
+        """Return `job` with its age counting from now, if it waits only for resources or other jobs."""
+        if job.since_s is not None or self.last_plan.waits[job.id].reason not in _IN_QUEUE:
             return job
         return replace(job, since_s=self.now_s)
 
@@ -155,13 +155,13 @@ class _Course:
         self.held.append((self.now_s, end_s, cpus))
 
     def _lasts_s(self, job: PendingJob, running: RunningJob) -> float:
-        """Return how long `job` runs, which starts now."""
+        """Return how long `job`, which starts now, runs."""
         ends_at_s = running.ends_at_s
         limit_s = ends_at_s - self.now_s if ends_at_s is not None else float(self._policy.default_time_limit_s)
         return max(SHORTEST_S, limit_s if self._expected is None else self._expected.run_s(job.uid, limit_s))
 
     def _rest_until_s(self, job: RunningJob) -> float:
-        """Return when `job`, which runs already, ends."""
+        """Return when `job`, which already runs, ends."""
         policy, began_s = self._policy, job.began_at_s
         limit_s = job.ends_at_s - began_s if job.ends_at_s is not None else float(policy.default_time_limit_s)
         if self._expected is not None and not job.ending:
@@ -170,18 +170,18 @@ class _Course:
                 return expected_s
         return began_s + limit_s if began_s + limit_s > self.now_s else self.now_s + policy.overdue_s
 
-    def _turns(self) -> Iterator[float]:
+    def _next_times_s(self) -> Iterator[float]:
         """Yield the times at which something changes."""
         if self._ends:
             yield self._ends[0][0]
-        for block in reserved_intervals_of(self._world.reservations, self.now_s):
+        for block in reserved_intervals_of(self._base.reservations, self.now_s):
             yield block.start_s
             yield block.end_s if block.end_s < NEVER_S else self.now_s
         for job in self.pending:
             wait = self.last_plan.waits[job.id]
-            if wait.reason not in _IN_LINE and wait.expected_start_s is not None:
+            if wait.reason not in _IN_QUEUE and wait.expected_start_s is not None:
                 yield wait.expected_start_s
-            if job.deadline_at_s is not None:  # then it is too late
+            if job.deadline_at_s is not None:  # then it cannot end in time
                 least_s = job.time_min_s if job.time_min_s is not None else job.request.time_limit_s or 0
                 yield job.deadline_at_s - least_s + 0.001
             if job.request.shape.switches and job.since_s is not None:
@@ -193,12 +193,12 @@ class _Course:
         while self._ends and self._ends[0][0] <= now_s:
             end_s, job_id = heappop(self._ends)
             del self._running[job_id]
-            self._tell(job_id, JobState.COMPLETED, ended_at_s=end_s)
+            self._update_facts(job_id, JobState.COMPLETED, ended_at_s=end_s)
 
-    def _tell(
+    def _update_facts(
         self, job_id: JobId, state: JobState, started_at_s: float | None = None, ended_at_s: float | None = None
     ) -> bool:
-        """Let those that depend on the job know of its new state; say whether there are any."""
+        """Give the new state of the job to its dependents; say whether it has any."""
         keys = [key for key, facts in self._facts.items() if any(fact.id == job_id for fact in facts)]
         for key in keys:
             facts = self._facts[key]

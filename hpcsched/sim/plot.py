@@ -1,7 +1,7 @@
-"""Draws how policies compare on a trace: use of the machine over time, waits, and the first policy's schedule as a Gantt chart.
+"""Draws how policies compare on a log: utilization over time, waits, and the first policy's schedule as a Gantt chart.
 
-Needs matplotlib, which only this asks for. Of a long trace the Gantt chart shows the busiest week; processors are alike, so which
-of them a job is drawn on is made up (the lowest free ones).
+Needs matplotlib, which no other module needs. Of a long log, the Gantt chart shows the busiest week. Processors are equal, so
+the chart draws a job on the lowest free ones.
 """
 
 from __future__ import annotations

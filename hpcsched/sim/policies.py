@@ -1,4 +1,7 @@
-"""The policies that a simulation can follow, by name, on one pool of processors; `sched.pool` says how near `plan` they are."""
+"""Replays a trace with a policy on one pool of processors, and computes metrics of the schedule.
+
+`sched.pool` says how its fast engines relate to `plan`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ WORST_USERS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """The figures of one schedule; times in seconds, `user_slowdowns` by user."""
+    """The metrics of one schedule; times in seconds, `user_slowdowns` by user."""
 
     jobs: int
     bounded_slowdown_mean: float
@@ -54,12 +57,12 @@ class Metrics:
 
 
 def bounded_slowdown(wait_s: float, run_s: float) -> float:
-    """Return how many times its run time (of 10 s at least) a job took."""
+    """Return the response time of a job over its run time (at least 10 s)."""
     return max(1.0, (wait_s + run_s) / max(run_s, FLOOR_S))
 
 
 def metrics_of(jobs: Sequence[TraceJob], starts_s: Sequence[float], procs: int) -> Metrics:
-    """Return the figures of the schedule that starts `jobs` at `starts_s` on `procs` processors; all 0 without jobs."""
+    """Return the metrics of the schedule that starts `jobs` at `starts_s` on `procs` processors; all 0 without jobs."""
     waits = [start_s - job.submit_s for job, start_s in zip(jobs, starts_s, strict=True)]
     slowdowns = [bounded_slowdown(wait_s, job.run_s) for job, wait_s in zip(jobs, waits, strict=True)]
     by_user: dict[int, list[float]] = {}
@@ -94,7 +97,7 @@ def jain(values: Iterable[float]) -> float:
 
 
 def json_of(metrics: Metrics) -> dict[str, Any]:
-    """Return the figures as they are printed; of the users the mean and those who were served worst."""
+    """Return the metrics as printed; of the slowdowns by user, only the worst."""
     worst = sorted(metrics.user_slowdowns.items(), key=lambda item: (-item[1], item[0]))[:WORST_USERS]
     return {
         "jobs": metrics.jobs,
@@ -188,7 +191,7 @@ POLICIES: dict[str, tuple[Make, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a policy did with a trace on `procs` processors; `starts_s` in the order of `jobs`."""
+    """The schedule of a trace by a policy on `procs` processors; `starts_s` is in the order of `jobs`."""
 
     policy: str
     procs: int
@@ -204,9 +207,9 @@ class Simulation:
 
 
 def simulate(trace: Trace, policy: str, procs: int = 0, engine: str = POOL) -> Simulation:
-    """Return what `policy` does with `trace` on `procs` processors (0: as many as the trace says). Raises RequestError.
+    """Return the schedule of `trace` by `policy` on `procs` processors (0: as the trace says). Raises RequestError.
 
-    `engine` PLAN has the daemon's own `plan` decide at each event, POOL the quick code that follows the same rules.
+    `engine`: PLAN is the daemon's own `plan` at each event; POOL is faster code with the same rules.
     """
     if policy not in POLICIES:
         raise RequestError(f"cannot follow policy {policy!r}: known are {', '.join(POLICIES)}")
@@ -251,11 +254,10 @@ def _line(jobs: Sequence[TraceJob], policy: str, size: int, engine: str) -> Engi
     )
 
 
-# ----- a trace that the daemon's own plan decides: at each event a snapshot is made of the pool and given to `plan`
-# It is what `hpcschedd` runs, to the letter, and slower than the pools of `sched.pool`, which follow the same rules event by
-# event. The pool is one node; its cpus are the processors. A limit counts in whole seconds there, 1 at least. Jobs are looked
-# at in the order of arrival, all of them at every event. What `default` knows of ended jobs is what the daemon would: each
-# user's last runs, and how long plain EASY would have had jobs wait.
+# ----- the engine PLAN: at each event a snapshot of the pool is given to `plan`
+# This is exactly what `hpcschedd` runs, and slower than the pools of `sched.pool`. The pool is one node, whose cpus are the
+# processors. A limit counts in whole seconds, at least 1. All jobs are looked at, in the order of arrival, at every event.
+# `default` knows of ended jobs what the daemon knows: each user's last runs, and the longest wait under plain EASY.
 
 
 KINDS = {
@@ -288,7 +290,7 @@ class PlannedLine:
             self._shadow = ShadowEasy(size)
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
-        """Let `job` wait from now on. If it fits in what is free, or has to be promised a start, return what is to start."""
+        """Add `job` to the queue. If it fits in the free processors, or is promised a start, return the jobs to start."""
         self._waiting[job] = self._pending(job, now_s)
         if self._shadow is not None:
             self._shadow.submitted(self._jobs[job].procs, self._jobs[job].asked_s, now_s)
@@ -298,7 +300,7 @@ class PlannedLine:
         return self._plan(now_s) if fits or self._policy.backfill is Backfill.CONSERVATIVE else []
 
     def end(self, job: int, now_s: float) -> Sequence[int]:
-        """Take back what `job` held, and return what is to start."""
+        """Release the processors of `job`, and return the jobs to start."""
         ended = self._running.pop(job)
         run_s = now_s - ended.began_at_s
         self._history.record(ended.uid, run_s)
@@ -309,7 +311,7 @@ class PlannedLine:
         return self._plan(now_s) if self._waiting else []
 
     def _held(self, now_s: float) -> list[RunningJob]:
-        """Return the jobs whose time limit is not up: the processors of the others count as free."""
+        """Return the running jobs within their time limit; the processors of the others count as free."""
         return [job for job in self._running.values() if job.ends_at_s is not None and job.ends_at_s > now_s]
 
     def _plan(self, now_s: float) -> list[int]:

@@ -1,11 +1,11 @@
-"""Reads a trace in the Standard Workload Format: 18 numbers a line for each job, header lines that begin with ``;``.
+"""Reads a log in the Standard Workload Format: one line of 18 numbers for each job, header lines that begin with ``;``.
 
 Of each job it takes submit time (field 2), run time (4), processors (8 requested, else 5 allocated), requested time (9, else
-the run time) and user (12). Every field must be a number, also of those that are not looked at: what is broken is no job.
-A job without run time or processors never ran: it is left out and counted. A job that ran longer than it asked for is taken
-to have asked for what it ran, since nothing can be planned around an end that does not come. Of a job that was swapped out there
-is one line for the whole of it, and behind it one for each part (status, field 11: 2, 3 or 4): the parts are left out, as the
-format's authors ask of studies of a workload.
+the run time) and user (12). Every field must be a number, also unused ones; a malformed line is an error. A job without
+run time or processors never ran: it is left out and counted. If a job ran longer than requested, its run time counts as
+requested, because a plan cannot know of a later end. A swapped-out job has one line for the whole job and then one for each part
+(status, field 11: 2, 3 or 4): the parts are left out, as the authors of the format recommend.
+
 Knows nothing of schedules. Source: cs.huji.ac.il/labs/parallel/workload/swf.html.
 """
 
@@ -23,12 +23,12 @@ from hpcsched.errors import RequestError
 
 FIELDS = 18
 PARTS = frozenset("234")  # status of a line about a part of a job
-BIGGEST = 10**15  # a number beyond this (or none at all, as nan) is a mistake
+BIGGEST = 10**15  # a larger number, or nan, is an error
 _HEADER = re.compile(r";\s*(MaxNodes|MaxProcs)\s*:\s*(\d+(?:,\d{3})*)", re.IGNORECASE)
 
 
 class TraceJob(NamedTuple):
-    """One job of a trace; times in seconds as the trace counts them, `user` -1 where it does not say."""
+    """One job of a trace. Times are seconds from the start of the trace; `user` -1: unknown."""
 
     id: int
     submit_s: float
@@ -40,7 +40,7 @@ class TraceJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The jobs in the order in which they come, and the machine's size by the header (0: it does not say)."""
+    """The jobs in the order of submission, and the size of the machine by the header (0: unknown)."""
 
     name: str
     jobs: tuple[TraceJob, ...]
@@ -64,7 +64,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def trace_of(lines: Iterable[str], name: str) -> Trace:
-    """Return the trace that `lines` hold; `name` stands for it in errors. Raises RequestError."""
+    """Return the trace in `lines`; errors call it `name`. Raises RequestError."""
     sizes: dict[str, int] = {}
     jobs: list[TraceJob] = []
     never_ran = overran = parts = 0
@@ -88,7 +88,7 @@ def trace_of(lines: Iterable[str], name: str) -> Trace:
                 overran += job.asked_s > 0
                 job = job._replace(asked_s=job.run_s)
             jobs.append(job)
-    jobs.sort(key=_submit_s)  # stable: what comes at the same second stays in the order of the file
+    jobs.sort(key=_submit_s)  # stable: jobs of the same second keep the order of the file
     nodes = sizes.get("maxnodes", 0)
     procs = sizes.get("maxprocs", 0) or nodes
     return Trace(
@@ -119,7 +119,7 @@ def _job(fields: list[str], number: int, name: str) -> TraceJob | None:
 
 
 def _number(text: str) -> float:
-    """Return a number: most are whole, which computes faster and prints as it was. Raises ValueError, naming it."""
+    """Return a number, an int if it is whole, which is faster and prints unchanged. Raises ValueError with its text."""
     if "_" in text or not text.isascii():  # Python would take 1_000 and other scripts' digits
         raise ValueError(repr(text[:40]))
     try:

@@ -1,15 +1,16 @@
-"""A plan stopped at one job's turn: what it would get now, when it can start at the earliest, and what less would start now.
+"""What a job would get at its turn: now, at the earliest later, and with a smaller request.
 
-The jobs ahead of it are planned as `plan` does; then, instead of the job itself, questions are asked. So the answers are
-those of the scheduler, not of an estimate beside it. (With `easy-sjbf`, which tries jobs behind the first one out of order,
-"ahead" are those of higher priority all the same. With `default`, which promises starts out of order, all others are.)
+The jobs ahead of it are planned as `plan` does; then, instead of the job itself, questions are asked. So the answers are those of
+the scheduler, not of a separate estimate. (With `easy-sjbf`, which tries jobs behind the first one out of order, jobs ahead are
+still those of higher priority. With `default`, which promises starts out of order, all other jobs count as ahead.)
 
-Whether a smaller request would start is asked of a plan with that request in the job's place. In a large world, where that would
-take too long, it is asked at the job's turn: what is said to start there, starts; but what the request does to the order and to
-promises is left out. That matters with `default`, where one that would start may not be told then; elsewhere hardly ever.
+Whether a smaller request would start is asked of a plan with that request in the job's place. In a large cluster that takes too
+long; there it is asked at the job's turn: a request that starts there does start, but its effect on the order and on promises
+is left out. That matters with `default`, where a request that would start may be missed; elsewhere it hardly ever matters.
 
-A smaller request differs in one thing alone: less time, fewer nodes, tasks, cpus, GPUs, less memory, or a demand dropped. Of
-a few counts each is tried, of many the largest that starts is found by halving: as a rule whoever fits with more fits with less.
+A smaller request differs in one thing only: less time, fewer nodes, tasks, cpus or GPUs, less memory, or a requirement dropped. A
+few counts are all tried; of many, the largest that starts is found by bisection, because a job that fits usually also fits
+with less.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from hpcsched.sched.queue.reservations import cut_short_s
 from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
-LONGEST_MINUTES = 30 * 24 * 60  # what is tried of a job that has no limit
+LONGEST_MINUTES = 30 * 24 * 60  # the longest time limit that is tried for a job without one
 _COARSE_MIB, _FINE_MIB = 1024, 128
-FEW = 100  # jobs and nodes: of so many a plan takes a few milliseconds
-FEW_OUT_OF_ORDER = 200  # the same where a job's turn says less
+FEW = 100  # jobs and nodes: a plan for so many takes a few milliseconds
+FEW_OUT_OF_ORDER = 200  # the same with `default`, where the turn of a job says less
 FEW_COUNTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedPlace:
-    """Where and when a job can start at the earliest. `until_ended`: the running jobs whose ends it waits for, the last first."""
+    """Where and when a job can start at the earliest. `until_ended`: running jobs that must end before, the last first."""
 
     start_s: float
     partition: str
@@ -51,7 +52,7 @@ class ExpectedPlace:
 
 
 class WhatIf:
-    """The world when a plan comes to look at `job`. Not for several threads at once."""
+    """The scheduling pass at the turn of `job`. Not thread-safe."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, job: PendingJob) -> None:
         self._snapshot = snapshot
@@ -64,19 +65,19 @@ class WhatIf:
         first = next((at for at, view in enumerate(queue) if view.id == job.id), len(queue))
         in_order_of_starts = policy.backfill is not Backfill.DEFAULT
         before = {view.id for view in (queue[:first] if in_order_of_starts else queue)} - {job.id}
-        before |= snapshot.promises.keys() - {job.id}  # what was promised to those behind it is not its own either
+        before |= snapshot.promises.keys() - {job.id}  # slots promised to jobs behind it are not free for it either
         ahead = tuple(other for other in snapshot.pending if other.id in before)
         self._current = SchedulingPass(replace(snapshot, pending=ahead), policy)
         for _ in steps_of(self._current):
             pass
 
     def place(self) -> ExpectedPlace | None:
-        """Return where and when the job can start at the earliest, if all that runs lasts to its limit; None: not known."""
+        """Return where and when the job can start at the earliest if running jobs last to their limits; None: unknown."""
         found = [place for view in self._views if (place := self._place(view)) is not None]
         return min(found, key=lambda place: place.start_s, default=None)
 
     def starts(self, request: ResourceRequest) -> bool:
-        """Say whether the job would start now if it had asked for this."""
+        """Say whether the job would start now with this request."""
         few = FEW_OUT_OF_ORDER if self._policy.backfill is Backfill.DEFAULT else FEW
         if len(self._snapshot.pending) + len(self._snapshot.running) + len(self._snapshot.nodes) <= few:
             return self._starts_in_a_plan(request)
@@ -88,7 +89,9 @@ class WhatIf:
         changed = replace(mine, request=request, others=others)
         pending = tuple(changed if job.id == mine.id else job for job in self._snapshot.pending)
         current = SchedulingPass(replace(self._snapshot, pending=pending), self._policy)
-        final = not others and self._policy.backfill is not Backfill.DEFAULT  # what a look at it comes to
+        final = (
+            not others and self._policy.backfill is not Backfill.DEFAULT
+        )  # the first decision about the job is the last
         for _ in steps_of(current):
             if current.starts and current.starts[-1].job_id == mine.id:
                 return True
@@ -110,7 +113,7 @@ class WhatIf:
         )
 
     def _ends(self, nodes: set[NodeName], start_s: float) -> tuple[tuple[str, float], ...]:
-        """Return the running jobs on these nodes that are to have ended by `start_s`, the last to end first."""
+        """Return the running jobs on these nodes that must end by `start_s`, the last to end first."""
         if start_s <= self._snapshot.now_s:
             return ()
         timeline = self._current.placement.timeline
@@ -119,41 +122,41 @@ class WhatIf:
         return tuple((display_id, end_s) for end_s, display_id in ends if end_s <= start_s)
 
 
-def smaller_requests(turn: WhatIf, request: ResourceRequest) -> tuple[str, ...]:
-    """Return what asked for instead would start now, each as the option to change: ``--time=30:00``, ``--nodes=1``."""
-    found = [_less_time(turn, request)]
-    found += [option for option in _fewer(turn, request)]
+def smaller_requests(what_if: WhatIf, request: ResourceRequest) -> tuple[str, ...]:
+    """Return the smaller requests that would start now, as options to change: ``--time=30:00``, ``--nodes=1``."""
+    found = [_less_time(what_if, request)]
+    found += [option for option in _fewer(what_if, request)]
     found += [
-        f"without {what}" for what, shape in _dropped(request.shape) if turn.starts(replace(request, shape=shape))
+        f"without {what}" for what, shape in _dropped(request.shape) if what_if.starts(replace(request, shape=shape))
     ]
     return tuple(option for option in found if option)
 
 
-def _less_time(turn: WhatIf, request: ResourceRequest) -> str:
+def _less_time(what_if: WhatIf, request: ResourceRequest) -> str:
     limit_s = request.time_limit_s if request.time_limit_s else UNLIMITED_S
     most = min(-(-limit_s // MINUTE_S) - 1, LONGEST_MINUTES)
-    minutes = _largest(most, lambda count: turn.starts(replace(request, time_limit_s=count * MINUTE_S)))
+    minutes = _largest(most, lambda count: what_if.starts(replace(request, time_limit_s=count * MINUTE_S)))
     return f"--time={format_time_s(minutes * MINUTE_S)}" if minutes else ""
 
 
-def _fewer(turn: WhatIf, request: ResourceRequest) -> Iterator[str]:
-    """Yield the options of what can be counted, with the largest number that would start now."""
+def _fewer(what_if: WhatIf, request: ResourceRequest) -> Iterator[str]:
+    """Yield each option with a count, with the largest number that would start now."""
     for option, most, made in _counts(request.shape):
-        count = _largest(most, partial(_starts_with, turn, request, made))
+        count = _largest(most, partial(_starts_with, what_if, request, made))
         if count:
             yield option(count)
 
 
-def _starts_with(turn: WhatIf, request: ResourceRequest, made: Callable[[int], Shape], count: int) -> bool:
-    return turn.starts(replace(request, shape=made(count)))
+def _starts_with(what_if: WhatIf, request: ResourceRequest, made: Callable[[int], Shape], count: int) -> bool:
+    return what_if.starts(replace(request, shape=made(count)))
 
 
 _Count = tuple[Callable[[int], str], int, Callable[[int], Shape]]
 
 
 def _counts(shape: Shape) -> Iterator[_Count]:
-    """Yield what a shape counts: how it is written, the most that is less than now, and the shape with so many."""
-    if shape.components:  # no one option of its own would say which of them it is for
+    """Yield for each count of a shape: how its option is written, the most below the present, the shape with a count."""
+    if shape.components:  # an option would not say which component it is for
         return
     if shape.nodes_min > 1 and shape.ntasks is None:
         yield _option("nodes"), shape.nodes_min - 1, lambda n: replace(shape, nodes_min=n, nodes_max=n)
@@ -193,7 +196,7 @@ def _with_tasks(shape: Shape, count: int) -> Shape:
 
 
 def _dropped(shape: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield the demands of a shape that could be dropped, and the shape without each."""
+    """Yield the requirements of a shape that could be dropped, each with the shape without it."""
     if shape.components:
         return
     if shape.exclusive:
@@ -220,29 +223,27 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-# ----- what if: whether a job would start in a world that is not as it is
-# The plan itself is asked, so that all it heeds is heeded.
-# Pure: a snapshot and a policy in, a start out.
+# ----- whether a job would start in a changed snapshot: the plan itself is asked, so that everything it considers counts
 
 
 Make = Callable[[Snapshot, Policy], Plan]
 
 
 def start_of(made: Plan, job_id: JobId) -> Start | None:
-    """Return how the job starts by this plan; None: it does not."""
+    """Return the start of the job in this plan; None: it does not start."""
     return next((start for start in made.starts if start.job_id == job_id), None)
 
 
 def start_behind(
-    world: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
+    snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> Start | None:
-    """Return how `job` would start in `world` without delaying those `ahead`; None: it would not.
+    """Return the start of `job` in `snapshot` that delays no job `ahead`; None: it does not start.
 
-    Who of these would start there as well does not count: what is made free is not meant for them.
+    Jobs ahead that would start there too are left out, because resources are not freed for them.
     """
     ahead = tuple(ahead)
     while True:
-        made = make(replace(world, pending=(*ahead, job)), policy)
+        made = make(replace(snapshot, pending=(*ahead, job)), policy)
         started = {start.job_id for start in made.starts}
         others = tuple(other for other in ahead if other.id not in started)
         if job.id in started or len(others) == len(ahead):
@@ -257,10 +258,10 @@ def as_running(
     reservations: Iterable[Reservation] = (),
     lowered_s: int | None = None,
 ) -> RunningJob:
-    """Return the job as it is when it starts now on `shares`, its time limit `lowered_s`. It cannot be preempted at once."""
+    """Return the job as it is when it starts now on `shares` with time limit `lowered_s`. It is not preempted at once."""
     limit_s = lowered_s if lowered_s is not None else known_limit_s(job.request.time_limit_s)
     limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
-    ends_s = min(limit_ends_s, cut_short_s(job, {one.name: one for one in reservations}))
+    ends_s = min(limit_ends_s, cut_short_s(job, {each.name: each for each in reservations}))
     alike = {name: getattr(job, name) for name in _ALIKE}
     return RunningJob(
         **alike,
@@ -270,9 +271,9 @@ def as_running(
     )
 
 
-def started(world: Snapshot, job: PendingJob, start: Start) -> RunningJob:
-    """Return `job`, which waits in `world`, as it is when it has started so."""
-    return as_running(job, start.shares, world.now_s, world.reservations, start.time_limit_s)
+def started(snapshot: Snapshot, job: PendingJob, start: Start) -> RunningJob:
+    """Return `job`, which is pending in `snapshot`, as it is after `start`."""
+    return as_running(job, start.shares, snapshot.now_s, snapshot.reservations, start.time_limit_s)
 
 
 _ALIKE = {field.name for field in fields(PendingJob)} & {field.name for field in fields(RunningJob)}

@@ -1,1 +1,1 @@
-"""The default policy: short jobs first by prediction, with a bound on everybody's wait."""
+"""The policy `default`: short jobs first by predicted run time, with a bound on every job's wait."""

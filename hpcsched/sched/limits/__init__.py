@@ -1,1 +1,1 @@
-"""What jobs may have: limits of accounts, users, QOS and partitions, resources by name, licences."""
+"""Limits of accounts, users, QOS and partitions, resources under Slurm's names (TRES), and licences."""

@@ -1,6 +1,6 @@
 """Licences: counted resources of the whole cluster, on no node, over time.
 
-A step function of time for each, as a node's room is. Knows nothing of nodes, jobs and order.
+Each licence has a step function of time, as each node has a profile. Knows nothing of nodes, jobs and order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hpcsched.sched.pool.conservative import Steps
 
 
 class FreeLicenses:
-    """What is free of each licence: all of `totals` less what `held` has until its time."""
+    """How many of each licence are free over time: `totals` less `held`, until the time given with it."""
 
     def __init__(self, now_s: float, totals: Mapping[str, int], held: Iterable[tuple[LicenseCounts, float]]) -> None:
         self._now_s = now_s
@@ -28,7 +28,7 @@ class FreeLicenses:
                 self._steps[name].add(start_s, end_s, -count)
 
     def give(self, counts: LicenseCounts, start_s: float, end_s: float) -> None:
-        """Give back what was taken."""
+        """Give back `counts`, which were taken over ``[start_s, end_s)``."""
         self.take([(name, -count) for name, count in counts], start_s, end_s)
 
     def free_now(self) -> dict[str, int]:
@@ -36,7 +36,7 @@ class FreeLicenses:
         return {name: steps.free[0] for name, steps in self._steps.items()}
 
     def earliest(self, counts: LicenseCounts, length_s: float, from_s: float) -> float:
-        """Return from when on, `from_s` at the earliest, all of `counts` are free for `length_s`; of what is not there, never."""
+        """Return the first time at or after `from_s` from which `counts` are free for `length_s`; `NEVER_S`: never."""
         start_s = from_s
         while True:
             found_s = start_s

@@ -1,11 +1,11 @@
-"""How much of each limit is taken: by what runs, and by what a plan starts beside it.
+"""How much of each limit is taken: by running jobs, and by what a pass starts beside them.
 
-`why_not` asks whether a job would break a limit; `started` counts it in. So limits hold within one plan as well. Where a job's
-resources are settled only with its place, it is asked twice: before, with what it will have at the least, and with what it
-would get. An elastic job that would grow is no further job, and what a job may have bounds all of it.
+`why_not` asks whether a job would break a limit; `started` counts it. So limits also hold within one pass. If the resources of a
+job are known only with its nodes, two questions are asked: before, with the least that it gets, and then with what it
+gets. An elastic job that grows is not another job; limits for one job apply to all of it.
 
-A limit on resource-minutes counts what was used of late (`Ledger.used`), and what running jobs may use until their time
-limits, as if they had used it all now: what starts can end within the limit.
+A limit on resource-minutes counts past usage (`UsageLedger.used`) and what running jobs may use until their time limits, as if
+they had used it already: so a job that starts can end within the limit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hpcsched.sched.place.request import Shape
 from hpcsched.sched.queue.usage import factor_of, weights_of
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
-_Key = tuple[Holder, str, str]  # of whom; user, where each is counted apart
+_Key = tuple[Holder, str, str]  # holder, its name, and the user if each user is counted separately
 
 
 @dataclass(slots=True)
@@ -58,16 +58,16 @@ class _Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """What all jobs of one user, account, QOS and partition have alike."""
+    """What the jobs of one user, account, QOS and partition have in common."""
 
     rules: tuple[LimitRule, ...]
-    timed: bool  # some rule asks for the time limit
+    timed: bool  # a rule depends on the time limit
     factor: float
-    stranger: Wait | None  # why none of them may start: the account or the QOS is gone
+    not_allowed: Wait | None  # why none of them can start: the account or the QOS is gone
 
 
 class Quota:
-    """The limits of one snapshot, and what is taken of them."""
+    """The limits of one snapshot, and how much of each is taken."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -77,7 +77,7 @@ class Quota:
         self._counts: dict[_Key, _Count] = {}
         self._least: dict[
             tuple[int, str], tuple[Shape, Held]
-        ] = {}  # keeps the shapes: their id() is a key here and there
+        ] = {}  # keeps the shapes alive, because their id() is a key
         self._memo: dict[tuple[int, int, int | None], Wait | None] = {}
         self._minutes_used: dict[tuple[Holder, str, str], float] = {}
         self._growing: dict[JobId, RunningJob] = {}
@@ -86,17 +86,17 @@ class Quota:
         if self.bounded:
             self._growing = {job.id: job for job in snapshot.running if job.elastic is not None}
             for job in snapshot.running:
-                # One that stands still for another gets its cpus back: they count meanwhile, as in Slurm.
+                # A suspended job gets its cpus back, so they count meanwhile, as in Slurm.
                 shares = job.lent_shares or job.shares
                 self._count(job, held_by(shares, self._nodes, job.licenses), _limit_s(job))
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return the limit that keeps `job` from starting, whatever is free; None: none does, as far as is known yet."""
+        """Return the wait for a limit that `job` breaks with the least that it can get; None: it breaks none."""
         if not self.any:
             return None
         scope = self._scope_of(job)
-        if scope.stranger is not None or not scope.rules:
-            return scope.stranger
+        if scope.not_allowed is not None or not scope.rules:
+            return scope.not_allowed
         shape = job.request.shape
         key = (id(scope), id(shape), job.request.time_limit_s if scope.timed else None)
         if job.licenses or job.id in self._growing:
@@ -106,19 +106,17 @@ class Quota:
         return self._memo[key]
 
     def why_not_with(self, job: PendingJob, held: Held) -> Wait | None:
-        """Return the limit that `job` would break with exactly this."""
+        """Return the wait for a limit that `job` breaks with exactly `held`; None: it breaks none."""
         if not self.any:
             return None
         scope = self._scope_of(job)
         return self._breach(job, scope, self._with_billing(held, job.partition)) if scope.rules else None
 
     def started(self, job: PendingJob, held: Held) -> None:
-        """Count `job`, which the plan starts with this."""
+        """Count `job`, which the pass starts with `held`."""
         if self.bounded:
             self._count(job, held, known_limit_s(job.request.time_limit_s))
             self._memo.clear()
-
-    # ----- counting
 
     def _count(self, job: PendingJob | RunningJob, held: Held, limit_s: float | None) -> None:
         held = self._with_billing(held, job.partition)
@@ -127,7 +125,7 @@ class Quota:
             self._counts.setdefault(key, _Count()).add(held, limit_s, factor)
 
     def _keys(self, job: PendingJob | RunningJob) -> list[_Key]:
-        """Return everybody whose limits `job` counts against."""
+        """Return the keys of the counts that `job` adds to."""
         holders = [(Holder.QOS, job.qos), (Holder.PARTITION, job.partition), (Holder.USER, job.user)]
         account = self._account(job)
         holders += [(Holder.ACCOUNT, line.name) for line in self._accounting.lineage(account)]
@@ -138,8 +136,6 @@ class Quota:
 
     def _with_billing(self, held: Held, partition: str) -> Held:
         return with_billing(held, weights_of(self._accounting, self._snapshot.partitions.get(partition)))
-
-    # ----- judging
 
     def _scope_of(self, job: PendingJob) -> _Scope:
         key = (job.partition, job.account, job.user, job.qos)
@@ -152,12 +148,12 @@ class Quota:
                 rules=rules,
                 timed=any(rule.kind in TIMED for rule in rules),
                 factor=factor_of(self._accounting, job.qos),
-                stranger=self._stranger(job),
+                not_allowed=self._not_allowed(job),
             )
         return scope
 
-    def _stranger(self, job: PendingJob) -> Wait | None:
-        """Return why a job waits whose account or QOS is not configured, or not let into its partition, any more."""
+    def _not_allowed(self, job: PendingJob) -> Wait | None:
+        """Return the wait of a job whose account or QOS was removed, or is no longer allowed in its partition."""
         accounting = self._accounting
         account = self._account(job)
         if accounting.accounts and accounting.account(account) is None:
@@ -178,7 +174,7 @@ class Quota:
         return None
 
     def _least_of(self, job: PendingJob) -> Held:
-        """Return what the job will have at the least."""
+        """Return the least that the job can get."""
         shape = job.request.shape
         key = (id(shape), job.partition)
         if key not in self._least:
@@ -190,7 +186,7 @@ class Quota:
         return self._with_billing(self._least[key][1] | licenses, job.partition)
 
     def _breach(self, job: PendingJob, scope: _Scope, held: Held) -> Wait | None:
-        """Return the first limit that `job` would break with `held`."""
+        """Return the wait for the first limit that `job` breaks with `held`; None: it breaks none."""
         limit_s, factor = known_limit_s(job.request.time_limit_s), scope.factor
         grows = self._growing.get(job.id)
         whole = held if grows is None else self._with(held, grows)
@@ -207,12 +203,12 @@ class Quota:
         return None
 
     def _with(self, held: Held, job: RunningJob) -> Held:
-        """Return `held` and what `job` has already."""
+        """Return `held` plus what `job` holds already."""
         whole = self._with_billing(held_by(job.shares, self._nodes, job.licenses), job.partition)
         return {name: held.get(name, 0.0) + whole.get(name, 0.0) for name in {**whole, **held}}
 
     def _more(self, rule: LimitRule, held: Held, limit_s: float | None, factor: float) -> float:
-        """Return what the job would add to what others take of the limit; 0: nothing, or it is about the job alone."""
+        """Return what the job adds to the amount that counts against the limit; 0 for a limit of one job."""
         if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
             return 1
         if rule.kind in (Kind.PER_USER, Kind.GRP):
@@ -222,7 +218,7 @@ class Quota:
         return 0
 
     def _have(self, rule: LimitRule, user: str) -> float:
-        """Return what is taken of the limit."""
+        """Return how much of the limit is taken."""
         count = self._counts.get((rule.holder, rule.name, user if rule.kind in EACH_USER else ""), _NOTHING)
         if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
             return count.jobs
@@ -231,7 +227,7 @@ class Quota:
         return count.held.get(rule.resource, 0.0)
 
     def _used_minutes(self, rule: LimitRule) -> float:
-        """Return what ended jobs of the holder have used, as it counts now."""
+        """Return the resource-minutes that ended jobs of the holder have used, as they count now."""
         key = (rule.holder, rule.name, rule.resource)
         if key not in self._minutes_used:
             used_s = 0.0
@@ -255,14 +251,14 @@ def _limit_s(job: RunningJob) -> float | None:
 
 
 def _has_rules(snapshot: Snapshot) -> bool:
-    """Whether a job may be kept waiting by limits, or because its account or QOS is gone or not let in."""
+    """Say whether limits, or removed or disallowed accounts and QOS, can keep a job waiting."""
     accounting, partitions = snapshot.ledger.accounting, snapshot.partitions.values()
     barred_ones = any(partition.allow_accounts or partition.allow_qos for partition in partitions)
     return bool(accounting.accounts or accounting.qos or barred_ones) or _has_limits(snapshot)
 
 
 def _has_limits(snapshot: Snapshot) -> bool:
-    """Whether anything is limited, so that it must be counted what running jobs take."""
+    """Say whether anything is limited, so that running jobs must be counted."""
     accounting = snapshot.ledger.accounting
     limited: tuple[Account | UserRules | Qos | Partition, ...] = (
         *accounting.accounts,
@@ -273,14 +269,11 @@ def _has_limits(snapshot: Snapshot) -> bool:
     return any(one.limits != NO_LIMITS for one in limited)
 
 
-# ----- what is counted while a plan is made: who may not start another job because enough of theirs run
-# Before a job is looked at it is asked `why_not`; when its place is known, `why_not_there`; when the plan starts it, `started`
-# counts it in. So limits hold for all that starts within one plan as well. Array limits are counted here, those of users,
-# accounts, QOS and partitions by `quota`.
-
-
 class LimitCounts:
-    """What runs, counted, and what the plan starts beside it."""
+    """The limits of arrays, and those of users, accounts, QOS and partitions (`Quota`), during one pass.
+
+    For each job: `why_not` before it is tried, `why_not_there` when its nodes are known, `started` when it starts.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._array_tasks: dict[JobId | None, int] = {}
@@ -291,21 +284,21 @@ class LimitCounts:
 
     @property
     def limited(self) -> bool:
-        """Whether anybody has set a limit, so that it matters what jobs get."""
+        """Say whether any limit is set, so that it matters what jobs get."""
         return self._quota.bounded
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return which limit keeps `job` waiting whatever is free, or None."""
+        """Return the wait for a limit that keeps `job` waiting, whatever is free; None: none does."""
         if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
             return at_array_limit(job.array_limit)
         return self._quota.why_not(job)
 
     def why_not_there(self, job: PendingJob, held: Held) -> Wait | None:
-        """Return which limit `job` would break with what it would get."""
+        """Return the wait for a limit that `job` breaks with `held`; None: it breaks none."""
         return self._quota.why_not_with(job, held)
 
     def started(self, job: PendingJob, held: Held) -> None:
-        """Count `job`, which the plan starts."""
+        """Count `job`, which the pass starts."""
         self._quota.started(job, held)
         if job.array_limit:
             self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1

@@ -1,4 +1,4 @@
-"""Jobs' resources in Slurm's names (TRES): what a request asks for at the least, what shares hold, what there is."""
+"""Resources of jobs under Slurm's names (TRES): the least that a request needs, what shares hold, what nodes have."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Licenses = tuple[tuple[str, int], ...]
 
 
 def least_of(shape: Shape, licenses: Licenses = ()) -> Held:
-    """Return what a job of `shape` will have at the very least."""
+    """Return the least that a job of `shape` gets."""
     if shape.components:
-        return _sum([least_of(one) for one in shape.components], licenses)
+        return _sum([least_of(component) for component in shape.components], licenses)
     tasks = shape.tasks_least
     cpus = tasks * shape.cpus_per_task
     held: Held = {NODE: shape.nodes_min, CPU: cpus, MEM: 0.0}
@@ -49,12 +49,12 @@ def _sum(parts: Iterable[Held], licenses: Licenses) -> Held:
 
 
 def least_there(shape: Shape, nodes: Sequence[NodeView], licenses: Licenses = ()) -> Held:
-    """Return what a job of `shape` will have at the very least of some of `nodes`.
+    """Return the least that a job of `shape` gets on some of `nodes`.
 
-    That is more than it asks for if it has its nodes to itself, or says nothing of memory: then it is a part of the node's.
+    That is more than it asks for if it is exclusive, or if it does not ask for memory: then it gets a part of the node's memory.
     """
     if shape.components:
-        return _sum([least_there(one, nodes) for one in shape.components], licenses)
+        return _sum([least_there(component, nodes) for component in shape.components], licenses)
     held, count = least_of(shape, licenses), shape.nodes_min
     if not shape.exclusive and (shape.mem_per_node_mib is not None or shape.mem_per_cpu_mib is not None):
         return held
@@ -73,7 +73,7 @@ def least_there(shape: Shape, nodes: Sequence[NodeView], licenses: Licenses = ()
 
 
 def held_by(shares: Iterable[Share], nodes: Mapping[NodeName, NodeView], licenses: Licenses = ()) -> Held:
-    """Return what a job with these shares has; of nodes that are not known the GPUs have no type."""
+    """Return what a job with these shares holds; GPUs of unknown nodes have no type."""
     held: Held = {NODE: 0, CPU: 0, MEM: 0}
     for share in shares:
         held[NODE] += 1
@@ -91,7 +91,7 @@ def held_by(shares: Iterable[Share], nodes: Mapping[NodeName, NodeView], license
 
 
 def held_of(parts: Iterable[tuple[int, int, Units, tuple[GpuSlot, ...]]], licenses: Licenses = ()) -> Held:
-    """Return what a job has that gets, of each of its nodes, these cpus, MiB and units of the node's GPU slots."""
+    """Return what a job holds with these parts: of each node cpus, MiB, units of its GPU slots, and the slots."""
     held: Held = {NODE: 0, CPU: 0, MEM: 0}
     for cpus, mem_mib, units, slots in parts:
         held[NODE] += 1
@@ -106,7 +106,7 @@ def held_of(parts: Iterable[tuple[int, int, Units, tuple[GpuSlot, ...]]], licens
 
 
 def all_of(nodes: Iterable[NodeView], licenses: Licenses = ()) -> Held:
-    """Return what the nodes have together, and the licences that there are."""
+    """Return the resources of all `nodes` together, and the licences."""
     nodes = tuple(nodes)
     whole: Held = {NODE: len(nodes), CPU: sum(n.cpus for n in nodes), MEM: sum(n.mem_mib for n in nodes)}
     for node in nodes:
@@ -118,7 +118,7 @@ def all_of(nodes: Iterable[NodeView], licenses: Licenses = ()) -> Held:
 
 
 def billing_of(held: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return what a second of `held` is charged."""
+    """Return the billing of one second of `held`."""
     total = held.get(CPU, 0) * weights.get(CPU, 0.0) + held.get(MEM, 0) / MIB_PER_GIB * weights.get(MEM, 0.0)
     typed = {name: weight for name, weight in weights.items() if name.startswith(GPU + ":")}
     plain = held.get(GPU, 0) - sum(held.get(name, 0) for name in typed)
@@ -128,7 +128,7 @@ def billing_of(held: Mapping[str, float], weights: Mapping[str, float]) -> float
 
 
 def with_billing(held: Held, weights: Mapping[str, float]) -> Held:
-    """Return `held` with what a second of it is charged."""
+    """Return `held` with the billing of one second of it."""
     return held | {BILLING: billing_of(held, weights)}
 
 

@@ -1,15 +1,15 @@
-"""How many GPUs of a node are stranded: free, but of no use to the jobs that come.
+"""How many GPUs of a node are stranded: free, but of no use to the jobs that are expected.
 
-What comes is taken to be like what runs and waits: a *mix* of the most common demands. Of a node's free GPUs a demand of the mix
-can use those that have enough left for it, if the node's free cpus and memory allow it at all; and all demands together no
-more GPUs than the free cpus would feed at the cpus that the mix has for each GPU. What is expected to be of no use is stranded. A
-job goes where it strands fewest GPUs anew, which may be less than none: where it takes what nothing else would fit on.
+Expected jobs are assumed to be like those that run and wait: a *mix* of the most common demands. A demand of the mix can use
+the free GPUs of a node that have enough left for it, if the node's free cpus and memory allow it at all; and all demands together
+use no more GPUs than the free cpus feed, at the mix's cpus for each GPU. GPUs that are not expected to be used are stranded. A
+job goes to the node where it strands the fewest additional GPUs; that may be less than none, if it takes what fits no other job.
 
 The idea of placing by the growth of expected fragmentation: Weng et al., Beware of Fragmentation: Scheduling GPU-Sharing
-Workloads with Fragmentation Gradient Descent, USENIX ATC 2023. That free cpus bound what GPUs are worth, at the mix's ratio and
-not only demand by demand, is ours: it sees a node run out of cpus long before no job fits any more.
+Workloads with Fragmentation Gradient Descent, USENIX ATC 2023. The bound by free cpus at the mix's ratio, not only demand by
+demand, is ours: it sees a node run out of cpus long before no job fits.
 
-Pure. Knows nothing of time; types of GPUs are not told apart: a node has GPUs of one type as a rule.
+Pure. Knows nothing of time. Types of GPUs are not distinguished, because a node usually has GPUs of one type.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hpcsched.sched.place.request import Shape, gpu_count
 from hpcsched.sched.place.timeline import NodeResources, less
 from hpcsched.sched.snapshot import Snapshot
 
-MOST_DEMANDS = 24  # the most common ones; they are nearly all of what comes as a rule
+MOST_DEMANDS = 24  # the most common ones, which are usually nearly all
 _MICRO = 1_000_000
 
 
 class Demand(NamedTuple):
-    """What a job takes of one node: whole `gpus`, or `shards` of a GPU that has `shards_of`."""
+    """What a job takes of one node: whole `gpus`, or `shards` of the `shards_of` of one GPU."""
 
     cpus: int
     mem_mib: int
@@ -42,7 +42,7 @@ class Demand(NamedTuple):
 
 
 class Mix:
-    """What jobs ask for of nodes with GPUs, as shares that sum up to 1."""
+    """The demands of jobs on nodes with GPUs, with frequencies that add up to 1."""
 
     def __init__(self, counts: Counter[Demand]) -> None:
         common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MOST_DEMANDS]
@@ -53,11 +53,11 @@ class Mix:
         self._known: dict[tuple[GpuSlot, ...], dict[NodeResources, float]] = {}
 
     def newly_stranded(self, slots: tuple[GpuSlot, ...], room: NodeResources, use: NodeResources) -> int:
-        """Return how many millionths of a GPU more are stranded once `use` is taken of `room`; below 0: fewer."""
+        """Return how many more millionths of a GPU are stranded once `use` is taken of `room`; negative: fewer."""
         return round((self.stranded(slots, less(room, use)) - self.stranded(slots, room)) * _MICRO)
 
     def stranded(self, slots: tuple[GpuSlot, ...], room: NodeResources) -> float:
-        """Return how many of the GPUs that are free in `room` are expected to be of no use."""
+        """Return how many of the free GPUs in `room` are expected to be of no use."""
         known = self._known.setdefault(slots, {})
         lost = known.get(room)
         if lost is None:
@@ -84,7 +84,7 @@ class Mix:
 
 
 def mix_of(snapshot: Snapshot) -> Mix | None:
-    """Return the mix of what runs and waits in `snapshot`; None where there are no GPUs, or nothing asks for any."""
+    """Return the mix of running and pending jobs in `snapshot`; None: there are no GPUs, or no job asks for any."""
     slots = {node.name: node.slots for node in snapshot.nodes if node.gpus}
     if not slots:
         return None
@@ -93,7 +93,7 @@ def mix_of(snapshot: Snapshot) -> Mix | None:
         for share in job.shares:
             if share.gpus:
                 counts[_of_share(share)] += 1
-    shards_of = max([slot.shards for its in slots.values() for slot in its])
+    shards_of = max([slot.shards for node_slots in slots.values() for slot in node_slots])
     shapes = {id(job.request.shape): job.request.shape for job in snapshot.pending}
     for key, number in Counter([id(job.request.shape) for job in snapshot.pending]).items():
         for shape in shapes[key].each:
@@ -110,7 +110,7 @@ def _of_share(share: Share) -> Demand:
 
 
 def _of_shape(shape: Shape, shards_of: int) -> Demand | None:
-    """Return what `shape` takes of each node about; None if it asks for no GPUs."""
+    """Return about what `shape` takes of each node; None: it asks for no GPUs."""
     tasks = shape.tasks_min if shape.ntasks is None else max(1, shape.ntasks // shape.nodes_min)
     gpus = gpu_count(shape.gpus_per_node) + gpu_count(shape.gpus_per_task) * tasks
     gpus += gpu_count(shape.gpus_total) // shape.nodes_min
@@ -123,7 +123,7 @@ def _of_shape(shape: Shape, shards_of: int) -> Demand | None:
 
 
 def _with_room_for(demand: Demand, slots: tuple[GpuSlot, ...], units: Units) -> float:
-    """Return how many GPUs are free on those of a node's GPUs that have the shards of `demand`."""
+    """Return how much is free, in GPUs, on the GPUs of a node that have the shards of `demand`."""
     usable = 0.0
     for slot, count in zip(slots, units, strict=True):
         if slot.gpu_index >= 0 and count * demand.shards_of >= demand.shards * slot.shards:

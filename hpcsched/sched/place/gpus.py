@@ -1,8 +1,8 @@
-"""The GPUs of one node as the planner counts them: pools of whole GPUs by type, and single GPUs that come in shards.
+"""The GPUs of one node as the planner counts them: pools of whole GPUs by type, and single GPUs divided into shards.
 
-A node's *slots* are fixed; a vector of *units*, one number for each slot, says what is free or taken: so rooms are added,
-subtracted and compared without knowing what a unit is. A unit of a pool is a GPU; a GPU in shards is a slot of its own, its
-units are its shards, and who takes it whole takes them all.
+A node's *slots* are fixed. A vector of *units*, one number for each slot, says what is free or taken, so that resources are
+added, subtracted and compared without knowing what a unit is. A unit of a pool is a GPU. A GPU with shards is a slot of its
+own, whose units are its shards; a job that takes it whole takes all shards.
 
 Knows nothing of time, jobs and which node is preferred. Source: gres.conf(5), sharing GRES.
 """
@@ -27,7 +27,7 @@ class GpuSlot(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """The GPUs that a job gets on a node: whole ones by index, or some `shards` of the one that has `shards_of`."""
+    """The GPUs that a job gets on a node: whole ones by index, or `shards` of the `shards_of` of one GPU."""
 
     gpus: tuple[int, ...] = ()
     shards: int = 0
@@ -40,7 +40,7 @@ def gpu_slots(gpus: Sequence[Gpu]) -> tuple[GpuSlot, ...]:
 
 
 def all_units(gpus: Sequence[Gpu], slots: tuple[GpuSlot, ...]) -> Units:
-    """Return what an empty node has of its slots."""
+    """Return the units of an empty node."""
     counts = [0] * len(slots)
     for gpu in gpus:
         counts[slots.index(_slot_of(gpu))] += gpu.shards
@@ -48,14 +48,14 @@ def all_units(gpus: Sequence[Gpu], slots: tuple[GpuSlot, ...]) -> Units:
 
 
 def whole_gpus(slots: tuple[GpuSlot, ...], units: Units, kind: str = ANY_GPU) -> int:
-    """Return how many whole GPUs of type `kind` the units make."""
+    """Return how many whole GPUs of type `kind` the units are."""
     return sum([count // slot.shards for slot, count in zip(slots, units, strict=True) if kind in (ANY_GPU, slot.type)])
 
 
 def gpus_taken(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> Units | None:
-    """Return the units that give whole GPUs as `asked`, or None if `free` has too few.
+    """Return the units of `free` that give the whole GPUs `asked`; None: there are too few.
 
-    GPUs of no named type come from one type if one has enough (the one that has fewest), else from several.
+    GPUs without a named type come from one type if one has enough (the type with the fewest), else from several.
     """
     left = list(free)
     for kind, count in asked:  # named types come first
@@ -69,7 +69,7 @@ def gpus_taken(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> Uni
 
 
 def has_gpus(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> bool:
-    """Say whether `gpus_taken` finds as many as `asked`."""
+    """Say whether `gpus_taken` finds the GPUs `asked`."""
     if len(asked) == 1:
         kind, count = asked[0]
         return whole_gpus(slots, free, kind) >= count
@@ -77,12 +77,12 @@ def has_gpus(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> bool:
 
 
 def units_of(slots: tuple[GpuSlot, ...], at: int, count: int) -> Units:
-    """Return `count` units of slot number `at` alone."""
+    """Return `count` units of the slot with index `at`, and none of the others."""
     return tuple([count if slot == at else 0 for slot in range(len(slots))])
 
 
 def shard_choices(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> list[int]:
-    """Return the slots that could give the shards `asked`."""
+    """Return the indices of the slots that can give the shards `asked`."""
     kind, count = asked[0]
     return [
         at
@@ -96,14 +96,14 @@ def _slot_of(gpu: Gpu) -> GpuSlot:
 
 
 def _slots_for(kind: str, count: int, slots: tuple[GpuSlot, ...], free: Sequence[int]) -> list[int]:
-    """Return the slots to take `count` GPUs of `kind` from, in order."""
+    """Return the indices of the slots from which `count` GPUs of `kind` are taken, in order."""
     every = range(len(slots))
     if kind != ANY_GPU:
         return [at for at in every if slots[at].type == kind]
     has: dict[str, int] = {}
     for at in every:
         has[slots[at].type] = has.get(slots[at].type, 0) + free[at] // slots[at].shards
-    enough = [its for its, number in has.items() if number >= count]
+    enough = [type_ for type_, number in has.items() if number >= count]
     if not enough:
         return list(every)
     best = min(enough, key=has.__getitem__)
@@ -111,7 +111,7 @@ def _slots_for(kind: str, count: int, slots: tuple[GpuSlot, ...], free: Sequence
 
 
 class FreeGpus:
-    """Which GPUs of one node are free, by index; the units say how many."""
+    """The free GPUs of one node, by index."""
 
     __slots__ = ("_left", "_pool", "_slots")
 
@@ -121,7 +121,7 @@ class FreeGpus:
         self._left = {gpu.index: gpu.shards for gpu in gpus if gpu.shards > 1}
 
     def grant(self, units: Units) -> Grant:
-        """Take `units` and return the GPUs that they are: the lowest indices."""
+        """Take `units`, and return their GPUs: those with the lowest indices."""
         if not any(units):
             return Grant()
         gpus: list[int] = []
@@ -139,7 +139,7 @@ class FreeGpus:
         return Grant(tuple(sorted(gpus)))
 
     def hold(self, share: Share) -> Units:
-        """Take what `share` has and return the units that it is. What the node does not have any more is none."""
+        """Take the GPUs of `share`, and return their units. GPUs that the node no longer has count as none."""
         counts = [0] * len(self._slots)
         for at, slot in enumerate(self._slots):
             if slot.gpu_index < 0:
@@ -148,7 +148,7 @@ class FreeGpus:
                         del self._pool[index]
                         counts[at] += 1
             elif slot.gpu_index in share.gpus:
-                # Shards of a GPU that was cut up otherwise when the job got them are worth as much of it.
+                # If the GPU had another number of shards when the job got them, they count as the same part of it.
                 part = -(-share.shards * slot.shards // share.shards_of) if share.shards else slot.shards
                 counts[at] = min(part, self._left[slot.gpu_index])
                 self._left[slot.gpu_index] -= counts[at]

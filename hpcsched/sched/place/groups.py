@@ -25,19 +25,19 @@ from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed
 from hpcsched.sched.place.timeline import NodeResources, Timeline
 from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
 
-# ----- the earliest time at which a gang that has tasks or GPUs to spread will fit, if all that runs lasts to its limit
-# Of a gang whose shares are all alike `Openings` alone can tell; here each node's seat counts, what it could take over the
-# window ``[t, t + limit)``. As `t` moves on a seat grows only when a step of the node's time begins, or the node opens at all;
-# it shrinks once the window reaches a step with less. So only the times of growth are tried, from where enough nodes could take
-# something, and only the seats of nodes that changed are worked out anew.
+# ----- the earliest time at which a gang with tasks or GPUs to spread fits, if running jobs last to their limits
+# For a gang with equal shares, `Openings` is enough. Here the seat of each node counts: what it can take over the window
+# ``[t, t + limit)``. As `t` advances, a seat grows only when a step of the node's profile begins, or when the node opens; it
+# shrinks once the window reaches a step with less. So only the times of growth are tried, from the first at which enough nodes
+# can take something, and only the seats of nodes that changed are computed again.
 
 
 def earliest_start(
     timeline: Timeline, shape: Shape, openings: Openings, required: frozenset[int], limit_s: float, from_s: float
 ) -> tuple[float, list[NodePart]] | None:
-    """Return when, `from_s` at the earliest, `shape` can run for `limit_s`, and what it would take; None: never.
+    """Return when, at `from_s` at the earliest, `shape` can run for `limit_s` seconds, and its parts; None: never.
 
-    It takes nodes that have least free now, so that what is free now stays open to others meanwhile.
+    It takes the nodes that have least free now, so that the nodes that are free now stay open to other jobs.
     """
     window = _Window(timeline, shape, limit_s)
     coming = openings.beginning_after(from_s, limit_s)
@@ -46,7 +46,7 @@ def earliest_start(
         window.open(node, from_s, until_s)
     at_s = from_s
     while True:
-        chosen = choose(shape, sorted(window.seats.values()), required) if window.may_do() else None
+        chosen = choose(shape, sorted(window.seats.values()), required) if window.may_suffice() else None
         if chosen is not None:
             rooms = [timeline.profiles[seat.node].free_over(at_s, at_s + limit_s) for seat in chosen]
             return at_s, parts_of(shape, chosen, timeline.nodes, timeline.types, rooms)
@@ -63,25 +63,25 @@ def earliest_start(
 
 
 class _Window:
-    """The seats of the nodes over a window that moves on in time."""
+    """The seats of the nodes over a window that advances in time."""
 
     def __init__(self, timeline: Timeline, shape: Shape, limit_s: float) -> None:
         self.seats: dict[int, Seat] = {}
-        self.grows: list[tuple[float, int]] = []  # when the seat of which node may get larger
-        self._shrinks: list[tuple[float, int]] = []  # after which time that of which node may get smaller
-        self._until_s: dict[int, float] = {}  # so long the node is open
+        self.grows: list[tuple[float, int]] = []  # when a seat may grow, and its node
+        self._shrinks: list[tuple[float, int]] = []  # after which time a seat may shrink, and its node
+        self._until_s: dict[int, float] = {}  # by node: how long it is open
         self._tasks = 0
         self._timeline = timeline
         self._shape = shape
         self._limit_s = limit_s
 
     def open(self, node: int, at_s: float, until_s: float) -> None:
-        """Let `node` take part from now on: it could hold something until `until_s`."""
+        """Add `node`, which can hold a share until `until_s`."""
         self._until_s[node] = until_s
         self._see(node, at_s)
 
     def move_to(self, at_s: float) -> None:
-        """Let the window begin at `at_s`."""
+        """Advance the window to begin at `at_s`."""
         changed: set[int] = set()
         while self.grows and self.grows[0][0] <= at_s:
             changed.add(heappop(self.grows)[1])
@@ -91,13 +91,13 @@ class _Window:
             if node in self._until_s:
                 self._see(node, at_s)
 
-    def may_do(self) -> bool:
-        """Say quickly that there are too few seats, before they are sorted."""
+    def may_suffice(self) -> bool:
+        """Say, at little cost, whether there are enough seats, before they are sorted."""
         shape = self._shape
         return len(self.seats) >= shape.nodes_min and (shape.ntasks is None or self._tasks >= shape.ntasks)
 
     def _see(self, node: int, at_s: float) -> None:
-        """Work out the node's seat anew, and when it may change next."""
+        """Compute the seat of the node again, and when it may change next."""
         old = self.seats.pop(node, None)
         if old is not None:
             self._tasks -= old.tasks
@@ -121,14 +121,14 @@ class _Window:
 
 
 def is_alike(shape: Shape, required: frozenset[int]) -> bool:
-    """Say whether `shape` takes equal shares, so that any nodes that have room for one do."""
+    """Say whether `shape` takes equal shares, so that any nodes with room for one share will do."""
     if (required and len(required) < shape.nodes_max) or not shape.any_nodes:
         return False
     return shape.nodes_max == 1 or (shape.ntasks is None and not shape.gpus_total)
 
 
 def share_of(shape: Shape) -> Shape:
-    """Return what each node must have room for at the least, as a shape for one node."""
+    """Return the least share of each node, as a shape for one node."""
     one = shape.nodes_max == 1
     return replace(
         shape,
@@ -156,7 +156,7 @@ def share_of(shape: Shape) -> Shape:
 
 
 class ShapeGroups:
-    """The groups of one plan, made as jobs ask for them."""
+    """The groups of one pass, made when jobs ask for them."""
 
     def __init__(self, snapshot: Snapshot, timeline: Timeline, closed: Closed, mix: Mix | None) -> None:
         self._snapshot = snapshot
@@ -170,11 +170,11 @@ class ShapeGroups:
         return len(self._groups)
 
     def of(self, job: PendingJob, nodes: Sequence[int]) -> ShapeGroup | ComponentGroup:
-        """Return the group of `job`, for which `nodes` are those of its partition that answer."""
+        """Return the group of `job`; `nodes` are the nodes of its partition that answer."""
         shape = job.request.shape
         group = self._groups.get((id(shape), job.partition, job.reservation))
         if group is None:
-            made = [self._made(one, job, nodes) for one in shape.each]
+            made = [self._made(component, job, nodes) for component in shape.each]
             group = ComponentGroup(self._timeline, shape, made) if shape.components else made[0]
             self._groups[id(shape), job.partition, job.reservation] = group
         return group
@@ -185,7 +185,7 @@ class ShapeGroups:
             nodes = [at for at in nodes if allows(shape, self._snapshot.nodes[at])]
         required = frozenset([timeline.index.get(name, -1) for name in shape.nodelist])
         bound = required if len(required) == shape.nodes_max else frozenset()
-        if bound:  # just these nodes will do
+        if bound:  # it uses exactly these nodes
             nodes = [at for at in nodes if at in bound]
         share = share_of(shape)
         floors = shape.mincpus, shape.tmp_mib
@@ -197,7 +197,7 @@ class ShapeGroups:
 
 
 class ShapeGroup:
-    """The jobs of one shape on some nodes. `nodes` are those that it may use, `required` the ones that it must."""
+    """The jobs of one shape on some nodes. `nodes`: those that it may use. `required`: those that it must use."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class ShapeGroup:
         self.shape = shape
         self.nodes = nodes
         self.required = required
-        self.fails_beyond_s = NEVER_S  # a job that would end later than this does not fit now
+        self.fails_beyond_s = NEVER_S  # a job that ends later than this does not fit now
         self._timeline = timeline
         self._openings = openings
         self._alike = is_alike(shape, required)
@@ -219,14 +219,14 @@ class ShapeGroup:
         self._floors = Floors()
         self._seating: Seating | None = None
         self._given = len(timeline.given)
-        self._seen = 0  # so many of the timeline's changes are in `_seating`
-        self._window = (-1, -1)  # what `_seating` was made for: reservations in all, dips before the job's end
+        self._seen = 0  # how many of the timeline's changes `_seating` has seen
+        self._window = (-1, -1)  # of `_seating`: number of reservations, and of dips before the end of the job
         self._uses: dict[tuple[int, NodeResources], NodeResources] = {}
         self._mix = mix
         self._fits: dict[tuple[int, NodeResources], Fit | None] = {}
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return what a job of this group that ends by `end_s` would get now, or None."""
+        """Return what a job of this group that ends by `end_s` gets now; None: it does not fit."""
         timeline = self._timeline
         self._forget_if_given()
         if end_s > self.fails_beyond_s:
@@ -243,9 +243,9 @@ class ShapeGroup:
         return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms, self._mix)
 
     def place_with(self, own: Sequence[NodePart], own_from_s: float, end_s: float) -> list[NodePart] | None:
-        """Return what a job would get now, by `place`, if its `own` parts, kept for it from `own_from_s` on, were not kept.
+        """Return what a job gets now if the slot with its `own` parts from `own_from_s` on is given up; None: nothing.
 
-        If its shape is not alike, only those nodes are thought of. That is exact where `place` has found nothing.
+        If the shape is not alike, only those nodes are tried. That is exact if `place` has found nothing.
         """
         if own_from_s >= end_s:
             return None
@@ -266,7 +266,7 @@ class ShapeGroup:
         return sorted([*mine, *parts], key=lambda part: part.node)
 
     def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
-        """Return when, `from_s` at the earliest, a job of this group can run for `limit_s`, and on what; None: never."""
+        """Return when, at `from_s` at the earliest, a job of this group can run for `limit_s`, and its parts; None: never."""
         self._forget_if_given()
         self._openings.catch_up()
         start_s = self._openings.earliest(self._count, limit_s)
@@ -283,7 +283,7 @@ class ShapeGroup:
         return found
 
     def seats_from(self, start_s: float, limit_s: float) -> Sequence[Seat]:
-        """Return the nodes that could take something of this group from then on for so long, in order of preference."""
+        """Return the seats of the nodes that can take something from `start_s` for `limit_s`, in order of preference."""
         self._forget_if_given()
         self._openings.catch_up()
         if start_s <= self._timeline.now_s:
@@ -296,13 +296,13 @@ class ShapeGroup:
         return sorted(seats)
 
     def parts_on(self, seats: Sequence[Seat], start_s: float, end_s: float) -> list[NodePart]:
-        """Return what a job of this group takes of `seats`, which are all that it gets."""
+        """Return the parts that a job of this group takes of exactly these `seats`."""
         timeline = self._timeline
         rooms = [timeline.profiles[seat.node].free_over(start_s, end_s) for seat in seats]
         return parts_of(self.shape, seats, timeline.nodes, timeline.types, rooms, self._mix)
 
     def next_opening_s(self, after_s: float, limit_s: float) -> float:
-        """Return when, after `after_s`, one of its nodes opens for so long, or has more to give; `NEVER_S`: none does."""
+        """Return when, after `after_s`, a node opens for `limit_s` or has more free; `NEVER_S`: never."""
         times_s = [opens_s for opens_s, _, _ in islice(self._openings.beginning_after(after_s, limit_s), 1)]
         for node in self.nodes:
             grows_s = self._timeline.profiles[node].times_s
@@ -310,17 +310,15 @@ class ShapeGroup:
         return min(times_s, default=NEVER_S)
 
     def seats_now(self) -> list[Seat]:
-        """Return the nodes that could take something of this group at this moment, for however short a time."""
+        """Return the seats of the nodes that can take something now, for however short a time."""
         self._openings.catch_up()
         seats = (self._seat(at, None) for at in self._openings.until_s)
         return [seat for seat in seats if seat is not None]
 
-    # ----- now
-
     def _seats(self, end_s: float) -> Sequence[Seat]:
         """Return the seats for a job that starts now and ends by `end_s`, in order of preference.
 
-        If any nodes do, what is free now decides which are preferred: then seats change only where something starts.
+        For an alike shape, preference depends on what is free now: then seats change only where a job starts.
         """
         timeline, until_s = self._timeline, self._openings.until_s
         if self._alike:
@@ -337,14 +335,14 @@ class ShapeGroup:
         return [seat for seat in self._seating.ordered if until_s.get(seat.node, 0.0) >= end_s]
 
     def could_have(self, own: NodePart, own_from_s: float, end_s: float) -> bool:
-        """Say whether its part of a node is free from now until `own_from_s`, and the node is not set aside until `end_s`."""
+        """Say whether the part is free from now until `own_from_s`, and the node is not closed to the job until `end_s`."""
         timeline = self._timeline
         now_s = timeline.now_s
         free = own_from_s <= now_s or timeline.profiles[own.node].earliest(own.use, own_from_s - now_s, now_s) <= now_s
         return free and self._openings.is_open(own.node, now_s, end_s)
 
     def _forget_if_given(self) -> None:
-        """Forget what did not fit, if room has been taken back since."""
+        """Forget what did not fit, if a slot has been released since."""
         given = len(self._timeline.given)
         if given > self._given:
             self._given = given
@@ -353,13 +351,13 @@ class ShapeGroup:
             self._seating = None
 
     def _less_in_the_way(self, end_s: float) -> float:
-        """Return the latest end before `end_s` by which nodes have more to give than until then."""
+        """Return the latest end before `end_s` until which nodes have more free than until `end_s`."""
         crossed = bisect_left(self._timeline.dips_s, end_s)
         dip_s = self._timeline.dips_s[crossed - 1] if crossed else self._timeline.now_s
         return max(dip_s, *[at_s for at_s in self._openings.until_s.values() if at_s < end_s], self._timeline.now_s)
 
     def _seat(self, at: int, end_s: float | None) -> Seat | None:
-        """Return how node `at` suits the shape by what it has free now, or all the time until `end_s`."""
+        """Return the seat of node `at` by what is free now, or from now until `end_s`; None: no share fits."""
         timeline = self._timeline
         profile = timeline.profiles[at]
         room = profile.rooms[0]
@@ -374,8 +372,6 @@ class ShapeGroup:
             fit = self._fits[key] = fit_of(self.shape, timeline.nodes[at], timeline.types[at], room, self._mix)
         return seat_at(self.shape, at, timeline.nodes[at], fit) if fit is not None else None
 
-    # ----- in time to come, of any nodes
-
     def _shares(self, start_s: float, limit_s: float) -> list[NodePart]:
         able = self._openings.able(start_s, limit_s)
         chosen = self._timeline.least_free(able, self.shape.nodes_max)
@@ -383,7 +379,7 @@ class ShapeGroup:
         return [NodePart(node=node, tasks=tasks, use=self._use(node, start_s, start_s + limit_s)) for node in chosen]
 
     def _use(self, node: int, start_s: float, end_s: float) -> NodeResources:
-        """Return what one share takes of `node`: worked out once for each kind of node and what it has free."""
+        """Return what one share takes of `node`; computed once for each kind of node and free resources."""
         timeline = self._timeline
         types = timeline.types[node]
         room = timeline.profiles[node].free_over(start_s, end_s)
@@ -407,19 +403,19 @@ class ComponentGroup:
         self._groups = groups
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return what a job of these components that ends by `end_s` would get now, or None."""
+        """Return what a job of these components that ends by `end_s` gets now; None: it does not fit."""
         now_s = self._timeline.now_s
         return self._at(now_s, end_s - now_s)
 
     def place_with(self, own: Sequence[NodePart], own_from_s: float, end_s: float) -> list[NodePart] | None:
-        """Return its `own` parts, kept for it from `own_from_s` on, if a job would get just these now."""
+        """Return the `own` parts of the slot of a job from `own_from_s` on, if it can have them now; else None."""
         if own_from_s >= end_s:
             return None
         fits = all(self._groups[part.component].could_have(part, own_from_s, end_s) for part in own)
         return list(own) if fits else None
 
     def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
-        """Return when, `from_s` at the earliest, a job of these components can run for `limit_s`, and on what; None: never."""
+        """Return when, at `from_s` at the earliest, a job of these components can run for `limit_s`, and its parts."""
         at_s = from_s
         while at_s < NEVER_S:
             alone = [group.earliest(limit_s, at_s) for group in self._groups]
@@ -434,11 +430,11 @@ class ComponentGroup:
         return None
 
     def seats_now(self) -> list[Seat]:
-        """Return the nodes that could take something of a component at this moment."""
+        """Return the seats of the nodes that can take something of a component now."""
         return list({seat.node: seat for group in self._groups for seat in group.seats_now()}.values())
 
     def _at(self, start_s: float, limit_s: float) -> list[NodePart] | None:
-        """Return what all components would get from then on for so long, in their order, or None."""
+        """Return what all components get from `start_s` for `limit_s`, in their order; None: they do not all fit."""
         seats = [group.seats_from(start_s, limit_s) for group in self._groups]
 
         def pick(at: int, taken: frozenset[int]) -> list[Seat] | None:

@@ -1,9 +1,11 @@
-"""What of a job fits on a node, how well, and what the job takes there: the tightest fit that leaves least in pieces.
+"""How much of a job fits on a node, how well, and what the job takes there: the tightest fit that leaves least in pieces.
 
-Of the nodes that a job could have those are preferred that it asks for (--prefer), with a fast link if it is bound by
-communication, of lower weight, where it strands the fewest GPUs (see `fragments`), that are left with fewest GPUs, cpus and
-memory. Tasks are laid out one each, then filled up in the order of nodes (block distribution, as srun). Which seats make up
-a gang is decided in `gang`. Pure: works on `NodeResources`s and knows nothing of queues and time.
+Preferred, in this order, are nodes that the job prefers (--prefer), with a fast link if it is bound by communication, of lower
+weight, where it strands the fewest GPUs (see `fragmentation`), and that are left with the fewest GPUs, cpus and memory. Tasks
+are placed one on each node, then filled up in the order of nodes (block distribution, as srun). `gang` decides which seats
+make up a gang.
+
+Pure: works on `NodeResources`; knows nothing of queues and time.
 """
 
 from __future__ import annotations
@@ -23,30 +25,30 @@ from hpcsched.sched.place.timeline import NodeResources
 from hpcsched.sched.snapshot import NodeView
 
 UNBOUNDED = 1 << 30
-LINK_STEP = 1.5  # links of rates nearer than this may count as alike
+LINK_STEP = 1.5  # links whose rates differ by less may count as equal
 
 
 class Fit(NamedTuple):
-    """What of a job fits on a node: so many tasks and GPUs of a total, and what `left` of the node makes it a good or bad fit."""
+    """How many tasks of a job fit on a node, how many GPUs of its total, and how good the fit is (`left`)."""
 
     tasks: int
     gpus: int
-    left: tuple[int, int, int, int]  # GPUs newly stranded; GPUs free, cpus left, memory free; less is better
+    left: tuple[int, int, int, int]  # GPUs newly stranded, GPUs free, cpus left, memory free: less is better
 
 
 class Seat(NamedTuple):
-    """A node that can take some of a job; ordered by preference, `node` makes it unique."""
+    """A node that can take a part of a job. Seats order by preference; `node` makes the order unique."""
 
     preference: tuple[int, ...]
     node: int
-    tasks: int  # so many tasks fit
-    gpus: int  # so many GPUs it can give to a total
+    tasks: int  # tasks that fit
+    gpus: int  # GPUs that it can give to `Shape.gpus_total`
     view: NodeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePart:
-    """What a job gets on one node: `node` is its place in the snapshot."""
+    """What a job gets on one node; `node` is its index in the snapshot."""
 
     node: int
     tasks: int
@@ -55,7 +57,7 @@ class NodePart:
 
 
 def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> int:
-    """Return how many tasks of `shape` fit in `room` of `node`; 0 if the node is of no use to it."""
+    """Return how many tasks of `shape` fit in `room`, which is free on `node`; 0: fewer than it needs on a node."""
     cpus, mem_mib, gpus = room
     if shape.exclusive and cpus < node.cpus:
         return 0
@@ -73,7 +75,7 @@ def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], roo
 def fit_of(
     shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources, mix: Mix | None = None
 ) -> Fit | None:
-    """Return what of `shape` fits in `room` of `node`, or None if nothing does: equal for equal nodes and rooms."""
+    """Return the fit of `shape` in `room`, which is free on `node`; None: it does not fit. Equal for equal nodes."""
     tasks = tasks_that_fit(shape, node, types, room)
     if not tasks:
         return None
@@ -90,7 +92,7 @@ def fit_of(
 
 
 def seat_at(shape: Shape, at: int, node: NodeView, fit: Fit) -> Seat:
-    """Return the seat that `fit` makes on `node`, number `at`."""
+    """Return the seat with this fit on `node`, whose index is `at`."""
     unwanted, slow = 0, 0
     if shape.prefer:
         unwanted = 0 if matches(shape.prefer, node.features) else 1
@@ -100,12 +102,12 @@ def seat_at(shape: Shape, at: int, node: NodeView, fit: Fit) -> Seat:
 
 
 def _link_class(mbps: int) -> int:
-    """Return a number that is higher for clearly faster links: a measured 938 and a nominal 1000 Mbit/s are the same."""
+    """Return a number that is higher for clearly faster links; 938 and 1000 Mbit/s are equal."""
     return round(log(mbps, LINK_STEP)) if mbps > 1 else 0
 
 
 def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> Seat | None:
-    """Return how node number `at` suits `shape` with `room` free, or None if it does not."""
+    """Return the seat of `shape` on `node`, whose index is `at`, with `room` free; None: it does not fit."""
     fit = fit_of(shape, node, types, room)
     return seat_at(shape, at, node, fit) if fit is not None else None
 
@@ -118,7 +120,7 @@ def parts_of(
     rooms: Sequence[NodeResources],
     mix: Mix | None = None,
 ) -> list[NodePart]:
-    """Return what `shape` takes of the chosen seats, given their rooms: tasks, cpus, memory and GPUs by type."""
+    """Return what `shape` takes of the chosen seats with these free resources: tasks, cpus, memory, GPUs by type."""
     tasks = _layout(shape, chosen)
     gives = _spread(gpu_count(shape.gpus_total), [seat.gpus for seat in chosen])
     return [
@@ -129,11 +131,8 @@ def parts_of(
     ]
 
 
-# ----- does it fit
-
-
 def mem_least(shape: Shape, node: NodeView) -> int:
-    """Return the memory that `shape` takes of `node` at the very least."""
+    """Return the least memory, in MiB, that `shape` takes of `node`."""
     if shape.mem_all or (shape.exclusive and not shape.mem_asked):
         return node.mem_mib
     if shape.mem_per_node_mib is not None:
@@ -174,11 +173,8 @@ def _tasks_by_gpus(shape: Shape, types: tuple[GpuSlot, ...], free: Units) -> int
     return tasks
 
 
-# ----- what they give
-
-
 def _layout(shape: Shape, chosen: Sequence[Seat]) -> list[int]:
-    """Return the tasks on each node: one each, then filled up in order, or of a job to be spread evenly."""
+    """Return the tasks on each node: one each, then filled up in order; evenly if the job is spread."""
     if shape.ntasks is None:
         return [shape.tasks_min] * len(chosen)
     if shape.spread:
@@ -193,7 +189,7 @@ def _layout(shape: Shape, chosen: Sequence[Seat]) -> list[int]:
 
 
 def _spread(total: int, limits: Sequence[int]) -> list[int]:
-    """Spread `total` over nodes as evenly as their limits allow, the first ones getting more."""
+    """Return `total` spread over nodes as evenly as their limits allow; the first nodes get more."""
     given = [0] * len(limits)
     total = min(total, sum(limits))
     while total > 0:
@@ -239,9 +235,9 @@ def _use(
 def _shards(
     shape: Shape, types: tuple[GpuSlot, ...], room: NodeResources, rest: tuple[int, int], mix: Mix | None
 ) -> Units:
-    """Return the shards that `shape` takes: of the GPU where that strands least, then of the one with fewest left."""
+    """Return the shards that `shape` takes: of the GPU where that strands least, then of the GPU with the fewest left."""
     asked = shape.shards
-    choices: dict[tuple[str, int, int], int] = {}  # GPUs that have as much left are the same
+    choices: dict[tuple[str, int, int], int] = {}  # GPUs with equally many shards left are equal
     for at in shard_choices(asked, types, room[2]):
         choices.setdefault((types[at].type, types[at].shards, room[2][at]), at)
     if not choices:
@@ -256,14 +252,14 @@ def _shards(
 
 
 class Seating:
-    """The seats of one shape on one set of nodes, kept in order of preference while starts change some of them."""
+    """The seats of one shape on some nodes, kept in order of preference while starts change some of them."""
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         self.ordered = sorted(seats)
         self._by_node = {seat.node: seat for seat in seats}
 
     def replace(self, node: int, seat: Seat | None) -> None:
-        """Put `seat` in the place of the one that `node` had; a node that had none stays without."""
+        """Replace the seat of `node` by `seat`; a node without a seat gets none."""
         old = self._by_node.pop(node, None)
         if old is None:
             return

@@ -1,13 +1,13 @@
-"""When each of some nodes could hold one share of a shape, kept up to date while shares are taken.
+"""When each of some nodes can hold one share of a shape, kept up to date while shares are taken.
 
-Of every node there are *spans* ``[from, until)`` in which one share fits all the time. A job for `length_s` may begin on the node
-at any `t` with ``from <= t`` and ``t + length_s <= until``. Two sorted indices over all spans, one of those that never end and
-one of the *holes* that do, answer for a gang: from when on could so many nodes hold it?
+Each node has *spans* ``[from, until)`` in which one share fits all the time. A job of `length_s` can begin on the node at any `t`
+with ``from <= t`` and ``t + length_s <= until``. Two sorted indices over all spans (one of spans that never end, one of
+*holes*, which do) answer for a gang: from when on can so many nodes hold it?
 
-As a rule shares are only taken while a plan is made. So spans only shrink, and a search for as many nodes and as long a time
-as an earlier one, or more, need not begin before what that one found. When a reservation is taken back all of that is forgotten.
+Usually shares are only taken during a pass. So spans only shrink, and a search for at least as many nodes and as long a time
+as an earlier one need not begin before the time that the earlier one found. When a slot is released, that is forgotten.
 
-Knows nothing of jobs, order and promises; which of the nodes that could a job gets is decided elsewhere.
+Knows nothing of jobs, order and promises, nor of which of these nodes a job gets.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LAST = 1 << 62  # after every node's number
 
 
 class Floors:
-    """What was found by earlier searches, each for so many nodes and so long a time: a later one for more finds no less."""
+    """The results of earlier searches by number of nodes and length: a search for more finds no earlier time."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[list[float], list[float]]] = {}  # nodes -> lengths, times found; both ascending
+        self._found: dict[int, tuple[list[float], list[float]]] = {}  # by nodes: lengths and times found, ascending
 
     def floor(self, count: int, length_s: float) -> float:
-        """Return the latest time that was found for no more nodes than `count` and no longer than `length_s`."""
+        """Return the latest time found for at most `count` nodes and at most `length_s`."""
         floor_s = -NEVER_S
         for nodes, (lengths_s, found_s) in self._found.items():
             if nodes <= count:
@@ -47,19 +47,19 @@ class Floors:
         """Note that nothing was found for `count` nodes and `length_s` before `at_s`."""
         lengths_s, found_s = self._found.setdefault(count, ([], []))
         at = end = bisect_left(lengths_s, length_s)
-        while end < len(lengths_s) and found_s[end] <= at_s:  # the longer ones start no earlier than this
+        while end < len(lengths_s) and found_s[end] <= at_s:  # searches for longer start no earlier than this
             end += 1
         lengths_s[at:end] = [length_s]
         found_s[at:end] = [at_s]
 
 
 class Openings:
-    """The spans of `nodes` for one share; `closed` has the intervals in which a node may not be used whatever is free."""
+    """The spans of `nodes` for one share. `closed`: intervals in which a node cannot be used, whatever is free."""
 
     def __init__(
         self, timeline: Timeline, share: Shape, nodes: Sequence[int], closed: Mapping[int, Sequence[Interval]]
     ) -> None:
-        self.until_s: dict[int, float] = {}  # of the nodes that could hold a share now: until when
+        self.until_s: dict[int, float] = {}  # by node that can hold a share now: until when
         self._timeline = timeline
         self._share = share
         self._closed = closed
@@ -90,12 +90,12 @@ class Openings:
         self._holes.sort()
 
     def catch_up(self) -> None:
-        """Take account of what was taken since the last time."""
+        """Take account of shares that were taken and slots that were released since the last call."""
         taken, given = self._timeline.taken, self._timeline.given
         if len(given) > self._seen_given:
             self._floors = Floors()
             for node in set(given[self._seen_given :]) & self._spans.keys():
-                self._see_anew(node)
+                self._recompute(node)
             self._seen_given = len(given)
         for node, start_s, end_s in taken[self._seen :]:
             if node in self._spans:
@@ -103,7 +103,7 @@ class Openings:
         self._seen = len(taken)
 
     def has_now(self, count: int, end_s: float) -> bool:
-        """Say whether `count` nodes could hold a share from now until `end_s`."""
+        """Say whether `count` nodes can hold a share from now until `end_s`."""
         if len(self.until_s) < count:
             return False
         for until_s in self.until_s.values():
@@ -114,20 +114,20 @@ class Openings:
         return False
 
     def now_until_s(self, count: int) -> float:
-        """Return until when at the longest `count` nodes could hold a share from now on: now, if so many could not."""
+        """Return until when at most `count` nodes can hold a share from now on; now, if so many cannot."""
         if len(self.until_s) < count:
             return self._timeline.now_s
         return sorted(self.until_s.values(), reverse=True)[count - 1]
 
     def earliest(self, count: int, length_s: float) -> float:
-        """Return from when on `count` nodes could hold a share for `length_s`."""
+        """Return the first time from which `count` nodes can hold a share for `length_s`."""
         floor_s = max(self._timeline.now_s, self._floors.floor(count, length_s))
         found_s = self.earliest_from(count, length_s, floor_s)
         self._floors.remember(count, length_s, found_s)
         return found_s
 
     def earliest_from(self, count: int, length_s: float, from_s: float) -> float:
-        """Return from when on, `from_s` at the earliest, `count` nodes could hold a share for `length_s`."""
+        """Return the first time at or after `from_s` from which `count` nodes can hold a share for `length_s`."""
         if from_s == NEVER_S:
             return NEVER_S
         endless = self._endless
@@ -158,32 +158,30 @@ class Openings:
         return NEVER_S
 
     def is_open(self, node: int, start_s: float, end_s: float) -> bool:
-        """Say whether nothing but what is taken keeps `node` from holding a share over ``[start_s, end_s)``."""
+        """Say whether `node` is not closed during ``[start_s, end_s)``, whatever is taken of it."""
         if node not in self._spans:
             return False
         return all(opens_s <= start_s or closed_s >= end_s for closed_s, opens_s in self._closed.get(node, ()))
 
     def able(self, start_s: float, length_s: float) -> list[int]:
-        """Return the nodes that could hold a share from `start_s` on for `length_s`."""
+        """Return the nodes that can hold a share from `start_s` for `length_s`."""
         return [node for _, node in self.open_at(start_s, length_s)]
 
     def open_at(self, start_s: float, length_s: float) -> list[tuple[float, int]]:
-        """Return the nodes that could hold a share from `start_s` on for `length_s`, and until when each could."""
+        """Return the nodes that can hold a share from `start_s` for `length_s`, each after the time until which it can."""
         endless, holes = self._endless, self._holes
         found = [(NEVER_S, node) for _, node in endless[: bisect_right(endless, (start_s, LAST))]]
         later = holes[bisect_left(holes, (start_s + length_s,)) :]
         return found + [(until_s, node) for until_s, from_s, node in later if from_s <= start_s]
 
     def beginning_after(self, start_s: float, length_s: float) -> Iterator[tuple[float, float, int]]:
-        """Yield the spans that begin after `start_s` and last for `length_s`, as begin, until and node, in order."""
+        """Yield the spans of at least `length_s` that begin after `start_s`, in order, as (begin, end, node)."""
         endless, holes = self._endless, self._holes
         begin = bisect_right(endless, (start_s, LAST))
         later = holes[bisect_left(holes, (start_s + length_s,)) :]
         closing = [(at_s, until_s, node) for until_s, at_s, node in later if start_s < at_s <= until_s - length_s]
         closing.sort()
         return merge(closing, ((at_s, NEVER_S, node) for at_s, node in islice(endless, begin, None)))
-
-    # ----- the spans
 
     def _spans_of(self, node: int) -> list[Interval]:
         profile, fits = self._timeline.profiles[node], self._fits[self._timeline.kinds[node]]
@@ -211,9 +209,9 @@ class Openings:
         return spans
 
     def _spans_with_choice(self, node: int) -> list[Interval]:
-        """Return spans in each of which the same GPUs fit all the time, though another choice may fit in each step.
+        """Return spans in each of which the same GPUs fit all the time, though each step may allow other choices.
 
-        They do not overlap: where one ends and the next begins a choice that fits across is missed, which is safe.
+        They do not overlap. A choice that fits across the end of a span is missed, which is safe.
         """
         profile = self._timeline.profiles[node]
         spans: list[Interval] = []
@@ -238,12 +236,12 @@ class Openings:
         return fit
 
     def _narrow(self, node: int, start_s: float, end_s: float) -> None:
-        """Take out of the node's spans those parts of ``[start_s, end_s)`` in which a share does not fit any more."""
+        """Remove from the node's spans the parts of ``[start_s, end_s)`` in which a share no longer fits."""
         spans = self._spans[node]
         if not spans or spans[-1][1] <= start_s:
             return
         if node in self._choosy:
-            self._see_anew(node)
+            self._recompute(node)
             return
         profile = self._timeline.profiles[node]
         fits = self._fits[self._timeline.kinds[node]]
@@ -265,7 +263,7 @@ class Openings:
             self._cut(node, spans, full_from_s, times_s[at] if at < len(times_s) else NEVER_S)
 
     def _cut(self, node: int, spans: list[Interval], full_from_s: float, full_until_s: float) -> None:
-        """Take ``[full_from_s, full_until_s)`` out of the node's `spans`."""
+        """Remove ``[full_from_s, full_until_s)`` from the node's `spans`."""
         at = bisect_right(spans, (full_from_s, NEVER_S))
         if at and spans[at - 1][1] > full_from_s:
             at -= 1
@@ -288,8 +286,8 @@ class Openings:
                 else:
                     del self.until_s[node]
 
-    def _see_anew(self, node: int) -> None:
-        """Work out all spans of the node again."""
+    def _recompute(self, node: int) -> None:
+        """Compute all spans of the node again."""
         for span in self._spans[node]:
             self._drop(span, node)
         spans = self._spans[node] = without(self._spans_of(node), self._closed.get(node, ()))
@@ -313,7 +311,7 @@ class Openings:
             del self._holes[bisect_left(self._holes, (span[1], span[0], node))]
 
     def _holes_for(self, length_s: float, from_s: float) -> list[Interval]:
-        """Return the holes long enough for `length_s`, without what of them comes before `from_s`."""
+        """Return the holes of at least `length_s` that end no earlier than `length_s` after `from_s`."""
         holes = self._holes
         return [
             (begins_s, until_s)
@@ -323,7 +321,7 @@ class Openings:
 
 
 def _has_choice(share: Shape, slots: Sequence[GpuSlot]) -> bool:
-    """Say whether a share may be met by one GPU or another of a node with these slots."""
+    """Say whether a share can be given by different GPUs of a node with these slots."""
     kinds = [kind for counts in (share.gpus_per_node, share.gpus_per_task, share.gpus_total) for kind, _ in counts]
     if len(slots) < 2 or not (kinds or share.shards):
         return False

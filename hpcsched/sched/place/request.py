@@ -1,8 +1,10 @@
-"""What a job needs, normalised once: counts without options left open, the partition's defaults filled in.
+"""The resource request of a job, normalised once: counts instead of options, with the defaults of the partition.
 
 A `Shape` is everything but the time: jobs of equal shape fit or do not fit alike, so the planner tests each shape once. Task
 counts follow srun(1) and sbatch(1): without ``--nodes`` a job takes as many nodes as its tasks need; ``-N3 -n2`` means two
-nodes; ``--ntasks-per-node`` beside ``--ntasks`` is a maximum. Knows nothing of nodes and of what is free.
+nodes; ``--ntasks-per-node`` with ``--ntasks`` is a maximum.
+
+Knows nothing of nodes and of what is free.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ GpuCounts = tuple[tuple[str, int], ...]  # (type, count) by type; ANY_GPU for th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a job needs of nodes, whatever its time.
+    """What a job needs of nodes, whatever its time limit.
 
-    `ntasks` None: every node runs `tasks_min` tasks, and more nodes (up to `nodes_max`) are welcome. Else the fewest nodes
-    that hold `ntasks` tasks, each of them at least one and at most `tasks_max` (0: no maximum). Of memory the first that is
-    given counts: all of the node's, so much a node, so much a cpu, an even part of the node's for each cpu.
+    `ntasks` None: every node runs `tasks_min` tasks, and the job takes up to `nodes_max` nodes. Else it takes the fewest nodes
+    that hold `ntasks` tasks, each node at least one and at most `tasks_max` (0: no maximum). Of the memory fields the first
+    that is set counts: all memory, per node, per cpu; without any, each cpu gets an even part of the node's memory.
     """
 
     nodes_min: int = 1
@@ -39,53 +41,53 @@ class Shape:
     mem_all: bool = False
     mem_per_node_mib: int | None = None
     mem_per_cpu_mib: int | None = None
-    mem_asked: bool = False  # by the user: a default gives way to all memory when the node is exclusive
+    mem_asked: bool = False  # the user asked for memory; else an exclusive job gets all of it
     gpus_per_node: GpuCounts = ()
     gpus_per_task: GpuCounts = ()
-    gpus_total: GpuCounts = ()  # one type at most; each node gives at least one
-    shards: GpuCounts = ()  # of one GPU of each node; one type at most
+    gpus_total: GpuCounts = ()  # at most one type; each node gives at least one GPU
+    shards: GpuCounts = ()  # of one GPU of each node; at most one type
     exclusive: bool = False
-    overcommit: int = 0  # so many tasks in all share what one task of each node gets; 0: each task has its own
+    overcommit: int = 0  # tasks that share the resources of one task on each node; 0: each task has its own
     features: Expression = ()  # of each node
-    alike: tuple[Expression, ...] = ()  # one of these is true of all its nodes
-    counts: tuple[tuple[Expression, int], ...] = ()  # of so many nodes each of these is true
-    prefer: Expression = ()  # rather nodes of which this is true
-    mincpus: int = 0  # that a node has, free or not
+    alike: tuple[Expression, ...] = ()  # all its nodes satisfy one of these
+    counts: tuple[tuple[Expression, int], ...] = ()  # so many nodes satisfy each of these
+    prefer: Expression = ()  # nodes that satisfy this are preferred
+    mincpus: int = 0  # cpus that a node has, free or not
     tmp_mib: int = 0
-    switches: int = 0  # its nodes hang on so many switches at most; 0: on as few as can be
-    contiguous: bool = False  # its nodes follow each other in the order of nodes
-    spread: bool = False  # as many nodes as it may have, and tasks dealt to them evenly
-    synchronous: bool = False  # all its nodes go at the pace of the slowest
-    comm_bound: bool = False  # slow links are worse for it than anything else
+    switches: int = 0  # most switches for its nodes; 0: as few as possible
+    contiguous: bool = False  # its nodes are adjacent in the order of nodes
+    spread: bool = False  # as many nodes as possible, with tasks spread evenly
+    synchronous: bool = False  # the slowest node sets the pace of all
+    comm_bound: bool = False  # link speed matters most for it
     constraint: str = ""  # `features`, `alike` and `counts` as the user wrote them
     nodelist: tuple[NodeName, ...] = ()
     exclude: tuple[NodeName, ...] = ()
-    components: tuple[Shape, ...] = ()  # of a heterogeneous job, each on nodes of its own; see `whole_of`
+    components: tuple[Shape, ...] = ()  # of a heterogeneous job, each on separate nodes; see `whole_of`
 
     @property
     def each(self) -> tuple[Shape, ...]:
-        """Return the shapes of its components; of a job that is of one kind its own."""
+        """Return the shapes of its components, or itself if it has none."""
         return self.components or (self,)
 
     @property
     def any_nodes(self) -> bool:
-        """Say whether any nodes that have room for a share do, so that counting them is enough."""
+        """Say whether any nodes with room for a share will do, so that counting them is enough."""
         return not self.alike and not self.counts and not self.switches and not self.contiguous
 
     @property
     def cpus_least(self) -> int:
-        """Return the cpus that each of its nodes must have at the very least."""
+        """Return the least cpus that each of its nodes must have."""
         return self.tasks_min * self.cpus_per_task
 
     @property
     def tasks_least(self) -> int:
-        """Return how many tasks it has in all at the very least."""
+        """Return the least number of tasks in all."""
         return self.ntasks if self.ntasks is not None else self.tasks_min * self.nodes_min
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRequest:
-    """A shape and for how long; `time_limit_s` None or 0: no limit."""
+    """A shape and a time limit; `time_limit_s` None or 0: no limit."""
 
     shape: Shape
     time_limit_s: int | None = None
@@ -94,7 +96,7 @@ class ResourceRequest:
 def request_of(spec: JobSpec, partition: Partition, *, time_limit_s: int | None = None) -> ResourceRequest:
     """Return what a job of `spec` needs in `partition`; `time_limit_s` overrides the limit in `spec`.
 
-    Raises RequestError for what contradicts itself or cannot be read; whether any node has so much is not asked here.
+    Raises RequestError if options contradict each other or are malformed. Whether any node has so much is not checked.
     """
     limit_s = time_limit_s if time_limit_s is not None else spec.time_limit_s
     return ResourceRequest(shape=shape_of(spec, partition), time_limit_s=time_limit_in(partition, limit_s))
@@ -108,14 +110,14 @@ def shape_of(spec: JobSpec, partition: Partition) -> Shape:
 
 
 def whole_of(components: Sequence[Shape]) -> Shape:
-    """Return the shape of a heterogeneous job: of the counts the sums, and what is so of each node of any component."""
+    """Return the shape of a heterogeneous job: the sums of the counts of its components, and their least requirements."""
     return Shape(
-        nodes_min=sum(one.nodes_min for one in components),
-        nodes_max=sum(one.nodes_max for one in components),
-        ntasks=sum(one.tasks_least for one in components),
-        cpus_per_task=min(one.cpus_least for one in components),
-        mem_asked=any(one.mem_asked for one in components),
-        nodelist=tuple(dict.fromkeys([name for one in components for name in one.nodelist])),
+        nodes_min=sum(component.nodes_min for component in components),
+        nodes_max=sum(component.nodes_max for component in components),
+        ntasks=sum(component.tasks_least for component in components),
+        cpus_per_task=min(component.cpus_least for component in components),
+        mem_asked=any(component.mem_asked for component in components),
+        nodelist=tuple(dict.fromkeys([name for component in components for name in component.nodelist])),
         components=tuple(components),
     )
 
@@ -173,7 +175,7 @@ def _shape_of(spec: JobSpec, partition: Partition) -> Shape:
 def _overcommitted(spec: JobSpec, partition: Partition) -> Shape:
     """Return the shape of a job with --overcommit: as if it had one task on each node.
 
-    Beside --ntasks what is said of tasks on each node does not count, as in Slurm.
+    With --ntasks, --ntasks-per-node does not count, as in Slurm.
     """
     if spec.ntasks is not None and spec.nodes_given:
         low, high = _given_node_counts(replace(spec, ntasks_per_node=None), spec.ntasks, 1)
@@ -184,11 +186,11 @@ def _overcommitted(spec: JobSpec, partition: Partition) -> Shape:
 
 
 def with_overcommit(shape: Shape, shares: tuple[Share, ...]) -> tuple[Share, ...]:
-    """Return `shares` with the tasks of a job with --overcommit spread over its nodes, the first ones having one more."""
-    for number, one in enumerate(shape.each):
+    """Return `shares` with the tasks of a job with --overcommit spread evenly; the first nodes have one more."""
+    for number, component in enumerate(shape.each):
         nodes = sum(share.component == number for share in shares)
-        if one.overcommit and nodes:
-            each, more = divmod(one.overcommit, nodes)
+        if component.overcommit and nodes:
+            each, more = divmod(component.overcommit, nodes)
             counts = iter([each + (at < more) for at in range(nodes)])
             shares = tuple(
                 [replace(share, tasks=next(counts)) if share.component == number else share for share in shares]
@@ -197,19 +199,19 @@ def with_overcommit(shape: Shape, shares: tuple[Share, ...]) -> tuple[Share, ...
 
 
 def without_nodes(shape: Shape, names: Iterable[NodeName]) -> Shape:
-    """Return `shape` of a job that these nodes, too, are no choice for."""
+    """Return `shape` with these nodes excluded too."""
     more = set(names)
     if not more:
         return shape
     return replace(
         shape,
         exclude=tuple(sorted({*shape.exclude, *more})),
-        components=tuple(without_nodes(one, more) for one in shape.components),
+        components=tuple(without_nodes(component, more) for component in shape.components),
     )
 
 
 def time_limit_in(partition: Partition, limit_s: int | None) -> int | None:
-    """Return `limit_s`, or for None what the partition gives to jobs that name none: its default, else its maximum."""
+    """Return `limit_s`; if it is None, the default time limit of the partition, else its maximum."""
     if limit_s is not None:
         return limit_s
     if partition.default_time_s is None or partition.max_time_s is None:
@@ -218,19 +220,19 @@ def time_limit_in(partition: Partition, limit_s: int | None) -> int | None:
 
 
 def gpu_count(gpus: GpuCounts) -> int:
-    """Return how many GPUs these are, of all types."""
+    """Return the number of GPUs of all types."""
     return sum(count for _, count in gpus)
 
 
 def gpus_least(shape: Shape) -> GpuCounts:
-    """Return the GPUs that each of its nodes must have at the very least."""
+    """Return the least GPUs that each of its nodes must have."""
     if shape.gpus_total:
         return ((shape.gpus_total[0][0], 1),)
     return shape.gpus_per_node or tuple((kind, count * shape.tasks_min) for kind, count in shape.gpus_per_task)
 
 
 def _gpus(requests: Collection[GpuRequest]) -> GpuCounts:
-    """Sum by type, named types before ANY_GPU (the order in which they must be found)."""
+    """Return the counts by type, named types before ANY_GPU, which is the order of the search."""
     if not requests:
         return ()
     counts: dict[str, int] = {}
@@ -250,7 +252,7 @@ def _ntasks(spec: JobSpec, per_task: GpuCounts, total: GpuCounts) -> int | None:
 def _node_counts(
     spec: JobSpec, ntasks: int | None, per_node: GpuCounts, per_task: GpuCounts, total: GpuCounts
 ) -> tuple[int, int]:
-    """Return the fewest and the most nodes that the job may get."""
+    """Return the fewest and the most nodes of the job."""
     fewest = 1
     if ntasks is not None and spec.ntasks_per_node:
         fewest = -(-ntasks // spec.ntasks_per_node)
@@ -269,7 +271,7 @@ def _node_counts(
 
 
 def _with_kinds(spec: JobSpec, constraint: Constraint, nodes_min: int, nodes_max: int) -> tuple[int, int]:
-    """Return the node counts of a job that asks for so many nodes of each of some kinds: at least as many in all."""
+    """Return the node counts raised to the number of nodes that the kinds of the constraint need in all."""
     wanted = sum(count for _, count in constraint.counts)
     if wanted > nodes_max and (spec.nodes_given or spec.ntasks is not None):
         raise RequestError(

@@ -1,8 +1,8 @@
-"""Intervals in which nodes are set aside (reservations): closed to all but the jobs that were let in.
+"""Intervals in which nodes are reserved: closed to all jobs except those in the reservation.
 
-Who may use a reservation is judged when a job is submitted; here is only when which nodes are open to whom. Of nodes that two
-reservations have in common a job may use those of its own alone, unless its own is for maintenance or says OVERLAP: then no
-other keeps anything from it. Source: reservations.html of Slurm's documentation.
+Who may use a reservation is checked at submission; this module knows only when which nodes are open to which reservation. Of
+nodes that two reservations have in common, a job may use only those of its own, unless its reservation is for maintenance or has
+the flag OVERLAP: then no other reservation closes a node to it. Source: reservations.html of Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -13,40 +13,37 @@ from dataclasses import dataclass
 from hpcsched.model.ids import NodeName
 from hpcsched.model.reservation import MAX_PERIOD_S, Reservation, occurrences
 
-# ----- intervals of time, ``[from, until)``: lists of them are ascending, and no two in one list overlap
-
-
 NEVER_S = float("inf")
 
-Interval = tuple[float, float]
+Interval = tuple[float, float]  # [from, until); lists of intervals are ascending and do not overlap
 
 
 def without(spans: Sequence[Interval], closed: Sequence[Interval]) -> list[Interval]:
-    """Return `spans` without the intervals `closed` (these may overlap, and come in any order)."""
+    """Return `spans` without the intervals `closed`, which may overlap and have any order."""
     left = list(spans)
     for closed_s, opens_s in closed:
-        kept: list[Interval] = []
+        open_parts: list[Interval] = []
         for from_s, until_s in left:
             if until_s <= closed_s or from_s >= opens_s:
-                kept.append((from_s, until_s))
+                open_parts.append((from_s, until_s))
                 continue
             if from_s < closed_s:
-                kept.append((from_s, closed_s))
+                open_parts.append((from_s, closed_s))
             if opens_s < until_s:
-                kept.append((opens_s, until_s))
-        left = kept
+                open_parts.append((opens_s, until_s))
+        left = open_parts
     return left
 
 
-# A job that starts within one period of what repeats, however long it is, meets an occurrence within another if it meets any.
+# A job that meets any occurrence of a repeating reservation meets one within two periods, however long it runs.
 HORIZON_S = 2 * MAX_PERIOD_S + 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedInterval:
-    """These nodes are set aside over ``[start_s, end_s)`` for the jobs of reservation `name`.
+    """The nodes that are reserved over ``[start_s, end_s)`` for the jobs of reservation `name`.
 
-    If it `overrides` the others, its jobs are kept from no node of it.
+    If it `overrides` other reservations, they close none of its nodes to its jobs.
     """
 
     name: str
@@ -57,50 +54,50 @@ class ReservedInterval:
 
 
 def reserved_intervals_of(reservations: Iterable[Reservation], now_s: float) -> tuple[ReservedInterval, ...]:
-    """Return the blocks that reservations make from `now_s` on: of those that repeat within the `HORIZON_S`."""
+    """Return the reserved intervals from `now_s` on; of repeating reservations those within `HORIZON_S`."""
     return tuple(
-        ReservedInterval(name=one.name, nodes=one.nodes, start_s=start_s, end_s=end_s, overrides=one.may_overlap)
-        for one in reservations
-        for start_s, end_s in occurrences(one, now_s, now_s + HORIZON_S if one.repeats else NEVER_S)
+        ReservedInterval(name=each.name, nodes=each.nodes, start_s=start_s, end_s=end_s, overrides=each.may_overlap)
+        for each in reservations
+        for start_s, end_s in occurrences(each, now_s, now_s + HORIZON_S if each.repeats else NEVER_S)
     )
 
 
 def closed_to(
-    reservation: str, blocks: Iterable[ReservedInterval], index: Mapping[NodeName, int]
+    reservation: str, intervals: Iterable[ReservedInterval], index: Mapping[NodeName, int]
 ) -> dict[int, list[Interval]]:
-    """Return when which nodes (by their `index`) are closed to the jobs of `reservation` (empty: to those of none)."""
+    """Return when each node (by its `index`) is closed to the jobs of `reservation` ("": to jobs in none)."""
     own: dict[int, list[Interval]] = {node: [] for node in index.values()} if reservation else {}
     closed: dict[int, list[Interval]] = {}
-    blocks = tuple(blocks)
-    alone = any(block.overrides for block in blocks if block.name == reservation)
-    for block in blocks:
-        for name in () if alone and block.name != reservation else block.nodes:
+    intervals = tuple(intervals)
+    alone = any(interval.overrides for interval in intervals if interval.name == reservation)
+    for interval in intervals:
+        for name in () if alone and interval.name != reservation else interval.nodes:
             node = index.get(name)
             if node is not None:
-                into = own if block.name == reservation else closed
-                into.setdefault(node, []).append((block.start_s, block.end_s))
+                into = own if interval.name == reservation else closed
+                into.setdefault(node, []).append((interval.start_s, interval.end_s))
     for node, open_s in own.items():
         closed.setdefault(node, []).extend(_outside(sorted(open_s)))
     return closed
 
 
 class Closed:
-    """When which nodes are closed, in one plan: worked out once for each reservation, as jobs ask for it."""
+    """When nodes are closed during one pass; computed once for each reservation, when a job asks."""
 
-    def __init__(self, blocks: Iterable[ReservedInterval], index: Mapping[NodeName, int]) -> None:
-        self._blocks = tuple(blocks)
+    def __init__(self, intervals: Iterable[ReservedInterval], index: Mapping[NodeName, int]) -> None:
+        self._blocks = tuple(intervals)
         self._index = index
         self._known: dict[str, Mapping[int, Sequence[Interval]]] = {}
 
     def to(self, reservation: str) -> Mapping[int, Sequence[Interval]]:
-        """Return `closed_to` the jobs of `reservation`."""
+        """Return when each node is closed to the jobs of `reservation`."""
         if reservation not in self._known:
             self._known[reservation] = closed_to(reservation, self._blocks, self._index)
         return self._known[reservation]
 
 
 def _outside(intervals: list[Interval]) -> list[Interval]:
-    """Return all times that are in none of `intervals` (ascending)."""
+    """Return the intervals between and around `intervals` (ascending)."""
     outside = []
     from_s = -NEVER_S
     for start_s, end_s in intervals:

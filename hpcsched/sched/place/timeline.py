@@ -1,8 +1,9 @@
-"""What every node has free from now on: a step function of time for each node, from the limits of what runs.
+"""What each node has free from now on: a step function of time for each node, from the limits of running jobs.
 
-Running jobs give back their shares when their limit is up; starts and reservations take theirs over an interval
-``[start, end)``. Without reservations a node only gets freer with time, so what is free now is free all along; a
-reservation makes a *dip*. Knows nothing of who comes first.
+Running jobs give back their shares when they reach their limit; starts and slots take theirs over an interval ``[start, end)``.
+Without slots a node only gets freer with time, so what is free now stays free; a slot makes a *dip*.
+
+Knows nothing of the order of jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NodeResources = tuple[int, int, Units]  # free (or taken) cpus, memory in MiB, u
 
 
 def whole(node: NodeView) -> NodeResources:
-    """Return all that the node has."""
+    """Return all resources of the node."""
     return node.cpus, node.mem_mib, node.units
 
 
@@ -63,7 +64,7 @@ class NodeProfile:
         self.dips = False
 
     def give_back(self, at_s: float, use: NodeResources) -> None:
-        """Make the node freer by `use` from `at_s` on; called in the order of time."""
+        """Add `use` from `at_s` on. Calls must be in the order of time."""
         if at_s == self.times_s[-1]:
             self.rooms[-1] = _more(self.rooms[-1], use)
         else:
@@ -73,7 +74,7 @@ class NodeProfile:
     def take(
         self, start_s: float, end_s: float, use: NodeResources, known: dict[NodeResources, NodeResources] | None = None
     ) -> None:
-        """Take `use` over ``[start_s, end_s)``; `known` has what is left of rooms that it was taken of before."""
+        """Take `use` over ``[start_s, end_s)``; `known` caches resources less `use`."""
         rooms = self.rooms
         first, last = self._cut(start_s), self._cut(end_s)
         known = known if known is not None else {}
@@ -85,12 +86,12 @@ class NodeProfile:
             rooms[at] = left
 
     def give(self, start_s: float, end_s: float, use: NodeResources) -> None:
-        """Make the node freer by `use` over ``[start_s, end_s)``."""
+        """Add `use` over ``[start_s, end_s)``."""
         for at in range(self._cut(start_s), self._cut(end_s)):
             self.rooms[at] = _more(self.rooms[at], use)
 
     def earliest(self, use: NodeResources, length_s: float, from_s: float) -> float:
-        """Return from when on, `from_s` at the earliest, `use` is free for `length_s`."""
+        """Return the first time at or after `from_s` from which `use` is free for `length_s`; `NEVER_S`: never."""
         times_s, rooms = self.times_s, self.rooms
         start_s = from_s
         for at in range(max(0, bisect_right(times_s, from_s) - 1), len(rooms)):
@@ -101,14 +102,14 @@ class NodeProfile:
         return start_s
 
     def free_over(self, start_s: float, end_s: float) -> NodeResources:
-        """Return what is free all the time in ``[start_s, end_s)``."""
+        """Return what is free during all of ``[start_s, end_s)``."""
         first = bisect_right(self.times_s, start_s) - 1
         if not self.dips:
             return self.rooms[first]
         return least(self.rooms[first : max(first + 1, bisect_left(self.times_s, end_s))])
 
     def _cut(self, at_s: float) -> int:
-        """Return the index of the step that begins at `at_s`, made if there is none."""
+        """Return the index of the step that begins at `at_s`; it is made if missing."""
         at = bisect_left(self.times_s, at_s)
         if at == len(self.times_s) or self.times_s[at] != at_s:
             self.times_s.insert(at, at_s)
@@ -117,23 +118,20 @@ class NodeProfile:
 
 
 class Timeline:
-    """The profiles of all nodes, by their place in the snapshot.
+    """The profiles of all nodes, by their index in the snapshot.
 
-    `taken` lists all that was taken, in order, `changed` the nodes that starts took from, and `given` those that reservations
-    were taken back from, so that others can catch up.
-    `dips_s` has the starts of reservations, ascending: as long as `reservations`, their number, stays the same, two windows
-    from now with as many dips before their end see the same room.
+    `taken`, `changed` and `given` list, in order, what was taken, the nodes where jobs started, and the nodes of released slots,
+    so that others can catch up. `dips_s` has the starts of slots, ascending: while `reservations` (how often slots changed) stays
+    the same, two windows from now with equally many dips before their end see the same free resources.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, needed: Needed | None = None) -> None:
         self.now_s = snapshot.now_s
         self._policy = policy
-        self._needed = needed  # where requests are not trusted
+        self._needed = needed  # if requests are not trusted
         self.nodes = snapshot.nodes
         self.types = [node.slots for node in snapshot.nodes]
-        kinds: dict[
-            tuple[int, int, tuple[GpuSlot, ...]], int
-        ] = {}  # nodes of one kind differ in nothing that a share needs
+        kinds: dict[tuple[int, int, tuple[GpuSlot, ...]], int] = {}  # nodes of one kind are equal for every share
         self.kinds = [
             kinds.setdefault((node.cpus, node.mem_mib, types), len(kinds))
             for node, types in zip(self.nodes, self.types, strict=True)
@@ -145,13 +143,13 @@ class Timeline:
         self.given: list[int] = []
         self.dips_s: list[float] = []
         self.reservations = 0
-        self.sure_until_s = float("inf")  # from here on it counts on the end of a job that has no limit
+        self.sure_until_s = float("inf")  # later times depend on the end of a job without a limit
         self.profiles = self._profiles(snapshot.running)
         self.scarcity = [_scarcity(profile.rooms[0], node) for node, profile in enumerate(self.profiles)]
-        self._left: dict[NodeResources, dict[NodeResources, NodeResources]] = {}  # use -> room -> what is left of it
+        self._left: dict[NodeResources, dict[NodeResources, NodeResources]] = {}  # by use and resources: what is left
 
     def start(self, node: int, end_s: float, use: NodeResources) -> Grant:
-        """Take `use` of a node from now until `end_s` and return the GPUs that this gives."""
+        """Take `use` of a node from now until `end_s`, and return the GPUs of it."""
         grant = self.free_gpus[node].grant(use[2])
         self._take(node, self.now_s, end_s, use)
         self.changed.append(node)
@@ -159,7 +157,7 @@ class Timeline:
         return grant
 
     def reserve(self, node: int, start_s: float, end_s: float, use: NodeResources) -> None:
-        """Take `use` of a node over an interval to come."""
+        """Take `use` of a node for a slot."""
         self._take(node, start_s, end_s, use)
         self.profiles[node].dips = True
         self.reservations += 1
@@ -168,20 +166,20 @@ class Timeline:
             self.dips_s.insert(at, start_s)
 
     def take_back(self, node: int, start_s: float, end_s: float, use: NodeResources) -> None:
-        """Give back what was reserved."""
+        """Give back what `reserve` took."""
         self.profiles[node].give(start_s, end_s, use)
         self.given.append(node)
         self.reservations += 1
 
     def absorb(self, share: Share, end_s: float) -> None:
-        """Take a share that was given from now until `end_s` by somebody who may know of more that is free."""
+        """Take a share, from now until `end_s`, that another plan gave away; it may exceed what is free here."""
         node = self.index[share.node]
         self._take(node, self.now_s, end_s, (share.cpus, share.mem_mib, self.free_gpus[node].hold(share)))
         self.changed.append(node)
         self.scarcity[node] = _scarcity(self.profiles[node].rooms[0], node)
 
     def least_free(self, nodes: list[int], count: int) -> list[int]:
-        """Return those `count` of `nodes` that have least free now, in the order of nodes: the others stay open meanwhile."""
+        """Return the `count` of `nodes` that have least free now, in the order of nodes."""
         if len(nodes) > count:
             nodes = sorted(nodes, key=self.scarcity.__getitem__)[:count]
         return sorted(nodes)
@@ -191,12 +189,12 @@ class Timeline:
         self.taken.append((node, start_s, end_s))
 
     def free_until(self, node: int, end_s: float) -> NodeResources:
-        """Return what a node has free from now until `end_s`."""
+        """Return what is free on a node from now until `end_s`."""
         profile = self.profiles[node]
         return profile.free_over(self.now_s, end_s) if profile.dips else profile.rooms[0]
 
     def end_of(self, job: RunningJob) -> float:
-        """Return when what `job` holds is taken to be free again."""
+        """Return the expected end of `job`, when its shares are free again."""
         overdue_s = self.now_s + self._policy.overdue_s
         if job.ends_at_s is None:
             end_s = max(job.began_at_s + self._policy.default_time_limit_s, overdue_s)

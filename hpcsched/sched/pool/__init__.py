@@ -1,1 +1,1 @@
-"""Backfill on one pool of alike processors: for simulations of logs, and for the default policy's shadow schedule."""
+"""Backfill on one pool of equal processors: for simulations of logs, and for the shadow schedule of the default policy."""

@@ -1,13 +1,13 @@
-"""Conservative backfill on a pool of alike processors: every job is promised a start, and no promise is ever put off.
+"""Conservative backfill on a pool of equal processors: every job is promised a start, and no promise is ever delayed.
 
-A `Steps` is what is free as a step function of time. A job that comes gets the earliest interval that is free for its whole
-time limit, after all that was promised before. When a job ends early, those whose turn can come now are tried, in the order of
-arrival, each with its own promise taken back for the trial: it starts now or keeps what it has. So a promise can only be
-bettered, whatever the others do, as long as no job runs past its limit; and a promise falls due at the very second at which
-something ends (what ends earlier has been tried already), so nobody needs a timer.
+`Steps` is the number of free processors as a step function of time. A new job gets the earliest interval that is free for its
+whole time limit, after all earlier promises. When a job ends early, the waiting jobs are tried in the order of arrival, each
+with its own promise released for the trial: it starts now or keeps its promise. So a promise can only improve, as long as no job
+runs past its limit. A promise falls due exactly when a job ends, because earlier ends have been tried already, so no timer is
+needed.
 
 Source: Mu'alem and Feitelson, "Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM SP2
-with backfilling" (2001). `kept` has the same for nodes and priorities.
+with backfilling" (2001). `sched.promises` does the same for nodes and priorities.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from hpcsched.sched.place.reserved_intervals import NEVER_S
-from hpcsched.sched.pool.easy import NOBODY, Pool
+from hpcsched.sched.pool.easy import NO_JOBS, Pool
 
 
 class Steps:
-    """Free processors over time: `free[i]` from `times_s[i]` until the next time, the last for ever."""
+    """Free processors over time: `free[i]` from `times_s[i]` until the next time; the last has no end."""
 
     __slots__ = ("free", "times_s")
 
@@ -29,7 +29,7 @@ class Steps:
         self.free = [free]
 
     def add(self, start_s: float, end_s: float, procs: int) -> None:
-        """Make `procs` more free over ``[start_s, end_s)``, which must not begin before the first step."""
+        """Add `procs` free processors over ``[start_s, end_s)``, which must not begin before the first step."""
         if end_s <= start_s:
             return
         times_s, free = self.times_s, self.free
@@ -43,21 +43,21 @@ class Steps:
             free.insert(last, free[last - 1])
         for at in range(first, last):
             free[at] += procs
-        # Steps that no longer differ from the one before would only slow the next searches.
+        # Remove steps that equal the one before, because they slow searches.
         if free[last] == free[last - 1]:
             del free[last], times_s[last]
         if first and free[first] == free[first - 1]:
             del free[first], times_s[first]
 
     def forget(self, now_s: float) -> None:
-        """Drop the steps that are over."""
+        """Remove the steps that are over."""
         gone = bisect_right(self.times_s, now_s) - 1
         if gone > 0:
             del self.times_s[:gone], self.free[:gone]
         self.times_s[0] = now_s
 
     def earliest(self, procs: int, length_s: float, from_s: float = -NEVER_S) -> float:
-        """Return from when on, `from_s` at the earliest, `procs` are free for `length_s`."""
+        """Return the first time at or after `from_s` from which `procs` are free for `length_s`; `NEVER_S`: never."""
         times_s, free = self.times_s, self.free
         start_s = -1.0
         fits = False
@@ -74,7 +74,7 @@ class Steps:
     def fits_now(self, procs: int, length_s: float, own_start_s: float = NEVER_S) -> bool:
         """Say whether `procs` are free from the first step on for `length_s`.
 
-        From `own_start_s` on as many are taken for this very job, for as long: there it fits whatever the count.
+        From `own_start_s` on, the job's own promise holds as many processors: there it fits, whatever the count.
         """
         times_s = self.times_s
         end_s = times_s[0] + length_s
@@ -88,18 +88,18 @@ class Steps:
 
 
 class ConservativePool:
-    """Conservative backfill, followed event by event; see `pool.Pool` for what the arguments and results are."""
+    """Conservative backfill, event by event. For arguments and results see `easy.Pool`."""
 
     def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float]) -> None:
         self.steps = Steps(float("-inf"), size)
         self.procs = procs
-        # A promise of no length would keep nobody out: what comes later could be promised the same processors.
+        # A promise of no length would hold no processors.
         self.limits_s = [limit_s or 1.0 for limit_s in limits_s]
         self.ends_of: dict[int, float] = {}
-        self.promises: dict[int, float] = {}  # of each job that waits
+        self.promises: dict[int, float] = {}  # by waiting job
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
-        """Promise `job` a start, and return it if that is now."""
+        """Promise `job` a start; return it if it starts now."""
         self.steps.forget(now_s)
         procs, limit_s = self.procs[job], self.limits_s[job]
         start_s = self.steps.earliest(procs, limit_s)
@@ -110,16 +110,16 @@ class ConservativePool:
         self.promises[job] = start_s
         if start_s < NEVER_S:
             self.steps.add(start_s, start_s + limit_s, -procs)
-        return NOBODY
+        return NO_JOBS
 
     def end(self, job: int, now_s: float) -> Sequence[int]:
-        """Take back what is left of the time of `job`, and return what is to start."""
+        """Release the remaining time of `job`, and return the jobs to start."""
         self.steps.forget(now_s)
         self.steps.add(now_s, self.ends_of.pop(job), self.procs[job])
-        return self._due(now_s) if self.promises else NOBODY
+        return self._due(now_s) if self.promises else NO_JOBS
 
     def _due(self, now_s: float) -> list[int]:
-        """Start what can start now without touching a promise, what was promised this second first."""
+        """Start the jobs that can start now without delaying a promise; promises that are due come first."""
         due = sorted(job for job, start_s in self.promises.items() if start_s <= now_s)
         for job in due:
             self._start(job, now_s)
@@ -144,9 +144,9 @@ class ConservativePool:
 
 
 class PromisedPool(Pool):
-    """The first `depth` jobs that wait are promised a start, anew in each pass and in the order of arrival, as Slurm does.
+    """The first `depth` waiting jobs are promised a start, in each pass again and in the order of arrival, as Slurm does.
 
-    A later job starts if it fits now and touches no promise. Source: backfill.html of Slurm's documentation.
+    A later job starts if it fits now and delays no promise. Source: backfill.html of Slurm's documentation.
     """
 
     def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float], depth: int) -> None:
@@ -179,7 +179,7 @@ class PromisedPool(Pool):
 
 
 def steps_of(free_now: int, ends: Sequence[tuple[float, int, int]], now_s: float) -> Steps:
-    """Return what is free from now on if running jobs end at `ends` (time, number, processors; ascending)."""
+    """Return the free processors from now on if running jobs end at `ends` (time, number, processors; ascending)."""
     steps = Steps(now_s, free_now)
     times_s, free = steps.times_s, steps.free
     count = free_now

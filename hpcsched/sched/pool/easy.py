@@ -1,15 +1,14 @@
-"""Backfill on one pool of alike processors, which nothing but a count of free ones describes, followed event by event.
+"""Backfill on one pool of equal processors, described only by the number of free ones, event by event.
 
-It is what the simulator runs: some ten times quicker than a snapshot and a `plan` for each event. `plan` itself does not use
-it; it has its own, general code. For first come first served, EASY, EASY-SJBF, the Slurm-like policy and our own (whose
-decisions are the same code, `guard`) a property test holds the two to the same starts. `promises.ConservativePool` decides
-otherwise than `plan`.
+The simulator uses it: it is at least ten times as fast as a snapshot and a `plan` for each event. `plan` does not use it. For
+first come first served, EASY, EASY-SJBF, the Slurm-like policy and `default` (whose decisions are the same code, `guard`), a
+property test checks that both give the same starts. `conservative.ConservativePool` decides differently from `plan`.
 
-The rules, to the second: a running job's processors are free again when its time limit is up, or when it ends if that comes
-first. The queue is in the order of arrival. EASY: heads start while they fit; the first that does not fit is promised its *shadow
-time*, the earliest at which it will fit by the limits of what runs; processors that are free then beyond its need are
-*extra*. Walking on through the queue a job that fits now starts if it ends by the shadow time, or takes only extra processors.
-EASY-SJBF walks in the order of time limits. Source: Lifka, "The ANL/IBM SP scheduling system" (1995).
+Rules, to the second: the processors of a running job are free again when its time limit is reached, or when it ends if that is
+earlier. The queue is in the order of arrival. EASY: heads start while they fit; the first that does not fit is promised its
+*shadow time*, the earliest at which it fits by the limits of running jobs; processors that are free then beyond its need are
+*extra*. Of the later jobs, one that fits now starts if it ends by the shadow time, or takes only extra processors. EASY-SJBF
+looks at the later jobs in the order of time limits. Source: Lifka, "The ANL/IBM SP scheduling system" (1995).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from operator import itemgetter
 
 Procs = Sequence[int] | Mapping[int, int]  # by a job's number
 Limits = Sequence[float] | Mapping[int, float]
-NOBODY: tuple[int, ...] = ()
+NO_JOBS: tuple[int, ...] = ()
 Waiting = tuple[int, float, int]  # processors, time limit, number: a job is known by its number in the order of arrival
 _number = itemgetter(2)
 
@@ -29,8 +28,8 @@ _number = itemgetter(2)
 class Pool:
     """A pool without backfill: first come, first served. The base of the others.
 
-    `procs` and `limits_s` say of each job, by number, what it needs. Of those that are to start at an event the numbers are
-    returned, in the order in which they start.
+    `procs` and `limits_s` have the processors and the time limit of each job, by its number. Each event returns the numbers
+    of the jobs to start, in the order of their starts.
     """
 
     def __init__(self, size: int, procs: Procs, limits_s: Limits) -> None:
@@ -44,7 +43,7 @@ class Pool:
         self.queue: list[Waiting] = []
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
-        """Let `job` wait from now on. If it fits in what is free, return what is to start."""
+        """Add `job` to the queue. If it fits in the free processors, return the jobs to start."""
         if self.ends and self.ends[0][0] <= now_s:
             self._expire(now_s)
         procs = self.procs[job]
@@ -52,28 +51,28 @@ class Pool:
             self.start(job, now_s)
             return (job,)
         self._wait((procs, self.limits_s[job], job))
-        return self.choose(now_s) if procs <= self.free else NOBODY
+        return self.choose(now_s) if procs <= self.free else NO_JOBS
 
     def end(self, job: int, now_s: float) -> Sequence[int]:
-        """Take back what `job`, which has ended, held, and return what is to start."""
+        """Release the processors of `job`, which has ended, and return the jobs to start."""
         self.release(job, now_s)
-        return self.choose(now_s) if self.queue else NOBODY
+        return self.choose(now_s) if self.queue else NO_JOBS
 
     def choose(self, now_s: float) -> list[int]:
-        """Return what is to start now, and count it as running."""
+        """Return the jobs to start now, and count them as running."""
         return self._heads(now_s)
 
     def start(self, job: int, now_s: float) -> None:
         """Count `job`, which is not in the queue, as running from now on."""
         limit_s = self.limits_s[job]
         self.ends_of[job] = now_s + limit_s
-        if limit_s > 0:  # the limit of the others is up at once: they hold nothing
+        if limit_s > 0:  # a job without time holds nothing
             procs = self.procs[job]
             self.free -= procs
             insort(self.ends, (now_s + limit_s, job, procs))
 
     def release(self, job: int, now_s: float) -> None:
-        """Count the processors of `job` as free, and those of all whose limit is up."""
+        """Count the processors of `job` as free, and those of jobs past their limit."""
         ends = self.ends
         end_s = self.ends_of.pop(job)
         at = bisect_left(ends, (end_s, job))
@@ -84,7 +83,7 @@ class Pool:
             self._expire(now_s)
 
     def _expire(self, now_s: float) -> None:
-        """Count as free what jobs hold whose limit is up, before they are seen to end."""
+        """Count the processors of jobs past their limit as free, before they end."""
         ends = self.ends
         gone = 0
         while gone < len(ends) and ends[gone][0] <= now_s:
@@ -117,7 +116,7 @@ class EasyPool(Pool):
         super().__init__(size, procs, limits_s)
         self.shadow_s = 0.0
         self.extra = 0
-        self.current = False  # shadow and extra still hold, and nothing of the queue can start until something ends
+        self.current = False  # shadow and extra still hold, and no queued job can start until one ends
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         if self.ends and self.ends[0][0] <= now_s:
@@ -142,7 +141,7 @@ class EasyPool(Pool):
         if not self.queue:
             self.current = False
         self._wait((procs, limit_s, job))
-        return NOBODY
+        return NO_JOBS
 
     def choose(self, now_s: float) -> list[int]:
         started = self._heads(now_s)
@@ -155,7 +154,7 @@ class EasyPool(Pool):
         return started
 
     def _promise(self) -> None:
-        """Find the shadow time of the head, and what is extra then."""
+        """Find the shadow time of the head, and the extra processors then."""
         missing = self.queue[0][0] - self.free
         found = False
         shadow_s = 0.0
@@ -166,7 +165,7 @@ class EasyPool(Pool):
             if missing <= 0 and not found:
                 found = True
                 shadow_s = end_s
-        # A head that needs more than there is never fits; nothing can delay it.
+        # A head that needs more processors than exist never fits, so nothing can delay it.
         self.shadow_s, self.extra = (shadow_s, -missing) if found else (float("inf"), 0)
 
     def _backfill(self, now_s: float, started: list[int]) -> None:
@@ -191,7 +190,7 @@ class EasyPool(Pool):
 class ShortestPool(EasyPool):
     """EASY backfill that tries the jobs with the shortest time limits first (EASY-SJBF).
 
-    A job that cannot start keeps out every longer one that needs as many processors, so of these only the shortest is looked at.
+    If a job cannot start, no longer job with as many processors can, so only the shortest of each size is tried.
     """
 
     def __init__(self, size: int, procs: Procs, limits_s: Limits) -> None:

@@ -1,1 +1,1 @@
-"""Jobs that make room for others: by preemption, or by giving nodes back."""
+"""Preemption, and elastic jobs that give nodes back or get more."""

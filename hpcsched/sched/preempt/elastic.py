@@ -1,12 +1,12 @@
-"""ElasticSize jobs: which running jobs are asked to give nodes back for others that wait, and which get idle nodes.
+"""Elastic jobs: which running jobs are asked to give nodes back for waiting jobs, and which get idle nodes.
 
-A job with `--elastic` and `--nodes=MIN-MAX` starts with what is free, MIN nodes at least. While others wait in line it may
-be asked to make do with fewer, never below MIN, if one of them can start then: the last nodes first, of the job that began last.
-It is free to keep them. It is not asked again for the same job, and until it has answered, or had time to, neither is anybody
-else, nor is anybody preempted for that job. When nobody is in line it gets idle nodes, up to MAX; what it was asked for is
-withdrawn.
+A job with `--elastic` and `--nodes=MIN-MAX` starts with the nodes that are free, at least MIN. While other jobs wait for
+resources, it may be asked to continue with fewer nodes, never below MIN, if a waiting job can start then. The job that
+began last is asked first, for its last nodes first. It may keep them. It is not asked again for the same job. Until it has
+answered, or its time to answer is over, no other job is asked or preempted for that job. When no job waits, elastic jobs get
+idle nodes, up to MAX, and requests to give nodes back are withdrawn.
 
-Whether a job fits is asked of the plan itself, see `trial`. Pure.
+Whether a job fits is asked of the plan itself, see `explain.what_would_start`. Pure.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.preempt.rules import answer_s
 from hpcsched.sched.snapshot import ElasticSize, PendingJob, RunningJob, Snapshot
 
-Gift = tuple[RunningJob, Share]  # what a job could give back
+Gift = tuple[RunningJob, Share]  # a running job and a share that it can give back
 
 
-def elastic_jobs(world: Snapshot) -> list[RunningJob]:
-    """Return the running jobs that may change in size."""
-    return [job for job in world.running if job.elastic is not None and job.runs]
+def elastic_jobs(snapshot: Snapshot) -> list[RunningJob]:
+    """Return the running elastic jobs."""
+    return [job for job in snapshot.running if job.elastic is not None and job.runs]
 
 
 class Shrinking:
-    """Room that elastic jobs make for one waiting job after the other.
+    """Elastic jobs that give nodes back for one waiting job after the other.
 
-    `world` is as it will be when they have given back what they were asked for, and who waited for that has started.
+    `snapshot` is as it will be when they have given back the nodes and the waiting jobs have started there.
     """
 
-    def __init__(self, world: Snapshot, policy: Policy, make: Make) -> None:
-        rules, now_s, jobs = policy.preempt, world.now_s, elastic_jobs(world)
+    def __init__(self, snapshot: Snapshot, policy: Policy, make: Make) -> None:
+        rules, now_s, jobs = policy.preempt, snapshot.now_s, elastic_jobs(snapshot)
         donors = sorted(
             (job for job in jobs if _can_give(job, rules, now_s)), key=lambda job: (-job.began_at_s, -job.id)
         )
-        self.world = _without(world, [gift for job in jobs for gift in _promised(job, rules, now_s)])
+        self.snapshot = _without(snapshot, [gift for job in jobs for gift in _promised(job, rules, now_s)])
         self._policy = policy
         self._make = make
         self._gifts = [gift for job in donors for gift in _spare(job)]
@@ -50,10 +50,10 @@ class Shrinking:
         self._for: dict[JobId, JobId] = {}
 
     def make_room(self, waiting: PendingJob, ahead: Sequence[PendingJob]) -> bool:
-        """Say whether `waiting` starts without delaying those `ahead` once nodes are given back; ask for what that takes."""
+        """Ask for the nodes that `waiting` needs to start without delaying jobs `ahead`; say whether it starts then."""
 
         def start(taken: Sequence[Gift]) -> Start | None:
-            return start_behind(_without(self.world, taken), self._policy, waiting, ahead, self._make)
+            return start_behind(_without(self.snapshot, taken), self._policy, waiting, ahead, self._make)
 
         needed: list[Gift] = []
         found = start(())
@@ -66,28 +66,30 @@ class Shrinking:
             self._given.setdefault(job.id, []).append((job, share))
             self._for.setdefault(job.id, waiting.id)
         self._gifts = [gift for gift in self._gifts if gift not in needed]
-        world = _without(self.world, needed)
-        pending = tuple(other for other in world.pending if other.id != waiting.id)
-        self.world = replace(world, running=(*world.running, started(world, waiting, found)), pending=pending)
+        snapshot = _without(self.snapshot, needed)
+        pending = tuple(other for other in snapshot.pending if other.id != waiting.id)
+        self.snapshot = replace(
+            snapshot, running=(*snapshot.running, started(snapshot, waiting, found)), pending=pending
+        )
         return True
 
     def resizes(self) -> list[Resize]:
-        """Return what is asked of whom."""
+        """Return the requests to elastic jobs."""
         found = []
         for job_id, gifts in self._given.items():
-            gone = {share.node for _, share in gifts}
-            keep = tuple(name for name in _kept(gifts[0][0]) if name not in gone)
+            given = {share.node for _, share in gifts}
+            keep = tuple(name for name in _nodes_after(gifts[0][0]) if name not in given)
             found.append(Resize(job_id=job_id, keep=keep, for_job=self._for[job_id]))
         return found
 
 
-def withdrawn(world: Snapshot) -> list[Resize]:
-    """Return that nobody is asked for anything any more."""
-    return [Resize(job_id=job.id, keep=_names(job.shares)) for job in elastic_jobs(world) if _of(job).wanted]
+def withdrawn(snapshot: Snapshot) -> list[Resize]:
+    """Return the withdrawals of all requests to elastic jobs."""
+    return [Resize(job_id=job.id, keep=_names(job.shares)) for job in elastic_jobs(snapshot) if _of(job).wanted]
 
 
 def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | None]) -> list[Gift]:
-    """Return the fewest of the first of `gifts` that are enough, without those that are not needed. All of them are enough."""
+    """Return the shortest prefix of `gifts` that suffices, without gifts that are not needed. All of them suffice."""
     counts = range(1, len(gifts))
     fewest = 1 + bisect_left(counts, True, key=lambda count: start(gifts[:count]) is not None)
     enough = list(gifts[:fewest])
@@ -98,31 +100,31 @@ def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | Non
     return enough
 
 
-def grows(world: Snapshot, policy: Policy, make: Make) -> list[Resize]:
-    """Return which idle nodes elastic jobs get, the one that began first before the others."""
+def grows(snapshot: Snapshot, policy: Policy, make: Make) -> list[Resize]:
+    """Return the idle nodes that elastic jobs get; the job that began first is served first."""
     found = []
-    for job in sorted(elastic_jobs(world), key=lambda job: (job.began_at_s, job.id)):
+    for job in sorted(elastic_jobs(snapshot), key=lambda job: (job.began_at_s, job.id)):
         elastic = _of(job)
         room = elastic.nodes_max - len(job.shares)
         if room <= 0 or elastic.moving or elastic.leaving or elastic.wanted:
             continue
-        made = make(replace(world, pending=(_more_of(job, room, world.now_s),)), policy)
+        made = make(replace(snapshot, pending=(_more_of(job, room, snapshot.now_s),)), policy)
         if made.starts:
             shares = made.starts[0].shares
             found.append(Resize(job_id=job.id, add=shares))
             grown = replace(job, shares=job.shares + shares)
-            world = replace(world, running=tuple(grown if other is job else other for other in world.running))
+            snapshot = replace(snapshot, running=tuple(grown if other is job else other for other in snapshot.running))
     return found
 
 
 def _more_of(job: RunningJob, room: int, now_s: float) -> PendingJob:
-    """Return a job that asks for `room` nodes at most, as `job` has them, for as long as it still runs."""
+    """Return a pending job that asks for at most `room` nodes like those of `job`, for its remaining time."""
     elastic = _of(job)
     barred = tuple(dict.fromkeys((*elastic.view.request.shape.exclude, *_names(job.shares), *elastic.barred)))
     shape = replace(elastic.view.request.shape, nodes_min=1, nodes_max=room, nodelist=(), exclude=barred)
     left_s = None if job.ends_at_s is None else max(1, int(job.ends_at_s - now_s))
     request = replace(elastic.view.request, shape=shape, time_limit_s=left_s)
-    return replace(elastic.view, request=request, licenses=())  # those it has already
+    return replace(elastic.view, request=request, licenses=())  # it has its licences already
 
 
 def _is_answering(job: RunningJob, rules: PreemptRules, now_s: float) -> bool:
@@ -137,33 +139,35 @@ def _can_give(job: RunningJob, rules: PreemptRules, now_s: float) -> bool:
     return not elastic.moving and (not elastic.wanted or _is_answering(job, rules, now_s))
 
 
-def _kept(job: RunningJob) -> tuple[NodeName, ...]:
-    """Return the nodes that `job` will have when it has given back what it was asked for."""
+def _nodes_after(job: RunningJob) -> tuple[NodeName, ...]:
+    """Return the nodes that `job` has after it has given back those that it was asked for."""
     elastic = _of(job)
     names = elastic.wanted or _names(job.shares)
     return tuple(name for name in names if name not in elastic.leaving)
 
 
 def _spare(job: RunningJob) -> list[Gift]:
-    """Return what else `job` can do without, the last node first."""
-    spare = _kept(job)[max(1, _of(job).nodes_min) :]
+    """Return the other shares that `job` can give back, the last node first."""
+    spare = _nodes_after(job)[max(1, _of(job).nodes_min) :]
     return [(job, share) for share in reversed(job.shares) if share.node in spare]
 
 
 def _promised(job: RunningJob, rules: PreemptRules, now_s: float) -> list[Gift]:
-    """Return what `job` is giving back, or may yet be about to."""
-    kept = _kept(job) if _is_answering(job, rules, now_s) else ()
+    """Return the shares that `job` is giving back, or was asked for and may still give back."""
+    nodes_after = _nodes_after(job) if _is_answering(job, rules, now_s) else ()
     leaving = _of(job).leaving
-    return [(job, share) for share in job.shares if share.node in leaving or (kept and share.node not in kept)]
+    return [
+        (job, share) for share in job.shares if share.node in leaving or (nodes_after and share.node not in nodes_after)
+    ]
 
 
-def _without(world: Snapshot, gifts: Sequence[Gift]) -> Snapshot:
+def _without(snapshot: Snapshot, gifts: Sequence[Gift]) -> Snapshot:
     gone = {(job.id, share.node) for job, share in gifts}
     running = tuple(
         replace(job, shares=tuple(share for share in job.shares if (job.id, share.node) not in gone))
-        for job in world.running
+        for job in snapshot.running
     )
-    return replace(world, running=running)
+    return replace(snapshot, running=running)
 
 
 def _names(shares: Sequence[Share]) -> tuple[NodeName, ...]:

@@ -1,8 +1,9 @@
-"""Who may preempt whom, in which way, and what it costs: the administrator's rules, applied to two jobs.
+"""Which jobs may preempt which, how a victim is preempted, and what is lost with it. Decides for two jobs at a time.
 
-By QOS a job outranks another if its QOS lists the other's and not the other way round; by partition, if its partition has the
-higher priority tier. So no job is preempted by one of its own or a lower rank, and (the configuration refuses circles of QOS)
-never by one that it could preempt in turn. Sources: preempt.html of Slurm's documentation, sacctmgr(1) Preempt, GraceTime.
+By QOS, a job outranks another if its QOS lists the other's and not the other way round; by partition, if its partition has the
+higher priority tier. So no job is preempted by one of its own or a lower rank, and never by one that it could preempt
+itself, because the configuration rejects circles of QOS. Sources: preempt.html of Slurm's documentation, sacctmgr(1) Preempt,
+GraceTime.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from hpcsched.sched.snapshot import PendingJob, RunningJob
 
 
 def outranks(job: PendingJob, other: RunningJob, rules: PreemptRules, partitions: Mapping[str, Partition]) -> bool:
-    """Return whether `job` may take the place of `other` at all."""
+    """Return whether `job` may preempt `other` at all."""
     match rules.type:
         case PreemptType.QOS:
-            mine, its = rules.qos.get(job.qos), rules.qos.get(other.qos)
-            listed = mine is not None and other.qos in mine.preempt
-            return listed and not (its is not None and job.qos in its.preempt)
+            own, others = rules.qos.get(job.qos), rules.qos.get(other.qos)
+            listed = own is not None and other.qos in own.preempt
+            return listed and not (others is not None and job.qos in others.preempt)
         case PreemptType.PARTITION:
-            mine_in, its_in = partitions.get(job.partition), partitions.get(other.partition)
-            return mine_in is not None and its_in is not None and mine_in.priority_tier > its_in.priority_tier
+            own_in, other_in = partitions.get(job.partition), partitions.get(other.partition)
+            return own_in is not None and other_in is not None and own_in.priority_tier > other_in.priority_tier
         case PreemptType.NONE:
             return False
 
 
 def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
-    """Return what is done to `victim`: what cannot run again is cancelled where it would be queued again."""
+    """Return how `victim` is preempted; a job that cannot be requeued is cancelled instead."""
     mode = _configured_mode(victim, rules)
     again = victim.may_run_again if victim.may_run_again is not None else rules.requeue
     if mode in (PreemptMode.REQUEUE, PreemptMode.CHECKPOINT) and not again:
@@ -39,7 +40,7 @@ def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
 
 
 def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
-    """Return how long `victim` has to save what it has; None: it is ended as a cancelled job is."""
+    """Return the grace period of `victim` to save its work; None: it is ended like a cancelled job."""
     qos = rules.qos.get(victim.qos)
     if qos is not None and qos.grace_time_s > 0:
         return qos.grace_time_s
@@ -48,7 +49,7 @@ def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
 
 
 def answer_s(qos_name: str, rules: PreemptRules) -> float:
-    """Return how long an elastic job of this QOS has to give nodes back that it was asked for."""
+    """Return how long an elastic job of this QOS has to give back nodes that it was asked for."""
     qos = rules.qos.get(qos_name)
     return qos.grace_time_s if qos is not None and qos.grace_time_s > 0 else rules.grace_s
 
@@ -59,23 +60,22 @@ def _configured_mode(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
 
 
 def may_be_preempted(victim: RunningJob, rules: PreemptRules, now_s: float) -> bool:
-    """Return whether `victim` runs, has run for as long as it is exempt, and is of those that make room."""
+    """Return whether `victim` runs, is past its exempt time, and has a mode that allows preemption."""
     if not victim.runs or mode_of(victim, rules) is PreemptMode.OFF:
         return False
     return now_s - victim.began_at_s >= exempt_s(victim.qos, rules)
 
 
 def exempt_s(qos_name: str, rules: PreemptRules) -> float:
-    """Return for how long after its start a job of this QOS is not preempted."""
+    """Return how long after its start a job of this QOS is not preempted."""
     qos = rules.qos.get(qos_name)
     return qos.exempt_time_s if qos is not None and qos.exempt_time_s > 0 else rules.exempt_s
 
 
 def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
-    """Return how much work is lost with `victim`, in seconds times what it holds (a GPU counts as eight cpus).
+    """Return the work that is lost with `victim`, in seconds times its `weight`.
 
-    That is what it has done since its last checkpoint, as far as it has told of one; with all that it did if it will not run
-    again, nothing if it only stands still.
+    That is its work since its last reported checkpoint, all its work if it does not run again, and none if it is suspended.
     """
     mode = mode_of(victim, rules)
     if mode is PreemptMode.SUSPEND:
@@ -86,5 +86,5 @@ def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
 
 
 def weight(victim: RunningJob) -> float:
-    """Return how much the job holds."""
+    """Return how much the job holds, in cpus; a GPU counts as eight."""
     return sum(share.cpus for share in victim.shares) + 8 * sum(share.gpu_amount for share in victim.shares)

@@ -1,13 +1,13 @@
-"""Which running jobs make room for one that waits: as little lost work as can be, and nobody in vain.
+"""Which running jobs to preempt for a waiting one: as little lost work as possible, and no preemption without effect.
 
-Whether the job fits once some others are gone is not worked out here: the plan itself is asked, with a snapshot in which they are
-gone. So all that a plan heeds (reservations, limits, licences, the promises to jobs ahead) is heeded. The candidates are put
-into a few orders; of each the shortest beginning that is enough is taken, and from it all that is not needed is dropped
-again: so every victim is needed for the job to start. The set that loses least is chosen, of equals the smallest. Of a few
-candidates every set that would lose less is tried as well, so that there is none. In a large world the nodes that are
-cheapest to free are looked at first, and what is found there is tried in all of it.
+Whether the job fits without some of the others is asked of the plan itself, with a snapshot without them. So everything that a
+plan considers counts: reservations, limits, licences, promises to jobs ahead. The candidates are put into a few orders; of each
+order the shortest prefix that suffices is taken, and every job that is not needed is dropped from it again. So every victim is
+needed for the job to start. The set that loses least is chosen; of equal sets the smallest. With few candidates, every set that
+loses less is tried too, so the choice is optimal. In a large cluster, the nodes that are cheapest to free are tried first, and a
+set that is found there is verified in the whole snapshot.
 
-Pure: a snapshot and rules in, names out.
+Pure: a snapshot and rules in, jobs out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt.rules import lost_s, may_be_preempted, mode_of, outranks, weight
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
-FEW_NODES = 16  # as many are looked at first, if the job does not need more
-FEW_CANDIDATES = 8  # of so many every set is tried that loses less than what was found
-MAX_PRUNED = 64  # beyond this, victims on the nodes that the job gets are not tried one by one
+FEW_NODES = 16  # nodes that are tried first, unless the job needs more
+FEW_CANDIDATES = 8  # with so many at most, every set that loses less is tried
+MAX_PRUNED = 64  # victims that are tried one by one whether they are needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VictimSet:
-    """Who has to go so that the job can start, and how it does then."""
+    """The jobs that are preempted so that a job can start, and its start then."""
 
     victims: tuple[RunningJob, ...]
     start: Start
@@ -42,9 +42,9 @@ class VictimSet:
 def choose(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> VictimSet | None:
-    """Return a good choice of victims for `job`, None if it would be in vain. `ahead`: whom it must not delay.
+    """Return good victims for `job`; None: preemption does not help. `ahead`: jobs that it must not delay.
 
-    Nor is anybody preempted for a job that fits as it is, and is held back by its place in the line alone.
+    No job is preempted for a job that fits already and only waits for its turn.
     """
     candidates = candidates_for(snapshot, policy, job)
     if not candidates:
@@ -70,7 +70,7 @@ def choose(
 def _best(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> VictimSet | None:
-    """Return the choice of victims that loses least, None if all candidates are not enough."""
+    """Return the victims that lose least; None: all candidates together do not suffice."""
     candidates = candidates_for(snapshot, policy, job)
     trial = _Trial(snapshot, policy, job, ahead, make)
     if not candidates or trial.start(candidates) is None:
@@ -95,9 +95,9 @@ def _best(
 def _nearby(
     snapshot: Snapshot, policy: Policy, job: PendingJob, candidates: Sequence[RunningJob], count: int
 ) -> Snapshot:
-    """Return the part of the world where it is worth looking: the `count` nodes that are made free with least loss.
+    """Return the part of the snapshot with the `count` nodes that are freed with least loss.
 
-    What is found there is tried in the whole world before it counts; so this may guess.
+    A set found there is verified in the whole snapshot, so this may be a guess.
     """
     rules, shape = policy.preempt, job.request.shape
     held: dict[str, int] = {}
@@ -138,7 +138,7 @@ def candidates_for(snapshot: Snapshot, policy: Policy, job: PendingJob) -> list[
 
 
 def without(snapshot: Snapshot, policy: Policy, victims: Iterable[RunningJob]) -> Snapshot:
-    """Return the snapshot as it is when the victims have gone, or stand still."""
+    """Return the snapshot as it is when the victims have ended or are suspended."""
     modes = {victim.id: mode_of(victim, policy.preempt) for victim in victims}
     running: list[RunningJob] = []
     for job in snapshot.running:
@@ -151,12 +151,12 @@ def without(snapshot: Snapshot, policy: Policy, victims: Iterable[RunningJob]) -
 
 
 def lent(job: RunningJob) -> RunningJob:
-    """Return the job standing still: others may have its cpus, its memory and GPUs stay its own."""
+    """Return the job suspended: others may use its cpus; it keeps its memory and GPUs."""
     return replace(job, runs=False, shares=without_cpus(job.shares), lent_shares=job.shares)
 
 
 class _Trial:
-    """Asks the plan whether the job starts when some are gone."""
+    """Asks the plan whether the job starts without some running jobs; each set is asked once."""
 
     def __init__(
         self, snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
@@ -169,7 +169,7 @@ class _Trial:
         self._make = make
 
     def start(self, victims: Iterable[RunningJob]) -> Start | None:
-        """Return how the job starts then; None: it does not. Jobs ahead that the victims would make room for do not count."""
+        """Return the start of the job without `victims`; None: it does not start."""
         victims = tuple(victims)
         key = frozenset(victim.id for victim in victims)
         if key not in self._known:
@@ -177,34 +177,34 @@ class _Trial:
         return self._known[key]
 
     def _start(self, victims: tuple[RunningJob, ...]) -> Start | None:
-        world = without(self._snapshot, self._policy, victims)
-        return start_behind(world, self._policy, self._job, self._ahead, self._make)
+        rest = without(self._snapshot, self._policy, victims)
+        return start_behind(rest, self._policy, self._job, self._ahead, self._make)
 
     def needed(self, enough: list[RunningJob]) -> VictimSet:
-        """Return the choice that is left of `enough` when whoever is not needed has been dropped, the costly ones first."""
+        """Return the victims of `enough` that are needed; the costly ones are dropped first."""
         start = self.start(enough)
         assert start is not None
         nodes = {share.node for share in start.shares}
         near = [victim for victim in enough if any(share.node in nodes for share in victim.shares)]
-        if len(near) < len(enough) and (its := self.start(near)) is not None:
-            enough, start = near, its
+        if len(near) < len(enough) and (near_start := self.start(near)) is not None:
+            enough, start = near, near_start
         for victim in reversed(enough[-MAX_PRUNED:]):
             fewer = [other for other in enough if other is not victim]
-            its = self.start(fewer)
-            if its is not None:
-                enough, start = fewer, its
+            fewer_start = self.start(fewer)
+            if fewer_start is not None:
+                enough, start = fewer, fewer_start
         return VictimSet(victims=tuple(enough), start=start)
 
 
 def _enough(trial: _Trial, order: list[RunningJob]) -> list[RunningJob]:
-    """Return the shortest beginning of `order`, all of which is enough, that is."""
+    """Return the shortest prefix of `order` that suffices; all of `order` does."""
     counts = range(1, len(order))
     shortest = order[: 1 + bisect_left(counts, True, key=lambda count: trial.start(order[:count]) is not None)]
     return shortest if trial.start(shortest) is not None else order
 
 
 def _orders(candidates: list[RunningJob], snapshot: Snapshot, policy: Policy) -> list[list[RunningJob]]:
-    """Return the candidates by what is lost with each; for what each gives back; the large ones first; node by node."""
+    """Return the candidates ordered by loss, by loss per weight, by weight, and by the cheapest node."""
     rules, now_s = policy.preempt, snapshot.now_s
     lost = {job.id: lost_s(job, rules, now_s) for job in candidates}
     of_node: dict[str, float] = {}

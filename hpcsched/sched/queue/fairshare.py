@@ -1,13 +1,13 @@
-"""Fair share: who has had how much of what the shares give them, and the factor in 0..1 that it makes.
+"""Fair share: how much of their shares users have used, and the priority factor (0..1) that follows.
 
-*Fair Tree* ranks: at each account the children are ordered by LF = S / U, their part of the siblings' shares over their part of
-the siblings' usage (never used: infinite; no shares: 0), and the tree is walked in that order, depth first. The first user
-gets 1, the last of n gets 1 / n. So all users of an account that is owed more come before all of a sibling that is owed less.
-Equals: users of equal LF have one rank; accounts of equal LF are walked as one; a user and an account of equal LF: its best
-user has his rank.
+*Fair Tree* ranks: at each account, the children are ordered by LF = S / U, their part of the siblings' shares over their part
+of the siblings' usage (never used: infinite; no shares: 0), and the tree is walked in that order, depth first. The first user
+gets 1, the last of n gets 1 / n. So all users of an account with a higher LF come before all users of a sibling with a lower
+one. Ties: users of equal LF have one rank; accounts of equal LF are merged; of a user and an account of equal LF, the best user
+of the account has the rank of the user.
 
-*Classic*: F = 2^(-UE / S / damping), with S the part of the whole cluster that the shares down the tree give, and UE the
-effective usage: one's own, and of what the rest of the account used as much as one's part of its shares is.
+*Classic*: F = 2^(-UE / S / damping). S is the part of the whole cluster that the shares down the tree give. UE is the
+effective usage: one's own, plus one's part of the shares of what the rest of the account used.
 
 Sources: fair_tree.html, classic_fair_share.html of Slurm's documentation.
 """
@@ -24,7 +24,7 @@ from hpcsched.model.accounting import EVERYBODY, Accounting, Association, Fairne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An account with what is below it, or (`user`) a user in it. `usage` has the usage of all below."""
+    """An account with its children, or a user in an account (`user` set). `usage` includes all children."""
 
     account: str
     user: str = ""
@@ -35,7 +35,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareUsage:
-    """One line of the tree. `norm_shares`, `effective_usage`: among its siblings (Fair Tree), or of the cluster (classic)."""
+    """One row of the tree. `norm_shares`, `effective_usage`: relative to siblings (Fair Tree) or to the cluster (classic)."""
 
     account: str
     user: str
@@ -54,9 +54,9 @@ class ShareUsage:
 
 
 def share_usages(accounting: Accounting, charged: Mapping[Association, float]) -> list[ShareUsage]:
-    """Return the whole tree, root first, each account before what is below it.
+    """Return the rows of the tree, root first, each account before its children.
 
-    `charged` has what each association has been charged, and at least 0 for each that is to be in it.
+    `charged`: what each association has been charged; an association with 0 is in the tree too.
     """
     root = tree_of(accounting, charged)
     if accounting.fairness is Fairness.CLASSIC:
@@ -73,9 +73,9 @@ def factors_of(accounting: Accounting, charged: Mapping[Association, float]) -> 
 
 
 def tree_of(accounting: Accounting, charged: Mapping[Association, float]) -> Branch:
-    """Return the accounts and their users with what was charged to them.
+    """Return the tree of accounts and users with what they were charged.
 
-    Who was charged in an account and is not of it any more has no shares there; what was used still counts.
+    A user who was charged in an account and has left it has no shares there, but the usage still counts.
     """
     users: dict[str, list[Branch]] = {}
     for account in accounting.accounts:
@@ -90,7 +90,7 @@ def tree_of(accounting: Accounting, charged: Mapping[Association, float]) -> Bra
 def _account(accounting: Accounting, name: str, shares: int, users: Mapping[str, list[Branch]]) -> Branch:
     below = [_account(accounting, sub.name, sub.shares, users) for sub in accounting.accounts if sub.parent == name]
     gone = []
-    if not name:  # of accounts that are no longer configured: their usage is the root's
+    if not name:  # the usage of accounts that are no longer configured counts at the root
         known = {"", *(account.name for account in accounting.accounts)}
         gone = [replace(user, shares=0) for other, own in users.items() if other not in known for user in own]
     own = sorted([*users.get(name, ()), *gone], key=lambda branch: (branch.user, branch.account))
@@ -108,7 +108,7 @@ def _user(accounting: Accounting, account: str, user: str, usage: float) -> Bran
 
 
 def fair_tree(root: Branch) -> dict[Association, float]:
-    """Return the factor of each user below `root`: rank over number of users."""
+    """Return the factor of each user below `root`: its rank divided by the number of users."""
     ranks: dict[Association, int] = {}
     count = sum(1 for _ in _users(root))
     _rank(_with_fs(root), count, count, ranks)
@@ -116,7 +116,7 @@ def fair_tree(root: Branch) -> dict[Association, float]:
 
 
 def _rank(siblings: Sequence[tuple[float, Branch]], free: int, tied: int, ranks: dict[Association, int]) -> int:
-    """Give ranks from `free` downwards; the first ones get `tied`, which is not below it. Return what is free then."""
+    """Assign ranks from `free` downwards, the first siblings `tied` (>= `free`). Return the next free rank."""
     for _, group in groupby(sorted(siblings, key=lambda item: -item[0]), key=lambda item: item[0]):
         branches = [branch for _, branch in group]
         users = [branch for branch in branches if branch.user]
@@ -151,7 +151,7 @@ def _users(branch: Branch) -> Iterator[Branch]:
 
 
 def _levels(branch: Branch, parent: Branch | None = None, total: float = 0.0, depth: int = 0) -> Iterator[ShareUsage]:
-    """Yield the lines of the tree, without factors."""
+    """Yield the rows of the tree, without factors."""
     shares = sum(child.shares for child in parent.children) if parent else branch.shares
     usage = parent.usage if parent else branch.usage
     total = total if parent else branch.usage
@@ -175,7 +175,7 @@ def _levels(branch: Branch, parent: Branch | None = None, total: float = 0.0, de
 
 
 def classic_factor(effective_usage: float, norm_shares: float, damping: float = 1.0) -> float:
-    """Return 2^(-UE / S / damping); 0 for who has no shares."""
+    """Return 2^(-UE / S / damping); 0 without shares."""
     return 2.0 ** (-effective_usage / norm_shares / damping) if norm_shares > 0.0 else 0.0
 
 

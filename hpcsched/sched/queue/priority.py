@@ -2,12 +2,12 @@
 
 The priority is that of Slurm's multifactor plugin: an integer, the sum of weighted factors in 0..1 minus nice.
 
-    age         how long only other jobs were in its way, of age_max_s      fair-share  see `fairshare`
+    age         how long only other jobs kept it waiting, of age_max_s      fair-share  see `fairshare`
     size        the part of all nodes and that of all cpus, on average     partition   its priority_job_factor, of the highest
                 (or of the cpus alone, for each minute of the time limit)
     QOS         its priority, of the highest                               association that of the user or account, alike
     TRES        for each resource with a weight, licences too, the part of all that it asks for
-    site        the same for all, and what an admin adds to the job
+    site        the same for all jobs, plus what an admin adds to this job
 
 A fixed priority replaces the sum, 0 holds the job. Source: priority_multifactor.html of Slurm's documentation.
 """
@@ -27,12 +27,12 @@ from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 
 HIGHEST = 2**32 - 1
-STEP_JOBS = 1000  # are given their priority in a step
+STEP_JOBS = 1000  # jobs that get their priority in one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """What a priority is made of: already weighted, so that the parts add up to `total` (within 1..HIGHEST)."""
+    """The weighted parts of a priority. They add up to `total`, which is limited to 1..HIGHEST."""
 
     total: int
     site: int = 0
@@ -44,13 +44,13 @@ class Breakdown:
     qos: int = 0
     tres: int = 0
     nice: int = 0
-    factors: tuple[tuple[str, float], ...] = ()  # as they were before their weights, 0..1, by the names above
+    factors: tuple[tuple[str, float], ...] = ()  # unweighted, 0..1, by the names above
     fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What the factors are measured against: the machine's size, the highest factor of a partition, the ledger."""
+    """What factors are relative to: the size of the cluster, the highest factor of a partition, past usage."""
 
     now_s: float
     nodes: int
@@ -62,7 +62,7 @@ class Scale:
 
 
 def scale_of(snapshot: Snapshot) -> Scale:
-    """Return what the factors of a priority in `snapshot` are measured against."""
+    """Return what the factors of a priority in `snapshot` are relative to."""
     return Scale(
         now_s=snapshot.now_s,
         nodes=max(1, len(snapshot.nodes)),
@@ -75,7 +75,7 @@ def scale_of(snapshot: Snapshot) -> Scale:
 
 
 def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, policy: Policy) -> Breakdown:
-    """Return the priority of `job` and what it is made of."""
+    """Return the priority of `job` with its parts."""
     if job.priority_set is not None:
         return Breakdown(total=job.priority_set, fixed=True)
     tres = _tres(job, scale, policy)
@@ -113,7 +113,7 @@ def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, pol
 
 
 def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
-    """Return how long only other jobs were in its way; of one that something else kept waiting until now nothing counts."""
+    """Return the age factor: how long only other jobs kept it waiting; 0 if something else still does."""
     since_s = job.submitted_at_s if policy.accrue_always else job.since_s
     if since_s is None:
         return 0.0
@@ -121,7 +121,7 @@ def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
-    """Return `breakdown_of(...).total`, quicker: `part` has the weighted factors of partition and ledger (see `_shared`)."""
+    """Return `breakdown_of(...).total`, faster. `part`: the weighted factors that `_shared` returns."""
     if job.priority_set is not None:
         return job.priority_set
     since_s = job.submitted_at_s if policy.accrue_always else job.since_s
@@ -136,7 +136,7 @@ def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int
 
 
 def without_age(job: PendingJob, priority: int, scale: Scale, policy: Policy) -> int:
-    """Return what the priority of `job` is but for its age; a fixed one is what it is."""
+    """Return `priority` of `job` without its age; a fixed priority is returned as it is."""
     return priority if job.priority_set is not None else priority - int(policy.weight_age * _age(job, scale, policy))
 
 
@@ -147,7 +147,7 @@ def in_order(
     policy: Policy,
     found: dict[JobId, int] | None = None,
 ) -> list[PendingJob]:
-    """Return `jobs` in the order in which they are looked at; note their priorities in `found`."""
+    """Return `jobs` in the order in which they are looked at. Their priorities are added to `found`."""
     steps = order_in_steps(jobs, partitions, scale, policy, found)
     while True:
         try:
@@ -164,7 +164,7 @@ def order_in_steps(
     policy: Policy,
     found: dict[JobId, int] | None = None,
 ) -> Generator[None, None, list[PendingJob]]:
-    """Do as `in_order`, in steps of which the one that sorts takes longest."""
+    """Do the same as `in_order`, in steps; the step that sorts takes longest."""
     tiers = {name: part.priority_tier for name, part in partitions.items()}
     factors = {name: part.priority_job_factor for name, part in partitions.items()}
     shared: dict[tuple[str, str, str, str], int] = {}
@@ -182,7 +182,9 @@ def order_in_steps(
     keyed.sort(key=_ORDER)
     yield
     if found is not None:
-        found.update([(item[3], -item[1]) for item in reversed(keyed)])  # of several partitions the highest counts
+        found.update(
+            [(item[3], -item[1]) for item in reversed(keyed)]
+        )  # of a job in several partitions, the highest counts
         yield
     return [item[4] for item in keyed]
 
@@ -191,7 +193,7 @@ _ORDER = itemgetter(0, 1, 2, 3)
 
 
 def _shared(job: PendingJob, factor: int, scale: Scale, policy: Policy) -> int:
-    """Return the weighted factors that all jobs of one user, account, QOS and partition have alike."""
+    """Return the weighted factors that jobs of one user, account, QOS and partition have in common."""
     part = int(policy.weight_partition * (factor / scale.highest_factor))
     if policy.weight_fairshare:
         part += int(policy.weight_fairshare * _fairshare(job, scale))
@@ -203,7 +205,7 @@ def _shared(job: PendingJob, factor: int, scale: Scale, policy: Policy) -> int:
 
 
 def _fairshare(job: PendingJob, scale: Scale) -> float:
-    """Return the association's factor; who has not been seen yet has used nothing."""
+    """Return the fair-share factor of the association; 1 if it has no usage yet."""
     if not scale.fairshare:
         return 0.0
     return scale.fairshare.get(scale.accounting.association_of(job.user, job.account), 1.0)
@@ -216,7 +218,7 @@ def _qos(job: PendingJob, scale: Scale) -> float:
 
 
 def _assoc(job: PendingJob, scale: Scale) -> float:
-    """Return the priority of the user, else of the account, as a part of the highest that there is."""
+    """Return the priority of the user, else of the account, relative to the highest one configured."""
     accounting = scale.accounting
     rules, account = accounting.rules(job.user), accounting.account(job.account)
     own = account.priority if account is not None else 0
@@ -230,7 +232,7 @@ def _assoc(job: PendingJob, scale: Scale) -> float:
 
 
 def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, float, float]]:
-    """Return the resources with a weight: name, weight, and the part of the cluster's that the job asks for."""
+    """Return the resources with a weight: name, weight, and the part of the cluster that the job asks for."""
     if not policy.weights_tres:
         return []
     asked = least_of(job.request.shape, job.licenses)
@@ -241,12 +243,12 @@ def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, floa
 
 
 def _size(job: PendingJob, scale: Scale, policy: Policy) -> float:
-    """Return the part of the machine that the job asks for, nodes and cpus on average; with `favor_small` what it leaves.
+    """Return the part of the cluster that the job asks for, the mean of nodes and cpus; with `favor_small`, the rest.
 
-    With `small_relative_to_time` it is that of the cpus alone, for each minute of the time limit.
+    With `small_relative_to_time` it is the part of the cpus only, for each minute of the time limit.
     """
     shape = job.request.shape
-    cpus = sum(one.tasks_least * one.cpus_per_task for one in shape.each) / scale.cpus
+    cpus = sum(component.tasks_least * component.cpus_per_task for component in shape.each) / scale.cpus
     if policy.small_relative_to_time:
         limit_s = known_limit_s(job.request.time_limit_s) or policy.default_time_limit_s
         part = min(1.0, cpus / max(1.0, limit_s / MINUTE_S))

@@ -1,13 +1,14 @@
 """What jobs have used, in resource-seconds that decay: after one half-life a second counts half.
 
-Decay is exact and needs no ticking: an amount that is known as of one time is known as of any later one, and what a running
-job has used since its start is an integral in closed form,
+Decay is exact and needs no timer: an amount known at one time is known at any later time, and the usage of a running job since
+its start is an integral in closed form,
 
     use over d seconds, seen at their end = rate * (h / ln 2) * (1 - 2^(-d / h)).
 
-So only what is given back is ever written down (`charge_of`, in the commit of the very event that gives it back: once,
-whatever crashes), and what runs is added when somebody looks. Slurm multiplies by a constant every five minutes instead;
-the limits of both are the same. Billing is charged as Slurm's TRESBillingWeights say, all of it times the QOS's usage factor.
+So usage is stored only when resources are given back (`charge_of`, in the commit of the event that gives them back, so exactly
+once), and the usage of running jobs is added when it is read. Slurm multiplies by a constant every five minutes instead; the
+limits of both are equal. Billing follows Slurm's TRESBillingWeights, times the usage factor of the QOS.
+
 Source: priority_multifactor.html, tres.html of Slurm's documentation.
 """
 
@@ -31,7 +32,7 @@ GpuTypes = Mapping[NodeName, Mapping[int, str]]  # of each node, by index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedResources:
-    """What one user's jobs in one account and QOS have used, as it counts at `at_s`. One row of the table `usage`."""
+    """The usage of one user in one account and QOS, decayed to `at_s`. One row of the table `usage`."""
 
     account: str
     user: str
@@ -45,12 +46,12 @@ class UsedResources:
 
 
 def decay(elapsed_s: float, half_life_s: float | None) -> float:
-    """Return what a second of use that is `elapsed_s` ago counts."""
+    """Return how much a second of usage `elapsed_s` ago counts now, 0..1."""
     return 1.0 if half_life_s is None else 2.0 ** (-max(0.0, elapsed_s) / half_life_s)
 
 
 def integral(lasting_s: float, half_life_s: float | None) -> float:
-    """Return what the use of one resource for the last `lasting_s` seconds counts now."""
+    """Return how much the usage of one unit during the last `lasting_s` seconds counts now."""
     lasting_s = max(0.0, lasting_s)
     if half_life_s is None:
         return lasting_s
@@ -58,7 +59,7 @@ def integral(lasting_s: float, half_life_s: float | None) -> float:
 
 
 def at(used: UsedResources, now_s: float, half_life_s: float | None) -> UsedResources:
-    """Return `used` as it counts at `now_s`; a clock that was set back does not make it more."""
+    """Return `used` decayed to `now_s`; unchanged if the clock was set back."""
     if now_s <= used.at_s:
         return used
     factor = decay(now_s - used.at_s, half_life_s)
@@ -67,7 +68,7 @@ def at(used: UsedResources, now_s: float, half_life_s: float | None) -> UsedReso
 
 
 def plus(used: UsedResources, amounts: Amounts) -> UsedResources:
-    """Return `used` with `amounts` that count as of the same time."""
+    """Return `used` plus `amounts`, both of the same time."""
     total = dict(used.amounts)
     for name, amount in amounts:
         total[name] = total.get(name, 0.0) + amount
@@ -79,9 +80,9 @@ def plus(used: UsedResources, amounts: Amounts) -> UsedResources:
 def charge_of(
     before: Job, after: Job, at_s: float, accounting: Accounting, weights: Weights, types: GpuTypes
 ) -> Amounts:
-    """Return what an event of `at_s` that made `after` of `before` charges, as it counts then; () if nothing.
+    """Return what is charged for the change from `before` to `after` at `at_s`, as it counts then; () if nothing.
 
-    It was used evenly since what was held was last charged, until now, or until its end if that is heard of now.
+    The resources were held since they were last charged until `at_s`, or until the end of the job if that is reported now.
     """
     cpu_s = after.charged_cpu_s - before.charged_cpu_s
     mem_mib_s = after.charged_mem_mib_s - before.charged_mem_mib_s
@@ -94,14 +95,16 @@ def charge_of(
     factor = part * decay(at_s - until_s, accounting.half_life_s) * factor_of(accounting, before.qos)
     released = len(set(before.held_nodes) - set(after.held_nodes))
     all_charged = not released or after.charged_until_s != before.charged_until_s
-    licenses = () if after.held_nodes and not all_charged else before.spec.licenses  # they go back with the last node
+    licenses = (
+        () if after.held_nodes and not all_charged else before.spec.licenses
+    )  # licences are given back with the last node
     counted_s = lasted_s * _counted(len(before.held_nodes) if all_charged else released, licenses, weights)
     per_gpu = gpu_weight(before.shares, weights, types)
     return _amounts(cpu_s * factor, mem_mib_s * factor, gpu_s * factor, counted_s * factor, weights, per_gpu)
 
 
 def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights, types: GpuTypes) -> Amounts:
-    """Return what `job` has used of what it still holds, as it counts now."""
+    """Return the usage of the resources that `job` still holds, as it counts now."""
     shares = [share for share in job.shares if share.node in job.held_nodes]
     if not shares or job.suspended_at_s is not None:
         return ()
@@ -114,28 +117,28 @@ def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights
 
 
 def _counted(nodes: int, licenses: Iterable[tuple[str, int]], weights: Weights) -> float:
-    """Return what a second of so many nodes and of these licences costs."""
+    """Return the billing of one second of so many nodes and of these licences."""
     return nodes * weights.get(NODE, 0.0) + sum(count * weights.get(LICENSE + name, 0.0) for name, count in licenses)
 
 
 def _since_s(job: Job, now_s: float) -> float:
-    """Return from when on what `job` holds has not been charged."""
+    """Return the time since which the resources of `job` have not been charged."""
     return next((at_s for at_s in (job.charged_until_s, job.allocated_at_s) if at_s is not None), now_s)
 
 
 def factor_of(accounting: Accounting, qos: str) -> float:
-    """Return how many times the use under `qos` is charged."""
+    """Return the usage factor of `qos`."""
     quality = accounting.quality(qos)
     return 1.0 if quality is None else quality.usage_factor
 
 
 def weights_of(accounting: Accounting, partition: Partition | None) -> dict[str, float]:
-    """Return what a second of each resource costs in `partition`."""
+    """Return the billing weight of each resource in `partition`."""
     return dict(partition.billing if partition is not None and partition.billing else accounting.billing)
 
 
 def gpu_weight(shares: Iterable[Share], weights: Weights, types: GpuTypes) -> float:
-    """Return what a GPU of these shares costs: that of its type if it has a weight, on average."""
+    """Return the mean billing weight of the GPUs of these shares: by type, or the plain weight without one."""
     plain = weights.get(GPU, 0.0)
     costs = [
         weights.get(f"{GPU}:{types.get(share.node, {}).get(index, '').lower()}", plain)
@@ -153,9 +156,9 @@ def _amounts(
 
 
 def by_association(rows: Iterable[UsedResources]) -> dict[Association, float]:
-    """Return what each association has been charged in all, of rows that count as of the same time."""
+    """Return what each association has been charged in all. `rows` must be decayed to the same time."""
     charged: dict[Association, float] = {}
     for row in rows:
         key = (row.account, row.user)
         charged[key] = charged.get(key, 0.0) + dict(row.amounts).get(BILLING, 0.0)
-    return {key: max(0.0, amount) for key, amount in charged.items()}  # what was reset may leave a rounding error
+    return {key: max(0.0, amount) for key, amount in charged.items()}  # a reset may leave a rounding error
