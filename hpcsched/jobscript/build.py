@@ -1,7 +1,7 @@
-"""Options to a `JobSpec`: defaults, what contradicts itself, and what follows from what.
+"""Options to a `JobSpec`: defaults, contradictions, and fields that follow from several options.
 
-Knows no cluster (whether nodes, partitions and accounts exist is for the controller to say), no files and no clock. Rules
-follow sbatch: more nodes than tasks become as many as tasks; what has no effect here is accepted and said in a note.
+Knows no cluster (the controller checks that nodes, partitions and accounts exist), no files and no clock. Rules follow sbatch:
+more nodes than tasks become as many nodes as tasks; options without effect are accepted with a note.
 """
 
 from __future__ import annotations

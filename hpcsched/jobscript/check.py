@@ -1,8 +1,8 @@
-"""What no cluster could run: a job specification's own values, whoever sent it.
+"""The checks of a job specification that need no cluster: values that no cluster could run are rejected.
 
-`build_spec` makes specifications that pass; the controller asks again for each that comes in, because a client may send
-anything. Types are settled by `hpcsched.model.codec` before. Knows no nodes, partitions or accounts. Every check is
-linear in what it looks at; sizes come first.
+`build_spec` makes specifications that pass; the controller checks each again, because a client may send anything.
+`hpcsched.model.codec` has checked the types before. Knows no nodes, partitions or accounts. Every check is linear in its
+input; sizes are checked first.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _check_args(args: tuple[str, ...]) -> None:
         raise RequestError(f"cannot pass {size} bytes of arguments to the script: the most is {MAX_ARGS_BYTES}")
     for arg in args:
         if "\0" in arg or not _is_utf8(arg):
-            raise RequestError(f"cannot pass {short(arg)} to the script: it is no UTF-8 text")
+            raise RequestError(f"cannot pass {short(arg)} to the script: it is not UTF-8 text")
 
 
 def _check_env(env: tuple[tuple[str, str], ...]) -> None:
@@ -258,7 +258,7 @@ def _check_gpu_requests(option: str, requests: tuple[GpuRequest, ...]) -> None:
         raise RequestError(f"cannot take --{option}: a type is named twice, or there are over 64")
     for request in requests:
         if request.type != ANY_GPU and GPU_TYPE.match(request.type) is None:
-            raise RequestError(f"cannot take --{option}: {short(request.type)} is no type of GPU")
+            raise RequestError(f"cannot take --{option}: {short(request.type)} is not a GPU type")
         if not 1 <= request.count <= MAX_GPUS:
             raise RequestError(f"cannot take --{option}={request.count}: it must be 1 to {MAX_GPUS}")
 

@@ -1,8 +1,8 @@
-"""``--dependency``: after what a job may start, read from its text and written back.
+"""``--dependency``: the jobs that a job waits for, parsed and formatted.
 
-Knows no jobs. Rules: terms joined by ``,`` must all come true, by ``?`` one of them; ``after:12+5`` is five minutes after the
-start of 12, ``afterok:12_3`` is about that task of array 12 alone. How many jobs are named is bounded. Source: sbatch(1),
---dependency.
+Knows no jobs. Rules: of terms joined by ``,`` all must be satisfied, of terms joined by ``?`` one; ``after:12+5`` is five
+minutes after the start of 12, ``afterok:12_3`` is about that task of array 12 alone. The number of jobs is bounded. Source:
+sbatch(1), --dependency.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int
     """Return job (or array) id, task and delay of ``12_3+5``."""
     match = _JOB_ID.match(word.strip())
     if match is None or whole_number(match.group(1)) == 0:
-        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is no job id, as 12 or 12_3")
+        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is not a job id, as 12 or 12_3")
     if match.group(3) and kind is not DependencyKind.AFTER:
         raise RequestError(f"cannot read dependency {short(text)}: only after takes +minutes")
     task = whole_number(match.group(2)) if match.group(2) else None

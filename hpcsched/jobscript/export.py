@@ -1,10 +1,10 @@
-"""``--export``: which variables of the submitter's environment a job takes along.
+"""``--export``: the variables of the submitter's environment that a job gets.
 
-Knows nothing of what the scheduler adds later (`hpcsched.steps.environment`). Rules: ``ALL`` (the default) takes all,
-``NONE`` and ``NIL`` none, a list those that it names; ``NAME=value`` sets one, ``ALL,NAME=value`` does both. What
-describes a job that `hsub` itself runs in is not taken along, and what cannot be a job's variable is left out with a
-note. The submitter's umask and resource limits always go along. Without the submitter's PATH a job has the node's, with
-Slurm's names on it if the submitter has them: Slurm's own are in /usr/bin. Sources: sbatch(1), --export; execve(2), "Limits".
+Knows nothing of what the scheduler adds later (`hpcsched.steps.environment`). Rules: ``ALL`` (the default) takes all, ``NONE``
+and ``NIL`` none, a list the names in it; ``NAME=value`` sets one, ``ALL,NAME=value`` does both. Variables that describe a job
+in which `hsub` itself runs are not taken, and values that cannot be variables of a job are left out with a note. The
+submitter's umask and resource limits are always taken. Without the submitter's PATH, a job has the PATH of the node, with the
+directories of Slurm's commands in front if the submitter has them. Sources: sbatch(1), --export; execve(2), "Limits".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where an option may be given, and which place wins: command line > environment > lines of the script.
 
-In the environment ``HSUB_x`` wins over ``SBATCH_x``. An option that is given in a higher layer replaces the lower one's
-values; so do options that exclude each other (``--mem`` on the command line makes a script's ``--mem-per-cpu`` void).
-Only mail types add up. Source: sbatch(1), "INPUT ENVIRONMENT VARIABLES".
+In the environment, ``HSUB_x`` wins over ``SBATCH_x``. An option in a higher layer replaces the values of lower layers, and
+options that exclude it (``--mem`` on the command line removes ``--mem-per-cpu`` of the script). Only mail types add up.
+Source: sbatch(1), "INPUT ENVIRONMENT VARIABLES".
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The options of a job, in one table: what `hsub --help`, the man page, directives and the environment all go by.
+"""The options of a job, in one table: `hsub --help`, the man page, directives and the environment follow it.
 
-Knows how an option is spelled and how its value is read, not what a job becomes of it (`hpcsched.jobscript.build`). An
-option with a `variable` may also be given as ``HSUB_variable`` or ``SBATCH_variable``. Sources: sbatch(1) of Slurm
-22.05 to 25.05.
+Knows how an option is spelled and how its value is parsed, not its effect on a job (`hpcsched.jobscript.build`). An option with
+a `variable` may also be given as ``HSUB_variable`` or ``SBATCH_variable``. Sources: sbatch(1) of Slurm 22.05 to 25.05.
 """
 
 from __future__ import annotations

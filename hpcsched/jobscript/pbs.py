@@ -1,8 +1,9 @@
 """``#PBS`` and ``#BSUB`` lines of a job script, as options of ``#SBATCH`` lines.
 
-Knows the words of PBS and LSF, not what a job becomes of them. The lines count where ``#SBATCH`` lines do, and less than
-these. As in Slurm a bare number of ``walltime`` is minutes, and of ``-M`` MiB. What has no meaning here is left out; what a
-job depends on and cannot be read is refused. Sources: sbatch(1), --ignore-pbs; Slurm's sbatch; qsub(1B); bsub(1).
+Knows the options of PBS and LSF, not their effect on a job. The lines are allowed where ``#SBATCH`` lines are, which win over
+them. As in Slurm, a bare number of ``walltime`` is minutes, and of ``-M`` MiB. Options that have no effect here are ignored;
+options that a job depends on and that cannot be parsed are rejected with an error. Sources: sbatch(1), --ignore-pbs; Slurm's
+sbatch; qsub(1B); bsub(1).
 """
 
 from __future__ import annotations

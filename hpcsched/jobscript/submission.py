@@ -1,7 +1,6 @@
-"""A whole submission: the words of the command line, the script and the environment to a `JobSpec`.
+"""A whole submission: command line, script and environment to a `JobSpec`, for the command and for the controller.
 
-The same for the command's own process and for the controller. Knows no files and no clock. Dates mean what the time zone of
-the process makes of them.
+Knows no files and no clock. Dates are in the time zone of the process.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def read_layers(words: SubmissionWords, line: CommandLine) -> Layers:
     options = merge_layers(directives.options, environment_options(words.environ), line.options)
     if directives.foreign_lines and not is_set(options, "ignore-pbs"):
         options = merge_layers(foreign_options(directives.foreign_lines), options)
-    late = [f"line {number} of the script is not read: it stands behind a command" for number in directives.late_lines]
+    late = [f"line {number} of the script is ignored: it follows a command" for number in directives.late_lines]
     misspelled = [
         f"line {number} of the script is a comment, but looks like a directive: those begin with #SBATCH or #HSUB"
         for number in directives.misspelled_lines

@@ -1,7 +1,7 @@
-"""The values of single options, each read from its text: node counts, arrays, GPUs, mail types.
+"""The values of single options, each parsed from its text: node counts, arrays, GPUs, mail types.
 
-Every reader is linear in its text, bounded in what it makes of it, and raises RequestError with the text, why it is
-refused and what would be right. Sources: sbatch(1).
+Every parser is linear in its text, bounded in its result, and raises RequestError with the text, the reason and a valid example.
+Sources: sbatch(1).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def parse_count(text: str) -> int:
 def parse_integer(text: str) -> int:
     """Return the whole number that `text` is."""
     if _INTEGER.match(text.strip()) is None:
-        raise RequestError(f"cannot read {short(text)}: it is no whole number")
+        raise RequestError(f"cannot read {short(text)}: it is not a whole number")
     return whole_number(text.strip())
 
 
@@ -138,7 +138,9 @@ def parse_array(text: str) -> ArraySpec:
 def _array_range(part: str, text: str) -> range:
     match = _ARRAY_PART.match(part.strip())
     if match is None:
-        raise RequestError(f"cannot read array {short(text)}: {short(part)} is no index, write 0-15, 1,3,5 or 0-15:4%2")
+        raise RequestError(
+            f"cannot read array {short(text)}: {short(part)} is not an index, write 0-15, 1,3,5 or 0-15:4%2"
+        )
     first, last, step = match.groups()
     low, high, stride = whole_number(first), whole_number(last or first), whole_number(step or "1")
     if high < low or stride < 1:
@@ -195,9 +197,9 @@ def parse_gres(text: str) -> Gres:
 
 def _gpu_request(kind: str, count: str, text: str) -> GpuRequest:
     if kind != ANY_GPU and GPU_TYPE.match(kind) is None:
-        raise RequestError(f"cannot read GPUs {short(text)}: {short(kind)} is no type of GPU; write 2 or a100:2")
+        raise RequestError(f"cannot read GPUs {short(text)}: {short(kind)} is not a GPU type; write 2 or a100:2")
     if not (count.isascii() and count.isdigit()) or len(count) > 6:
-        raise RequestError(f"cannot read GPUs {short(text)}: {short(count)} is no number; write 2 or a100:2")
+        raise RequestError(f"cannot read GPUs {short(text)}: {short(count)} is not a number; write 2 or a100:2")
     return GpuRequest(count=whole_number(count), type=kind)
 
 

@@ -1,4 +1,4 @@
-"""Who may become what: the only home of a job's transitions, and of the effects that its state asks for.
+"""The transitions of jobs and nodes, and the effects that a job's state requires: the only place that changes either.
 
 Knows no clock, disk, network or log: values in, values out.
 """

@@ -1,7 +1,7 @@
-"""What must be true in the world for a job in its present state: derived from the job alone, safe to repeat.
+"""What must be true on nodes for a job in its present state: derived from the job alone, safe to repeat.
 
-`perform` (the controller) carries effects out after the commit, and again whenever a node comes back: so recovery needs
-no code of its own.
+The controller performs the effects after the commit, and again whenever a node reconnects, so recovery needs no code of its
+own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StartBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPart:
-    """`node`, which does not run the batch step, has claimed its part of the job: only then the batch step may start."""
+    """`node`, which does not run the batch step, has claimed its part of the job. The batch step starts only after that."""
 
     node: NodeName
     job: Job
@@ -30,7 +30,7 @@ class ClaimPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClearNode:
-    """`node` has nothing left of the job's attempts up to this one, and starts none of them."""
+    """`node` has no processes of the job's attempts up to this one, and starts none of them."""
 
     node: NodeName
     job: Job
@@ -38,7 +38,7 @@ class ClearNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
-    """What `node` runs of the job stands still."""
+    """The processes of the job on `node` are stopped."""
 
     node: NodeName
     job: Job
@@ -46,7 +46,7 @@ class Halt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoOn:
-    """What `node` runs of the job, which has been suspended before, runs."""
+    """The processes of the job on `node`, which has been suspended before, run."""
 
     node: NodeName
     job: Job
@@ -54,7 +54,7 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellAllocation:
-    """The job's processes on `node` have heard of its present nodes, and of those that it is asked to keep."""
+    """The job's processes on `node` know its present nodes, and those that it is asked to keep."""
 
     node: NodeName
     job: Job
@@ -62,7 +62,7 @@ class TellAllocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetLimit:
-    """The attempt's batch step on `node` is ended at the job's time limit, which is not the one that it was launched with."""
+    """The attempt's batch step on `node` is ended at the job's time limit, which changed after the launch."""
 
     node: NodeName
     job: Job
@@ -72,7 +72,7 @@ Effect = StartBatch | ClaimPart | ClearNode | Halt | GoOn | TellAllocation | Set
 
 
 def effects_of(job: Job) -> tuple[Effect, ...]:
-    """Return what `job` needs done on its nodes now."""
+    """Return the effects that the state of `job` requires."""
     match job.state:
         case JobState.CONFIGURING if unclaimed := unclaimed_nodes(job):
             return tuple(ClaimPart(node=node, job=job) for node in unclaimed)
@@ -81,11 +81,16 @@ def effects_of(job: Job) -> tuple[Effect, ...]:
         case JobState.SUSPENDED:
             return (*_moves(job), *_limit(job), *(Halt(node=node, job=job) for node in job.held_nodes))
         case JobState.RUNNING:
-            going: tuple[Effect, ...] = ()
+            resumed: tuple[Effect, ...] = ()
             if job.suspended_s is not None:
-                going = tuple(GoOn(node=node, job=job) for node in job.held_nodes)
-            told = job.shares if job.generation else ()
-            return (*_moves(job), *_limit(job), *going, *(TellAllocation(node=share.node, job=job) for share in told))
+                resumed = tuple(GoOn(node=node, job=job) for node in job.held_nodes)
+            informed = job.shares if job.generation else ()
+            return (
+                *_moves(job),
+                *_limit(job),
+                *resumed,
+                *(TellAllocation(node=share.node, job=job) for share in informed),
+            )
         case JobState.COMPLETING:
             return tuple(ClearNode(node=node, job=job) for node in job.held_nodes)
         case _:
@@ -93,9 +98,9 @@ def effects_of(job: Job) -> tuple[Effect, ...]:
 
 
 def _limit(job: Job) -> tuple[Effect, ...]:
-    """Return what the node of the batch step must know if the time limit was changed while the job ran.
+    """Return the effect that gives the node of the batch step a time limit that was changed.
 
-    A limit that was lowered so that it could start was so before the launch: to say it again does no harm.
+    A limit that was lowered for the start was set at the launch; to set it again does no harm.
     """
     if job.asked_limit_s is None or not job.spec.has_script:
         return ()
@@ -103,7 +108,7 @@ def _limit(job: Job) -> tuple[Effect, ...]:
 
 
 def _moves(job: Job) -> tuple[Effect, ...]:
-    """Return what the nodes that a running job gets or loses must do."""
+    """Return the effects on nodes that a running job gets or loses."""
     claims = (ClaimPart(node=share.node, job=job) for share in job.joining)
     return (*claims, *(ClearNode(node=share.node, job=job) for share in job.leaving))
 
@@ -116,7 +121,7 @@ def unclaimed_nodes(job: Job) -> tuple[NodeName, ...]:
 
 
 def is_gathered(job: Job) -> bool:
-    """Return whether something of the attempt may have been launched: not before every node has claimed its part."""
+    """Return whether a part of the attempt may have been launched: all nodes have claimed their parts."""
     if not job.spec.has_script or job.started_at_s is not None:
         return True
     return all(share.node in job.claimed_nodes for share in job.shares[1:])

@@ -24,7 +24,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted(Event):
-    """A job came in; for an array one event makes all its tasks, `job_id` being the first's (and the array's)."""
+    """A job was submitted. For an array, one event makes all tasks; `job_id` is that of the first and of the array."""
 
     spec_id: int
     uid: int
@@ -46,7 +46,7 @@ class Released(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed(Event):
-    """Its owner or an admin changed what may be changed; a field that is None stays."""
+    """Its owner or an admin changed these fields; a field that is None is unchanged."""
 
     by_uid: int
     time_limit_s: int | None = None
@@ -67,9 +67,9 @@ class Changed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Respecified(Event):
-    """Its owner or an admin changed what it asks for: these fields of its specification, as JSON values.
+    """Its owner or an admin changed its specification: these fields, as JSON values.
 
-    What it asks for then has a row of its own, number `spec_id`.
+    The new specification has a row of its own, number `spec_id`.
     """
 
     by_uid: int
@@ -79,24 +79,24 @@ class Respecified(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecameEligible(Event):
-    """From now on only other jobs and resources keep it waiting: its age counts."""
+    """From now on it waits only for resources and other jobs: its age counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated(Event):
-    """The attempt has its nodes, and the token of its batch step. Committed before a byte goes to a node."""
+    """The attempt has its nodes, and the token of its batch step. Committed before anything is sent to a node."""
 
     token: str
     epoch: int
     shares: tuple[Share, ...]
     lease_s: float | None = None
-    partition: str | None = None  # of several that it asked for, the one that it got
-    time_limit_s: int | None = None  # to this its time limit was lowered so that it could start
+    partition: str | None = None  # the one of its partitions in which it starts
+    time_limit_s: int | None = None  # its time limit, lowered so that it can start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed(Event):
-    """A node that does not run the batch step has claimed its part: it will not be the one that keeps it from starting."""
+    """A node that does not run the batch step has claimed its part of the job."""
 
     node: NodeName
 
@@ -105,7 +105,7 @@ class Claimed(Event):
 class Started(Event):
     """The batch step's program was released on its node (or an allocation without one is ready).
 
-    `ran_s`: how long ago that was, by the node's clock; the report of it may come later.
+    `ran_s`: how long ago that was, by the node's clock, because the report may be late.
     """
 
     ran_s: float | None = None
@@ -113,7 +113,7 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspended(Event):
-    """It is to stand still: somebody (`by_uid`) wants that, or `for_job` is to have its cpus meanwhile."""
+    """It is suspended: by a user (`by_uid`), or so that `for_job` gets its cpus."""
 
     by_uid: int | None
     for_job: JobId | None = None
@@ -121,17 +121,17 @@ class Suspended(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """It is to go on."""
+    """It is resumed."""
 
     by_uid: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequested(Event):
-    """Somebody (or a limit) wants it ended as `outcome`; with `requeue` it goes back to the queue afterwards.
+    """A user or a limit ends it as `outcome`; with `requeue` it is requeued afterwards.
 
-    `exit` is that of the one step that an allocation without a script was made for. With `for_job` it is preempted: that
-    job is to have its nodes. With `save_s` it is ended by a signal that lets it save what it has, for so long.
+    `exit`: of the only step of an allocation without a script. `for_job`: it is preempted for that job. `save_s`: the grace
+    period after a signal to save its work.
     """
 
     outcome: JobState
@@ -146,21 +146,21 @@ class EndRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesReserved(Event):
-    """Others are being ended or suspended so that this waiting job starts on these shares; nobody else gets them meanwhile."""
+    """Jobs are preempted so that this waiting job starts on these shares, which no other job gets meanwhile."""
 
     shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesUnreserved(Event):
-    """Nothing is kept for this waiting job any more."""
+    """This waiting job has no reserved shares any more."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShrinkAsked(Event):
-    """It can shrink, and is asked to keep these of its nodes alone: `for_job` waits for the others."""
+    """It is elastic, and is asked to keep only these nodes: `for_job` waits for the others."""
 
     nodes: tuple[NodeName, ...]
     for_job: JobId | None = None
@@ -168,7 +168,7 @@ class ShrinkAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesReleased(Event):
-    """It goes on without these nodes, which are cleared of it."""
+    """It continues without these nodes, which are being cleared of it."""
 
     nodes: tuple[NodeName, ...]
     by_uid: int | None
@@ -176,7 +176,7 @@ class NodesReleased(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesAdded(Event):
-    """It can grow, and gets these shares as well, once their nodes have claimed them."""
+    """It is elastic, and gets these additional shares once their nodes have claimed them."""
 
     shares: tuple[Share, ...]
 
@@ -185,9 +185,8 @@ class NodesAdded(Event):
 class Exited(Event):
     """The batch step ended on its node, which has nothing left of the job.
 
-    `requeue`: by its exit status it asked to be queued again (see `hpcsched.controller.reports`).
-    `ran_s`: how long it ran by the node's clock, `ago_s`: how long ago it ended; the report of it may come much later.
-    None: not known.
+    `requeue`: its exit status asks for a requeue (see `hpcsched.controller.reports`).
+    `ran_s`: how long it ran by the node's clock. `ago_s`: how long ago it ended, because the report may be late. None: unknown.
     `unexecuted`: why the node could not execute the script, "" if it ran; with `requeue` it is tried on another node.
     `saved_step`: a rank was killed, and the next attempt resumes from the checkpoint of this step.
     `output_full`: the file system of its output file was full.
@@ -207,7 +206,7 @@ class Exited(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRefused(Event):
-    """The node could not start it, and never will: `why` in its words. With `requeue` it is tried on another node."""
+    """The node could not start it, and will not: `why` is its message. With `requeue` it is tried on another node."""
 
     node: NodeName
     why: str
@@ -216,7 +215,7 @@ class LaunchRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCleared(Event):
-    """The node says that it has nothing left of this attempt, and will not start any of it."""
+    """The node reports that no part of this attempt is left there, and that it will start none."""
 
     node: NodeName
 
@@ -233,9 +232,9 @@ class NodeLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent(Event):
-    """A node that the failed attempt still holds does not answer: its loss, not the script, is taken to be the cause.
+    """A node that the failed attempt still holds does not answer: its loss, not the script, counts as the cause.
 
-    No proof that the attempt cannot run there: the job holds the node until there is.
+    That does not prove that the attempt cannot run there: the job holds the node until it is proven.
     """
 
     node: NodeName
@@ -254,14 +253,14 @@ class Requeued(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted(Event):
-    """What runs from before the database was restored is this job, and continues: by an admin's word, or (None) by its token."""
+    """A launch from before the database was restored is this job, and continues: by an admin, or (None) by its token."""
 
     by_uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpoolFound(Event):
-    """A version without spool identities launched the attempt on `node`; it is in this spool there."""
+    """The attempt, launched on `node` by a version without spool identities, is in this spool."""
 
     node: NodeName
     spool: str
@@ -269,7 +268,7 @@ class SpoolFound(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockStepped(Event):
-    """The head node's clock was set by `by_s` seconds: the times of the attempt are what it would have shown then."""
+    """The head node's clock was set by `by_s` seconds: the times of the attempt are moved accordingly."""
 
     by_s: float
 

@@ -5,9 +5,8 @@
        |                                          SUSPENDED           |
        +------------------ the next attempt, if it is to be requeued -+
 
-A job gives its nodes back one by one; it is over when it holds none. A job that is to be requeued then goes back to
-PENDING with the next attempt number: never before every node has said, or it is proven, that nothing of the old attempt
-is left to run.
+A job gives its nodes back one by one; it ends when it holds none. A job that is to be requeued then returns to PENDING with
+the next attempt number, but only after every node has reported, or it is proven, that no part of the old attempt can run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_value
 
 from hpcsched.errors import InvariantError
-from hpcsched.lifecycle.clocks import charged, going_on, moved, not_aging, settled, stopped
+from hpcsched.lifecycle.clocks import charged, clocks_resumed, clocks_stopped, moved, not_aging, settled
 from hpcsched.lifecycle.events import (
     Adopted,
     Allocated,
@@ -133,9 +132,9 @@ def can(job: Job, event_type: type[Event]) -> bool:
 
 
 def lease_end_s(job: Job) -> float | None:
-    """Return after which silence of a node nothing of the job's attempt can be left there; None: it has no lease.
+    """Return how long a node must be silent until no part of the attempt can be left there; None: it has no lease.
 
-    The margin is for clocks that run apart, and for a killed process tree to be gone.
+    The margin covers clock drift, and the time that a killed process tree takes to end.
     """
     return None if job.lease_s is None else job.lease_s * CLOCK_DRIFT + LEASE_MARGIN_S
 
@@ -150,7 +149,7 @@ def _adopted(job: Job, event: Adopted) -> Job:
 
 def _spool_found(job: Job, event: SpoolFound) -> Job:
     def known(shares: tuple[Share, ...]) -> tuple[Share, ...]:
-        return tuple(replace_value(one, spool=event.spool) if one.node == event.node else one for one in shares)
+        return tuple(replace_value(share, spool=event.spool) if share.node == event.node else share for share in shares)
 
     return replace(job, shares=known(job.shares), leaving=known(job.leaving), joining=known(job.joining))
 
@@ -162,10 +161,10 @@ def _released(job: Job, event: Released) -> Job:
 def _changed(job: Job, event: Changed) -> Job:
     changes = {field: value for name, field in CHANGEABLE.items() if (value := getattr(event, name)) is not None}
     later = event.not_before_s is not None and event.not_before_s > event.at_s
-    if event.dependency is not None or later or event.priority_set == 0:  # until these let it go its age stands still
+    if event.dependency is not None or later or event.priority_set == 0:  # its age stops until these are met
         job = not_aging(job, event.at_s)
     if event.time_limit_s is not None and job.state is not PENDING:
-        changes["asked_limit_s"] = changes["time_limit_s"]  # in its next life as well
+        changes["asked_limit_s"] = changes["time_limit_s"]  # in its next attempt too
     return replace(job, **changes)
 
 
@@ -227,16 +226,16 @@ def _started_while_ending(job: Job, event: Started) -> Job:
 
 
 def _began_s(job: Job, at_s: float, ran_s: float | None) -> float:
-    """Return when what had run for so long at that time began on our clock: never before the job had its nodes."""
+    """Return when, on our clock, a step began that had run for `ran_s` at `at_s`: not before the allocation."""
     return max(at_s - max(0.0, ran_s or 0.0), at_s if job.allocated_at_s is None else job.allocated_at_s)
 
 
 def _suspended(job: Job, event: Suspended) -> Job:
-    return replace(stopped(job, event.at_s), state=SUSPENDED, suspended_for=event.for_job)
+    return replace(clocks_stopped(job, event.at_s), state=SUSPENDED, suspended_for=event.for_job)
 
 
 def _resumed(job: Job, event: Resumed) -> Job:
-    return replace(going_on(job, event.at_s), state=RUNNING)
+    return replace(clocks_resumed(job, event.at_s), state=RUNNING)
 
 
 def _nodes_reserved(job: Job, event: NodesReserved) -> Job:
@@ -261,7 +260,7 @@ def _cancelled_in_queue(job: Job, event: EndRequested) -> Job:
 
 def _end_requested(job: Job, event: EndRequested) -> Job:
     return replace(
-        going_on(job, event.at_s),
+        clocks_resumed(job, event.at_s),
         state=COMPLETING,
         outcome=event.outcome,
         exit=event.exit,
@@ -276,7 +275,7 @@ def _end_requested(job: Job, event: EndRequested) -> Job:
 
 
 def _end_requested_again(job: Job, event: EndRequested) -> Job:
-    """A cancellation of a job that is on its way back into the queue keeps it from going there."""
+    """Return the job that ends, instead of being requeued, if this request does not requeue it."""
     if event.requeue:
         return job
     return replace(
@@ -305,7 +304,7 @@ def _outcome_of(event: Exited) -> tuple[JobState, Reason]:
 def _exited(job: Job, event: Exited) -> Job:
     outcome, reason = _outcome_of(event)
     ended = replace(
-        going_on(job, event.at_s),
+        clocks_resumed(job, event.at_s),
         state=COMPLETING,
         outcome=outcome,
         reason=reason,
@@ -326,7 +325,7 @@ def _killed(event: Exited) -> str:
 
 
 def _exited_while_ending(job: Job, event: Exited) -> Job:
-    if job.save_s is not None and event.exit == DONE:  # what it was to save in time was its result
+    if job.save_s is not None and event.exit == DONE:  # it saved its work and completed in time
         job = replace(job, outcome=JobState.COMPLETED, requeue_wanted=False, reason_detail="", preempted_by=None)
     elif _had_ended_in_time(job, event):
         outcome, reason = _outcome_of(event)
@@ -398,7 +397,7 @@ def _node_lost(job: Job, event: NodeLost) -> Job:
     if can_do_without(job, event.node):
         return lost_one(job, event)
     ended = replace(
-        going_on(job, event.at_s),
+        clocks_resumed(job, event.at_s),
         state=COMPLETING,
         outcome=JobState.NODE_FAIL,
         reason=Reason.NONE,

@@ -1,13 +1,13 @@
-"""How the allocation of a running job changes: it gives nodes back, is given more, is asked to give some back.
+"""How the allocation of a running job changes: it gives nodes back, gets more, or is asked to give some back.
 
-    shares   what it has                       leaving   given back, until the node says that nothing of it is left there
-    joining  given, until the node has taken its part (then it is one of `shares`)
+    shares   its allocation                   leaving   given back, until the node reports that it is clear
+    joining  given, until the node has claimed its part (then it is one of `shares`)
 
-    left     once for each time that it was given back or lost: for that node the next time is another stay (see `ids`)
+    left     once for each time that a node was given back or lost: its next allocation there is another stay (see `model.ids`)
 
-A node may be given to the same attempt again, unless it has refused to take its part. Each change that the job is to hear of
-raises `generation`; what its nodes are told (see `effects`) bears it, so that saying it again does nothing.
-The first node, where the batch step runs, stays.
+A node may be given to the same attempt again, unless it has refused its part. Each change that the job must know of raises
+`generation`; what its nodes are sent (see `effects`) carries it, so that repeating it has no effect. The first node, where
+the batch step runs, stays.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from hpcsched.model.job import Job, JobState
 
 
 def shrink_asked(job: Job, event: ShrinkAsked) -> Job:
-    """Return the job that has been asked to keep these nodes alone (all of them: that is no longer asked)."""
+    """Return the job that is asked to keep only these nodes (all of its nodes: the request is withdrawn)."""
     wanted = () if len(event.nodes) == len(job.shares) else event.nodes
     wanted_at_s = event.at_s if wanted else None
     return replace(job, wanted_nodes=wanted, wanted_at_s=wanted_at_s, generation=job.generation + 1)
 
 
 def nodes_released(job: Job, event: NodesReleased) -> Job:
-    """Return the job without these nodes, which it holds until they are clear."""
+    """Return the job without these nodes; it holds them until they are clear."""
     return _without(job, event.nodes)
 
 
 def _without(job: Job, nodes: tuple[NodeName, ...]) -> Job:
-    gone = set(nodes)
+    lost = set(nodes)
     first, *others = job.shares
-    if first.node in gone or not gone <= {share.node for share in others}:
+    if first.node in lost or not lost <= {share.node for share in others}:
         raise InvariantError(f"cannot take {', '.join(nodes)} from job {job.id}: these are not among its other nodes")
-    left = tuple(share for share in others if share.node in gone)
+    left = tuple(share for share in others if share.node in lost)
     return replace(
         job,
-        shares=(first, *(share for share in others if share.node not in gone)),
+        shares=(first, *(share for share in others if share.node not in lost)),
         leaving=job.leaving + left,
-        claimed_nodes=tuple(name for name in job.claimed_nodes if name not in gone),
+        claimed_nodes=tuple(name for name in job.claimed_nodes if name not in lost),
         wanted_nodes=(),
         wanted_at_s=None,
         generation=job.generation + 1,
@@ -58,7 +58,7 @@ def _without(job: Job, nodes: tuple[NodeName, ...]) -> Job:
 
 
 def nodes_added(job: Job, event: NodesAdded) -> Job:
-    """Return the job that has been given these shares: charged from now on, its own when their nodes have claimed them."""
+    """Return the job with these joining shares: charged from now on, usable when their nodes have claimed them."""
     job = settled(job, event.at_s)
     names = tuple(share.node for share in event.shares)
     if set(names) & {*job.held_nodes, *job.barred_nodes}:
@@ -79,12 +79,12 @@ def claimed_later(job: Job, event: Claimed) -> Job:
 
 
 def is_moving(job: Job, node: NodeName) -> bool:
-    """Return whether the job is about to get or to lose `node`: then it can do without it."""
+    """Return whether the job is about to get or to lose `node`, so that it can continue without it."""
     return any(share.node == node for share in (*job.leaving, *job.joining))
 
 
 def can_do_without(job: Job, node: NodeName) -> bool:
-    """Return whether an elastic job goes on when it loses `node`: one of its others, and enough are left."""
+    """Return whether an elastic job continues when it loses `node`: it is not the first, and enough nodes are left."""
     others = {share.node for share in job.shares[1:]}
     return job.spec.elastic and job.state is JobState.RUNNING and node in others and len(others) >= job.spec.nodes_min
 
@@ -95,7 +95,7 @@ def lost_one(job: Job, event: NodeLost) -> Job:
 
 
 def refused_later(job: Job, event: LaunchRefused) -> Job:
-    """Return the running job without a node that does not take its part, and would not another time."""
+    """Return the running job without a node that refused its part; it is not given to the job again."""
     return replace(given_back(job, event), barred_nodes=(*job.barred_nodes, event.node))
 
 

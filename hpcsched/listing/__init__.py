@@ -1,5 +1,5 @@
-"""How jobs are written as columns and rows: what the commands print, and what the controller renders for those that poll.
+"""Jobs as columns and rows: what the commands print, and what the controller renders for clients that poll.
 
-A job is the JSON object of the API, on either side. Knows neither sockets nor tables of options; imports little, because
-commands start with it.
+A job is the JSON object of the API, on either side. Knows neither sockets nor options; imports little, because commands
+start with it.
 """

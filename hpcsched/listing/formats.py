@@ -135,7 +135,7 @@ def parse_percent(text: str, fields: Fields) -> list[Cell]:
 
 
 def _percent_cell(text: str, at: int, by_letter: dict[str, FormatField]) -> tuple[Cell, int]:
-    """Return the place whose percent sign stands before `at`, and where it ends."""
+    """Return the cell whose percent sign is before `at`, and where it ends."""
     if text.startswith("%", at):
         return Cell(None, "%"), at + 1
     right = text.startswith(".", at)
@@ -171,7 +171,7 @@ def parse_long(text: str, fields: Fields) -> list[Cell]:
 
 
 def _digits(text: str, at: int) -> tuple[int, int]:
-    """Return the number that stands at `at` (0: none does), and where it ends."""
+    """Return the number at `at` (0: none), and where it ends."""
     end = at
     while end < len(text) and text[end].isascii() and text[end].isdigit():
         end += 1
@@ -179,7 +179,7 @@ def _digits(text: str, at: int) -> tuple[int, int]:
 
 
 def cell_text(cell: Cell, record: Record, look: Look) -> str:
-    """Return what stands in `cell` for `record`, in its width."""
+    """Return the text of `cell` for `record`, in its width."""
     if cell.field is None:
         return cell.literal
     text = clean(cell.field.text(record, look))
@@ -187,7 +187,7 @@ def cell_text(cell: Cell, record: Record, look: Look) -> str:
 
 
 def header_text(cell: Cell) -> str:
-    """Return what stands in `cell` in the line of headers."""
+    """Return the header of `cell`, in its width."""
     if cell.field is None:
         return cell.literal
     return fitted(cell.field.header, cell.width, right=cell.right) if cell.width else cell.field.header

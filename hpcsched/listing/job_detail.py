@@ -23,7 +23,7 @@ from hpcsched.model.units import format_mem, format_time_s
 
 
 def detail_lines(job: Job, now_s: float) -> list[str]:
-    """Return the job in lines of a name and a value each, those that say nothing left out."""
+    """Return the job in lines of a name and a value each; empty values are left out."""
     facts = [
         ("state", _state(job)),
         ("why", why(job) if why(job) != reason(job) else ""),
@@ -92,21 +92,23 @@ def _end(job: Job, now_s: float) -> str:
 
 
 def _training(job: Job, now_s: float) -> str:
-    """Return how far a training job is, by its own word."""
-    told = training(job)
-    if not told:
+    """Return the progress of a training job, as it reports it."""
+    reported = training(job)
+    if not reported:
         return ""
-    parts = [f"step {told['step']}" + (f" of {told['total_steps']}" if told["total_steps"] else "")]
+    parts = [f"step {reported['step']}" + (f" of {reported['total_steps']}" if reported["total_steps"] else "")]
     if is_of_earlier_attempt(job):
-        parts.append(f"of attempt {told['attempt']} (attempt {job['attempt']} has not reported yet)")
-    if told["loss"] is not None:
+        parts.append(f"of attempt {reported['attempt']} (attempt {job['attempt']} has not reported yet)")
+    if reported["loss"] is not None:
         parts.append(f"loss {loss_text(job)}")
-    if told["samples_per_s"] is not None:
+    if reported["samples_per_s"] is not None:
         parts.append(f"{rate_text(job)} samples/s")
-    if told.get("goodput") is not None:
+    if reported.get("goodput") is not None:
         parts.append(f"goodput {goodput_text(job)}")
-    if told["ends_at_s"] is not None and told["ends_at_s"] > now_s and job["state"] not in ENDED_STATES:
-        parts.append(f"done at {when_text(told['ends_at_s'], now_s)} (in {format_time_s(told['ends_at_s'] - now_s)})")
+    if reported["ends_at_s"] is not None and reported["ends_at_s"] > now_s and job["state"] not in ENDED_STATES:
+        parts.append(
+            f"done at {when_text(reported['ends_at_s'], now_s)} (in {format_time_s(reported['ends_at_s'] - now_s)})"
+        )
     return ", ".join(parts)
 
 

@@ -1,6 +1,6 @@
-"""What is said of a job in a word or two: its state's why, its times, its memory.
+"""Facts of a job in a word or two: the reason for its state, its times, its memory.
 
-A job is the JSON object of the API. Knows neither columns nor which jobs are asked for.
+A job is the JSON object of the API. Knows neither columns nor which jobs are listed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def end_s(job: Job) -> float | None:
 
 
 def training(job: Job) -> Job:
-    """Return how far a training job says it is; empty: it has not said.
+    """Return the progress that a training job has reported; empty: none.
 
     The words of an earlier attempt say nothing of this one's speed and end.
     """
@@ -90,7 +90,7 @@ def training(job: Job) -> Job:
 
 
 def is_of_earlier_attempt(job: Job) -> bool:
-    """Return whether what is known of a training is an earlier attempt's, and this one has not said anything yet."""
+    """Return whether the known progress is that of an earlier attempt, and this one has not reported yet."""
     told = job.get("training") or {}
     return told.get("attempt", job.get("attempt")) != job.get("attempt")
 
@@ -154,7 +154,7 @@ def tres_text(job: Job, *, billing: bool = False) -> str:
 
 
 def array_text(job: Job) -> str:
-    """Return the array's part of an id: a task's index, of a folded line those that it stands for."""
+    """Return the array part of an id: the index of a task, or all indices of a folded row."""
     return job.get("folded", "").strip("[]") or ("N/A" if job["array_task_id"] is None else str(job["array_task_id"]))
 
 

@@ -50,7 +50,7 @@ def start_words(answer: dict[str, Any]) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """Return what stands between the commas of `text` that are not within brackets: ``a,10_[1,3]`` is two."""
+    """Return the parts of `text` between commas outside brackets: ``a,10_[1,3]`` has two."""
     items, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += (char == "[") - (char == "]")

@@ -1,8 +1,8 @@
 """Accounts, their users, qualities of service, limits and licences, as the configuration describes them.
 
 An *association* is a user in an account: what fair share and limits are about. Accounts form a tree below an unnamed root.
-Where none is configured everyone is an association of the root itself, with equal shares, and a job's account is no more
-than a label. Knows nothing of what has been used (`hpcsched.sched.queue.usage`) or of what runs (`hpcsched.sched.limits.rules`).
+Without configured accounts, every user is an association of the root, with equal shares, and the account of a job is only a
+label. Knows nothing of what has been used (`hpcsched.sched.queue.usage`) or of what runs (`hpcsched.sched.limits.rules`).
 
 *TRES* (trackable resources) are counted under Slurm's names: cpu, mem (MiB), node, gres/gpu, gres/gpu:TYPE, billing,
 license/NAME. Sources: sacctmgr(1), tres.html and qos.html of Slurm's documentation.
@@ -20,20 +20,20 @@ from hpcsched.model.nearest import nearest
 Tres = tuple[tuple[str, int], ...]  # resource and count, each resource once
 Association = tuple[str, str]  # account ("": the root) and user
 
-EVERYBODY = "*"  # in an account's users: whoever no account names
+EVERYBODY = "*"  # in an account's users: all users without an account
 NORMAL = "normal"  # the QOS of jobs that name none, if it is configured
 CPU, MEM, NODE, GPU, BILLING, LICENSE = "cpu", "mem", "node", "gres/gpu", "billing", "license/"
 
 
 class Fairness(StrEnum):
-    """How fair-share factors are made of shares and usage."""
+    """How fair-share factors follow from shares and usage."""
 
     FAIR_TREE = "fair-tree"
     CLASSIC = "classic"
 
 
 class PreemptMode(StrEnum):
-    """What is done to a job that must make room."""
+    """What is done to a preempted job."""
 
     OFF = "off"
     REQUEUE = "requeue"
@@ -52,7 +52,7 @@ class PreemptType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What may not be exceeded; None or empty: no limit. ``max_``: each user or each job. ``grp_``: all of them together.
+    """Limits; None or empty: no limit. ``max_``: for each user or job. ``grp_``: for all of them together.
 
     Of an account: its users' jobs there, and for ``grp_`` those of its subaccounts too. Of a user: in all accounts.
     """
@@ -66,7 +66,7 @@ class Limits:
     grp_jobs: int | None = None
     grp_submit_jobs: int | None = None
     grp_tres: Tres = ()
-    grp_tres_mins: Tres = ()  # used of late (it decays) and promised to what runs
+    grp_tres_mins: Tres = ()  # past usage, which decays, plus what running jobs may use
 
 
 NO_LIMITS = Limits()
@@ -81,14 +81,14 @@ class Account:
     shares: int = 1
     users: tuple[str, ...] = ()
     priority: int = 0
-    qos: tuple[str, ...] = ()  # that may be used; empty: as the parent says, in the end any
+    qos: tuple[str, ...] = ()  # QOS that may be used; empty: those of the parent, in the end the normal one
     default_qos: str = ""
     limits: Limits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserRules:
-    """[users.NAME]: what differs from the defaults. `account_shares` has the shares in single accounts."""
+    """[users.NAME]: differences from the defaults. `account_shares`: shares by account."""
 
     name: str
     default_account: str = ""
@@ -116,7 +116,7 @@ class Qos:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """All of it. `billing` has what a second of each resource (of memory: of a GiB) costs, where a partition does not say."""
+    """The accounting configuration. `billing`: weight of each resource for a second (memory: per GiB)."""
 
     accounts: tuple[Account, ...] = ()
     users: tuple[UserRules, ...] = ()
@@ -144,7 +144,7 @@ class Accounting:
             account = self.account(account.parent)
 
     def is_part_of(self, name: str, among: Container[str]) -> bool:
-        """Say whether the account, or one of its ancestors, is among these; one that is not configured has none."""
+        """Say whether the account, or one of its ancestors, is in `among`. An unknown account has no ancestors."""
         return name in among or any(account.name in among for account in self.lineage(name))
 
     def accounts_of(self, user: str) -> list[str]:
@@ -165,7 +165,7 @@ class Accounting:
         return 1 if rules is None else dict(rules.account_shares).get(account, rules.shares)
 
     def association_of(self, user: str, account: str) -> Association:
-        """Return whom what a job uses is charged to; a job from before there were accounts has the default one."""
+        """Return the association that a job is charged to; a job without an account has the default one."""
         return (account or self.default_account(user), user) if self.accounts else ("", user)
 
 
@@ -173,7 +173,7 @@ NO_ACCOUNTING = Accounting()
 
 
 class Barred(StrEnum):
-    """What of a job keeps it out of a partition."""
+    """The property of a job that excludes it from a partition."""
 
     ACCOUNT = "account"
     QOS = "QOS"
@@ -182,7 +182,7 @@ class Barred(StrEnum):
 def barred(
     accounting: Accounting, allow_accounts: Container[str], allow_qos: Container[str], account: str, qos: str
 ) -> Barred | None:
-    """Return what keeps a job out where only these may come: an account lets all below it in; no names: everybody."""
+    """Return what excludes a job if only these accounts (with their subaccounts) and QOS are allowed; None: nothing."""
     if allow_accounts and not accounting.is_part_of(account, allow_accounts):
         return Barred.ACCOUNT
     return Barred.QOS if allow_qos and qos not in allow_qos else None
@@ -191,7 +191,7 @@ def barred(
 def resolve(accounting: Accounting, user: str, account: str, qos: str) -> tuple[str, str]:
     """Return the account and the QOS of a job of `user` that asks for these ("" for the default ones).
 
-    Where no accounts are configured any name of one is taken as it is, and where there are no QOS either any of theirs.
+    Without configured accounts, any account name is accepted; without configured QOS, only the normal QOS.
     Raises RequestError.
     """
     if accounting.accounts:

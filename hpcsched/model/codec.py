@@ -1,9 +1,9 @@
-"""The model's values to JSON values and back, strictly: what a client sends is checked field by field here.
+"""Model values to JSON values and back, strictly: every field that a client sends is checked here.
 
-Knows nothing of JSON's text, of what values make sense (`hpcsched.jobscript.build` checks that) or of where they go.
-Rules: a field is its value, a tuple a list, a set a sorted one, an enum its value, a dataclass or a mapping an object (keys are
-text); an unknown field, a missing one without a default, or a value of another type is refused (`True` is no number), so that
-nothing is ever guessed. The converters of a class are made from its annotations when they are first needed, and kept.
+Knows nothing of JSON text, of what values make sense (`hpcsched.jobscript.build` checks that) or where they are sent. Rules: a
+tuple is a list, a set a sorted list, an enum its value, a dataclass or a mapping an object (keys are text). An unknown
+field, a missing field without a default, or a value of another type is rejected (`True` is not a number), so nothing is
+guessed. The converters of a class are made from its annotations at first use, and kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def spec_to_json(spec: JobSpec) -> dict[str, Any]:
 
 
 def spec_from_json(obj: object) -> JobSpec:
-    """Return the specification that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
+    """Return the specification in `obj` (parsed JSON). Raises ProtocolError if it is malformed."""
     return value_from_json(JobSpec, obj)
 
 
@@ -46,7 +46,7 @@ def value_to_json(value: Any) -> dict[str, Any]:
 
 
 def value_from_json(cls: type[T], obj: object) -> T:
-    """Return the value of the dataclass `cls` that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
+    """Return the value of the dataclass `cls` in `obj` (parsed JSON). Raises ProtocolError if it is malformed."""
     kind: Any = cls
     try:
         value: T = _class_converters(kind)[0](obj)
@@ -56,12 +56,12 @@ def value_from_json(cls: type[T], obj: object) -> T:
 
 
 class SpecReader:
-    """Reads many specifications from their JSON text, as of 10,000 jobs: fast, because most of each is as in others.
+    """Reads many specifications, for example of 10,000 jobs, from JSON text; fast, because most parts are equal.
 
-    A text is cut, at keys that `JobSpec` has in this order, into what is the job's own (name, script, paths, words) and what
-    its user's jobs have in common (environment; all that was asked for), which is read once. A quote that stands behind a
-    comma and not behind a backslash is never inside a JSON text, so that nothing else looks like such a key; a text that has
-    been written otherwise is read whole. Equal texts give one value.
+    A text is cut, at keys that `JobSpec` has in this order, into the job's own part (name, script, paths, arguments) and the
+    parts that jobs of a user have in common (environment, options), which are parsed once. A quote after a comma, without a
+    backslash, is never inside a JSON string, so nothing else looks like such a key; text in another form is parsed whole. Equal
+    texts give one value.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class SpecReader:
         self._common: dict[tuple[str, str], dict[str, Any]] = {}
 
     def read(self, text: str) -> JobSpec:
-        """Return the specification that `text` is. Raises ProtocolError if it is none."""
+        """Return the specification in `text`. Raises ProtocolError if it is malformed."""
         spec = self._specs.get(text)
         if spec is None:
             spec = self._specs[text] = self._read(text)
@@ -84,7 +84,7 @@ class SpecReader:
             return spec_from_json(json.loads(text))
         common = self._common.get((env, tail))
         if common is None:
-            common = self._common[env, tail] = _said(
+            common = self._common[env, tail] = _without_defaults(
                 spec_from_json(json.loads(f'{{"name":"","script":"","work_dir":"","env":{env},"submit_dir":{tail}'))
             )
         return JobSpec(**own | {"script_args": tuple(own["script_args"])}, **common)
@@ -93,8 +93,8 @@ class SpecReader:
 _OWN = {"name", "script", "work_dir", "script_args", "script_path", "script_sha256", "script_bytes", "submit_line"}
 
 
-def _said(spec: JobSpec) -> dict[str, Any]:
-    """Return the common fields that are not as they are by default."""
+def _without_defaults(spec: JobSpec) -> dict[str, Any]:
+    """Return the common fields that differ from their defaults."""
     values = {field.name: (getattr(spec, field.name), field.default) for field in dataclasses.fields(spec)}
     return {name: value for name, (value, default) in values.items() if name not in _OWN and value != default}
 
@@ -217,7 +217,7 @@ def _mapping_reader(key: type, item: _Read) -> _Read:
         if type(value) is not dict:
             raise _Mismatch(f"{_kind(value)} where an object is wanted")
         if key is int and not all(name.isdecimal() for name in value):
-            raise _Mismatch("a key that is no number")
+            raise _Mismatch("a key that is not a number")
         return {key(name): item(part) for name, part in value.items()}
 
     return read
@@ -274,9 +274,9 @@ def _optional_writer(inner: _Write | None) -> _Write | None:
 
 
 def _converters(hint: Any, inside: frozenset[type] = frozenset()) -> tuple[_Read, _Write | None]:
-    """Return how a value annotated as `hint` is read and written; only the shapes that the model uses are known.
+    """Return the reader and the writer of values annotated as `hint`. Raises TypeError for a type that the model does not use.
 
-    Of the classes that it is `inside` of, those that contain themselves, the converters are looked up when they are used.
+    `inside`: classes around it. Their converters are looked up at use, because a class may contain itself.
     """
     if isinstance(hint, NewType):
         return _converters(hint.__supertype__)
@@ -301,7 +301,7 @@ def _converters(hint: Any, inside: frozenset[type] = frozenset()) -> tuple[_Read
 
 
 def _generic_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Write | None]:
-    """Return how a tuple, a mapping or an optional value is read and written."""
+    """Return the reader and the writer of a tuple, a mapping or an optional value."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is tuple:
         return _tuple_converters(parts, inside)
@@ -317,7 +317,7 @@ def _generic_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Wri
 
 
 def _named_tuple_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Write]:
-    """Return how a named tuple is read and written: as a list, of which last fields that have a default may be missing."""
+    """Return the reader and the writer of a named tuple: a list; last items with defaults may be missing."""
     types_of = get_type_hints(hint)
     pairs = [_converters(types_of[name], inside) for name in hint._fields]
     readers = [reader for reader, _ in pairs]

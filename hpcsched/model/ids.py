@@ -1,9 +1,9 @@
 """Identifiers, and the token that names one launch.
 
 A token is ``incarnation.job.attempt.step.node.nonce``: file-safe and never used twice. The incarnation is made with the
-database (or when it is restored from a backup), so that a job id which comes round again is still another job. A node that
-has left an attempt and was given to it again has another *stay* there, written behind the attempt (``2-1``): what is late from
-one stay is not taken for a part of the next.
+database, or when it is restored from a backup, so that a reused job id is still another job. A node that has left an attempt and
+is given to it again has another *stay*, written after the attempt (``2-1``): late reports of one stay do not count for the
+next.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LaunchToken:
 
     @property
     def life(self) -> tuple[int, int]:
-        """Attempt and stay: nodes end what they have of a job up to one of them."""
+        """Return attempt and stay; nodes end all launches of a job up to one of them."""
         return self.attempt, self.stay
 
     @classmethod

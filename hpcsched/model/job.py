@@ -55,7 +55,7 @@ FINAL = frozenset(JobState) - ACTIVE - {JobState.PENDING}
 
 
 class Reason(StrEnum):
-    """Why a job waits (or how it came to its end), in Slurm's words."""
+    """Why a job waits, or why it ended, in Slurm's words."""
 
     NONE = "None"
     PRIORITY = "Priority"
@@ -73,7 +73,7 @@ class Reason(StrEnum):
     PARTITION_INACTIVE = "PartitionInactive"
     NODES_UNAVAILABLE = "ReqNodeNotAvail"
     LAUNCH_FAILED = "JobLaunchFailure"
-    NODE_LOST = "NodeDown"  # waits for word from a node that does not answer
+    NODE_LOST = "NodeDown"  # waits for a node that does not answer
     TIME_LIMIT = "TimeLimit"
     NONZERO_EXIT = "NonZeroExitCode"
     RAISED_SIGNAL = "RaisedSignal"
@@ -142,7 +142,7 @@ class Reason(StrEnum):
     QOS_MAX_LICENSE_PER_USER = "QOSMaxLicensePerUser"
 
 
-# Others of its user, account or QOS run: it waits for its turn like everybody, and its age counts.
+# Other jobs of its user, account or QOS run: it waits for its turn, and its age counts.
 OVER_LIMIT = frozenset([reason for reason in Reason if reason.startswith(("Assoc", "QOSGrp", "QOSMax"))])
 
 
@@ -150,7 +150,7 @@ class Hold(StrEnum):
     NONE = "none"
     USER = "user"
     ADMIN = "admin"  # only an admin can release it
-    SPECIAL = "special"  # the user's, of a job that was requeued with State=SpecialExit
+    SPECIAL = "special"  # by the user, of a job requeued with State=SpecialExit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +177,9 @@ class Refusal(NamedTuple):
 class Job:
     """A job, or one task of an array, as the controller keeps it. One row of the table `jobs`.
 
-    Times are Unix seconds (float). `shares` are what the current or last attempt holds or held; `held_nodes` says
-    which of
-    them it still holds. `outcome` is the state that a COMPLETING job will end in; a job with `requeue_wanted` goes back
-    to PENDING instead, as the next attempt.
+    Times are Unix seconds (float). `shares`: the allocation of the current or last attempt. `held_nodes`: the nodes of it that
+    the attempt still holds. `outcome`: the state in which a COMPLETING job ends; a job with `requeue_wanted` returns to PENDING
+    instead, as the next attempt.
     """
 
     id: JobId
@@ -197,55 +196,49 @@ class Job:
     hold: Hold = Hold.NONE
     priority_set: int | None = None  # an admin's or user's fixed priority
     nice: int = 0
-    site: int = 0  # what an admin adds to its priority
+    site: int = 0  # added to its priority by an admin
     time_limit_s: int | None = None
-    asked_limit_s: int | None = (
-        None  # of a job that holds nodes whose limit was lowered or changed: the one of its next life; None: the same
-    )
-    partition: str = ""  # while it waits it may be several: a,b
-    partition_asked: str = (
-        ""  # of a job that holds nodes: the several that it was given this one of; "": this one alone
-    )
-    eligible_at_s: float | None = None  # since when nothing but resources keeps it waiting
-    aged_s: float = 0.0  # for how long nothing else did before that: what it waited before it was held, say
+    asked_limit_s: int | None = None  # its time limit in the next attempt, if that differs; None: the same
+    partition: str = ""  # of a pending job it may be several: a,b
+    partition_asked: str = ""  # of a job with nodes: the partitions that it asked for, if several
+    eligible_at_s: float | None = None  # since then it waits only for resources
+    aged_s: float = 0.0  # how long it did so before, for example before it was held
     not_before_s: float | None = None  # --begin, or the pause after a requeue
     attempt: int = 0
     token: str = ""  # of the current attempt's batch step, "" while pending
     shares: tuple[Share, ...] = ()
     held_nodes: tuple[NodeName, ...] = ()
-    claimed_nodes: tuple[NodeName, ...] = ()  # of those without the batch step: which have taken their part
-    lease_s: float | None = (
-        None  # a node that has heard nothing for so long has nothing left of the attempt; None: keep
-    )
+    claimed_nodes: tuple[NodeName, ...] = ()  # nodes without the batch step that have claimed their part
+    lease_s: float | None = None  # a node without contact for so long has ended the attempt; None: it keeps it
     allocated_at_s: float | None = None
     started_at_s: float | None = None
     ended_at_s: float | None = None
     exit: ExitStatus | None = None
     outcome: JobState | None = None
     requeue_wanted: bool = False
-    ended_by_uid: int | None = None  # who cancelled it
+    ended_by_uid: int | None = None  # the user who cancelled it
     restarts: int = 0
-    suspended_at_s: float | None = None  # since when the attempt stands still
-    suspended_s: float | None = None  # for how long it did before that; None: it never has
-    suspended_for: JobId | None = None  # the job that has its cpus meanwhile; None: a person suspended it
-    preempted_by: JobId | None = None  # for which job the present attempt is being ended, or the last one was
-    save_s: float | None = None  # it is being ended by the signal that lets it save what it has: so long it may take
-    leaving: tuple[Share, ...] = ()  # given back by the running job; it holds them until their nodes are clear
-    joining: tuple[Share, ...] = ()  # given to the running job; their nodes have not claimed them yet
-    left_nodes: tuple[NodeName, ...] = ()  # that this attempt had or was given, once for each time
-    barred_nodes: tuple[NodeName, ...] = ()  # of these: that refused to take their part, and are not asked again
-    deaths: int = 0  # attempts that ended because a rank was killed, and were followed by another
-    saved_step: int = 0  # the checkpoint that the last of those left
+    suspended_at_s: float | None = None  # the attempt is suspended since then
+    suspended_s: float | None = None  # how long it was suspended before; None: never
+    suspended_for: JobId | None = None  # the job that has its cpus; None: a user suspended it
+    preempted_by: JobId | None = None  # the preemptor of the present or the last attempt
+    save_s: float | None = None  # grace period after the signal to save its work
+    leaving: tuple[Share, ...] = ()  # given back by the running job, held until their nodes are clear
+    joining: tuple[Share, ...] = ()  # given to the running job, not claimed by their nodes yet
+    left_nodes: tuple[NodeName, ...] = ()  # nodes that this attempt has left, once for each time
+    barred_nodes: tuple[NodeName, ...] = ()  # nodes that refused their part; they are not asked again
+    deaths: int = 0  # attempts that were requeued because a rank was killed
+    saved_step: int = 0  # step of the checkpoint that the last of them left
     refusals: tuple[Refusal, ...] = ()  # nodes that could not start it; it is not sent there again
-    wanted_nodes: tuple[NodeName, ...] = ()  # it has been asked to keep these alone,
-    wanted_at_s: float | None = None  # last of all then
-    generation: int = 0  # how often the attempt has heard of another allocation
-    reserved_shares: tuple[Share, ...] = ()  # of a waiting job: others are being ended so that it starts on these
-    charged_until_s: float | None = None  # what it holds has been charged up to then; None: nothing yet
-    charged_cpu_s: float = 0.0  # of all attempts: resources times the time that they were held, node by node
+    wanted_nodes: tuple[NodeName, ...] = ()  # it is asked to keep only these nodes,
+    wanted_at_s: float | None = None  # last at this time
+    generation: int = 0  # how often the allocation of the attempt changed
+    reserved_shares: tuple[Share, ...] = ()  # of a pending job: jobs are preempted so that it starts on these
+    charged_until_s: float | None = None  # its resources are charged until then; None: not yet
+    charged_cpu_s: float = 0.0  # of all attempts: resource-seconds, node by node
     charged_mem_mib_s: float = 0.0
     charged_gpu_s: float = 0.0
-    # What was changed since submission; None: as the spec has it.
+    # Changed since submission; None: as in the spec.
     dependency_set: tuple[Dependency, ...] | None = None
     dependency_any_set: bool = False
     array_limit_set: int | None = None
@@ -255,17 +248,17 @@ class Job:
     account_set: str | None = None
     qos_set: str | None = None
     expected_start_s: float | None = field(default=None, compare=False)  # the last plan's estimate; not stored
-    component: int | None = None  # it is not a job but that component of one: see `components`; never stored
+    component: int | None = None  # it is this component of a heterogeneous job: see `component`; never stored
 
     @property
     def holding(self) -> tuple[Share, ...]:
-        """What it holds now, of the nodes that it has not given back: without the cpus while another job has them."""
+        """Return the shares that it holds now; without cpus while they are lent to another job."""
         every = (*self.shares, *self.leaving, *self.joining)
         held = tuple(share for share in every if share.node in self.held_nodes)
         return held if self.suspended_for is None else without_cpus(held)
 
     def stay_on(self, node: NodeName) -> int:
-        """Return how often the attempt has lost or given back `node` before: what is launched there bears it."""
+        """Return how often the attempt has lost or given back `node` before; launch tokens contain it."""
         return self.left_nodes.count(node)
 
     def spool_on(self, node: NodeName) -> str:
@@ -275,12 +268,12 @@ class Job:
 
     @property
     def number(self) -> int:
-        """Its own number: of a component one behind the job's."""
+        """Return its job number; components have consecutive numbers."""
         return self.id + (self.component or 0)
 
     @property
     def display_id(self) -> str:
-        """`12`, or `10_3` for a task of an array, `12+1` for a component of a heterogeneous job."""
+        """Return `12`, or `10_3` for an array task, `12+1` for a component of a heterogeneous job."""
         if self.component is not None:
             return f"{self.id}+{self.component}"
         if self.array_job_id is None:
@@ -289,55 +282,55 @@ class Job:
 
     @property
     def dependency(self) -> tuple[Dependency, ...]:
-        """What it waits for."""
+        """Return the dependencies that hold now."""
         return self.spec.dependency if self.dependency_set is None else self.dependency_set
 
     @property
     def dependency_any(self) -> bool:
-        """Whether one of `dependency` is enough."""
+        """Say whether one of `dependency` is enough."""
         return self.spec.dependency_any if self.dependency_set is None else self.dependency_any_set
 
     @property
     def array_limit(self) -> int:
-        """How many tasks of its array may run at once, 0: as many as can."""
+        """Return how many tasks of its array may run at once; 0: no limit."""
         if self.array_limit_set is not None:
             return self.array_limit_set
         return self.spec.array.limit if self.spec.array is not None and self.array_job_id is not None else 0
 
     @property
     def deadline_at_s(self) -> int | None:
-        """When it must have ended."""
+        """Return when it must have ended, in Unix seconds; None: no deadline."""
         return self.spec.deadline_at_s if self.deadline_set_s is None else self.deadline_set_s or None
 
     @property
     def time_min_s(self) -> int | None:
-        """To what its time limit may be lowered so that it starts earlier; None: it may not."""
+        """Return the least time limit with which it may start earlier; None: its own."""
         return self.spec.time_min_s if self.time_min_set_s is None else self.time_min_set_s or None
 
     @property
     def accrued_from_s(self) -> float | None:
-        """Since when its age counts, what it waited before it was held added; None: it does not count now."""
+        """Return since when its age counts, with earlier waits included; None: it does not count now."""
         return None if self.eligible_at_s is None else self.eligible_at_s - self.aged_s
 
     @property
     def account(self) -> str:
-        """The account that it is charged to."""
+        """Return the account that it is charged to."""
         return self.spec.account if self.account_set is None else self.account_set
 
     @property
     def qos(self) -> str:
-        """Its quality of service, "" for none."""
+        """Return its QOS; "": none."""
         return self.spec.qos if self.qos_set is None else self.qos_set
 
     @property
     def reservation(self) -> str:
-        """The reservation that it runs in, "" for none."""
+        """Return its reservation; "": none."""
         return self.spec.reservation if self.reservation_set is None else self.reservation_set
 
 
-# ----- the components of a heterogeneous job, each as if it were a job: what lists and environments show of it
-# A heterogeneous job is one job, with one state and one batch script; its components differ in name and in what they have of
-# which nodes. The first one has the job's own number, the others those behind it, which no other job gets.
+# ----- the components of a heterogeneous job, each as if it were a job, for lists and environments
+# A heterogeneous job is one job, with one state and one batch script; its components differ in name and resources. The first
+# has the job's number, the others the following numbers, which no other job gets.
 #
 # Source: "Heterogeneous Job Support" of Slurm's documentation.
 
@@ -353,7 +346,7 @@ _OWN = (
 
 
 def components_of(job: Job) -> list[Job]:
-    """Return the components of `job`; of one that has none, or is one, itself."""
+    """Return the components of `job`; the job itself if it has none or is one."""
     if not job.spec.components or job.component is not None:
         return [job]
     return [component(job, number) for number in range(1 + len(job.spec.components))]
@@ -363,8 +356,8 @@ def component(job: Job, number: int) -> Job:
     """Return component `number` of the heterogeneous `job`."""
     spec = job.spec
     if number:
-        its = spec.components[number - 1]
-        spec = replace(spec, **{name: getattr(its, name) for name in _OWN})
+        own = spec.components[number - 1]
+        spec = replace(spec, **{name: getattr(own, name) for name in _OWN})
     shares = tuple([share for share in job.shares if share.component == number])
     names = {share.node for share in shares}
     return replace(

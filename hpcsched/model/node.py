@@ -14,14 +14,14 @@ from hpcsched.model.accounting import NO_LIMITS, Limits
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import Gpu
 
-LAUNCH_CHECK = "hpcschedd/launch"  # who drains a node that could not start jobs which other nodes could
-OURSELVES = "hpcschedd"  # who drains a node that says, or of which is known, that it can take no launches
+LAUNCH_CHECK = "hpcschedd/launch"  # drains a node that could not start jobs that other nodes could start
+OURSELVES = "hpcschedd"  # drains a node that cannot take launches, by its report or by what is known
 
 
 class Link(StrEnum):
-    UNKNOWN = "unknown"  # not heard of since the controller started
+    UNKNOWN = "unknown"  # no answer since the controller started
     UP = "up"
-    DOWN = "down"  # has not answered for longer than the configuration allows
+    DOWN = "down"  # no answer for longer than the configuration allows
 
 
 class NodeState(StrEnum):
@@ -34,7 +34,7 @@ class NodeState(StrEnum):
     DOWN = "DOWN"
     DRAINED = "DRAINED"
     DRAINING = "DRAINING"
-    RESERVED = "RESERVED"  # idle, in a reservation that goes on
+    RESERVED = "RESERVED"  # idle, in an active reservation
     MAINT = "MAINT"  # the same, for maintenance
 
 
@@ -52,30 +52,30 @@ class NodeSpec:
     mem_mib: int
     gpus: tuple[Gpu, ...] = ()
     features: tuple[str, ...] = ()
-    root: str = ""  # where the agent keeps its spool; empty: the agent's own choice
+    root: str = ""  # directory of the agent's spool; empty: the agent's default
     python: str = "python3"
     weight: int = 1  # nodes of a lower weight are used first
-    switch: str = ""  # that it hangs on; empty: not known
+    switch: str = ""  # network switch; empty: not known
     speed: float = 0.0  # as the probe measured it; 0: not known
     link_mbps: int = 0  # of its network; 0: not known
     tmp_mib: int = 0  # of its file system for temporary files
 
 
-REACH = ("host", "port", "user", "host_key", "root")  # what says to which spool a node's name leads
+REACH = ("host", "port", "user", "host_key", "root")  # the fields that identify the spool of a node
 
 
 def reach_of(spec: NodeSpec) -> dict[str, str | int | None]:
-    """Return the part of a node's description that says to which spool its name leads."""
+    """Return the fields of a node's description that identify its spool."""
     return {name: getattr(spec, name) for name in REACH}
 
 
 def address_of(spec: NodeSpec) -> str:
-    """Return where other nodes reach this one."""
+    """Return the address at which other nodes reach this one."""
     return "127.0.0.1" if spec.host == "local" else spec.host
 
 
 class LaunchFailure(NamedTuple):
-    """A job that this node could not start, and another node could."""
+    """A job that this node could not start and another node could."""
 
     job_id: int
     uid: int
@@ -97,7 +97,7 @@ class Node:
     drained_by: str = ""  # user name, or "hhealth" for what the health check drained (it resumes only those)
     drained_at_s: float | None = None
     boot_id: str = ""
-    machine_id: str = ""  # equal on nodes that are one machine posing as several
+    machine_id: str = ""  # equal for several nodes on one machine
     spool: str = ""  # of the agent that answered last; "": not known
     hardware: str = ""  # of the machine that answered last: equal after a reboot; "": not known
     agent_version: str = ""
@@ -114,8 +114,8 @@ class PartitionState(StrEnum):
     """Slurm's states of a partition. What runs in it continues in all of them."""
 
     UP = "UP"
-    DOWN = "DOWN"  # it takes jobs, and starts none
-    DRAIN = "DRAIN"  # it takes no jobs, and starts those that it has
+    DOWN = "DOWN"  # accepts jobs, starts none
+    DRAIN = "DRAIN"  # accepts no jobs, starts those that it has
     INACTIVE = "INACTIVE"  # neither
 
     @property

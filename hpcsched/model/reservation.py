@@ -1,8 +1,10 @@
-"""Reservations: nodes kept for some users, or from everybody, over an interval that may come again.
+"""Reservations: nodes reserved for some users, or closed to all, over an interval that may repeat.
 
-A repeating one is kept as its present or next occurrence and moves on when that is over. Days are those of the local
-calendar: what begins at nine begins at nine also after the clocks were changed. Knows nothing of jobs that wait (`hpcsched.sched.
-reservations`) or of who may make one. Source: scontrol(1), "RESERVATIONS"; reservations.html of Slurm's documentation.
+A repeating reservation is stored as its current or next occurrence, and advances when that is over. Days are those of the local
+calendar: a reservation that begins at nine begins at nine also after the clocks change.
+
+Knows nothing of waiting jobs (`hpcsched.sched.queue.reservations`) or of who may create one. Source: scontrol(1),
+"RESERVATIONS"; reservations.html of Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -67,23 +69,23 @@ class Reservation:
         return Flag.MAINT in self.flags
 
     def is_active(self, now_s: float) -> bool:
-        """Say whether the occurrence that it is kept as goes on."""
+        """Say whether its current occurrence is active."""
         return self.start_s <= now_s < self.end_s
 
     def is_over(self, now_s: float) -> bool:
-        """Say whether it is over for good."""
+        """Say whether it is over and does not repeat."""
         return self.end_s <= now_s and not self.repeats
 
 
 def may_use(reservation: Reservation, user: str, account: str) -> bool:
-    """Say whether jobs of `user` charged to `account` may run in it: of its users, and of its accounts, if it names such."""
+    """Say whether jobs of `user` charged to `account` may run in it. No users, or no accounts, means all."""
     if reservation.users and user not in reservation.users:
         return False
     return not reservation.accounts or account in reservation.accounts
 
 
 def at(reservation: Reservation, now_s: float) -> Reservation:
-    """Return the reservation as its occurrence that goes on at `now_s` or is the next; one that is over stays as it was."""
+    """Return the reservation at its current or next occurrence; unchanged if it is over."""
     if not reservation.repeats or reservation.end_s > now_s:
         return reservation
     start_s = reservation.start_s
@@ -106,7 +108,7 @@ def occurrences(reservation: Reservation, from_s: float, until_s: float) -> Iter
 def clash(one: Reservation, other: Reservation, from_s: float) -> Interval | None:
     """Return the first interval, not over at `from_s`, in which both reserve a node they have in common; None: never.
 
-    Of two that repeat a fortnight tells all.
+    For two that repeat, a fortnight is enough.
     """
     if set(one.nodes).isdisjoint(other.nodes):
         return None

@@ -1,6 +1,6 @@
 """What a node has and what a job holds of it: cpus, memory, GPUs by type, shards of GPUs.
 
-GPUs are counted by type here; which of a node's GPUs (their indices) a job got is part of its `Share`. A MIG device is a GPU
+Requests count GPUs by type; the indices of the GPUs that a job got are in its `Share`. A MIG device is a GPU
 whose type is its profile (``1g.10gb``).
 """
 
@@ -30,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRequest:
-    """`count` GPUs (or shards of one GPU) of one type; `type` is ANY_GPU where the user named none."""
+    """`count` GPUs (or shards of one GPU) of one type; `type` is ANY_GPU if the user named none."""
 
     count: int
     type: str = ANY_GPU
@@ -60,5 +60,5 @@ class Share:
 
 
 def without_cpus(shares: Iterable[Share]) -> tuple[Share, ...]:
-    """Return what a job holds that stands still so that another has its cpus."""
+    """Return the shares of a job that is suspended so that another job has its cpus."""
     return tuple(replace(share, cpus=0) for share in shares)

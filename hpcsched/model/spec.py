@@ -1,6 +1,6 @@
 """What a user asks for: a job's specification, before it is a job. Never changes after submission.
 
-Apart from `hpcsched.model.job` because commands make specifications and know no jobs.
+Separate from `hpcsched.model.job`, because commands make specifications and know no jobs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SignalSpec:
 
 @frozen
 class JobSpec:
-    """What a user asked for. Never changes after submission (but see `Job` for what an update may override)."""
+    """What a user asks for. Never changes after submission; `Job` has the fields that an update may override."""
 
     name: str
     script: str  # text with its #! line; empty: an allocation without a batch step (hrun alone)
@@ -61,7 +61,7 @@ class JobSpec:
     # Of a job in the queue: `script` is empty, and its text is in the database under this hash. See `hpcsched.state.scripts`.
     script_sha256: str = ""
     script_bytes: int = 0
-    env: tuple[tuple[str, str], ...] = ()  # what the job inherits of the submitter's environment
+    env: tuple[tuple[str, str], ...] = ()  # the part of the submitter's environment that the job inherits
     submit_line: str = ""
     submit_dir: str = ""  # where the submitting command ran; --chdir makes work_dir another
     submit_host: str = ""
@@ -80,7 +80,7 @@ class JobSpec:
     nodes_min: int = 1
     nodes_max: int = 1
     elastic: bool = False  # it may be asked to give nodes back, down to nodes_min, and be given more, up to nodes_max
-    nodes_given: bool = False  # the user said --nodes
+    nodes_given: bool = False  # --nodes was given
     ntasks: int | None = None
     ntasks_per_node: int | None = None
     cpus_per_task: int = 1
@@ -100,25 +100,27 @@ class JobSpec:
     prefer: str = ""  # features that are wanted, not needed
     mincpus: int = 0  # that each node has
     tmp_mib: int = 0  # that each node has for temporary files
-    switches: int = 0  # the most that its nodes hang on; 0: does not matter
-    switches_wait_s: int | None = None  # after so long more switches will do; None: the configuration's max_switch_wait
-    contiguous: bool = False  # its nodes follow each other in the order of nodes
+    switches: int = 0  # most switches for its nodes; 0: any number
+    switches_wait_s: int | None = (
+        None  # after this wait it accepts more switches; None: max_switch_wait of the configuration
+    )
+    contiguous: bool = False  # its nodes are adjacent in the order of nodes
     spread: bool = False  # as many nodes as it may have
     distribution: str = ""  # how its steps deal tasks where they do not say: block, cyclic:block, plane=N, arbitrary
     hints: tuple[str, ...] = ()  # synchronous, comm_bound
     array: ArraySpec | None = None
     dependency: tuple[Dependency, ...] = ()
     dependency_any: bool = False  # terms joined by "?": one of them is enough
-    kill_on_invalid_dep: bool = False  # a dependency that can never come true cancels it
+    kill_on_invalid_dep: bool = False  # it is cancelled if a dependency can never be satisfied
     begin_at_s: int | None = None  # Unix time
-    deadline_at_s: int | None = None  # Unix time: over if it cannot end before
+    deadline_at_s: int | None = None  # Unix time: it does not start if it cannot end before
     reservation: str = ""
     hold: bool = False
     nice: int = 0
     priority: int | None = None
     requeue: bool | None = None  # None: the configuration's default
     signal: SignalSpec | None = None
-    lease: str = "keep"  # keep | kill: what happens on a node that hears nothing of the controller
+    lease: str = "keep"  # keep | kill: what a node without contact to the controller does with the job
     licenses: tuple[tuple[str, int], ...] = ()  # name and count, of the whole cluster's
     mail_user: str = ""
     mail_type: tuple[str, ...] = ()

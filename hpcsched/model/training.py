@@ -44,7 +44,7 @@ class TrainingStatus:
 
     @property
     def ends_at_s(self) -> float | None:
-        """When the last step is done if it goes on like this; None: that cannot be told."""
+        """Return when the last step ends at the present rate; None: unknown."""
         if self.total_steps <= 0 or self.steps_per_s <= 0:
             return None
         return self.at_s + max(0, self.total_steps - self.step) / self.steps_per_s

@@ -20,7 +20,7 @@ HOUR_S = 3600
 DAY_S = 86_400
 MIB_PER_GIB = 1024
 
-# A job that asked for "no limit" bears this one: longer than any machine, still a date that a calendar can show.
+# The limit of a job that asked for none: longer than any machine lasts, and still a valid date.
 UNLIMITED_S = 36_500 * DAY_S
 _UNLIMITED_WORDS = frozenset({"unlimited", "infinite", "-1"})
 
@@ -56,7 +56,7 @@ def parse_time_s(text: str, *, whole_minutes: bool = True) -> int | None:
 
 
 def _duration_s(text: str) -> int | None:
-    """Return the seconds of ``1h30m``; None: it is no number with its unit, or several."""
+    """Return the seconds of ``1h30m``; None: it is not a sequence of numbers with units."""
     match = _DURATION.match(text.strip().lower())
     if match is None:
         return None
@@ -72,7 +72,7 @@ def _clock_s(first: int, second: str | None, third: str | None, *, with_days: bo
 
 
 def known_limit_s(limit_s: int | None) -> int | None:
-    """Return a time limit; None: there is none, however that was said."""
+    """Return the time limit; None: there is none, in any notation."""
     return limit_s if limit_s is not None and 0 < limit_s < UNLIMITED_S else None
 
 
@@ -152,7 +152,7 @@ def signal_name(signum: int) -> str:
 
 
 def parse_signal_spec(text: str) -> SignalSpec:
-    """Return what ``--signal=[B:]SIG[@seconds]`` asks for; unsaid, 60 seconds before the limit. Raises RequestError."""
+    """Return the value of ``--signal=[B:]SIG[@seconds]``; the default is 60 s before the limit. Raises RequestError."""
     from hpcsched.model.spec import SignalSpec  # here: it costs a command that only writes times and sizes 20 ms
 
     match = _SIGNAL.match(text.strip())

@@ -99,7 +99,7 @@ def test_a_world_saved_when_there_were_fewer_fields_is_read() -> None:
     ("change", "why"),
     [
         ({"version": 2}, "it has version '2', this hpcsched reads 1"),
-        ({"kind": "other"}, "no file of hctl snapshot"),
+        ({"kind": "other"}, "hctl snapshot has not written this file"),
         ({"snapshot": {"now_s": "now"}}, "cannot read Snapshot: it has no 'nodes'"),
         ({"policy": {"backfill": "magic"}}, "cannot read Policy: backfill: 'magic' is none of none, easy"),
     ],

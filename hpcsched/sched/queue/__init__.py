@@ -1,1 +1,1 @@
-"""Who stands in line, and in which order: eligibility, priority, fair share, usage, reservations."""
+"""Which jobs may start, and in which order: eligibility, priority, fair share, usage, reservations."""

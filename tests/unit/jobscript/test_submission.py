@@ -24,7 +24,7 @@ def test_the_command_of_wrap_is_the_script() -> None:
 
 def test_lines_behind_the_first_command_are_noted() -> None:
     notes = built(script="#!/bin/sh\n#SBTACH -N2\ntrue\n#SBATCH --time=5\n").notes
-    assert "line 4 of the script is not read: it stands behind a command" in notes
+    assert "line 4 of the script is ignored: it follows a command" in notes
     assert any(note.startswith("line 2 of the script is a comment") for note in notes)
 
 
