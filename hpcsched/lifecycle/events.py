@@ -17,13 +17,13 @@ from hpcsched.model.spec import Dependency, DependencyKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class JobEvent:
     job_id: JobId
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted(Event):
+class Submitted(JobEvent):
     """A job was submitted. For an array, one event makes all tasks; `job_id` is that of the first and of the array."""
 
     spec_id: int
@@ -34,18 +34,18 @@ class Submitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held(Event):
+class Held(JobEvent):
     hold: Hold
     by_uid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released(Event):
+class Released(JobEvent):
     by_uid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed(Event):
+class Changed(JobEvent):
     """Its owner or an admin changed these fields; a field that is None is unchanged."""
 
     by_uid: int
@@ -66,7 +66,7 @@ class Changed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Respecified(Event):
+class Respecified(JobEvent):
     """Its owner or an admin changed its specification: these fields, as JSON values.
 
     The new specification has a row of its own, number `spec_id`.
@@ -78,12 +78,12 @@ class Respecified(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BecameEligible(Event):
+class BecameEligible(JobEvent):
     """From now on it waits only for resources and other jobs: its age counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocated(Event):
+class Allocated(JobEvent):
     """The attempt has its nodes, and the token of its batch step. Committed before anything is sent to a node."""
 
     token: str
@@ -95,14 +95,14 @@ class Allocated(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claimed(Event):
+class Claimed(JobEvent):
     """A node that does not run the batch step has claimed its part of the job."""
 
     node: NodeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started(Event):
+class Started(JobEvent):
     """The batch step's program was released on its node (or an allocation without one is ready).
 
     `ran_s`: how long ago that was, by the node's clock, because the report may be late.
@@ -112,7 +112,7 @@ class Started(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspended(Event):
+class Suspended(JobEvent):
     """It is suspended: by a user (`by_uid`), or so that `for_job` gets its cpus."""
 
     by_uid: int | None
@@ -120,14 +120,14 @@ class Suspended(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed(Event):
+class Resumed(JobEvent):
     """It is resumed."""
 
     by_uid: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndRequested(Event):
+class EndRequested(JobEvent):
     """A user or a limit ends it as `outcome`; with `requeue` it is requeued afterwards.
 
     `exit`: of the only step of an allocation without a script. `for_job`: it is preempted for that job. `save_s`: the grace
@@ -145,21 +145,21 @@ class EndRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodesReserved(Event):
+class NodesReserved(JobEvent):
     """Jobs are preempted so that this waiting job starts on these shares, which no other job gets meanwhile."""
 
     shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodesUnreserved(Event):
+class NodesUnreserved(JobEvent):
     """This waiting job has no reserved shares any more."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShrinkAsked(Event):
+class ShrinkAsked(JobEvent):
     """It is elastic, and is asked to keep only these nodes: `for_job` waits for the others."""
 
     nodes: tuple[NodeName, ...]
@@ -167,7 +167,7 @@ class ShrinkAsked(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodesReleased(Event):
+class NodesReleased(JobEvent):
     """It continues without these nodes, which are being cleared of it."""
 
     nodes: tuple[NodeName, ...]
@@ -175,14 +175,14 @@ class NodesReleased(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodesAdded(Event):
+class NodesAdded(JobEvent):
     """It is elastic, and gets these additional shares once their nodes have claimed them."""
 
     shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exited(Event):
+class Exited(JobEvent):
     """The batch step ended on its node, which has nothing left of the job.
 
     `requeue`: its exit status asks for a requeue (see `hpcsched.controller.reports`).
@@ -205,7 +205,7 @@ class Exited(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRefused(Event):
+class LaunchRefused(JobEvent):
     """The node could not start it, and will not: `why` is its message. With `requeue` it is tried on another node."""
 
     node: NodeName
@@ -214,14 +214,14 @@ class LaunchRefused(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCleared(Event):
+class NodeCleared(JobEvent):
     """The node reports that no part of this attempt is left there, and that it will start none."""
 
     node: NodeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLost(Event):
+class NodeLost(JobEvent):
     """It is proven that the attempt cannot run on `node` any more (rebooted, record lost, fenced): not a timeout."""
 
     node: NodeName
@@ -231,7 +231,7 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSilent(Event):
+class NodeSilent(JobEvent):
     """A node that the failed attempt still holds does not answer: its loss, not the script, counts as the cause.
 
     That does not prove that the attempt cannot run there: the job holds the node until it is proven.
@@ -244,7 +244,7 @@ class NodeSilent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requeued(Event):
+class Requeued(JobEvent):
     """An ended job was put back into the queue on request."""
 
     by_uid: int
@@ -252,14 +252,14 @@ class Requeued(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted(Event):
+class Adopted(JobEvent):
     """A launch from before the database was restored is this job, and continues: by an admin, or (None) by its token."""
 
     by_uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpoolFound(Event):
+class SpoolFound(JobEvent):
     """The attempt, launched on `node` by a version without spool identities, is in this spool."""
 
     node: NodeName
@@ -267,13 +267,13 @@ class SpoolFound(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClockStepped(Event):
+class ClockStepped(JobEvent):
     """The head node's clock was set by `by_s` seconds: the times of the attempt are moved accordingly."""
 
     by_s: float
 
 
-EVENTS: dict[str, type[Event]] = {
+EVENTS: dict[str, type[JobEvent]] = {
     cls.__name__: cls
     for cls in (
         Submitted,
@@ -306,13 +306,13 @@ EVENTS: dict[str, type[Event]] = {
 }
 
 # Names and defaults of the fields of each kind of event that have no columns of their own.
-_OWN_FIELDS: dict[type[Event], tuple[tuple[str, Any], ...]] = {
+_OWN_FIELDS: dict[type[JobEvent], tuple[tuple[str, Any], ...]] = {
     kind: tuple((field.name, field.default) for field in fields(kind) if field.name not in ("job_id", "at_s"))
     for kind in EVENTS.values()
 }
 
 
-def to_data(event: Event) -> dict[str, Any]:
+def to_data(event: JobEvent) -> dict[str, Any]:
     """Return the event's own fields as JSON values (its kind, job id and time have columns of their own)."""
     data: dict[str, Any] = {}
     for name, default in _OWN_FIELDS[type(event)]:
@@ -329,7 +329,7 @@ def to_data(event: Event) -> dict[str, Any]:
     return data
 
 
-def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Event:
+def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> JobEvent:
     """Return the event that was stored. Raises InvariantError for a kind that does not exist."""
     cls = EVENTS.get(kind)
     if cls is None:

@@ -24,9 +24,9 @@ from hpcsched.lifecycle.events import (
     Claimed,
     ClockStepped,
     EndRequested,
-    Event,
     Exited,
     Held,
+    JobEvent,
     LaunchRefused,
     NodeCleared,
     NodeLost,
@@ -118,7 +118,7 @@ def submitted_jobs(event: Submitted, spec: JobSpec) -> tuple[Job, ...]:
     )
 
 
-def apply(job: Job, event: Event) -> Job:
+def apply(job: Job, event: JobEvent) -> Job:
     """Return the job as it is after `event`. Raises InvariantError if the event cannot happen in its state."""
     transition = TABLE.get((job.state, type(event)))
     if transition is None:
@@ -126,7 +126,7 @@ def apply(job: Job, event: Event) -> Job:
     return transition(job, event)
 
 
-def can(job: Job, event_type: type[Event]) -> bool:
+def can(job: Job, event_type: type[JobEvent]) -> bool:
     """Return whether an event of this type can happen to the job in its present state."""
     return (job.state, event_type) in TABLE
 
@@ -480,12 +480,12 @@ def _requeued(job: Job, event: Requeued) -> Job:
     )
 
 
-Transition = Callable[[Job, Event], Job]
+Transition = Callable[[Job, JobEvent], Job]
 
 
-def _table() -> dict[tuple[JobState, type[Event]], Transition]:
+def _table() -> dict[tuple[JobState, type[JobEvent]], Transition]:
     on_nodes = (CONFIGURING, RUNNING, SUSPENDED)
-    rows: list[tuple[tuple[JobState, ...], type[Event], Callable[..., Job]]] = [
+    rows: list[tuple[tuple[JobState, ...], type[JobEvent], Callable[..., Job]]] = [
         ((PENDING, COMPLETING), Held, _held),  # of a job that is requeued it takes effect in the queue
         ((PENDING,), Released, _released),
         ((PENDING, *on_nodes), Changed, _changed),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hpcnode.wire.message import WireError
 from hpcsched import mishap
 from hpcsched.errors import HpcschedError, InvariantError
-from hpcsched.lifecycle.events import Allocated, Event, NodesAdded, Respecified, Submitted
+from hpcsched.lifecycle.events import Allocated, JobEvent, NodesAdded, Respecified, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.lifecycle.node import NodeEvent, apply_to_node
 from hpcsched.model.cron import Crontab
@@ -64,7 +64,7 @@ class WriteBatch:
     scripts: dict[str, bytes] = field(default_factory=dict)  # by hash
     jobs: dict[JobId, Job] = field(default_factory=dict)
     arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as they were when they came in
-    events: list[Event] = field(default_factory=list)
+    events: list[JobEvent] = field(default_factory=list)
     node_events: list[NodeEvent] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRecord] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Transaction:
         self._undecided_before: dict[tuple[NodeName, str], UndecidedLaunch] = {}
         self._ids_before = (cluster.last_job_id, cluster.last_spec_id)
 
-    def record(self, event: Event) -> Job:
+    def record(self, event: JobEvent) -> Job:
         """Apply `event` to its job and note both for the commit. Returns the job as it is now."""
         if isinstance(event, Allocated | NodesAdded):
             event = replace(event, shares=self._with_spools(event.shares))

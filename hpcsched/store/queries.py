@@ -37,7 +37,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.sqlite import insert as insert_or
 from sqlalchemy.pool import StaticPool
 
-from hpcsched.lifecycle.events import Event, from_data
+from hpcsched.lifecycle.events import JobEvent, from_data
 from hpcsched.lifecycle.node import NodeEvent, node_event_from_data
 from hpcsched.model.cron import Crontab
 from hpcsched.model.job import ACTIVE, Job, JobState
@@ -105,7 +105,7 @@ class Seldom:
         ).all()
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
-    def events(self, job_id: int) -> list[Event]:
+    def events(self, job_id: int) -> list[JobEvent]:
         """Return the job's events in order (for an array's task: also the array's submission)."""
         array_id = select(jobs.c.array_job_id).where(jobs.c.id == job_id).scalar_subquery()
         own = and_(events.c.job_id == job_id, or_(events.c.kind != "Submitted", array_id.is_(None)))

@@ -16,7 +16,7 @@ from hashlib import sha256
 from sqlite3 import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcsched.lifecycle.events import Event, NodeLost, to_data
+from hpcsched.lifecycle.events import JobEvent, NodeLost, to_data
 from hpcsched.lifecycle.node import NodeEvent, node_event_to_data
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.cron import Crontab
@@ -232,7 +232,7 @@ class Store:
         with reading(self.connection):
             return self.seldom.last_step(job_id, attempt)
 
-    def load_events(self, job_id: int) -> list[Event]:
+    def load_events(self, job_id: int) -> list[JobEvent]:
         """Return the job's events in order (for an array's task: also the array's submission)."""
         with reading(self.connection):
             return self.seldom.events(job_id)
@@ -401,5 +401,5 @@ def _node_event_values(event: NodeEvent) -> tuple[float, str, str, str]:
     return event.at_s, event.node, type(event).__name__, _TO_JSON(node_event_to_data(event))
 
 
-def _event_values(event: Event) -> tuple[float, int, str, str]:
+def _event_values(event: JobEvent) -> tuple[float, int, str, str]:
     return event.at_s, event.job_id, type(event).__name__, _TO_JSON(to_data(event))

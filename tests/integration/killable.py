@@ -26,7 +26,7 @@ from waiting import wait_until
 
 from hpcsched import client, paths
 from hpcsched.errors import UnavailableError
-from hpcsched.lifecycle.events import EndRequested, Event, Requeued, Submitted, from_data
+from hpcsched.lifecycle.events import EndRequested, JobEvent, Requeued, Submitted, from_data
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
@@ -316,7 +316,7 @@ class KillableCluster(LocalCluster):
         found += self._check_runs(jobs, events)
         return found
 
-    def _check_runs(self, jobs: dict[Any, Job], events: list[Event]) -> list[str]:
+    def _check_runs(self, jobs: dict[Any, Job], events: list[JobEvent]) -> list[str]:
         ran = self.ran()
         found = [f"{mark} ran {times} times" for mark, times in (ran + self._marks("tasks")).items() if times != 1]
         found += [f"job {job_id} ran and nobody knows it" for job_id, _ in ran if job_id not in jobs]
@@ -344,10 +344,10 @@ class KillableCluster(LocalCluster):
         path = self.share / f"complaints-{job.id}"
         return path.read_text() if path.exists() else ""
 
-    def _may_have_failed(self, job: Job, since_s: float, events: list[Event]) -> bool:
+    def _may_have_failed(self, job: Job, since_s: float, events: list[JobEvent]) -> bool:
         return job.state in (JobState.NODE_FAIL, JobState.FAILED) and self._was_hit(job, since_s, events)
 
-    def _was_hit(self, job: Job, since_s: float, events: list[Event]) -> bool:
+    def _was_hit(self, job: Job, since_s: float, events: list[JobEvent]) -> bool:
         """Return whether a shepherd or a node that the job may have had was killed in the job's time."""
         nodes = {share.node for event in events if event.job_id == job.id for share in getattr(event, "shares", ())}
         hits = [kill for kill in self.kills if kill.what in ("shepherd", "power") and kill.node in nodes]
@@ -364,7 +364,7 @@ def new_cluster(kind: type[Cluster], names: Sequence[str]) -> Iterator[Cluster]:
             yield cluster
 
 
-def check_history(events: list[Event], jobs: dict[Any, Job], cpus: int) -> list[str]:
+def check_history(events: list[JobEvent], jobs: dict[Any, Job], cpus: int) -> list[str]:
     """Return what is wrong in the events of all jobs, in their order, and with the rows that they led to."""
     known: dict[int, Job] = {}
     found: list[str] = []
@@ -385,7 +385,7 @@ def check_history(events: list[Event], jobs: dict[Any, Job], cpus: int) -> list[
     return found
 
 
-def _is_requeue(event: Event) -> bool:
+def _is_requeue(event: JobEvent) -> bool:
     return isinstance(event, Requeued) or (isinstance(event, EndRequested) and event.requeue)
 
 

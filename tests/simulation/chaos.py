@@ -228,7 +228,7 @@ def _job(rng: random.Random, nodes: int, cpus: int) -> Wish:
 # ----- how it happens
 
 
-def act_on(sim: Simulation, act: Act) -> None:
+def act_on(sim: Simulation, act: Act) -> None:  # noqa: C901
     """Do it."""
     people, machines = sim.people, sim.machines
     match act.kind, act.args:

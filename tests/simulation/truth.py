@@ -33,8 +33,8 @@ from hpcsched.lifecycle.events import (
     Allocated,
     ClockStepped,
     EndRequested,
-    Event,
     Exited,
+    JobEvent,
     NodeLost,
     NodesAdded,
     Requeued,
@@ -208,7 +208,7 @@ class Truth:
             self._check_known(execution)
         self._check_held()
 
-    def _count_held(self, before: Job, event: Event, after: Job) -> None:
+    def _count_held(self, before: Job, event: JobEvent, after: Job) -> None:
         """Count what the job held since its last event; nothing after the end that is heard of now."""
         since_s, least_s = self._counted_s.get(before.id, (event.at_s, event.at_s))
         if isinstance(event, ClockStepped):
@@ -230,7 +230,7 @@ class Truth:
             if abs(after.charged_cpu_s - held) > 1e-6 * max(1.0, held):
                 self.broken("I10", f"job {after.id} held {held} cpu-seconds, and is charged {after.charged_cpu_s}")
 
-    def _check_end_known(self, job: Job, event: Event) -> None:
+    def _check_end_known(self, job: Job, event: JobEvent) -> None:
         kept = self._kept.get(job.token)
         if kept is None or LaunchToken.parse(job.token).incarnation in self.orphans:
             return

@@ -203,7 +203,7 @@ def _limit_until(job: Job, text: str, now_s: float) -> str:
     return f"0:{ceil(ran_s(job, now_s) + end_s - now_s)}"
 
 
-def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
+def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:  # noqa: C901
     values: dict[str, Any] = {}
     if "begin" in changes:
         _must_wait(job, "change the begin time of")

@@ -15,9 +15,9 @@ from hpcsched.lifecycle.events import (
     Claimed,
     ClockStepped,
     EndRequested,
-    Event,
     Exited,
     Held,
+    JobEvent,
     LaunchRefused,
     NodeCleared,
     NodeLost,
@@ -45,7 +45,7 @@ from hpcsched.model.units import format_time_s
 from hpcsched.sched.explain.sentences import plural
 
 
-def tell(job: Job, events: list[Event]) -> list[dict[str, Any]]:
+def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
     """Return the events, each with its time, its kind and a sentence."""
     told = []
     ending = False  # the attempt was ended without a requeue, so a lost node does not requeue the job
@@ -58,7 +58,7 @@ def tell(job: Job, events: list[Event]) -> list[dict[str, Any]]:
     return told
 
 
-def sentence(job: Job, event: Event, ending: bool) -> str:
+def sentence(job: Job, event: JobEvent, ending: bool) -> str:
     """Return a sentence about `event` of `job`; `ending`: its attempt was being ended without a requeue."""
     match event:
         case NodeLost():
@@ -129,7 +129,7 @@ def _clock_stepped(event: ClockStepped) -> str:
     return f"the head node's clock was set {direction} by {by}: the job's times were moved along"
 
 
-SENTENCES: dict[type[Event], Callable[[Any], str]] = {
+SENTENCES: dict[type[JobEvent], Callable[[Any], str]] = {
     Adopted: _adopted,
     Allocated: _allocated,
     BecameEligible: lambda event: "eligible: it waits only for other jobs and for resources",

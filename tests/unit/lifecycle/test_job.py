@@ -15,9 +15,9 @@ from hpcsched.lifecycle.events import (
     BecameEligible,
     Changed,
     EndRequested,
-    Event,
     Exited,
     Held,
+    JobEvent,
     LaunchRefused,
     NodeCleared,
     NodeLost,
@@ -53,7 +53,7 @@ def end(outcome: JobState = JobState.CANCELLED, requeue: bool = False) -> EndReq
 STARTED = Started(job_id=ONE, at_s=T0 + 1)
 
 
-def after(*events: Event) -> Job:
+def after(*events: JobEvent) -> Job:
     result = job()
     for event in events:
         result = apply(result, event)
@@ -82,7 +82,7 @@ def test_a_job_on_two_nodes_is_over_when_the_last_node_is_clear_and_ended_with_i
         (LaunchRefused(job_id=ONE, at_s=T0, node=N1, why="no such directory"), JobState.FAILED),
     ],
 )
-def test_how_it_ended_decides_its_state(event: Event, outcome: JobState) -> None:
+def test_how_it_ended_decides_its_state(event: JobEvent, outcome: JobState) -> None:
     assert after(allocated("n1"), *([] if isinstance(event, LaunchRefused) else [STARTED]), event).state is outcome
 
 
@@ -190,7 +190,7 @@ ANY_EVENT = st.sampled_from(
 
 
 @given(st.lists(ANY_EVENT, max_size=30))
-def test_whatever_happens_a_job_holds_nodes_exactly_while_it_is_active(events: list[Event]) -> None:
+def test_whatever_happens_a_job_holds_nodes_exactly_while_it_is_active(events: list[JobEvent]) -> None:
     state = job()
     for event in events:
         if isinstance(event, NodeCleared | LaunchRefused) and state.state in (JobState.RUNNING, JobState.SUSPENDED):
@@ -208,7 +208,7 @@ SUBMITTED = Submitted(job_id=ONE, at_s=T0, spec_id=1, uid=1, user="ann", partiti
 
 
 @given(ANY_EVENT | st.just(SUBMITTED))
-def test_an_event_survives_being_stored(event: Event) -> None:
+def test_an_event_survives_being_stored(event: JobEvent) -> None:
     assert from_data(type(event).__name__, event.job_id, event.at_s, to_data(event)) == event
 
 

@@ -80,7 +80,7 @@ def test_what_cannot_be_tried_is_refused(
 def test_what_is_no_world_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x"
     path.write_text("{")
-    for operand, why in ((str(path), "it is no JSON"), (str(tmp_path / "none"), "No such file")):
+    for operand, why in ((str(path), "it is not JSON"), (str(tmp_path / "none"), "No such file")):
         assert main(["replay", operand]) == 1
         assert why in capsys.readouterr().err
     assert main(["replay"]) == 2
