@@ -490,7 +490,7 @@ def _load_snapshot(words: Words, operands: Sequence[str], what: str) -> tuple[Sn
     except OSError as error:
         raise RequestError(f"cannot read {operands[0][:200]!r}: {error.strerror}") from error
     except ValueError as error:
-        raise RequestError(f"cannot read {operands[0][:200]!r}: it is no JSON ({error})") from error
+        raise RequestError(f"cannot read {operands[0][:200]!r}: it is not JSON ({error})") from error
 
 
 def _archived(database: str, operands: Sequence[str]) -> tuple[Snapshot, Policy]:

@@ -66,7 +66,7 @@ def test_factors_are_ranks(root: Branch) -> None:
 
 
 @given(trees())
-def test_all_below_a_sibling_that_is_owed_more_come_before_all_below_one_that_is_owed_less(root: Branch) -> None:
+def test_all_users_of_a_sibling_with_higher_level_fs_come_first(root: Branch) -> None:
     factors = fair_tree(root)
     for parent in accounts(root):
         for one in parent.children:

@@ -65,7 +65,7 @@ def test_a_job_on_one_node_is_over_when_its_script_has_ended() -> None:
     assert (done.state, done.held_nodes, done.ended_at_s) == (JobState.COMPLETED, (), T0 + 9)
 
 
-def test_a_job_on_two_nodes_is_over_when_the_last_node_is_clear_and_ended_with_its_script() -> None:
+def test_a_job_ends_when_its_last_node_is_clear_at_the_time_its_script_ended() -> None:
     ending = after(allocated("n1", "n2"), STARTED, exited())
     assert (ending.state, ending.held_nodes) == (JobState.COMPLETING, (N2,))
     done = apply(ending, NodeCleared(job_id=ONE, at_s=T0 + 20, node=N2))
@@ -86,14 +86,14 @@ def test_how_it_ended_decides_its_state(event: JobEvent, outcome: JobState) -> N
     assert after(allocated("n1"), *([] if isinstance(event, LaunchRefused) else [STARTED]), event).state is outcome
 
 
-def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_when_its_nodes_are_clear() -> None:
+def test_a_pending_job_is_cancelled_at_once_and_a_running_one_when_nodes_are_clear() -> None:
     assert after(end()).state is JobState.CANCELLED
     ending = after(allocated("n1"), STARTED, end())
     assert (ending.state, ending.outcome, ending.ended_by_uid) == (JobState.COMPLETING, JobState.CANCELLED, 7)
     assert apply(ending, exited(code=1)).state is JobState.CANCELLED
 
 
-def test_a_lost_node_sends_the_job_back_to_the_queue_only_when_no_node_has_anything_of_it() -> None:
+def test_a_job_with_a_lost_node_is_requeued_only_when_all_its_nodes_are_clear() -> None:
     lost = NodeLost(job_id=ONE, at_s=T0 + 5, node=N2, why="rebooted", requeue=True, not_before_s=T0 + 15)
     ending = after(allocated("n1", "n2"), STARTED, lost)
     assert (ending.state, ending.held_nodes, ending.attempt) == (JobState.COMPLETING, (N1,), 0)
@@ -244,7 +244,7 @@ def test_nobody_is_charged_for_the_time_between_a_jobs_end_and_our_hearing_of_it
     assert (unheard.started_at_s, unheard.ended_at_s) == (T0 + 2997, T0 + 3000)
 
 
-def test_the_other_nodes_of_a_job_are_charged_until_its_end_and_from_the_hearing_of_it() -> None:
+def test_other_nodes_are_charged_until_the_end_and_again_from_the_report_of_it() -> None:
     late = Exited(job_id=ONE, at_s=T0 + 3600, node=N1, exit=ExitStatus(code=0), ran_s=3.0, ago_s=600.0)
     done = after(allocated("n1", "n2"), STARTED, late, NodeCleared(job_id=ONE, at_s=T0 + 3602, node=NodeName("n2")))
     held_s = (T0 + 3000) - (done.allocated_at_s or 0.0)

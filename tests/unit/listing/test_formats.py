@@ -152,7 +152,7 @@ def test_a_table_is_as_wide_as_it_needs_to_be_and_has_its_states_colours() -> No
     assert lines("", *jobs, text="%i|%j", fit=True) == ["5|a", "1234|longer"]
 
 
-def test_those_that_run_may_come_first_then_those_that_wait_and_those_that_have_ended() -> None:
+def test_running_jobs_may_come_first_then_pending_then_ended_ones() -> None:
     assert lines("phase", ended(4), job(7), running(5), job(6)) == ["5", "6", "7", "4"]
     assert lines("-user,phase", ended(4), job(7, user="zoe"), running(5)) == ["7", "5", "4"]
 

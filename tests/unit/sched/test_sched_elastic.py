@@ -56,7 +56,7 @@ def test_never_below_what_it_must_have_and_never_in_vain() -> None:
     assert shrinks(elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: n1 4c 10s"])) == {}  # its first node stays
 
 
-def test_nobody_is_asked_for_one_that_would_wait_all_the_same_for_a_start_promised_to_another() -> None:
+def test_no_elastic_job_shrinks_for_a_job_that_waits_for_anothers_promise() -> None:
     made = elastic("5x4", ["1: n1,n2,n3,n4 4c 100s"], ["2: 5 nodes 4c 10s", "3: 2 nodes 4c 1000s"], low=2)
     assert shrinks(made) == {}
     assert shrinks(made.change(3, time_limit_s=100)) == {1: "n1 n2 n3"}
@@ -134,7 +134,7 @@ def test_an_elastic_job_is_preempted_where_it_could_not_shrink_so_far() -> None:
     assert (shrinks(made), preemptions(made)) == ({}, {2: [1]})
 
 
-def test_an_elastic_job_that_was_asked_has_the_grace_time_to_answer_before_it_is_preempted() -> None:
+def test_an_elastic_job_has_its_grace_period_to_answer_before_it_is_preempted() -> None:
     made = ranked("4x4", ["1: n1,n2,n3,n4 4c 100s q=low"], ["2: 2 nodes 4c 10s q=high"])
     made.change(1, wanted_nodes=("n1", "n2"), wanted_at_s=5.0)
     made.now_s = 64.0

@@ -108,7 +108,7 @@ def test_what_is_smaller_and_would_start_now() -> None:
     assert smaller(memory, 2) == ("--mem=4G",)
 
 
-def test_with_default_no_smaller_request_is_told_that_a_promise_to_one_behind_keeps_from_starting() -> None:
+def test_default_names_no_smaller_request_that_a_promise_to_a_later_job_blocks() -> None:
     # Job 3 needs all, and is promised 1000: job 2 with two cpus would still run then.
     sketch = world("1x4", ["1: n1 2c 1000s"], ["2: 3c 7200s", "3: 4c 600s"], backfill=Backfill.DEFAULT)
     known = Experience(began_s=-1e9)

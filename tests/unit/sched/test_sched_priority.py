@@ -73,7 +73,7 @@ def test_a_weight_of_a_licence_is_worth_the_part_of_all_that_the_job_asks_for() 
     assert parts.tres == 250 + 0 + 10
 
 
-def test_a_job_whose_dependency_has_just_ended_is_not_older_than_one_that_waited_for_resources() -> None:
+def test_age_does_not_count_while_a_job_waits_for_a_dependency() -> None:
     sketch = world("1x4", waiting=["1: 1c", "2: 1c"], weight_age=1000)
     sketch.now_s = 3 * DAY_S
     sketch.change(1, submitted_at_s=0.0, eligible_at_s=None).change(2, submitted_at_s=DAY_S, eligible_at_s=2 * DAY_S)

@@ -97,7 +97,7 @@ def test_a_job_of_the_reservation_starts_there_and_only_there() -> None:
     }
 
 
-def test_a_job_of_the_reservation_starts_however_long_its_limit_is_for_it_ends_with_the_reservation() -> None:
+def test_a_job_in_a_reservation_starts_with_any_limit_and_ends_with_the_reservation() -> None:
     def job(limit: str) -> World:
         return inside(reserved(world("1x4", waiting=[f"1: 4c {limit}", "2: 4c 60s"]), "n1", -10, 600), 1)
 
@@ -114,7 +114,7 @@ def test_a_job_that_gets_its_nodes_late_is_promised_what_is_left_of_the_reservat
     assert wait(sketch, 2).expected_start_s == 400.0
 
 
-def test_what_waits_for_the_end_of_the_reservation_takes_nothing_from_what_is_promised_in_it() -> None:
+def test_a_job_that_waits_for_a_reservations_end_delays_no_promise_in_it() -> None:
     waiting = ["1: 4c 400s", "2: 4c 300s", "3: 4c 400s"]
     sketch = inside(reserved(world("1x4", running=["9: n1 4c 100s"], waiting=waiting), "n1", -10, 600), 2, 3)
     assert [wait(sketch, job_id).expected_start_s for job_id in (1, 2)] == [600.0, 100.0]
@@ -122,7 +122,7 @@ def test_what_waits_for_the_end_of_the_reservation_takes_nothing_from_what_is_pr
     assert [wait(late, job_id).expected_start_s for job_id in (1, 2)] == [600.0, 500.0]
 
 
-def test_a_job_that_could_begin_only_when_the_reservation_is_over_is_promised_nothing() -> None:
+def test_a_job_that_could_begin_only_after_its_reservation_gets_no_promise() -> None:
     sketch = reserved(world("1x4", waiting=["1: 4c 700s", "2: 4c 400s"]), "n1", -10, 600)
     assert inside(sketch, 1, 2).starts() == {1: "n1:4"}
     assert wait(sketch, 2).expected_start_s is None
@@ -153,7 +153,7 @@ def test_jobs_outside_and_inside_share_no_cpu() -> None:
     assert wait(before, 1).expected_start_s == 90.0
 
 
-def test_of_nodes_in_two_reservations_a_job_has_those_of_its_own_unless_its_own_overrides() -> None:
+def test_a_node_in_two_reservations_is_open_to_both_only_if_one_overrides() -> None:
     def both(*flags: Flag) -> World:
         sketch = reserved(world("2x4", waiting=["1: 4c 300s"]), "n1", -10, 600, *flags)
         return inside(reserved(sketch, "n1", 200, 400, Flag.MAINT, name="m"), 1)

@@ -213,7 +213,7 @@ def test_where_requests_are_not_trusted_short_jobs_of_long_requests_fill_holes()
     assert guarded(jobs, replace(guard, distrust=ALWAYS, distrust_times=3)) == [0, 0, 400, 450]  # it may need 300 s
 
 
-def test_a_running_job_that_outlasts_its_prediction_is_expected_to_run_for_as_long_again() -> None:
+def test_a_job_that_outlasts_its_prediction_is_expected_to_run_as_long_again() -> None:
     needed = Needed({1: 100.0}, times=2)
     assert needed.length_s(1, 1000.0) == 200.0
     assert needed.length_s(1, 150.0) == 150.0  # never more than it asks for

@@ -142,7 +142,7 @@ def test_a_higher_tier_comes_first_however_short_others_are() -> None:
     assert started(made, {1: 1.0, 2: 800.0}) == [4]
 
 
-def test_who_is_first_by_more_than_age_has_easys_promise_while_somebody_is_worth_less() -> None:
+def test_a_job_first_by_more_than_age_has_easys_promise_while_others_are_worth_less() -> None:
     made = two_users()
     assert started(made, {1: 60.0}) == [3]  # 800 s of two cpus: in the way of job 2
     made.change(3, time_limit_s=1200).change(4, time_limit_s=1200)
@@ -183,7 +183,7 @@ def held_up() -> World:
     return made.change(1, uid=5)
 
 
-def test_where_requests_are_not_trusted_a_job_counts_with_three_times_its_users_longest_run() -> None:
+def test_without_trust_in_requests_a_job_counts_three_times_its_users_longest_run() -> None:
     assert started(held_up(), {7: 300.0}) == []
     assert [start.job_id for start in distrusted(held_up(), {7: 300.0}).starts] == [3]
     assert [start.job_id for start in distrusted(held_up(), {7: 340.0}).starts] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unit.sched.test_sched_kept import next_plan
+from unit.sched.test_sched_promises import next_plan
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import NodeName

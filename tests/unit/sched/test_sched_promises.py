@@ -34,7 +34,7 @@ def full() -> World:
     return world("1x4", running=running, waiting=["10: 3c 100s", "11: 2c 50s"], backfill=Backfill.CONSERVATIVE)
 
 
-def test_a_job_ahead_that_could_move_up_does_not_push_another_out_of_what_it_was_promised() -> None:
+def test_a_job_that_moves_up_delays_no_promise_to_another() -> None:
     sketch = full()
     first = sketch.plan()
     assert promised(first) == {10: 100.0, 11: 50.0}

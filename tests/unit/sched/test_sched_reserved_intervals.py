@@ -21,7 +21,7 @@ def planned(sketch: World, *blocks: ReservedInterval, inside: tuple[int, ...] = 
     return plan(replace(snapshot, pending=tuple(pending), reserved_intervals=blocks), sketch.policy)
 
 
-def test_a_node_is_closed_to_others_during_the_block_and_to_its_own_jobs_before_and_after() -> None:
+def test_a_reserved_node_is_closed_to_others_during_it_and_to_its_jobs_otherwise() -> None:
     infinite = float("inf")
     assert closed_to("", [NOON], INDEX) == {0: [(100.0, 200.0)]}
     assert closed_to("noon", [NOON], INDEX) == {
