@@ -16,7 +16,7 @@ from contextlib import closing
 from typing import Any
 
 from hpcsched.api import splitbody
-from hpcsched.api.crowd import Breaks, Turns
+from hpcsched.api.connection_limits import Breaks, Turns
 from hpcsched.errors import RequestError, UnavailableError
 
 SMALL_BYTES = 16 << 10

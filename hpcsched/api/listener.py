@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcsched.api.crowd import Doors
+from hpcsched.api.connection_limits import Doors
 from hpcsched.api.identity import peer_uid
 from hpcsched.errors import ConfigError
 

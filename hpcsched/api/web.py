@@ -25,7 +25,7 @@ import httptools
 
 from hpcnode.wire import gate
 from hpcsched import mishap
-from hpcsched.api.crowd import UNPARSED_BYTES, Doors, read_less, retry_after
+from hpcsched.api.connection_limits import UNPARSED_BYTES, Doors, read_less, retry_after
 from hpcsched.api.identity import peer_uid
 from hpcsched.api.listener import Listener
 

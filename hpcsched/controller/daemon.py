@@ -18,7 +18,7 @@ from typing import Any
 from hpcnode.os.faults import CrashPoints, crash_points
 from hpcsched import mishap, paths
 from hpcsched.api import web
-from hpcsched.api.crowd import Doors
+from hpcsched.api.connection_limits import Doors
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.nodes.edits import refused_edits

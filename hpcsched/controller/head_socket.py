@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcnode.wire import protocol
 from hpcsched import mishap
-from hpcsched.api.crowd import Doors, read_less
+from hpcsched.api.connection_limits import Doors, read_less
 from hpcsched.api.identity import peer_uid
 from hpcsched.api.listener import Listener, listening_socket
 from hpcsched.controller.stepping import Stepping

@@ -48,7 +48,7 @@ class _DroppedError(BaseException):
     """Nobody waits for the work any more. Not for `except Exception` to catch."""
 
 
-class Turns:
+class InterruptibleWork:
     """`work` is called with a function to call between its parts. A turn lasts `turn_s` of the clock, or a part longer."""
 
     def __init__(self, work: Callable[[Pause], None], monotonic_s: Callable[[], float], turn_s: float) -> None:
@@ -118,7 +118,7 @@ class _Staged:
         self._policy = policy
         self._plan = Plan(starts=(), waits={})
         large = len(snapshot.pending) + len(snapshot.running) + len(snapshot.nodes) > LARGE
-        self.steps = Turns(self._make, monotonic_s, SLICE_S).steps() if large else self._at_once()
+        self.steps = InterruptibleWork(self._make, monotonic_s, SLICE_S).steps() if large else self._at_once()
 
     def _at_once(self) -> Iterator[None]:
         self._make(lambda: None)

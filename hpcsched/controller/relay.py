@@ -15,7 +15,7 @@ from dataclasses import replace
 from hpcnode.wire import gate, protocol
 from hpcsched import mishap
 from hpcsched.api import web
-from hpcsched.api.crowd import Doors, retry_after
+from hpcsched.api.connection_limits import Doors, retry_after
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
 from hpcsched.state.cluster import ClusterState

@@ -83,35 +83,50 @@ def on_batch_report(
         case protocol.CLAIMED:
             return  # nothing to keep: it is repeated as STARTED or not at all
         case protocol.STARTED:
-            if job.started_at_s is None and can(job, Started):
-                started = tx.record(Started(job_id=job.id, at_s=tx.now_s, ran_s=report.ran_s))
-                note_launch(tx, started, node, executed=False)
-                tx.put_step(_batch_row(started, node, None))
+            _on_batch_start(tx, job, node, report)
         case protocol.ENDED:
-            elsewhere = report.unexecuted and job.state in ON_NODES and can_start_elsewhere(tx, job, node)
-            saved_step = step_to_resume(tx, job, report)
-            ended = tx.record(
-                Exited(
-                    job_id=job.id,
-                    at_s=tx.now_s,
-                    node=node,
-                    exit=exit_status(report),
-                    ran_s=_ran_s(report),
-                    ago_s=report.ago_s,
-                    timed_out=report.timed_out,
-                    out_of_memory=report.out_of_memory,
-                    requeue=elsewhere or saved_step is not None or asks_again(job, exit_status(report)),
-                    saved_step=saved_step,
-                    output_full=report.output_full,
-                    unexecuted=report.why if report.unexecuted else "",
-                )
-            )
-            tx.put_step(_batch_row(ended, node, report, outcome=job.outcome))
-            if not report.unexecuted:
-                note_launch(tx, job, node, executed=True)
-            for other in ended.held_nodes:
-                if tx.cluster.nodes[other].link is Link.DOWN:
-                    miss_node(tx, tx.cluster.jobs[job.id], other)
+            _on_batch_end(tx, job, node, report)
+        case _:
+            _on_batch_loss(tx, job, node, report)
+    answer.acks.append(report.seq)
+
+
+def _on_batch_start(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
+    if job.started_at_s is None and can(job, Started):
+        started = tx.record(Started(job_id=job.id, at_s=tx.now_s, ran_s=report.ran_s))
+        note_launch(tx, started, node, executed=False)
+        tx.put_step(_batch_row(started, node, None))
+
+
+def _on_batch_end(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
+    elsewhere = report.unexecuted and job.state in ON_NODES and can_start_elsewhere(tx, job, node)
+    saved_step = step_to_resume(tx, job, report)
+    ended = tx.record(
+        Exited(
+            job_id=job.id,
+            at_s=tx.now_s,
+            node=node,
+            exit=exit_status(report),
+            ran_s=_ran_s(report),
+            ago_s=report.ago_s,
+            timed_out=report.timed_out,
+            out_of_memory=report.out_of_memory,
+            requeue=elsewhere or saved_step is not None or asks_again(job, exit_status(report)),
+            saved_step=saved_step,
+            output_full=report.output_full,
+            unexecuted=report.why if report.unexecuted else "",
+        )
+    )
+    tx.put_step(_batch_row(ended, node, report, outcome=job.outcome))
+    if not report.unexecuted:
+        note_launch(tx, job, node, executed=True)
+    for other in ended.held_nodes:
+        if tx.cluster.nodes[other].link is Link.DOWN:
+            miss_node(tx, tx.cluster.jobs[job.id], other)
+
+
+def _on_batch_loss(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
+    match report.status:
         case protocol.REFUSED:
             _on_refusal(tx, job, node, report)
         case protocol.LOST:
@@ -121,7 +136,6 @@ def on_batch_report(
             # the node was rebooted in between, say. Its token never will.
             if job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"node {node} did not start the job: {report.why}")
-    answer.acks.append(report.seq)
 
 
 def _on_refusal(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:

@@ -58,32 +58,7 @@ class Stepping:
         self._outbox: list[Send] = []
         self._rehearsals: set[asyncio.Task[None]] = set()
         self._unsettled: set[NodeName] = set()  # what they say of steps waits until their inventory was looked through
-        self.service = StepService(
-            StepPorts(
-                job=lambda job_id: self._cluster.jobs.get(job_id),
-                send=self._send,
-                reply=self._reply,
-                allocate=self._allocate,
-                resize=self._resize,
-                release=self._release_of_step,
-                record=self._record,
-                new_token=self._new_token,
-                environment=self._environment,
-                account=lambda job, node: messages.account(job, self._cluster, node),
-                hosts=messages.hosts,
-                same_machine=lambda job: messages.same_machine(job, self._cluster),
-                devices=lambda node: messages.devices_of(self._cluster.nodes[node]),
-                last_step=lambda job_id, attempt: controller.store.last_step(job_id, attempt),
-                is_admin=lambda uid: self._asker(uid).admin,
-                epoch=lambda: self._cluster.epoch,
-                now_s=clock,
-                allow_uid_below=lambda: self._cluster.config.controller.allow_uid_below,
-                is_adopted=lambda job: job.token in self._cluster.adopted,
-                recorded=controller.store.attempt_steps,
-                grace_s=self._cluster.config.controller.kill_wait_s,
-                propagate=rlimits.names(self._cluster.config.controller.propagate),
-            )
-        )
+        self.service = StepService(self._step_ports())
         self.shells = Shells(
             ShellPorts(
                 allocate=self._allocate,
@@ -93,6 +68,33 @@ class Stepping:
             )
         )
         controller.listener = self
+
+    def _step_ports(self) -> StepPorts:
+        store, settings = self._controller.store, self._cluster.config.controller
+        return StepPorts(
+            job=lambda job_id: self._cluster.jobs.get(job_id),
+            send=self._send,
+            reply=self._reply,
+            allocate=self._allocate,
+            resize=self._resize,
+            release=self._release_of_step,
+            record=self._record,
+            new_token=self._new_token,
+            environment=self._environment,
+            account=lambda job, node: messages.account(job, self._cluster, node),
+            hosts=messages.hosts,
+            same_machine=lambda job: messages.same_machine(job, self._cluster),
+            devices=lambda node: messages.devices_of(self._cluster.nodes[node]),
+            last_step=lambda job_id, attempt: store.last_step(job_id, attempt),
+            is_admin=lambda uid: self._asker(uid).admin,
+            epoch=lambda: self._cluster.epoch,
+            now_s=self._clock,
+            allow_uid_below=lambda: self._cluster.config.controller.allow_uid_below,
+            is_adopted=lambda job: job.token in self._cluster.adopted,
+            recorded=store.attempt_steps,
+            grace_s=settings.kill_wait_s,
+            propagate=rlimits.names(settings.propagate),
+        )
 
     # ----- what comes in
 

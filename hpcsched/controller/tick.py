@@ -121,7 +121,7 @@ class Ports(Protocol):
         """Return the name of this boot of the machine, and for how long it has lasted, sleep included; "": not known."""
 
 
-class Listener(Protocol):
+class StepListener(Protocol):
     """Who minds the steps (the step service): told of jobs that began, are being ended, or ended, and of reports on steps.
 
     It sees to it that those are acknowledged.
@@ -149,7 +149,7 @@ class Controller:
         self.cluster = cluster
         self.store = store
         self.policy = policy
-        self.listener: Listener | None = None
+        self.listener: StepListener | None = None
         self.last_plan: Plan | None = None
         self._promises: Mapping[JobId, Promise] = {}  # by the last plan; after a restart they are made anew
         self._ports = ports

@@ -134,14 +134,23 @@ def step_environment(
         "LAUNCH_NODE_IPADDR": master_addr,
         "SRUN_COMM_HOST": master_addr,
     }
+    facts |= _per_task(job, counts, cpus_per_task, ntasks_per_node)
+    meeting = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port(job, step))}
+    ours = _twins(facts | meeting) | _of_installation(job, cluster, conf) | _NO_PORTS
+    return ours | meeting | {"WORLD_SIZE": total}
+
+
+def _per_task(
+    job: Job, counts: Sequence[int], cpus_per_task: int | None, ntasks_per_node: int | None
+) -> dict[str, str]:
+    """Return the facts that are set only if the step or its job asked for them."""
+    facts = {}
     if (ntasks_per_node or job.spec.ntasks_per_node) and len(set(counts)) == 1:
         facts["NTASKS_PER_NODE"] = str(counts[0])
     cpus = cpus_per_task or (job.spec.cpus_per_task if job.spec.cpus_per_task_given else None)
     if cpus is not None:
         facts["CPUS_PER_TASK"] = str(cpus)
-    meeting = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port(job, step))}
-    ours = _twins(facts | meeting) | _of_installation(job, cluster, conf) | _NO_PORTS
-    return ours | meeting | {"WORLD_SIZE": total}
+    return facts
 
 
 def node_environment(

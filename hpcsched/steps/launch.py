@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpcnode.wire import protocol
 from hpcsched.errors import InvariantError
-from hpcsched.jobscript.patterns import expand_job_pattern
+from hpcsched.jobscript.patterns import PatternFacts, expand_job_pattern
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Job
 from hpcsched.state.transaction import StepRecord
@@ -58,6 +59,29 @@ class StepPorts:
     recorded: Callable[[JobId, int], Sequence[StepRecord]] = lambda job_id, attempt: ()  # all rows of the job's attempt
 
 
+def _of_options(options: StepOptions, facts: PatternFacts) -> dict[str, Any]:
+    """Return the fields of a launch that follow from the step's options alone."""
+
+    def path(pattern: str) -> str:
+        return expand_job_pattern(pattern, facts) if pattern else ""
+
+    return {
+        "stdout": path(options.stdout),
+        "stderr": path(options.stderr),
+        "stdin": path(options.stdin),
+        "append": options.append,
+        "label": options.label,
+        "limit_s": options.limit_s,
+        "signum": options.signal.signum if options.signal else 0,
+        "signal_before_s": float(options.signal.before_s) if options.signal else 0.0,
+        "task_prolog": options.task_prolog,
+        "task_epilog": options.task_epilog,
+        "wait_for_children": options.wait_for_children,
+        "kill_on_bad_exit": options.kill_on_bad_exit,
+        "remote_shell": options.remote_shell,
+    }
+
+
 def launch_of(
     ports: StepPorts,
     step: Step,
@@ -71,12 +95,14 @@ def launch_of(
     job, place, origin = step.job, run.place, step.origin
     if place is None or origin is None:
         raise InvariantError(f"step {job.id}.{step.number} has no place or origin at its launch")
-
-    facts = pattern_facts(job, step.number)
-
-    def path(pattern: str) -> str:
-        return expand_job_pattern(pattern, facts) if pattern else ""
-
+    own = node_environment(
+        place.tasks,
+        node_rank=node_rank,
+        cpus=place.cpus,
+        gpus=place.gpus,
+        devices=ports.devices(run.node),
+        gpus_per_task=options.gpus_per_task,
+    )
     return protocol.Launch(
         token=run.token,
         job_id=job.id,
@@ -87,17 +113,7 @@ def launch_of(
         allow_uid_below=ports.allow_uid_below(),
         work_dir=request.work_dir,
         argv=list(request.argv),
-        env={
-            **env,
-            **node_environment(
-                place.tasks,
-                node_rank=node_rank,
-                cpus=place.cpus,
-                gpus=place.gpus,
-                devices=ports.devices(run.node),
-                gpus_per_task=options.gpus_per_task,
-            ),
-        },
+        env={**env, **own},
         tasks=protocol.TaskSet(
             first_rank=place.tasks.first_rank,
             count=place.tasks.count,
@@ -109,21 +125,9 @@ def launch_of(
         cpus=place.cpus,
         mem_mib=place.mem_mib,
         gpus=list(place.gpus),
-        stdout=path(options.stdout),
-        stderr=path(options.stderr),
-        stdin=path(options.stdin),
-        append=options.append,
-        label=options.label,
         stream_to=protocol.Address(node=origin[0], stream=origin[1]),
-        limit_s=options.limit_s,
-        signum=options.signal.signum if options.signal else 0,
-        signal_before_s=float(options.signal.before_s) if options.signal else 0.0,
-        task_prolog=options.task_prolog,
-        task_epilog=options.task_epilog,
-        wait_for_children=options.wait_for_children,
         grace_s=ports.grace_s,
-        kill_on_bad_exit=options.kill_on_bad_exit,
-        remote_shell=options.remote_shell,
+        **_of_options(options, pattern_facts(job, step.number)),
         lease=job.spec.lease,
         lease_s=job.lease_s or 0.0,
         hold=len(step.nodes) > 1,

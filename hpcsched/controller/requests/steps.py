@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hpcsched.api.identity import Asker
 from hpcsched.controller.requests.job_ids import find_jobs, matches
 from hpcsched.controller.requests.jobs import Outcome
-from hpcsched.controller.tick import Listener
+from hpcsched.controller.tick import StepListener
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 from hpcsched.model.numbers import whole_number
 from hpcsched.state.cluster import ClusterState
@@ -45,7 +45,7 @@ def sort_out(references: Iterable[str]) -> Meant:
 
 def act_on_steps(
     cluster: ClusterState,
-    minding: Listener,
+    minding: StepListener,
     asker: Asker,
     steps: Iterable[tuple[str, int]],
     filters: dict[str, str],

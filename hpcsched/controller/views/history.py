@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcsched.api.crowd import Breaks
+from hpcsched.api.connection_limits import Breaks
 from hpcsched.api.identity import Asker
 from hpcsched.api.jobview import job_view, jobs_text, json_text
 from hpcsched.api.views import step_view, training_view

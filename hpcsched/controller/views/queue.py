@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from hpcsched.api.crowd import Breaks
+from hpcsched.api.connection_limits import Breaks
 from hpcsched.api.identity import Asker, is_account
 from hpcsched.api.jobview import JobView, elapsed_s, job_view, jobs_text, json_text
 from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of

@@ -18,7 +18,7 @@ from hpcnode.wire import gate
 from hpcsched import mishap
 from hpcsched.api import web
 from hpcsched.api.bodies import Bodies
-from hpcsched.api.crowd import Breaks, Doors, Turns
+from hpcsched.api.connection_limits import Breaks, Doors, Turns
 from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.jobview import json_text
 from hpcsched.api.views import VERSION

@@ -13,7 +13,7 @@ import pytest
 from waiting import PATIENCE_S, played
 
 from hpcsched.api import listener as listening
-from hpcsched.api.crowd import Doors, bounds
+from hpcsched.api.connection_limits import Doors, bounds
 from hpcsched.api.listener import Listener
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.crowd import Turns
+from hpcsched.api.connection_limits import Turns
 from hpcsched.controller.views.routes import LONG_AT_ONCE, make_server
 
 ASKED = b"GET /v1/jobs HTTP/1.1\r\nConnection: close\r\n\r\n"

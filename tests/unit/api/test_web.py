@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.crowd import Doors, bounds
+from hpcsched.api.connection_limits import Doors, bounds
 
 
 async def _echo(request: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ from waiting import PATIENCE_S, played
 
 from hpcnode.wire import protocol
 from hpcnode.wire.connection_limits import Bounds
-from hpcsched.api.crowd import Doors, bounds
+from hpcsched.api.connection_limits import Doors, bounds
 from hpcsched.controller import head_socket as heads_module
 from hpcsched.controller.head_socket import HeadStreams
 

@@ -11,7 +11,7 @@ import pytest
 from cluster import ANN, Cluster
 from waiting import PATIENCE_S, played
 
-from hpcsched.api import crowd
+from hpcsched.api import connection_limits
 from hpcsched.controller.views import history
 from hpcsched.store.rows import HistoryQuery
 from hpcsched.store.store import Store
@@ -21,7 +21,7 @@ from hpcsched.store.store import Store
 async def test_others_are_answered_while_a_long_history_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(crowd, "SLICE_S", -1.0)  # each job takes longer than a slice
+    monkeypatch.setattr(connection_limits, "SLICE_S", -1.0)  # each job takes longer than a slice
     monkeypatch.setattr(history, "PART_JOBS", 2)
     cluster = Cluster("n1", path=tmp_path / "h.db")
     jobs = [cluster.submit() for _ in range(5)]

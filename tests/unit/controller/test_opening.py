@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from unit.controller.cluster import ANN, Cluster
 
-from hpcsched.api import crowd
+from hpcsched.api import connection_limits
 from hpcsched.api.identity import Asker
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.opening import first_answers
@@ -36,7 +36,7 @@ def test_who_asks_again_and_again_does_not_put_it_off_for_ever() -> None:
 
 @pytest.mark.parametrize("what", ["jobs", "queue"])
 def test_an_answer_is_under_way_from_its_first_slice_to_its_last(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "SLICE_S", -1.0)  # a break after each job
+    monkeypatch.setattr(connection_limits, "SLICE_S", -1.0)  # a break after each job
     cluster = Cluster("n1")
     for _ in range(3):
         cluster.submit(hold=True)

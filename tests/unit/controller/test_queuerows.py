@@ -10,7 +10,7 @@ import pytest
 from jobs import T0
 from unit.controller.cluster import ANN, BOB, Cluster
 
-from hpcsched.api import crowd
+from hpcsched.api import connection_limits
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.views import queue
 from hpcsched.controller.views.queue import QueueRows, queue_text
@@ -143,7 +143,7 @@ def test_a_row_that_shows_nothing_of_what_the_next_plan_says_is_sorted_anew_and_
 
 
 def test_others_are_answered_while_many_rows_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "SLICE_S", 0.0)
+    monkeypatch.setattr(connection_limits, "SLICE_S", 0.0)
     cluster = Cluster("n1")
     for _ in range(5):
         cluster.submit(hold=True)

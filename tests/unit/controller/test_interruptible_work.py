@@ -7,7 +7,7 @@ from threading import enumerate as all_threads
 
 import pytest
 
-from hpcsched.controller.planning import Pause, Turns
+from hpcsched.controller.planning import InterruptibleWork, Pause
 
 
 def clock(step_s: float):  # type: ignore[no-untyped-def]
@@ -28,7 +28,7 @@ def test_each_turn_does_some_of_it_and_nothing_is_done_in_between() -> None:
             pause()
 
     counts = []
-    for _ in Turns(work, clock(0.006), 0.015).steps():
+    for _ in InterruptibleWork(work, clock(0.006), 0.015).steps():
         counts.append(len(done))
     assert counts == [3, 6, 9]
     assert done == list(range(10))
@@ -37,7 +37,7 @@ def test_each_turn_does_some_of_it_and_nothing_is_done_in_between() -> None:
 
 def test_what_takes_less_than_a_turn_is_done_at_the_first_step() -> None:
     done: list[int] = []
-    assert list(Turns(lambda pause: done.append(1), clock(0.0), 0.015).steps()) == []
+    assert list(InterruptibleWork(lambda pause: done.append(1), clock(0.0), 0.015).steps()) == []
     assert done == [1]
 
 
@@ -46,7 +46,7 @@ def test_what_it_raises_is_raised_where_it_is_waited_for() -> None:
         pause()
         raise ValueError("broken")
 
-    steps = Turns(work, clock(1.0), 0.015).steps()
+    steps = InterruptibleWork(work, clock(1.0), 0.015).steps()
     next(steps)
     with pytest.raises(ValueError, match="broken"):
         next(steps)
@@ -63,7 +63,7 @@ def test_it_ends_when_it_is_dropped() -> None:
         finally:
             ended.append("dropped")
 
-    steps = Turns(work, clock(1.0), 0.015).steps()
+    steps = InterruptibleWork(work, clock(1.0), 0.015).steps()
     next(steps)
     assert is_going_on()
     steps.close()  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from hpcnode.wire.connection_limits import Bounds, ConnectionLimits, Rates
-from hpcsched.api.crowd import Doors, bounds
+from hpcsched.api.connection_limits import Doors, bounds
 
 WIDE = Bounds(10, 100, 1000, 10_000, 1000, 10_000)
 
