@@ -528,7 +528,7 @@ def test_the_allocation_is_where_hrun_wants_it() -> None:
         ({"env": {"A": "x" * (5 << 20)}}, "its environment has"),
         ({"options": {"bogus": "1"}}, "unknown option 'bogus'"),
         ({"options": {"ntasks": 3}}, "cannot read --ntasks: it needs a value"),
-        ({"options": {"ntasks": "x"}}, "no whole number"),
+        ({"options": {"ntasks": "x"}}, "not a whole number"),
         ({"options": {"label": "yes"}}, "cannot read --label: it is on or off"),
         ({"options": {"nodelist": "n[1-999999999]"}}, "cannot"),
         ({"options": {"mem": "2G"}}, "cannot give the step 2048 MiB on n1: the job has 1000 MiB there"),
