@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     Column,
@@ -38,7 +38,7 @@ from sqlalchemy.dialects.sqlite import insert as insert_or
 from sqlalchemy.pool import StaticPool
 
 from hpcsched.lifecycle.events import JobEvent, from_data
-from hpcsched.lifecycle.node import NodeEvent, node_event_from_data
+from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data
 from hpcsched.model.cron import Crontab
 from hpcsched.model.job import ACTIVE, Job, JobState
 from hpcsched.model.reservation import Reservation
@@ -71,6 +71,14 @@ from hpcsched.store.schema import (
     steps,
     triggers,
 )
+
+
+class Outage(NamedTuple):
+    """A time in which a node did not answer, in seconds since the epoch; `end_s` None: it still does not."""
+
+    node: str
+    start_s: float
+    end_s: float | None
 
 
 class Seldom:
@@ -118,6 +126,24 @@ class Seldom:
         found = select(node_events).where(node_events.c.node == node).order_by(node_events.c.seq)
         rows = self._connection.execute(found).all()
         return [node_event_from_data(row.kind, row.node, row.at_s, json.loads(row.data)) for row in rows]
+
+    def outages(self, after_s: float, before_s: float) -> list[Outage]:
+        """Return when nodes did not answer between the two times; an outage that has not ended has no end."""
+        kinds = (NodeDown.__name__, NodeUp.__name__)
+        found = select(node_events.c.node, node_events.c.kind, node_events.c.at_s).where(node_events.c.kind.in_(kinds))
+        down_s: dict[str, float] = {}
+        outages = []
+        for node, kind, at_s in self._connection.execute(found.order_by(node_events.c.seq)):
+            if kind == NodeDown.__name__:
+                down_s.setdefault(node, at_s)  # on a node that is down already: the cause is another now
+            elif node in down_s:
+                outages.append(Outage(node, down_s.pop(node), at_s))
+        outages += [Outage(node, start_s, None) for node, start_s in down_s.items()]
+        return [
+            outage
+            for outage in outages
+            if outage.start_s < before_s and (outage.end_s is None or outage.end_s > after_s)
+        ]
 
     def failures(self, job_id: int, attempt: int) -> list[RankFailure]:
         """Return why ranks of this attempt failed, the first cause first."""

@@ -54,7 +54,7 @@ from hpcsched.store.rows import (
 from hpcsched.store.statements import Putting, Row, insert, select, upsert
 
 if TYPE_CHECKING:
-    from hpcsched.store.queries import Seldom
+    from hpcsched.store.queries import Outage, Seldom
 
 CLOCK = "clock"  # keys of the table meta
 CLUSTER_ID = "cluster_id"
@@ -241,6 +241,11 @@ class Store:
         """Return the node's events in order."""
         with reading(self.connection):
             return self.seldom.node_events(node)
+
+    def outages(self, after_s: float, before_s: float) -> list[Outage]:
+        """Return when nodes did not answer between the two times."""
+        with reading(self.connection):
+            return self.seldom.outages(after_s, before_s)
 
     def request_jobs(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
         """Return the jobs that this request made (of an array its first task's), None if it has not been seen."""

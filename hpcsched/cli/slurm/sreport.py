@@ -1,8 +1,7 @@
 """sreport: usage of the cluster, by account and user, in a period: ``cluster utilization``, ``user topusage`` ...
 
-The figures come from the job history: the resources of the last attempt of each job, for the time within the period. Only
-present outages count as down, since the node stopped answering: past ones are not recorded and count as idle. The report
-says so below its title.
+The figures come from the job history: the resources of the last attempt of each job, for the time within the period. A
+node is down while it does not answer; a drained node is idle.
 
 Source: sreport(1).
 """
@@ -31,8 +30,7 @@ FACE = Face(
             "[OPTIONS] cluster AccountUtilizationByUser | UserUtilizationByAccount [start=TIME] [end=TIME] [users=LIST]",
             "[OPTIONS] user topusage [start=TIME] [end=TIME] [users=LIST] [accounts=LIST] [topcount=N]",
         ),
-        "Report use over a time; without start and end: yesterday. Down counts nodes that are down now, since they stopped "
-        "answering: outages that are over are not recorded, and are in Idle.",
+        "Report use over a time; without start and end: yesterday. Down is the time in which nodes did not answer.",
         (
             Option("noheader", "n", help="print no header"),
             Option("parsable", "p", help="put | behind each column"),
@@ -50,7 +48,6 @@ FACE = Face(
 DAY_S = 86_400
 TOP = 10
 RULE = "-" * 80
-DOWN_MEANS = "Down: nodes that are down now; outages that are over are in Idle"
 UNITS = {"seconds": ("Seconds", 1), "minutes": ("Minutes", 60), "hours": ("Hours", 3600)}
 # TRES -> its name in the title, and the amount that a job holds.
 TRES: Mapping[str, tuple[str, Callable[[Json], float]]] = {
@@ -168,21 +165,23 @@ def _used(period: Period, jobs: Sequence[Json], tres: Sequence[str]) -> dict[tup
 def _utilization(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
     nodes = client.call("GET", "/v1/nodes")["nodes"]
     jobs = _jobs(period, given)
+    by_name = {node["name"]: node for node in nodes}
+    path = client.query("/v1/outages", start_s=period.start_s, end_s=period.end_s)
+    outages = [outage for outage in client.call("GET", path)["outages"] if outage["node"] in by_name]
     rows = []
     for name in tres:
         there = min(period.end_s, period.now_s) - period.start_s
         reported_s = max(0.0, there) * sum(NODE_TRES[name](node) for node in nodes)
         down_s = sum(
-            NODE_TRES[name](node) * period.overlap_s(node["link_since_s"], None)
-            for node in nodes
-            if node["link"] == "down"
+            NODE_TRES[name](by_name[outage["node"]]) * period.overlap_s(outage["start_s"], outage["end_s"])
+            for outage in outages
         )
         allocated_s = sum(sums[0] for sums in _used(period, jobs, [name]).values())
         idle_s = max(0.0, reported_s - down_s - allocated_s)
         rows.append(([own_cluster()], name, [allocated_s, down_s, 0.0, idle_s, 0.0, reported_s]))
     columns = [ReportColumn("Cluster", 9)]
     values = [ReportColumn(title, 8) for title in ("Allocated", "Down", "PLND Down", "Idle", "Planned", "Reported")]
-    return f"Cluster Utilization {_span(period)}\n{DOWN_MEANS}", (columns, values), rows
+    return f"Cluster Utilization {_span(period)}", (columns, values), rows
 
 
 def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:

@@ -43,7 +43,7 @@ from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.accounts import license_views, priority_views, share_views
 from hpcsched.controller.views.events_text import tell
-from hpcsched.controller.views.history import history_text
+from hpcsched.controller.views.history import history_text, outages_of
 from hpcsched.controller.views.queue import Reading
 from hpcsched.controller.views.start_estimate import first_waiting, why_words
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
@@ -269,6 +269,10 @@ class ControllerBackend(Reading):
 
     async def history(self, asker: Asker, query: Json) -> bytes:
         return await history_text(self._database, self._cluster, asker, query, self._clock())
+
+    async def outages(self, query: Json) -> Json:
+        """Return when nodes did not answer in the period of the query. Raises RequestError, UnavailableError."""
+        return {"outages": await asyncio.to_thread(outages_of, self._database, query)}
 
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart:
         job = self._one(asker, reference)

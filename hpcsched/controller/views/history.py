@@ -42,6 +42,21 @@ class _HistorySlice(NamedTuple):
     training: dict[int, TrainingStatus]
 
 
+def outages_of(database: Path, query: Json) -> list[Json]:
+    """Return the outages of nodes between `start_s` and `end_s` of the query. Raises RequestError, UnavailableError."""
+    try:
+        after_s, before_s = (number(query[name], name) for name in ("start_s", "end_s"))
+    except KeyError as missing:
+        raise RequestError(f"cannot read outages: the query has no {missing.args[0]}") from None
+    except ValueError as error:
+        raise RequestError(f"cannot read outages: {error}") from None
+    store = Store(open_read_only(database))
+    try:
+        return [outage._asdict() for outage in store.outages(after_s, before_s)]
+    finally:
+        store.close()
+
+
 async def history_text(database: Path, cluster: ClusterState, asker: Asker, query: Json, now_s: float) -> bytes:
     """Return the jobs that `query` asks for, those that have not ended as they are now.
 

@@ -103,6 +103,7 @@ def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], door
         web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
         web.get("/v1/config", routes.config),
         web.get("/v1/history", routes.in_turn(routes.history)),
+        web.get("/v1/outages", routes.in_turn(routes.outages)),
         web.get("/v1/log", routes.log),
         web.post("/v1/reconfigure", routes.reconfigure),
         web.post("/v1/backup", routes.backup),
@@ -294,6 +295,9 @@ class _Routes:
 
     async def config(self, request: web.Request) -> web.Response:
         return answer((await self._backend()).config(self._asker(request)))
+
+    async def outages(self, request: web.Request) -> web.Response:
+        return answer(await (await self._backend()).outages(request.query))
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._asker(request), request.query))
