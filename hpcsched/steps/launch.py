@@ -59,6 +59,17 @@ class StepPorts:
     recorded: Callable[[JobId, int], Sequence[StepRecord]] = lambda job_id, attempt: ()  # all rows of the job's attempt
 
 
+def _task_set(step: Step, tasks: NodeTasks, node_rank: int) -> protocol.TaskSet:
+    return protocol.TaskSet(
+        first_rank=tasks.first_rank,
+        count=tasks.count,
+        total=step.ntasks,
+        node_rank=node_rank,
+        nnodes=len(step.nodes),
+        scattered=list(tasks.scattered),
+    )
+
+
 def _of_options(options: StepOptions, facts: PatternFacts) -> dict[str, Any]:
     """Return the fields of a launch that follow from the step's options alone."""
 
@@ -114,14 +125,7 @@ def launch_of(
         work_dir=request.work_dir,
         argv=list(request.argv),
         env={**env, **own},
-        tasks=protocol.TaskSet(
-            first_rank=place.tasks.first_rank,
-            count=place.tasks.count,
-            total=step.ntasks,
-            node_rank=node_rank,
-            nnodes=len(step.nodes),
-            scattered=list(place.tasks.scattered),
-        ),
+        tasks=_task_set(step, place.tasks, node_rank),
         cpus=place.cpus,
         mem_mib=place.mem_mib,
         gpus=list(place.gpus),
