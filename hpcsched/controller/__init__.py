@@ -1,1 +1,1 @@
-"""The imperative shell around the core: requests and reports in, one tick at a time, commits, then effects."""
+"""Run the core: requests and reports in, one tick at a time, commits, then effects."""

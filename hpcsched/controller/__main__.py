@@ -1,4 +1,4 @@
-"""hpcschedd: the controller's daemon. Reads the configuration, takes the lock, opens the database, and serves."""
+"""Run hpcschedd, the controller's daemon: configuration, lock, database, serve."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LARGE_BLOCK_BYTES = 1 << 20
 @click.version_option(hpcsched.__version__, "-V", "--version", prog_name="hpcschedd")
 def command(config_dir: Path | None, log_level: str | None, log_file: Path | None) -> None:
     """Run the hpcsched controller in the foreground until SIGTERM or SIGINT. Jobs run on when it ends."""
-    gc.disable()  # what a start makes is no garbage: the daemon enables it when all is there
+    gc.disable()  # objects of a start are not garbage; the daemon enables it afterwards
     config = load_config(config_dir or paths.find_config_dir(os.environ, os.getuid()))
     settings = config.controller
     try:
@@ -49,7 +49,10 @@ def command(config_dir: Path | None, log_level: str | None, log_file: Path | Non
 
 
 def return_large_blocks() -> None:
-    """Have freed blocks of a mebibyte go back to the system: glibc would keep up to 32 MiB each, in pieces, after the first."""
+    """Return freed blocks of 1 MiB and more to the system.
+
+    By default, after the first such block, glibc keeps up to 32 MiB of each, in pieces.
+    """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
@@ -62,7 +65,7 @@ async def _serve(config: Config) -> int:
 
 
 def main() -> None:
-    """Run the command, with errors for people on stderr."""
+    """Run the command, and print errors for users on stderr."""
     try:
         command(prog_name="hpcschedd")
     except HpcschedError as error:

@@ -1,4 +1,7 @@
-"""The controller on an event loop: nodes, ticks, configuration, shutdown. `hpcsched.controller.opening` comes before it."""
+"""Run the controller on an event loop: nodes, ticks, configuration and shutdown.
+
+`hpcsched.controller.opening` runs before it.
+"""
 
 from __future__ import annotations
 
@@ -41,27 +44,30 @@ from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.engine import damage_of, damaged, open_read_only
 from hpcsched.store.store import Store
 
-# ----- when the next tick is: at the earliest of the times that were asked for. Knows the event loop, not what a tick does
+# ----- the time of the next tick: the earliest of the requested times
+#
+# Knows the event loop, but not what a tick does.
 
 
 LONG_TICK_S = 0.010
-PASSES = 5  # of the loop: a connection is accepted, set up, read, answered
+PASSES = 5  # loop passes: a connection is accepted, set up, read, answered
 
 
 class Alarm:
-    """Has `tick` called by the event loop when it was asked for, once for all who asked for the same time or a later one.
+    """Calls `tick` on the event loop, once for all requests of the same or a later time.
 
-    After a long tick the loop makes some passes before the next one, so that short requests are answered between long ticks.
+    After a long tick the loop runs a few passes before the next one, so that short requests are
+    answered in between.
     """
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self._tick = tick
         self._timer: asyncio.TimerHandle | None = None
         self._soon = False
-        self._passes = 0  # that are left until the next tick
+        self._passes = 0  # passes left until the next tick
 
     def wake(self, after_s: float) -> None:
-        """Tick as soon as the loop has taken in what is there now, or in `after_s` seconds, whichever is earlier."""
+        """Tick after the loop has handled pending events, or in `after_s` seconds if sooner."""
         loop = asyncio.get_running_loop()
         if after_s <= 0.0:
             if not self._soon:
@@ -92,19 +98,19 @@ class Alarm:
 
 log = logging.getLogger("hpcsched.daemon")
 
-CLOCK_LOOK_S = 30.0  # a time of day that is waited for may come sooner: the clock may be set meanwhile
-EXIT_DAMAGED = 1  # as of a start that is refused
-CHECK_S = 5.0  # a start waits for the check of the database so long
-EXIT_INVARIANT = 70  # EX_SOFTWARE of sysexits.h: our own ledger is wrong
-# When the nodes have been connected: what `hacct` and the like need takes a tenth of a second to import.
+CLOCK_LOOK_S = 30.0  # look again this often: a clock change can bring a time of day closer
+EXIT_DAMAGED = 1  # the exit code of a refused start
+CHECK_S = 5.0  # a start waits this long for the database check
+EXIT_INVARIANT = 70  # EX_SOFTWARE of sysexits.h: the cluster state is inconsistent
+# After the nodes are connected: the modules of `hacct` and similar commands are slow to import.
 AT_LEISURE_S = 2.0
-# The ledger is many thousands of values without cycles: looking through them all for garbage was half of the time that
-# a request for 10,000 jobs took.
+# The state holds many objects without cycles, so scanning all of them for garbage is slow and finds
+# nothing.
 GC_THRESHOLD = (100_000, 20, 50)
 
 
 class Daemon:
-    """One life of hpcschedd."""
+    """One run of hpcschedd."""
 
     def __init__(
         self, config: Config, cluster: ClusterState, store: Store, doors: Doors, clock: Callable[[], float]
@@ -127,7 +133,7 @@ class Daemon:
         self.heads = HeadStreams(doors)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
         self.heads.stepping = self.fleet.stepping = self.stepping
-        gc.freeze()  # nothing made until here is garbage
+        gc.freeze()  # objects made until here are never garbage
         gc.set_threshold(*GC_THRESHOLD)
         gc.enable()
 
@@ -138,9 +144,10 @@ class Daemon:
         router: web.Router,
         answered: Callable[[], Awaitable[None]],
     ) -> int:
-        """Answer whoever waits for what is `coming`, and serve until a signal or a broken invariant; return the exit status.
+        """Answer requests that wait for `coming`, and serve until a signal or a broken invariant.
 
-        The nodes are connected, and the first plan begins, when those who have waited for our start have been `answered`.
+        Return the exit status. The nodes are connected, and the first plan begins, when the
+        requests that waited for the start are `answered`.
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._callback_failed)
@@ -181,7 +188,12 @@ class Daemon:
         return self._exit_code
 
     async def _check_database(self) -> None:
-        """Refuse a damaged database before anything is started; a large one is checked on meanwhile. Raises ConfigError."""
+        """Reject a damaged database before anything starts.
+
+        The check of a large database continues in the background.
+
+        Raises: ConfigError.
+        """
         database = self._config.controller.state_dir / paths.DATABASE_FILE
         connection = open_read_only(database)
         loop = asyncio.get_running_loop()
@@ -207,7 +219,7 @@ class Daemon:
             check.add_done_callback(checked)
 
     def _gone_nodes_lost(self, became: list[str] | Exception) -> None:
-        """Say what became of jobs on nodes without a file; that an admin wanted it so is forgotten."""
+        """Log what became of jobs on nodes without a file, and clear the admin's removal requests."""
         if isinstance(became, Exception):
             log.error("jobs on nodes without a file were not ended: %s", became)
             return
@@ -227,10 +239,11 @@ class Daemon:
             log.error("%s", error)
 
     def apply_config(self, same_machine: Sequence[str] = ()) -> list[str]:
-        """Read the configuration again and go on with it; return what changed, in words.
+        """Reread and apply the configuration; return what changed, in words.
 
         All of it is checked before anything is changed. `same_machine`: see `refused_edits`.
-        Raises ConfigError, or UnavailableError if the database cannot be written.
+
+        Raises: ConfigError, or UnavailableError if the database cannot be written.
         """
         config = load_config(self._config.config_dir)
         policy = policy_of(config)
@@ -258,7 +271,7 @@ class Daemon:
         return changed
 
     def _nodes_of(self, config: Config) -> tuple[dict[NodeName, Node], list[str]]:
-        """Return the nodes of a configuration in its order, with what is known of them, and what changed, in words."""
+        """Return the configured nodes in order, with their known state, and the changes in words."""
         before, stored = self.controller.cluster.nodes, self.store.load_nodes()
         nodes: dict[NodeName, Node] = {}
         names = {spec.name for spec in config.nodes}
@@ -295,7 +308,7 @@ class Daemon:
         self._alarm.wake(min(after_s, CLOCK_LOOK_S))
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log what escaped from a callback of the loop, once; a broken ledger stops us wherever that shows."""
+        """Log an exception of a loop callback once; a broken invariant stops the controller."""
         error = context.get("exception")
         if isinstance(error, InvariantError):
             log.error("the ledger is wrong: stopping; the next start reads it from disk again", exc_info=error)
@@ -309,24 +322,26 @@ class Daemon:
     def _tick(self) -> None:
         try:
             self.controller.tick(self._clock())
-        except InvariantError:  # what is in memory may not be what is on disk any more
+        except InvariantError:  # memory and disk may differ
             log.exception("the ledger is wrong: stopping; the next start reads it from disk again")
             self._exit_code = EXIT_INVARIANT
             self._stop.set()
-        except Exception as error:  # its pieces have barriers of their own: this is beside them
+        except Exception as error:  # the parts have their own barriers; this failed outside them
             mishap.report(error, "do a tick")
             self.wake(RETRY_S)
 
 
-# ----- crash points, at which a test lets the controller kill itself: ``HPCSCHED_CRASH_AT=point[:n]`` (`hpcnode.os.faults`)
-#   commit.before.KIND  commit.after.KIND   a batch with an event of that kind (Submitted, Allocated, ...) is written
-#   queued.MESSAGE  sent.MESSAGE            a message to a node was handed to its link; it has had time to leave
+# ----- crash points, where a test makes the controller kill itself: ``HPCSCHED_CRASH_AT=point[:n]``
+# (`hpcnode.os.faults`)
+#
+# commit.before.KIND  commit.after.KIND   a batch with such an event (Submitted, ...) is written
+# queued.MESSAGE  sent.MESSAGE            a message was queued on its link; had time to be sent
 
 SENT_AFTER_S = 0.05  # the link's own thread sends
 
 
 def queued(faults: CrashPoints, message: Any) -> None:
-    """Take note of a message that was handed to a link."""
+    """Record that a message was queued on a link."""
     if faults.armed:
         name = type(message).__name__
         faults.reached(f"queued.{name}")

@@ -1,7 +1,8 @@
-"""The steps socket on the head: step commands (hrun) of people here, each connection one stream.
+"""Serve the steps socket on the head: each connection is one step command (hrun).
 
-Frames of hpcnode.wire.protocol, both ways; who asks is what the kernel says of the connection. An account's connections and bytes
-are bounded together with those at the API's socket; what it asks too fast waits.
+Frames of hpcnode.wire.protocol go both ways. The kernel reports the user of a connection. An
+account's connections and bytes are limited together with those at the API's socket. Requests that
+come too fast wait.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from hpcsched.steps.step import HEAD
 
 log = logging.getLogger("hpcsched.heads")
 
-MAX_UNSENT_BYTES = 16 << 20  # of a command that reads too slowly: then it is cut off
-FRAME_S = 30.0  # in which the first frame must be complete, and each frame that has begun
-LOOK_S = 10.0  # between looks for one that has begun
+MAX_UNSENT_BYTES = 16 << 20  # unsent bytes at which a slow reader is disconnected
+FRAME_S = 30.0  # limit for the first frame, and for each frame that has begun
+LOOK_S = 10.0  # between checks for an incomplete frame
 FREE_BYTES = 4 << 10  # of a frame's JSON
-BYTES_PER_REQUEST = 16 << 10  # of it beyond that, each counted as a request
-# What a step has to say while it runs: not counted as requests.
+BYTES_PER_REQUEST = 16 << 10  # of JSON beyond that, each counted as a request
+# Messages of a running step: not counted as requests.
 STREAM_WORDS = (protocol.Input, protocol.OutputAck, protocol.Ping)
 
 
@@ -41,24 +42,27 @@ class HeadStreams:
         self._listener: Listener | None = None
 
     async def serve(self, path: Path, mode: int) -> None:
-        """Listen at `path`. Raises ConfigError if that cannot be done."""
+        """Listen at `path`.
+
+        Raises: ConfigError if that is not possible.
+        """
         self._listener = Listener(listening_socket(path, mode), self._stream, self.doors, self._refused)
 
     async def close(self) -> None:
-        """Stop listening and cut all connections."""
+        """Stop listening and close all connections."""
         if self._listener is not None:
             self._listener.close()
         for stream in tuple(self.streams.values()):
             stream.close()
 
     def reply(self, stream: int, message: protocol.Message, blob: bytes) -> None:
-        """Send to the command on `stream`, if it is still there."""
+        """Send to the command on `stream` if it is still connected."""
         if stream in self.streams:
             self.streams[stream].send(message, blob)
 
     def take(self, stream: int, uid: int, message: protocol.Message, blob: bytes) -> None:
-        """Hand on what a command says."""
-        if isinstance(message, protocol.Ping):  # as agents answer it themselves
+        """Pass on the message of a command."""
+        if isinstance(message, protocol.Ping):  # answered here, as agents do
             self.reply(stream, protocol.Pong(message.request), b"")
             return
         if self.stepping is None:
@@ -75,16 +79,17 @@ class HeadStreams:
 
 
 class _Stream(asyncio.Protocol):
-    """One step command."""
+    """The connection of one step command."""
 
     def __init__(self, heads: HeadStreams, number: int) -> None:
         self._heads = heads
         self._crowd = heads.doors.crowd
         self._number = number
         self._framer = protocol.Framer(protocol.MAX_COMMAND_BYTES, protocol.MAX_COMMAND_VALUES)
-        self._next: tuple[protocol.Message | bytes, bytes] | None = None  # a frame that waits, parsed or not
+        # A waiting frame, parsed or not.
+        self._next: tuple[protocol.Message | bytes, bytes] | None = None
         self._waits: asyncio.TimerHandle | None = None
-        self._began_s = 0.0  # when the frame that is coming began
+        self._began_s = 0.0  # when the incomplete frame began
         self._has_asked = False
         self._has_ended = False
 
@@ -123,15 +128,15 @@ class _Stream(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def drop(self) -> None:
-        """End the connection now."""
+        """Abort the connection now."""
         self._transport.abort()
 
     def close(self) -> None:
-        """End the connection when the command has read what it was told."""
+        """Close the connection after the command has read all messages."""
         self._transport.close()
 
     def send(self, message: protocol.Message, blob: bytes) -> None:
-        """Tell the command something."""
+        """Send a message to the command."""
         if self._transport.is_closing():
             return
         frame = protocol.encode(message, blob)
@@ -158,10 +163,10 @@ class _Stream(asyncio.Protocol):
             self._wait(pause_s)
 
     def eof_received(self) -> bool:
-        return False  # a command that says no more does not read either
+        return False  # a command that has stopped sending does not read either
 
     def _work(self) -> None:
-        """Take what has come, as fast as the account may ask."""
+        """Handle received frames, as fast as the account's rate limit allows."""
         try:
             while not self._transport.is_closing():
                 frame = self._next or self._framer.next_frame()
@@ -191,7 +196,10 @@ class _Stream(asyncio.Protocol):
             self._end(f"uid {self._uid} sends too much at once")
 
     def _may(self, frame: tuple[protocol.Message | bytes, bytes], cost: float) -> bool:
-        """Count what the frame costs; if the account asks too often it waits, and nothing more is read meanwhile."""
+        """Charge the frame to the account; if over the rate limit, wait and stop reading.
+
+        Returns whether the frame may be handled now.
+        """
         wait_s = self._heads.doors.request_wait_s(self._uid, cost)
         if wait_s is None:
             return True
@@ -200,7 +208,7 @@ class _Stream(asyncio.Protocol):
         return False
 
     def _wait(self, wait_s: float) -> None:
-        """Read nothing more for so long."""
+        """Stop reading for `wait_s` seconds."""
         self._transport.pause_reading()
         self._waits = self._loop.call_later(wait_s, self._go_on)
 
@@ -223,4 +231,4 @@ class _Stream(asyncio.Protocol):
             self._timer = self._loop.call_later(left_s, self._look)
             return
         self._end(f"a frame did not come whole within {FRAME_S:g} s")
-        self._timer = self._loop.call_later(LOOK_S, self.drop)  # it may not read that
+        self._timer = self._loop.call_later(LOOK_S, self.drop)  # it may not read that message

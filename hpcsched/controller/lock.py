@@ -1,4 +1,7 @@
-"""One controller per state directory: a file lock, and beside it who holds it."""
+"""Lock the state directory, so that only one controller uses it.
+
+Beside the file lock it records which process holds it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class StateLock:
         self._holder = state_dir / HOLDER_FILE
 
     def acquire(self, now_text: str, what: str = "start") -> None:
-        """Take the lock, to do `what`. Raises UnavailableError: who holds it, or why nothing can be written there."""
+        """Take the lock, to do `what`.
+
+        Raises: UnavailableError that names the holder, or says why the directory is not writable.
+        """
         try:
             self._lock.acquire(timeout=0)
             self._note_holder(now_text)
@@ -31,7 +37,7 @@ class StateLock:
             raise UnavailableError(
                 f"cannot {what}: {self._describe_holder()} holds {self._lock.lock_file}; stop it with 'hpcsched down'"
             ) from None
-        except OSError as error:  # a full disk, one that is read-only
+        except OSError as error:  # a full or read-only disk
             raise UnavailableError(f"cannot {what}: cannot write to {self._holder.parent}: {error.strerror}") from None
 
     def _note_holder(self, now_text: str) -> None:
@@ -48,7 +54,7 @@ class StateLock:
             return "another hpcschedd"
 
     def release(self) -> None:
-        """Let the state directory go."""
+        """Release the state directory."""
         self._holder.unlink(missing_ok=True)
         self._lock.release()
 

@@ -1,8 +1,9 @@
-"""The controller's log: bounded in size, in lines per second, and in repetition.
+"""Write the controller's log, with limits on size, lines per second, and repetition.
 
-A record that repeats one of the last minute is counted, not written. So is one of a place in the code that logs faster than
-`PER_S`; others' records are not held back by that. A count is written with the next record, or when the log is closed. At its
-largest size a log file is renamed (``.1``, ``.2``), and what this process writes to standard error follows it.
+A record that repeats one of the last minute is counted, not written. The same applies to a place in
+the code that logs faster than `PER_S`; other places are not affected. A count is written with the
+next record, or when the log is closed. At its maximum size a log file is renamed (``.1``, ``.2``),
+and the process's standard error moves to the new file.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ from pathlib import Path
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 REMEMBERED_S = 60.0
 MAX_REMEMBERED = 256  # texts, and places in the code
-PER_S = 10.0  # of one place in the code
+PER_S = 10.0  # per place in the code
 BURST = 100.0
-SHOWN_CHARS = 100  # of a text that was repeated
+SHOWN_CHARS = 100  # of a repeated text
 
 _Text = tuple[str, int, str]
 _Place = tuple[str, int]
 
 
 class Bounded(logging.Handler):
-    """Hands records on to `target`, but for those that repeat others or come too fast."""
+    """Passes records on to `target`, except repeated and too frequent ones."""
 
     def __init__(self, target: logging.Handler, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._target = target
         self._clock = clock
-        self._said: OrderedDict[_Text, tuple[float, int]] = OrderedDict()  # when it was written, repetitions since
-        self._rates: OrderedDict[_Place, tuple[float, float, int]] = OrderedDict()  # tokens, when, records held back
+        # Time of the last write, repetitions since.
+        self._said: OrderedDict[_Text, tuple[float, int]] = OrderedDict()
+        # Tokens, time, suppressed records.
+        self._rates: OrderedDict[_Place, tuple[float, float, int]] = OrderedDict()
 
     def emit(self, record: logging.LogRecord) -> None:
         now_s = self._clock()
@@ -53,7 +56,7 @@ class Bounded(logging.Handler):
         self._target.handle(record)
 
     def flush(self) -> None:
-        """Have all that was handed on written."""
+        """Flush the target."""
         self._target.flush()
 
     def close(self) -> None:
@@ -102,10 +105,10 @@ class Bounded(logging.Handler):
 
 
 class LogFile(RotatingFileHandler):
-    """A log file of bounded size. What else is written to standard output and error goes there too."""
+    """A log file of limited size. The process's standard output and error go there too."""
 
     def doRollover(self) -> None:  # noqa: N802 - the library's name
-        """Begin a new file."""
+        """Start a new file."""
         ours = os.fstat(self.stream.fileno()) if self.stream is not None else None
         followers = [fd for fd in (1, 2) if ours is not None and os.path.samestat(os.fstat(fd), ours)]
         super().doRollover()
@@ -115,7 +118,10 @@ class LogFile(RotatingFileHandler):
 
 
 def start_log(level: str, path: Path | None, max_bytes: int, files: int) -> None:
-    """Have all records of this level written to the file, or to standard error. Raises OSError."""
+    """Write all records of this level to the file, or to standard error.
+
+    Raises: OSError.
+    """
     target: logging.Handler
     if path is None:
         target = logging.StreamHandler(sys.stderr)

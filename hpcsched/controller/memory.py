@@ -1,8 +1,11 @@
-"""What the controller remembers for the policy `default`: what users' last jobs ran, how much of their requests jobs used, and
-how long jobs waited, or would have.
+"""Remember job history for the policy `default`.
 
-Jobs count that came to their own end, well or badly, or to that of their limit: one that was cancelled or lost says nothing
-of the next. After a start the database tells of the last `LAST_JOBS`; then each job is noted as it ends.
+This is the run times of users' last jobs, how much of their requests jobs used, and how long jobs
+waited, or would have waited under plain EASY.
+
+Only jobs count that ended by themselves, successfully or not, or at their time limit. A cancelled
+or lost job says nothing about the next one. At a start the last `LAST_JOBS` are read from the
+database. Then each job is recorded as it ends.
 """
 
 from __future__ import annotations
@@ -25,24 +28,26 @@ from hpcsched.sched.snapshot import NodeView, SnapshotCache, node_view, pending_
 from hpcsched.state.cluster import ClusterState
 from hpcsched.store.store import PastRun, Store
 
-# ----- plain EASY rehearsed beside the real queue, for the policy `default`: how long it would have had the unluckiest job wait
-# All nodes count as one pool of processors, of which a job needs the largest part of a resource that it asks for. That is less
-# than EASY has to heed on nodes, so its longest wait here is rather too short than too long, and the guard rather too strict.
-# It knows the jobs since it began, and begins with those that wait and run; `longest_wait_s` is never less than what it was
-# told then.
+# ----- rehearse plain EASY beside the real queue, for the policy `default`: its longest wait
 #
-# Told of each job that changes, in the order of time (a clock that is set back stands still here). A job that is cancelled before
-# it starts takes no time here when its turn comes.
+# All nodes count as one pool of processors. A job takes the share of the pool that equals its
+# largest share of any requested resource. EASY on real nodes has more constraints, so the longest
+# wait here tends to be too short, and the guard too strict. The rehearsal begins with the jobs that
+# wait and run at that time; `longest_wait_s` is never less than the value given at its start.
+#
+# It is told of each changed job, in the order of time. After the clock was set back, time does not
+# move here until the clock has caught up. A job that is cancelled before it starts takes no time
+# here when its turn comes.
 
 
 BEGUN = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
 def rehearsed(cluster: ClusterState, policy: Policy, views: SnapshotCache, longest_wait_s: float) -> Rehearsed | None:
-    """Return a rehearsal of the jobs that wait and run in `cluster`; None: `policy` has no use for it."""
+    """Return a rehearsal of the waiting and running jobs; None if `policy` does not need it."""
     if policy.backfill is not Backfill.DEFAULT:
         return None
-    known_s = min(longest_wait_s, policy.age_max_s)  # it may have been the wait of a job over its limits
+    known_s = min(longest_wait_s, policy.age_max_s)  # it may be the wait of a job over its limits
     made = Rehearsed(map(node_view, cluster.nodes.values()), cluster.partitions, policy, views, known_s)
     for at_s, _, job in sorted([(_since_s(job), job.id, job) for job in cluster.jobs_to_plan()], key=itemgetter(0, 1)):
         made.note(job, at_s)
@@ -54,7 +59,10 @@ def _since_s(job: Job) -> float:
 
 
 class Rehearsed:
-    """The rehearsal of one cluster; `views` knows what jobs ask for, `longest_wait_s` is what is known already."""
+    """The rehearsal of one cluster.
+
+    `views` knows what jobs request; `longest_wait_s` is the longest wait known before.
+    """
 
     def __init__(
         self,
@@ -72,7 +80,8 @@ class Rehearsed:
         self._views = views
         self._shadow = ShadowEasy(self._size)
         self._least_s = longest_wait_s
-        self._open: dict[JobId, tuple[int, int]] = {}  # attempt, number there; of jobs that wait or run
+        # Attempt and its number in the rehearsal, of jobs that wait or run.
+        self._open: dict[JobId, tuple[int, int]] = {}
         self._began: set[int] = set()
         self._now_s = float("-inf")
 
@@ -81,7 +90,7 @@ class Rehearsed:
         return max(self._least_s, self._shadow.longest_wait_s)
 
     def note(self, job: Job, now_s: float) -> None:
-        """Take note of `job` as it is now."""
+        """Record the present state of `job`."""
         self._now_s = now_s = max(self._now_s, now_s)
         attempt, number = self._open.get(job.id, (-1, -1))
         if number >= 0 and (attempt != job.attempt or not (job.state is JobState.PENDING or job.state in BEGUN)):
@@ -94,7 +103,7 @@ class Rehearsed:
             self._shadow.started(number, job.allocated_at_s if job.allocated_at_s is not None else now_s)
 
     def go_on(self, now_s: float) -> None:
-        """Rehearse as far as what is known allows."""
+        """Rehearse up to the latest known time."""
         self._shadow.advance(max(self._now_s, now_s), more_may_come=True)
 
     def _submit(self, job: Job, now_s: float) -> int:
@@ -119,16 +128,17 @@ TELLING = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.TIMEOUT, JobS
 
 
 def memory_of(store: Store, cluster: ClusterState, policy: Policy, views: SnapshotCache) -> Memory:
-    """Return what the database tells of; `views` knows what jobs ask for."""
+    """Return the memory loaded from the database; `views` knows what jobs request."""
     memory = Memory(store.past_runs(TELLING, LAST_JOBS), store.first_submitted_s(), policy.default_time_limit_s)
     memory.rehearse(cluster, policy, views)
     return memory
 
 
 class Memory:
-    """The last runs of each user, and the waits of the last jobs of all; `began_s`: when the first job of all came.
+    """The last runs of each user, and the waits of the last jobs.
 
-    A job without a limit counts as having asked for `no_limit_s`.
+    `began_s` is when the first job came. A job without a time limit counts as if it had requested
+    `no_limit_s`.
     """
 
     def __init__(self, past: Iterable[PastRun], began_s: float | None, no_limit_s: float) -> None:
@@ -144,17 +154,17 @@ class Memory:
 
     @property
     def longest_wait_s(self) -> float:
-        """Return the longest wait that is known of: under plain EASY where that is rehearsed, else of the last jobs."""
+        """Return the longest known wait: under plain EASY if rehearsed, else of the last jobs."""
         if self._rehearsed is not None:
             return self._rehearsed.longest_wait_s
         return max(self._waits_s.values(), default=0.0)
 
     def rehearse(self, cluster: ClusterState, policy: Policy, views: SnapshotCache) -> None:
-        """Have plain EASY rehearsed from now on, with the jobs that are there, if `policy` wants it."""
+        """Start to rehearse plain EASY with the present jobs, if `policy` needs it."""
         self._rehearsed = rehearsed(cluster, policy, views, self.longest_wait_s)
 
     def note(self, job: Job, now_s: float) -> None:
-        """Take note of `job` if it has come to its own end; a job is remembered once, however often it changes then."""
+        """Record `job` if it ended by itself; each job is recorded once."""
         if self._rehearsed is not None:
             self._rehearsed.note(job, now_s)
         if self._began_s is None:
@@ -166,7 +176,7 @@ class Memory:
             self._put(PastRun(job.id, job.uid, since_s, job.started_at_s, job.ended_at_s, limit_s, cpus))
 
     def experience(self, now_s: float) -> Experience:
-        """Return all of it as a plan sees it at `now_s`."""
+        """Return the experience that a plan uses at `now_s`."""
         if self._rehearsed is not None:
             self._rehearsed.go_on(now_s)
         easy_wait_s = self.longest_wait_s

@@ -1,4 +1,4 @@
-"""Effects and signals as messages to nodes: what is said of a job on the wire. Pure: the cluster in, messages out."""
+"""Build the messages to nodes for effects and signals. Pure: the cluster in, messages out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from hpcsched.steps.files import job_file_patterns
 def message_for(
     effect: Effect, cluster: ClusterState, script_of: Callable[[Job], bytes]
 ) -> tuple[protocol.Message, bytes]:
-    """Return the message (and its blob) that brings `effect` about; `script_of` returns the text of a job's script."""
+    """Return the message (and its blob) for `effect`.
+
+    `script_of` returns the text of a job's script.
+    """
     match effect:
         case StartBatch(node=node, job=job):
             return launch_batch(job, cluster, node), script_of(job)
@@ -48,7 +51,7 @@ def message_for(
 def end_job(job: Job, cluster: ClusterState, node: NodeName) -> protocol.EndJob:
     """Return the order to end the job's attempt on `node`.
 
-    While it may still save what it has, by its own signal (``--signal``).
+    A job that may still save its state gets its own signal (``--signal``).
     """
     order = protocol.EndJob(
         incarnation=_incarnation(job, cluster),
@@ -70,7 +73,7 @@ def _incarnation(job: Job, cluster: ClusterState) -> str:
 
 
 def allocation_environment(job: Job, cluster: ClusterState) -> dict[str, str]:
-    """Return what the scheduler sets for a command on the head that holds the job."""
+    """Return the environment for a command on the head that holds the job."""
     return allocation_facts(_environment(job, cluster))
 
 
@@ -127,7 +130,10 @@ def _limit_s(job: Job) -> float | None:
 
 
 def claim_part(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Launch:
-    """Return the claim of the job's part on one of its other nodes: it holds its place and runs nothing."""
+    """Return the claim of the job's part on another of its nodes.
+
+    A claim holds the resources and runs nothing.
+    """
     every = (*job.shares, *job.joining)
     rank = next(i for i, share in enumerate(every) if share.node == node)
     share = every[rank]
@@ -150,16 +156,17 @@ def claim_part(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Laun
 
 
 def claim_token(job: Job, node: NodeName) -> str:
-    """Return the token of the claim on `node`: it follows from that of the attempt's batch step."""
+    """Return the token of the claim on `node`, derived from the attempt's batch step token."""
     return str(replace(LaunchToken.parse(job.token), step=ALLOC_STEP, node=node, stay=job.stay_on(node)))
 
 
 def signal_messages(
     job: Job, signum: int, *, batch_only: bool, full: bool
 ) -> list[tuple[protocol.SignalStep, NodeName]]:
-    """Return what to say to which node so that the processes of a job with a script get the signal.
+    """Return the messages, with their nodes, that signal the processes of a job with a script.
 
-    Without `batch_only` and `full` its steps alone get it. Steps on the other nodes are found by the claims there.
+    Without `batch_only` and `full`, only the job's steps get the signal. Steps on other nodes are
+    found by the claims there.
     """
     node = job.shares[0].node
     batch = protocol.SignalStep(
@@ -173,26 +180,32 @@ def signal_messages(
 
 
 def account(job: Job, cluster: ClusterState, node: NodeName) -> str:
-    """Return the account that the job's processes run as on `node`: its submitter's, where the agent can become that."""
+    """Return the account that the job's processes run as on `node`.
+
+    This is the submitter's account if the agent can switch to it.
+    """
     return job.user if cluster.nodes[node].root_agent else ""
 
 
 def devices_of(node: Node) -> dict[int, str]:
-    """Return what CUDA calls those GPUs of the node that it does not know by their index."""
+    """Return the CUDA names of the node's GPUs that CUDA does not know by index."""
     return {gpu.index: gpu.device for gpu in node.spec.gpus if gpu.device}
 
 
 def hosts(job: Job) -> list[tuple[str, int]]:
-    """Return the nodes of the allocation and the MPI slots on each: as many as it has tasks there."""
+    """Return the nodes of the allocation with their MPI slots: the number of tasks there."""
     return [(share.node, share.tasks) for share in job.shares]
 
 
 def same_machine(job: Job, cluster: ClusterState) -> bool:
-    """Return whether several of the job's nodes are one machine posing as several (then MPI has to be told)."""
+    """Return whether several of the job's nodes are the same machine.
+
+    MPI has to be told in that case.
+    """
     machines = [cluster.nodes[share.node].machine_id for share in job.shares]
     return len(machines) > len(set(machines)) and "" not in machines
 
 
 def address(node: Node) -> str:
-    """Return where other nodes reach this one."""
+    """Return the address at which other nodes reach this node."""
     return address_of(node.spec)

@@ -1,9 +1,10 @@
-"""What a node's reports and its loss mean for jobs: whether an attempt is over, starts elsewhere, or is requeued.
+"""Decide what a node's reports and its loss mean for jobs.
 
-Knows no request and no message: reports, ticks and requests call it. Every change is an event.
+The attempt ends, starts elsewhere, or is requeued. Knows no request and no message: reports, ticks
+and requests call it. Every change is an event.
 
-Rules: a job starts again only on proof that its last attempt cannot run any more. A node that fails to start jobs which
-other nodes can start is drained.
+Rules: a job starts again only on proof that its last attempt cannot run any more. A node that fails
+to start jobs which other nodes can start is drained.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpcsched.sched.place.request import shape_of
 from hpcsched.sched.snapshot import node_view
 from hpcsched.state.transaction import Transaction
 
-LAUNCH_TRIES = 8  # nodes that a job is tried on before it fails
+LAUNCH_TRIES = 8  # nodes on which a job is tried before it fails
 
 
 def what_became(job: Job) -> str:
@@ -42,7 +43,7 @@ def what_became(job: Job) -> str:
 
 
 def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
-    """Record that the job's attempt is proven not to run on `node` any more."""
+    """Record the proof that the job's attempt does not run on `node` any more."""
     again, not_before_s = _requeue_after_loss(tx, job)
     return tx.record(
         NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
@@ -50,7 +51,10 @@ def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
 
 
 def give_back(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
-    """Record that the job's attempt was never launched on `node`, for no fault of its own: it runs again, elsewhere."""
+    """Record that the attempt was never launched on `node`, through no fault of the job.
+
+    The job is started elsewhere.
+    """
     _, not_before_s = _requeue_after_loss(tx, job)
     again = job.spec.has_script
     return tx.record(
@@ -59,9 +63,9 @@ def give_back(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
 
 
 def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
-    """Take the node's word that it can take no launches, and why, or ("") that it can again.
+    """Record the node's report that it cannot take launches, or ("") that it can again.
 
-    What a person drained stays drained.
+    A node that an admin drained stays drained.
     """
     known = tx.cluster.nodes[node]
     if why and (not known.drained or (known.drained_by == OURSELVES and known.drained_why != why)):
@@ -71,9 +75,9 @@ def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
 
 
 def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
-    """Return whether another node that takes jobs now can be tried for a job that `node` could not start.
+    """Return whether another available node can be tried after `node` failed to start the job.
 
-    A job without a script is not tried again: somebody waits for its nodes.
+    A job without a script is not tried again, because a command waits for its nodes.
     """
     if not job.spec.has_script or len(job.refusals) + 1 >= LAUNCH_TRIES:
         return False
@@ -93,23 +97,24 @@ def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
 
 
 def note_launch(tx: Transaction, job: Job, node: NodeName, *, executed: bool) -> None:
-    """Take note that `node` has prepared the job's attempt, or (`executed`) that its script was executed there.
+    """Record that `node` prepared the attempt, or (`executed`) that its script was executed.
 
-    What other nodes could not do of that just before counts against them, because the job itself is not the cause. After
-    `LAUNCH_FAILURES` of different jobs, with no job started between them, such a node is drained: if the jobs are of two
-    users, or one is an admin's. A single user could choose a directory that other nodes do not have.
+    Recent refusals of this job by other nodes then count against those nodes, because the job is
+    not the cause. A node is drained after `LAUNCH_FAILURES` refusals of different jobs with no
+    started job in between. The jobs must be of two users, or one of them an admin's, because a
+    single user could choose a directory that other nodes do not have.
     """
     if tx.cluster.nodes[node].launch_failures:
         tx.record_node(NodeLaunchSucceeded(node=node, at_s=tx.now_s, executed=executed))
     for at, refusal in enumerate(reversed(job.refusals), 1):
         if refusal.attempt != job.attempt - at:
-            break  # of before an attempt that was started
+            break  # from before an attempt that was started
         if refusal.node in tx.cluster.nodes and (executed or not refusal.of_exec):
             _count_failure(tx, job, refusal)
 
 
 def without_paths(why: str) -> str:
-    """Return what a node said of a job's launch without paths, which are its user's alone."""
+    """Return the node's launch error without paths, which only the job's user may see."""
     return re.sub(r"/\S*", "...", re.sub(r"/.*(?=: )", "...", why.partition(";")[0]))
 
 
@@ -134,7 +139,7 @@ def _count_failure(tx: Transaction, job: Job, refusal: Refusal) -> None:
 
 
 def end_lost(tx: Transaction, job: Job, why: str) -> Job:
-    """Have the job's attempt ended as if its node had been lost: not for anything that it did."""
+    """End the job's attempt as if its node had been lost, through no fault of the job."""
     again, not_before_s = _requeue_after_loss(tx, job)
     return tx.record(
         EndRequested(
@@ -150,7 +155,7 @@ def end_lost(tx: Transaction, job: Job, why: str) -> Job:
 
 
 def miss_node(tx: Transaction, job: Job, node: NodeName) -> None:
-    """Record that `node` does not answer, if that explains how the job's script has ended."""
+    """Record that `node` does not answer, if this explains how the job's script ended."""
     if job.state is JobState.COMPLETING and job.outcome is JobState.FAILED and node in job.held_nodes:
         why = f"its script failed while node {node} did not answer ({tx.cluster.nodes[node].link_why})"
         again, not_before_s = _requeue_after_loss(tx, job)

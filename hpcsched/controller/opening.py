@@ -1,7 +1,8 @@
-"""A start of hpcschedd up to its first answers: lock, sockets, the rows of the database; then all the rest.
+"""Start hpcschedd up to its first answers: lock, sockets, database rows; then the rest.
 
-The queue is answered from what has been read, before the planner, the connections to nodes and what they need have even been
-imported: that takes as long again. Whoever asks for something else waits until it is there.
+Queue queries are answered from these rows before the planner, the links to nodes and their modules
+are imported, because the imports take as long again. All other requests wait until the import is
+done.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ log = logging.getLogger("hpcsched.daemon")
 
 OPEN_FILES = 65_536
 LOOK_S = 0.02
-FIRST_ANSWERS_S = 1.0  # who asks again and again may put off the rest of a start by so much, and not longer
+FIRST_ANSWERS_S = 1.0  # clients that ask repeatedly can delay the rest of a start by this much
 
 
 async def serve(config: Config, clock: Callable[[], float] = time.time) -> int:
@@ -68,7 +69,7 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     except (ValueError, TypeError, KeyError, LookupError, ProtocolError) as error:
         log.debug("what is wrong with the database", exc_info=True)
         raise damaged(database, f"a row cannot be read: {error!r:.200}") from None
-    config = cluster.config  # not in all what the files say, if jobs are held
+    config = cluster.config  # may differ from the files if jobs are held
     log.info("term %d of cluster %s, %d jobs known", cluster.epoch, config.name, len(cluster.jobs))
     for note in (*cluster.not_taken, *gone_notes(cluster)):
         log.error("%s", note)
@@ -93,9 +94,12 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
 
 
 def check_cluster_id(config: Config, store: Store, database: Path) -> None:
-    """Refuse the database of another cluster; note which cluster's it is, if that is not known yet. Raises ConfigError.
+    """Reject the database of another cluster; record the cluster's id if it is not known yet.
 
-    The id is kept in the database and beside hpcsched.toml. The name alone does not tell: a cluster may be renamed.
+    The id is kept in the database and beside hpcsched.toml. The name is not enough, because a
+    cluster may be renamed.
+
+    Raises: ConfigError.
     """
     path = config.config_dir / paths.CLUSTER_ID_FILE
     try:
@@ -112,14 +116,16 @@ def check_cluster_id(config: Config, store: Store, database: Path) -> None:
     if not known:
         store.put_cluster_id(own or secrets.token_hex(8))
     if not own:
-        with suppress(OSError):  # the configuration may be read-only: then the database alone knows
+        # The configuration may be read-only: then only the database has the id.
+        with suppress(OSError):
             path.write_text(store.cluster_id() + "\n", encoding="ascii")
 
 
 async def first_answers(under_way: Callable[[], bool], most_s: float = FIRST_ANSWERS_S) -> None:
-    """Let those who have waited for our start be answered, and wait until no answer is `under_way`, `most_s` at most.
+    """Answer the requests that waited for the start.
 
-    What comes next keeps the processor for as long as a whole answer takes.
+    Wait until no answer is `under_way`, at most `most_s` seconds. The rest of the start then keeps
+    the processor for as long as a whole answer takes.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + most_s
@@ -129,20 +135,29 @@ async def first_answers(under_way: Callable[[], bool], most_s: float = FIRST_ANS
 
 
 def _allow_open_files() -> None:
-    """Have room for many who ask at once: many systems let a process have 1,024 open files, but more if it says so."""
+    """Raise the limit of open files, so that many clients can connect at once.
+
+    Many systems start a process with 1,024 but let it raise the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
 
 
 def _make_run_dir(run_dir: Path) -> int:
-    """Make the directory of the sockets; return the sockets' mode: for everybody if we serve everybody."""
+    """Create the directory of the sockets; return the mode of the sockets.
+
+    The sockets are open to all users if the controller serves all users.
+    """
     for_all = os.getuid() == 0
     make_own_dir(run_dir, 0o755 if for_all else 0o700)
     return 0o666 if for_all else 0o600
 
 
 def make_own_dir(path: Path, mode: int = 0o700) -> None:
-    """Make the directory, by default for us alone. Raises ConfigError if it is somebody else's, or cannot be made."""
+    """Create the directory, by default for our account only.
+
+    Raises: ConfigError if it belongs to another account or cannot be created.
+    """
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
         status = path.stat()

@@ -1,19 +1,23 @@
-"""Plans in slices: a long queue is planned for in the background, and what comes in meanwhile is answered in between.
+"""Plan in slices: a long queue is planned in the background while requests are answered.
 
-One *whole* plan goes through all of the queue. Each tick takes some of its steps and starts what they found, so a short
-queue is planned for in the tick in which something changed, as if there were no slices. If something changes while a long one is
-under way, a *quick* plan, with a fresh view of the cluster, comes first: it looks at the front of the queue only. What it starts
-the whole plan is told, and goes on where it stopped. Then the whole plan gets as much time as the quick one took before the next.
+One *whole* plan goes through the whole queue. Each tick takes some of its steps and starts the jobs
+that they found. So a short queue is planned in the tick in which something changed, as if there
+were no slices. If something changes during a long plan, a *quick* plan with a fresh view of the
+cluster comes first. It looks at the front of the queue only. The whole plan is told what the quick
+plan starts, and continues where it stopped. Then the whole plan gets as much time as the quick one
+took, before the next quick plan.
 
-Where jobs may preempt others, or elastic ones run, a plan consists of many plans, for each victim that it tries out. In a large
-cluster it is made in turns (see `turns`), with no quick plan in between, as that would take as long; and of what it says in the
-end, that is left out which is about jobs or nodes that have changed since.
+If jobs may preempt others, or elastic jobs run, a plan consists of many plans, one for each victim
+that it tries. In a large cluster such a plan is made in turns (see `Turns`). No quick plan comes in
+between, because it would take as long. Decisions about jobs or nodes that changed during the plan
+are left out of its result.
 
-A plan is older than the state when its starts are applied. That is safe: nothing but these two plans gives anything away,
-each knows of the other's starts, and what has become free since is merely not used yet. A start is dropped if its job or one of
-its nodes changed since: then the next plan decides.
+A plan is older than the state when its starts are applied. This is safe. Only these two plans
+allocate resources, and each knows the starts of the other. Resources that became free since are not
+used yet. A start is dropped if its job or one of its nodes changed since; then the next plan
+decides.
 
-Knows no clock but the one it is given, and neither database nor messages.
+Knows no clock except the one it is given, and neither database nor messages.
 """
 
 from __future__ import annotations
@@ -36,20 +40,26 @@ from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import Promise, Snapshot
 from hpcsched.state.transaction import Transaction
 
-# ----- long work that cannot be cut into steps by itself, done in turns: a thread does it, and runs only while it is waited for
-# Never do both at once, so nothing needs a lock and the outcome is that of a plain call. The work says between its parts that it
-# can be interrupted; it is, once a turn has lasted long enough. One that nobody goes on with ends there.
+# ----- long work that has no steps of its own, done in turns
+#
+# A thread does the work, and runs only while its caller waits for it. The two never run at the same
+# time, so nothing needs a lock and the result is that of a plain call. The work calls `pause`
+# between its parts, and is interrupted there once a turn has lasted long enough. Work that is not
+# continued ends at that point.
 
 
 Pause = Callable[[], None]
 
 
 class _DroppedError(BaseException):
-    """Nobody waits for the work any more. Not for `except Exception` to catch."""
+    """The work was dropped. A BaseException, so that `except Exception` does not catch it."""
 
 
 class InterruptibleWork:
-    """`work` is called with a function to call between its parts. A turn lasts `turn_s` of the clock, or a part longer."""
+    """Runs `work` in turns of `turn_s`. `work` gets a function to call between its parts.
+
+    A turn can be longer by one part.
+    """
 
     def __init__(self, work: Callable[[Pause], None], monotonic_s: Callable[[], float], turn_s: float) -> None:
         self._work = work
@@ -61,7 +71,7 @@ class InterruptibleWork:
         self._error: BaseException | None = None
 
     def steps(self) -> Iterator[None]:
-        """Take a turn at each step; raise at the last one what the work raised."""
+        """Take a turn at each step; the last step raises the error of the work, if any."""
         thread = Thread(target=self._run, name="plan", daemon=True)
         thread.start()
         try:
@@ -75,7 +85,7 @@ class InterruptibleWork:
             raise self._error
 
     def _turn(self) -> bool:
-        """Let the work go on for a while; say whether there is more of it."""
+        """Let the work continue for one turn; return whether there is more of it."""
         self._until_s = self._monotonic_s() + self._turn_s
         self._go.release()
         self._stopped.acquire()
@@ -88,7 +98,7 @@ class InterruptibleWork:
         except _DroppedError:
             pass
         except BaseException as error:
-            self._error = error  # raised where the work is waited for
+            self._error = error  # raised in the thread that waits for the work
         self._ended = True
         self._stopped.release()
 
@@ -103,13 +113,13 @@ class InterruptibleWork:
             raise _DroppedError
 
 
-SLICE_S = 0.015  # so long a tick plans at most, or for one step
-QUICK_DEPTH = 200  # so many jobs a quick plan looks at
+SLICE_S = 0.015  # longest planning in a tick, or one step if that is longer
+QUICK_DEPTH = 200  # jobs that a quick plan looks at
 LARGE = 300  # jobs and nodes: a plan of many plans may take longer than a slice
 
 
 class _Staged:
-    """A plan of many plans: made in a single step, or in turns if the cluster is large."""
+    """A plan of many plans, made in one step, or in turns if the cluster is large."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, monotonic_s: Callable[[], float]) -> None:
         self.starts: list[Start] = []
@@ -140,7 +150,7 @@ class _Staged:
 
 
 class _Run:
-    """A plan under way and the cluster that it was made for."""
+    """A plan under way, and the cluster that it was made for."""
 
     def __init__(
         self,
@@ -153,7 +163,7 @@ class _Run:
         self.plain = is_plain(snapshot, policy)
         self.steps = self._steps(snapshot, policy, monotonic_s)
         self.current: SchedulingPass | _Staged | None = None
-        self.applied = 0  # of its starts, so many have been handed on
+        self.applied = 0  # number of its starts that were already returned
         self.took_s = 0.0
         self.stale = False  # the cluster changed after it had begun
         self._jobs = jobs
@@ -166,11 +176,11 @@ class _Run:
 
     @property
     def promises(self) -> Mapping[JobId, Promise]:
-        """What it has promised so far."""
+        """Return the plan's promises so far."""
         return self.current.placement.slots.promises if isinstance(self.current, SchedulingPass) else {}
 
     def new_starts(self) -> list[Start]:
-        """Return what it has started since this was asked last."""
+        """Return the starts found since the last call."""
         starts = self.current.starts if self.current is not None else []
         new = starts[self.applied :]
         self.applied = len(starts)
@@ -195,23 +205,27 @@ class _Run:
         yield from steps
 
     def absorb(self, start: Start, other: _Run) -> None:
-        """Take account of what another plan has started."""
+        """Add a start of another plan to this one."""
         if isinstance(self.current, SchedulingPass):
             self.current.absorb(start, other._views[start.job_id])
 
     def knows(self, job: Job | None) -> bool:
-        """Say whether `job` is as it was when the plan began."""
+        """Return whether `job` is unchanged since the plan began."""
         return job is not None and self._jobs.get(job.id) is job
 
     def holds(self, start: Start, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]) -> bool:
-        """Say whether the job and the nodes of `start` are as they were when the plan began."""
+        """Return whether the job and the nodes of `start` are unchanged since the plan began."""
         return self._same(start.shares, nodes) and self.knows(jobs.get(start.job_id))
 
     def _same(self, shares: Iterable[Share], nodes: Mapping[NodeName, Node]) -> bool:
         return all(nodes.get(share.node) is self._nodes[share.node] for share in shares)
 
     def what_holds(self, made: Plan, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]) -> Plan:
-        """Return `made` without what it says of running jobs that is about jobs or nodes which changed since it began."""
+        """Return `made` without decisions that changed jobs or nodes make invalid.
+
+        This concerns preemptions, resumes, resizes and jobs given up. "Changed" means since the
+        plan began.
+        """
 
         def known(*job_ids: JobId) -> bool:
             return all(self.knows(jobs.get(job_id)) for job_id in job_ids)
@@ -232,29 +246,32 @@ class _Run:
 
 
 class Slice:
-    """What a slice of planning came to: `starts` to make, so many `dropped`, and the `plan` if it is whole now."""
+    """The result of a slice: `starts` to make, the number `dropped`, and a finished `plan`.
+
+    `plan` is None if the whole plan is not finished.
+    """
 
     def __init__(self, starts: list[Start], dropped: int, plan: Plan | None, run: _Run | None) -> None:
         self.starts = starts
         self.dropped = dropped
         self.plan = plan
-        self.stale = run is not None and run.stale  # the cluster changed while it was made: another should follow
+        self.stale = run is not None and run.stale  # the cluster changed meanwhile: plan again
         self._run = run
 
     def knows(self, job: Job) -> bool:
-        """Say whether `job` is as it was when the plan began."""
+        """Return whether `job` is unchanged since the plan began."""
         return self._run is not None and self._run.knows(job)
 
 
 class Planning:
-    """The plans under way: at most a whole one, and a quick one that came in between."""
+    """The plans under way: at most one whole plan, and one quick plan in between."""
 
     def __init__(self, monotonic_s: Callable[[], float], quick_depth: int = QUICK_DEPTH) -> None:
         self._monotonic_s = monotonic_s
         self._quick_depth = quick_depth
         self._whole: _Run | None = None
         self._quick: _Run | None = None
-        self._owed_s = 0.0  # so long the whole plan goes on before the next quick one
+        self._owed_s = 0.0  # time owed to the whole plan before the next quick plan
 
     @property
     def under_way(self) -> bool:
@@ -262,7 +279,7 @@ class Planning:
 
     @property
     def may_begin(self) -> bool:
-        """Say whether a plan may begin now: a whole one, or a quick one while the whole one is under way."""
+        """Return whether a plan may begin now: a whole one, or a quick one in between."""
         if self._whole is None:
             return True
         return (
@@ -275,9 +292,9 @@ class Planning:
     def begin(
         self, snapshot: Snapshot, policy: Policy, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]
     ) -> None:
-        """Begin a plan of `snapshot`, which was made of `jobs` and `nodes`."""
+        """Begin a plan of `snapshot`, which was made from `jobs` and `nodes`."""
         began_s = self._monotonic_s()
-        if self._whole is not None:  # nor may a quick plan give away what the whole one has promised so far
+        if self._whole is not None:  # a quick plan must keep the whole plan's promises
             snapshot = replace(snapshot, promises={**snapshot.promises, **self._whole.promises})
         run = _Run(snapshot, policy, jobs, nodes, self._monotonic_s)
         run.took_s = self._monotonic_s() - began_s
@@ -289,7 +306,7 @@ class Planning:
             self._whole.stale = True
 
     def forget(self) -> None:
-        """Drop the plans under way: the cluster is another one."""
+        """Drop the plans under way, because the cluster has changed."""
         for run in (self._whole, self._quick):
             if run is not None:
                 run.steps.close()
@@ -297,7 +314,7 @@ class Planning:
         self._owed_s = 0.0
 
     def go_on(self, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]) -> Slice:
-        """Plan for a while, and return what to start, and the whole plan if it is finished."""
+        """Plan for one slice; return the starts, and the whole plan if it is finished."""
         run = self._quick or self._whole
         if run is None:
             return Slice([], 0, None, None)
@@ -321,7 +338,7 @@ class Planning:
         return Slice(good, len(found) - len(good), plan, finished)
 
     def _take_steps(self, run: _Run) -> bool:
-        """Take steps of `run` for a slice of time; say whether it has come to its end."""
+        """Take steps of `run` for one slice; return whether it is finished."""
         began_s = self._monotonic_s()
         while True:
             ended = next(run.steps, run) is run
@@ -336,16 +353,18 @@ class Planning:
         return ended
 
 
-# ----- when planning has its turn: it takes a quarter of the time, however much the cluster gives it to do
-# A plan is made in slices. After each of them others have as much time as it took; after the last one three times as long as the
-# whole plan took, with the picture of the cluster that was made for it and all that was made of its outcome.
+# ----- the pace of planning: a quarter of the time, however long the plans are
+#
+# A plan is made in slices. After each slice, other work gets as much time as the slice took. After
+# the last slice it gets three times as long as the whole plan took. That time includes making the
+# snapshot and applying the result.
 
 
 PAUSE_MAX_S = 0.5
 
 
 class Pace:
-    """The turns of planning on a clock that knows no steps."""
+    """The pace of planning, by a monotonic clock."""
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
@@ -354,16 +373,19 @@ class Pace:
         self._spent_s = 0.0  # on the plan under way
 
     def begin_turn(self) -> float:
-        """Begin a turn and return 0.0, or return in how many seconds it is time for one."""
+        """Begin a turn and return 0.0, or return the seconds until one may begin."""
         self._began_s = self._monotonic_s()
         return max(0.0, self._next_s - self._began_s)
 
     def turn_s(self) -> float:
-        """Return for how long the turn has lasted."""
+        """Return how long the turn has lasted, in seconds."""
         return self._monotonic_s() - self._began_s
 
     def end_turn(self, *, whole: bool = False) -> float:
-        """End the turn, after which the plan is `whole` or not, and return in how many seconds the next one may begin."""
+        """End the turn; return the seconds until the next one may begin.
+
+        `whole`: the plan was finished in this turn.
+        """
         pause_s = self.turn_s()
         self._spent_s += pause_s
         if whole:
@@ -372,34 +394,35 @@ class Pace:
         return pause_s
 
 
-# ----- why each job waits, as the last plan has it, and what follows
-# Its age counts from now on, or it ends, as it can never start.
-# The age of a job counts from when only other jobs, resources and limits are in its way. That is recorded of so many jobs in one
-# tick; of the others in the next ones.
+# ----- why each job waits by the last plan, and what follows
+#
+# A job's age counts from the moment when only other jobs, resources and limits delay it. A job that
+# can never start is ended. Each tick records this for a limited number of jobs; later ticks record
+# the rest.
 
 
 ELIGIBLE = OVER_LIMIT | {Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES, Reason.ARRAY_LIMIT}
 ENDING = frozenset({Reason.DEADLINE, Reason.DEPENDENCY_NEVER})
-NOTED = ELIGIBLE | ENDING | {Reason.RESERVATION}  # reasons from which anything follows
+NOTED = ELIGIBLE | ENDING | {Reason.RESERVATION}  # reasons that have consequences
 MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
 
 
 class Waits:
-    """Notes waits in the cluster. Of some jobs it has still to be recorded from when on their age counts: see `note_ages`."""
+    """Records wait reasons in the cluster, and from when the age of jobs counts (`note_ages`)."""
 
     def __init__(self) -> None:
-        self._to_note: list[JobId] = []  # jobs whose age begins to count: their events are yet to be recorded
+        self._to_note: list[JobId] = []  # jobs whose age begins to count; not yet recorded
 
     @property
     def has_ages(self) -> bool:
-        """Say whether there is something to do for `note_ages`."""
+        """Return whether `note_ages` has work to do."""
         return bool(self._to_note)
 
     def note(self, tx: Transaction, done: Slice) -> bool:
-        """Keep why each job waits, and say whether any was ended.
+        """Record why each job waits, and return whether a job was ended.
 
-        What can never start any more ends: past its last moment to make its deadline, or, if it says so, with a dependency that
-        can never come true.
+        A job ends if it can no longer start in time for its deadline. With --kill-on-invalid-dep it
+        also ends if a dependency can never be satisfied.
         """
         cluster, ended = tx.cluster, False
         waits = done.plan.waits if done.plan is not None else {}
@@ -416,7 +439,7 @@ class Waits:
         return ended
 
     def note_ages(self, tx: Transaction) -> bool:
-        """Record of some jobs that their age counts from now on, and say whether there are others."""
+        """Record for some jobs that their age counts from now; return whether others remain."""
         now, self._to_note = self._to_note[:MANY_JOBS], self._to_note[MANY_JOBS:]
         for job_id in now:
             job = tx.cluster.jobs.get(job_id)
@@ -428,12 +451,12 @@ class Waits:
 
 
 def _is_eligible(job: Job, wait: Wait) -> bool:
-    """Say whether only other jobs, resources, be they reserved, and limits keep the job waiting."""
+    """Return whether only other jobs, resources (also reserved ones) and limits delay the job."""
     return wait.reason in ELIGIBLE or (wait.reason is Reason.RESERVATION and not job.reservation)
 
 
 def _end_of(job: Job, wait: Wait) -> JobState | None:
-    """Return as what a job that waits so is to end; None: it is not."""
+    """Return the state in which a job with this wait is to end, or None if it is not to end."""
     if wait.reason is Reason.DEADLINE:
         return JobState.DEADLINE
     hopeless = wait.reason is Reason.DEPENDENCY_NEVER and job.spec.kill_on_invalid_dep

@@ -1,6 +1,7 @@
-"""What a plan decides of jobs that run already, as events: who makes room for whom, who stands still, who goes on.
+"""Record what a plan decides about running jobs: preempt, suspend, resume and resize.
 
-Only records; what nodes are told follows from the jobs' states after the commit, and again after a crash.
+Only records. The messages to nodes follow from the jobs' states after the commit, and again after a
+crash.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from hpcsched.state.transaction import Transaction
 
 
 def carry_out(tx: Transaction, made: Plan) -> bool:
-    """Record all that; return whether a job may start at once because of it, so that the next plan should come soon."""
+    """Record these decisions; return whether a job may start at once as a result.
+
+    In that case the next plan should come soon.
+    """
     jobs = tx.cluster.jobs
     for job_id in made.given_up:
         if can(jobs[job_id], NodesUnreserved):
@@ -40,7 +44,7 @@ def carry_out(tx: Transaction, made: Plan) -> bool:
         tx.record(Resumed(job_id=job_id, at_s=tx.now_s, by_uid=None))
     soon = False
     for preemption in made.preemptions:
-        if can(jobs[preemption.job_id], NodesReserved):  # else it has come to its end within this tick
+        if can(jobs[preemption.job_id], NodesReserved):  # otherwise it has ended within this tick
             tx.record(NodesReserved(job_id=preemption.job_id, at_s=tx.now_s, shares=preemption.shares))
             for victim in preemption.victims:
                 _make_room(tx, preemption, victim)
@@ -70,7 +74,7 @@ def _make_room(tx: Transaction, preemption: Preemption, victim: Victim) -> None:
 
 
 def exempt_until_s(cluster: ClusterState, rules: PreemptRules) -> Iterator[float]:
-    """Yield when each running job can be preempted from: a plan is due then."""
+    """Yield from when on each running job can be preempted. A plan is due then."""
     if rules.type is PreemptType.NONE or not cluster.pending:
         return
     for job in cluster.active_jobs():
@@ -79,7 +83,10 @@ def exempt_until_s(cluster: ClusterState, rules: PreemptRules) -> Iterator[float
 
 
 def unanswered_at_s(cluster: ClusterState, rules: PreemptRules) -> Iterator[float]:
-    """Yield when each elastic job that was asked to give nodes back has had time to answer: a plan is due then."""
+    """Yield when the time to answer ends for each elastic job that was asked to return nodes.
+
+    A plan is due then.
+    """
     if not cluster.pending:
         return
     for job in cluster.active_jobs():
@@ -87,14 +94,15 @@ def unanswered_at_s(cluster: ClusterState, rules: PreemptRules) -> Iterator[floa
             yield job.wanted_at_s + answer_s(job.qos, rules)
 
 
-# ----- running jobs that give nodes back or get more: on request of their users, and as a plan says. Only records
-# What nodes and the job itself are told follows from the job's state after the commit.
+# ----- resize running jobs: on request of their users, and by a plan. Only records
+#
+# The messages to nodes and to the job follow from the job's state after the commit.
 
 
 def check_size(job: Job, text: str) -> tuple[int, int]:
-    """Return the fewest and the most nodes that ``NumNodes=MIN[-MAX]`` leaves a job that runs.
+    """Return the minimum and maximum number of nodes that ``NumNodes=MIN[-MAX]`` asks for.
 
-    Raises RequestError for what it cannot be left with.
+    Raises: RequestError if the running job cannot have such a size.
     """
     low, high = parse_nodes(text)
     if not can(job, NodesReleased):
@@ -114,7 +122,10 @@ def check_size(job: Job, text: str) -> tuple[int, int]:
 
 
 def keep_within(tx: Transaction, job: Job, low: int, high: int, by_uid: int) -> Job:
-    """Have the job go on with `low` to `high` of its nodes, which it has: the first ones, if it has more."""
+    """Limit the job to `low` to `high` of its present nodes.
+
+    If it has more than `high`, it keeps the first ones.
+    """
     if len(job.shares) > high:
         return shrink(tx, job, high, by_uid)
     asked_too_much = bool(job.wanted_nodes) and len(job.wanted_nodes) < low
@@ -122,9 +133,11 @@ def keep_within(tx: Transaction, job: Job, low: int, high: int, by_uid: int) -> 
 
 
 def shrink(tx: Transaction, job: Job, count: int, by_uid: int) -> Job:
-    """Have the job go on with `count` of its nodes: those that it was asked to keep, if they are so many, else its first.
+    """Shrink the job to `count` of its nodes.
 
-    With as many as it has it keeps them all, and what it was asked for is withdrawn.
+    It keeps the nodes that it was asked to keep if there are `count` of them, else its first ones.
+    If `count` is the present number, it keeps all nodes, and the earlier resize request is
+    withdrawn.
     """
     if not can(job, NodesReleased):
         raise RequestError(f"cannot take nodes from job {job.display_id}: it is {job.state}, not RUNNING")
@@ -140,7 +153,7 @@ def shrink(tx: Transaction, job: Job, count: int, by_uid: int) -> Job:
 
 
 def carry_out_resizes(tx: Transaction, made: Plan) -> None:
-    """Record what elastic jobs are asked for, and what they get."""
+    """Record the resize requests to elastic jobs, and the nodes that they get."""
     for resize in made.resizes:
         job = tx.cluster.jobs[resize.job_id]
         connected = all(share.node in tx.cluster.spools for share in resize.add)

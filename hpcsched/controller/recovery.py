@@ -1,7 +1,7 @@
-"""What a controller knows when it starts: the rows of the database, the nodes and partitions of the configuration.
+"""Load the controller's state at a start: database rows, configured nodes and partitions.
 
-Recovery is this, and the ordinary ticks that follow. Knows no planner and no connections: it is read, and may be told, before
-those are there.
+Recovery consists of this and the ordinary ticks that follow. Knows no planner and no connections:
+it runs before they exist.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.store.engine import adopts_known, asks_about_orphans, incarnation, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
 
-# ----- what the configuration says, as the controller holds it: nodes with what is remembered of them, the policy of plans
+# ----- convert the configuration: nodes with their remembered state, and the planner's policy
 
 
 def node_of(spec: NodeSpec, row: Any) -> Node:
-    """Return the node of the configuration with what the store remembers of it."""
+    """Return the configured node with the state that the store remembers."""
     if row is None:
         return Node(spec=spec)
     return Node(
@@ -77,7 +77,7 @@ def policy_of(config: Config) -> Policy:
 
 
 def settings_changed(before: Config, after: Config) -> list[str]:
-    """Return in words what differs but for nodes and partitions: each section with its keys that do."""
+    """Return the changed settings in words, by section, except nodes and partitions."""
     changed = [] if before.accounting == after.accounting else ["accounts, QOS, licenses, fair share: reloaded"]
     old, new = before.scheduler, after.scheduler
     sections = {
@@ -90,7 +90,7 @@ def settings_changed(before: Config, after: Config) -> list[str]:
 
 
 def unknown_users(accounting: Accounting) -> list[str]:
-    """Return a note for each section of accounts and users that names accounts this machine does not know."""
+    """Return a note per section of accounts and users that names unknown machine accounts."""
     named = [(f"[accounts.{one.name}] users", one.users) for one in accounting.accounts]
     named += [(f"[users.{one.name}]", (one.name,)) for one in accounting.users]
     notes = []
@@ -104,13 +104,13 @@ def unknown_users(accounting: Accounting) -> list[str]:
 
 
 def _differ(before: Any, after: Any, keys: Sequence[str] = ()) -> list[str]:
-    """Return which of `keys`, of all fields without them, two dataclasses have different values of."""
+    """Return which fields of two dataclasses differ; `keys` limits the fields compared."""
     names = keys or [field.name for field in fields(after)]
     return [name for name in names if getattr(before, name) != getattr(after, name)]
 
 
 def begin_epoch(config: Config, store: Store, now_s: float) -> ClusterState:
-    """Raise the epoch and return the cluster as the store and the configuration have it."""
+    """Raise the epoch and return the cluster from the store and the configuration."""
     database = store.connection
     cluster = ClusterState(config=config, incarnation=incarnation(database), epoch=raise_epoch(database))
     cluster.restored_last_id = restored_last_id(database)
@@ -129,7 +129,7 @@ def begin_epoch(config: Config, store: Store, now_s: float) -> ClusterState:
 
 
 def load_state(cluster: ClusterState, store: Store, now_s: float) -> None:
-    """Fill `cluster` with what the store has."""
+    """Fill `cluster` with the state from the store."""
     cluster.last_job_id, cluster.last_spec_id = store.last_ids()
     cluster.last_job_id += sum(len(job.spec.components) for job in store.jobs([cluster.last_job_id]))
     cluster.adopted = store.adopted()
@@ -146,7 +146,7 @@ def load_state(cluster: ClusterState, store: Store, now_s: float) -> None:
 
 
 def _told_before(cluster: ClusterState, store: Store) -> dict[JobId, TrainingStatus]:
-    """Return what was told of the jobs that run, before this start of the controller."""
+    """Return the training status of running jobs from before this start."""
     told = store.load_training(cluster.active)
     return {
         job.id: told[job.id] for job in cluster.active_jobs() if job.id in told and told[job.id].attempt == job.attempt

@@ -1,7 +1,8 @@
-"""The API for commands in jobs on nodes that the controller's socket is not on: requests come and go through the agent.
+"""Relay API requests of commands in jobs on nodes without the controller's socket.
 
-Who asks is the owner of the job that the command runs in: the agent says which job that is, and only a node that holds the
-job may. Nobody is an admin this way: a node that has been taken over must not be able to change the cluster.
+Requests and answers go through the agent. The user of a request is the owner of the job in which
+the command runs. The agent says which job that is, and only a node that holds the job may do so. No
+relayed request has admin rights, because a compromised node must not be able to change the cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hpcsched.state.cluster import ClusterState
 
 log = logging.getLogger("hpcsched.relaying")
 
-# What a job may ask to be changed: jobs, and nothing of the cluster. To look at, there is all that its owner may see.
+# A job may change jobs, but nothing of the cluster. It may read all that its owner may see.
 CHANGES = frozenset(
     f"/v1/{verb}"
     for verb in ("submit", "command", "test", "cancel", "hold", "release", "requeue", "suspend", "resume", "update")
@@ -33,7 +34,7 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Relaying:
-    """Answers what agents pass on from their jobs' commands."""
+    """Answers the requests that agents relay for commands in jobs."""
 
     def __init__(self, cluster: ClusterState, send: Send, answer: Answer, doors: Doors | None = None) -> None:
         self._cluster = cluster
@@ -43,7 +44,7 @@ class Relaying:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def told(self, node: NodeName, said: protocol.FromStream, body: bytes) -> None:
-        """Take a request; its answer goes to the stream that it came by."""
+        """Handle a request; its answer goes to the stream of the request."""
         request = protocol.read_as(protocol.ApiRequest, said.message)
         job = self._cluster.jobs.get(JobId(said.job_id))
         if job is None or said.attempt != job.attempt or node not in job.held_nodes:
@@ -88,7 +89,7 @@ class Relaying:
             answer = _refusal(400, f"cannot read the request: {error}")
         except web.BadRequestError as error:
             answer = _refusal(error.status, f"cannot {request.method} {path}: {error}")
-        except Exception as error:  # handlers answer for their errors; this is one that did not
+        except Exception as error:  # handlers return their errors as answers; this one failed to
             answer = _refusal(500, str(mishap.report(error, f"answer {request.method} {path[:200]!r}")))
         if len(answer.body) > protocol.MAX_BLOB_BYTES:
             answer = _refusal(413, "cannot answer to a node: the answer is too long; ask for fewer jobs")
@@ -102,7 +103,7 @@ class Relaying:
 
 
 class _RelayedRequest:
-    """A request of a node, as the crowd counts it."""
+    """A relayed request, as the connection limits count it."""
 
     is_busy = is_lasting = True
     unread_bytes = 0

@@ -1,7 +1,7 @@
-"""What nodes say, each inside a transaction: matched against the ledger by token, turned into events.
+"""Turn node reports into events: match each with its job by token, inside a transaction.
 
-A report that bears another token than the job's present one, or comes from another node than it is about, changes
-nothing. `Answer` is what goes back to the node after the commit.
+A report has no effect if its token is not the job's present one, or if it comes from another node
+than the one that the token names. `Answer` is sent to the node after the commit.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from hpcsched.model.node import Link
 from hpcsched.state.transaction import StepRecord, Transaction
 from hpcsched.steps.step import used
 
-# A job submitted with --requeue that exits so is queued again: EX_TEMPFAIL of sysexits.h, "try again later".
+# A job submitted with --requeue is requeued if it exits so: EX_TEMPFAIL of sysexits.h, "try again
+# later".
 REQUEUE_ME = ExitStatus(code=EX_TEMPFAIL)
-# What ends a rank that did nothing wrong by itself: out of memory, a fault of the machine. MPICH's mpirun exits with the
-# number of the signal itself.
+# Signals from outside that end a correct rank: out of memory, a machine fault. MPICH's mpirun exits
+# with the signal number itself.
 KILLS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS})
 MAX_DEATHS = 10  # attempts that may follow killed ranks
 ON_NODES = (JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
@@ -45,17 +46,19 @@ _RESTORED = "the database was restored from a backup"
 
 @dataclass(slots=True)
 class Answer:
-    """What the node is told after the commit: reports that are kept, and attempts that must not be there."""
+    """The answer to a node after the commit: kept reports, and attempts that it must end."""
 
     acks: list[int] = field(default_factory=list)
     steps: list[protocol.Report] = field(default_factory=list)  # for the step service
-    orphans: dict[tuple[str, int], tuple[int, int]] = field(
-        default_factory=dict
-    )  # (incarnation, job) -> last life to end
+    # (incarnation, job) -> last attempt and stay to end.
+    orphans: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
 
 def read_token(report: protocol.Report, node: NodeName) -> LaunchToken:
-    """Return the report's token. Raises ProtocolError if it is none, or is about another node."""
+    """Return the report's token.
+
+    Raises: ProtocolError if it is not a token, or is about another node.
+    """
     token = LaunchToken.parse(report.token)
     if token.node != node:
         raise ProtocolError(f"cannot take a report of node {token.node} from node {node}")
@@ -65,10 +68,11 @@ def read_token(report: protocol.Report, node: NodeName) -> LaunchToken:
 def on_batch_report(
     tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer
 ) -> None:
-    """Take what `node` says of a batch step."""
+    """Handle a report of `node` on a batch step."""
     job = tx.cluster.jobs.get(token.job_id)
     current = job is not None and job.token == report.token
-    # What was launched before the database was restored and runs on is ended; how it ended counts.
+    # A launch from before the database was restored is ended if it still runs. If it has ended, its
+    # end counts.
     former = token.incarnation != tx.cluster.incarnation and report.status in (protocol.CLAIMED, protocol.STARTED)
     former = former and report.token not in tx.cluster.adopted
     if former:
@@ -81,7 +85,7 @@ def on_batch_report(
         return
     match report.status:
         case protocol.CLAIMED:
-            return  # nothing to keep: it is repeated as STARTED or not at all
+            return  # nothing to keep: repeated as STARTED or not at all
         case protocol.STARTED:
             _on_batch_start(tx, job, node, report)
         case protocol.ENDED:
@@ -132,17 +136,18 @@ def _on_batch_loss(tx: Transaction, job: Job, node: NodeName, report: protocol.R
         case protocol.LOST:
             lose_node(tx, job, node, f"node {node} lost the job: {report.why}")
         case protocol.REVOKED:
-            # Of a job that is being ended JobGone follows, and releases the node. Any other was launched and never ran:
-            # the node was rebooted in between, say. Its token never will.
+            # For a job that is being ended, JobGone follows and releases the node. Any other job
+            # was launched but never ran, for example because the node rebooted. This token will
+            # never run.
             if job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"node {node} did not start the job: {report.why}")
 
 
 def _on_refusal(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
-    """Have the job tried on another node, or end it if no other one is left.
+    """Start the job on another node, or end it if no other node is left.
 
-    A node that says that it can start nothing gets no more jobs; whether the job or the node is the cause of any other
-    refusal is known when the job starts elsewhere: see `note_launch`.
+    A node that reports that it can start nothing gets no more jobs. For other refusals, the cause
+    (job or node) is known when the job starts elsewhere: see `note_launch`.
     """
     if report.node_fault:
         note_condition(tx, node, report.why)
@@ -155,7 +160,7 @@ def _on_refusal(tx: Transaction, job: Job, node: NodeName, report: protocol.Repo
 def on_claim_report(
     tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer
 ) -> None:
-    """Take what `node` says of its claim of a job's part."""
+    """Handle a report of `node` on its claim of a job's part."""
     job = tx.cluster.jobs.get(token.job_id)
     current = job is not None and bool(job.token) and claim_token(job, node) == report.token
     if not current or job is None or node not in job.held_nodes:
@@ -180,7 +185,10 @@ def on_claim_report(
 
 
 def _on_later_claim(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
-    """Take what a node says that a running job gets, or loses (then JobGone follows)."""
+    """Handle a claim of a running job: the node takes a part, or loses it.
+
+    If the node loses the part, JobGone follows.
+    """
     if not any(share.node == node for share in job.joining):
         return
     if report.status == protocol.CLAIMED:
@@ -194,7 +202,11 @@ def _on_later_claim(tx: Transaction, job: Job, node: NodeName, report: protocol.
 
 
 def end_orphan(token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
-    """Have what is not in the ledger (any more, on this node) ended, and let its end be forgotten."""
+    """Tell the node to end a launch that is not in the cluster state; acknowledge its report.
+
+    This also covers a launch that the job no longer has on this node. The acknowledgement lets the
+    node forget the end of the launch.
+    """
     if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
         key = (token.incarnation, int(token.job_id))
         answer.orphans[key] = max(token.life, answer.orphans.get(key, (0, 0)))
@@ -202,15 +214,15 @@ def end_orphan(token: LaunchToken, report: protocol.Report, answer: Answer) -> N
 
 
 def asks_again(job: Job, status: ExitStatus) -> bool:
-    """Return whether a job that ended so asks to be queued again."""
+    """Return whether a job with this exit status asks to be requeued."""
     return job.spec.requeue is True and status == REQUEUE_ME
 
 
 def step_to_resume(tx: Transaction, job: Job, report: protocol.Report) -> int | None:
-    """Return the step that another attempt resumes from, of a job with --requeue of which a rank was killed.
+    """Return the step from which the next attempt resumes after a rank was killed.
 
-    None: it ended in another way, it has been tried often enough, or its checkpoints do not get on: this attempt
-    has made none that is newer than the one which the attempt before left.
+    This is for jobs with --requeue. None if the job ended in another way, has had too many
+    attempts, or makes no progress: this attempt left no newer checkpoint than the attempt before.
     """
     told = tx.cluster.training.get(job.id)
     if job.spec.requeue is not True or job.state not in ON_NODES or told is None or told.attempt != job.attempt:
@@ -226,13 +238,16 @@ def step_to_resume(tx: Transaction, job: Job, report: protocol.Report) -> int | 
 
 
 def exit_status(report: protocol.Report) -> ExitStatus:
-    """Return how the step ended on this node: the worst of its tasks."""
+    """Return how the step ended on this node: the worst exit status of its tasks."""
     signum = max(report.signals, default=0)
     return ExitStatus(code=0 if signum else max(report.codes, default=0), signal=signum)
 
 
 def _ran_s(report: protocol.Report) -> float | None:
-    """Return how long the step ran. An agent of before says only what its clock showed, which may have been set since."""
+    """Return how long the step ran, in seconds.
+
+    An older agent sends only wall clock times, which are wrong if the clock was set meanwhile.
+    """
     if report.ran_s is not None or not report.started_at_s:
         return report.ran_s
     return report.at_s - report.started_at_s
@@ -241,9 +256,12 @@ def _ran_s(report: protocol.Report) -> float | None:
 def _batch_row(
     job: Job, node: NodeName, report: protocol.Report | None, *, outcome: JobState | None = None
 ) -> StepRecord:
-    """Return the row of the job's script; `outcome`: what the job was to end as before it did."""
+    """Return the accounting row of the job's script.
+
+    `outcome` is the state in which the job was to end before the script ended.
+    """
     usage: dict[str, Any] = report.usage if report is not None else {}
-    again = job.state is JobState.PENDING  # this attempt is over, and the job waits for its next
+    again = job.state is JobState.PENDING  # this attempt has ended, and the job waits for the next
     state = "RUNNING" if report is None else (outcome or JobState.FAILED if again else job.outcome or job.state).value
     return StepRecord(
         job_id=job.id,
@@ -262,7 +280,10 @@ def _batch_row(
 
 
 def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
-    """Take the word of `node` that nothing is left there of the job up to that stay in that attempt."""
+    """Handle the report of `node` that nothing is left of the job there.
+
+    The report covers all attempts and stays up to the one that it names.
+    """
     job = tx.cluster.jobs.get(JobId(gone.job_id))
     if job is None or not job.token.startswith(gone.incarnation + "."):
         return
@@ -278,11 +299,12 @@ def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None
 def on_inventory(
     tx: Transaction, node: NodeName, spool: str, rebooted: bool, tokens: set[str], orphans: set[tuple[str, int]]
 ) -> None:
-    """Compare the ledger with what the node has after it (re)connected; its reports have been taken already.
+    """Compare the cluster state with the inventory of a node that has just connected.
 
-    `spool`: whose inventory this is. That of another one than a job's is listened to after a reboot alone (see `spools`).
-    `rebooted`: it has another boot id than when we last heard of it, so no process of before can be left there.
-    `orphans`: (incarnation, job) of what it has been told to end.
+    The reports of the inventory were handled before. `spool`: the spool of this inventory. For a
+    job that was launched into another spool, the inventory counts only after a reboot (see
+    `hpcsched.controller.nodes.edits`). `rebooted`: the boot id has changed, so no earlier process
+    can be left. `orphans`: (incarnation, job) of launches that the node was told to end.
     """
     for job in tx.cluster.jobs_on(node):
         batch_here = job.spec.has_script and job.shares[0].node == node

@@ -1,8 +1,9 @@
-"""Joins the step service to the controller: its words become parts of the tick, what it sends waits for the commit.
+"""Connect the step service to the controller.
 
-Requests for steps, reports on them, and jobs that begin or end run inside a tick's transaction; what the service sends
-meanwhile is kept and goes out when the commit is done. Output, input, acknowledgements and signals change no row: they pass
-at once, but for those that come before the steps of a node that has just connected were found again.
+Requests for steps, reports on steps, and jobs that begin or end are handled inside a tick's
+transaction. Messages that the service sends meanwhile are kept, and sent after the commit. Output,
+input, acknowledgements and signals change no row, so they pass at once. The exception is a node
+that has just connected: its messages wait until its steps were matched with the inventory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Send = Callable[[], None]
 
 
 class Stepping:
-    """The step service's place in the controller."""
+    """The connection between the step service and the controller."""
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class Stepping:
         self._tx: Transaction | None = None
         self._outbox: list[Send] = []
         self._rehearsals: set[asyncio.Task[None]] = set()
-        self._unsettled: set[NodeName] = set()  # what they say of steps waits until their inventory was looked through
+        # Nodes whose step messages wait until their inventory is processed.
+        self._unsettled: set[NodeName] = set()
         self.service = StepService(self._step_ports())
         self.shells = Shells(
             ShellPorts(
@@ -96,10 +98,13 @@ class Stepping:
             propagate=rlimits.names(settings.propagate),
         )
 
-    # ----- what comes in
+    # ----- incoming
 
     def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
-        """Take what a step command said; only a request for a step, or after one, waits for the tick."""
+        """Handle a message of a step command.
+
+        Only a request for a step, and messages after it, wait for the tick.
+        """
         given = said.message.get("options") if said.message.get("type") == "StepRequest" else None
         options = given if isinstance(given, dict) else {}
         origin = (node, said.stream)
@@ -120,7 +125,7 @@ class Stepping:
                 self._give_up(origin, str(mishap.report(error, f"serve a step command on {node or 'the head'}")))
 
     async def _rehearse(self, origin: Origin, said: protocol.FromStream) -> None:
-        """Answer when and where a job would start that a step command asks for with --test-only."""
+        """Answer a --test-only request: when and where the job would start."""
         text, error = "", ""
         try:
             request = protocol.from_json(said.message)
@@ -138,7 +143,7 @@ class Stepping:
         self._reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")
 
     def on_stream_closed(self, origin: Origin) -> None:
-        """Take note that a step command went away."""
+        """Record that a step command disconnected."""
 
         def work() -> None:
             self.shells.stream_closed(origin)
@@ -147,7 +152,7 @@ class Stepping:
         self._in_tick(work)
 
     def on_output(self, node: NodeName, message: protocol.Output | protocol.InputAck, blob: bytes) -> None:
-        """Pass output (or word of input taken) from a node to the step command that it is for."""
+        """Pass output, or an acknowledgement of input, from a node to its step command."""
 
         def work() -> None:
             origin = self.service.output_origin(node, message)
@@ -160,7 +165,7 @@ class Stepping:
             work()
 
     def step_reported(self, node: NodeName, report: protocol.Report) -> None:
-        """Take a report on a step, and have it acknowledged once it is on disk."""
+        """Handle a report on a step, and acknowledge it once it is on disk."""
 
         def work() -> None:
             self.service.on_report(node, report)
@@ -169,7 +174,10 @@ class Stepping:
         self._in_tick(work)
 
     def act_on_step(self, job: Job, number: int, signum: int | None, by: str) -> bool:
-        """Send a signal to the tasks of a running step, or (None) end it; return whether there is one."""
+        """Send a signal to the tasks of a running step, or end it if `signum` is None.
+
+        Return whether there is such a step.
+        """
         return self.service.act_on(job, number, signum, by)
 
     def signal_steps(self, job: Job, signum: int) -> None:
@@ -178,11 +186,11 @@ class Stepping:
             self.service.act_on(job, number, signum, "")
 
     def has_steps(self, job: Job) -> bool:
-        """Return whether a step of the job runs."""
+        """Return whether a step of the job is running."""
         return bool(self.service.running(job.id))
 
     def node_welcome(self, node: NodeName, inventory: list[dict[str, Any]]) -> None:
-        """Compare the steps known here with what the node knows."""
+        """Compare the steps known here with the node's inventory."""
         mine = [item for item in inventory if str(item.get("token")).startswith(self._cluster.incarnation + ".")]
         self._unsettled.add(node)
 
@@ -193,29 +201,33 @@ class Stepping:
         self._in_tick(work)
 
     def job_running(self, job: Job) -> None:
-        """Take note of a job that has its nodes: only one without a batch step was made for a step."""
+        """Handle a job that got its nodes.
+
+        A job without a batch step was created for a step only.
+        """
         if self.shells.holds(job.id):
             self._in_tick(lambda: self.shells.job_running(job) if self.shells.holds(job.id) else None)
         elif not job.spec.has_script:
             self._in_tick(lambda: self.service.job_running(job))
 
     def job_ending(self, job: Job) -> None:
-        """Take note of a job that is being ended."""
+        """Handle a job that is being ended."""
         if self.service.concerns(job.id):
             self._in_tick(lambda: self.service.job_ending(job))
 
     def job_ended(self, job_id: JobId) -> None:
-        """Take note of a job whose attempt is over."""
+        """Handle a job whose attempt has ended."""
         if self.service.concerns(job_id):
             self._in_tick(lambda: self.service.job_ended(job_id))
         if self.shells.holds(job_id):
             self._in_tick(lambda: self.shells.job_ended(job_id) if self.shells.holds(job_id) else None)
 
     def _in_tick(self, work: Callable[[], object], origin: Origin | None = None) -> None:
-        """Run `work` in the next tick; what it sends goes out after the commit.
+        """Run `work` in the next tick; its messages are sent after the commit.
 
-        The service's own state does not go back with a commit that fails, so `work` is run once, and what it wanted to
-        be on disk is what is tried again. If that fails for good, what `origin` had asked for is ended, and it is told.
+        A failed commit does not undo the service's own state. So `work` runs once, and only its
+        database changes are retried. If they fail permanently, the request of `origin` is ended,
+        and `origin` gets the error.
         """
         outbox: list[Send] = []
         first: Transaction | None = None
@@ -247,25 +259,25 @@ class Stepping:
             for send in outbox:
                 try:
                     send()
-                except Exception as error:  # of one message: the others are sent all the same
+                except Exception as error:  # one message failed: send the others
                     mishap.report(error, "send what a step needs")
 
         self._controller.ask(inside, done, keep=True)
 
     def _give_up(self, origin: Origin, why: str) -> None:
-        """End what `origin` had asked for, after a failure of ours, and tell it."""
+        """End the request of `origin` after an internal failure, and report the error to it."""
         self.on_stream_closed(origin)
         self._in_tick(lambda: self._reply(origin, protocol.StepEnded(codes=[], signals=[], error=why), b""))
 
     def _repeat(self, first: Transaction, tx: Transaction) -> None:
-        """Do to the cluster again what `first`, which was undone, did to it."""
+        """Apply the changes of `first`, which was undone, to the cluster again."""
         for row in first.batch.steps.values():
             tx.put_step(row)
         for event in first.batch.events:
             job = tx.cluster.jobs.get(event.job_id)
             if isinstance(event, Submitted) and event.job_id == tx.cluster.last_job_id + 1:
                 self._submit_again(event, first, tx)
-            elif isinstance(event, Submitted):  # its number may be another job's by now
+            elif isinstance(event, Submitted):  # its id may belong to another job now
                 self.service.job_ended(event.job_id, "it could not be written to the database; ask again")
             elif job is not None and can(job, type(event)):
                 tx.record(event)
@@ -380,4 +392,4 @@ class Stepping:
 
 
 def _ignore(result: Any) -> None:
-    """Nothing waits for this."""
+    """Do nothing with the result, because nothing waits for it."""

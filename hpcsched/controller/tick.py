@@ -1,10 +1,12 @@
-"""The tick: everything that came in since the last one, in one transaction; then the plan; commit; answers; effects.
+"""Run a tick: apply all input in one transaction, then plan, commit, answer and act.
 
-`Controller` is synchronous and has no I/O of its own but the store's commit: what it needs of the world outside are the
-`Ports`, which a simulation replaces. The clock is read once per tick by whoever calls it.
+`Controller` is synchronous. Its only I/O is the store's commit. Everything else that it needs from
+outside comes through `Ports`, which a simulation replaces. The caller reads the clock once per
+tick.
 
-Order, and why: commit, then answer, then act. A crash after the commit loses only effects, which are derived from
-state and asked for again at the next start; a crash before it loses only what nobody was told.
+The order is: commit, then answer, then act. A crash after the commit loses only effects. They are
+derived from the state and are repeated at the next start. A crash before the commit loses only
+changes that were not yet acknowledged.
 """
 
 from __future__ import annotations
@@ -52,18 +54,18 @@ from hpcsched.store.store import Store
 log = logging.getLogger("hpcsched.controller")
 
 PURGE_EVERY_S = 60.0
-PURGE_SCRIPTS = 200  # at a time
-ENDED_JOBS = 10_000  # in memory at most, of any age; the database keeps all
+PURGE_SCRIPTS = 200  # per pass
+ENDED_JOBS = 10_000  # most in memory, of any age; the database keeps all
 
-RETRY_S = 1.0  # after a commit that failed
-PLAN_RETRY_S, PLAN_RETRY_MOST_S = 1.0, 60.0  # after a plan that failed
+RETRY_S = 1.0  # after a failed commit
+PLAN_RETRY_S, PLAN_RETRY_MOST_S = 1.0, 60.0  # after a failed plan
 
 Work = Callable[[Transaction], Any]
 Done = Callable[[Any], None]
 
 
 class _Item(NamedTuple):
-    """Something to be done in a tick."""
+    """An item of work for a tick."""
 
     work: Work
     done: Done
@@ -71,7 +73,7 @@ class _Item(NamedTuple):
 
 
 class _Asked:
-    """An item in its tick: what came of it, and the highest ids that were given before it."""
+    """An item in its tick: its result, and the highest ids that were assigned before it."""
 
     __slots__ = ("done", "ids", "keep", "result", "work")
 
@@ -79,19 +81,19 @@ class _Asked:
         self.work = work
         self.done = done
         self.keep = keep
-        self.ids: tuple[int, int] | None = None  # None: it has not been done yet
+        self.ids: tuple[int, int] | None = None  # None: not done yet
         self.result: Any = None
 
 
 class _NotStarted(NamedTuple):
-    """Why a job's start failed, and until when it is held back."""
+    """Why a job's start failed, and until when the job is held back."""
 
     until_s: float
     why: str
 
 
 class _Turn(NamedTuple):
-    """What a tick leaves to be acted on after its commit."""
+    """The results of a tick that are acted on after its commit."""
 
     clock_mark: ClockMark
     proof_in_s: float | None
@@ -100,31 +102,37 @@ class _Turn(NamedTuple):
 
 
 class Ports(Protocol):
-    """What the controller needs of the world outside."""
+    """What the controller needs from outside."""
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
-        """Send to the node's agent if it is connected; else do nothing (effects are repeated when it is)."""
+        """Send to the node's agent if it is connected; otherwise do nothing.
+
+        Effects are repeated when the node connects.
+        """
 
     def wake(self, after_s: float) -> None:
-        """See to it that `tick` is called in `after_s` seconds at the latest."""
+        """Ensure that `tick` is called within `after_s` seconds."""
 
     def nonce(self) -> str:
         """Return 128 random bits in hex."""
 
     def monotonic_s(self) -> float:
-        """Return a clock that knows no steps: for how long planning takes, and for how long a node is silent."""
+        """Return a monotonic time. It measures planning time and how long a node is silent."""
 
     def run_trigger(self, trigger: Trigger) -> None:
         """Run the program of a trigger as the user who set it."""
 
     def boot_clock(self) -> tuple[str, float]:
-        """Return the name of this boot of the machine, and for how long it has lasted, sleep included; "": not known."""
+        """Return the machine's boot id and the time since boot, including sleep.
+
+        The boot id is "" if it is not known.
+        """
 
 
 class StepListener(Protocol):
-    """Who minds the steps (the step service): told of jobs that began, are being ended, or ended, and of reports on steps.
+    """The step service. It is told when jobs start, begin to end, or end, and of step reports.
 
-    It sees to it that those are acknowledged.
+    It ensures that step reports are acknowledged.
     """
 
     def job_running(self, job: Job) -> None: ...
@@ -143,7 +151,7 @@ class StepListener(Protocol):
 
 
 class Controller:
-    """The ledger and what happens to it."""
+    """The cluster state, and the work that each tick does on it."""
 
     def __init__(self, cluster: ClusterState, store: Store, ports: Ports, policy: Policy) -> None:
         self.cluster = cluster
@@ -151,46 +159,50 @@ class Controller:
         self.policy = policy
         self.listener: StepListener | None = None
         self.last_plan: Plan | None = None
-        self._promises: Mapping[JobId, Promise] = {}  # by the last plan; after a restart they are made anew
+        # From the last plan; recomputed after a restart.
+        self._promises: Mapping[JobId, Promise] = {}
         self._ports = ports
         self._views = SnapshotCache()
-        self._unprepared: dict[JobId, None] = {}  # changed jobs, whose views are made before the next plan begins
+        # Changed jobs: their views are built before the next plan.
+        self._unprepared: dict[JobId, None] = {}
         self._books = Books(cluster)
         self._memory = memory_of(store, cluster, policy, self._views)
         self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
-        # (node, incarnation, job) -> the last attempt, and stay, there that is being ended
+        # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
         self._silences = Silences(ports.monotonic_s)
         self._clock_mark = mark_of(store.clock())
         self._asked: dict[JobId, set[str]] = {}  # claims that nodes were asked for
-        self._warned: dict[JobId, float] = {}  # allocations that got the signal of --signal, and for which end
+        # Allocations that got --signal, and for which end time.
+        self._warned: dict[JobId, float] = {}
         self._inbox: list[_Item] = []
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
         self._planning = Planning(ports.monotonic_s)
         self._pace = Pace(ports.monotonic_s)
         self._waits = Waits()
-        self._plan_failures = 0  # in a row
-        self._plan_again_s = 0.0  # then; by the clock that knows no steps
+        self._plan_failures = 0  # consecutive
+        self._plan_again_s = 0.0  # when to plan again, monotonic
         self._not_started: dict[JobId, _NotStarted] = {}
-        self._timer_at_s: float | None = None  # when a begin time or a time limit comes round
+        self._timer_at_s: float | None = None  # the next begin time or time limit
         self._next_purge_s = 0.0
-        self._unread: set[JobId] = set()  # jobs whose scripts could not be read from the disk
-        self._unreadable = ""  # why
-        self._unknown_deleted = False  # scripts that no job uses, of before this start
+        self._unread: set[JobId] = set()  # jobs whose scripts could not be read from disk
+        self._unreadable = ""  # why they could not be read
+        self._unknown_deleted = False  # unused scripts from before this start are deleted
 
-    # ----- what comes in
+    # ----- incoming
 
     def ask(self, work: Work, done: Done, *, keep: bool = False) -> None:
-        """Have `work` done in the next tick; `done` gets its result, or its error, once it is on disk.
+        """Queue `work` for the next tick; `done` gets its result or error once it is on disk.
 
-        If that cannot be, `done` is told so; with `keep`, for what nobody would ask again, it is tried until it can.
+        If the commit fails, `done` gets the error. With `keep`, the work is retried until it
+        succeeds; use it for work that a client would not request again.
         """
         self._inbox.append(_Item(work, done, keep))
         self._ports.wake(0.0)
 
     def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> str:
-        """Take note that the node's agent answers, and of all that it knows; return why it is not listened to, or ""."""
+        """Record the agent's welcome and inventory; return why the agent is refused, or ""."""
         if why := edits.why_refused(self.cluster, node, welcome):
             return why
         self.cluster.spools[node] = edits.spool_of(welcome).id
@@ -201,12 +213,12 @@ class Controller:
         return ""
 
     def disconnected(self, node: NodeName) -> None:
-        """Take note that there is no connection to the node: nothing is launched there until there is one."""
+        """Record that the node is not connected: nothing is launched there until it is."""
         self.cluster.spools.pop(node, None)
         self._silences.disconnected(node)
 
     def node_redialled(self, node: NodeName, why: str) -> None:
-        """Take note that the connection to the node was closed here, and is being made anew."""
+        """Record that the controller closed the connection to the node and is reconnecting."""
         self.disconnected(node)
 
         def work(tx: Transaction) -> None:
@@ -216,7 +228,10 @@ class Controller:
         self.ask(work, _log_failure, keep=True)
 
     def node_down(self, node: NodeName, why: str) -> None:
-        """Take note that the node does not answer. Its jobs stay as they are: that is no proof of anything yet."""
+        """Record that the node does not answer.
+
+        Its jobs keep their state, because silence does not prove that they ended.
+        """
         self.disconnected(node)
 
         def work(tx: Transaction) -> None:
@@ -229,7 +244,7 @@ class Controller:
         self.ask(work, _log_failure, keep=True)
 
     def node_says(self, node: NodeName, message: Any) -> None:
-        """Take a report from a node."""
+        """Queue a node's report for the next tick."""
         match message:
             case protocol.Report():
                 self.ask(
@@ -262,12 +277,13 @@ class Controller:
             reports.on_claim_report(tx, node, token, report, answer)
         else:
             answer.steps.append(report)
-        # Known before the plan of this very tick: a job that is being ended must not start elsewhere.
+        # The plan of this tick must already know it: a job that is being ended must not start
+        # elsewhere.
         self.orphans |= {(node, *key): life for key, life in answer.orphans.items()}
         return answer
 
     def end_orphans(self, ended: dict[NodeName, reports.Answer]) -> None:
-        """Tell nodes to end what an admin wants ended."""
+        """Tell nodes to end the orphans that an admin wants to end."""
         for node, answer in ended.items():
             ending = {(node, *key): life for key, life in answer.orphans.items()}
             self.cluster.to_kill.update(ending)
@@ -292,20 +308,22 @@ class Controller:
         )
         answer = reports.Answer()
         tokens: set[str] = set()
-        # What is left of them is in the inventory; word of what has gone may have been lost with the last connection.
+        # The inventory lists the remaining orphans. Messages about ended ones may have been lost
+        # with the connection.
         self.orphans = {key: attempt for key, attempt in self.orphans.items() if key[0] != node}
         orphans.forget(tx.cluster, node)
         for item in welcome.inventory:
             report = protocol.read_as(protocol.Report, {"type": "Report", **item})
             tokens.add(report.token)
             self._on_report(tx, node, report, answer)
-        note_condition(tx, node, str(welcome.facts.get("fault", "")))  # whatever it had to refuse once
+        # The present condition replaces any earlier refusal.
+        note_condition(tx, node, str(welcome.facts.get("fault", "")))
         reports.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.orphans))
         self._note_orphans(tx, node)
         return answer
 
     def _note_orphans(self, tx: Transaction, node: NodeName) -> None:
-        """Keep in the node's row whether it runs what was launched before the database was restored."""
+        """Record on the node whether it runs launches from before the database was restored."""
         own = tx.cluster.incarnation
         left = any(name == node for name, _ in tx.cluster.undecided_launches)
         left = left or any(name == node and incarnation != own for name, incarnation, _ in self.orphans)
@@ -316,7 +334,7 @@ class Controller:
         reports.on_job_gone(tx, node, gone)
         self._note_orphans(tx, node)
 
-    # ----- what goes out
+    # ----- outgoing
 
     def _node_is_up(self, node: NodeName, answer: Any) -> None:
         self._answer(node, answer)
@@ -344,7 +362,7 @@ class Controller:
             self._ports.send(node, protocol.Ack(seqs=[report.seq]))
 
     def send_signals(self, signals: list[SignalJob]) -> None:
-        """Pass signals on to the jobs' processes, on all their nodes."""
+        """Send signals to the jobs' processes on all their nodes."""
         for item in signals:
             if not item.job.spec.has_script:
                 if self.listener is not None:
@@ -360,9 +378,9 @@ class Controller:
             if only is not None and effect.node != only:
                 continue
             if isinstance(effect, StartBatch | ClaimPart) and self.cluster.is_former(job):
-                continue  # nothing of a former incarnation is launched
+                continue  # launches of an earlier incarnation are not sent
             if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
-                continue  # it was asked on this connection; each part that is claimed brings us here again
+                continue  # already asked on this connection; each claimed part brings us here again
             try:
                 message, blob = messages.message_for(effect, self.cluster, self._script_of)
                 self._ports.send(effect.node, message, blob)
@@ -378,7 +396,7 @@ class Controller:
                 self._not_sent(effect, error)
 
     def _not_sent(self, effect: Effect, error: Exception) -> None:
-        """Have a job fail whose launch cannot be said, because it is too long for a message or for a bug."""
+        """Fail a job whose launch message cannot be built: it is too long, or there is a bug."""
         known = isinstance(error, HpcschedError | protocol.WireError)
         why = str(error if known else mishap.report(error, f"say what job {effect.job.id} needs"))
         if not isinstance(effect, StartBatch | ClaimPart):
@@ -393,7 +411,10 @@ class Controller:
         self.ask(refuse, _log_failure, keep=True)
 
     def _script_of(self, job: Job) -> bytes:
-        """Return the text of the job's script. Raises UnavailableError, NotFoundError."""
+        """Return the text of the job's script.
+
+        Raises: UnavailableError, NotFoundError.
+        """
         text = self.store.script(job.spec)
         if text is None:
             raise NotFoundError("its script is not in the database any more; submit it again")
@@ -409,9 +430,12 @@ class Controller:
     # ----- the tick
 
     def tick(self, now_s: float) -> None:
-        """Do all that has come in, plan if something changed, commit, answer, and act.
+        """Apply all incoming work, plan if something changed, commit, answer, and act.
 
-        What fails unexpectedly is undone, logged and answered for itself: an item, a job, the plan. Raises InvariantError.
+        If an item, a job or the plan fails unexpectedly, only that part is undone, logged and
+        answered.
+
+        Raises: InvariantError.
         """
         inbox, self._inbox = [_Asked(*item) for item in self._inbox], []
         tx = Transaction(self.cluster, now_s)
@@ -421,7 +445,7 @@ class Controller:
             self._put_off(tx, inbox, wrong)
             return
         if wrong is not None:
-            # Some of it cannot be written, ever: what that is shows when each piece is committed by itself.
+            # Some part can never be written. Committing each piece by itself shows which one.
             log.warning("cannot commit a tick as a whole (%.300r): each piece is committed by itself", wrong)
             tx.undo()
             self._planning.forget()
@@ -443,7 +467,7 @@ class Controller:
         for at_s in (crontabs.next_retry_s(self.cluster, now_s), triggers.next_time_s(self.cluster, now_s)):
             if at_s is not None:
                 self._ports.wake(at_s - now_s)
-        if turn.many:  # who asked for so much need not wait for the plan as well: it comes behind the answer
+        if turn.many:  # answer a large request before the plan is made
             self._ports.wake(0.0)
         unread, self._unread = self._unread, set()
         for job in tx.batch.jobs.values():
@@ -456,10 +480,13 @@ class Controller:
         if turn.proof_in_s is not None:
             self._ports.wake(turn.proof_in_s)
         if self._timer_at_s is not None and self._timer_at_s > now_s:
-            self._ports.wake(self._timer_at_s - now_s)  # again: the clock may have been set back since
+            self._ports.wake(self._timer_at_s - now_s)  # again: the clock may have been set back
 
     def _do(self, tx: Transaction, inbox: list[_Asked]) -> _Turn:
-        """Do the items and what follows from the time, each in an attempt of its own. Done again, an item gets the same ids."""
+        """Do the items and the timers' work, each in its own attempt.
+
+        If an item is done again, it gets the same ids.
+        """
         known = self._clock_mark
         mark = _guarded("read the clocks", lambda: keep_step(tx, known, *self._ports.boot_clock()))
         for i, item in enumerate(inbox):
@@ -472,7 +499,7 @@ class Controller:
             if item.ids is None:
                 item.ids = ids
             elif isinstance(item.result, Exception):
-                continue  # it failed the first time, and was undone
+                continue  # failed the first time and was undone
             else:
                 self.cluster.last_job_id, self.cluster.last_spec_id = map(max, ids, item.ids)
             item.result = tx.attempt("do what was asked", item.work)
@@ -481,7 +508,7 @@ class Controller:
         _guarded("keep crontabs up", lambda: crontabs.keep_up(tx))
         due = _guarded("look at triggers", lambda: triggers.keep_up(tx)) or []
         if tx.batch.reservations or tx.batch.partitions:
-            self._planning.forget()  # it knows nothing of them
+            self._planning.forget()  # the plan does not know these changes
         proof_in_s = _guarded("end jobs of silent nodes", lambda: end_silent(tx, self._silences))
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= tx.now_s
         self._plan_wanted = (
@@ -497,7 +524,7 @@ class Controller:
         return _Turn(mark or known, proof_in_s, many, due)
 
     def _commit(self, tx: Transaction, inbox: list[_Asked]) -> Exception | None:
-        """Put what the items and the plan have done on disk; return why that cannot be, None if it is there."""
+        """Commit the changes of the items and the plan; return the error, or None on success."""
         try:
             if tx.batch:
                 self.store.commit(tx.batch)
@@ -508,12 +535,12 @@ class Controller:
         return None
 
     def _put_off(self, tx: Transaction, inbox: list[_Asked], error: UnavailableError) -> None:
-        """Undo the tick, because nothing can be written now, and try again later what is kept."""
+        """Undo the tick because the store is not writable; retry items with `keep` later."""
         if str(error) != self._unwritable:
             log.error("%s", error)
         self._unwritable = str(error)
         tx.undo()
-        self._planning.forget()  # what it started has not been
+        self._planning.forget()  # its starts were undone
         self._plan_wanted = True
         self._inbox = [_Item(item.work, item.done, True) for item in inbox if item.keep] + self._inbox
         self._ports.wake(RETRY_S)
@@ -522,10 +549,10 @@ class Controller:
                 _guarded("answer a request", partial(item.done, error))
 
     def _after(self, job: Job, now_s: float) -> None:
-        """Act on a job that has changed."""
+        """Run the effects of a changed job, and tell its listeners."""
         self._memory.note(job, now_s)
         if job.state is JobState.PENDING and not job.attempt:
-            return  # nobody has heard of it yet
+            return  # no node or listener knows it yet
         self.training.changed(job)
         if job.state is not JobState.CONFIGURING:
             self._asked.pop(job.id, None)
@@ -539,7 +566,10 @@ class Controller:
                 self.listener.job_ended(job.id)
 
     def _warn(self, now_s: float) -> None:
-        """Send the signal of --signal to the steps of allocations whose end is near: once, after a restart once more."""
+        """Send the --signal signal to the steps of allocations that end soon.
+
+        It is sent once, and once more after a restart.
+        """
         due = {
             job.id: at_s for job in self.cluster.active_jobs() if (at_s := warn_at_s(job)) is not None and at_s <= now_s
         }
@@ -550,7 +580,7 @@ class Controller:
         self._warned = due
 
     def _plan_or_put_off(self, tx: Transaction) -> None:
-        """Plan if it is time for that; after a plan that failed, not before a while, which grows."""
+        """Plan if it is time; after a failed plan, wait for a pause that grows with each failure."""
         now_s = self._ports.monotonic_s()
         if self._plan_failures and now_s < self._plan_again_s:
             self._ports.wake(self._plan_again_s - now_s)
@@ -572,7 +602,7 @@ class Controller:
                 self._plan_failures = 0
 
     def _plan_if_due(self, tx: Transaction) -> bool:
-        """Plan for a while, if it is time for that; return whether a plan has come to its end."""
+        """Plan for one turn if it is time; return whether a plan was finished."""
         wait_s = self._pace.begin_turn()
         if wait_s > 0.0:
             if self._plan_wanted or self._planning.under_way:
@@ -603,7 +633,7 @@ class Controller:
             self.cluster.priorities = self._priorities(done.plan)
             made = done.plan
             if _must(tx.attempt("end jobs that can never start", lambda one: self._waits.note(one, done))):
-                self.replan()  # others may have waited for its end
+                self.replan()  # other jobs may have waited for it to end
             self._note_ages(tx)
             _must(tx.attempt("resize jobs", lambda one: carry_out_resizes(one, made)))
             if _must(tx.attempt("make room for jobs", lambda one: carry_out(one, made))):
@@ -616,7 +646,7 @@ class Controller:
         return done.plan is not None
 
     def _try_to_start(self, tx: Transaction, start: Start) -> None:
-        """Start the job; one whose start fails is held back for a while, so that the plan gives its nodes to others."""
+        """Start the job; if that fails, hold it back for a while so that others get its nodes."""
         job = self.cluster.jobs[start.job_id]
         result = tx.attempt(f"start job {job.id}", lambda one: self._start(one, job, start))
         if isinstance(result, Exception):
@@ -637,7 +667,10 @@ class Controller:
         return failed | orphans.held_back(self.cluster, self.orphans)
 
     def _are_connected(self, shares: Iterable[Share]) -> bool:
-        """Return whether all these nodes are connected, so that it is known into which spools a launch would go."""
+        """Return whether all these nodes are connected.
+
+        Only then is it known which spools a launch would use.
+        """
         connected = all(share.node in self.cluster.spools for share in shares)
         self._plan_wanted = self._plan_wanted or not connected
         return connected
@@ -647,17 +680,20 @@ class Controller:
             self._ports.wake(0.0)
 
     def _still_promised(self, made: Plan) -> dict[JobId, Promise]:
-        """Return what a whole plan promised, and the promises to those jobs whose starts were dropped: they still wait."""
+        """Return a whole plan's promises, and those to jobs whose starts were dropped.
+
+        These jobs still wait.
+        """
         dropped = {start.job_id for start in made.starts} & self._promises.keys() & self.cluster.pending.keys()
         return {**made.promises, **{job_id: self._promises[job_id] for job_id in dropped}}
 
     def _priorities(self, plan: Plan) -> dict[JobId, int]:
-        """Return the priorities of the jobs in line, and those with which the ones that run were started."""
+        """Return the priorities of waiting jobs, and of running jobs at the time they started."""
         before = self.cluster.priorities
         return {job_id: before[job_id] for job_id in self.cluster.active if job_id in before} | dict(plan.priorities)
 
     def _prepare_views(self) -> bool:
-        """Make the views of changed jobs, as many as a turn has time for. Return whether all are made."""
+        """Build views of changed jobs while the turn has time; return whether all are built."""
         while self._unprepared:
             if self._pace.turn_s() >= SLICE_S:
                 return False
@@ -699,13 +735,13 @@ class Controller:
             tx.record(Started(job_id=job.id, at_s=tx.now_s))
 
     def _wake_for_timers(self, now_s: float) -> None:
-        """Ask for a tick when the next time comes round at which a plan is due."""
+        """Request a tick at the next time at which a plan is due."""
         self._timer_at_s = next_time_s(self.cluster, self.policy, self._promises.values(), now_s)
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)
 
     def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
-        """Return the cluster with these `jobs` as a plan sees it."""
+        """Return the snapshot of the cluster with these `jobs` for a plan."""
         cluster = self.cluster
         ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
         return snapshot_of(
@@ -721,7 +757,12 @@ class Controller:
         )
 
     def rehearsal(self, asker: Asker, spec: JobSpec, now_s: float) -> Callable[[], dict[str, Any]]:
-        """Return what finds out, in any thread, when a job would start that is submitted now. Raises RequestError."""
+        """Return a function that computes when the job would start if it were submitted now.
+
+        The function can run in any thread.
+
+        Raises: RequestError.
+        """
         check_account(self.cluster, asker)
         spec = settle(self.cluster, asker.user, spec)
         check_share_of_queue(self.cluster, asker, spec)
@@ -739,7 +780,7 @@ class Controller:
         return partial(first_start, self.snapshot([*self.cluster.jobs_to_plan(), job], now_s), self.policy, job.id)
 
     def reconfigured(self) -> None:
-        """Forget what was derived from the old configuration, and plan anew."""
+        """Discard what was derived from the old configuration, and replan."""
         self._views = SnapshotCache()
         self._books.forget()
         self._planning.forget()
@@ -747,7 +788,10 @@ class Controller:
         self.replan()
 
     def replan(self) -> None:
-        """Plan at the next tick even if no job changed (a node or the configuration did, or a time has come)."""
+        """Plan at the next tick even if no job changed.
+
+        For example, a node or the configuration changed, or a time has come.
+        """
         self._plan_wanted = True
         self._ports.wake(0.0)
 
@@ -763,7 +807,7 @@ class Controller:
             self._purge_scripts(now_s)
 
     def _purge_scripts(self, now_s: float, *, whole: bool = False) -> None:
-        """Delete scripts that no job uses any more, some at a time; `whole`: those of before this start as well."""
+        """Delete some scripts that no job uses; with `whole`, also those from before this start."""
         scripts = self.cluster.scripts
         unused = scripts.take_unused()
         try:
@@ -772,7 +816,7 @@ class Controller:
                 self._unknown_deleted = True
             if unused:
                 self.store.delete_scripts(unused[:PURGE_SCRIPTS])
-        except UnavailableError:  # told of by the next commit
+        except UnavailableError:  # the next commit reports it
             scripts.put_back(unused)
         else:
             scripts.put_back(unused[PURGE_SCRIPTS:])
@@ -782,7 +826,7 @@ class Controller:
 
 
 def _guarded(what: str, work: Callable[[], Any]) -> Any:
-    """Do `work` and return its result; None if it fails, which is logged."""
+    """Do `work` and return its result, or None if it fails. The failure is logged."""
     try:
         return work()
     except InvariantError:

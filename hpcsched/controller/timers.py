@@ -1,6 +1,7 @@
-"""When the next plan is due though nothing happens: begin times, time limits, deadlines, promises and other times come round.
+"""Compute when the next plan is due by time alone: begin times, limits and other times.
 
-Knows no clock, and nothing of how a plan is made.
+These times are begin times, time limits, deadlines, promises and others. Knows no clock, and
+nothing of how a plan is made.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
 # ----- jobs whose time is over and that no shepherd ends
-# A shepherd ends its own job at the time limit, by its node's clock. From here are ended: allocations without a script; a while
-# later the jobs of nodes that are silent; and jobs whose reservation, or time until the deadline, is over before their limit is
-# up.
+#
+# A shepherd ends its own job at the time limit, by its node's clock. The controller ends the
+# others: allocations without a script, jobs of silent nodes (a while later), and jobs whose
+# reservation or deadline comes before their limit.
 
 
-LIMIT_SLACK_S = 15.0  # after its limit and grace, a job whose node did not end it is ended from here
+# After limit and grace period, the controller ends a job that its node did not end.
+LIMIT_SLACK_S = 15.0
 _GOING_ON = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
@@ -45,7 +48,7 @@ def _end_one(tx: Transaction, job: Job, due_s: float) -> None:
 
 
 def overdue_at_s(cluster: ClusterState, job: Job) -> float | None:
-    """Return when the job is to be ended from here, None: never."""
+    """Return when the controller is to end the job, or None for never."""
     limit_s = limit_at_s(job) if job.state is JobState.RUNNING else None
     if limit_s is not None and job.spec.has_script:
         limit_s += LIMIT_SLACK_S + cluster.config.controller.kill_wait_s
@@ -54,7 +57,10 @@ def overdue_at_s(cluster: ClusterState, job: Job) -> float | None:
 
 
 def warn_at_s(job: Job) -> float | None:
-    """Return when a running job without a script is to get its signal; that of a script is its node's to send."""
+    """Return when a running job without a script is to get its --signal.
+
+    For a job with a script, its node sends the signal.
+    """
     limit_s = limit_at_s(job) if job.state is JobState.RUNNING and not job.spec.has_script else None
     return limit_s - job.spec.signal.before_s if limit_s is not None and job.spec.signal is not None else None
 
@@ -66,7 +72,7 @@ def _cut_s(cluster: ClusterState, job: Job) -> float | None:
 
 
 def _end(cluster: ClusterState, job: Job, due_s: float) -> tuple[JobState, str]:
-    """Return as what the job ends that is due, and why."""
+    """Return the state in which the overdue job ends, and why."""
     if due_s != _cut_s(cluster, job):
         return JobState.TIMEOUT, "its time limit was reached"
     if due_s == job.deadline_at_s:
@@ -74,11 +80,15 @@ def _end(cluster: ClusterState, job: Job, due_s: float) -> tuple[JobState, str]:
     return JobState.TIMEOUT, f"its reservation {job.reservation!r} ended"
 
 
-TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})  # waits whose expected start is a time to plan again
+# For these waits, plan again at the expected start.
+TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})
 
 
 def next_time_s(cluster: ClusterState, policy: Policy, promises: Iterable[Promise], now_s: float) -> float | None:
-    """Return when the next begin time, time limit, last moment to make a deadline or promised start comes round, if any."""
+    """Return the next time at which a plan is due, or None.
+
+    This is the next begin time, time limit, last start to meet a deadline, or promised start.
+    """
     ends = (overdue_at_s(cluster, job) for job in cluster.active_jobs())
     warns = (warn_at_s(job) for job in cluster.active_jobs())
     turns = (wait.expected_start_s for wait in cluster.waits.values() if wait.reason in TIMED)
@@ -95,7 +105,7 @@ def next_time_s(cluster: ClusterState, policy: Policy, promises: Iterable[Promis
 
 
 def _of_waiting(cluster: ClusterState, policy: Policy) -> Iterator[float | None]:
-    """Yield the times of the jobs that wait. Of tens of thousands most have none."""
+    """Yield the times of the waiting jobs. Most waiting jobs have none."""
     for job_id in cluster.pending:
         job = cluster.jobs[job_id]
         if job.not_before_s is not None:
@@ -107,7 +117,7 @@ def _of_waiting(cluster: ClusterState, policy: Policy) -> Iterator[float | None]
 
 
 def _too_late_at_s(job: Job) -> float | None:
-    """Return from when on the waiting job cannot end by its deadline any more; None: it has none."""
+    """Return when the waiting job can no longer meet its deadline, or None without a deadline."""
     if job.deadline_at_s is None:
         return None
     least_s = time_min_s(job)
@@ -115,35 +125,40 @@ def _too_late_at_s(job: Job) -> float | None:
 
 
 def _spreads_at_s(job: Job, max_switch_wait_s: float) -> float | None:
-    """Return from when on the waiting job takes nodes on more switches than it asked for; None: it never does."""
+    """Return when the job accepts more switches than it requested, or None for never."""
     return switches_matter_until_s(job.eligible_at_s, job.spec.switches_wait_s, max_switch_wait_s)
 
 
-# ----- steps of the head node's wall clock: set by hand, or by NTP on a machine that booted without knowing the time
-# What is stored are times of that clock, and for how long a job has run is their difference: a clock that was set forward by an
-# hour would end what has an hour left, one that was set back would let it run an hour longer. So the wall clock is compared
-# with the one that counts since boot and knows no steps; when they no longer go together, the times of all jobs that hold
-# nodes are moved along (`ClockStepped`), in the same tick, before anything goes by them. How the two clocks stand is kept with
-# the ledger, so that a step while the controller is down is seen as well, if the machine has not been booted since.
+# ----- steps of the head node's wall clock: set by hand, or by NTP on a machine that booted with a
+# wrong time
 #
-# What is a time of day (begin times, deadlines, reservations) stays as it is: it comes when the clock shows it.
-# Source: clock_gettime(2): CLOCK_REALTIME may be set, CLOCK_BOOTTIME counts on; NTP slews both alike.
+# Stored times are wall clock times, and a job's run time is their difference. A clock set forward
+# by an hour would end jobs that have an hour left; one set back would let them run an hour longer.
+# So the wall clock is compared with the clock that counts since boot and has no steps. If their
+# difference changes, the times of all jobs that hold nodes are moved (`ClockStepped`), in the same
+# tick, before they are used. The mark of the two clocks is stored in the database, so a step while
+# the controller is down is seen too, unless the machine has rebooted since.
+#
+# Times of day (begin times, deadlines, reservations) do not move: they come when the clock shows
+# them. Source: clock_gettime(2): CLOCK_REALTIME may be set, CLOCK_BOOTTIME continues; NTP slews
+# both alike.
 
 
 log = logging.getLogger("hpcsched.clock")
 
-STEP_S = 5.0  # less is no matter, and may be a process that stood still between its looks at the two clocks
+# Smaller steps do not matter; a pause between the two clock readings can also cause them.
+STEP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMark:
-    """What the wall clock shows beyond the time since boot; "" for a boot that nothing is known of."""
+    """The difference of the wall clock and the time since boot; "" for an unknown boot."""
 
     boot_id: str = ""
     ahead_s: float = 0.0
 
     def text(self) -> str:
-        """Return it as it is stored."""
+        """Return the mark as it is stored."""
         return f"{self.boot_id} {self.ahead_s!r}" if self.boot_id else ""
 
 
@@ -154,15 +169,16 @@ def mark_of(text: str) -> ClockMark:
 
 
 def keep_step(tx: Transaction, known: ClockMark, boot_id: str, boot_s: float) -> ClockMark:
-    """Move what is measured by the wall clock if that was set since `known`; return how the clocks stand now.
+    """Move wall clock times if the clock was set since `known`; return the present mark.
 
-    The mark goes into the transaction's batch: it counts when that is committed. If the move fails, the known mark is returned.
+    The mark is added to the transaction's batch and counts when that is committed. If the move
+    fails, the known mark is returned.
     """
     mark = ClockMark(boot_id=boot_id, ahead_s=tx.now_s - boot_s)
     same_boot = bool(boot_id) and boot_id == known.boot_id
     step_s = mark.ahead_s - known.ahead_s
     if not boot_id or (same_boot and abs(step_s) < STEP_S):
-        return known  # in nearly all ticks: no savepoint is made
+        return known  # in nearly all ticks: avoid a savepoint
 
     def follow(inner: Transaction) -> ClockMark:
         inner.batch.clock = mark.text()
@@ -180,7 +196,7 @@ def _move(tx: Transaction, step_s: float) -> None:
     log.warning("the clock was set %s by %s: running jobs' times move along", how, format_time_s(round(abs(step_s))))
     pause_s = cluster.config.controller.requeue_delay_s
     paused = [cluster.jobs[job_id] for job_id in cluster.pending if cluster.jobs[job_id].attempt]
-    then_s = tx.now_s - step_s  # now, by the clock of before
+    then_s = tx.now_s - step_s  # now, by the clock before the step
     for job in (*cluster.active_jobs(), *paused):
         waits_s = (job.not_before_s or 0.0) - then_s
         if job.state is not JobState.PENDING or 0.0 < waits_s <= pause_s:

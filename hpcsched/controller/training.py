@@ -1,8 +1,10 @@
-"""What training programs say of themselves: kept for as long as their job runs, and its last word for the history.
+"""Keep the status reports of training programs.
 
-Rules: the newest is in memory at once, and on disk every WRITE_EVERY_S and when the job's attempt is over: it is worth no
-commit of its own for every step. A word of another attempt than the present one, or from a node that the job is not on,
-changes nothing.
+They are kept while the job runs. The last one goes to the history.
+
+Rules: the newest status is in memory at once. It is written to disk every WRITE_EVERY_S and when
+the attempt ends, because a commit for every step would cost too much. A report of another attempt
+than the present one, or from a node that the job is not on, has no effect.
 """
 
 from __future__ import annotations
@@ -22,21 +24,28 @@ from hpcsched.state.transaction import Transaction
 log = logging.getLogger("hpcsched.training")
 
 WRITE_EVERY_S = 60.0
-MAX_FAILURES = 64  # of one attempt: what the hundredth rank says is an echo of the first
-MAX_FAILED_JOBS = 1000  # of which the number of failures is known
+MAX_FAILURES = 64  # per attempt: reports of further ranks only repeat the first ones
+MAX_FAILED_JOBS = 1000  # jobs whose number of failures is known
 
 
 class Trainings:
-    """The last words of all training jobs. `keep` has a transaction done, in the end, whatever fails."""
+    """The last status of all training jobs.
+
+    `keep` runs a transaction, and retries it until it succeeds.
+    """
 
     def __init__(self, cluster: ClusterState, keep: Callable[[Callable[[Transaction], Any]], None]) -> None:
         self._cluster = cluster
         self._keep = keep
-        self._failures: dict[tuple[JobId, int], int] = {}  # how many were told, by job and attempt
+        # Number of reported failures, by job and attempt.
+        self._failures: dict[tuple[JobId, int], int] = {}
         self._written_s: dict[JobId, float] = {job_id: one.at_s for job_id, one in cluster.training.items()}
 
     def told(self, node: NodeName, said: protocol.FromStream, now_s: float) -> None:
-        """Take what a program on `node` said. Raises ProtocolError or WireError."""
+        """Handle a report of a program on `node`.
+
+        Raises: ProtocolError, WireError.
+        """
         word = protocol.from_json(said.message)
         job = self._cluster.jobs.get(JobId(said.job_id))
         on = {share.node for share in job.shares} | set(job.held_nodes) if job is not None else set()
@@ -48,7 +57,7 @@ class Trainings:
         if not isinstance(word, protocol.Progress):
             raise ProtocolError(f"cannot take {type(word).__name__} from a program")
         training = training_of(job, word, now_s)
-        if job.state not in ACTIVE:  # its last word, which came after its end
+        if job.state not in ACTIVE:  # its last report, received after its end
             self._write(training)
             return
         self._cluster.training[job.id] = training
@@ -62,7 +71,7 @@ class Trainings:
         elif not word.echo:
             self._cluster.lost_ranks.pop(job.id, None)
         count = self._failures.pop(key, 0) + 1
-        self._failures[key] = count  # the newest last
+        self._failures[key] = count  # newest last
         if count > MAX_FAILURES:
             return
         if len(self._failures) > MAX_FAILED_JOBS:
@@ -80,7 +89,7 @@ class Trainings:
         self._keep(lambda tx: tx.put_failure(failure))
 
     def changed(self, job: Job) -> None:
-        """Take note that the job may be over: then its last word goes to the history, and is no news any more."""
+        """Move the last status of an ended job to the history."""
         if job.state in ACTIVE:
             return
         self._cluster.lost_ranks.pop(job.id, None)
@@ -96,7 +105,7 @@ class Trainings:
 
 
 def training_of(job: Job, progress: protocol.Progress, now_s: float) -> TrainingStatus:
-    """Return what `progress` says of the job, in times of our clock."""
+    """Return the status of the job from `progress`, with times of the controller's clock."""
     at_s = now_s - max(0.0, progress.age_s)
     age_s = progress.checkpoint_age_s
     return TrainingStatus(

@@ -1,7 +1,7 @@
-"""The ledger that a plan goes by, and the same in full for people: usage as it counts now, and the factors that it makes.
+"""Compute the usage ledger, for plans and in full for users: decayed usage and factors.
 
-Factors are made anew every few seconds at most: they change slowly, and looking at all that runs for each plan would cost
-more than the plan.
+Factors are recomputed every few seconds at most. They change slowly, and scanning all running jobs
+for each plan would cost more than the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REFRESH_S = 5.0
 
 
 class Books:
-    """Makes the ledger of a cluster, and remembers the factors for a while."""
+    """Builds the usage ledger of a cluster, and caches the factors for a while."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
@@ -31,7 +31,7 @@ class Books:
         self._factors: tuple[tuple[Association, float], ...] = ()
 
     def ledger(self, now_s: float, *, fairshare: bool) -> UsageLedger:
-        """Return what a plan at `now_s` goes by; without `fairshare` nobody asks for the factors."""
+        """Return the ledger for a plan at `now_s`; without `fairshare` the factors are not needed."""
         accounting = self._cluster.config.accounting
         if not fairshare:
             self._factors = ()
@@ -44,18 +44,18 @@ class Books:
         return UsageLedger(accounting=accounting, fairshare=self._factors, used=used)
 
     def forget(self) -> None:
-        """Make everything anew when it is next asked for."""
+        """Discard the cache."""
         self._made_at_s = float("-inf")
 
 
 def _bounds_usage(accounting: Accounting) -> bool:
-    """Say whether any limit is on what has been used."""
+    """Return whether any limit is on accumulated usage."""
     holders: tuple[Account | UserRules | Qos, ...] = (*accounting.accounts, *accounting.users, *accounting.qos)
     return any(holder.limits.grp_tres_mins for holder in holders)
 
 
 def used_now(cluster: ClusterState, now_s: float) -> list[UsedResources]:
-    """Return what everybody has used as it counts at `now_s`, running jobs included."""
+    """Return the decayed usage of all users at `now_s`, including running jobs."""
     accounting = cluster.config.accounting
     rows = {key: at(used, now_s, accounting.half_life_s) for key, used in cluster.usage.items()}
     for job in cluster.active_jobs():
@@ -68,7 +68,7 @@ def used_now(cluster: ClusterState, now_s: float) -> list[UsedResources]:
 
 
 def charged(cluster: ClusterState, now_s: float) -> dict[Association, float]:
-    """Return what each association has been charged; 0 for those who only wait."""
+    """Return the charge of each association; 0 for those that only have waiting jobs."""
     accounting = cluster.config.accounting
     found = by_association(used_now(cluster, now_s))
     for job_id in cluster.pending:
@@ -77,16 +77,18 @@ def charged(cluster: ClusterState, now_s: float) -> dict[Association, float]:
     return found
 
 
-# ----- usage that is to count no more: an admin's word, ``hctl reset usage``, as ``sacctmgr modify ... set RawUsage=0``
-# What ended jobs used becomes 0. What a running job has used until now is charged when it ends, and that cannot be taken out of
-# its clocks without telling them apart from what was held; so as much is written down as a debt the other way round. Both
-# decay alike, so their sum stays what is used from now on. Job records (hacct) are not touched.
+# ----- reset usage: an admin's ``hctl reset usage``, as ``sacctmgr modify ... set RawUsage=0``
+#
+# The usage of ended jobs becomes 0. The usage of a running job is charged when it ends, and its
+# past part cannot be separated from its clocks. So an equal negative usage is recorded. Both decay
+# alike, so their sum is the usage from now on. Job records (hacct) do not change.
 
 
 def reset(tx: Transaction, asker: Asker, accounts: Sequence[str], users: Sequence[str]) -> list[tuple[str, str]]:
-    """Have what these users used in these accounts, and those below them, count no more; empty: in all, of all.
+    """Reset the usage of these users in these accounts and the accounts below them.
 
-    Return the associations that had used something.
+    Empty `accounts` means all accounts, empty `users` all users. Return the associations that had
+    usage.
     """
     asker.must_be_admin("reset what has been used")
     cluster = tx.cluster

@@ -1,1 +1,4 @@
-"""The controller's state in memory and the transaction that changes it. Knows neither the database nor the controller."""
+"""Hold the controller's state in memory, and change it in transactions.
+
+Knows neither the database nor the controller.
+"""

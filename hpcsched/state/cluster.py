@@ -1,7 +1,7 @@
-"""The state of the cluster, as the controller holds it in memory.
+"""Hold the state of the cluster in the controller's memory.
 
-`ClusterState` mirrors the rows of the database. It is loaded at the start and changed only inside a `Transaction`
-(`hpcsched.state.transaction`). Knows neither the database nor the controller.
+`ClusterState` mirrors the rows of the database. It is loaded at the start and changed only inside a
+`Transaction` (`hpcsched.state.transaction`). Knows neither the database nor the controller.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ BLOCKED = "runs what was launched before the database was restored: hctl strays"
 
 
 class UndecidedLaunch(NamedTuple):
-    """A launch of a former incarnation that a node runs, and what the node last said of it."""
+    """A launch of an earlier incarnation that a node runs, and the node's last report on it."""
 
     token: LaunchToken
     report: Any  # a protocol.Report
 
 
 class Nodes(dict[NodeName, Node]):
-    """The nodes of the configuration. One that left it is still named by jobs: asked for, it is a node that does not answer."""
+    """The configured nodes. A lookup of any other node returns a node that does not answer.
+
+    Jobs can still name a node that has left the configuration.
+    """
 
     def __missing__(self, name: NodeName) -> Node:
         spec = NodeSpec(name=name, host="", host_key="", cpus=0, mem_mib=0)
@@ -44,7 +47,10 @@ class Nodes(dict[NodeName, Node]):
 
 @dataclass(slots=True)
 class ClusterState:
-    """Everything the controller knows. `waits` is the last plan's word on each pending job; it is not stored."""
+    """The state of the cluster. `waits` has the last plan's wait of each pending job.
+
+    `waits` is not stored.
+    """
 
     config: Config
     incarnation: str
@@ -52,53 +58,63 @@ class ClusterState:
     jobs: dict[JobId, Job] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=Nodes)
     partitions: dict[str, Partition] = field(default_factory=dict)
-    partition_states: dict[str, PartitionState] = field(default_factory=dict)  # that admins gave them
-    pending: dict[JobId, None] = field(default_factory=dict)  # ids in order of their becoming pending
+    partition_states: dict[str, PartitionState] = field(default_factory=dict)  # set by admins
+    # Ids in the order in which they became pending.
+    pending: dict[JobId, None] = field(default_factory=dict)
     active: dict[JobId, None] = field(default_factory=dict)
-    ended: dict[JobId, None] = field(default_factory=dict)  # ids of ended jobs in memory, in order of their ends
+    # Ids of ended jobs in memory, in the order of their ends.
+    ended: dict[JobId, None] = field(default_factory=dict)
     queued: Counter[str] = field(default_factory=Counter)  # jobs that wait or hold nodes, by user
-    states: Counter[JobState] = field(
-        default_factory=Counter
-    )  # jobs in memory: of tens of thousands nobody counts them anew
-    arrays: dict[JobId, dict[JobId, None]] = field(default_factory=dict)  # array id -> ids of its tasks
+    # Jobs in memory by state, kept up to date because counting them is slow.
+    states: Counter[JobState] = field(default_factory=Counter)
+    # Array id -> ids of its tasks.
+    arrays: dict[JobId, dict[JobId, None]] = field(default_factory=dict)
     reservations: dict[str, Reservation] = field(default_factory=dict)
     crontabs: dict[int, Crontab] = field(default_factory=dict)  # by uid
     triggers: dict[int, Trigger] = field(default_factory=dict)
     waits: dict[JobId, Wait] = field(default_factory=dict)
-    priorities: Mapping[JobId, int] = field(
-        default_factory=dict
-    )  # of waiting jobs, as the last plan had them; not stored
+    # Of waiting jobs, from the last plan; not stored.
+    priorities: Mapping[JobId, int] = field(default_factory=dict)
     scripts: ScriptUses = field(default_factory=ScriptUses)
     last_job_id: int = 0
     last_spec_id: int = 0
-    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)  # what was given back, charged
-    training: dict[JobId, TrainingStatus] = field(default_factory=dict)  # of active jobs: their programs' last word
-    spools: dict[NodeName, str] = field(
-        default_factory=dict
-    )  # of connected nodes, "": its agent does not say; not stored
-    lost_ranks: dict[JobId, int] = field(default_factory=dict)  # attempts whose ranks tell of nothing but a lost rank
-    silent_since_s: dict[NodeName, float] = field(default_factory=dict)  # of nodes that are not connected: an estimate
+    # Usage of released resources, charged.
+    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
+    # Last status from the programs of active jobs.
+    training: dict[JobId, TrainingStatus] = field(default_factory=dict)
+    # Of connected nodes; "": the agent does not send it; not stored.
+    spools: dict[NodeName, str] = field(default_factory=dict)
+    # Attempts whose ranks report only a lost rank.
+    lost_ranks: dict[JobId, int] = field(default_factory=dict)
+    # For nodes that are not connected: an estimate.
+    silent_since_s: dict[NodeName, float] = field(default_factory=dict)
     restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
-    not_taken: tuple[str, ...] = ()  # what the files say and this controller does not do, because jobs are held
-    adopts_known: bool = False  # jobs from before a restore whose launch the database knows continue unasked
-    ask_about_orphans: bool = False  # nothing from before a restore is ended without an admin's word
-    undecided_launches: dict[tuple[NodeName, str], UndecidedLaunch] = field(default_factory=dict)  # by node and token
-    to_kill: set[tuple[NodeName, str, int]] = field(
-        default_factory=set
-    )  # (node, incarnation, job) that an admin wants ended
-    adopted: set[str] = field(default_factory=set)  # tokens of former incarnations whose jobs go on
+    not_taken: tuple[str, ...] = ()  # file settings not applied because jobs are held
+    # Jobs from before a restore whose launch is in the database are adopted automatically.
+    adopts_known: bool = False
+    # Launches from before a restore end only by an admin's decision.
+    ask_about_orphans: bool = False
+    # By node and token.
+    undecided_launches: dict[tuple[NodeName, str], UndecidedLaunch] = field(default_factory=dict)
+    # (node, incarnation, job) that an admin wants ended.
+    to_kill: set[tuple[NodeName, str, int]] = field(default_factory=set)
+    # Tokens of earlier incarnations whose jobs continue.
+    adopted: set[str] = field(default_factory=set)
 
     def gpu_types(self, job: Job) -> dict[NodeName, dict[int, str]]:
-        """Return the types of the GPUs of the nodes where `job` has some, by index."""
+        """Return by node the types of the job's GPUs, by index."""
         nodes = [self.nodes[share.node] for share in job.shares if share.gpus and share.node in self.nodes]
         return {node.name: {gpu.index: gpu.type for gpu in node.spec.gpus} for node in nodes}
 
     def is_former(self, job: Job) -> bool:
-        """Return whether the job was launched before the database was restored, and not since."""
+        """Return whether the job's last launch was before the database was restored."""
         return bool(job.token) and not job.token.startswith(self.incarnation + ".") and job.token not in self.adopted
 
     def job_of_former(self, token: LaunchToken) -> Job | None:
-        """Return the job, holding nodes, that this launch of before a restore belongs to by its whole token."""
+        """Return the job with nodes to which this launch belongs by its whole token.
+
+        The launch is from before the database was restored.
+        """
         job = self.jobs.get(token.job_id)
         if job is None or not job.token or not job.held_nodes or not is_attempt_of(job, token):
             return None
@@ -107,7 +123,11 @@ class ClusterState:
         return job if token.node in job.held_nodes else None
 
     def open_nodes(self) -> list[Node]:
-        """Return the nodes as a plan may use them: one that runs what no job here holds has no room that is known."""
+        """Return the nodes that a plan may use.
+
+        A node that runs something that no job here holds is left out, because its free resources
+        are unknown.
+        """
         taken = {node for (node, _), kept in self.undecided_launches.items() if self.job_of_former(kept.token) is None}
         blocked: dict[str, Any] = {"drained": True, "drained_why": BLOCKED, "drained_by": OURSELVES}
         return [
@@ -116,12 +136,15 @@ class ClusterState:
         ]
 
     def requeues(self, job: Job) -> bool:
-        """Return whether the job goes back to the queue when its node is lost."""
+        """Return whether the job is requeued when its node is lost."""
         wanted = job.spec.requeue if job.spec.requeue is not None else self.config.controller.requeue
         return wanted and job.spec.has_script
 
     def unseen_nodes(self) -> list[NodeName]:
-        """Return the nodes that may still run what was launched before the database was restored, and have not said what."""
+        """Return the nodes that have not reported their launches since a restore.
+
+        They may still run launches from before the restore.
+        """
         if not self.restored_last_id:
             return []
         known = {*self.spools, *(name for name, _ in self.undecided_launches)}
@@ -130,12 +153,12 @@ class ClusterState:
         ]
 
     def gone_nodes(self) -> list[NodeName]:
-        """Return the nodes that are not in the configuration any more, and that jobs hold."""
+        """Return the nodes that jobs hold but that have left the configuration."""
         held = {node: None for job in self.active_jobs() for node in job.held_nodes}
         return [node for node in held if node not in self.nodes]
 
     def put(self, job: Job) -> None:
-        """Keep `job` in place of what was known under its id."""
+        """Replace the job of this id by `job`."""
         before = self.jobs.get(job.id)
         if before is None or (before.state in FINAL) != (job.state in FINAL):
             if before is not None:
@@ -164,7 +187,7 @@ class ClusterState:
             self.ended.pop(job.id, None)
 
     def add(self, jobs: Sequence[Job]) -> dict[JobId, Job]:
-        """Keep a job that was submitted now, or all tasks of an array; return them by id."""
+        """Add a newly submitted job, or all tasks of an array; return them by id."""
         made = {job.id: job for job in jobs}
         self.scripts.add(jobs[0], len(jobs))
         self.jobs |= made
@@ -176,7 +199,7 @@ class ClusterState:
         return made
 
     def drop(self, job_id: JobId) -> None:
-        """Forget the job here (its row stays in the store)."""
+        """Remove the job from memory. Its row stays in the store."""
         job = self.jobs.pop(job_id, None)
         if job is not None:
             self.scripts.remove(job)
@@ -194,7 +217,7 @@ class ClusterState:
         self.waits.pop(job_id, None)
 
     def count_states(self) -> Counter[JobState]:
-        """Return how many jobs are in each state that any is in."""
+        """Return the number of jobs in each state that occurs."""
         return +self.states
 
     def active_jobs(self) -> list[Job]:
@@ -206,7 +229,7 @@ class ClusterState:
         return [job for job in self.active_jobs() if node in job.held_nodes]
 
     def numbered(self, job_id: int) -> list[Job]:
-        """Return the job of that number, or all tasks of the array of that number; empty if there is neither."""
+        """Return the job of this id, or all tasks of the array of this id; empty if unknown."""
         tasks = self.arrays.get(JobId(job_id))
         if tasks is not None:
             return [self.jobs[task] for task in tasks]
@@ -231,13 +254,13 @@ class ClusterState:
         return {job.id: job for number in numbers for job in self.numbered(number)}
 
     def jobs_to_plan(self) -> list[Job]:
-        """Return what a plan must look at: jobs that wait, that hold nodes, and those that others depend on."""
+        """Return the jobs that a plan needs: waiting jobs, jobs with nodes, and dependencies."""
         wanted = [self.jobs[job_id] for job_id in (*self.active, *self.pending)]
         others = [job for job in self.depended_on().values() if job.state in FINAL]
         return wanted + others
 
     def set_partitions(self, configured: Iterable[Partition]) -> None:
-        """Take the partitions of the configuration, each in the state that an admin gave it."""
+        """Set the configured partitions, each in the state that an admin set."""
         states = self.partition_states
         self.partitions = {
             one.name: one if one.name not in states else replace(one, state=states[one.name]) for one in configured
@@ -251,11 +274,17 @@ class ClusterState:
         return next(iter(self.partitions.values()))
 
     def forget_ended(self, before_s: float) -> None:
-        """Drop from memory the jobs that ended before `before_s`, unless waiting jobs depend on them."""
+        """Purge from memory jobs that ended before `before_s`.
+
+        Jobs that waiting jobs depend on stay.
+        """
         self._forget(job_id for job_id in self.ended if (self.jobs[job_id].ended_at_s or 0.0) < before_s)
 
     def forget_oldest(self, keep: int) -> None:
-        """Drop from memory all but the last `keep` jobs to end, and those that waiting jobs depend on."""
+        """Purge from memory all but the last `keep` ended jobs.
+
+        Jobs that waiting jobs depend on stay.
+        """
         self._forget(itertools.islice(self.ended, max(0, len(self.ended) - keep)))
 
     def _forget(self, job_ids: Iterable[JobId]) -> None:
@@ -267,6 +296,6 @@ class ClusterState:
 
 
 def is_attempt_of(job: Job, token: LaunchToken) -> bool:
-    """Return whether the launch is a part of the attempt that the job is at."""
+    """Return whether the launch belongs to the job's present attempt."""
     own = LaunchToken.parse(job.token)
     return (own.incarnation, own.attempt) == (token.incarnation, token.attempt)

@@ -1,8 +1,9 @@
-"""Job scripts: where the text of one goes, and which jobs use which.
+"""Track job scripts: where each text is stored, and which jobs use it.
 
-A text is in the database once, under its SHA-256, and not in memory: a specification in the queue has the hash and the length.
-A script stays until the last job in memory that uses it is forgotten (``min_job_age_s`` after its end). An account's scripts
-of ended jobs go earlier if all of its scripts take more than its jobs may have.
+A text is in the database once, under its SHA-256, and not in memory. A specification in the queue
+has its hash and length. A script stays until the last job in memory that uses it is purged
+(``min_job_age_s`` after its end). Scripts of ended jobs are deleted earlier if all scripts of their
+account together exceed its limit.
 
 Knows no database: `hpcsched.store.store` writes, reads and deletes the texts.
 """
@@ -18,8 +19,8 @@ from hpcsched.model.spec import JobSpec
 
 
 def set_apart(spec: JobSpec) -> tuple[JobSpec, bytes]:
-    """Return the specification as the queue has it, and the text of its script (empty if it has none)."""
-    if any(one.has_script for one in spec.components):  # what they run is their job's script
+    """Return the specification as queued, and the text of its script (empty if it has none)."""
+    if any(one.has_script for one in spec.components):  # components run the script of their job
         bare = tuple(replace(one, script="", script_sha256="", script_bytes=0) for one in spec.components)
         spec = replace(spec, components=bare)
     if not spec.script:
@@ -29,19 +30,22 @@ def set_apart(spec: JobSpec) -> tuple[JobSpec, bytes]:
 
 
 class ScriptUses:
-    """Which scripts the jobs in memory use: by account and hash, how many jobs, those that have not ended apart."""
+    """Counts the jobs in memory that use each script, by account and hash.
+
+    Jobs that have not ended are counted separately.
+    """
 
     def __init__(self) -> None:
         self._unended: dict[tuple[int, str], int] = {}
-        self._ended: dict[tuple[int, str], int] = {}  # the script that has been there longest comes first
+        self._ended: dict[tuple[int, str], int] = {}  # oldest script first
         self._users: dict[str, int] = {}  # by hash: entries in both
         self._sizes: dict[str, int] = {}
-        self._unended_bytes: dict[int, int] = {}  # by account, of different scripts
+        self._unended_bytes: dict[int, int] = {}  # by account; each script counts once
         self._ended_bytes: dict[int, int] = {}
         self._unused: dict[str, None] = {}
 
     def add(self, job: Job, count: int = 1) -> None:
-        """Count `count` jobs like `job` in."""
+        """Add `count` jobs like `job` to the counts."""
         sha256 = job.spec.script_sha256
         if not sha256:
             return
@@ -58,11 +62,11 @@ class ScriptUses:
         self._unused.pop(sha256, None)
 
     def remove(self, job: Job) -> None:
-        """Count `job` out."""
+        """Remove `job` from the counts."""
         key = (job.uid, job.spec.script_sha256)
         table = self._ended if job.state in FINAL else self._unended
         if key not in table:
-            return  # it has no script, or one that went early
+            return  # it has no script, or the script was deleted early
         table[key] -= 1
         if not table[key]:
             self._drop(table, key)
@@ -80,21 +84,22 @@ class ScriptUses:
             self._unused[sha256] = None
 
     def has(self, job: Job) -> bool:
-        """Return whether the script of `job` is still there."""
+        """Return whether the script of `job` is still stored."""
         return not job.spec.script_sha256 or job.spec.script_sha256 in self._users
 
     def unended_bytes(self, uid: int) -> int:
-        """Return how many bytes the different scripts of the account's waiting and running jobs have."""
+        """Return the bytes of the different scripts of the account's waiting and running jobs."""
         return self._unended_bytes.get(uid, 0)
 
     def let_go(self, most_bytes: int) -> bool:
-        """Count scripts of ended jobs out, the oldest first, of accounts whose scripts take more than `most_bytes`.
+        """Drop the oldest scripts of ended jobs for accounts that use more than `most_bytes`.
 
-        Returns whether there were any.
+        Return whether any was dropped.
         """
         over = [uid for uid, ended in self._ended_bytes.items() if ended + self._unended_bytes.get(uid, 0) > most_bytes]
         for uid in over:
-            # A quarter more than needed: the next job to end does not have to look through all of them again.
+            # Drop a quarter more than needed, so that the next ended job does not scan all scripts
+            # again.
             least = min(most_bytes - self._unended_bytes.get(uid, 0), most_bytes * 3 // 4)
             for key in [key for key in self._ended if key[0] == uid]:
                 if self._ended_bytes.get(uid, 0) <= least:
@@ -103,7 +108,10 @@ class ScriptUses:
         return bool(over)
 
     def keep_only(self, stored: Collection[str]) -> None:
-        """Count scripts of ended jobs out that are not among the `stored` hashes: they went before the last restart."""
+        """Drop scripts of ended jobs that are not among the `stored` hashes.
+
+        These were deleted before the last restart.
+        """
         for key in [key for key in self._ended if key[1] not in stored]:
             self._drop(self._ended, key)
 
@@ -114,7 +122,7 @@ class ScriptUses:
         return unused
 
     def put_back(self, unused: list[str]) -> None:
-        """Have `take_unused` return these again: they could not be deleted."""
+        """Queue hashes for `take_unused` again, because they could not be deleted."""
         self._unused |= dict.fromkeys(sha256 for sha256 in unused if sha256 not in self._users)
 
     def unknown(self, stored: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
-"""A transaction: changes to the cluster's state that are committed together or undone.
+"""Change the cluster state in transactions, which are committed together or undone.
 
-A `Transaction` remembers the values from before, so that a failed commit leaves nothing behind. `WriteBatch` is what the
-store writes. The tick is synchronous: nothing reads the state between a change and its commit.
+A `Transaction` keeps the previous values, so that a failed commit leaves nothing behind.
+`WriteBatch` is what the store writes. The tick is synchronous: nothing reads the state between a
+change and its commit.
 """
 
 from __future__ import annotations
@@ -53,31 +54,33 @@ class StepRecord:
     max_rss_kib: int | None = None
     disk_read_bytes: int | None = None
     disk_write_bytes: int | None = None
-    kept: str | None = None  # what the next controller must know of it: hpcsched.steps.service
+    kept: str | None = None  # state that the next controller needs: hpcsched.steps.service
 
 
 @dataclass(slots=True)
 class WriteBatch:
-    """What one tick changed, to be committed together."""
+    """The changes of one tick, committed together."""
 
     specs: dict[int, JobSpec] = field(default_factory=dict)
     scripts: dict[str, bytes] = field(default_factory=dict)  # by hash
     jobs: dict[JobId, Job] = field(default_factory=dict)
-    arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as they were when they came in
+    arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as submitted
     events: list[JobEvent] = field(default_factory=list)
     node_events: list[NodeEvent] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRecord] = field(default_factory=dict)
     usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
-    requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
-    partitions: dict[str, PartitionState] = field(default_factory=dict)  # the state that an admin gave them
+    # (uid, request id, job ids, at_s)
+    requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)
+    partitions: dict[str, PartitionState] = field(default_factory=dict)  # states set by admins
     reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
     crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
     triggers: dict[int, Trigger | None] = field(default_factory=dict)  # None: deleted
     training: dict[int, TrainingStatus] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
-    adopted: list[str] = field(default_factory=list)  # tokens of before a restore whose jobs go on
-    clock: str = ""  # how the head node's clocks stand, if that is new
+    # Tokens from before a restore whose jobs continue.
+    adopted: list[str] = field(default_factory=list)
+    clock: str = ""  # the clock mark of the head node, if it changed
 
     def __bool__(self) -> bool:
         return bool(self.events) or any(getattr(self, name) for name in self.__slots__)
@@ -86,8 +89,8 @@ class WriteBatch:
 class Transaction:
     """One tick's changes to the cluster, to be committed as one `WriteBatch`, or undone.
 
-    With `commit` each `attempt` is committed by itself, and the transaction as a whole is not: a way to tell what of it
-    cannot be written.
+    With `commit`, each `attempt` is committed by itself, and the transaction as a whole is not.
+    This finds the part that cannot be written.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Transaction:
         self._ids_before = (cluster.last_job_id, cluster.last_spec_id)
 
     def record(self, event: JobEvent) -> Job:
-        """Apply `event` to its job and note both for the commit. Returns the job as it is now."""
+        """Apply `event` to its job and add both to the commit. Return the changed job."""
         if isinstance(event, Allocated | NodesAdded):
             event = replace(event, shares=self._with_spools(event.shares))
         job = self.cluster.jobs.get(event.job_id)
@@ -127,12 +130,12 @@ class Transaction:
         return changed
 
     def _with_spools(self, shares: tuple[Share, ...]) -> tuple[Share, ...]:
-        """Return the shares with the spools that the nodes' names lead to now."""
+        """Return the shares with the spools that the nodes' names refer to now."""
         spools = self.cluster.spools
         return tuple(replace(share, spool=spools.get(share.node, "")) for share in shares)
 
     def submit(self, spec: JobSpec, *, uid: int, user: str, partition: str, time_limit_s: int | None) -> list[Job]:
-        """Make the job (or all tasks of the array) that `spec` asks for."""
+        """Create the job of `spec`, or all tasks of its array."""
         cluster = self.cluster
         cluster.last_spec_id += 1
         spec, script = set_apart(spec)
@@ -146,7 +149,7 @@ class Transaction:
             time_limit_s=time_limit_s,
         )
         jobs = submitted_jobs(event, spec)
-        cluster.last_job_id += len(jobs) + len(spec.components)  # the components have numbers too
+        cluster.last_job_id += len(jobs) + len(spec.components)  # components have ids too
         self.batch.specs[event.spec_id] = spec
         if script:
             self.batch.scripts[spec.script_sha256] = script
@@ -158,9 +161,10 @@ class Transaction:
         return list(jobs)
 
     def respecify(self, job: Job, changes: dict[str, Any], *, by_uid: int, spec_id: int | None = None) -> Job:
-        """Have the job ask for something else: `changes` are fields of its specification, as JSON values.
+        """Change the job's specification; `changes` are its fields as JSON values.
 
-        `spec_id` is that of a specification which this transaction has made of the same one in the same way, if it has.
+        `spec_id` is the id of an equal specification that this transaction has already made, if
+        any.
         """
         made = spec_id is None
         if spec_id is None:
@@ -173,7 +177,7 @@ class Transaction:
         return changed
 
     def record_node(self, event: NodeEvent) -> Node:
-        """Apply `event` to its node and note both for the commit. Return the node after the event.
+        """Apply `event` to its node and add both to the commit. Return the changed node.
 
         Events of a node that left the configuration are dropped, because it has no row.
         """
@@ -189,13 +193,13 @@ class Transaction:
         return node
 
     def set_reservation(self, name: str, reservation: Reservation | None) -> None:
-        """Keep `reservation` under `name`; None: there is none of that name any more."""
+        """Set the reservation of this name; None deletes it."""
         self._reservations_before.setdefault(name, self.cluster.reservations.get(name))
         _keep(self.cluster.reservations, name, reservation)
         self.batch.reservations[name] = reservation
 
     def set_partition_state(self, name: str, state: PartitionState) -> Partition:
-        """Give a partition a state, whatever the configuration says."""
+        """Set a partition's state, which overrides the configuration."""
         cluster = self.cluster
         self._partitions_before = self._partitions_before or (cluster.partitions, cluster.partition_states)
         cluster.partition_states = cluster.partition_states | {name: state}
@@ -204,61 +208,64 @@ class Transaction:
         return cluster.partitions[name]
 
     def set_crontab(self, uid: int, crontab: Crontab | None) -> None:
-        """Keep the crontab of a user; None: there is none any more."""
+        """Set the crontab of a user; None deletes it."""
         self._crontabs_before.setdefault(uid, self.cluster.crontabs.get(uid))
         _keep(self.cluster.crontabs, uid, crontab)
         self.batch.crontabs[uid] = crontab
 
     def set_trigger(self, number: int, trigger: Trigger | None) -> None:
-        """Keep a trigger under its number; None: there is none any more."""
+        """Set the trigger of this number; None deletes it."""
         self._triggers_before.setdefault(number, self.cluster.triggers.get(number))
         _keep(self.cluster.triggers, number, trigger)
         self.batch.triggers[number] = trigger
 
     def nodes_before(self) -> dict[NodeName, Node]:
-        """Return the nodes that this transaction has changed, as they were before it."""
+        """Return the nodes that this transaction changed, in their earlier state."""
         return dict(self._nodes_before)
 
     def adopt(self, token: str) -> None:
-        """Take the launch of a former incarnation for its job's own from now on."""
+        """Adopt a launch of an earlier incarnation: from now on it belongs to its job."""
         self.cluster.adopted.add(token)
         self.batch.adopted.append(token)
 
     def decided(self, keys: Iterable[tuple[NodeName, str]]) -> None:
-        """Ask no admin any more about these launches of a former incarnation."""
+        """Mark these launches of an earlier incarnation as decided: no admin is asked about them."""
         for key in list(keys):
             self._undecided_before[key] = self.cluster.undecided_launches.pop(key)
 
     def put_usage(self, used: UsedResources) -> None:
-        """Note what has been used for the commit."""
+        """Add resource usage to the commit."""
         self._usage_before.setdefault(used.key, self.cluster.usage.get(used.key))
         self.cluster.usage[used.key] = self.batch.usage[used.key] = used
 
     def put_step(self, step: StepRecord) -> None:
-        """Note a step's row for the commit."""
+        """Add a step's row to the commit."""
         self.batch.steps[(step.job_id, step.attempt, step.step)] = step
 
     def put_training(self, training: TrainingStatus) -> None:
-        """Note a training program's word for the commit."""
+        """Add a training program's status to the commit."""
         self.batch.training[training.job_id] = training
 
     def put_failure(self, failure: RankFailure) -> None:
-        """Note for the commit why a rank failed; the first word of a rank counts."""
+        """Add a rank's failure to the commit; the first report of a rank counts."""
         self.batch.failures.append(failure)
 
     def note_request(self, uid: int, request_id: str, job_ids: list[int]) -> None:
-        """Remember what a request id made, so that a repeated request gets the same jobs."""
+        """Record the jobs of a request id, so that a repeated request gets the same jobs."""
         self.batch.requests.append((uid, request_id, job_ids, self.now_s))
 
     def requested(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
-        """Return the jobs that a request id has made in this very transaction, which no store knows yet; None: none."""
+        """Return the jobs that this transaction created for a request id, or None.
+
+        The store does not know them yet.
+        """
         for noted_uid, noted_id, job_ids, _ in self.batch.requests:
             if (noted_uid, noted_id) == (uid, request_id):
                 return {job_id: self.cluster.jobs[JobId(job_id)].spec for job_id in job_ids}
         return None if self._within is None else self._within.requested(uid, request_id)
 
     def undo(self) -> None:
-        """Put the cluster back as it was before this transaction."""
+        """Restore the cluster to its state before this transaction."""
         for job_id, job in self._jobs_before.items():
             if job is None:
                 self.cluster.drop(job_id)
@@ -283,10 +290,11 @@ class Transaction:
         self.cluster.last_job_id, self.cluster.last_spec_id = self._ids_before
 
     def attempt(self, what: str, work: Callable[[Transaction], Any]) -> Any:
-        """Do `work` in a savepoint and return its result. If it fails, undo it alone and return the error.
+        """Do `work` in a savepoint and return its result; on failure undo it, return the error.
 
-        An unexpected exception is logged as a failure to do `what`, and returned as InternalError. Only InvariantError is
-        raised: what is in memory may not be what is on disk any more.
+        An unexpected exception is logged as a failure to do `what`, and returned as InternalError.
+
+        Raises: InvariantError only, because memory and disk may then differ.
         """
         inner = self.savepoint()
         try:
@@ -295,7 +303,7 @@ class Transaction:
                 self._commit(inner.batch)
         except InvariantError:
             raise
-        except Exception as error:  # the barrier: it is the failure of this piece alone
+        except Exception as error:  # the barrier: only this piece has failed
             try:
                 inner.undo()
             except Exception as wrong:
@@ -305,11 +313,11 @@ class Transaction:
         return result
 
     def savepoint(self) -> Transaction:
-        """Return a transaction for one request: `merge` it when the request succeeded, `undo` it when it did not."""
+        """Return a transaction for one request: `merge` it on success, `undo` it on failure."""
         return Transaction(self.cluster, self.now_s, self)
 
     def merge(self, inner: Transaction) -> None:
-        """Take over the changes of a `savepoint`."""
+        """Add the changes of a `savepoint` to this transaction."""
         _add_missing(self._jobs_before, inner._jobs_before)
         _add_missing(self._nodes_before, inner._nodes_before)
         _add_missing(self._usage_before, inner._usage_before)
@@ -338,7 +346,10 @@ class Transaction:
         self.batch.clock = inner.batch.clock or self.batch.clock
 
     def _charge(self, before: Job, after: Job, at_s: float) -> None:
-        """Charge what the job gave back, if it did, to its user, account and QOS: in this very commit, so once."""
+        """Charge the resources that the job released to its user, account and QOS.
+
+        This is part of the same commit, so it is charged once.
+        """
         if after.charged_cpu_s == before.charged_cpu_s and after.charged_mem_mib_s == before.charged_mem_mib_s:
             return
         cluster, accounting = self.cluster, self.cluster.config.accounting

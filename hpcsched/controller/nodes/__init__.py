@@ -1,1 +1,1 @@
-"""What the controller knows of nodes: their links, silence, spools, and what they still run of former lives."""
+"""Track nodes: their links, silence, spools, and launches of earlier incarnations."""

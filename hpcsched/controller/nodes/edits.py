@@ -1,12 +1,14 @@
-"""Edits of the configuration that would lead a node's name elsewhere while jobs are held there.
+"""Reject configuration edits that point a node's name elsewhere while jobs are held there.
 
-A node's address, account, host key and directory say to which spool its name leads, and so does the cluster's name, which is
-a part of the directory. While jobs are held there such an edit is refused as a whole: at ``hctl reconfigure`` and SIGHUP
-nothing is changed. A starting controller goes on with the former values, which it has in its database, and says so: a
-cluster that does not start because of one node would be worse.
+A node's address, account, host key and directory decide which spool its name refers to. So does the
+cluster's name, which is part of the directory. While jobs are held there, such an edit is rejected
+as a whole: at ``hctl reconfigure`` and SIGHUP nothing is changed. A starting controller continues
+with the former values from its database, and reports this, because a cluster that does not start
+because of one node would be worse.
 
-A node without a file cannot be reached any more. At ``hctl reconfigure`` that is refused as well; after a start its jobs are
-held as those of a node that does not answer (`hpcsched.controller.requests.nodes`).
+A node without a file cannot be reached. At ``hctl reconfigure`` this edit is rejected as well.
+After a start, the node's jobs are held like those of a node that does not answer
+(`hpcsched.controller.requests.nodes`).
 
 Knows nothing of connections. It is used before the controller answers, so it imports little.
 """
@@ -32,7 +34,7 @@ NAMED_JOBS = 5
 
 
 def jobs_held(jobs: Iterable[Job]) -> dict[NodeName, list[Job]]:
-    """Return which of these jobs hold which node."""
+    """Return by node which of these jobs hold it."""
     held: dict[NodeName, list[Job]] = {}
     for job in jobs:
         for node in job.held_nodes:
@@ -41,7 +43,10 @@ def jobs_held(jobs: Iterable[Job]) -> dict[NodeName, list[Job]]:
 
 
 def words_for(jobs: Sequence[Job], one: str = "", many: str = "") -> str:
-    """Return the first jobs in words, with the verb for one or many: ``job 12 runs``, ``jobs 12, 13 and 4 more run``."""
+    """Return the first jobs in words with a verb, such as ``jobs 12, 13 and 4 more run``.
+
+    `one` and `many` are the verb's forms for one job and for several.
+    """
     shown = ", ".join(job.display_id for job in jobs[:NAMED_JOBS])
     more = f" and {len(jobs) - NAMED_JOBS} more" if len(jobs) > NAMED_JOBS else ""
     return f"job {shown} {one}".rstrip() if len(jobs) == 1 else f"jobs {shown}{more} {many}".rstrip()
@@ -53,15 +58,16 @@ def held_there(jobs: Sequence[Job]) -> str:
 
 
 def hold_nodes(held: Mapping[NodeName, Sequence[Job]]) -> str:
-    """Return ``job 12 holds nodes`` for what `jobs_held` found."""
+    """Return ``job 12 holds nodes`` for the result of `jobs_held`."""
     jobs = {job.id: job for its in held.values() for job in its}
     return words_for(list(jobs.values()), "holds nodes", "hold nodes")
 
 
 def refused_edits(cluster: ClusterState, after: Config, same_machine: Collection[str] = ()) -> list[str]:
-    """Return why the configuration `after` cannot be taken now: a sentence for each edit, empty if it can.
+    """Return why the configuration `after` cannot be applied: a sentence per edit, or empty.
 
-    `same_machine`: nodes of which an admin says that they have a new address. Which spool answers there is checked anyway.
+    `same_machine`: nodes that, according to an admin, only have a new address. Their spool is
+    checked anyway.
     """
     held = jobs_held(cluster.active_jobs())
     specs = {spec.name: spec for spec in after.nodes}
@@ -87,7 +93,7 @@ def refused_edits(cluster: ClusterState, after: Config, same_machine: Collection
 
 
 def gone_notes(cluster: ClusterState) -> list[str]:
-    """Return a sentence for each node that jobs are held on and that has no file any more, with what can be done."""
+    """Return a sentence, with a remedy, for each node without a file on which jobs are held."""
     return [
         f"node {name} has no file in nodes.d any more, and {held_there(cluster.jobs_on(name))}. Bring the file back "
         f"(then hctl reconfigure), or, if the machine is dead, give them up: hctl fence {name}"
@@ -103,7 +109,7 @@ def _ways(name: NodeName) -> str:
 
 
 def _edited(before: NodeSpec, after: NodeSpec, keys: Collection[str]) -> str:
-    """Return the keys with their values that differ, in words; "" if none does."""
+    """Return the keys whose values differ, with the values, in words; "" if none does."""
     found = [key for key in REACH if key in keys and getattr(before, key) != getattr(after, key)]
     return ", ".join(f"{key} ({_shown(getattr(before, key))} to {_shown(getattr(after, key))})" for key in found)
 
@@ -116,9 +122,9 @@ def _shown(value: object) -> str:
 def as_before(
     config: Config, former_name: str, stored: Mapping[str, Any], held: Mapping[NodeName, Sequence[Job]]
 ) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration to start with, and why it is not what the files say.
+    """Return the configuration to start with, and how and why it differs from the files.
 
-    `former_name`, `stored`: the cluster's name and the rows of its nodes, as the controller before had them.
+    `former_name`, `stored`: the cluster's name and the rows of its nodes from the last run.
     """
     notes, nodes, name = [], [], config.name
     if held and former_name and former_name != config.name:
@@ -143,20 +149,26 @@ def _former(spec: NodeSpec, reach: str) -> NodeSpec:
     return replace(spec, **{key: value for key, value in known.items() if key in REACH})
 
 
-# ----- which spool a node's name leads to, and whether its agent may be listened to
-# Each share of a job names the spool that its attempt is launched into (`Share.spool`). An edit of the configuration, a name
-# server or a replaced machine can lead a node's name to another spool. What that one does not have proves nothing: the attempt
-# may run where the name led before. So its agent is not listened to, and nothing is sent there, until no job is held at the
-# former spool. The job's node counts as one that does not answer.
+# ----- which spool a node's name refers to, and whether its agent is accepted
 #
-# Proof that nothing runs any more: the inventory of the same spool, or a reboot of the same machine. An admin's word
-# (``hctl fence NODE``) does as well.
+# Each share of a job names the spool that its attempt was launched into (`Share.spool`). An edit of
+# the configuration, a name server or a replaced machine can point a node's name to another spool.
+# The inventory of that spool proves nothing: the attempt may run on the former machine. So its
+# agent is refused, and nothing is sent there, until no job is held at the former spool. The job's
+# node counts as one that does not answer.
 #
-# A version before this one named no spools. What it launched belongs to the first spool that a version without identities used.
+# Proof that nothing runs any more is the inventory of the same spool, or a reboot of the same
+# machine. An admin's word (``hctl fence NODE``) is accepted as well.
+#
+# An older version recorded no spools. Its launches belong to the first spool that a version without
+# identities used.
 
 
 class SpoolIdentity(NamedTuple):
-    """What an agent's welcome says of its spool; see `hpcnode.spool`. Texts are hashes, "" for what it does not say."""
+    """The spool identity in an agent's welcome (see `hpcnode.spool`).
+
+    The texts are hashes; "" if the agent does not send one.
+    """
 
     id: str = ""
     hardware: str = ""
@@ -164,7 +176,7 @@ class SpoolIdentity(NamedTuple):
 
 
 def spool_of(welcome: protocol.Welcome) -> SpoolIdentity:
-    """Return the spool that an agent speaks for; one of a version without identities does not say."""
+    """Return the spool of an agent; an agent without identities does not name one."""
     said = welcome.facts.get("spool")
     if not isinstance(said, Mapping) or not said.get("id"):
         return SpoolIdentity()
@@ -177,7 +189,7 @@ def spool_of(welcome: protocol.Welcome) -> SpoolIdentity:
 
 
 def why_refused(cluster: ClusterState, node: NodeName, welcome: protocol.Welcome) -> str:
-    """Return why the agent may not be taken for `node`'s, "" if it may."""
+    """Return why the agent is not accepted for `node`, or "" if it is."""
     spool, known = spool_of(welcome), cluster.nodes[node]
     if was_rebooted(known, spool, welcome.boot_id):
         return ""
@@ -196,12 +208,12 @@ def why_refused(cluster: ClusterState, node: NodeName, welcome: protocol.Welcome
 
 
 def was_rebooted(known: Node, spool: SpoolIdentity, boot_id: str) -> bool:
-    """Return whether this is the machine that answered last, and has booted since."""
+    """Return whether this is the machine that answered last, rebooted since."""
     return bool(known.hardware and known.boot_id) and known.hardware == spool.hardware and known.boot_id != boot_id
 
 
 def take_spool(tx: Transaction, node: NodeName, spool: SpoolIdentity) -> None:
-    """Note the spool of the jobs on `node` that an older version has launched."""
+    """Record the spool for the jobs on `node` that an older version launched."""
     for job in tx.cluster.jobs_on(node) if spool.id else ():
         if not job.spool_on(node):
             tx.record(SpoolFound(job_id=job.id, at_s=tx.now_s, node=node, spool=spool.id))

@@ -1,7 +1,7 @@
-"""All links to nodes: started and stopped as the configuration says, messages sent, questions matched with answers.
+"""Manage the links to all nodes: start and stop them, send messages, match answers.
 
-What arrives is handed to the controller (reports) and the step service (streams); answers to `call` to whoever waits.
-Runs on the event loop's thread.
+Links are started and stopped by the configuration. Incoming reports go to the controller, streams
+to the step service, and answers to the caller of `call`. Runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Answer = tuple[Any, bytes]
 
 
 class Fleet:
-    """The nodes as they are connected now; listens to every link."""
+    """The present connections to nodes; listens to every link."""
 
     def __init__(
         self, controller: Controller, *, bundle: Bundle, identity: ControllerIdentity, clock: Callable[[], float]
@@ -49,7 +49,10 @@ class Fleet:
         self._last_request = 0
 
     def configure(self, config: Config) -> None:
-        """Have a link to each node of `config`, and none to others; a node whose description changed is dialled anew."""
+        """Keep a link to each node of `config`, and to no other node.
+
+        A node whose settings changed is reconnected.
+        """
         wanted = {spec.name: spec for spec in config.nodes}
         renamed = config.name != self._identity.cluster
         self._identity = replace(self._identity, cluster=config.name)
@@ -75,7 +78,7 @@ class Fleet:
         return link
 
     def close(self) -> None:
-        """End all links; what runs on the nodes runs on."""
+        """Close all links. Jobs on the nodes continue."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -86,16 +89,22 @@ class Fleet:
             if node in self._links:
                 self._links[node].retry_now()
 
-    # ----- out
+    # ----- outgoing
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
-        """Send to the node's agent if it is connected; else drop it: it is asked for again when it is."""
+        """Send to the node's agent if it is connected; otherwise drop the message.
+
+        Effects are repeated when the node connects.
+        """
         link = self._links.get(node)
         if link is not None:
             link.send(message, blob)
 
     async def call(self, node: NodeName, make: Callable[[int], Any], timeout_s: float) -> Answer:
-        """Send the question `make(request number)` and return the answer and its blob. Raises UnavailableError."""
+        """Send the request `make(request number)` and return the answer and its blob.
+
+        Raises: UnavailableError.
+        """
         link = self._links.get(node)
         self._last_request += 1
         key = (node, self._last_request)
@@ -115,7 +124,7 @@ class Fleet:
             if name == node and not future.done():
                 future.set_exception(UnavailableError(f"cannot ask node {node}: {why}"))
 
-    # ----- in (LinkEvents)
+    # ----- incoming (LinkEvents)
 
     def on_up(self, node: NodeName, welcome: protocol.Welcome) -> str:
         why = self._controller.node_up(node, welcome, self._clock())
@@ -166,5 +175,5 @@ class Fleet:
 
 
 def monotonic_s() -> float:
-    """Return the clock that planning is measured with."""
+    """Return the monotonic time that planning is measured with."""
     return time.perf_counter()

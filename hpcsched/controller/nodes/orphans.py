@@ -1,13 +1,15 @@
-"""What nodes still run of jobs that were launched before the database was restored.
+"""Track what nodes still run from before the database was restored.
 
-After `hpcsched restore` nothing of a former incarnation is ended unasked (with `--strays=end` all of it is). A job is adopted
-as a whole, by itself (with `--strays=ask` by an admin's word), if the token of its batch step is the very one that the database
-has for that job, and its node says that it is started. Then this is that job, its allocation is known, and it continues as if
-nothing had happened.
+After `hpcsched restore` nothing of an earlier incarnation is ended automatically, except with
+`--strays=end`, which ends all of it. A job is adopted as a whole if the token of its batch step is
+the same as in the database, and its node reports it as started. Then this is that job, its
+allocation is known, and it continues unchanged. Adoption is automatic; with `--strays=ask` it needs
+an admin's word.
 
-What the database knows nothing of, or knows under another token, has no owner, script or allocation here. It is listed
-(`hctl strays`) until it ends by itself or an admin has it ended. A node that runs such a thing gets no new jobs meanwhile.
-It is known to memory alone: nodes tell of it on every connection.
+A launch that is not in the database, or has another token there, has no owner, script or allocation
+here. It is listed (`hctl strays`) until it ends by itself or an admin ends it. A node that runs
+such a launch gets no new jobs meanwhile. The list is kept in memory only, because nodes report
+these launches on every connection.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
 
 
 def keep(cluster: ClusterState, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
-    """Note what `node` runs of a former incarnation, until an admin has decided or it has ended."""
+    """Record a launch of an earlier incarnation on `node` until it is decided or has ended."""
     cluster.undecided_launches[node, report.token] = UndecidedLaunch(token=token, report=report)
     answer.acks.append(report.seq)
 
 
 def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer) -> bool:
-    """Take a report of a former incarnation: adopt the job that it is about, or keep it for an admin's decision.
+    """Handle a report of an earlier incarnation: adopt its job, or keep it for an admin.
 
-    Return False if it is to be treated as all reports are: as of a job of ours, or of what is to be ended.
+    Return False if the report is to be handled like any other report.
     """
     cluster = tx.cluster
     if is_adopted(cluster, token):
         if token.step in (BATCH_STEP, ALLOC_STEP):
             return False
-        answer.acks.append(report.seq)  # its steps are minded on their nodes, and end with it
+        # The job's steps are supervised on their nodes, and end with the job.
+        answer.acks.append(report.seq)
         return True
     if report.status not in LIVING:
         forget(cluster, node, token=report.token)
@@ -66,7 +69,10 @@ def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.R
 
 
 def forget(cluster: ClusterState, node: NodeName, *, gone: protocol.JobGone | None = None, token: str = "") -> bool:
-    """Forget what `node` has said of a token, of a job that is gone there, or of all; return whether there was something."""
+    """Forget the node's launches of a token, an ended job, or all.
+
+    Return whether any was known.
+    """
     drop = [
         key
         for key, kept in cluster.undecided_launches.items()
@@ -82,9 +88,9 @@ def forget(cluster: ClusterState, node: NodeName, *, gone: protocol.JobGone | No
 
 
 def held_back(cluster: ClusterState, ending: Iterable[tuple[NodeName, str, int]]) -> dict[JobId, Wait]:
-    """Return the waiting jobs of a restored database that may still run from before, with what they wait for.
+    """Return the waiting jobs that may still run from before a restore, and their waits.
 
-    `ending`: node, incarnation and job of what has been told to end.
+    `ending`: node, incarnation and job of launches that were told to end.
     """
     if unseen := cluster.unseen_nodes():
         text = (
@@ -110,7 +116,7 @@ def held_back(cluster: ClusterState, ending: Iterable[tuple[NodeName, str, int]]
 
 
 def views(cluster: ClusterState) -> list[dict[str, Any]]:
-    """Return what waits for an admin's decision, as `hctl strays` shows it."""
+    """Return the launches that wait for an admin's decision, as `hctl strays` shows them."""
     return [
         {
             "token": text,
@@ -131,9 +137,10 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
 
 
 def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]:
-    """Go on with these jobs as they run; return their ids. Whose token is not the database's is refused.
+    """Adopt these running jobs; return their ids.
 
-    Of "all" are meant those that can be adopted, if any can.
+    A launch with another token than the database has is refused. "all" means all that can be
+    adopted, if any can.
     """
     asker.must_be_admin("adopt what runs from before the restore")
     references = list(references)
@@ -177,7 +184,7 @@ def _adopt(tx: Transaction, job: Job, by_uid: int | None) -> None:
 
 
 def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeName, Answer]:
-    """Have these launches ended, each with all of its job on its node; return what to tell which node."""
+    """End these launches, each with its whole job on its node; return the orders by node."""
     asker.must_be_admin("end what runs from before the restore")
     answers: dict[NodeName, Answer] = {}
     for token in _named(tx.cluster, references):
@@ -190,13 +197,13 @@ def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeNa
 
 
 def is_adopted(cluster: ClusterState, token: LaunchToken) -> bool:
-    """Return whether the launch is a part of a job that was adopted."""
+    """Return whether the launch belongs to an adopted job."""
     job = cluster.jobs.get(token.job_id)
     return job is not None and job.token in cluster.adopted and is_attempt_of(job, token)
 
 
 def _named(cluster: ClusterState, references: Iterable[str]) -> list[LaunchToken]:
-    """Return the launches that are meant: whole tokens, or their beginnings up to a dot; "all"."""
+    """Return the referenced launches: whole tokens, token prefixes up to a dot, or "all"."""
     found: dict[str, LaunchToken] = {}
     for reference in references:
         meant = [

@@ -1,14 +1,17 @@
-"""For how long each node has been silent, and what that proves of the jobs on it.
+"""Measure how long each node has been silent, and what that proves about its jobs.
 
 A silence proves something in two cases only:
-- A job with a lease (`--lease=kill`): the node ends it by its own clock, `Job.lease_s` after it last asked us something that we
-  answered. It asked before its connection to us ended (whatever of our answers was still on its way then), and our count
-  begins at that end, or at our own start: so once we have counted `Job.lease_s` and a margin, nothing of it is left there.
-  The margin (`lease_end_s`) is for clocks that run apart and for a killed process tree to be gone.
-- A job whose parts are not all claimed (`is_gathered`): nothing of it has been launched anywhere.
+- A job with a lease (`--lease=kill`): the node ends it by its own clock, `Job.lease_s` after the
+  node last sent a request that the controller answered. The node sent that request before its
+  connection ended, and the controller counts from that end, or from its own start. So after
+  `Job.lease_s` and a margin nothing of the job is left there. The margin (`lease_end_s`) covers
+  clocks that differ, and the time to kill a process tree.
+- A job whose parts are not all claimed (`is_gathered`): nothing of it has been launched on any
+  node.
 
-Silences are counted on this machine's monotonic clock and kept in memory alone: a step of the wall clock cannot shorten one, and
-after a restart it begins anew. A head node that sleeps counts too little, never too much.
+Silences are measured on this machine's monotonic clock and kept in memory only. So a step of the
+wall clock cannot shorten a silence, and after a restart it begins again. If the head node sleeps,
+it counts too little, never too much.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.state.transaction import Transaction
 
-GATHER_S = 10.0  # how long a job waits for a silent node to take its part, before it goes back to the queue
+GATHER_S = 10.0  # how long a job waits for a silent node's claim before it is requeued
 
 
 class Silences:
-    """Which nodes are connected now, and since when the others are not."""
+    """The connected nodes, and since when the others are not connected."""
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
@@ -36,29 +39,32 @@ class Silences:
         self._connected: set[NodeName] = set()
 
     def connected(self, node: NodeName) -> None:
-        """Take note of a connection to the node."""
+        """Record a connection to the node."""
         self._connected.add(node)
 
     def disconnected(self, node: NodeName) -> None:
-        """Take note that the connection has ended; that another attempt has failed changes nothing."""
+        """Record that the connection has ended; further failed attempts change nothing."""
         if node in self._connected:
             self._connected.discard(node)
             self._since_s[node] = self._monotonic_s()
 
     def silent_s(self, node: NodeName) -> float | None:
-        """Return for how long the node has not been connected; None: it is."""
+        """Return how long the node has been disconnected, in seconds; None if it is connected."""
         if node in self._connected:
             return None
         return self._monotonic_s() - self._since_s.get(node, self._born_s)
 
     def of(self, nodes: Iterable[NodeName]) -> dict[NodeName, float]:
-        """Return the silences of those that are silent."""
+        """Return the silences of the silent nodes among `nodes`."""
         found = {node: self.silent_s(node) for node in nodes}
         return {node: silent_s for node, silent_s in found.items() if silent_s is not None}
 
 
 def end_silent(tx: Transaction, silences: Silences) -> float | None:
-    """Take from silent nodes the jobs that are proven not to run there; return in how long the next proof is due."""
+    """Remove from silent nodes the jobs that are proven not to run there.
+
+    Return in how many seconds the next proof is due.
+    """
     cluster = tx.cluster
     silent = silences.of([*cluster.nodes, *cluster.gone_nodes()])
     cluster.silent_since_s = {node: tx.now_s - silent_s for node, silent_s in silent.items()}
@@ -81,14 +87,20 @@ def _lose(tx: Transaction, job: Job, node: NodeName) -> None:
 
 
 def proof_after_s(job: Job, node: NodeName) -> float | None:
-    """Return which silence of `node` proves that nothing of the job's attempt is left there; None: none does."""
+    """Return how long `node` must be silent to prove that nothing of the attempt is left.
+
+    None if no silence proves it.
+    """
     if not _may_have_begun(job, node):
         return GATHER_S
     return lease_end_s(job)
 
 
 def _may_have_begun(job: Job, node: NodeName) -> bool:
-    """Return whether something of the job may have been launched on `node`: not before all, or that one, have claimed it."""
+    """Return whether a part of the job may have been launched on `node`.
+
+    Nothing is launched before all nodes, or this one, have claimed their parts.
+    """
     return is_gathered(job) and not any(share.node == node for share in job.joining)
 
 

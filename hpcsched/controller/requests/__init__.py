@@ -1,1 +1,1 @@
-"""What people ask of the controller, each request inside a transaction."""
+"""Handle the users' requests to the controller, each inside a transaction."""

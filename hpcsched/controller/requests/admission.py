@@ -1,7 +1,8 @@
-"""May this job be submitted by this user? Account, QOS, licences and limits, before anything is recorded.
+"""Check account, QOS, licences and limits of a job before it is submitted.
 
-What passes has the account and the QOS that it will be charged to in its specification. A job over a limit that others'
-jobs may leave later is taken and waits; one that breaks a limit by itself, or is one too many, is refused.
+An accepted job has in its specification the account and the QOS that it will be charged to. A job
+that exceeds a limit only because of other jobs is accepted and waits. A job that breaks a limit by
+itself, or exceeds a limit on the number of jobs, is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from hpcsched.state.cluster import ClusterState
 
 
 def check_account(cluster: ClusterState, asker: Asker) -> None:
-    """Refuse jobs of root and system accounts where they would run as them, unless that is allowed. Raises RequestError."""
+    """Reject jobs that would run as root or a system account, unless that is allowed.
+
+    Raises: RequestError.
+    """
     below = cluster.config.controller.allow_uid_below
     if below == 0 or not any(node.root_agent for node in cluster.nodes.values()):
         return
@@ -53,7 +57,10 @@ def check_account(cluster: ClusterState, asker: Asker) -> None:
 
 
 def settle(cluster: ClusterState, user: str, spec: JobSpec) -> JobSpec:
-    """Return `spec` with the account and QOS that a job of `user` gets. Raises RequestError if it may not have them."""
+    """Return `spec` with the account and QOS that a job of `user` gets.
+
+    Raises: RequestError if the user may not use them.
+    """
     accounting = cluster.config.accounting
     account, qos = resolve(accounting, user, spec.account, spec.qos)
     _check_licenses(accounting, spec)
@@ -65,9 +72,12 @@ def settle(cluster: ClusterState, user: str, spec: JobSpec) -> JobSpec:
 def admit(
     cluster: ClusterState, user: str, spec: JobSpec, partitions: Sequence[Partition], limit_s: int | None
 ) -> tuple[list[Partition], int | None]:
-    """Return those of `partitions` whose limits let the job in, and its time limit: the longest there is, if it names none.
+    """Return the `partitions` whose limits admit the job, and its time limit in seconds.
 
-    Raises RequestError if limits can never let it start, or it is one job too many.
+    If the job names no time limit, it gets the longest allowed one.
+
+    Raises: RequestError if limits can never let it start, or it exceeds a limit on the number of
+    jobs.
     """
     found: list[tuple[Partition, int | None]] = []
     refused: list[str] = []
@@ -86,9 +96,9 @@ def admit(
 
 
 def check_share_of_queue(cluster: ClusterState, asker: Asker, spec: JobSpec) -> None:
-    """Refuse a job by which one user would have more of the queue than the scheduler's max_submit_jobs.
+    """Reject a job with which one user would exceed the scheduler's max_submit_jobs.
 
-    A user or an account with a max_submit_jobs of its own is under that one instead.
+    A user or an account with its own max_submit_jobs is checked against that one instead.
     """
     if asker.uid in (0, os.getuid()):
         return
@@ -114,7 +124,10 @@ def _tasks(spec: JobSpec) -> int:
 
 
 def let_in(cluster: ClusterState, user: str, spec: JobSpec, partitions: Sequence[Partition]) -> list[Partition]:
-    """Return those of `partitions` whose limits let the job start, if nothing else runs. Refuse it if there is none."""
+    """Return the `partitions` whose limits let the job start if nothing else runs.
+
+    Raises: RequestError if there is none.
+    """
     accounting, limit_s = cluster.config.accounting, spec.time_limit_s
     why = {
         part: _why_never(cluster, spec, part, rules_of(accounting, part, _whose(part, user, spec)), limit_s)
@@ -129,7 +142,7 @@ def let_in(cluster: ClusterState, user: str, spec: JobSpec, partitions: Sequence
 def _why_never(
     cluster: ClusterState, spec: JobSpec, partition: Partition, rules: Sequence[LimitRule], limit_s: int | None
 ) -> str | None:
-    """Return which rule a job breaks by itself, in a sentence, or None."""
+    """Return which rule the job breaks by itself, in a sentence, or None."""
     accounting = cluster.config.accounting
     out = barred(accounting, partition.allow_accounts, partition.allow_qos, spec.account, spec.qos)
     if out is not None:
@@ -169,7 +182,10 @@ def _within_walls(rules: Sequence[LimitRule], limit_s: int | None) -> int | None
 
 
 def _why_too_many(cluster: ClusterState, user: str, spec: JobSpec, rules: Sequence[LimitRule]) -> str | None:
-    """Say why a job is one too many, or None. All that wait and run are looked at, but only if that may be so."""
+    """Return why the job exceeds a limit on the number of jobs, or None.
+
+    All waiting and running jobs are counted, but only if the limit may be exceeded.
+    """
     tasks = _tasks(spec)
     for rule in rules:
         if rule.kind not in SUBMISSION:
@@ -192,7 +208,7 @@ def _why_too_many(cluster: ClusterState, user: str, spec: JobSpec, rules: Sequen
 
 
 def _counts(cluster: ClusterState, job: Job, rule: LimitRule) -> bool:
-    """Say whether `job` is one of the rule's holder."""
+    """Return whether `job` belongs to the holder of the rule."""
     match rule.holder:
         case Holder.QOS:
             return job.qos == rule.name
@@ -224,12 +240,14 @@ def _check_licenses(accounting: Accounting, spec: JobSpec) -> None:
             )
 
 
-# ----- what a job may be made to wait for: jobs that exist, no circle, a deadline that can be made
-# Asked when a job is submitted and when it is changed. What a dependency comes to later is `hpcsched.sched.queue.eligible`.
+# ----- conditions that a job waits for: the jobs exist, there is no cycle, the deadline is possible
+#
+# Checked when a job is submitted and when it is changed. `hpcsched.sched.queue.eligible` evaluates
+# dependencies later.
 
 
 def check_dependency(cluster: ClusterState, terms: Iterable[Dependency]) -> None:
-    """Refuse terms that name a job, an array or a task of one that is not known."""
+    """Reject terms that name an unknown job, array or array task."""
     for term in terms:
         for job_id in term.job_ids:
             if not cluster.numbered(job_id):
@@ -241,7 +259,10 @@ def check_dependency(cluster: ClusterState, terms: Iterable[Dependency]) -> None
 
 
 def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependency]) -> list[Job]:
-    """Return the waiting jobs by which `terms` would make `job` wait for itself, itself last; empty: they would not."""
+    """Return the cycle of waiting jobs that `terms` would create, with `job` last.
+
+    Empty if there is no cycle.
+    """
     came_from: dict[int, Job | None] = {}
     to_see: list[tuple[Job, Job | None]] = [(one, None) for one in _waited_for(cluster, terms)]
     while to_see:
@@ -259,9 +280,10 @@ def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependenc
 
 
 def check_deadline(deadline_s: float, limit_s: int | None, from_s: float) -> None:
-    """Refuse a deadline by which a job that starts at `from_s` at the earliest cannot have ended.
+    """Reject a deadline that a job which starts at `from_s` or later cannot meet.
 
-    `limit_s`: the time limit that was asked for. One that was not is cut to what is left until the deadline.
+    `limit_s`: the requested time limit. A limit that was not requested is cut to the time left
+    until the deadline.
     """
     if limit_s is not None and limit_s >= UNLIMITED_S:
         raise RequestError("cannot keep a deadline for a job of unlimited time: give --time, or leave it out")

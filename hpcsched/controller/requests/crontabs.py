@@ -1,8 +1,8 @@
-"""Recurring jobs: each entry of a user's crontab has one job in the queue, which begins at the next time of its schedule.
+"""Run recurring jobs: each entry of a user's crontab has one job in the queue.
 
-When that job has ended, whatever became of it, the next one is submitted. A job that a person cancels disables its
-entry, as in Slurm. A submission that is refused (a limit, a partition that is gone) is tried again at the next time, and
-the entry says why. Source: scrontab(1).
+The job begins at the next time of its schedule. When it has ended, with any result, the next one is
+submitted. A job that a user cancels disables its entry, as in Slurm. A refused submission (a limit,
+a deleted partition) is retried at the next time, and the entry says why. Source: scrontab(1).
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from hpcsched.model.job import FINAL, Job, JobState
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
-NEVER_DUE_S = 365 * 86_400.0  # after so long a schedule that is not due is looked at again
+NEVER_DUE_S = 365 * 86_400.0  # a schedule that is never due is checked again after this time
 
 
 def install(tx: Transaction, owner: Asker, text: str, specs: Sequence[Any]) -> Crontab:
-    """Replace the crontab of `owner`; `specs` are the jobs of its entries, as JSON. Waiting jobs of the old one are cancelled.
+    """Replace the crontab of `owner`; `specs` are the jobs of its entries, as JSON.
 
-    Raises RequestError if the text cannot be read, or the jobs are not as many as its entries.
+    Waiting jobs of the old crontab are cancelled.
+
+    Raises: RequestError if the text cannot be parsed, or the numbers of jobs and entries differ.
     """
     lines = parse_crontab(text)
     if len(lines) != len(specs):
@@ -49,7 +51,7 @@ def install(tx: Transaction, owner: Asker, text: str, specs: Sequence[Any]) -> C
 
 
 def remove(tx: Transaction, owner: Asker) -> None:
-    """Delete the crontab of `owner`, and cancel the jobs of it that wait; a running one ends by itself."""
+    """Delete the crontab of `owner`, and cancel its waiting jobs. Running jobs continue."""
     known = tx.cluster.crontabs.get(owner.uid)
     if known is None:
         return
@@ -61,17 +63,17 @@ def remove(tx: Transaction, owner: Asker) -> None:
 
 
 def keep_up(tx: Transaction) -> None:
-    """Submit the next job of each entry whose last one has ended."""
+    """Submit the next job of each entry whose last job has ended."""
     for crontab in list(tx.cluster.crontabs.values()):
         for at, entry in enumerate(crontab.entries):
             if _is_live(tx, entry):
-                continue  # in most ticks: nothing is to be done, so no savepoint is made
+                continue  # in most ticks there is nothing to do: avoid a savepoint
             tx.attempt(f"keep the crontab of {crontab.user} up", partial(_keep_up_entry, uid=crontab.uid, at=at))
 
 
 def _keep_up_entry(tx: Transaction, uid: int, at: int) -> None:
     crontab = tx.cluster.crontabs.get(uid)
-    if crontab is None or at >= len(crontab.entries):  # the entry before it has just been disabled
+    if crontab is None or at >= len(crontab.entries):  # the previous entry has just been disabled
         return
     entry = crontab.entries[at]
     job = _job_of(tx, entry)
@@ -93,7 +95,7 @@ def _is_live(tx: Transaction, entry: CronEntry) -> bool:
 
 
 def _submitted(tx: Transaction, owner: Asker, entry: CronEntry) -> CronEntry:
-    """Return the entry with its next job submitted, or with why that cannot be."""
+    """Return the entry with its next job submitted, or with the reason of the refusal."""
     due_s = next_time_s(parse_schedule(entry.schedule), tx.now_s)
     if due_s is None:
         why = f"its schedule {entry.schedule!r} is not due in the next {MAX_YEARS} years"
@@ -106,7 +108,7 @@ def _submitted(tx: Transaction, owner: Asker, entry: CronEntry) -> CronEntry:
 
 
 def next_retry_s(cluster: ClusterState, now_s: float) -> float | None:
-    """Return when the next refused submission is tried again, None: there is none."""
+    """Return when the next refused submission is retried, or None."""
     times_s = (entry.retry_at_s for crontab in cluster.crontabs.values() for entry in crontab.entries)
     return min((at_s for at_s in times_s if at_s > now_s), default=None)
 

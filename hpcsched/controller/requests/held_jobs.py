@@ -1,10 +1,12 @@
-"""Jobs that a command on the head (halloc, salloc) holds while it runs: nodes, and nothing on them but the steps it starts.
+"""Manage jobs that a command on the head (halloc, salloc) holds while it runs.
 
-`Shells` does no I/O: it speaks through `ShellPorts`. It does not know steps, nor how a job gets its nodes.
+Such a job has nodes, and runs only the steps that the command starts. `Shells` does no I/O: it uses
+`ShellPorts`. It does not know steps, nor how a job gets its nodes.
 
-Rules: such a job belongs to the stream that asked for it, and is over when that closes, waiting or not; with --no-shell it
-belongs to nobody once it has its nodes. Nothing of it is kept on
-disk: after a restart of the controller nobody asks for it any more, and the step service releases it.
+Rules: the job belongs to the stream that requested it, and ends when the stream closes, also while
+it waits. With --no-shell it belongs to no stream once it has its nodes. Nothing of this is stored
+on disk: after a restart of the controller no stream claims the job, and the step service releases
+it.
 
 Source: salloc(1).
 """
@@ -20,21 +22,22 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import ExitStatus, Job
 from hpcsched.steps.step import HEAD, Origin
 
-OPTION = "shell"  # of a StepRequest: what marks one for a job alone
+OPTION = "shell"  # marks a StepRequest that asks for a job without a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellPorts:
-    """What this needs of the controller. None of these may call back."""
+    """What this module needs of the controller. These functions must not call back."""
 
-    allocate: Callable[[protocol.StepRequest, int], JobId]  # a job without a batch step for uid; may raise RequestError
+    # Creates a job without a batch step for uid; may raise RequestError.
+    allocate: Callable[[protocol.StepRequest, int], JobId]
     release: Callable[[JobId, ExitStatus], None]
     reply: Callable[[Origin, protocol.Message, bytes], None]
-    environment: Callable[[Job], Mapping[str, str]]  # of the command that holds the job
+    environment: Callable[[Job], Mapping[str, str]]  # for the command that holds the job
 
 
 class Shells:
-    """All jobs that are held so, waiting or running."""
+    """All jobs that are held in this way, waiting or running."""
 
     def __init__(self, ports: ShellPorts) -> None:
         self._ports = ports
@@ -45,7 +48,7 @@ class Shells:
         return job_id in self._jobs
 
     def request(self, origin: Origin, uid: int, said: Mapping[str, object]) -> None:
-        """Ask for a job; a refusal is answered with StepEnded and its error."""
+        """Request a job; a refusal is answered with StepEnded and its error."""
         try:
             message = protocol.from_json(said)
             if not isinstance(message, protocol.StepRequest) or message.version != protocol.VERSION:
@@ -63,21 +66,21 @@ class Shells:
         self._ports.reply(origin, waiting, b"")
 
     def stream_closed(self, origin: Origin) -> None:
-        """The command is gone, and so is its job."""
+        """End the job of a command that has disconnected."""
         for job_id, owner in list(self._jobs.items()):
             if owner == origin:
                 del self._jobs[job_id]
                 self._ports.release(job_id, ExitStatus(code=0))
 
     def job_running(self, job: Job) -> None:
-        """The job has its nodes."""
+        """Tell the command that the job has its nodes."""
         env = dict(self._ports.environment(job))
         self._ports.reply(self._jobs[job.id], protocol.JobAllocated(job_id=job.id, env=env), b"")
         if job.spec.no_shell:
             del self._jobs[job.id]
 
     def job_ended(self, job_id: JobId) -> None:
-        """The job was ended by somebody else, or by its time limit."""
+        """Handle a job that was cancelled or reached its time limit."""
         origin = self._jobs.pop(job_id)
         error = f"Job allocation {job_id} has been revoked."
         self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")

@@ -1,6 +1,7 @@
-"""What users call a job: `12`, `10_3`, `10_[1-3,7]`, `10` for a whole array, `last` for what they submitted last, or a name.
+"""Resolve job references: `12`, `10_3`, `10_[1-3,7]`, `10` (an array), `last`, a name.
 
-A component of a heterogeneous job is `12+1`, or its own number, 13.
+`last` is the job that the user submitted last. A component of a heterogeneous job is `12+1`, or its
+own number, 13.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_TASKS = 100_000
 def find_jobs(cluster: ClusterState, reference: str, uid: int) -> list[Job]:
     """Return the jobs that `reference` names for user `uid`, at least one.
 
-    Raises NotFoundError (with the text that Slurm's clients look for) or RequestError.
+    Raises: NotFoundError (with the text that Slurm's clients look for), RequestError.
     """
     match = _REFERENCE.match(reference)
     if match is None:
@@ -45,19 +46,25 @@ def find_jobs(cluster: ClusterState, reference: str, uid: int) -> list[Job]:
 
 
 def _with_component(cluster: ClusterState, number: int) -> list[Job]:
-    """Return the heterogeneous job of which a component has that number."""
+    """Return the heterogeneous job that has a component with that number."""
     before = (cluster.jobs.get(JobId(number - at)) for at in range(1, MAX_COMPONENTS))
     return [job for job in before if job is not None and number <= job.id + len(job.spec.components)]
 
 
 def listed_of(job: Job, reference: str) -> list[Job]:
-    """Return what a list shows of `job` for `reference`: of a heterogeneous one its components, or the one that is meant."""
+    """Return what a list shows of `job` for `reference`.
+
+    For a heterogeneous job this is its components, or the referenced one.
+    """
     at = component_in(job, reference)
     return components_of(job) if at is None else [component(job, at)]
 
 
 def component_in(job: Job, reference: str) -> int | None:
-    """Return the number of the component of the heterogeneous `job` that `reference` names; None: the whole job."""
+    """Return the number of the component that `reference` names in a heterogeneous job.
+
+    None if it names the whole job.
+    """
     if not job.spec.components:
         return None
     number, plus, component = reference.partition("+")
@@ -67,7 +74,10 @@ def component_in(job: Job, reference: str) -> int | None:
 
 
 def _by_name(cluster: ClusterState, name: str, uid: int) -> list[Job]:
-    """Return the user's job of that name, of an array all tasks; one that is not over rather than those that are."""
+    """Return the user's job of that name, or all tasks if it is an array.
+
+    Jobs that have not ended take precedence over ended ones.
+    """
     mine = [job for job in cluster.jobs.values() if job.uid == uid]
     if name == "last":
         if not mine:
@@ -85,7 +95,7 @@ def _by_name(cluster: ClusterState, name: str, uid: int) -> list[Job]:
 
 
 def _submission(job: Job) -> int:
-    """Return the number that `hsub` has said."""
+    """Return the number that `hsub` printed for the job."""
     return job.array_job_id or job.id
 
 
@@ -103,12 +113,15 @@ def _indices(text: str) -> set[int]:
 
 
 def is_special(job: Job) -> bool:
-    """Say whether the job waits as a special case (scontrol requeuehold State=SpecialExit)."""
+    """Return whether the job waits in SPECIAL_EXIT (scontrol requeuehold State=SpecialExit)."""
     return job.state is JobState.PENDING and job.hold is Hold.SPECIAL
 
 
 def matches(job: Job, filters: dict[str, str]) -> bool:
-    """Return whether the job is what the filters (user, name, state ...: comma-separated values) ask for."""
+    """Return whether the job matches the filters.
+
+    Filters are user, name, state and others, with comma-separated values.
+    """
     values = {
         "user": job.user,
         "name": job.spec.name,

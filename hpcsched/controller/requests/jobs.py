@@ -1,7 +1,8 @@
-"""What people ask of the controller, each request inside a transaction: checked, turned into events, answered.
+"""Handle job requests inside a transaction: check them, turn them into events, answer.
 
-A function here either records events and returns the answer, or raises and leaves nothing behind (the tick undoes it).
-Signals are not events: they are returned as `Signals` to be sent after the commit.
+A function here either records events and returns the answer, or raises and leaves nothing behind:
+the tick undoes it. Signals are not events. They are returned in the outcome and sent after the
+commit.
 """
 
 from __future__ import annotations
@@ -39,24 +40,30 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.scripts import set_apart
 from hpcsched.state.transaction import Transaction
 
-# ----- a request id that comes again: the jobs that it made, if the same is asked for, else a refusal
-# Whoever got no answer asks again with the same id. What is asked for is the same then but for where and when the command ran:
-# the environment that it saw, the path of the script, and dates that it worked out (``--begin=now+1hour``).
+# ----- repeated request ids: return the jobs of the first request if the same is requested, else
+# refuse
+#
+# A client that got no answer repeats its request with the same id. The repeated request may differ
+# only in where and when the command ran: the environment, the path of the script, and computed
+# dates (``--begin=now+1hour``).
 
 
 _OF_THE_COMMAND = frozenset(
     ("env", "script_path", "submit_line", "submit_dir", "submit_host", "begin_at_s", "deadline_at_s", "script_bytes")
 )
-_SETTLED = frozenset(("account", "qos"))  # a job that names none has been given some
+_SETTLED = frozenset(("account", "qos"))  # set by default if the job names none
 _SHOWN = {"script_sha256": "script"}
-SHOWN = 3  # of what differs
+SHOWN = 3  # differences shown
 _COMPARED = tuple(field.name for field in fields(JobSpec) if field.name not in _OF_THE_COMMAND)
 
 
 def jobs_again(request_id: str, made: Mapping[int, JobSpec], specs: Sequence[JobSpec]) -> list[dict[str, int]]:
-    """Return the ids and numbers of tasks of the jobs that this request id has made, with the specs that they have.
+    """Return the ids and task counts of the jobs that this request id made.
 
-    Raises RequestError if `specs`, what it is to make now (with their scripts set apart), are others.
+    `made` maps job ids to their specs. `specs` are the specs of the repeated request, without their
+    scripts.
+
+    Raises: RequestError if `specs` differ from those of `made`.
     """
     ids = ", ".join(map(str, made))
     if len(made) != len(specs):
@@ -71,7 +78,7 @@ def jobs_again(request_id: str, made: Mapping[int, JobSpec], specs: Sequence[Job
 
 
 def task_count(spec: JobSpec) -> int:
-    """Return how many tasks a job of `spec` has; 1 if it is no array."""
+    """Return how many tasks a job of `spec` has; 1 if it is not an array."""
     return 1 if spec.array is None else len(spec.array.indices)
 
 
@@ -87,14 +94,14 @@ def _refusal(request_id: str, what: str) -> RequestError:
 
 
 SIGKILL = 9
-JOBS_PER_TICK = 500  # that one request changes in a tick; other requests are answered between its parts
+JOBS_PER_TICK = 500  # changed by one request in a tick; other requests are answered in between
 
 Seen = Callable[[int, str], Mapping[int, JobSpec] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalJob:
-    """To be sent to a job's processes after the commit."""
+    """A signal to send to a job's processes after the commit."""
 
     job: Job
     signum: int
@@ -102,27 +109,31 @@ class SignalJob:
     full: bool  # the batch script and its children as well as the steps
 
 
-Change = Callable[[Transaction, Job, "Outcome"], None]  # one job's part of a request; raises RequestError
+# One job's part of a request; raises RequestError.
+Change = Callable[[Transaction, Job, "Outcome"], None]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a request for several jobs came to: the ids it took effect on, and what was refused."""
+    """The outcome of a request for several jobs: the changed ids, and what was refused."""
 
     jobs: list[int] = field(default_factory=list)
     errors: list[dict[str, str]] = field(default_factory=list)
     signals: list[SignalJob] = field(default_factory=list)
-    became: dict[int, str] = field(default_factory=dict)  # of jobs that lost a node: what becomes of each, in words
-    spec_ids: dict[int, int] = field(default_factory=dict)  # the new specification of each that was changed
-    remaining: dict[JobId, str] = field(default_factory=dict)  # for later ticks, with the reference of a single job
+    # What becomes of jobs that lost a node, in words.
+    became: dict[int, str] = field(default_factory=dict)
+    # The new specification of each changed job.
+    spec_ids: dict[int, int] = field(default_factory=dict)
+    # Jobs left for later ticks, each with its reference if that names one job.
+    remaining: dict[JobId, str] = field(default_factory=dict)
     change: Change | None = None  # what is done to them
 
     def refuse(self, reference: str, error: HpcschedError) -> None:
-        """Note that a reference was refused."""
+        """Record that a reference was refused."""
         self.errors.append({"job": reference, "error": str(error), "kind": type(error).__name__})
 
     def add(self, other: Outcome) -> None:
-        """Note what another part of the request came to."""
+        """Add the outcome of another part of the request."""
         self.jobs += other.jobs
         self.errors += other.errors
         self.signals += other.signals
@@ -130,15 +141,16 @@ class Outcome:
         self.change = self.change or other.change
 
     def as_json(self) -> dict[str, Any]:
-        """Return the part that the asker sees."""
+        """Return the part that the client sees."""
         answer: dict[str, Any] = {"jobs": self.jobs, "errors": self.errors}
         return answer | ({"became": list(self.became.values())} if self.became else {})
 
 
 def submit(tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec], seen: Seen) -> list[dict[str, int]]:
-    """Queue the jobs; return for each its id and number of tasks. A request id that was seen gets its jobs again.
+    """Queue the jobs; return each job's id and number of tasks.
 
-    `seen` looks a request id up among those committed before: the jobs that it made, with what was asked for.
+    A repeated request id gets its jobs again. `seen` looks a request id up among the committed
+    ones: it returns the jobs of that request with their specs.
     """
     known = None
     if request_id:
@@ -183,7 +195,10 @@ def _submitted(tx: Transaction, asker: Asker, spec: JobSpec) -> list[Job]:
 
 
 def check_rank(asker: Asker, nice: int, priority: int | None) -> None:
-    """Refuse what would put a job before other people's; a priority of 0 only holds it."""
+    """Refuse options that would put a job ahead of other users' jobs.
+
+    A priority of 0 is allowed, because it only holds the job.
+    """
     if nice < 0:
         asker.must_be_admin("give a negative nice")
     if priority:
@@ -191,9 +206,9 @@ def check_rank(asker: Asker, nice: int, priority: int | None) -> None:
 
 
 def place_of(cluster: ClusterState, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
-    """Return the partitions, of those that it asks for, in which a job can run, and its time limit.
+    """Return the requested partitions in which the job can run, and its time limit.
 
-    Refuses a job that can never run here.
+    Raises: RequestError if the job can never run here.
     """
     check.check_spec(spec)
     reservation = check_use(cluster, user, spec.account, spec.reservation, now_s) if spec.reservation else None
@@ -223,7 +238,7 @@ def possible_partitions(
 ) -> list[Partition]:
     """Return those of `partitions` in which a job of `spec` can run (in `reservation`).
 
-    If there is none, refuse it with the first one's why.
+    If there is none, the job is refused with the reason of the first partition.
     """
     refused: list[str] = []
     found = []
@@ -241,7 +256,7 @@ def possible_partitions(
 
 
 def find_partitions(cluster: ClusterState, names: str) -> list[Partition]:
-    """Return the partitions of these names (``a,b``; "": the default one)."""
+    """Return the partitions of these names (``a,b``; "" is the default partition)."""
     if not cluster.partitions:
         raise RequestError("cannot submit a job: no partition is configured; add a node with 'hpcsched node add'")
     wanted = list(dict.fromkeys(filter(None, names.split(","))))
@@ -262,7 +277,10 @@ def find_partitions(cluster: ClusterState, names: str) -> list[Partition]:
 
 
 def time_limit_s(cluster: ClusterState, spec: JobSpec, partitions: Sequence[Partition]) -> int | None:
-    """Return the time limit of a job of `spec`: its own, else the shortest that its partitions give by default."""
+    """Return the time limit of a job of `spec`, in seconds.
+
+    This is its own limit, or the shortest default of its partitions.
+    """
     if spec.time_limit_s is not None:
         return spec.time_limit_s
     limits = [limit_s for partition in partitions if (limit_s := default_limit_s(cluster, partition)) is not None]
@@ -270,7 +288,7 @@ def time_limit_s(cluster: ClusterState, spec: JobSpec, partitions: Sequence[Part
 
 
 def default_limit_s(cluster: ClusterState, partition: Partition) -> int | None:
-    """Return the time limit of a job that names none."""
+    """Return the time limit of a job that names none, in seconds."""
     if partition.default_time_s is not None:
         return partition.default_time_s
     limits = [
@@ -280,7 +298,10 @@ def default_limit_s(cluster: ClusterState, partition: Partition) -> int | None:
 
 
 def cancel(tx: Transaction, asker: Asker, references: Iterable[str], filters: dict[str, str]) -> Outcome:
-    """End the named jobs (or all that match the filters): waiting ones at once, running ones after their grace time."""
+    """Cancel the named jobs, or all that match the filters.
+
+    Waiting jobs end at once, running jobs after their grace period.
+    """
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if job.state in FINAL:
@@ -307,9 +328,10 @@ def signal(
     batch: bool,
     full: bool,
 ) -> Outcome:
-    """Send a signal to the steps of the named jobs, to the batch script alone, or (`full`) to script, children and steps.
+    """Send a signal to the steps of the named jobs, or to the batch script (`batch`).
 
-    KILL for a whole job is what ends it, as in Slurm.
+    With `full`, the script, its children and the steps get it. As in Slurm, KILL for a whole job
+    cancels the job.
     """
     if signum == SIGKILL and (full or not batch):
         return cancel(tx, asker, references, filters)
@@ -325,7 +347,7 @@ def signal(
 
 
 def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
-    """Keep the named waiting jobs from starting."""
+    """Hold the named waiting jobs."""
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not _can_be_held(job):
@@ -336,7 +358,7 @@ def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
 
 
 def _can_be_held(job: Job) -> bool:
-    """Return whether the job waits, or is on its way back to the queue."""
+    """Return whether the job waits, or is being requeued."""
     return can(job, Held) and (job.state is JobState.PENDING or job.requeue_wanted)
 
 
@@ -345,7 +367,7 @@ def _hold_of(job: Job, asker: Asker) -> Hold:
 
 
 def release(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
-    """Let the named held jobs go."""
+    """Release the named held jobs."""
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Released):
@@ -366,10 +388,10 @@ def requeue(
     held: bool = False,
     special: bool = False,
 ) -> Outcome:
-    """Put the named jobs back into the queue: ended ones at once, running ones after they were ended.
+    """Requeue the named jobs: ended ones at once, running ones after they were ended.
 
-    With `incomplete` those that have completed stay as they are; with `held` the others wait for their release, and show
-    with `special` that they are a special case.
+    With `incomplete`, completed jobs stay as they are. With `held`, the requeued jobs are held.
+    With `special`, they also show the state SPECIAL_EXIT.
     """
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
@@ -411,9 +433,9 @@ def each_job(
     what: str,
     one: Change,
 ) -> Outcome:
-    """Call `one` for each job that is meant. A refused job does not affect the others.
+    """Call `one` for each referenced job. A refused job does not affect the others.
 
-    Of more than `JOBS_PER_TICK` jobs the rest is left in the outcome for `continued`.
+    If there are more than `JOBS_PER_TICK` jobs, the rest is left in the outcome for `continued`.
     """
     outcome = Outcome(change=one)
     for reference in references:
@@ -430,22 +452,23 @@ def each_job(
             outcome.refuse(reference, error)
             continue
         refused = _change_each(tx, jobs, one, outcome, reference if len(jobs) == 1 else "")
-        if refused and len(refused) == len(jobs):  # of an array that is partly over, the rest is meant
+        # For a partly ended array, the remaining tasks are meant.
+        if refused and len(refused) == len(jobs):
             outcome.refuse(reference, refused[0])
     if filters and not list(references):
-        # Of a bulk request others' jobs, and those that it cannot be done to, are simply not meant.
+        # A bulk request skips other users' jobs and jobs that it cannot apply to.
         mine = [job for job in tx.cluster.jobs.values() if job.state not in FINAL and asker.owns(job)]
         _change_each(tx, [job for job in mine if matches(job, filters)], one, outcome)
     return outcome
 
 
 def continued(tx: Transaction, done: Outcome) -> Outcome:
-    """Return the outcome of the next part of a request that changes more jobs than a tick does."""
+    """Return the outcome of the next part of a request that takes several ticks."""
     assert done.change is not None
     outcome = Outcome(change=done.change)
     for job_id, reference in done.remaining.items():
         job = tx.cluster.jobs.get(job_id)
-        if job is None:  # it ended long enough ago to be forgotten
+        if job is None:  # it ended and was purged from memory
             continue
         refused = _change_each(tx, [job], done.change, outcome, reference)
         if refused and reference:
@@ -456,7 +479,10 @@ def continued(tx: Transaction, done: Outcome) -> Outcome:
 def _change_each(
     tx: Transaction, jobs: Sequence[Job], one: Change, outcome: Outcome, reference: str = ""
 ) -> list[RequestError]:
-    """Call `one` for each job, up to the limit of a tick, and note the changed ones. Return why others were refused."""
+    """Call `one` for each job, up to the limit of a tick, and note the changed jobs.
+
+    Return the refusals of the others.
+    """
     refused: list[RequestError] = []
     for i, job in enumerate(jobs):
         if len(outcome.jobs) >= JOBS_PER_TICK:
@@ -475,9 +501,11 @@ def _change_each(
 
 
 def find_nodes(cluster: ClusterState, text: str, others: Collection[NodeName] = ()) -> list[NodeName]:
-    """Return the nodes that the host list names ("all": every one of the configuration), and `others` if it names them.
+    """Return the nodes that the host list names ("all" is every configured node).
 
-    Raises NotFoundError for unknown ones.
+    Nodes of `others` are also accepted if the list names them.
+
+    Raises: NotFoundError for unknown nodes.
     """
     if text in ("all", "ALL"):
         return list(cluster.nodes)
@@ -489,20 +517,20 @@ def find_nodes(cluster: ClusterState, text: str, others: Collection[NodeName] = 
 
 
 def drain(tx: Transaction, asker: Asker, nodes: str, why: str, by: str) -> list[str]:
-    """Let no new job start on these nodes; what runs there goes on."""
+    """Drain these nodes: no new job starts there, and running jobs continue."""
     asker.must_be_admin("drain a node")
     if not why:
         raise RequestError("cannot drain a node: give the reason, it is what others will see")
     names = find_nodes(tx.cluster, nodes)
     for name in names:
         if by and tx.cluster.nodes[name].drained:
-            continue  # a health check does not take over what a person drained
+            continue  # a health check does not replace an admin's drain
         tx.record_node(NodeDrained(node=name, at_s=tx.now_s, why=why, by=by or asker.user))
     return list(names)
 
 
 def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]:
-    """Let jobs start on these nodes again; with `only_by`, those alone that it had drained."""
+    """Resume these nodes; with `only_by`, only the nodes that it drained."""
     asker.must_be_admin("resume a node")
     names = [
         name for name in find_nodes(tx.cluster, nodes) if not only_by or tx.cluster.nodes[name].drained_by == only_by
@@ -513,7 +541,10 @@ def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]
 
 
 def set_partition_state(tx: Transaction, asker: Asker, name: str, state: str) -> Partition:
-    """Say whether a partition takes jobs and starts them, until it is said again, over restarts as well."""
+    """Set whether a partition accepts and starts jobs.
+
+    The setting is kept until it is changed again, also over restarts.
+    """
     asker.must_be_admin("change a partition")
     if name not in tx.cluster.partitions:
         known = ", ".join(tx.cluster.partitions)
@@ -524,9 +555,10 @@ def set_partition_state(tx: Transaction, asker: Asker, name: str, state: str) ->
 
 
 def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
-    """Take the admin's word that these nodes run nothing of ours any more: what waits for them goes on.
+    """Record that, by the word of an admin, these nodes run none of our processes.
 
-    A node that has left the configuration can be named as long as jobs are held there.
+    Jobs that wait for these nodes continue. A node that has left the configuration can be named
+    while jobs are held there.
     """
     asker.must_be_admin("fence a node")
     outcome = Outcome()
@@ -543,7 +575,7 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
             outcome.became[lost.id] = what_became(lost)
         tx.decided(key for key in tx.cluster.undecided_launches if key[0] == name)
         if name in tx.cluster.unseen_nodes() or tx.cluster.nodes[name].has_orphans:
-            # Jobs of a restored database do not wait for it any more.
+            # Jobs of a restored database no longer wait for this node.
             tx.record_node(NodeFenced(node=name, at_s=tx.now_s, by=asker.user, why=why))
     outcome.jobs = list(outcome.became)
     return outcome

@@ -1,11 +1,12 @@
-"""Nodes that leave the cluster while jobs are held there.
+"""Remove nodes from the cluster while jobs are held there.
 
-``hpcsched node remove --force`` is an admin's word. A node that answers is asked to end its jobs first, as if it were lost;
-a node that does not answer is fenced. Only then its file goes.
+``hpcsched node remove --force`` is an admin's decision. A node that answers is first told to end
+its jobs, as if it were lost. A node that does not answer is fenced. Only then its file is deleted.
 
-A node whose file was deleted while the controller was down is gone at the next start. If ``node remove --force`` deleted the
-file, its jobs are given up. Without an admin's word the machine may still run them: it counts as a node that does not
-answer, and its jobs are held until the file is back or an admin fences the node.
+A node whose file was deleted while the controller was down has left the cluster at the next start.
+If ``node remove --force`` deleted the file, its jobs are given up. Otherwise the machine may still
+run them: it counts as a node that does not answer, and its jobs are held until the file is restored
+or an admin fences the node.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ LEAVING = "it is being removed"
 
 
 def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -> dict[str, Any]:
-    """Free the node of jobs, so that its file can be deleted; return ``ending`` (jobs to wait for) and ``became``.
+    """Free the node of jobs, so that its file can be deleted.
 
-    To be asked again until nothing is ending. Raises RequestError if jobs are held there and `force` is not given.
+    Return ``ending`` (jobs to wait for) and ``became``. Repeat the request until no job is ending.
+
+    Raises: RequestError if jobs are held there and `force` is not given.
     """
     asker.must_be_admin("remove a node")
     jobs = tx.cluster.jobs_on(node)
@@ -57,7 +60,7 @@ def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -
 
 
 def _end_on(tx: Transaction, asker: Asker, job: Job, node: NodeName, why: str) -> None:
-    """Have the node end its part of the job, unless it does so already."""
+    """Tell the node to end its part of the job, unless it is already ending."""
     if can_do_without(job, node):
         tx.record(NodesReleased(job_id=job.id, at_s=tx.now_s, nodes=(node,), by_uid=asker.uid))
     elif can(job, EndRequested) and job.state is not JobState.COMPLETING:
@@ -65,9 +68,9 @@ def _end_on(tx: Transaction, asker: Asker, job: Job, node: NodeName, why: str) -
 
 
 def lose_gone_nodes(tx: Transaction, given_up: Mapping[str, str]) -> list[str]:
-    """Take from jobs the nodes that an admin removed while no controller ran; return what became of each job.
+    """Remove from jobs the nodes that an admin removed while no controller ran.
 
-    `given_up`: these nodes, and who removed them.
+    Return what became of each job. `given_up` maps these nodes to the admin who removed them.
     """
     became = []
     for node in tx.cluster.gone_nodes():

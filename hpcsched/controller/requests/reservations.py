@@ -1,7 +1,7 @@
-"""Reservations as admins ask for them: made, changed and deleted, with scontrol's names for what they have.
+"""Create, change and delete reservations for admins, with scontrol's field names.
 
-Each is checked against the others and against what runs. Who may use one is checked when a job is submitted (`check_use`).
-Source: scontrol(1), "RESERVATIONS".
+Each reservation is checked against the others and against running jobs. When a job is submitted,
+`check_use` checks whether it may use the reservation. Source: scontrol(1), "RESERVATIONS".
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ from hpcsched.sched.place.features import matches, parse_features
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
-# ----- what an admin's words ask of a reservation, read: ``StartTime=now+1hour Duration=2:00:00 Users+=ben Flags=DAILY``
-# Does not know the cluster: whether the reservation can be is said further below. Source: scontrol(1), "RESERVATIONS".
+# ----- parse an admin's changes to a reservation: ``StartTime=now+1hour Duration=2:00:00 Users+=ben
+# Flags=DAILY``
+#
+# Does not know the cluster: whether the reservation is possible is checked below. Source:
+# scontrol(1), "RESERVATIONS".
 
 
-KEYS = {  # scontrol's name in lower case: what it changes
+KEYS = {  # scontrol's name in lower case: the field that it changes
     "starttime": "start", "endtime": "end", "duration": "duration", "nodes": "nodes", "nodecnt": "node_count",
     "features": "features", "partitionname": "partition", "partition": "partition", "users": "users", "user": "users",
     "accounts": "accounts", "account": "accounts", "flags": "flags",
 }  # fmt: skip
-NODES_NAMED = "SPEC_NODES"  # shown of a reservation whose nodes were named; asking for it means nothing
-LISTS = ("users", "accounts", "flags", "nodes")  # that += adds to and -= takes from
-LONGEST_S = 365 * DAY_S  # of a duration that is UNLIMITED
+NODES_NAMED = "SPEC_NODES"  # shown if the nodes were named; has no effect in a request
+LISTS = ("users", "accounts", "flags", "nodes")  # lists that += adds to and -= removes from
+LONGEST_S = 365 * DAY_S  # the duration of UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What the changes say; None: nothing. `signs` has + and - of those that add or take away."""
+    """The requested changes; None is no change. `signs` has + or - for changes to lists."""
 
     start_s: int | None = None
     end_s: int | None = None
@@ -67,7 +70,10 @@ class Wish:
 
 
 def read_wish(changes: Mapping[str, str], now_s: float) -> Wish:
-    """Return what the changes ask for. Raises RequestError."""
+    """Return what the changes ask for.
+
+    Raises: RequestError.
+    """
     values: dict[str, str] = {}
     signs: dict[str, str] = {}
     for word, value in changes.items():
@@ -119,7 +125,7 @@ def _node_words(text: str) -> tuple[str, ...]:
 
 
 def wished(known: Reservation, wish: Wish) -> Reservation:
-    """Return `known` as it is wished, but for its nodes."""
+    """Return `known` with the changes of `wish`, except for its nodes."""
     flags = [flag for flag in combined([flag.value for flag in known.flags], wish, "flags") if flag != NODES_NAMED]
     unknown = [flag for flag in flags if flag not in Flag.__members__]
     if unknown:
@@ -136,7 +142,7 @@ def wished(known: Reservation, wish: Wish) -> Reservation:
 
 
 def combined(known: Sequence[str], wish: Wish, name: str) -> tuple[str, ...]:
-    """Return a list as it is wished: as it was, replaced, with more or with less."""
+    """Return a list after the change: unchanged, replaced, extended or reduced."""
     given: tuple[str, ...] | None = getattr(wish, name)
     if given is None:
         return tuple(known)
@@ -150,7 +156,7 @@ SHOWN = 5
 
 
 def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
-    """Make a reservation; without a `name` it gets one of its maker's."""
+    """Create a reservation; without a `name` it gets one that is derived from its creator's."""
     asker.must_be_admin("create a reservation")
     cluster = tx.cluster
     name = name or _free_name(cluster, asker.user)
@@ -172,7 +178,7 @@ def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str])
 
 
 def update(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
-    """Change a reservation; what is not named stays."""
+    """Change a reservation; fields that are not named stay as they are."""
     asker.must_be_admin("change a reservation")
     known = find(tx.cluster, name)
     wish = read_wish(changes, tx.now_s)
@@ -202,7 +208,7 @@ def delete(tx: Transaction, asker: Asker, name: str) -> None:
 
 
 def keep_up(tx: Transaction) -> None:
-    """Move repeating reservations on to their next occurrence, and forget those that are over."""
+    """Move repeating reservations to their next occurrence, and delete expired ones."""
     for name, reservation in list(tx.cluster.reservations.items()):
         if reservation.end_s > tx.now_s:
             continue
@@ -218,7 +224,7 @@ def _keep_up_one(tx: Transaction, reservation: Reservation) -> None:
 
 
 def next_turn_s(cluster: ClusterState, now_s: float) -> float | None:
-    """Return when the next reservation begins or ends, None if none does."""
+    """Return when the next reservation begins or ends, or None."""
     times_s = (time_s for one in cluster.reservations.values() for time_s in (one.start_s, one.end_s))
     return min((time_s for time_s in times_s if time_s > now_s), default=None)
 
@@ -235,7 +241,10 @@ def find(cluster: ClusterState, name: str) -> Reservation:
 
 
 def check_use(cluster: ClusterState, user: str, account: str, name: str, now_s: float) -> Reservation:
-    """Return the reservation `name` if jobs of `user` charged to `account` may run in it, now or later. Else refuse."""
+    """Return the reservation `name` if jobs of `user` and `account` may use it, now or later.
+
+    Raises: RequestError otherwise.
+    """
     reservation = find(cluster, name)
     if reservation.is_over(now_s):
         raise RequestError(f"cannot run in reservation {name!r}: Requested reservation is invalid: it is over")
@@ -249,11 +258,11 @@ def check_use(cluster: ClusterState, user: str, account: str, name: str, now_s: 
     return reservation
 
 
-# ----- may it be
+# ----- check whether a reservation is possible
 
 
 def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
-    """Check all of it, choose its nodes, and keep it."""
+    """Check the whole reservation, choose its nodes, and record it."""
     cluster, before = tx.cluster, tx.cluster.reservations.get(wanted.name)
     _check_people(cluster, wanted)
     wanted = _check_times(wanted, before, tx.now_s)
@@ -292,7 +301,10 @@ def _check_people(cluster: ClusterState, wanted: Reservation) -> None:
 
 
 def _check_times(wanted: Reservation, before: Reservation | None, now_s: float) -> Reservation:
-    """Refuse times that cannot be; a first day on which it does not repeat gives way to the next on which it does."""
+    """Reject impossible times.
+
+    If the reservation does not repeat on its first day, it begins on the next day on which it does.
+    """
     if wanted.duration_s <= 0:
         raise RequestError("cannot reserve: the end is not after the beginning")
     if wanted.end_s <= now_s and not wanted.repeats:
@@ -317,7 +329,7 @@ def _check_times(wanted: Reservation, before: Reservation | None, now_s: float) 
 def _nodes(
     cluster: ClusterState, wanted: Reservation, before: Reservation | None, wish: Wish, now_s: float
 ) -> tuple[NodeName, ...]:
-    """Return the nodes that it is to have: those named, or so many of those that can be."""
+    """Return the reservation's nodes: the named ones, or as many available ones as requested."""
     its = [*cluster.nodes] if not wanted.partition else [*cluster.partitions[wanted.partition].nodes]
     if wish.nodes is not None and wish.node_count is not None:
         raise RequestError("cannot take both Nodes= and NodeCnt=: name the nodes, or say how many")
@@ -346,7 +358,10 @@ def _named_nodes(
 def _chosen_nodes(
     cluster: ClusterState, its: Iterable[NodeName], wanted: Reservation, before: Reservation | None, now_s: float
 ) -> tuple[NodeName, ...]:
-    """Choose nodes that answer, of the right features, that nobody else has reserved; those it had before come first."""
+    """Choose nodes that answer, have the features, and are not reserved by others.
+
+    Nodes that the reservation already had come first.
+    """
     features = parse_features(wanted.features)
     its = [name for name in its if matches(features, cluster.nodes[name].spec.features)]
     what = f"{plural(wanted.node_count, 'node')}{f' with feature {wanted.features}' if wanted.features else ''}"
@@ -374,7 +389,7 @@ def _chosen_nodes(
 
 
 def _overlapped(cluster: ClusterState, wanted: Reservation, now_s: float) -> str:
-    """Return in words with which other reservation `wanted` would overlap and may not, "" if with none."""
+    """Return the conflicting reservation that `wanted` overlaps, in words, or ""."""
     if wanted.may_overlap:
         return ""
     for other in cluster.reservations.values():
@@ -385,7 +400,10 @@ def _overlapped(cluster: ClusterState, wanted: Reservation, now_s: float) -> str
 
 
 def _busy(cluster: ClusterState, wanted: Reservation, now_s: float) -> dict[NodeName, list[Job]]:
-    """Return the jobs of others that may run into the reservation, by node: by their limits, or because they have none."""
+    """Return by node the other jobs that may run into the reservation.
+
+    These are jobs whose time limit is too long, and jobs without a limit.
+    """
     mine = set(wanted.nodes)
     found: dict[NodeName, list[Job]] = {}
     for job in cluster.active_jobs():
@@ -401,7 +419,7 @@ def _busy(cluster: ClusterState, wanted: Reservation, now_s: float) -> dict[Node
 
 
 def _check_own_jobs(cluster: ClusterState, wanted: Reservation) -> None:
-    """Refuse a change that would leave jobs which run in the reservation outside of it."""
+    """Reject a change that would leave jobs which run in the reservation outside of it."""
     for job in cluster.using(wanted.name):
         left_out = [name for name in job.held_nodes if name not in wanted.nodes]
         if job.state is not JobState.PENDING and left_out:
@@ -411,7 +429,7 @@ def _check_own_jobs(cluster: ClusterState, wanted: Reservation) -> None:
             )
 
 
-# ----- small pieces
+# ----- helpers
 
 
 def _named(jobs: Iterable[Job]) -> str:

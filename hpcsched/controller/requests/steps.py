@@ -1,7 +1,7 @@
-"""`hcancel 12.0`: one step of a running job is ended, or gets a signal, and nothing else of the job.
+"""Cancel or signal one step of a running job, and nothing else of the job: `hcancel 12.0`.
 
-`12.batch` means the batch script: to end that is to end the job. Knows how steps are called, not how they are ended.
-Source: scancel(1).
+`12.batch` is the batch script: to end it is to end the job. Knows how steps are named, not how they
+are ended. Source: scancel(1).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
 
 
 class Meant(NamedTuple):
-    """What the references of a request mean."""
+    """The parsed references of a request."""
 
     jobs: list[str]
-    batch: list[str]  # jobs whose batch script alone is meant
+    batch: list[str]  # jobs of which only the batch script is referenced
     steps: list[tuple[str, int]]  # job, number
 
 
 def sort_out(references: Iterable[str]) -> Meant:
-    """Return which of the references mean jobs, which batch scripts and which steps."""
+    """Return which of the references are jobs, which batch scripts and which steps."""
     meant = Meant([], [], [])
     for reference in references:
         match = _STEP.match(reference)
@@ -52,7 +52,10 @@ def act_on_steps(
     signum: int | None,
     outcome: Outcome,
 ) -> None:
-    """Send `signum` to these steps of jobs that match, or (None) end them; what is refused is noted in `outcome`."""
+    """Send `signum` to these steps of matching jobs, or end them if it is None.
+
+    Refusals are added to `outcome`.
+    """
     for reference, number in steps:
         try:
             jobs = find_jobs(cluster, reference, asker.uid)

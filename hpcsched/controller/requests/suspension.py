@@ -1,4 +1,4 @@
-"""Requests to suspend running jobs and to have them go on, for admins. What their nodes are told follows from the state."""
+"""Suspend and resume running jobs for admins. Messages to nodes follow from the state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcsched.state.transaction import Transaction
 
 
 def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
-    """Have the named running jobs stand still. They keep what they hold."""
+    """Suspend the named running jobs. They keep their resources."""
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         asker.must_be_admin("suspend a job")
@@ -26,7 +26,7 @@ def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome
 
 
 def resume(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
-    """Have the named suspended jobs go on."""
+    """Resume the named suspended jobs."""
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         asker.must_be_admin("resume a job")

@@ -1,7 +1,11 @@
-"""Triggers: set and cleared by users, found due by the changes of a tick, run by the daemon after its commit.
+"""Set, clear and run triggers.
 
-A trigger is deleted, or armed again, in the same commit as the change that it waited for: it runs at most once for an
-event, and not at all if the controller is killed between the commit and the program. Source: strigger(1).
+Users set and clear them. The changes of a tick make them due. The daemon runs their programs after
+the commit.
+
+A trigger is deleted, or armed again, in the same commit as the change that it waited for. So it
+runs at most once for an event, and not at all if the controller is killed between the commit and
+the program. Source: strigger(1).
 """
 
 from __future__ import annotations
@@ -41,13 +45,16 @@ ANY_NODE = "*"
 MAX_WORDS = 64
 MAX_PROGRAM_BYTES = 4096
 AT_ONCE = 8
-QUEUED = 1_000  # more are not run: that is logged
+QUEUED = 1_000  # further ones are not run, which is logged
 PROGRAM_S = 300.0
 PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
-    """Set a trigger. `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent."""
+    """Set a trigger.
+
+    `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent.
+    """
     cluster = tx.cluster
     try:
         event = TriggerEvent(str(body.get("event")))
@@ -104,7 +111,7 @@ def _program(words: Any) -> tuple[str, ...]:
 
 
 def clear(tx: Transaction, asker: Asker, number: int | None, target: str, user: str) -> list[int]:
-    """Delete triggers: one by its number, or those of a job or node, or of a user; return their numbers."""
+    """Delete triggers by number, by job or node, or by user; return their numbers."""
     wanted = [
         one
         for one in tx.cluster.triggers.values()
@@ -138,7 +145,10 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
 
 
 def keep_up(tx: Transaction) -> list[Trigger]:
-    """Note which triggers have had their event, and return those that are due: their programs run after the commit."""
+    """Record which triggers had their event; return the due ones.
+
+    Their programs run after the commit.
+    """
     due: list[Trigger] = []
     before = tx.nodes_before()
     for trigger in list(tx.cluster.triggers.values()):
@@ -162,7 +172,7 @@ def _look_at(tx: Transaction, trigger: Trigger, before: Mapping[NodeName, Node])
 
 
 def _events(tx: Transaction, trigger: Trigger, nodes_before: Mapping[NodeName, Node]) -> Iterator[tuple[str, float]]:
-    """Yield what the trigger came for, and when its program is due."""
+    """Yield the targets of the trigger's events, and when its program is due for each."""
     if trigger.is_of_job:
         job = tx.cluster.jobs.get(JobId(whole_number(trigger.target)))
         if trigger.event is TriggerEvent.JOB_END and (job is None or job.state in FINAL):
@@ -191,7 +201,7 @@ def _has_come(event: TriggerEvent, before: Node, after: Node) -> bool:
 
 
 def next_time_s(cluster: ClusterState, now_s: float) -> float | None:
-    """Return when the next trigger is due, None: none by the time alone."""
+    """Return when the next trigger is due by time alone, or None."""
     times_s = [trigger.due_at_s for trigger in cluster.triggers.values()]
     for trigger in cluster.triggers.values():
         if trigger.event is TriggerEvent.TIME_LIMIT:
@@ -201,18 +211,19 @@ def next_time_s(cluster: ClusterState, now_s: float) -> float | None:
     return min((at_s for at_s in times_s if at_s > now_s), default=None)
 
 
-# ----- their programs: run on the head, as the users who set them, a few at a time, each for a bounded time
+# ----- trigger programs: they run on the head as the users who set them, a few at a time, each with
+# a timeout
 
 
 class TriggerPrograms:
-    """The programs that run, and those that wait for their turn."""
+    """The running trigger programs, and those that wait in line."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, trigger: Trigger) -> None:
-        """Run the program of a trigger, with what it came for as its last argument."""
+        """Run the program of a trigger, with the event's target as its last argument."""
         if len(self._tasks) >= QUEUED:
             log.error("cannot run the program of trigger %d: %d wait already", trigger.id, QUEUED)
             return
@@ -260,7 +271,10 @@ async def _status_of(command: list[str], uid: int) -> int:
 
 
 def _as_user(account: pwd.struct_passwd) -> dict[str, Any]:
-    """Return the arguments that start a process as the account; empty if that is who we are. Raises PermissionError."""
+    """Return Popen arguments that run a process as the account; empty if we already are it.
+
+    Raises: PermissionError.
+    """
     if account.pw_uid == os.geteuid():
         return {}
     if os.geteuid() != 0:

@@ -1,6 +1,7 @@
-"""What may be changed of jobs after their submission: ``hctl update``, each change checked and turned into one event.
+"""Change jobs after their submission (``hctl update``).
 
-What a job asked for in its specification is asked for anew by `respecify`.
+Each change is checked and recorded as one event. `respecify` changes what the job requested in its
+specification.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
-# ----- what a job asked for when it was submitted, asked for anew: ``scontrol update JobId=12 Name=x MinMemoryNode=4G``
-# The values are read as those of the options of the same meaning, and what the job asks for then is checked as a submission is.
-# What decides on its place can be changed while it waits only; the bounds of an elastic job's size at any time.
+# ----- change what a job requested at submission: ``scontrol update JobId=12 Name=x
+# MinMemoryNode=4G``
+#
+# The values are parsed like those of the submission options, and the result is checked like a
+# submission. Fields that affect placement can be changed only while the job waits. The size limits
+# of an elastic job can be changed at any time.
 
 
 ANY_TIME = frozenset({"name", "comment", "mail_user", "mail_type", "requeue"})
-OPTIONS = {  # what is changed: the option that it is read as
+OPTIONS = {  # changed field: the option that its value is parsed as
     "name": "job-name",
     "comment": "comment",
     "mail_user": "mail-user",
@@ -64,13 +68,16 @@ OPTIONS = {  # what is changed: the option that it is read as
     "tmp": "tmp",
     "work_dir": "chdir",
 }
-_EMPTY: Mapping[str, Any] = {"nodelist": (), "exclude": (), "licenses": ()}  # of an empty value
+_EMPTY: Mapping[str, Any] = {"nodelist": (), "exclude": (), "licenses": ()}  # for an empty value
 
 
 def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int, made: dict[int, int]) -> Job:
-    """Have the job ask for this from now on. `made` keeps which specification came of which: tasks of an array share theirs.
+    """Change the job's specification.
 
-    Raises RequestError for what cannot be read, cannot be changed any more, or can never start.
+    `made` maps an old specification to the new one, so that tasks of an array share it.
+
+    Raises: RequestError for a value that cannot be parsed, a field that can no longer be changed,
+    or a job that could never start.
     """
     any_time = {*ANY_TIME, "num_nodes"} if job.spec.elastic else ANY_TIME
     for name in changes:
@@ -98,7 +105,7 @@ def _fields(name: str, text: str, spec: JobSpec) -> dict[str, Any]:
     match name:
         case "gres":
             return {"gpus_per_node": value.gpus, "shards_per_node": value.shards}
-        case "num_cpus":  # as many tasks as need them
+        case "num_cpus":  # as many tasks as need these CPUs
             return {"ntasks": -(-value // spec.cpus_per_task)}
         case "num_nodes":
             return {"nodes_min": value[0], "nodes_max": value[1], "nodes_given": True}
@@ -121,7 +128,7 @@ def _fields(name: str, text: str, spec: JobSpec) -> dict[str, Any]:
 
 
 def _check_place(tx: Transaction, job: Job) -> None:
-    """Refuse what can never start in the partitions that the job waits for."""
+    """Reject a job that can never start in the partitions it waits for."""
     cluster = tx.cluster
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
     partitions = find_partitions(cluster, job.partition)
@@ -150,7 +157,7 @@ CHANGES = frozenset(
 
 
 def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:
-    """Change what may be changed of the named jobs: see `CHANGES`."""
+    """Change the named jobs; `CHANGES` lists the fields that may be changed."""
     unknown = set(changes) - CHANGES - OPTIONS.keys()
     if unknown or not changes:
         known = sorted(CHANGES | OPTIONS.keys())
@@ -179,7 +186,10 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
 
 
 def _time_limit_s(job: Job, text: str) -> int | None:
-    """Return the time limit that is asked for: ``2:00:00``, or so much more or less: ``+30``. 0 is no limit, as in Slurm."""
+    """Return the requested time limit: ``2:00:00``, or a change such as ``+30``.
+
+    0 is no limit, as in Slurm.
+    """
     if text[:1] not in "+-" or not text:
         return parse_time_s(text) or None
     if job.time_limit_s is None:
@@ -194,7 +204,7 @@ def _time_limit_s(job: Job, text: str) -> int | None:
 
 
 def _limit_until(job: Job, text: str, now_s: float) -> str:
-    """Return the time limit with which the job that runs ends then."""
+    """Return the time limit with which the running job ends at the given time."""
     if job.state is not JobState.RUNNING:
         raise RequestError(f"cannot change the end of job {job.display_id}: it is {job.state}; change its time limit")
     end_s = parse_when(text, now_s)
@@ -252,7 +262,11 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
 
 
 def _check_raise(cluster: ClusterState, asker: Asker, job: Job, limit_s: int | None) -> None:
-    """Refuse a user's longer time limit for a job that has started, or beyond what its partitions and accounts allow."""
+    """Reject a time limit that the user may not set.
+
+    A user may not raise the limit of a started job, nor exceed the limits of its partitions and
+    accounts.
+    """
     if job.state is not JobState.PENDING:
         asker.must_be_admin(f"raise the time limit of job {job.display_id} once it has started")
     partitions = [cluster.partitions[name] for name in job.partition.split(",") if name in cluster.partitions]
@@ -278,7 +292,10 @@ def _new_dependency(cluster: ClusterState, job: Job, text: str) -> dict[str, Any
 
 
 def _new_place(cluster: ClusterState, job: Job, changes: dict[str, str]) -> dict[str, str]:
-    """Return the partition, account and QOS that a job has from now on; what can never start with them is refused."""
+    """Return the job's new partition, account and QOS.
+
+    Raises: RequestError if the job could never start with them.
+    """
     values: dict[str, str] = {}
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
     if "account" in changes or "qos" in changes:
@@ -301,7 +318,7 @@ def _new_place(cluster: ClusterState, job: Job, changes: dict[str, str]) -> dict
 
 
 def _new_charge(cluster: ClusterState, job: Job, changes: dict[str, str]) -> JobSpec:
-    """Return what a job asks for, with the account and QOS that it has from now on."""
+    """Return the job's specification with its new account and QOS."""
     wanted = replace(job.spec, account=changes.get("account", job.account), qos=changes.get("qos", job.qos))
     if "account" in changes and "qos" not in changes and cluster.config.accounting.quality(job.qos) is None:
         wanted = replace(wanted, qos="")
@@ -309,7 +326,7 @@ def _new_charge(cluster: ClusterState, job: Job, changes: dict[str, str]) -> Job
 
 
 def _new_reservation(tx: Transaction, job: Job, name: str) -> str:
-    """Return the name of the reservation that a job is to run in from now on, "" for none."""
+    """Return the name of the job's new reservation, "" for none."""
     _must_wait(job, "change the reservation of")
     if name:
         reservation = check_use(tx.cluster, job.user, job.account, name, tx.now_s)
@@ -320,7 +337,7 @@ def _new_reservation(tx: Transaction, job: Job, name: str) -> str:
 
 
 def _new_deadline(tx: Transaction, job: Job, text: str) -> int:
-    """Return the new deadline of a job; 0, for ``none``, if it is to have none any more."""
+    """Return the job's new deadline; 0, for ``none``, removes it."""
     _must_wait(job, "change the deadline of")
     if text.lower() in ("", "none", "0"):
         return 0

@@ -1,1 +1,1 @@
-"""What the controller answers: the queue, history, accounts, events in words."""
+"""Build the controller's answers: the queue, history, accounts, events in words."""

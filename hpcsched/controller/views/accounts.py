@@ -1,4 +1,7 @@
-"""Priorities and fair share as JSON (version 1): what `hprio` and `hshare` show. Reads the cluster and changes nothing."""
+"""Return priorities and fair share as JSON (version 1) for `hprio` and `hshare`.
+
+Reads the cluster and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ WEIGHED = ("age", "assoc", "fairshare", "size", "partition", "qos")
 
 
 def priority_views(snapshot: Snapshot, policy: Policy, wanted: Iterable[JobId]) -> Json:
-    """Return the priority of each of the `wanted` jobs that waits, and what it is made of."""
+    """Return the priority of each waiting job of `wanted`, with its components."""
     scale = scale_of(snapshot)
     ids = set(wanted)
     jobs = []
@@ -54,7 +57,7 @@ def _priority_view(job: PendingJob, parts: Breakdown) -> Json:
 
 
 def license_views(cluster: ClusterState) -> list[Json]:
-    """Return the licences with how many of each jobs have now."""
+    """Return the licences, with the number of each that jobs hold now."""
     used: Counter[str] = Counter()
     for job in cluster.active_jobs():
         used.update(dict(job.spec.licenses))
@@ -78,7 +81,8 @@ def share_views(cluster: ClusterState, now_s: float) -> Json:
 
 def _share_view(line: ShareUsage, used: list[UsedResources], cluster: ClusterState) -> Json:
     view = asdict(line)
-    view["level_fs"] = None if math.isinf(line.level_fs) else line.level_fs  # null: nothing used yet
+    # None (null in JSON) if nothing is used yet.
+    view["level_fs"] = None if math.isinf(line.level_fs) else line.level_fs
     amounts: dict[str, float] = {}
     for row in used:
         if _is_of(row, line, cluster):

@@ -1,8 +1,9 @@
-"""The cluster of a database file that no controller runs from: what the planner would have seen when its last event happened.
+"""Load the cluster from a database file, as the planner saw it at the last event.
 
-For questions about a backup, or about the database of a controller that is down. Nodes and partitions are those of the
-configuration; a node answers unless it was drained. The file is only read: what has to be brought up to date is a copy, for a
-while.
+No controller runs from the file. It is for questions about a backup, or about the database of a
+controller that is down. Nodes and partitions are those of the configuration; a node answers unless
+it was drained. The file is only read: if it has to be migrated, a temporary copy is migrated
+instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpcsched.store.store import Store
 
 
 class _Nowhere:
-    """The ports of a controller that is asked and never acts."""
+    """Ports of a controller that answers questions and never acts."""
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None: ...
 
@@ -48,7 +49,8 @@ class _Nowhere:
 def archived(database: Path, config: Config) -> tuple[Snapshot, Policy]:
     """Return the cluster in the file `database` and the policy of `config`.
 
-    Raises ConfigError if the file is no database of ours, UnavailableError if it cannot be read.
+    Raises: ConfigError if the file is not an hpcsched database, UnavailableError if it cannot be
+    read.
     """
     now_s = contents_of(database).last_event_at_s
     with TemporaryDirectory() as directory:

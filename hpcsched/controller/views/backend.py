@@ -1,4 +1,4 @@
-"""What the API's routes ask, answered by the controller: reads from the ledger, changes through the tick."""
+"""Answer the API's routes: reads from the cluster state, changes through the tick."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LogPart:
 
 
 class ControllerBackend(Reading):
-    """Answers requests from the controller and its fleet of nodes. Changes are on disk when a method returns."""
+    """The controller's answers to API requests. Changes are on disk when a method returns."""
 
     def __init__(
         self,
@@ -102,8 +102,10 @@ class ControllerBackend(Reading):
         self._started_at_s = started_at_s
         self._apply_config = apply_config
         self._database = database
-        self._changing: set[asyncio.Task[requests.Outcome]] = set()  # requests that take several ticks
-        self._serves_all = os.getuid() == 0  # else all jobs run as the accounts that the nodes were added with
+        # Requests that take several ticks.
+        self._changing: set[asyncio.Task[requests.Outcome]] = set()
+        # If False, all jobs run as the accounts that the nodes were added with.
+        self._serves_all = os.getuid() == 0
 
     def ping(self) -> Json:
         return {
@@ -137,7 +139,7 @@ class ControllerBackend(Reading):
         return {"jobs": jobs, "notes": []}
 
     async def test(self, asker: Asker, spec: JobSpec) -> Json:
-        """Say when the job would start if it were submitted now: a plan over the cluster as it is plus this job."""
+        """Return when the job would start if it were submitted now, from a fresh plan."""
         return await asyncio.to_thread(self._controller.rehearsal(asker, spec, self._clock()))
 
     def job(self, asker: Asker, reference: str) -> Json:
@@ -153,20 +155,23 @@ class ControllerBackend(Reading):
         return {"now_s": now_s, "jobs": views}
 
     def _training(self, job: Job) -> TrainingStatus | None:
-        """Return how far the job said that it is, from the store if it has ended."""
+        """Return the job's training progress, from the store if the job has ended."""
         if job.state in FINAL:
             return self._controller.store.load_training([job.id]).get(job.id)
         return self._cluster.training.get(job.id)
 
     def _script_of(self, asker: Asker, jobs: list[Job]) -> str | None:
-        """Return the script of `jobs`, which are tasks of one array if they are several; None: it is not kept any more."""
+        """Return the script of `jobs`, which are tasks of one array if there are several.
+
+        None if the script is no longer kept.
+        """
         if not asker.owns(jobs[0]):
             return None
         text = self._controller.store.script(jobs[0].spec)
         return None if text is None else text.decode("utf-8", "surrogateescape")
 
     def _find(self, asker: Asker, reference: str) -> list[Job]:
-        """Return the jobs that are meant, from memory, or from the store if they ended long ago."""
+        """Return the referenced jobs, from memory, or from the store if they ended long ago."""
         try:
             return find_jobs(self._cluster, reference, asker.uid)
         except NotFoundError:
@@ -195,7 +200,7 @@ class ControllerBackend(Reading):
         return {"job_id": job.id, "events": tell(job, events), "now_s": now_s, "now": now}
 
     async def why(self, asker: Asker, reference: str) -> Json:
-        """Say why a job waits: a fresh plan over the cluster as it is, explained."""
+        """Explain why a job waits, from a fresh plan over the current cluster."""
         jobs = self._find(asker, reference)
         job = first_waiting(jobs)
         reason, detail, expected_s = why_waiting(job, self._cluster, asker, self._clock())
@@ -213,7 +218,8 @@ class ControllerBackend(Reading):
             snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
             answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
             if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
-                answer["lines"][0] = f"{reason.value}: {answer['text']}."  # the plan does not know why it begins later
+                # The plan does not know why it begins later.
+                answer["lines"][0] = f"{reason.value}: {answer['text']}."
             if job.refusals and asker.owns(job) and "lines" in answer:
                 answer["lines"].insert(1, f"It could not be started {refused_on(job)}.")
         return answer
@@ -242,7 +248,7 @@ class ControllerBackend(Reading):
         return outcome.as_json()
 
     async def _cancel(self, asker: Asker, references: list[str], filters: dict[str, str], body: Json) -> Json:
-        """End what is meant, or send it a signal: jobs, batch scripts, steps."""
+        """Cancel the referenced jobs or steps, or send them a signal."""
         meant = sort_out(references)
         signum = parse_signal(str(body["signal"])) if body.get("signal") else None
         batch, full = bool(body.get("batch")), bool(body.get("full"))
@@ -283,7 +289,7 @@ class ControllerBackend(Reading):
         path = files.stdout if stream == "out" else files.stderr
         if not job.shares or not job.spec.has_script:
             return LogPart(data=b"", offset=0, size=0, path=path, ended=job.state in FINAL)
-        over = job.state in FINAL  # asked before the read: what is written later cannot be missed
+        over = job.state in FINAL  # checked before the read, so that later output is not missed
         answer, blob = await self._fleet.call(
             job.shares[0].node,
             lambda request: protocol.ReadFile(
@@ -306,7 +312,10 @@ class ControllerBackend(Reading):
     # ----- nodes and the rest
 
     async def nodes(self, asker: Asker, probe: bool, share: Mapping[str, str]) -> Json:
-        """Return the nodes; `probe`: after a look at each; `share`: a share probe that each is to compare with its own."""
+        """Return the nodes; `probe` checks each node first.
+
+        `share` is a share probe that each node compares with its own.
+        """
         if share:
             asker.must_be_admin("have nodes compare the share")
         views = node_views(self._cluster, self._clock())
@@ -383,7 +392,7 @@ class ControllerBackend(Reading):
         return {"name": made.name, "reservation": reservation_view(made, self._cluster, self._clock())}
 
     def _check_people(self, changes: Mapping[str, str]) -> None:
-        """Refuse a reservation for users of whom nobody has heard: nobody could use it."""
+        """Reject a reservation for unknown users, because no user could use it."""
         known = {
             *(job.user for job in self._cluster.jobs.values()),
             *(one.name for one in self._cluster.config.accounting.users),
@@ -399,7 +408,10 @@ class ControllerBackend(Reading):
         return crontabs.view(self._cluster.crontabs.get(owner.uid))
 
     async def install_crontab(self, asker: Asker, body: Json) -> Json:
-        """Replace the crontab of the asker, or of the user that an admin names; a text without entries deletes it."""
+        """Replace the crontab of the asker, or of the user that an admin names.
+
+        A text without entries deletes the crontab.
+        """
         owner = self._owner(asker, str(body.get("user") or ""))
         text, jobs = body.get("text"), body.get("jobs")
         if not isinstance(text, str) or not isinstance(jobs, list):
@@ -410,7 +422,7 @@ class ControllerBackend(Reading):
         return crontabs.view(await self._change(lambda tx: crontabs.install(tx, owner, text, jobs)))
 
     def _owner(self, asker: Asker, user: str) -> Asker:
-        """Return the asker, or the user whom an admin acts for."""
+        """Return the asker, or the user that an admin acts for."""
         if user in ("", asker.user):
             return replace(asker, admin=False)
         asker.must_be_admin(f"look at or change the crontab of {user[:60]}")
@@ -433,14 +445,17 @@ class ControllerBackend(Reading):
         return {"cleared": await self._change(lambda tx: triggers.clear(tx, asker, number, target, user))}
 
     def priorities(self, asker: Asker, query: Json) -> Json:
-        """Return the priorities of the waiting jobs among those that `query` asks for, as in `jobs`."""
+        """Return the priorities of the waiting jobs that match `query`, as in `jobs`."""
         now_s = self._clock()
         snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), now_s)
         wanted = [job.id for job in self.selected(asker, query)]
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
 
     async def snapshot(self) -> Json:
-        """Return the cluster as a plan sees it, for whoever asks: nothing that hqueue, hinfo and hshare do not show to all."""
+        """Return the cluster as a plan sees it.
+
+        It contains only what hqueue, hinfo and hshare show to every user.
+        """
         snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
         return {"snapshot": await asyncio.to_thread(snapshot_to_json, snapshot, self._controller.policy)}
 
@@ -492,7 +507,7 @@ class ControllerBackend(Reading):
         }
 
     async def reconfigure(self, asker: Asker, same_machine: list[str]) -> Json:
-        """Read the configuration again; `same_machine`: nodes that have only a new address, by the admin's word."""
+        """Reread the configuration; `same_machine` names nodes of which only the address changed."""
         asker.must_be_admin("reload the configuration")
         for name in same_machine:
             if name not in self._cluster.nodes:
@@ -501,8 +516,12 @@ class ControllerBackend(Reading):
         return {"changed": self._apply_config(same_machine)}
 
     async def backup(self, asker: Asker, path: str) -> Json:
-        """Write a copy of the database to the new file `path`, in a thread: nobody waits for it but who asked."""
-        # The controller writes with its own rights, so whoever names the file must have them as well.
+        """Write a copy of the database to the new file `path`, in a thread.
+
+        Other requests do not wait for it.
+        """
+        # The controller writes with its own rights, so the user who names the file must have them
+        # too.
         if asker.uid not in (0, os.getuid()):
             asker.must_be_admin("back up the database")
             raise PermissionDeniedError(
@@ -515,7 +534,10 @@ class ControllerBackend(Reading):
         return {"path": path, "size": size}
 
     async def _change_jobs(self, work: Callable[[Transaction], requests.Outcome]) -> requests.Outcome:
-        """Have `work` done in the next tick, and its remaining jobs in the ticks after that, also if the client leaves."""
+        """Do `work` in the next tick, and its remaining jobs in later ticks.
+
+        This continues even if the client disconnects.
+        """
 
         async def all_parts() -> requests.Outcome:
             outcome = await self._change(work)
@@ -533,15 +555,15 @@ class ControllerBackend(Reading):
     def _changed(self, task: asyncio.Task[requests.Outcome]) -> None:
         self._changing.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked for it is told, or has gone
+            task.exception()  # the client is told, or has left
 
     async def _change(self, work: Callable[[Transaction], T]) -> T:
-        """Have `work` done in the next tick, and return its result when it is on disk."""
+        """Do `work` in the next tick, and return its result when it is on disk."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def done(result: Any) -> None:
             if future.done():
-                return  # the client went away; what it asked for is done all the same
+                return  # the client left; its request is still done
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:
@@ -560,7 +582,7 @@ _WORK = {
 
 
 def _probe_question(share: str, asked: Mapping[str, str]) -> protocol.CompareProbe:
-    """Return what nodes are asked about the share probe that a request names."""
+    """Return the question that nodes are asked about the requested share probe."""
     try:
         return question(
             0, share, asked.get("file", ""), asked.get("sha256", ""), whole_number(asked.get("uid", ""), "uid")

@@ -1,4 +1,7 @@
-"""The history of a job in sentences, for `hctl story`: one row of `SENTENCES` for each kind of event."""
+"""Tell the history of a job in sentences, for `hctl story`.
+
+`SENTENCES` has one row for each kind of event.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ from hpcsched.sched.explain.sentences import plural
 def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
     """Return the events, each with its time, its kind and a sentence."""
     told = []
-    ending = False  # the attempt was ended without a requeue, so a lost node does not requeue the job
+    # True if the attempt was ended without a requeue: then a lost node does not requeue the job.
+    ending = False
     for event in events:
         if isinstance(event, EndRequested):
             ending = not event.requeue
@@ -59,7 +63,10 @@ def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
 
 
 def sentence(job: Job, event: JobEvent, ending: bool) -> str:
-    """Return a sentence about `event` of `job`; `ending`: its attempt was being ended without a requeue."""
+    """Return a sentence about `event` of `job`.
+
+    `ending`: the attempt was being ended without a requeue.
+    """
     match event:
         case NodeLost():
             return _node_lost(job, event, ending)

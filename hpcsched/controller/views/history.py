@@ -1,7 +1,7 @@
-"""The history for whoever asks: jobs, ended ones too, with their steps, as the text of a JSON object made in parts.
+"""Answer history queries: jobs, including ended ones, with steps, as JSON made in parts.
 
-A search may have to look at every job that there ever was, which takes SQLite longer than anybody else should wait: a thread
-reads, by a connection of its own.
+A search may read every job ever submitted. This takes SQLite longer than other requests should
+wait, so a thread reads through its own connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOT_OF_A_NUMBER = re.compile(r"[_.+]")
 
 
 class _HistorySlice(NamedTuple):
-    """Some of the jobs, with what belongs to them."""
+    """Some of the jobs, with their steps and other rows."""
 
     jobs: list[Job]
     steps: list[StepRecord]
@@ -58,9 +58,9 @@ def outages_of(database: Path, query: Json) -> list[Json]:
 
 
 async def history_text(database: Path, cluster: ClusterState, asker: Asker, query: Json, now_s: float) -> bytes:
-    """Return the jobs that `query` asks for, those that have not ended as they are now.
+    """Return the jobs that match `query`; unfinished jobs are shown in their present state.
 
-    Raises RequestError, and UnavailableError if the database cannot be read.
+    Raises: RequestError, and UnavailableError if the database cannot be read.
     """
     wanted = _history_query(query)
     breaks, texts = Breaks(), []
@@ -76,13 +76,16 @@ async def history_text(database: Path, cluster: ClusterState, asker: Asker, quer
                 if breaks.due():
                     await breaks.take()
     finally:
-        thread.submit(store.close)  # behind what it still reads, if nobody waits for that any more
+        thread.submit(store.close)  # after its present read, if the client has disconnected
         thread.shutdown(wait=False)
     return jobs_text(now_s, texts)
 
 
 def _ids(store: Store, query: HistoryQuery) -> list[int]:
-    """Return the ids of the jobs that are asked for; a number may be that of a component of a heterogeneous one."""
+    """Return the ids of the requested jobs.
+
+    A number may be that of a component of a heterogeneous job.
+    """
     found = store.history_ids(query)
     for job_id in set(query.job_ids).difference(found):
         before = store.history_ids(replace(query, job_ids=tuple(range(job_id - MAX_COMPONENTS + 1, job_id))))
@@ -108,7 +111,10 @@ def _views(part: _HistorySlice, cluster: ClusterState, asker: Asker, now_s: floa
 
 
 def _is_in(step: Json, component: Job) -> bool:
-    """Say whether a step of a heterogeneous job has run in that component, or in none that is known."""
+    """Return whether a step of a heterogeneous job ran in that component.
+
+    Also true if it is not known in which component the step ran.
+    """
     names = {share.node for share in component.shares}
     return not names.isdisjoint(step["nodes"]) or not (step["nodes"] or component.component)
 

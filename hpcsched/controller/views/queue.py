@@ -1,7 +1,8 @@
-"""The queue for whoever asks: which jobs are meant, and the lines that show them.
+"""Answer queue queries: select the jobs, and format the lines that show them.
 
-For squeue it is lenient: of several numbers those that there are, and nobody's jobs for a name that nobody has. For our own
-commands it is strict: what is not there is more likely mistyped.
+For squeue, selection is lenient: of several job ids it shows those that exist, and for an unknown
+name it shows no jobs. For hpcsched's own commands it is strict, because an unknown name is more
+likely mistyped.
 """
 
 from __future__ import annotations
@@ -28,21 +29,23 @@ from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, components_of
 from hpcsched.model.numbers import whole_number
 from hpcsched.state.cluster import ClusterState
 
-# ----- the rows of the queue's text, kept from one look to the next: only those of jobs that have changed are written again
-# A job that waits or is over reads the same at any time, unless it changes, or what the last plan said of it, as far as its row
-# shows that; a row that needed the present time (a watched `Look` notices) is written at each look. Each plan gives most jobs
-# another priority: by that a kept row is sorted anew. Of the tasks of an array that wait the first one's row stands for all, and
-# is written at each look as well.
+# ----- cached rows of the queue's text: only rows of changed jobs are formatted again
 #
-# To write ten thousand rows takes a tenth of a second: others are answered in between.
+# The row of a waiting or ended job changes only with the job, or with the fields of the last plan
+# that it shows. A row that used the present time (a watched `Look` notices this) is formatted for
+# each query. Most plans change most priorities, so cached rows are sorted by the new priority. The
+# waiting tasks of an array share the row of the first one, which is formatted for each query too.
+#
+# Formatting a long queue takes long, so other requests are answered in between.
 
 
-MOST_KEPT = 4  # layouts and who asks
-_SAID = ("reason", "reason_detail", "expected_start_s", "priority")  # of a job that waits: what a plan may change
+MOST_KEPT = 4  # layouts and users
+# Of a waiting job: fields that a plan may change.
+_SAID = ("reason", "reason_detail", "expected_start_s", "priority")
 
 
 class _Kept(NamedTuple):
-    """A row, and what it was written of: of what a plan has `said`, that which it shows."""
+    """A cached row and its inputs; `said` has the plan's fields that the row shows."""
 
     job: Job
     wait: object
@@ -52,7 +55,7 @@ class _Kept(NamedTuple):
 
 
 class _Watched(Look):
-    """A look that remembers whether its time was asked for."""
+    """A `Look` that remembers whether its time was used."""
 
     @property
     def now_s(self) -> float:  # type: ignore[override]  # a field becomes a property
@@ -61,7 +64,7 @@ class _Watched(Look):
 
 
 class QueueRows:
-    """The rows of the last few layouts."""
+    """Cached rows of the last few layouts."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
@@ -71,7 +74,7 @@ class QueueRows:
     async def rows(
         self, jobs: Iterable[Job], listing: Listing, layout: tuple[object, ...], asker: Asker, look: Look
     ) -> list[QueueRow]:
-        """Return the rows that show `jobs`; `layout` says what `listing` was made of."""
+        """Return the rows of `jobs`; `layout` identifies the settings of `listing`."""
         kept = self._table((*layout, asker, look.time_format))
         singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
         breaks, rows = Breaks(), []
@@ -95,11 +98,11 @@ class QueueRows:
         if len(self._settings) != 2 or any(a is not b for a, b in zip(settings, self._settings, strict=True)):
             self._kept, self._settings = {}, settings
         table = self._kept.pop(key, {})
-        if len(table) > 2 * len(self._cluster.jobs):  # most are of jobs that have been forgotten
+        if len(table) > 2 * len(self._cluster.jobs):  # most rows are of jobs that were purged
             table = {}
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
-        self._kept[key] = table  # the last one used is the last to go
+        self._kept[key] = table  # most recently used last
         return table
 
     def _row(self, job: Job, listing: Listing, table: dict[int, _Kept], asker: Asker, look: Look) -> QueueRow:
@@ -139,9 +142,9 @@ class QueueRows:
 
 
 def _folded(jobs: Iterable[Job], *, ended: bool) -> tuple[list[Job], list[list[Job]]]:
-    """Return the jobs that have a row of their own, and the tasks of arrays that have one together.
+    """Return the jobs with a row of their own, and the array tasks that share a row.
 
-    These are tasks that wait for their first start, and with `ended` tasks that ended in the same way.
+    Tasks share a row if they wait for their first start or, with `ended`, ended in the same way.
     """
     singles: list[Job] = []
     groups: dict[tuple[object, ...], list[Job]] = {}
@@ -195,11 +198,14 @@ _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 
 async def queue_text(cluster: ClusterState, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
-    """Return the lines that `query` asks for. Raises RequestError."""
+    """Return the lines for `query`.
+
+    Raises: RequestError.
+    """
     listing = _listing(query)
     jobs = selected(cluster, asker, {name: query[name] for name in query if name not in _LAYOUT})
     ended: list[Job] = []
-    if query.get("ended"):  # a line stands for those
+    if query.get("ended"):  # one line summarizes them
         ended, jobs = [job for job in jobs if job.state in FINAL], [job for job in jobs if job.state not in FINAL]
     look = Look(now_s, query.get("time_format", ""))
     layout = tuple(query.get(name, "") for name in ("format", "long", "order", "fit", "colour"))
@@ -210,7 +216,7 @@ async def queue_text(cluster: ClusterState, kept: QueueRows, asker: Asker, query
 
 
 def _ended(cluster: ClusterState, jobs: Sequence[Job], now_s: float, *, colour: bool) -> str:
-    """Return the line that stands for jobs which ended a short while ago; "" if there are none."""
+    """Return the line that summarizes recently ended jobs; "" if there are none."""
     kept_s = cluster.config.controller.min_job_age_s
     states = Counter(job.state for job in jobs if (job.ended_at_s or 0.0) >= now_s - kept_s)
     count = states.total()
@@ -230,7 +236,7 @@ def _span(seconds: float) -> str:
 
 
 def _others(cluster: ClusterState, jobs: Iterable[Job], *, colour: bool) -> str:
-    """Return the line about the jobs that are not among `jobs`, for a person who sees their own alone."""
+    """Return the line about jobs that are not in `jobs`, for a user who sees only their own."""
     shown = {job.id for job in jobs}
     others = [job.state for job in cluster.jobs.values() if job.id not in shown]
     running, waiting = sum(state in ACTIVE for state in others), others.count(JobState.PENDING)
@@ -255,7 +261,10 @@ def _listing(query: Query) -> Listing:
 
 
 def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
-    """Return the jobs that the filters ask for. Raises NotFoundError, RequestError."""
+    """Return the jobs that match the filters.
+
+    Raises: NotFoundError, RequestError.
+    """
     unknown = set(query) - _OTHER - set(_FILTERS)
     if unknown:
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
@@ -267,7 +276,7 @@ def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
     states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
     wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
     jobs = [job for job in jobs if job.state in states or (wants_special and is_special(job))]
-    if query.get("whose") == "default" and not asker.admin:  # an admin looks after everybody's
+    if query.get("whose") == "default" and not asker.admin:  # an admin sees all users' jobs
         jobs = [job for job in jobs if job.uid == asker.uid]
     if strict:
         _check_users(cluster, query.get("user", ""))
@@ -282,7 +291,7 @@ def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
 
 
 def _check_users(cluster: ClusterState, text: str) -> None:
-    """Refuse the name of a user of whom nobody has heard: it is more likely mistyped than idle."""
+    """Reject an unknown user name, because it is more likely mistyped than idle."""
     for name in text.split(",") if text else ():
         if not name.isdigit() and not is_account(name) and not any(job.user == name for job in cluster.jobs.values()):
             raise RequestError(f"Invalid user: {name}")
@@ -296,7 +305,7 @@ def _numbered(cluster: ClusterState, asker: Asker, text: str, *, strict: bool) -
             meant = find_jobs(cluster, reference, asker.uid)
             found |= {one.number: one for job in meant for one in listed_of(job, reference)}
         except NotFoundError:
-            if strict or len(references) == 1:  # squeue shows of several those that there are
+            if strict or len(references) == 1:  # of several ids, squeue shows those that exist
                 raise
     return list(found.values())
 
@@ -322,11 +331,11 @@ def _nodes(cluster: ClusterState, text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-# ----- the queue for whoever asks: what the API's first routes need, and all that is there when a controller has just started
+# ----- the reader: what the API's first routes need, and all that a starting controller has
 
 
 class Reading:
-    """Answers questions about the queue from the state. `under_way`: the number of answers being made."""
+    """Answers queue queries from the state. `under_way` is the number of answers in progress."""
 
     def __init__(self, cluster: ClusterState, clock: Callable[[], float]) -> None:
         self._cluster = cluster
@@ -338,11 +347,14 @@ class Reading:
         return self._cluster.config.controller.admins
 
     def selected(self, asker: Asker, query: dict[str, str]) -> list[Job]:
-        """Return the jobs that a query asks for, as our own commands ask. Raises NotFoundError, RequestError."""
+        """Return the jobs that a query of hpcsched's own commands asks for.
+
+        Raises: NotFoundError, RequestError.
+        """
         return selected(self._cluster, asker, {"state": "ALL", "strict": "1"} | query)
 
     async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes:
-        """Return the jobs as the text of a JSON object. Raises as `selected` does."""
+        """Return the jobs as the text of a JSON object. Raises the errors of `selected`."""
         with self._counted():
             now_s = self._clock()
             breaks, texts = Breaks(), []
@@ -353,7 +365,7 @@ class Reading:
             return jobs_text(now_s, texts)
 
     async def queue(self, asker: Asker, query: dict[str, str]) -> str:
-        """Return the jobs as lines of text. Raises as `selected` does, and UsageError."""
+        """Return the jobs as text lines. Raises the errors of `selected`, and UsageError."""
         with self._counted():
             return await queue_text(self._cluster, self._rows, asker, query, self._clock())
 

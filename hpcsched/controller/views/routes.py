@@ -1,7 +1,8 @@
-"""The HTTP routes, version 1, over the unix socket: JSON in, JSON out.
+"""Serve the HTTP routes, version 1, over the unix socket: JSON in, JSON out.
 
-The kernel names the user of a connection. `ControllerBackend` answers; this module knows HTTP, the shapes of requests,
-and the form of errors: 400, 403, 404 or 503 with ``{"error": text, "kind": class}``.
+The kernel reports the user of a connection. `ControllerBackend` answers. This module knows HTTP,
+the shapes of requests, and the form of errors: 400, 403, 404 or 503 with ``{"error": text, "kind":
+class}``.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ if TYPE_CHECKING:  # the queue is answered before these modules are loaded
 log = logging.getLogger("hpcsched.api")
 
 MAX_REQUEST_ID = 200
-LONG_AT_ONCE, ALL_LONG_AT_ONCE = 1, 2  # answers that take long to make, of one account and of all
-FEW_JOBS = 20  # of one request: it waits for no other one
-MAX_JOBS = 2000  # of one request: others' wait until all of them have been checked
-# What is changed there is of no job, whose events would tell who did it: the log does.
+LONG_AT_ONCE, ALL_LONG_AT_ONCE = 1, 2  # concurrent slow answers, per account and in total
+FEW_JOBS = 20  # per request: it waits for no other request
+MAX_JOBS = 2000  # per request: other requests wait until all of them are checked
+# No job's events record who changed these, so the log does.
 ADMINS_PATHS = (
     "/v1/nodes/",
     "/v1/strays/",
@@ -72,7 +73,10 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
 
 
 def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], doors: Doors | None = None) -> web.Server:
-    """Return the server that answers for the queue from `reader`, and all else from what is `coming`, when it is there."""
+    """Return the server: `reader` answers for the queue, the backend for everything else.
+
+    `coming` yields the backend when it is ready.
+    """
     routes = _Routes(reader, coming)
     found = [
         web.get("/v1/ping", routes.ping),
@@ -122,19 +126,21 @@ class _Routes:
         self._coming = coming
         self._turns = Turns(LONG_AT_ONCE, ALL_LONG_AT_ONCE)
         self._bodies = Bodies(_parsed, MAX_JOBS)
-        self._many = Turns(1, 1)  # a submission of many jobs at a time, everybody's
+        self._many = Turns(1, 1)  # one large submission at a time, over all users
 
     async def _body(self, request: web.Request) -> Json:
         body: Json = await self._bodies.read(_uid_of(request), request.body)
         return body
 
     async def _backend(self) -> ControllerBackend:
-        return await asyncio.shield(self._coming)  # a client that goes away takes its own request along, nothing else
+        # A client that disconnects cancels its own request only.
+        return await asyncio.shield(self._coming)
 
     def in_turn(self, handler: web.Handler, *, early: bool = False) -> web.Handler:
-        """Return `handler`, whose answers take long to make, such that each account waits for its own.
+        """Return `handler`, limited so that each account waits for its own slow answers.
 
-        `early`: it needs no backend. Others wait for that first, or they would keep the queue from who asks for it.
+        `early`: the handler needs no backend. Other handlers wait for the backend before they take
+        a turn. Otherwise they would block the queue's answers.
         """
 
         async def handle(request: web.Request) -> web.Response:
@@ -174,8 +180,8 @@ class _Routes:
             return answer(await self._submit(request, request_id, specs))
 
     async def command(self, request: web.Request) -> web.Response:
-        """Run hsub, hqueue or hcancel in the place of the client that sent its words."""
-        from hpcsched.api import command  # a start answers without it
+        """Run hsub, hqueue or hcancel on behalf of the client that sent the arguments."""
+        from hpcsched.api import command  # not needed for the first answers
 
         body = await self._body(request)
         try:
@@ -191,7 +197,7 @@ class _Routes:
             if not self._coming.done():
                 raise UnavailableError("cannot look for jobs yet: the controller is starting; try again")
             job = self._coming.result().job(asker, reference)["jobs"][0]
-            return int(job["array_job_id"] or job["id"])  # int: our own
+            return int(job["array_job_id"] or job["id"])  # int: the id comes from this controller
 
         api = command.Routed(request, self.router.find, submit, job_id_of)
         return web.Response(await command.answer(words, asker, api), content_type="application/octet-stream")
@@ -213,7 +219,7 @@ class _Routes:
         return web.Response(await self._reader.jobs(self._asker(request), request.query))
 
     async def queue(self, request: web.Request) -> web.Response:
-        """Send the queue as the lines of text that squeue and hqueue print."""
+        """Send the queue as the text lines that squeue and hqueue print."""
         text = await self._reader.queue(self._asker(request), request.query)
         return web.Response(text.encode("utf-8", "replace"), content_type="text/plain; charset=utf-8")
 
@@ -271,7 +277,10 @@ class _Routes:
         return answer((await self._backend()).triggers())
 
     async def act_on_triggers(self, request: web.Request) -> web.Response:
-        """Set or clear a trigger: on the head alone, whose users may run programs there anyway."""
+        """Set or clear a trigger.
+
+        Only the head accepts this, because its users may run programs there anyway.
+        """
         body, verb = await self._body(request), request.match_info["verb"]
         if request.uid is not None:
             raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
@@ -324,7 +333,7 @@ class _Routes:
         return answer(await (await self._backend()).backup(self._asker(request), path))
 
     async def log(self, request: web.Request) -> web.Response:
-        """Send a part of a job's output, waiting up to `wait_s` for there to be more."""
+        """Send a part of a job's output; wait up to `wait_s` for more output."""
         query = request.query
         asker = self._asker(request)
         offset = _number(query, "offset", 0)
@@ -365,13 +374,16 @@ def _parsed(text: bytes) -> Json:
 
 
 def _uid_of(request: web.Request) -> int:
-    """Return who asks: of what a node passed on, whom it names; else as the kernel says."""
+    """Return the uid of the request.
+
+    For a relayed request, the relay names it. Otherwise the kernel does.
+    """
     if request.uid is not None:
         return request.uid
     assert request.peer is not None
     try:
         return peer_uid(request.peer)
-    except OSError as error:  # the client has gone, so its connection is closed
+    except OSError as error:  # the client has disconnected; close its connection
         raise UnavailableError(f"cannot tell who asks: {error.strerror}") from None
 
 
@@ -380,12 +392,13 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _with_errors(handler: web.Handler) -> web.Handler:
-    """Return `handler` with its errors turned into answers."""
+    """Return `handler` with its errors turned into error responses."""
 
     async def handle(request: web.Request) -> web.Response:
         try:
             is_admins = request.method == "POST" and request.path.startswith(ADMINS_PATHS)
-            uid = _uid_of(request) if is_admins else None  # afterwards the client may have gone
+            # The client may have disconnected afterwards.
+            uid = _uid_of(request) if is_admins else None
             response = await handler(request)
         except Exception as raised:
             error = (
@@ -394,7 +407,8 @@ def _with_errors(handler: web.Handler) -> web.Handler:
                 else mishap.report(raised, f"answer {request.method} {request.path[:200]!r}")
             )
             if len(request.body) > LARGE_BODY_BYTES:
-                # The error's frames hold what was asked, and each other: it would stay until the next collection.
+                # The frames refer to the request and to each other. They would stay in memory until
+                # the next garbage collection.
                 raised.__traceback__ = None
                 gc.collect(0)
             status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
@@ -408,5 +422,5 @@ def _with_errors(handler: web.Handler) -> web.Handler:
 
 
 def _refusal(status: int, why: str) -> web.Response:
-    """Return the answer to a request that no handler has answered."""
+    """Return the response to a request that no handler answered."""
     return answer({"error": why, "kind": "InternalError" if status == 500 else "RequestError"}, status)

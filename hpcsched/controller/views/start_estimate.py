@@ -1,6 +1,7 @@
-"""When will it start, and why not now? Answers for people, made of a snapshot by the scheduler itself.
+"""Estimate when a job will start, and explain why it waits, with the scheduler itself.
 
-Pure: it may run in a thread of its own, so that nobody waits for an answer about a long queue but who asked.
+Pure: it works on a snapshot. It may run in its own thread, so that a long queue delays only the
+client that asked.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Json = dict[str, Any]
 
 
 def first_waiting(jobs: Sequence[Job]) -> Job:
-    """Return the job of an array that the question why it waits is about: the first that does, if any."""
+    """Return the array task to explain: the first that waits, if any."""
     return next((job for job in jobs if job.state is JobState.PENDING), jobs[0])
 
 
 def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
-    """Return why a job waits, as lines for people and as values; empty if it would start now."""
+    """Return why a job waits, as text lines and as values; empty if it would start now."""
     found = explain(snapshot, policy, full_plan(snapshot, policy), job_id)
     if found is None:
         return {}
@@ -45,7 +46,10 @@ def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
 
 
 def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
-    """Return when and where a job of the snapshot that was not submitted would start, and if not at once why not."""
+    """Return when and where a job of the snapshot would start, and why not at once.
+
+    The job was not submitted.
+    """
     job = next(job for job in snapshot.pending if job.id == job_id)
     made = full_plan(snapshot, policy)
     answer: Json = {
