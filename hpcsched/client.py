@@ -1,11 +1,13 @@
-"""What every command uses to talk to the controller: HTTP/1.1 and JSON over its unix socket.
+"""Connect commands to the controller: HTTP/1.1 and JSON over its unix socket.
 
-Commands must start fast, so this speaks the little of HTTP that our own server needs (RFC 9112: a request and an answer, both
-with Content-Length) instead of importing http.client, which costs as much as Python's
-start; for the same reason its values are plain tuples (`dataclasses` is another 6 ms), paths are text, and the socket is
-the interpreter's own (`socket` makes enumerations of some hundred constants first). Knows no routes but that of logs.
+Commands must start fast. This module therefore implements only the part of HTTP that our own server
+needs (RFC 9112: a request and an answer, both with Content-Length). http.client is not imported:
+that costs as much as Python's start. For the same reason values are plain tuples (`dataclasses`
+costs 6 ms), paths are text, and the socket is the interpreter's own (`socket` first creates
+enumerations of some hundred constants). It knows no routes except that of logs.
 
-The server must be root or ourselves (SO_PEERCRED, unix(7)): a socket that somebody else planted is not talked to.
+The server must be root or our own account (SO_PEERCRED, unix(7)): a socket that another user
+created is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections import namedtuple
 
 from hpcsched import errors, paths
 
-TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
+TYPE_CHECKING = False  # for type checkers; importing typing takes a tenth of a command's start
 if TYPE_CHECKING:
     from os import PathLike
     from typing import Any
@@ -29,10 +31,10 @@ Json = dict[str, "Any"]
 TIMEOUT_S = 60.0
 READ_BYTES = 256 << 10
 MAX_ANSWER_BYTES = 256 << 20
-RETRY_S = 10.0  # how long to try again while the controller restarts, for requests that may be repeated
-TOO_OFTEN = 429  # status: the account asks more often than it may
-PATIENCE_S = 60.0  # how long to try again because of that
-CROWDED_S = 0.02  # before it is tried again to connect where too many others do
+RETRY_S = 10.0  # retry time while the controller restarts, for requests that may be repeated
+TOO_OFTEN = 429  # status: the account sends requests too often
+PATIENCE_S = 60.0  # retry time for that status
+CROWDED_S = 0.02  # pause before the next attempt to connect if the socket's queue is full
 _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 _NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
 
@@ -48,7 +50,7 @@ class HttpReply(namedtuple("HttpReply", "status headers body")):
 
 
 class LogChunk(namedtuple("LogChunk", "data offset size path ended")):
-    """A piece of a job's output file. `ended`: the job is over and this reaches the file's end."""
+    """A piece of a job's output file. `ended`: the job has ended and this is the file's end."""
 
     __slots__ = ()
 
@@ -60,21 +62,21 @@ class LogChunk(namedtuple("LogChunk", "data offset size path ended")):
 
 
 class BrokenConnectionError(errors.UnavailableError):
-    """The connection ended before the answer came: whether the request took effect is not known."""
+    """The connection ended before the answer. It is unknown whether the request took effect."""
 
 
 class NoControllerError(errors.UnavailableError):
-    """Nobody listens at the controller's socket."""
+    """No process listens at the controller's socket."""
 
 
 def socket_path() -> str:
-    """Return the path of the controller's socket: HPCSCHED_API, or what the configuration says."""
+    """Return the path of the controller's socket: HPCSCHED_API, or from the configuration."""
     given = os.environ.get("HPCSCHED_API", "")
     return given or paths.api_socket(os.environ, os.getuid())
 
 
 def my_name() -> str:
-    """Return the name of the account that asks, its number where it has none, as the controller does."""
+    """Return the account's name, or its number if it has none, as the controller does."""
     import pwd
 
     try:
@@ -91,9 +93,10 @@ def call(
     timeout_s: float = TIMEOUT_S,
     where: str | PathLike[str] | None = None,
 ) -> Json:
-    """Ask the controller (at the socket `where`, else the one that is found) and return its answer.
+    """Send a request to the controller and return its answer.
 
-    Raises UnavailableError if there is no controller, else the error that it answered.
+    `where` is the socket, None for the default. Raises UnavailableError if there is no controller,
+    else the error that it answered.
     """
     response = request(method, path, body, timeout_s=timeout_s, where=where)
     if response.status != 200:
@@ -105,8 +108,9 @@ def call(
 
 
 def controller_pid() -> int:
-    """Return the process that listens at the controller's socket, however busy it is; 0 if it is not of our pid namespace.
+    """Return the pid of the process that listens at the controller's socket.
 
+    It works even if that process is busy. 0: it is in another pid namespace.
     Raises NoControllerError if there is none, UnavailableError if it cannot be reached.
     """
     sock = _connect(os.fspath(socket_path()), TIMEOUT_S)
@@ -117,7 +121,7 @@ def controller_pid() -> int:
 
 
 def fetch_text(path: str, *, timeout_s: float = TIMEOUT_S) -> str:
-    """Return the text at `path` of the API. Raises as `call` does."""
+    """Return the text at `path` of the API. Raises as `call`."""
     response = request("GET", path, timeout_s=timeout_s)
     if response.status != 200:
         raise _error(response)
@@ -125,9 +129,9 @@ def fetch_text(path: str, *, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S) -> Json:
-    """Ask as `call` does, and again while the connection breaks: for requests that are safe to repeat.
+    """Send a request as `call`, and retry after broken connections, if it is safe to repeat.
 
-    Once a connection has broken, the controller may be about to start again, so that its absence is waited out as well.
+    After a broken connection the controller may be restarting, so its absence is also retried.
     Raises the first BrokenConnectionError if that takes too long.
     """
     broken: BrokenConnectionError | None = None
@@ -155,9 +159,10 @@ def fetch_log(
     wait_s: float = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> LogChunk:
-    """Return a piece of a job's output, ``out`` or ``err``, from `offset` on; a negative one counts from the end.
+    """Return a piece of a job's output, ``out`` or ``err``, from `offset` on.
 
-    Waits up to `wait_s` for data beyond `offset`. Raises as `call` does.
+    A negative offset counts from the end. It waits up to `wait_s` for data after `offset`. Raises
+    as `call`.
     """
     path = query("/v1/log", job=reference, stream=stream, offset=offset, limit=limit_bytes, wait_s=wait_s or None)
     response = request("GET", path, timeout_s=timeout_s + wait_s)
@@ -184,7 +189,10 @@ def request(
     timeout_s: float = TIMEOUT_S,
     where: str | PathLike[str] | None = None,
 ) -> HttpReply:
-    """Send one request and return the whole answer; who asks too often waits and asks again. Raises UnavailableError."""
+    """Send one request and return the whole answer; retry after a rate limit.
+
+    Raises UnavailableError.
+    """
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         response = _request(method, path, body, timeout_s, where)
@@ -197,7 +205,10 @@ def request(
 
 
 def _retry_after_s(response: HttpReply) -> float:
-    """Return how long to wait, up to half more or less than was said: not all who wait come back at once."""
+    """Return how long to wait: the server's time, randomly up to half more or less.
+
+    The waiting clients must not all return at once.
+    """
     text = response.headers.get("retry-after", "")
     wait_s = int(text) if text.isdigit() and len(text) < 3 else 1
     return wait_s * (0.5 + os.urandom(1)[0] / 255)
@@ -223,7 +234,7 @@ def _request(
         try:
             sock.sendall(head.encode("ascii") + data)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it did not read all, and may have said why
+            pass  # it did not read all, and may have sent the reason
         return _read(sock)
     except TimeoutError:
         raise BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s") from None
@@ -234,7 +245,7 @@ def _request(
 
 
 def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float) -> HttpReply:
-    """Ask from a node that the controller's socket is not on."""
+    """Send the request through the agent, from a node without the controller's socket."""
     from hpcsched import clientrelay  # no other command needs it
 
     try:
@@ -244,7 +255,7 @@ def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, time
 
 
 def _quoted(text: str) -> str:
-    from urllib.parse import quote  # hsub never needs it, and it takes as long as a tenth of Python's start
+    from urllib.parse import quote  # hsub never needs it, and its import takes a tenth of Python's start
 
     return quote(text, safe="")
 
@@ -256,12 +267,12 @@ def query(path: str, **parameters: object) -> str:
 
 
 def job_path(reference: str, below: str = "") -> str:
-    """Return the path of a job's page: ``/v1/job/10_3``, with `below` ``/v1/job/10_3/why``."""
+    """Return the path of a job's page: ``/v1/job/10_3``; with `below`, ``/v1/job/10_3/why``."""
     return f"/v1/job/{_quoted(reference)}" + (f"/{below}" if below else "")
 
 
 def _other_cluster() -> str:
-    """Return how to reach the cluster of this machine, if the user's own one hides it; else ""."""
+    """Return how to reach this machine's cluster if the user's own one hides it; else ""."""
     system, own = paths.SYSTEM_CONFIG, str(paths.find_config_dir(os.environ, os.getuid()))
     if os.environ.get("HPCSCHED_CONFIG") or own == system or not os.path.exists(f"{system}/{paths.CONFIG_FILE}"):
         return ""
@@ -293,13 +304,13 @@ def _connect(where: str, timeout_s: float) -> socket:
 
 
 def _peer(sock: socket) -> tuple[int, int]:
-    """Return pid and uid of the process at the other end."""
+    """Return pid and uid of the peer process."""
     credentials = sock.getsockopt(SOL_SOCKET, SO_PEERCRED, _UCRED_BYTES)
     return int.from_bytes(credentials[:4], sys.byteorder), int.from_bytes(credentials[4:8], sys.byteorder)
 
 
 def _reach(sock: socket, where: str, timeout_s: float) -> None:
-    """Connect, and wait for that if more are waiting than the controller's socket takes: unix(7) calls that EAGAIN."""
+    """Connect, and retry while the queue of the controller's socket is full (EAGAIN, unix(7))."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -312,7 +323,10 @@ def _reach(sock: socket, where: str, timeout_s: float) -> None:
 
 
 def _read(sock: socket) -> HttpReply:
-    """Return the answer as soon as all of it has come: what the controller does before it hangs up is not waited for."""
+    """Return the answer as soon as it is complete.
+
+    It does not wait until the controller closes the connection.
+    """
     received = bytearray()
     head: tuple[int, dict[str, str]] | None = None
     missing = 1
@@ -330,13 +344,13 @@ def _read(sock: socket) -> HttpReply:
             del received[: end + 4]
         if head is not None:
             missing = length - len(received)
-    assert head is not None  # else something is missing
+    assert head is not None  # else data is missing
     status, headers = head
     return HttpReply(status=status, headers=headers, body=bytes(received[:length]))
 
 
 def _head(text: bytes) -> tuple[int, dict[str, str], int]:
-    """Return what the head of an answer says: status, headers, and how many bytes follow."""
+    """Return status, headers and body length from the head of an answer."""
     lines = text.decode("latin-1").split("\r\n")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
     try:
@@ -353,7 +367,7 @@ def _json(response: HttpReply) -> object:
 
 
 def _error(response: HttpReply) -> errors.HpcschedError:
-    """Return the error that the controller answered."""
+    """Return the error of the controller's answer."""
     answer = _json(response)
     if not isinstance(answer, dict):
         return errors.ProtocolError(f"cannot read the controller's answer (status {response.status})")

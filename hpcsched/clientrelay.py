@@ -1,7 +1,8 @@
-"""The API from a node that the controller's socket is not on: a command in a job asks by the node's agent.
+"""Access to the API from a node without the controller's socket, through the node's agent.
 
-The agent vouches for the job that the command runs in, and the controller answers it as that job's owner, never as an
-admin. What the API's routes are neither end of this knows. See `hpcsched.controller.relay`.
+The agent vouches for the job in which the command runs. The controller answers as to that job's
+owner, never as to an admin. Neither end of the relay knows the API's routes. See
+`hpcsched.controller.relay`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 def ask(
     agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float
 ) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of the answer. Raises UnavailableError, OSError if the connection breaks."""
+    """Return status, headers and body of the answer.
+
+    Raises UnavailableError, and OSError if the connection breaks.
+    """
     sock = socket(AF_UNIX, SOCK_STREAM)
     sock.settimeout(timeout_s)
     try:

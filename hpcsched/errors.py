@@ -1,24 +1,24 @@
-"""The errors that hpcsched raises, sorted by who must act.
+"""The errors that hpcsched raises, classified by the person to act on them.
 
-Every message reads *cannot X: why*, with the values and, where possible, what to do about it.
+Every message reads *cannot X: why*, with the values and, if possible, what to do.
 """
 
 from __future__ import annotations
 
 
 class HpcschedError(Exception):
-    """An error whose text is meant for a person: shown without a traceback."""
+    """An error whose text is for users: shown without a traceback."""
 
-    by_controller = False  # it was the controller's answer to a command
-    at: int | None = None  # of a request for several jobs: which of them it is about, from 0
+    by_controller = False  # it is the controller's answer to a command
+    at: int | None = None  # index (from 0) of the job concerned, in a request for several jobs
 
 
 class RequestError(HpcschedError):
-    """The user asked for something that cannot be: change the request."""
+    """The request is impossible: the user must change it."""
 
 
 class UsageError(RequestError):
-    """The words of a command line cannot be understood: exit status 2. `getopt`: the same in getopt_long(3)'s words."""
+    """A command line cannot be parsed: exit status 2. `getopt`: getopt_long(3)'s text for it."""
 
     def __init__(self, text: str, *, getopt: str = "") -> None:
         super().__init__(text)
@@ -26,7 +26,7 @@ class UsageError(RequestError):
 
 
 class PermissionDeniedError(RequestError):
-    """The user may not do this to that object."""
+    """The user has no permission for this action."""
 
 
 class NotFoundError(RequestError):
@@ -34,15 +34,18 @@ class NotFoundError(RequestError):
 
 
 class ConfigError(HpcschedError):
-    """The administrator must change the configuration or the installation."""
+    """The admin must change the configuration or the installation."""
 
 
 class UnavailableError(HpcschedError):
-    """Something is not there at the moment: try again later."""
+    """Something is temporarily unavailable: try again later."""
 
 
 class InternalError(HpcschedError):
-    """A bug of hpcsched: only what was asked for has failed. `reference` finds the traceback in the controller's log."""
+    """A bug of hpcsched: only this request has failed.
+
+    `reference` finds the traceback in the controller's log.
+    """
 
     def __init__(self, text: str, reference: str = "") -> None:
         super().__init__(text)
@@ -50,15 +53,15 @@ class InternalError(HpcschedError):
 
 
 class ProtocolError(HpcschedError):
-    """The peer broke the protocol: its message is dropped and the connection closed."""
+    """The peer violated the protocol: its message is dropped and the connection closed."""
 
 
 class InvariantError(Exception):
-    """Our own ledger is wrong. The controller stops: it does not go on with it."""
+    """The controller's own state is inconsistent: the controller stops."""
 
 
 def error_of(answer: object) -> HpcschedError:
-    """Return the error that the API answered: a JSON object with the class as ``kind``, the text, and ``at``."""
+    """Return the error of an API answer: a JSON object with class ``kind``, text, and ``at``."""
     if not isinstance(answer, dict):
         return ProtocolError("cannot read the controller's answer: it is not a JSON object")
     kind = globals().get(str(answer.get("kind")))

@@ -1,9 +1,10 @@
-"""Faults of hpcsched itself: logged once with their traceback, and told by a reference number.
+"""Internal faults of hpcsched: logged once with their traceback, reported by number.
 
-A caller that catches an unexpected exception hands it to `report`, and answers with what that returns. The first occurrence of a
-fault, which is the type of the exception and where it was raised, is logged with its traceback. Later ones are counted, so
-that a client that repeats a request cannot fill the log. It does not know what failed, nor what must be undone: the
-caller does. `InvariantError` is never reported here: the controller stops on it.
+A caller that catches an unexpected exception passes it to `report`, and answers with the result. A
+fault is the type of the exception and the place where it was raised. Its first occurrence is logged
+with its traceback. Later ones are counted, so that a client that repeats a request cannot fill the
+log. This module does not know what failed or what must be undone: the caller does. `InvariantError`
+is never reported here: the controller stops on it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from hpcsched.errors import InternalError
 
 log = logging.getLogger("hpcsched.mishap")
 
-MAX_FAULTS = 256  # remembered; the one that is longest ago is forgotten first
+MAX_FAULTS = 256  # kept; the least recent one is removed first
 
 
 class _Fault:
-    """One kind of fault: its reference number, and how often it has occurred."""
+    """One kind of fault: its reference number, and its number of occurrences."""
 
     def __init__(self) -> None:
         self.reference = secrets.token_hex(4)
@@ -33,9 +34,9 @@ _faults: OrderedDict[tuple[str, str, int], _Fault] = OrderedDict()
 
 
 def report(error: Exception, what: str) -> InternalError:
-    """Log `error`, raised while doing `what`, and return the error that the client is told.
+    """Log `error`, raised while doing `what`, and return the error for the client.
 
-    `what` completes "cannot ...": it must not hold anything that a stranger chose without `repr`.
+    `what` completes "cannot ...": values from an untrusted source in it must be quoted with `repr`.
     """
     global _total
     _total += 1
@@ -57,7 +58,7 @@ def report(error: Exception, what: str) -> InternalError:
 
 
 def total() -> int:
-    """Return how many failures this process has reported so far."""
+    """Return how many faults this process has reported so far."""
     return _total
 
 

@@ -1,11 +1,12 @@
-"""Where things are: the configuration directory, and what else follows from it.
+"""Locations: the configuration directory, and the paths that follow from it.
 
-As root: /etc/hpcsched, /var/lib/hpcsched, /run/hpcsched. As a plain user: the XDG directories, each with a folder
-`hpcsched`. `HPCSCHED_CONFIG` names another configuration directory; its state and sockets then lie below it, so that
-two clusters of one user never meet. The keys `state_dir` and `run_dir` of hpcsched.toml win over all of that.
+As root: /etc/hpcsched, /var/lib/hpcsched, /run/hpcsched. As another user: the XDG directories, each
+with a folder `hpcsched`. `HPCSCHED_CONFIG` names another configuration directory. Its state and
+sockets are then below it, so that two clusters of one user never share them. The keys `state_dir`
+and `run_dir` of hpcsched.toml override all of this.
 
-A command asks `api_socket` before it knows anything else: what that needs is worked out as text, because `pathlib` takes a
-quarter of Python's start to import. The others get a Path.
+A command calls `api_socket` first. That path is computed as text, because importing `pathlib` takes
+a quarter of Python's start. The other functions return a Path.
 
 Source: XDG Base Directory Specification.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 
 from hpcsched.errors import ConfigError
 
-TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
+TYPE_CHECKING = False  # for type checkers; importing typing takes a tenth of a command's start
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -36,32 +37,38 @@ SYSTEM_RUN = "/run/hpcsched"
 
 
 def own_config_dir(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the configuration directory that this user would write: `HPCSCHED_CONFIG`, the system's or their own."""
+    """Return the configuration directory that this user would write.
+
+    It is `HPCSCHED_CONFIG`, the system's, or the user's own.
+    """
     return _path(_own_config_dir(environ, uid))
 
 
 def find_config_dir(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the configuration directory that this user's commands read: their own, or else the system's."""
+    """Return the configuration directory for this user's commands: their own, or the system's."""
     return _path(_find_config_dir(environ, uid))
 
 
 def default_state_dir(config_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Return where the database lies if hpcsched.toml does not say it."""
+    """Return the database's directory if hpcsched.toml does not set it."""
     return _path(_default_state_dir(str(config_dir), environ))
 
 
 def default_run_dir(config_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Return where the sockets lie if hpcsched.toml does not say it."""
+    """Return the sockets' directory if hpcsched.toml does not set it."""
     return _path(_default_run_dir(str(config_dir), environ))
 
 
 def find_run_dir(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the directory of the controller's sockets, for a command: reads no more of the file than that key."""
+    """Return the directory of the controller's sockets; reads only that key of the file."""
     return _path(_find_run_dir(environ, uid))
 
 
 def absolute(text: str, base: Path) -> Path:
-    """Return the path that `text` in a file of the directory `base` means: ``~`` expanded, relative below `base`."""
+    """Return the path for `text` in a file of the directory `base`.
+
+    ``~`` is expanded. A relative path is below `base`.
+    """
     return _path(_absolute(text, str(base)))
 
 
@@ -132,13 +139,16 @@ def _absolute(text: str, base: str) -> str:
 
 
 def _may_set_directories(text: str) -> bool:
-    """Say whether a line of the file might set one of the directories: then it has to be parsed, which takes longer."""
+    """Return whether a line of the file might set one of the directories.
+
+    Only then must the file be parsed, which takes longer.
+    """
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return any("run_dir" in line or "state_dir" in line for line in lines)
 
 
 def _controller_table(path: str, text: str) -> Mapping[str, object]:
-    import tomllib  # costs a command some milliseconds, so only where the text needs it
+    import tomllib  # its import takes milliseconds, so only if the file must be parsed
 
     try:
         table = tomllib.loads(text).get("controller", {})
@@ -149,6 +159,6 @@ def _controller_table(path: str, text: str) -> Mapping[str, object]:
 
 def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> str:
     value = environ.get(variable, "")
-    # The specification: a relative path here is to be ignored.
+    # The specification says that a relative path here is ignored.
     base = value if value.startswith("/") else os.path.join(environ.get("HOME") or os.path.expanduser("~"), below_home)
     return os.path.join(base, "hpcsched")

@@ -1,1 +1,1 @@
-"""The controller's HTTP API over its unix socket: who asks, what they may do, and how answers look."""
+"""The controller's HTTP API over its unix socket: callers, permissions and answers."""

@@ -1,8 +1,9 @@
-"""The JSON bodies of requests: read such that nobody else's answer waits long for it.
+"""Parse the JSON bodies of requests without delaying other clients for long.
 
-A small body is read at once. Of larger ones each account's are read one after the other. A body of more than `LARGE_BYTES`, or
-with very many values, is checked and cut into its jobs by a process of its own (`splitbody`); here the parts are read, with
-breaks. Threads would not do: reading JSON holds Python's lock from a body's first byte to its last.
+A small body is parsed at once. Larger ones are parsed one after the other for each account. A body
+of more than `LARGE_BYTES`, or with very many values, is checked and split into its jobs by a
+separate process (`splitbody`). This process parses the parts, with breaks. Threads would not help:
+the JSON parser holds the GIL from a body's first byte to its last.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpcsched.errors import RequestError, UnavailableError
 
 SMALL_BYTES = 16 << 10
 LARGE_BYTES = 1 << 20
-MANY_VALUES = 100_000  # they are read within some 10 ms
+MANY_VALUES = 100_000  # they are parsed within about 10 ms
 MAX_VALUES = 1_000_000
 MAX_VALUES_OF_PART = 250_000
 AT_ONCE = 2  # of all accounts
@@ -29,7 +30,7 @@ PATIENCE_S = 30.0
 
 
 class Bodies:
-    """Reads bodies; `parse` makes an object of JSON text, or raises RequestError."""
+    """Parses bodies; `parse` makes an object from JSON text, or raises RequestError."""
 
     def __init__(self, parse: Callable[[bytes], Any], max_jobs: int) -> None:
         self._parse = parse
@@ -38,7 +39,7 @@ class Bodies:
         self._here = asyncio.Semaphore(1)
 
     async def read(self, uid: int, body: bytes) -> Any:
-        """Return what a body of the account's says. Raises RequestError, UnavailableError."""
+        """Return the parsed body of the account `uid`. Raises RequestError, UnavailableError."""
         if len(body) <= SMALL_BYTES:
             return self._parse(body)
         async with self._turns.turn(uid):
@@ -50,7 +51,7 @@ class Bodies:
             return await self._joined(out)
 
     def _split(self, body: bytes) -> int:
-        """Return an open file that has the parts of the body."""
+        """Return an open file with the parts of the body."""
         given = os.memfd_create("body")
         out = os.memfd_create("parts")
         try:
@@ -85,7 +86,7 @@ class Bodies:
         return out
 
     async def _joined(self, out: int) -> Any:
-        """Return the object of which the file has the parts."""
+        """Return the object whose parts are in the file."""
         with closing(os.fdopen(out, "rb")) as file:
             file.seek(0)
             breaks = Breaks()

@@ -1,15 +1,18 @@
-"""POST /v1/command: the words of hsub, hqueue and hcancel, or of their Slurm names, are read and obeyed here.
+"""Run hsub, hqueue, hcancel and their Slurm names for thin clients: POST /v1/command.
 
-The client sends what the kernel and its environment tell it: words, script, environment, directory, terminal. The answer is
-what the command prints, and its exit status; so a client needs no options, no formats and no JSON. The same code runs in the
-command's own process (`hpcsched.commands`).
+The client sends what it gets from the kernel and its environment: words, script, environment,
+directory, terminal. The answer is the command's output and exit status. A client therefore needs no
+options, no formats and no JSON. The same code runs in the command's own process
+(`hpcsched.commands`).
 
-Rules: nothing that the client says is trusted. The kernel says who asks; a command reaches jobs by the API's own routes, with
-their checks; what would take long to read, or needs the client's files, terminal or time zone, is left to the client.
+Rules: nothing that the client sends is trusted. The kernel identifies the caller. A command
+accesses jobs through the API's own routes, with their checks. Input that takes long to parse, and
+commands that need the client's files, terminal or time zone, are left to the client.
 
-The answer: ``1 LENGTH`` and ``2 LENGTH`` lines, each followed by so many bytes for standard output or error; then
-``exit STATUS``, or alone ``script PLACE`` (send the script that is the word at this place, -1: standard input) or ``python``
-(let the whole command do it: nothing was done here).
+The answer: ``1 LENGTH`` and ``2 LENGTH`` lines, each followed by that many bytes for standard
+output or error. The last line is ``exit STATUS``. Or the only line is ``script PLACE`` (send the
+script, which is the word at this place, -1: standard input) or ``python`` (run the whole command in
+its own process: nothing was done here).
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ MAX_WORD_CHARS = 32 << 10  # of all words
 MAX_VARIABLES = 2_000
 MAX_SCRIPT_CHARS = 256 << 10
 MAX_COMMENTS = 500  # lines of the script that begin with #: each may be an option, or look like one
-MAX_ACCOUNTS = 8  # to be looked up, each perhaps by a directory service
+MAX_ACCOUNTS = 8  # to look up, each perhaps in a directory service
 
 Explain = Callable[[str, HpcschedError], tuple[str, int]]
 Submit = Callable[[str, JobSpec], Awaitable[Json]]
 
 
 class CommandWords(NamedTuple):
-    """What a client sent."""
+    """The data that a client sent."""
 
     command: str
     argv: tuple[str, ...]
@@ -66,7 +69,10 @@ class _Command(NamedTuple):
 
 
 def read_words(body: Json) -> CommandWords:
-    """Return what a client sent. Raises RequestError, OwnProcessError for more than is read here."""
+    """Return the data that a client sent.
+
+    Raises RequestError, and OwnProcessError for more data than is parsed here.
+    """
     wrong = set(body) ^ (set(CommandWords._fields) - (set() if "script" in body else {"script", "script_at"}))
     if wrong:
         raise RequestError(f"cannot run the command: unknown or missing fields: {', '.join(sorted(wrong))[:200]}")
@@ -90,13 +96,13 @@ def read_words(body: Json) -> CommandWords:
     for item in body["environ"]:
         name, equals, value = item.partition("=")
         if equals:
-            environ.setdefault(name, value)  # of two of one name the first counts, as in Python
+            environ.setdefault(name, value)  # the first of several with one name counts, as in Python
     texts = {"argv": tuple(body["argv"]), "environ": environ, "script": script, "script_at": body.get("script_at")}
     return CommandWords(**{**body, **texts})
 
 
 def _check_sizes(argv: Sequence[str], environ: Sequence[str], script: str) -> None:
-    """Leave what would keep the event loop for long to the client."""
+    """Raise OwnProcessError for data that would block the event loop for long."""
     if (
         len(argv) > MAX_WORDS
         or sum(map(len, argv)) > MAX_WORD_CHARS
@@ -108,7 +114,7 @@ def _check_sizes(argv: Sequence[str], environ: Sequence[str], script: str) -> No
 
 
 def can_show(environ: Mapping[str, str]) -> bool:
-    """Say whether the caller's output is UTF-8, as Python would choose it by the environment."""
+    """Return whether the caller's output is UTF-8, as Python would decide by the environment."""
     if environ.get("PYTHONIOENCODING") or "0" in (environ.get("PYTHONUTF8"), environ.get("PYTHONCOERCECLOCALE")):
         return False
     name = environ.get("LC_ALL") or environ.get("LC_CTYPE") or environ.get("LANG") or "C"
@@ -117,7 +123,10 @@ def can_show(environ: Mapping[str, str]) -> bool:
 
 
 async def answer(words: CommandWords, asker: Asker, api: Routed) -> bytes:
-    """Run the command for the client; return the answer's body. Raises RequestError for an unknown command."""
+    """Run the command for the client, and return the answer's body.
+
+    Raises RequestError for an unknown command.
+    """
     command = _command(words)
     output = Collected()
     caller = Caller(
@@ -153,7 +162,7 @@ def _framed(parts: Sequence[tuple[int, str]]) -> bytes:
 
 
 def _script_of(words: CommandWords) -> Callable[[str | None, int | None], str]:
-    """Return what gives the command the script that the client sent, if that is the one."""
+    """Return the function that gives the command its script, if it is the one that was sent."""
 
     def script(_path: str | None, at: int | None) -> str:
         if words.script is None or words.script_at != (-1 if at is None else at):
@@ -190,7 +199,7 @@ def _slurms(contact: str) -> Explain:
 
 
 class Routed:
-    """The API as a command asks it: each request goes to the route that would answer it, for the same account."""
+    """The API for a command: each request goes to its usual route, for the same account."""
 
     def __init__(
         self,

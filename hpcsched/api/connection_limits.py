@@ -1,6 +1,7 @@
-"""What no account may take from the others at the controller's sockets: files, memory, and the event loop's time.
+"""Limit each account's files, memory and event loop time at the controller's sockets.
 
-One `Doors` bounds the API's socket and the steps socket together. `Turns` makes so many of an account's long answers at once.
+One `Doors` limits the API's socket and the steps socket together. `Turns` limits how many long
+answers of an account are built at once.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from contextlib import asynccontextmanager
 from hpcnode.wire.connection_limits import Bounds, ConnectionLimits, Rates
 
 MAX_CONNECTIONS = 512  # of one account
-UNREAD_BYTES = 64 << 20  # of one account; one answer may be larger
+UNREAD_BYTES = 64 << 20  # of one account; a single answer may be larger
 ALL_UNREAD_BYTES = 128 << 20
 UNPARSED_BYTES = 32 << 20  # of one account
 ALL_UNPARSED_BYTES = 96 << 20
 REQUESTS_PER_S = 50.0
 BURST = 500
-BYTES_PER_S = 8 << 20  # of one account, that are read
+BYTES_PER_S = 8 << 20  # read from one account
 BYTES_AT_ONCE = 8 << 20
 READ_BYTES = 16 << 10  # of one connection in one turn of the event loop
 
 
 def bounds(files: int | None = None) -> Bounds:
-    """Return what connections may have. Half of the files that this process may open are for nodes and the database."""
+    """Return the limits on connections.
+
+    Half of the files that this process may open are reserved for nodes and the database.
+    """
     files = files or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Bounds(
         connections=max(1, min(MAX_CONNECTIONS, files // 8)),
@@ -41,7 +45,7 @@ def bounds(files: int | None = None) -> Bounds:
 
 
 class Doors:
-    """Who may come in, and who asks too often. Root and our own account ask as often as they like."""
+    """Admits connections and counts requests. No limits for root and our own account."""
 
     def __init__(
         self,
@@ -57,24 +61,30 @@ class Doors:
         self.set_rate(REQUESTS_PER_S, BURST)
 
     def set_rate(self, per_s: float, burst: float) -> None:
-        """Let every account ask `burst` times at once, and then `per_s` times a second; 0: as often as it likes."""
+        """Allow every account `burst` requests at once, then `per_s` per second; 0: no limit."""
         self._requests = Rates(per_s, burst, self._clock)
         self._connects = Rates(per_s, burst, self._clock)
 
     def request_wait_s(self, uid: int, cost: float = 1.0) -> float | None:
-        """Count a request, or as many as it costs. Return None if it may be answered, else in how many seconds it may."""
+        """Count a request, as `cost` requests.
+
+        Return None if it may be answered, else the seconds to wait.
+        """
         return None if uid in self._exempt else self._requests.wait_s(uid, cost)
 
     def pause_s(self, uid: int, size: int) -> float | None:
-        """Count bytes that were read. Return for how long no more should be read, if the account sends too fast."""
+        """Count bytes that were read.
+
+        Return the seconds for which to pause reading, if the account sends too fast.
+        """
         return None if uid in self._exempt else self._bytes.wait_s(uid, size)
 
     def lets_in(self, uid: int) -> bool:
-        """Count a connection, and say whether the account makes them slowly enough."""
+        """Count a connection, and return whether the account connects slowly enough."""
         return uid in self._exempt or self._connects.wait_s(uid) is None
 
     def too_often(self, uid: int) -> str:
-        """Return what an account that asks too often is told."""
+        """Return the error text for an account that sends requests too often."""
         return (
             f"cannot answer now: uid {uid} asks more than {self._requests.per_s:g} times per second; wait and ask again. "
             "An array, or several jobs submitted at once, count as one"
@@ -82,7 +92,10 @@ class Doors:
 
 
 def read_less(transport: asyncio.Transport) -> None:
-    """Read little of the connection at a time: many that send much must not make a turn of the event loop long."""
+    """Limit each read of the connection.
+
+    Many fast senders must not make a turn of the event loop long.
+    """
     transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
 
 
@@ -92,19 +105,21 @@ def retry_after(wait_s: float) -> str:
 
 
 class Turns:
-    """Has each account wait for its own: so many of its answers are made at once, and others' in between.
+    """Limits how many answers of each account are built at once, so that others come between.
 
-    In all `most_in_all` are made at once: each may keep the event loop for a slice of time in every turn.
+    In total, `most_in_all` are built at once: each may use a time slice in every turn of the event
+    loop.
     """
 
     def __init__(self, most: int, most_in_all: int) -> None:
         self._most = most
         self._all = asyncio.Semaphore(most_in_all)
-        self._of: dict[int, tuple[asyncio.Semaphore, int]] = {}  # by uid, with how many have a turn or wait for one
+        # By uid, with the number of running and waiting answers.
+        self._of: dict[int, tuple[asyncio.Semaphore, int]] = {}
 
     @asynccontextmanager
     async def turn(self, uid: int) -> AsyncIterator[None]:
-        """Wait for a turn of the account; it lasts as long as the block."""
+        """Wait for a turn of the account; it lasts until the end of the block."""
         turns, count = self._of.get(uid) or (asyncio.Semaphore(self._most), 0)
         self._of[uid] = turns, count + 1
         try:
@@ -112,7 +127,7 @@ class Turns:
                 try:
                     yield
                 finally:
-                    await asyncio.sleep(0)  # a hundred short ones must not follow each other in one turn of the loop
+                    await asyncio.sleep(0)  # a hundred short ones must not run in one turn of the loop
         finally:
             _, count = self._of[uid]
             if count == 1:
@@ -121,23 +136,26 @@ class Turns:
                 self._of[uid] = turns, count - 1
 
 
-# ----- long answers are made in slices, so that others are answered in between
+# ----- long answers are built in slices, so that other requests are answered in between
 
 
 SLICE_S = 0.025
 
 
 class Breaks:
-    """Says when a slice has lasted long enough: then `await breaks.take()`. What is looked at may have changed after it."""
+    """Says when a slice is over: then call `await breaks.take()`.
+
+    State may have changed after the break.
+    """
 
     def __init__(self) -> None:
         self._until_s = time.monotonic() + SLICE_S
 
     def due(self) -> bool:
-        """Say whether it is time for a break."""
+        """Return whether it is time for a break."""
         return time.monotonic() > self._until_s
 
     async def take(self) -> None:
-        """Let others go on."""
+        """Let other tasks run."""
         await asyncio.sleep(0)
         self._until_s = time.monotonic() + SLICE_S

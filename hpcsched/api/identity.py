@@ -1,6 +1,6 @@
-"""Who is at the other end of the unix socket, and what they may do.
+"""Identify the client of the unix socket, and decide its permissions.
 
-Who: as the kernel says (SO_PEERCRED, unix(7)), never what the request says.
+The kernel identifies it (SO_PEERCRED, unix(7)), never the request.
 """
 
 from __future__ import annotations
@@ -20,44 +20,50 @@ _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """The account behind a request. `admin`: root, the account that the controller runs as, and the configured admins."""
+    """The account behind a request.
+
+    `admin`: root, the account of the controller, and the configured admins.
+    """
 
     uid: int
     user: str
     admin: bool
 
     def owns(self, job: Job) -> bool:
-        """Return whether this is the asker's job, or the asker may act as its owner."""
+        """Return whether the asker owns this job, or may act as its owner."""
         return self.admin or job.uid == self.uid
 
     def must_own(self, job: Job, what: str) -> None:
-        """Refuse to `what` somebody else's job."""
+        """Raise an error if the job belongs to another user; `what` names the action."""
         if not self.owns(job):
             raise PermissionDeniedError(
                 f"cannot {what} job {job.display_id}: it belongs to {job.user}, you are {self.user}"
             )
 
     def must_be_admin(self, what: str) -> None:
-        """Refuse to `what` for people who are not admins."""
+        """Raise an error if the asker is not an admin; `what` names the action."""
         if not self.admin:
             raise PermissionDeniedError(f"cannot {what}: only root and the configured admins may, you are {self.user}")
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """Return the uid of the process that connected, as it was when it did."""
+    """Return the uid of the connected process at the time when it connected."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _, uid, _ = _UCRED.unpack(credentials)
     return int(uid)  # int: of the kernel
 
 
 def asker_of(uid: int, admins: tuple[str, ...]) -> Asker:
-    """Return who `uid` is to us: root, the controller's own account and the configured admins may do everything."""
+    """Return the `Asker` of `uid`.
+
+    Root, the controller's own account and the configured admins have all permissions.
+    """
     user = user_name(uid)
     return Asker(uid=uid, user=user, admin=uid in (0, os.getuid()) or user in admins)
 
 
 def is_account(name: str) -> bool:
-    """Return whether this machine knows an account of that name."""
+    """Return whether this machine has an account of that name."""
     try:
         pwd.getpwnam(name)
     except (KeyError, ValueError):
@@ -66,7 +72,7 @@ def is_account(name: str) -> bool:
 
 
 def uid_of(name: str) -> int | None:
-    """Return the uid of the account of that name, None: this machine knows none."""
+    """Return the uid of the account of that name, None: this machine has none."""
     try:
         return pwd.getpwnam(name).pw_uid
     except (KeyError, ValueError):
@@ -74,7 +80,7 @@ def uid_of(name: str) -> int | None:
 
 
 def user_name(uid: int) -> str:
-    """Return the account's name, or the number where there is none."""
+    """Return the account's name, or the number if it has none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -85,5 +91,5 @@ def why_refused(uid: int, allow_uid_below: int) -> str:
     """Return why jobs of `uid` are refused unless `allow_uid_below` is 0, "" if they are not."""
     try:
         return node_user.why_refused(pwd.getpwuid(uid), allow_uid_below)
-    except KeyError:  # no account: whether it may submit is asked elsewhere
+    except KeyError:  # no account: another check decides about it
         return f"its uid {uid} is below allow_uid_below = {allow_uid_below}" if uid < allow_uid_below else ""

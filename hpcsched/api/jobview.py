@@ -1,7 +1,8 @@
-"""How a job looks as JSON (version 1): each of its values, and how it is made of the ledger.
+"""Build the JSON of a job (version 1): each value, and its source in the cluster state.
 
-The queue is asked for often and shows few of the values of each job, so a value can be had without the others: `JobView`.
-What only its owner and admins may see (paths, command line, comment, script, environment) is null for others.
+The queue is requested often and shows few values of each job. `JobView` therefore builds each value
+separately. Values that only the owner and admins may see (paths, command line, comment, script,
+environment) are null for other users.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.state.cluster import ClusterState
 from hpcsched.steps.files import JobFiles, job_files
 
-# Values that are made for an answer hold no circles that it would have to look for.
+# Values of an answer contain no reference cycles, so the encoder need not check for them.
 json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def jobs_text(now_s: float, jobs: Iterable[str]) -> bytes:
-    """Return the answer that has these jobs, each of them JSON already."""
+    """Return the answer with these jobs, each already JSON."""
     return f'{{"version":{VERSION},"now_s":{json_text(now_s)},"jobs":[{",".join(jobs)}]}}'.encode()
 
 
-LEAST_PRIORITY = 1  # of a job that no plan has seen yet: 0 means held
+LEAST_PRIORITY = 1  # of a job before its first scheduling pass: 0 means held
 
 
 class JobView(dict[str, Any]):
-    """A job as `asker` may see it, each value made when it is first asked for: those in the dict have been asked for."""
+    """A job as `asker` may see it. Each value is built on first access and kept in the dict."""
 
     __slots__ = ("_files", "_why", "asker", "job", "now_s", "shares", "cluster")
 
@@ -45,7 +46,7 @@ class JobView(dict[str, Any]):
         self.cluster = cluster
         self.asker = asker
         self.now_s = now_s
-        # What the job has, or had, of which node; nothing while it waits.
+        # The job's present or last allocation by node; empty while it waits.
         self.shares: tuple[Share, ...] = job.shares if job.state is not JobState.PENDING else ()
         self._files: JobFiles | None = None
         self._why: tuple[Reason, str, float | None] | None = None
@@ -55,19 +56,22 @@ class JobView(dict[str, Any]):
         return made
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value, made if need be; of a name that no job has, what was put in, or `default`."""
+        """Return the value, built if needed.
+
+        For a name that is not a job's value: the value that was set, or `default`.
+        """
         return self[name] if name in VALUES else super().get(name, default)
 
     @property
     def why(self) -> tuple[Reason, str, float | None]:
-        """The reason, a sentence for people, and the expected start."""
+        """Return the reason, a sentence for users, and the expected start."""
         if self._why is None:
             self._why = why_waiting(self.job, self.cluster, self.asker, self.now_s)
         return self._why
 
     @property
     def files(self) -> JobFiles:
-        """Where the input and output are."""
+        """Return the paths of input and output."""
         if self._files is None:
             self._files = job_files(self.job)
         return self._files
@@ -76,7 +80,10 @@ class JobView(dict[str, Any]):
 def job_view(
     job: Job, cluster: ClusterState, asker: Asker, now_s: float, *, whole: bool = False, script: str | None = None
 ) -> dict[str, Any]:
-    """Return the job as `asker` may see it; `whole` adds its environment and its `script` (None: not kept any more)."""
+    """Return the job as `asker` may see it.
+
+    `whole` adds its environment and its `script` (None: deleted).
+    """
     view = JobView(job, cluster, asker, now_s)
     made = _ALL.copy()
     made.update(zip(_PATHS, _fields_of(view), strict=True))
@@ -99,16 +106,16 @@ def _askeds(*names: str) -> dict[str, str]:
 
 
 def _private(value: _Value) -> _Value:
-    """Return `value` for those who may see it."""
+    """Return `value` for the owner and admins only."""
     return lambda view: value(view) if view.asker.owns(view.job) else None
 
 
 def _unless_waiting(name: str) -> _Value:
-    """Return a time of the attempt: a job that waits again has none."""
+    """Return a time of the attempt; a waiting job has none."""
     return lambda view: None if view.job.state is JobState.PENDING else getattr(view.job, name)
 
 
-# How each value is had from a `JobView`: where it is, or how it is made.
+# Source of each value of a `JobView`: the attribute's path, or the function that builds it.
 _SOURCES: dict[str, str | _Value] = {
     **_plains("array_job_id", "array_task_id"),
     "id": "job.number",
@@ -188,7 +195,8 @@ _SOURCES: dict[str, str | _Value] = {
 VALUES: dict[str, _Value] = {
     name: attrgetter(source) if isinstance(source, str) else source for name, source in _SOURCES.items()
 }
-# Of all values of ten thousand jobs those that only have to be fetched are had by one call for each job.
+# For tens of thousands of jobs: values that are plain attributes are fetched by one call for each
+# job.
 _PATHS = {name: source for name, source in _SOURCES.items() if isinstance(source, str)}
 _MADE = {name: source for name, source in _SOURCES.items() if not isinstance(source, str)}
 _ALL: dict[str, Any] = dict.fromkeys(_SOURCES)
@@ -235,26 +243,29 @@ def _priority_tier(view: JobView) -> int | None:
 
 
 def _command(spec: JobSpec) -> str | None:
-    """Return the script's path and its arguments; null: it was in no file (a job of hrun is called as its program)."""
+    """Return the script's path and its arguments; None if it was not in a file.
+
+    A job of hrun has its program as its name.
+    """
     program = spec.script_path or (spec.name if not spec.has_script else "")
     return " ".join((program, *spec.script_args)) if program else None
 
 
 def asked_tasks(job: Job) -> int:
-    """Return how many tasks the job will have at least."""
+    """Return the minimum number of tasks of the job."""
     if job.spec.ntasks is not None:
         return job.spec.ntasks
     return job.spec.nodes_min * (job.spec.ntasks_per_node or 1)
 
 
 def asked_cpus(job: Job) -> int:
-    """Return how many cpus the job will have at least."""
+    """Return the minimum number of CPUs of the job."""
     tasks = job.spec.nodes_min if job.spec.overcommit else asked_tasks(job)
     return tasks * job.spec.cpus_per_task
 
 
 def asked_gpus(job: Job) -> int:
-    """Return how many GPUs the job will have at least."""
+    """Return the minimum number of GPUs of the job."""
     spec = job.spec
     if not (spec.gpus_total or spec.gpus_per_node or spec.gpus_per_task):
         return 0
@@ -265,22 +276,22 @@ def asked_gpus(job: Job) -> int:
 
 
 def asked_shards(job: Job) -> int:
-    """Return how many shards of GPUs the job will have at least."""
+    """Return the minimum number of GPU shards of the job."""
     asked = job.spec.shards_per_node
     return sum(request.count for request in asked) * job.spec.nodes_min if asked else 0
 
 
 def elapsed_s(job: Job, now_s: float) -> float:
-    """Return for how long the present or last attempt has run, without the time that it was suspended."""
+    """Return the run time of the present or last attempt, without time in suspension."""
     if job.state is JobState.PENDING:
         return 0.0
     return ran_s(job, job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s)
 
 
 def _time_limit_s(job: Job) -> int | None:
-    """Return the job's time limit: if it has asked for none and has a deadline, what is left until then.
+    """Return the job's time limit; without one, the time until its deadline, if any.
 
-    For a job that waits that counts, as in Slurm, from its submission or its begin time.
+    For a waiting job this counts, as in Slurm, from its submission or its begin time.
     """
     if job.deadline_at_s is None or job.spec.time_limit_s is not None:
         return job.time_limit_s
@@ -292,7 +303,7 @@ def _time_limit_s(job: Job) -> int | None:
 
 
 def _priority(job: Job, cluster: ClusterState) -> int | None:
-    """Return the fixed priority of a job, else that of the last plan; 0: it is held; null: none is known."""
+    """Return the job's fixed priority, else that of the last pass; 0: held, None: unknown."""
     if job.state is not JobState.PENDING:
         return job.priority_set if job.priority_set is not None else cluster.priorities.get(job.id)
     if job.hold is not Hold.NONE:

@@ -1,7 +1,8 @@
-"""Listens at a unix socket, and takes its connections, a few at each turn of the event loop.
+"""Listen on a unix socket, and accept a few connections in each turn of the event loop.
 
-asyncio's own servers take all that wait in one turn, and write a traceback for each one when no file is left. This one pauses
-then, and closes the connections of accounts that connect too often before anything is made for them.
+asyncio's servers accept all waiting connections in one turn, and log a traceback for each one if
+the process has no file left. This listener pauses in that case. It closes connections of accounts
+that connect too often, before it creates objects for them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from hpcsched.errors import ConfigError
 log = logging.getLogger("hpcsched.api")
 
 BACKLOG = 1024
-AT_ONCE = 32  # connections that are taken in one turn
-REFUSED_AT_ONCE = 512  # of accounts that connect too often: others wait behind them
+AT_ONCE = 32  # connections that are accepted in one turn
+REFUSED_AT_ONCE = 512  # of accounts that connect too often: other clients wait behind them
 PAUSE_S = 0.2  # when no file is left
 
 
 def listening_socket(path: Path, mode: int) -> socket.socket:
-    """Return the API's socket: whoever connects to it while the database is read waits, rather than being refused."""
+    """Return the API's socket.
+
+    Clients that connect while the database is read must wait, not be refused.
+    """
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -39,7 +43,7 @@ def listening_socket(path: Path, mode: int) -> socket.socket:
 
 
 class Listener:
-    """Serves each connection with a protocol of its own, until it is closed."""
+    """Serves each connection with its own protocol object, until it is closed."""
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class Listener:
         doors: Doors,
         refusal: Callable[[int], bytes],
     ) -> None:
-        """`refusal`: what an account that connects too often is sent before its connection is closed."""
+        """Listen on `sock`; `refusal` is the answer to accounts that connect too often."""
         self._sock = sock
         self._protocol_of = protocol_of
         self._doors = doors
@@ -61,7 +65,7 @@ class Listener:
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         if self._closed:
             return
         self._closed = True
@@ -89,7 +93,10 @@ class Listener:
             taken += self._take(sock)
 
     def _accepted(self) -> socket.socket:
-        """Return the next connection. `socket.accept` takes half as long again, in which a flood keeps others waiting."""
+        """Return the next connection.
+
+        `socket.accept` takes 1.5 times as long, which delays other clients in a flood.
+        """
         fd, _ = self._sock._accept()  # type: ignore[attr-defined]
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd)
 
@@ -98,13 +105,13 @@ class Listener:
         self._loop.add_reader(self._sock.fileno(), self._accept)
 
     def _take(self, sock: socket.socket) -> bool:
-        """Serve the connection, or refuse it; return whether it is served."""
+        """Serve or refuse the connection; return whether it is served."""
         uid = peer_uid(sock)
         if not self._doors.lets_in(uid):
             try:
                 sock.send(self._refusal(uid), socket.MSG_DONTWAIT)
             except OSError:
-                pass  # it has gone
+                pass  # the client has disconnected
             sock.close()
             return False
         sock.setblocking(False)

@@ -1,9 +1,12 @@
-"""Checks one large JSON body and cuts it into its jobs: a program of its own, so that the controller's event loop never reads it.
+"""Check one large JSON body and split it into its jobs, in a separate program.
 
-Standard input is the body, standard output its parts, each after its length: the object without `jobs`, then each job. What is
-wrong with it goes to standard error, with exit status 1. A body with too many values is refused before any of them is made.
+The controller's event loop therefore never parses such a body. Standard input is the body. Standard
+output is its parts, each after its length: the object without `jobs`, then each job. Errors go to
+standard error, with exit status 1. A body with too many values is rejected before any of them is
+created.
 
-Run as ``python -I -S splitbody.py MAX_VALUES MAX_VALUES_OF_PART MAX_JOBS``: it imports nothing of hpcsched.
+Run as ``python -I -S splitbody.py MAX_VALUES MAX_VALUES_OF_PART MAX_JOBS``: it imports nothing of
+hpcsched.
 """
 
 from __future__ import annotations
@@ -20,19 +23,20 @@ MAX_CPU_S = 20
 MAX_MEMORY_BYTES = 1 << 30
 MAX_DEPTH = 100
 LENGTH = struct.Struct("!Q")
-# A text, or what values begin and end with. Every byte is looked at once, also of a text without an end.
+# A string, or a character that delimits values. Each byte is read once, even in an unterminated
+# string.
 _PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
 
 
 class BodyError(Exception):
-    """The body cannot be taken."""
+    """The body is rejected."""
 
 
 def main(argv: list[str]) -> int:
-    """Cut standard input into parts on standard output."""
+    """Split standard input into parts on standard output."""
     max_values, max_of_part, max_jobs = (int(word) for word in argv)  # int: our own arguments
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("900")  # rather this process than its controller
+        file.write("900")  # the OOM killer takes this process rather than its controller
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
@@ -47,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def parts_of(body: bytes, max_values: int, max_of_part: int, max_jobs: int) -> list[bytes]:
-    """Return the object without `jobs`, and each job. Raises BodyError."""
+    """Return the object without `jobs`, then each job. Raises BodyError."""
     _count(body, max_values)
     try:
         found = json.loads(body, object_pairs_hook=_fields)

@@ -1,7 +1,8 @@
-"""How jobs, nodes and partitions look as JSON (version 1): what `--json` prints and the commands show.
+"""Build the JSON of jobs, nodes and partitions (version 1), for `--json` and the commands.
 
-What only its owner and admins may see of a job (paths, command line, comment, script, environment) is null for others, and
-the words of its reason, which name paths too, are left out: see `reason_detail`.
+Values of a job that only its owner and admins may see (paths, command line, comment, script,
+environment) are null for other users. The text of its reason is omitted for them, because it also
+contains paths: see `reason_detail`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _UNDECIDED = (
 
 
 def training_view(training: TrainingStatus | None) -> dict[str, Any] | None:
-    """Return how far a training job is, as its program says; null: it has not said."""
+    """Return the progress that a training job's program has reported; None: it has not."""
     if training is None:
         return None
     return {
@@ -56,7 +57,7 @@ def training_view(training: TrainingStatus | None) -> dict[str, Any] | None:
 
 
 def failure_view(failure: RankFailure) -> dict[str, Any]:
-    """Return why a rank failed, by its own word."""
+    """Return the failure of a rank, as reported by the rank."""
     return {
         "rank": failure.rank,
         "ranks": failure.ranks,
@@ -68,12 +69,18 @@ def failure_view(failure: RankFailure) -> dict[str, Any]:
 
 
 def reason_detail(job: Job, asker: Asker) -> str:
-    """Return the recorded words of the job's reason, "" for strangers: nodes and people put paths into them."""
+    """Return the recorded text of the job's reason, "" for other users.
+
+    Nodes and users put paths into it.
+    """
     return job.reason_detail if asker.owns(job) else ""
 
 
 def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> tuple[Reason, str, float | None]:
-    """Return the reason, a sentence for `asker`, and the expected start of a job that waits (or limps)."""
+    """Return the reason, a sentence for `asker`, and the expected start of a waiting job.
+
+    Also for an active job that has a problem, for example a lost node.
+    """
     if job.state is JobState.PENDING:
         wait = cluster.waits.get(job.id)
         if wait is not None:
@@ -98,7 +105,7 @@ def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> 
 
 
 def in_a_sentence(job: Job, cluster: ClusterState, asker: Asker, reason: Reason, detail: str, now_s: float) -> str:
-    """Return what there is to say of a job, with the job in it; `reason` and `detail` are those of `why_waiting`."""
+    """Return a sentence about the job; `reason` and `detail` are those of `why_waiting`."""
     if job.state is JobState.COMPLETING and reason is not Reason.NODE_LOST:
         return f"job {job.display_id} {_ending(job, cluster, asker)}"
     if job.state in (JobState.CONFIGURING, JobState.SUSPENDED) and detail and reason is not Reason.NODE_LOST:
@@ -110,7 +117,10 @@ def in_a_sentence(job: Job, cluster: ClusterState, asker: Asker, reason: Reason,
 
 
 def _over_limit(job: Job, cluster: ClusterState, now_s: float) -> str:
-    """Return by how much a job that still runs is over its time limit, and when it is killed; "" if it is not."""
+    """Return by how much a running job is over its time limit, and when it is killed.
+
+    "" if it is not over its limit.
+    """
     limit_s = limit_at_s(job) if job.state is JobState.RUNNING else None
     if limit_s is None or now_s < limit_s:
         return ""
@@ -120,7 +130,7 @@ def _over_limit(job: Job, cluster: ClusterState, now_s: float) -> str:
 
 
 def how_it_ended(job: Job) -> str:
-    """Return the end of a sentence that tells with what numbers a job ended; "" where its state says it all."""
+    """Return the end of a sentence with a job's exit numbers; "" if its state says it all."""
     if job.reason is Reason.LAUNCH_FAILED:
         return ": it could not be started"
     if job.state is JobState.TIMEOUT:
@@ -139,7 +149,10 @@ def how_it_ended(job: Job) -> str:
 
 
 def resumes_words(job: Job, training: TrainingStatus | None) -> str:
-    """Return a sentence on where another attempt of an ended training job resumes; "": it is not known, or it is done."""
+    """Return a sentence about where another attempt of an ended training job resumes.
+
+    "" if that is not known, or the training is complete.
+    """
     done = job.state not in FINAL or job.state is JobState.COMPLETED
     if done or training is None or not training.checkpoint_step:
         return ""
@@ -147,7 +160,7 @@ def resumes_words(job: Job, training: TrainingStatus | None) -> str:
 
 
 def refused_on(job: Job) -> str:
-    """Return the end of a sentence that tells which nodes could not start the job, and why."""
+    """Return the end of a sentence that says which nodes could not start the job, and why."""
     words = refusal_words(job.refusals)
     return f"on {job.refusals[0].node}: {words}" if len(job.refusals) == 1 else words
 
@@ -206,8 +219,8 @@ def _limbo(job: Job, lost: list[NodeName], cluster: ClusterState, now_s: float) 
 
 
 def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None) -> NodeState:
-    """Return the state of a node in sinfo's words; `reserved`: the reservation that it is in now."""
-    if node.drained:  # as in Slurm, of a node that is down as well: it does not come back by itself
+    """Return a node's state in sinfo's terms; `reserved`: its present reservation."""
+    if node.drained:  # as in Slurm, also for a node that is down: it does not return by itself
         return NodeState.DRAINING if cpus_alloc else NodeState.DRAINED
     if node.link is Link.DOWN:
         return NodeState.DOWN
@@ -221,11 +234,11 @@ def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None)
 
 
 def node_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
-    """Return all nodes, with what is allocated of each, and the reservation that each is in."""
+    """Return all nodes, with the allocated resources and the reservation of each."""
     active = sorted(
         (one for one in cluster.reservations.values() if one.is_active(now_s)), key=lambda one: one.is_maintenance
     )
-    reserved = {name: one for one in active for name in one.nodes}  # maintenance has the last word
+    reserved = {name: one for one in active for name in one.nodes}  # maintenance overrides the others
     shares = [(job.id, share) for job in cluster.active_jobs() for share in job.holding]
     return [
         _node_view(node, [item for item in shares if item[1].node == node.name], cluster, reserved.get(node.name))
@@ -297,7 +310,7 @@ def reservation_view(one: Reservation, cluster: ClusterState, now_s: float) -> d
 
 
 def partition_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
-    """Return all partitions, with how many of their nodes are in which state."""
+    """Return all partitions, with the number of their nodes in each state."""
     nodes = {view["name"]: view for view in node_views(cluster, now_s)}
     return [_partition_view(partition, nodes) for partition in cluster.partitions.values()]
 

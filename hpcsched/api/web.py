@@ -1,11 +1,12 @@
-"""HTTP/1.1 over a unix socket: a server, routes, requests and responses, around the parser of httptools.
+"""Serve HTTP/1.1 over a unix socket: routes, requests and responses, parsed by httptools.
 
-A framework would cost a tenth of a second whenever the controller starts, while people wait for it, and most of what a
-small request costs. Spoken here: connections that are kept or closed, pipelined requests (answered one after the other),
-``Expect: 100-continue`` (curl sends it with large bodies). Not spoken: TLS, other than unix sockets. Knows nothing of what is
-asked: handlers do, and they turn their own errors into responses.
+A framework would add a tenth of a second to each start of the controller, and most of the cost of a
+small request. Supported: connections that are kept or closed, pipelined requests (answered one
+after the other), ``Expect: 100-continue`` (curl sends it with large bodies). Not supported: TLS,
+and sockets other than unix sockets. The module does not know the requests: handlers answer them,
+and turn their own errors into responses.
 
-Source: RFC 9112 (messages), RFC 9110 (status codes).
+Sources: RFC 9112 (messages), RFC 9110 (status codes).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ log = logging.getLogger("hpcsched.api")
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = UNPARSED_BYTES
-IDLE_S = 30.0  # also for a request to come whole
-MAX_AHEAD = 100  # requests that a client may have sent before they are answered
-UNCOUNTED_BYTES = 16 << 10  # of requests on a connection that are not answered yet
-REQUEST_BYTES = 1 << 10  # of each of them, beside its text
+IDLE_S = 30.0  # also the limit for a request to arrive completely
+MAX_AHEAD = 100  # unanswered requests that a client may have sent
+UNCOUNTED_BYTES = 16 << 10  # of unanswered requests on a connection
+REQUEST_BYTES = 1 << 10  # of each of them, besides its text
 
 
 class BadRequestError(Exception):
-    """What came is no request that we speak; the connection ends after the answer."""
+    """The data is not a supported request; the connection ends after the answer."""
 
     def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(why)
@@ -55,8 +56,11 @@ TOO_LARGE = BadRequestError(413, f"cannot read the request: its body has more th
 
 @dataclass(slots=True)
 class Request:
-    """One request. `peer`: the socket that it came by, None of one that a node passed on. `match_info`: the parts of the
-    path that its route names."""
+    """One request.
+
+    `peer`: its socket, None for a request that a node passed on. `match_info`: the values of the
+    names in its route's path.
+    """
 
     method: str
     path: str
@@ -64,14 +68,14 @@ class Request:
     headers: dict[str, str]  # names in lower case
     body: bytes
     peer: socket.socket | None
-    uid: int | None = None  # of one that came another way: who asks, and is no admin
+    uid: int | None = None  # caller of a request that came another way; not an admin
     match_info: dict[str, str] = field(default_factory=dict)
-    held_bytes: int = 0  # of memory, about
+    held_bytes: int = 0  # of memory, approximately
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is answered."""
+    """The answer to a request."""
 
     body: bytes
     status: int = 200
@@ -84,7 +88,10 @@ Refusal = Callable[[int, str], Response]
 
 
 class Route(NamedTuple):
-    """Who answers a method and path; a part ``{name}`` of the path takes anything, ``{name:a|b}`` one of these."""
+    """The handler of a method and path.
+
+    ``{name}`` in the path matches anything, ``{name:a|b}`` only these values.
+    """
 
     method: str
     path: str
@@ -100,7 +107,7 @@ def post(path: str, handler: Handler) -> Route:
 
 
 class Router:
-    """Finds the handler of a request: the first route that takes its path and method."""
+    """Finds the handler of a request: the first route that matches its path and method."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._exact: dict[tuple[str, str], Handler] = {}
@@ -112,7 +119,7 @@ class Router:
                 self._exact[route.method, route.path] = route.handler
 
     def find(self, request: Request) -> Handler:
-        """Return the handler, and note what the path names in `request`. Raises BadRequestError: 404, 405."""
+        """Return the handler; set `request.match_info`. Raises BadRequestError: 404, 405."""
         method, path = request.method, request.path
         handler = self._exact.get((method, path))
         if handler is not None:
@@ -131,7 +138,7 @@ class Router:
 
 
 class _Part(NamedTuple):
-    """One part of a route's path: the text itself, or a name for what stands there."""
+    """One part of a route's path: fixed text, or the name of a value."""
 
     text: str
     name: str
@@ -166,7 +173,7 @@ def _matched(parts: tuple[_Part, ...], words: list[str]) -> dict[str, str] | Non
 
 
 class Server:
-    """Serves an application, a `Router` and how refusals look, until it is closed."""
+    """Serves an application (a `Router` and the format of refusals) until it is closed."""
 
     def __init__(self, router: Router, refusal: Refusal, doors: Doors | None = None) -> None:
         self.router = router
@@ -174,10 +181,10 @@ class Server:
         self.connections: set[Connection] = set()
         self.doors = doors or Doors()
         self._listener: Listener | None = None
-        self._refusals: dict[str, bytes] = {}  # the last one: a flood has thousands in a second
+        self._refusals: dict[str, bytes] = {}  # only the last one: a flood has thousands in a second
 
     async def serve(self, listener: socket.socket) -> None:
-        """Answer those who connect to the listening unix socket."""
+        """Answer the clients of the listening unix socket."""
         self._listener = Listener(listener, lambda: Connection(self), self.doors, self._refused)
 
     def _refused(self, uid: int) -> bytes:
@@ -190,11 +197,11 @@ class Server:
 
     @property
     def unread_bytes(self) -> int:
-        """How much of the answers has not been taken by those who asked."""
+        """Return the number of answer bytes that clients have not read yet."""
         return sum(connection.unread_bytes for connection in self.connections)
 
     async def close(self) -> None:
-        """Take no more requests, and end all connections."""
+        """Accept no more requests, and end all connections."""
         if self._listener is not None:
             self._listener.close()
         tasks = [connection.close() for connection in list(self.connections)]
@@ -202,7 +209,7 @@ class Server:
 
 
 class Connection(asyncio.Protocol):
-    """One client: its requests are answered in order, the next one only when the one before it has been.
+    """One client. Its requests are answered in order, each after the previous one's answer.
 
     The parser calls `on_...` while it is fed.
     """
@@ -210,20 +217,21 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
-        self._coming: _Coming | None = None  # the request that is being read
-        self._waiting: deque[Request | BadRequestError] = deque()  # read, and not yet answered
+        self._coming: _Coming | None = None  # the request that is being received
+        self._waiting: deque[Request | BadRequestError] = deque()  # received, and not yet answered
         self._task: asyncio.Task[None] | None = None
-        self._reads_only = False  # what it does is of use to nobody but the client
+        self._reads_only = False  # only the client needs its result
         self._heard_s = 0.0
         self._asks_no_more = False
-        self._began_s: float | None = None  # when the request that is being read began to come
-        self._reads = True  # we read what it sends
-        self._throttle: asyncio.TimerHandle | None = None  # it sends too fast: until then we do not
-        self._held_bytes = 0  # of requests that are not answered yet
-        self._counted_bytes = 0  # of these, as the crowd knows
-        self._unread = False  # the client does not read as fast as it asks
-        self._unread_before_bytes = 0  # when it was last looked whether the client reads
-        self._refused = False  # what came is no HTTP: nothing more is read
+        self._began_s: float | None = None  # when the request that is being received began
+        self._reads = True  # we read from the client
+        # Set while reading is paused, because the client sends too fast.
+        self._throttle: asyncio.TimerHandle | None = None
+        self._held_bytes = 0  # of unanswered requests
+        self._counted_bytes = 0  # the part of these that `Doors` has counted
+        self._unread = False  # the client reads slower than it sends requests
+        self._unread_before_bytes = 0  # when progress of the client's reading was last checked
+        self._refused = False  # the data was not HTTP: nothing more is read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -247,8 +255,9 @@ class Connection(asyncio.Protocol):
         self._crowd.goes(self._uid, self)
         if self._task is not None and self._reads_only:
             self._task.cancel()
-        # Another task ends by itself: what it was asked for is done all the same.
-        del self._parser  # it refers to us: the bodies would stay in memory until the next collection of garbage
+        # A handler that still runs is not cancelled: its request is completed.
+        # it refers to us: without this, bodies stay in memory until the next garbage collection
+        del self._parser
         self._coming = None
         self._waiting.clear()
 
@@ -265,7 +274,7 @@ class Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def drop(self) -> None:
-        """End the connection now; what still works for it goes on."""
+        """End the connection now; its running handler continues."""
         self._transport.abort()
 
     def pause_writing(self) -> None:
@@ -277,7 +286,7 @@ class Connection(asyncio.Protocol):
             self._next()
 
     def close(self) -> asyncio.Task[None] | None:
-        """End the connection now; return what still works for it, cancelled."""
+        """End the connection now; return its running handler, cancelled."""
         self._transport.abort()
         if self._task is not None:
             self._task.cancel()
@@ -293,7 +302,7 @@ class Connection(asyncio.Protocol):
                 raise TOO_LONG
         except BadRequestError as error:
             self._refuse(error)
-        except httptools.HttpParserUpgrade:  # to what is not spoken here: the request is answered, and that is all
+        except httptools.HttpParserUpgrade:  # unsupported: the request is answered, and no more
             self._refused = True
             if self._waiting and isinstance(self._waiting[-1], Request):
                 self._waiting[-1].headers["connection"] = "close"
@@ -313,7 +322,7 @@ class Connection(asyncio.Protocol):
         self._regulate()
 
     def _regulate(self) -> None:
-        """Read what the client sends unless it sends too fast, or ahead of its answers: they come first."""
+        """Read from the client, unless it sends too fast or has too many unanswered requests."""
         wanted = self._throttle is None and len(self._waiting) <= MAX_AHEAD
         if wanted == self._reads or self._transport.is_closing():
             return
@@ -325,7 +334,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _count(self) -> None:
-        """Have the crowd know how much of this client's requests is here and not answered."""
+        """Update the account's number of unanswered bytes in `Doors`."""
         held_bytes = self._held_bytes + (0 if self._coming is None else self._coming.bytes)
         if held_bytes <= UNCOUNTED_BYTES:
             held_bytes = 0
@@ -341,13 +350,13 @@ class Connection(asyncio.Protocol):
         self._crowd.is_heard(self._uid, self)
 
     def eof_received(self) -> bool:
-        """The client sends no more, and may still read: what it has asked for is answered before the connection ends."""
+        """Handle the end of the client's data: it may still read, so its requests are answered."""
         self._asks_no_more = True
         if _has_gone(self._peer):
             self.drop()
         return self._task is not None or bool(self._waiting)
 
-    # ----- what the parser finds
+    # ----- called by the parser
 
     def on_message_begin(self) -> None:
         self._coming = _Coming()
@@ -404,7 +413,7 @@ class Connection(asyncio.Protocol):
         )
         self._held_bytes += coming.bytes
 
-    # ----- answering
+    # ----- answers
 
     def _refuse(self, error: BadRequestError) -> None:
         self._refused = True
@@ -432,7 +441,7 @@ class Connection(asyncio.Protocol):
         self._idle_timer = self._loop.call_later(max(1.0, wait_s), self._look_idle)
 
     def _next(self) -> None:
-        """Begin to answer the next request if one is there, and what was answered before has been read, nearly."""
+        """Start to answer the next request, if any, once the last answer has almost been read."""
         if not self._waiting or self._unread:
             return
         request = self._waiting.popleft()
@@ -454,7 +463,7 @@ class Connection(asyncio.Protocol):
             response = await self._server.router.find(request)(request)
         except BadRequestError as error:
             response = self._server.refusal(error.status, f"cannot {request.method} {request.path}: {error}")
-        except Exception as error:  # handlers answer for their errors; this is one that did not
+        except Exception as error:  # handlers convert their errors; this one did not
             wrong = mishap.report(error, f"answer {request.method} {request.path[:200]!r}")
             response = self._server.refusal(500, str(wrong))
         self._task = None
@@ -486,7 +495,7 @@ class Connection(asyncio.Protocol):
 
 
 def head_of(response: Response, *, keep: bool) -> bytes:
-    """Return what comes before an answer's body; `keep`: the connection takes another request."""
+    """Return the bytes before an answer's body; `keep`: the connection stays open."""
     lines = [
         f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
         f"Content-Type: {response.content_type}",
@@ -499,21 +508,24 @@ def head_of(response: Response, *, keep: bool) -> bytes:
 
 
 def _has_gone(peer: socket.socket) -> bool:
-    """Return whether the client, that sends no more, does not read any more either."""
+    """Return whether the client, which has ended sending, has also stopped reading."""
     looking = select.poll()
     looking.register(peer.fileno(), 0)
     return any(what & select.POLLHUP for _, what in looking.poll(0))
 
 
 def read_query(query: str) -> dict[str, str]:
-    """Return the values of a query by name. Raises ValueError (also UnicodeDecodeError) for what no text may have."""
+    """Return the values of a query by name. Raises ValueError (also UnicodeDecodeError).
+
+    The error is for bytes that no text may contain.
+    """
     values = dict(parse_qsl(query, keep_blank_values=True, errors="strict")) if query else {}
     gate.check_texts(values)
     return values
 
 
 class _Coming:
-    """A request that is being read."""
+    """A request that is being received."""
 
     __slots__ = ("body", "came_bytes", "found_bytes", "headers", "in_head", "url")
 
@@ -523,14 +535,14 @@ class _Coming:
         self.body = bytearray()
         self.in_head = True
         self.came_bytes = 0  # in pieces that did not end the head
-        self.found_bytes = 0  # in headers that are whole
+        self.found_bytes = 0  # in complete headers
 
     @property
     def bytes(self) -> int:
-        """About how much memory it takes."""
+        """Return its approximate memory."""
         return REQUEST_BYTES + len(self.url) + self.found_bytes + len(self.body)
 
     def grows_too_long(self, more_bytes: int) -> bool:
-        """Count what came while the head has not ended, and say whether that is too much."""
+        """Count bytes of an unfinished head, and return whether they are too many."""
         self.came_bytes += more_bytes if self.in_head else 0
         return self.came_bytes > MAX_HEAD_BYTES

@@ -1,8 +1,8 @@
-"""One call of hsub, hqueue or hcancel: the process that called it, what it may ask, and where its output goes.
+"""One call of hsub, hqueue or hcancel: its process, its access to the API, and its output.
 
-The same code runs in the command's own process (`hpcsched.cli.process`) and in the controller on its behalf
-(`hpcsched.api.command`), so nothing here or in the commands reads a file, a variable, a clock, a terminal or an account
-of the process that it runs in.
+The same code runs in the command's own process (`hpcsched.cli.process`) and in the controller on
+its behalf (`hpcsched.api.command`). Neither this module nor the commands may therefore read files,
+variables, clock, terminal or accounts of the process that runs them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ Json = dict[str, Any]
 
 
 class OwnProcessError(Exception):
-    """Only the command's own process can do this: it has the terminal, the files or the time zone. Nothing was done yet."""
+    """Only the command's own process can do this. Nothing was done yet.
+
+    It has the terminal, the files or the time zone.
+    """
 
 
 class ScriptError(Exception):
-    """The job script is needed. `at`: its place among the words, None if it comes from standard input."""
+    """The job script is needed. `at`: its place among the words, None for standard input."""
 
     def __init__(self, at: int | None) -> None:
         super().__init__(at)
@@ -38,20 +41,23 @@ class Caller:
     user: str  # the account's name, or its number if it has none
     host: str
     work_dir: str
-    width: int  # columns of the terminal that shows its output, 0: unknown
+    width: int  # columns of the output's terminal, 0: unknown
     out_is_terminal: bool
     err_is_terminal: bool
-    in_our_zone: bool  # its local time is that of the process that this runs in
+    in_our_zone: bool  # its local time is that of the process that runs this code
 
     @property
     def wants_colour(self) -> bool:
-        """Whether the output may have colours: on a terminal that knows them, unless NO_COLOR is set."""
+        """Return whether output may be coloured: on a capable terminal without NO_COLOR."""
         environ = self.environ
         return self.out_is_terminal and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
 
 
 class Api(Protocol):
-    """What commands ask of the API. All methods raise HpcschedError, with `by_controller` set for the API's own answer."""
+    """The API as commands use it. All methods raise HpcschedError.
+
+    `by_controller` of the error is set if it is the API's own answer.
+    """
 
     async def get(self, path: str, parameters: Mapping[str, str] = ...) -> Json: ...
     async def text(self, path: str, parameters: Mapping[str, str]) -> str: ...
@@ -60,24 +66,24 @@ class Api(Protocol):
     async def submit(self, request_id: str, spec: JobSpec) -> Json: ...
     def is_account(self, name: str) -> bool: ...
     def job_id_of(self, reference: str) -> int:
-        """Return the id that was printed when the job `reference` (its name, or ``last``) was submitted."""
+        """Return the id that was printed when `reference` (a name, or ``last``) was submitted."""
         ...
 
 
-# Returns the text of a script: of the word with this place among the words, None and None: of standard input. Raises
-# ScriptError, RequestError.
+# Returns the text of a script: the word at this place among the words, or None and None for
+# standard input. Raises ScriptError, RequestError.
 ReadScript = Callable[[str | None, int | None], str]
 
 
 class CommandOutput(Protocol):
-    """Takes what a command writes, with the ends of lines."""
+    """Receives a command's output, line ends included."""
 
     def out(self, text: str) -> None: ...
     def err(self, text: str) -> None: ...
 
 
 class Collected:
-    """CommandOutput that is kept, in the order in which it was written: file descriptors 1 and 2, and texts."""
+    """Output kept in the order of writing: file descriptors 1 and 2, and texts."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, str]] = []
@@ -91,7 +97,10 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a command. `in_own_process`: options that need files, the terminal or the time zone can be obeyed."""
+    """One call of a command.
+
+    `in_own_process`: options that need files, the terminal or the time zone are possible.
+    """
 
     caller: Caller
     api: Api
@@ -100,26 +109,29 @@ class Call:
     in_own_process: bool
 
     def only_in_own_process(self, words: Words, *options: str) -> None:
-        """Raise OwnProcessError if one of these options was given to a call that the controller answers."""
+        """Raise OwnProcessError if one of these options was given to a call in the controller."""
         if not self.in_own_process and any(words.has(option) for option in options):
             raise OwnProcessError
 
     def needs_local_time(self) -> None:
-        """Raise OwnProcessError if this process does not know the local time of the caller."""
+        """Raise OwnProcessError if this process does not know the caller's local time."""
         if not (self.in_own_process or self.caller.in_our_zone):
             raise OwnProcessError
 
     def complain(self, name: str, text: str) -> None:
-        """Write an error as all commands do."""
+        """Write an error in the format of all commands."""
         self.output.err(f"{name}: error: {text}\n")
 
     def note(self, name: str, text: str) -> None:
-        """Write something that a person may want to know; nothing if standard error is not a terminal."""
+        """Write a note for interactive users; nothing if standard error is not a terminal."""
         if self.caller.err_is_terminal:
             self.output.err(f"{name}: {text}\n")
 
 
 class Entrance(Protocol):
-    """A command: runs one call and returns its exit status. Raises HpcschedError, OwnProcessError, ScriptError."""
+    """A command: runs one call and returns its exit status.
+
+    Raises HpcschedError, OwnProcessError, ScriptError.
+    """
 
     async def __call__(self, argv: Sequence[str], call: Call) -> int: ...

@@ -1,7 +1,7 @@
 """hcancel and scancel: end jobs, or send them a signal.
 
-The grammar is scancel's. They differ in one thing: an id that does not exist is an error for hcancel, while scancel says
-nothing of it and exits with 0.
+The grammar is scancel's. One difference: an id that does not exist is an error for hcancel, but
+scancel ignores it and exits with 0.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ONE_COMPONENT = "Operation not permitted on individual component of heterogeneou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequest:
-    """What the words ask to end: jobs and steps by name, and filters that narrow them down or choose among all jobs."""
+    """Jobs and steps to end, by name, and filters that narrow them or select from all jobs."""
 
     references: tuple[str, ...]
     filters: dict[str, str]
@@ -87,7 +87,7 @@ async def scancel(argv: Sequence[str], call: Call) -> int:
 
 
 def meant_by(words: Words, caller: Caller, *, slurms: bool) -> CancelRequest:
-    """Return what the words ask to end. Raises RequestError if that is nothing."""
+    """Return the jobs that the words name. Raises RequestError if there are none."""
     references = [reference for operand in words.operands for reference in split_list(operand)]
     if words.has("batch") and not words.has("signal") and not slurms:
         raise UsageError("cannot take --batch without --signal: a job is always ended as a whole")
@@ -119,7 +119,7 @@ def _filters(words: Words, caller: Caller) -> dict[str, str]:
 
 
 async def end(words: Words, meant: CancelRequest, call: Call, *, slurms: bool) -> int:
-    """End what is meant, or send it the signal; write what was done, and return the exit status."""
+    """End or signal the requested jobs, write the result, and return the exit status."""
     signum = meant.signum
     answer = await call.api.cancel(
         {
@@ -158,7 +158,7 @@ def _act_text(reference: str, signum: int | None) -> str:
 
 
 def _done_text(job_ids: Sequence[object], signum: int | None) -> str:
-    """Return how many jobs the filters meant, and the first of them."""
+    """Return how many jobs the filters matched, and the first of them."""
     if not job_ids:
         return "no job matches"
     shown = " ".join(map(str, job_ids[:10])) + (" ..." if len(job_ids) > 10 else "")
@@ -167,17 +167,17 @@ def _done_text(job_ids: Sequence[object], signum: int | None) -> str:
 
 
 def _complaints(refused: Sequence[Json], words: Words) -> tuple[list[str], bool]:
-    """Return what hcancel says of the refusals, and whether it fails because of them."""
+    """Return hcancel's messages about refusals, and whether hcancel fails because of them."""
     told = [refusal for refusal in refused if not (words.has("quiet") and _is_over(refusal))]
     return [clean(refusal["error"]) for refusal in told], bool(told)
 
 
 def _slurm_complaints(refused: Sequence[Json], words: Words) -> tuple[list[str], bool]:
-    """Return what scancel says of the refusals, and whether it fails because of them."""
+    """Return scancel's messages about refusals, and whether scancel fails because of them."""
     texts, failed = [], False
     for refusal in refused:
         named = str(refusal.get("job", "0"))
-        if named == "0" or not named[:1].isdigit():  # it was no job's name either
+        if named == "0" or not named[:1].isdigit():  # it was not a job's name either
             texts.append(f"Invalid job id {clean(refusal['job'])}")
             failed = True
             continue
@@ -188,12 +188,12 @@ def _slurm_complaints(refused: Sequence[Json], words: Words) -> tuple[list[str],
 
 
 def _is_over(refusal: Json) -> bool:
-    """Say whether the job was not there or had ended; the other refusals are about permission."""
+    """Return whether the job did not exist or had ended; other refusals concern permission."""
     return refusal.get("kind") in ("NotFoundError", "RequestError") and ONE_COMPONENT not in refusal["error"]
 
 
 def _slurms(refusal: Json) -> str:
-    """Return Slurm's words for why a job is not cancelled."""
+    """Return Slurm's text for the reason why a job is not cancelled."""
     match refusal.get("kind"):
         case "NotFoundError":
             return "Invalid job id specified"

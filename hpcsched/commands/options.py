@@ -1,11 +1,12 @@
-"""A command's options in a table, read from its words as getopt_long(3) reads them, and written as its help.
+"""Parse a command's options as getopt_long(3) does, from a table, and write its help text.
 
-Options may stand behind operands, long ones may be cut where only one begins like that, letters cluster (``-hl``,
-``-o%i``), ``--`` ends them: users' fingers and the tools that call Slurm's commands rely on all of it. `hsub` has its own
-table, because its options are those of job scripts (`hpcsched.jobscript.options`).
+Options may follow operands. Long options may be abbreviated if that is unambiguous. Letters may be
+combined (``-hl``, ``-o%i``). ``--`` ends the options. Users, and tools that call Slurm's commands,
+rely on all of this. `hsub` has its own table, because its options are those of job scripts
+(`hpcsched.jobscript.options`).
 
-Knows no command and no value's meaning. Not click: it takes 34 ms to import (Python itself takes 8), and it knows neither
-cut options nor options with an optional value such as these.
+It knows no command and no meaning of a value. click is not used: its import takes 34 ms (Python
+itself takes 8), and it supports neither abbreviated options nor these optional values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ HELP_COLUMN = 28
 
 
 class Option(namedtuple("Option", "name short metavar help bare aliases", defaults=("", "", "", None, ()))):
-    """One option. `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one."""
+    """One option. `metavar` "" takes no value.
+
+    `bare` is the value if the option is given without one, None if a value is required.
+    """
 
     __slots__ = ()
 
@@ -38,14 +42,14 @@ class Option(namedtuple("Option", "name short metavar help bare aliases", defaul
 
     @property
     def spelling(self) -> str:
-        """The option as a help text shows it: ``-t, --states=LIST``."""
+        """Return the option as a help text shows it: ``-t, --states=LIST``."""
         value = f"={self.metavar}" if self.metavar else ""
         value = f"[{value}]" if value and self.bare is not None else value
         return (f"-{self.short}, " if self.short else "") + f"--{self.name}{value}"
 
 
 class Command(namedtuple("Command", "name usage about options notes accepted", defaults=((), ()))):
-    """A command as its help shows it: `usage` are the words behind its name, `about` says what it will do."""
+    """A command in its help: `usage` are the words after its name, `about` is its purpose."""
 
     __slots__ = ()
 
@@ -53,12 +57,12 @@ class Command(namedtuple("Command", "name usage about options notes accepted", d
     usage: tuple[str, ...]
     about: str
     options: tuple[Option, ...]
-    notes: tuple[str, ...]  # paragraphs behind the options
-    accepted: tuple[Option, ...]  # taken for Slurm's sake, without effect here; no help shows them
+    notes: tuple[str, ...]  # paragraphs after the options
+    accepted: tuple[Option, ...]  # accepted for compatibility with Slurm, without effect; not in the help
 
 
 class Words(namedtuple("Words", "given operands")):
-    """What the words of a command line say: values by the options' names, in order (a flag's is ""), and operands."""
+    """A parsed command line: values by option name, in order (a flag's is ""), and operands."""
 
     __slots__ = ()
 
@@ -66,16 +70,16 @@ class Words(namedtuple("Words", "given operands")):
     operands: list[str]
 
     def has(self, name: str) -> bool:
-        """Say whether the option was given."""
+        """Return whether the option was given."""
         return name in self.given
 
     def last(self, name: str, default: str = "") -> str:
-        """Return the value of an option that was given last."""
+        """Return the last value of an option."""
         values = self.given.get(name)
         return values[-1] if values else default
 
     def listed(self, name: str) -> list[str]:
-        """Return what stands between the commas of all the option's values; no comma within brackets separates."""
+        """Return the comma-separated parts of all values; commas in brackets do not separate."""
         return [word for value in self.given.get(name, ()) for word in split_list(value)]
 
     def number(self, name: str, default: float, *, at_least: float = 0) -> float:
@@ -98,7 +102,10 @@ VERSION = Option("version", "V", help="show the version")
 
 
 def read_words(command: Command, argv: Sequence[str]) -> Words:
-    """Return what `argv` (without the command's name) says. Raises UsageError with the nearest known options."""
+    """Return the parsed `argv` (without the command's name).
+
+    Raises UsageError with the nearest known options.
+    """
     words = Words(given={}, operands=[])
     pending = iter(argv)
     for word in pending:
@@ -156,7 +163,7 @@ def _known(command: Command) -> tuple[Option, ...]:
 
 
 def find_option(command: Command, name: str) -> Option:
-    """Return the option of that long name, or of a name that begins like it. Raises UsageError."""
+    """Return the option of that long name, or of its abbreviation. Raises UsageError."""
     for option in _known(command):
         if name == option.name or name in option.aliases:
             return option
@@ -184,7 +191,7 @@ def _unknown_letter(command: Command, letter: str) -> str:
 
 
 def help_text(command: Command) -> str:
-    """Return what ``--help`` prints."""
+    """Return the output of ``--help``."""
     lines = [f"{'Usage:' if i == 0 else '      '} {command.name} {words}" for i, words in enumerate(command.usage)]
     lines += ["", *_wrapped(command.about, "", ""), "", "Options:"]
     for option in command.options:
@@ -195,7 +202,10 @@ def help_text(command: Command) -> str:
 
 
 def option_lines(spelling: str, text: str, *, indented: bool) -> list[str]:
-    """Return the lines of one option; those without a letter are `indented` to stand under the others' long names."""
+    """Return the help lines of one option.
+
+    Options without a letter are `indented` to align with the other options' long names.
+    """
     head = "  " + ("    " if indented else "") + spelling
     if len(head) + 2 > HELP_COLUMN:
         return [head, *_wrapped(text, " " * HELP_COLUMN, " " * HELP_COLUMN)]
@@ -203,16 +213,16 @@ def option_lines(spelling: str, text: str, *, indented: bool) -> list[str]:
 
 
 def _wrapped(text: str, first: str, later: str) -> list[str]:
-    import textwrap  # only ever needed for a help text
+    import textwrap  # only needed for a help text
 
     return textwrap.wrap(text, HELP_WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
 def header_note(name: str) -> str:
-    """Return the note for people who ask for help with ``-h`` alone."""
+    """Return the note about ``-h`` alone, for users that expect help from it."""
     return f"-h leaves the header out, as in Slurm; for help: {name} --help"
 
 
 def explained(name: str, error: HpcschedError) -> tuple[str, int]:
-    """Return what an error says on standard error, and the exit status."""
+    """Return an error's text for standard error, and the exit status."""
     return f"{name}: error: {error}", USAGE if isinstance(error, UsageError) else FAILED

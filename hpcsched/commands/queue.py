@@ -1,8 +1,9 @@
-"""hqueue and squeue: which jobs the words ask for, and in which layout; the API answers with the lines.
+"""hqueue and squeue: select the jobs and the layout; the API answers with the lines.
 
-hqueue shows one's own jobs, with a line about the others'; an admin's are everybody's. A line counts those that have
-ended. One job as operand shows in detail. squeue shows everybody's jobs in Slurm's formats; variables give its defaults.
-The controller selects, sorts and writes the lines (`hpcsched.listing.queue`).
+hqueue shows the user's own jobs, with a line about other users' jobs. An admin sees all jobs. A
+line counts the jobs that have ended. One job as operand is shown in detail. squeue shows all users'
+jobs in Slurm's formats; variables set its defaults. The controller selects, sorts and writes the
+lines (`hpcsched.listing.queue`).
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ async def squeue(argv: Sequence[str], call: Call) -> int:
 
 
 async def show(words: Words, call: Call) -> int:
-    """Write what hqueue prints of one look at the queue."""
+    """Write hqueue's output for the present queue."""
     reference = one_job(words)
     if reference:
         answer = await call.api.job(reference)
@@ -128,14 +129,14 @@ async def show(words: Words, call: Call) -> int:
 
 
 async def show_slurm(words: Words, call: Call) -> int:
-    """Write what squeue prints of one look at the queue."""
+    """Write squeue's output for the present queue."""
     parameters = {**slurm_filters(words, call), **_slurm_layout(words, call.caller.environ)}
     call.output.out(await call.api.text("/v1/queue", parameters))
     return 0
 
 
 def filters(words: Words, caller: Caller) -> dict[str, str]:
-    """Return which jobs the words ask for, as parameters of the request."""
+    """Return the requested filters, as parameters of the request."""
     named = [*words.operands, *words.listed("jobs")]
     chosen = named or words.has("all") or words.has("user") or words.has("me")
     users = [*words.listed("user"), *([caller.user] if words.has("me") else [])]
@@ -155,18 +156,18 @@ def filters(words: Words, caller: Caller) -> dict[str, str]:
 
 
 def _is_live(words: Words) -> bool:
-    """Say whether ended jobs are not asked for; JSON has them, each with its state."""
+    """Return whether ended jobs are excluded; JSON includes them, each with its state."""
     asked = ("all", "states", "jobs", "start", "json")
     return not words.operands and not any(words.has(option) for option in asked)
 
 
 def _is_plain(words: Words) -> bool:
-    """Say whether the table is for people, so that lines of words below it break nothing."""
+    """Return whether the table is for users, so that text lines may follow it."""
     return not any(words.has(option) for option in ("quiet", "noheader", "format", "Format"))
 
 
 def _layout(words: Words, caller: Caller) -> dict[str, str]:
-    """Return how the jobs shall be written, as parameters of the request."""
+    """Return the requested layout, as parameters of the request."""
     quiet = words.has("quiet")
     text = words.last("Format") or words.last("format") or _columns(words)
     return {
@@ -189,18 +190,18 @@ def _columns(words: Words) -> str:
 
 
 def one_job(words: Words) -> str:
-    """Return the job that is named with nothing else asked, which is shown in detail; "" if there is none."""
+    """Return the job that is named without other filters, to show in detail; "" if none is."""
     others = set(words.given) - {"watch", "json"}
     return words.operands[0] if len(words.operands) == 1 and not others else ""
 
 
 def _is_about_mine(words: Words) -> bool:
-    """Say whether a person sees their own jobs alone: then a line tells of the others'."""
+    """Return whether only the user's own jobs are shown; a line then describes the others."""
     return not words.operands and not set(words.given) - {"watch", "long", "format", "me"}
 
 
 def slurm_filters(words: Words, call: Call) -> dict[str, str]:
-    """Return which jobs the words ask for, as parameters of the request."""
+    """Return the requested filters, as parameters of the request."""
     environ = call.caller.environ
     states = words.listed("states") or _words(environ.get("SQUEUE_STATES", ""))
     found = {
@@ -220,13 +221,13 @@ def slurm_filters(words: Words, call: Call) -> dict[str, str]:
 
 
 def _warn_of_stranger(name: str, call: Call) -> None:
-    """Write that no account has this name, as Slurm does; its jobs are looked for all the same."""
+    """Warn, as Slurm does, that no account has this name; its jobs are still searched."""
     if not name.isdigit() and not call.api.is_account(name):  # a uid needs no account
         call.complain(SQUEUE.command.name, f"Invalid user: {clean(name)}")
 
 
 def _slurm_layout(words: Words, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return how the jobs shall be written, as parameters of the request."""
+    """Return the requested layout, as parameters of the request."""
     text, long = _format(words, environ)
     return {
         "format": text,
@@ -252,7 +253,7 @@ def _order(words: Words) -> str:
 
 
 def _format(words: Words, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the format, and whether it is one of long names."""
+    """Return the format, and whether it uses long names."""
     if words.has("Format"):
         return words.last("Format"), True
     if words.has("format"):

@@ -1,9 +1,9 @@
-"""What the commands with Slurm's names have in common: version, accepted options, and how they fail.
+"""Shared parts of the commands with Slurm's names: version, accepted options, and errors.
 
-Clients match these texts, so they are Slurm's to the letter; what there is to say beyond them follows on a line of its
-own. The version is below 23.11: clients then use neither the external launcher nor the later JSON.
+Clients match these texts, so they are exactly Slurm's. Additional information follows on a separate
+line. The version is below 23.11: clients then use neither the external launcher nor the later JSON.
 
-Source: the commands of Slurm 22.05 and 23.02; ``getopt_long(3)``.
+Sources: the commands of Slurm 22.05 and 23.02; ``getopt_long(3)``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpcnode.commands import slurm_text
 from hpcsched.commands.options import FAILED, Command, Option, Words, split_list
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError, UsageError
 
-TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
+TYPE_CHECKING = False  # for type checkers; importing typing takes a tenth of a command's start
 if TYPE_CHECKING:
     from hpcsched.commands.call import Call
     from hpcsched.jobscript.options import ScriptOption as JobOption
@@ -24,7 +24,7 @@ SLURM_VERSION = "23.02.7"
 NO_CONTACT = "Unable to contact slurm controller (connect failure)"
 INVALID_JOB = "Invalid job id specified"
 
-# Options that every command takes and that mean nothing in a cluster that is alone.
+# Options of every command that have no effect in a single cluster.
 ELSEWHERE = (
     Option("clusters", "M", "NAMES", "there is one cluster", aliases=("cluster",)),
     Option("federation", help="there is one cluster"),
@@ -36,7 +36,7 @@ USAGE = Option("usage", help="show the options in short")
 
 
 class Face(namedtuple("Face", "command contact")):
-    """A command with Slurm's name. `contact`: the words its error begins with when the controller does not answer."""
+    """A command with Slurm's name. `contact`: start of its error if the controller is silent."""
 
     __slots__ = ()
 
@@ -54,7 +54,10 @@ def with_usage(face: Face) -> Command:
 
 
 def usage_text(name: str, options: Iterable[Option | JobOption], *operands: str) -> str:
-    """Return what ``--usage`` prints: each option with its value in brackets, in Slurm's order."""
+    """Return the output of ``--usage``: each option with its value in brackets, in order.
+
+    The order is Slurm's.
+    """
     known = {option.name: option for option in options}
     words = [
         slurm_text.usage_word(one.name, one.short, one.metavar)
@@ -65,7 +68,7 @@ def usage_text(name: str, options: Iterable[Option | JobOption], *operands: str)
 
 
 def explained(name: str, error: HpcschedError, contact: str) -> tuple[str, int]:
-    """Return what Slurm's command says of an error, and its exit status."""
+    """Return the text of Slurm's command for an error, and its exit status."""
     if isinstance(error, UsageError) and error.getopt:
         return f'{name}: {error.getopt}\nTry "{name} --help" for more information', FAILED
     if isinstance(error, UnavailableError) and not error.by_controller:
@@ -76,14 +79,14 @@ def explained(name: str, error: HpcschedError, contact: str) -> tuple[str, int]:
 
 
 def with_names(options: Sequence[Option], names: str) -> tuple[Option, ...]:
-    """Return those of `options` that `names` (with spaces between) asks for: what both faces of a command have."""
+    """Return those of `options` in `names` (separated by spaces), shared by both commands."""
     wanted = names.split()
     found = {option.name: option for option in options}
     return tuple(found[name] for name in wanted)
 
 
 def clusters_of(text: str) -> list[str]:
-    """Return the names in the value of ``--clusters``; "all" means this cluster, and is left out."""
+    """Return the cluster names in ``--clusters``, without "all" (this cluster)."""
     return [name for name in split_list(text) if name != "all"]
 
 
@@ -95,7 +98,7 @@ def refuse_others(names: Iterable[str], own: str) -> None:
 
 
 async def refuse_other_clusters(text: str, call: Call) -> None:
-    """Raise RequestError if the value of ``--clusters`` names another cluster than the controller's."""
+    """Raise RequestError if ``--clusters`` names a cluster other than the controller's."""
     if named := clusters_of(text):
         refuse_others(named, str((await call.api.get("/v1/ping"))["cluster"]))
 

@@ -1,8 +1,9 @@
-"""hsub and sbatch: a script (a file, standard input, or --wrap) becomes a job.
+"""hsub and sbatch: submit a script (a file, standard input, or --wrap) as a job.
 
-Its options are those of job scripts (`hpcsched.jobscript`): command line over environment over the script's lines. Every
-submission has a request id, so that a submission that is sent again after a lost connection makes one job only.
-sbatch's errors begin with the phrases that clients look for; what there is to say beyond them follows.
+The options are those of job scripts (`hpcsched.jobscript`). The command line overrides the
+environment, which overrides the script's lines. Every submission has a request id, so that a
+repeated submission after a lost connection creates only one job. sbatch's errors begin with the
+phrases that clients match. Additional information follows.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from hpcsched.listing.text import clean
 STDIN = ("-", "/dev/stdin")
 _FAILURE = "Batch job submission failed"
 
-# What our own texts have, and what sbatch says of it before it has asked the controller.
+# Beginnings of our own texts, and sbatch's phrase for each, before it contacts the controller.
 _BEFORE = (
     ("cannot read script ", "Unable to open file {}"),
     ("the script: it is empty", "Batch script is empty!"),
 )
 
-# Options of a command that waits, asks or reads files itself. Dates mean what the caller's time zone makes of them.
+# Options of a command that waits, asks the user or reads files itself. Dates depend on the caller's
+# time zone.
 OWN_PROCESS = ("help", "version", "dry-run", "test-only", "wait", "each", "begin", "deadline")
 
 Options = Mapping[str, Sequence[str]]
@@ -41,13 +43,16 @@ Options = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How hsub and sbatch differ. `slurms`: --verbose lists the options; with --clusters, --parsable adds the cluster."""
+    """How hsub and sbatch differ.
+
+    `slurms`: --verbose lists the options; with --clusters, --parsable adds the cluster.
+    """
 
     name: str
     slurms: bool
 
     def explain(self, name: str, error: HpcschedError) -> tuple[str, int]:
-        """Return what an error says on standard error, and the exit status."""
+        """Return an error's text for standard error, and the exit status."""
         return _explained(name, error) if self.slurms else explained_by_us(name, error)
 
 
@@ -57,7 +62,7 @@ SBATCH = Setup(name="sbatch", slurms=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A job to be submitted: the options of all places, and the specification."""
+    """A job to submit: the options from all sources, and the specification."""
 
     options: Options
     built: Built
@@ -75,7 +80,10 @@ def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
 
 
 async def submit(argv: Sequence[str], call: Call, setup: Setup, *, request_id: str, now_s: float) -> int:
-    """Run hsub or sbatch. `request_id`: the one to be used if none is given. Raises HpcschedError, OwnProcessError."""
+    """Run hsub or sbatch; `request_id` is used if the words give none.
+
+    Raises HpcschedError, OwnProcessError.
+    """
     if list(argv) == ["--usage"]:
         raise OwnProcessError
     line = parse_words(argv)
@@ -88,7 +96,7 @@ async def submit(argv: Sequence[str], call: Call, setup: Setup, *, request_id: s
 
 
 def parse_words(argv: Sequence[str]) -> CommandLine:
-    """Return what the words say. Raises UsageError."""
+    """Return the parsed words. Raises UsageError."""
     try:
         return parse_command_line(argv)
     except UsageError:
@@ -98,7 +106,10 @@ def parse_words(argv: Sequence[str]) -> CommandLine:
 
 
 async def read(line: CommandLine, argv: Sequence[str], call: Call, setup: Setup, now_s: float) -> Submission:
-    """Return the job that the words ask for. Raises RequestError, OwnProcessError, ScriptError."""
+    """Return the requested job.
+
+    Raises RequestError, OwnProcessError, ScriptError.
+    """
     wrapped = last(line.options, "wrap") is not None
     from_stdin = line.script is None or line.script in STDIN
     words = SubmissionWords(
@@ -119,19 +130,19 @@ async def read(line: CommandLine, argv: Sequence[str], call: Call, setup: Setup,
 
 
 def _check_place(layers: Layers, call: Call) -> None:
-    """Raise OwnProcessError if script or environment have an option that the controller cannot obey."""
+    """Raise OwnProcessError if script or environment have an option unsupported here."""
     if not call.in_own_process and any(option in layers.options for option in OWN_PROCESS):
         raise OwnProcessError
 
 
 def _path(work_dir: str, script: str) -> str:
-    """Return the script's whole path; "" if it cannot be written down."""
+    """Return the script's absolute path; "" if it is not printable."""
     path = posixpath.normpath(posixpath.join(work_dir, script))
     return path if path.isprintable() else ""
 
 
 def write_options(request: Submission, call: Call, setup: Setup) -> None:
-    """Write what is known of the job before it is sent: its notes, and for sbatch --verbose the options."""
+    """Write the notes on the job before it is sent; for sbatch --verbose also the options."""
     if setup.slurms and "verbose" in request.options:
         for text in option_block(request.options):
             call.output.err(f"{setup.name}: {clean(text)}\n")
@@ -139,7 +150,7 @@ def write_options(request: Submission, call: Call, setup: Setup) -> None:
 
 
 def write_notes(notes: Sequence[str], options: Options, call: Call, setup: Setup) -> None:
-    """Write notes, with --verbose also if standard error is not a terminal."""
+    """Write notes; with --verbose even if standard error is not a terminal."""
     if is_set(options, "quiet"):
         return
     for text in notes:
@@ -150,14 +161,14 @@ def write_notes(notes: Sequence[str], options: Options, call: Call, setup: Setup
 
 
 def option_block(options: Options) -> list[str]:
-    """Return the lines in which sbatch --verbose lists the options that were given, in any place."""
+    """Return sbatch --verbose's list of the options from all sources."""
     rule = f"{'-' * 20} {'-' * 20}"
     given = [f"{name:<20}: {','.join(values) or 'set'}" for name, values in sorted(options.items())]
     return ["defined options", rule, *given, rule, "end of defined options"]
 
 
 async def send(request: Submission, call: Call, setup: Setup, *, request_id: str) -> int:
-    """Submit the job, write its id and the notes of the answer, and return the id."""
+    """Submit the job, write its id and the answer's notes, and return the id."""
     options = request.options
     answer = await call.api.submit(last(options, "request-id") or request_id, request.built.spec)
     job_id: int = answer["jobs"][0]["job_id"]

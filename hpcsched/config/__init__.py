@@ -1,1 +1,1 @@
-"""The configuration: hpcsched.toml and nodes.d/*.toml, their keys, reading and writing."""
+"""The configuration, hpcsched.toml and nodes.d/*.toml: keys, reading and writing."""

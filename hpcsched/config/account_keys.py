@@ -1,4 +1,7 @@
-"""The keys of accounts, users, QOS and limits: their kinds, defaults and what they are for; see `hpcsched.config.keys`."""
+"""The keys of accounts, users, QOS and limits: kinds, defaults and purpose.
+
+See `hpcsched.config.keys`.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +31,23 @@ _MOST = 2**31
 _TYPED_GPU = re.compile(re.escape(GPU) + r":[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
 _LICENSE = re.compile(re.escape(LICENSE) + r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?\Z")
-_SUMMED = (CPU, MEM, GPU, BILLING)  # of what has been used these are kept
+_SUMMED = (CPU, MEM, GPU, BILLING)  # only the usage of these is accumulated
 
 
 def limit(value: Any) -> int | None:
-    """The kind of counts that may be unlimited: -1."""
+    """Return a count; -1 in the file means unlimited (None)."""
     if type(value) is not int or not UNSET <= value <= 10**9:
         raise BadValue("wants a whole number, -1 for no limit")
     return None if value == UNSET else value
 
 
 def tres(value: Any) -> Tres:
-    """The kind of counts of resources: a text as ``"cpu=64,mem=512G,gpu=4"``, or a table of them."""
+    """Return resource counts, from a text as ``"cpu=64,mem=512G,gpu=4"`` or a table."""
     return tuple((name, _amount(name, given)) for name, given in _pairs(value))
 
 
 def tres_minutes(value: Any) -> Tres:
-    """The kind of resources times minutes; only what is added up over time."""
+    """Return resources times minutes; only resources whose usage is accumulated."""
     found = tres(value)
     for name, _ in found:
         if name not in _SUMMED:
@@ -53,7 +56,7 @@ def tres_minutes(value: Any) -> Tres:
 
 
 def tres_weights(value: Any) -> tuple[tuple[str, float], ...]:
-    """The kind of factors for resources: as ``"cpu=1,mem=0.25,gpu=4"``, or a table; memory counts in GiB."""
+    """Return resource factors, from ``"cpu=1,mem=0.25,gpu=4"`` or a table; memory is in GiB."""
     weights = []
     for name, given in _pairs(value):
         if name == BILLING:
@@ -69,7 +72,7 @@ def tres_weights(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def members(value: Any) -> tuple[str, ...]:
-    """The kind of lists of users, among which "*" stands for those whom no account names."""
+    """Return a list of users; "*" means the users that no account names."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise BadValue("wants a list of user names")
     for item in value:
@@ -79,7 +82,7 @@ def members(value: Any) -> tuple[str, ...]:
 
 
 def shares(value: Any) -> int | tuple[tuple[str, int], ...]:
-    """The kind of shares: a number, or a table of a number for each account."""
+    """Return shares: a number, or a table with a number for each account."""
     if isinstance(value, dict):
         return tuple((word(name), whole(0, 2**31)(count)) for name, count in value.items())
     return whole(0, 2**31)(value)

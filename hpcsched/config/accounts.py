@@ -1,7 +1,8 @@
-"""Accounts, users, QOS, licences and fair share out of hpcsched.toml, checked against each other.
+"""Build accounts, users, QOS, licences and fair share from hpcsched.toml, checked.
 
-What names what: accounts their parents and users, users their default accounts, both their QOS, QOS the QOS that they may
-preempt. A name that is not there, or a circle of parents, is a ConfigError with what there is.
+Accounts name parents and users. Users name default accounts. Both name QOS. QOS name the QOS that
+they may preempt. An unknown name, or a cycle of parents, is a ConfigError that lists the known
+names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TABLES = ("fairshare", "accounts", "users", "qos", "licenses")
 
 
 def accounting_of(path: Path, tables: Mapping[str, Any]) -> Accounting:
-    """Return what the `tables` of the file `path` say of accounting. Raises ConfigError."""
+    """Return the accounting part of the `tables` of the file `path`. Raises ConfigError."""
     fairshare = values_of(path, "[fairshare]", tables.get("fairshare", {}), FAIRSHARE)
     accounting = Accounting(
         accounts=tuple(_account(path, *item) for item in _named(path, "accounts", tables)),
@@ -42,7 +43,7 @@ def accounting_of(path: Path, tables: Mapping[str, Any]) -> Accounting:
 
 
 def check_partitions(path: Path, accounting: Accounting, partitions: Iterable[Partition]) -> None:
-    """Refuse partitions that let in accounts or QOS which there are not. Raises ConfigError."""
+    """Raise ConfigError for a partition that allows an unknown account or QOS."""
     accounts, qos = [account.name for account in accounting.accounts], [known.name for known in accounting.qos]
     for partition in partitions:
         where = f"[partitions.{partition.name}]"
@@ -53,7 +54,7 @@ def check_partitions(path: Path, accounting: Accounting, partitions: Iterable[Pa
 
 
 def limits_from(values: dict[str, Any]) -> Limits:
-    """Take the limits out of the `values` of a table, and return them."""
+    """Remove the limits from the `values` of a table, and return them."""
     fields = {"max_wall": "max_wall_s"}
     known = {name: fields.get(name, name) for name in values if fields.get(name, name) in Limits.__dataclass_fields__}
     return Limits(**{field: values.pop(name) for name, field in known.items()})
@@ -145,7 +146,10 @@ def _check_qos(path: Path, accounting: Accounting) -> None:
 
 
 def _refuse_circles(path: Path, accounting: Accounting) -> None:
-    """Refuse QOS that preempt each other in a circle: their jobs could take turns for ever."""
+    """Raise ConfigError for QOS that preempt each other in a cycle.
+
+    Their jobs could preempt each other endlessly.
+    """
     below = {qos.name: qos.preempt for qos in accounting.qos}
 
     def walk(name: str, way: list[str]) -> None:

@@ -1,7 +1,8 @@
-"""Every key of hpcsched.toml and nodes.d/NAME.toml: its kind, its default and what it is for, each said once.
+"""Every key of hpcsched.toml and nodes.d/NAME.toml: its kind, default and purpose.
 
-`hpcsched.config.load` reads by this table, `hpcsched init` writes a commented file from it, and the tests hold
-etc/hpcsched.toml and man/hpcsched.toml.5 against it. The kinds are those of `hpcsched.config.kinds`.
+`hpcsched.config.load` reads by this table, and `hpcsched init` writes a commented file from it.
+Tests compare etc/hpcsched.toml and man/hpcsched.toml.5 with it. The kinds are those of
+`hpcsched.config.kinds`.
 """
 
 from __future__ import annotations
@@ -387,7 +388,7 @@ SWITCH = (
 
 SECTIONS = {"cluster": CLUSTER, "controller": CONTROLLER, "scheduler": SCHEDULER, "scheduler.weights": WEIGHTS}
 
-# ----- one table of a TOML file against the keys that it may have: every value checked, every default filled in
+# ----- check one table of a TOML file against its allowed keys, and fill in the defaults
 
 
 def values_of(path: Path, where: str, table: Any, keys: Sequence[Key], also: Sequence[str] = ()) -> dict[str, Any]:
@@ -407,14 +408,14 @@ def values_of(path: Path, where: str, table: Any, keys: Sequence[Key], also: Seq
 
 
 def table_of(path: Path, where: str, table: Any) -> Mapping[str, Any]:
-    """Return `table`, or refuse what is none."""
+    """Return `table`; raise ConfigError if it is not a table."""
     if not isinstance(table, dict):
         raise ConfigError(f"cannot use {path}: {where} is {table!r}, and should be a table")
     return table
 
 
 def refuse_unknown(path: Path, where: str, table: Mapping[str, Any], known: Sequence[str], *, kind: str) -> None:
-    """Refuse the first name in `table` that is not `known`."""
+    """Raise ConfigError for the first name in `table` that is not `known`."""
     for name in table:
         if name not in known:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""What a key of the configuration is, and the kinds of values that keys take.
+"""The definition of a configuration key, and the kinds of values.
 
-A kind is a function that takes the value TOML gave and returns ours, or raises `BadValue` with what it wants. The keys
-themselves are in `hpcsched.config.keys`.
+A kind is a function that takes the value from TOML and returns ours, or raises `BadValue` with the
+expected format. The keys are in `hpcsched.config.keys`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.units import parse_mem_mib, parse_time_s
 
 ALL_NODES = "all"
-LOCAL_HOST = "local"  # a node that is the head itself: reached without SSH
+LOCAL_HOST = "local"  # a node that is the head itself, without SSH
 MAX_GPUS = 256
 
-# What may reach a command line or a resolver: an allow-list, and nothing starts with a dash.
+# An allow-list for text in a command line or a resolver: nothing starts with a dash.
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\Z")
 USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,63}\Z")
 _PYTHON = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+-]{0,254}\Z")
@@ -33,11 +33,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class BadValue(Exception):
-    """The value is not what the key takes; the text says what it takes."""
+    """The key does not accept this value; the text says what it accepts."""
 
 
 class Missing:
-    """The default of a key that has none: it must be given."""
+    """The default of a required key."""
 
 
 REQUIRED = Missing()
@@ -45,7 +45,7 @@ REQUIRED = Missing()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key. `default` is as TOML would give it; `shown` stands for it where the default depends on the rest."""
+    """One key. `default` is its TOML value; `shown` replaces it if it depends on other keys."""
 
     name: str
     kind: Callable[[Any], Any]
@@ -55,12 +55,12 @@ class Key:
 
     @property
     def default_text(self) -> str:
-        """The default as the file shows it."""
+        """Return the default as the file shows it."""
         return self.shown or toml_value(self.default)
 
 
 def toml_value(value: object) -> str:
-    """Return `value` (text, number, truth or a list of them) as TOML. JSON's notation of these is TOML's too."""
+    """Return `value` (text, number, boolean or a list) as TOML; JSON's syntax is also TOML's."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -81,7 +81,7 @@ def words(value: Any) -> tuple[str, ...]:
 
 
 def resource_limits(value: Any) -> str:
-    """The kind of resource limits: ALL, NONE, or a list in one text."""
+    """Return resource limits: ALL, NONE, or a list in one text."""
     try:
         rlimits.names(text(value))
     except ValueError:
@@ -170,7 +170,7 @@ def number(least: float = 0.0, most: float = 1e9) -> Callable[[Any], float]:
 
 
 def time_limit(value: Any) -> int | None:
-    """The kind of times in Slurm's notation: seconds, None for UNLIMITED."""
+    """Return seconds from a time in Slurm's notation, None for UNLIMITED."""
     if type(value) is int and value >= 0:
         value = str(value)  # minutes, as in Slurm
     if not isinstance(value, str):
@@ -185,7 +185,7 @@ def time_limit(value: Any) -> int | None:
 
 
 def memory_mib(value: Any) -> int:
-    """The kind of memory sizes: a text as "64G", or a number of MiB."""
+    """Return MiB from a memory size: a text as "64G", or a number of MiB."""
     if type(value) is int and value >= 0:
         value = str(value)
     if not isinstance(value, str):
@@ -197,7 +197,7 @@ def memory_mib(value: Any) -> int:
 
 
 def hosts(value: Any) -> tuple[str, ...] | None:
-    """The kind of lists of nodes: None stands for all of them."""
+    """Return a list of nodes; None means all nodes."""
     if value == ALL_NODES:
         return None
     names: list[str] = []
@@ -212,7 +212,7 @@ def hosts(value: Any) -> tuple[str, ...] | None:
 
 
 def gpus(value: Any) -> tuple[str, ...]:
-    """The kind of GPU lists: the type of each, in the order of their indices; ``"a100:4"`` stands for four."""
+    """Return the type of each GPU, in the order of their indices; ``"a100:4"`` means four."""
     types: list[str] = []
     for item in _list(value):
         match = _GPU.match(item)
@@ -225,7 +225,7 @@ def gpus(value: Any) -> tuple[str, ...]:
 
 
 def devices(value: Any) -> tuple[str, ...]:
-    """The kind of lists of devices as CUDA names them: MIG-<uuid>, GPU-<uuid> or an index."""
+    """Return a list of devices by CUDA's names: MIG-<uuid>, GPU-<uuid> or an index."""
     found = tuple(_list(value))
     if not all(_DEVICE.match(item) for item in found) or len(set(found)) < len(found):
         raise BadValue('wants a list of devices, each once, as ["MIG-41b36db3-...", "MIG-8d3f5a6e-..."]')
@@ -233,7 +233,7 @@ def devices(value: Any) -> tuple[str, ...]:
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:
-    """Return the kind of words of which only these are known."""
+    """Return the kind of words that accepts only these words."""
 
     def kind(value: Any) -> str:
         if value not in choices:
@@ -244,7 +244,7 @@ def one_of(*choices: str) -> Callable[[Any], str]:
 
 
 def optional(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the kind that also takes what stands for "not set": an empty text or 0."""
+    """Return the kind that also accepts "not set": an empty text or 0."""
     return lambda value: None if value in ("", 0) and value is not False else kind(value)
 
 

@@ -1,9 +1,9 @@
-"""The configuration: hpcsched.toml and nodes.d/*.toml, read once, checked wholly and handed down as one frozen value.
+"""Read and check the configuration, hpcsched.toml and nodes.d/*.toml, as one frozen value.
 
-The keys are those of `hpcsched.config.keys`. Whatever is wrong is a ConfigError that names the file, the key and what
-would be right. Who could write a file decides whether it is believed: see `_read_trusted`.
+The keys are those of `hpcsched.config.keys`. Every error is a ConfigError with the file, the key
+and the expected value. A file is trusted only if no other user could write it: see `_read_trusted`.
 
-It does not know what the values are used for, and asks no node anything.
+It does not know what the values are used for, and contacts no node.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from hpcsched.model.nearest import nearest
 from hpcsched.model.node import NodeSpec, Partition, PartitionState
 from hpcsched.model.resources import Gpu
 
-# ----- [topology.switches.NAME] of hpcsched.toml: which nodes hang on which switch, so that a gang can lie close
-# One level: a node hangs on one switch, and all switches are as far from each other. Source: topology.conf(5), topology/tree.
+# ----- [topology.switches.NAME] of hpcsched.toml: the switch of each node, for compact placement
+# One level: each node is on one switch, and all switches are at the same distance. Source:
+# topology.conf(5), topology/tree.
 
 
 def on_their_switches(path: Path, topology: Any, nodes: Sequence[NodeSpec]) -> tuple[NodeSpec, ...]:
-    """Return `nodes`, each with the switch that the table `topology` puts it on. Raises ConfigError."""
+    """Return `nodes`, each with its switch from the table `topology`. Raises ConfigError."""
     table = table_of(path, "[topology]", topology)
     refuse_unknown(path, "[topology]", table, ("switches",), kind="table")
     switches = table_of(path, "[topology.switches]", table.get("switches", {}))
@@ -77,13 +78,13 @@ HOST_KEY_TYPES = (
     "ecdsa-sha2-nistp256",
     "ecdsa-sha2-nistp384",
     "ecdsa-sha2-nistp521",
-    "ssh-rsa",  # the name of the key; what it signs with is SHA-2
+    "ssh-rsa",  # the name of the key; its signatures use SHA-2
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
-    """[controller]; see `config_keys.CONTROLLER` for each."""
+    """[controller]; see `hpcsched.config.keys.CONTROLLER` for each."""
 
     state_dir: Path
     run_dir: Path
@@ -144,7 +145,7 @@ class SchedulerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFile:
-    """What one file of nodes.d says."""
+    """The content of one file of nodes.d."""
 
     spec: NodeSpec
     partitions: tuple[str, ...]
@@ -152,7 +153,7 @@ class NodeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All of it. `share` is "" if there is none."""
+    """The whole configuration. `share` is "" if there is none."""
 
     config_dir: Path
     name: str
@@ -165,7 +166,7 @@ class Config:
 
     @property
     def launch_key(self) -> Path:
-        """The private key that `hpcsched init` made for logging in to the nodes."""
+        """Return the path of the private key, made by `hpcsched init`, for login to the nodes."""
         return self.config_dir / paths.LAUNCH_KEY
 
     @property
@@ -178,7 +179,10 @@ class Config:
 
 
 def load_config(config_dir: Path, environ: Mapping[str, str] | None = None, *, without: str = "") -> Config:
-    """Return the configuration of the directory `config_dir`, as if the node `without` had no file. Raises ConfigError."""
+    """Return the configuration of `config_dir`, as if the node `without` had no file.
+
+    Raises ConfigError.
+    """
     config_dir = config_dir.absolute()
     path = config_dir / paths.CONFIG_FILE
     if not path.exists():
@@ -196,7 +200,10 @@ def load_config(config_dir: Path, environ: Mapping[str, str] | None = None, *, w
 
 
 def _extra_files(config_dir: Path) -> list[tuple[Path, Mapping[str, Any]]]:
-    """Return the files of conf.d, which may have whatever hpcsched.toml may have but where the controller is."""
+    """Return the files of conf.d.
+
+    They may have all keys of hpcsched.toml except the location of the controller.
+    """
     directory = config_dir / paths.EXTRA_DIR
     if not directory.is_dir():
         return []
@@ -212,7 +219,7 @@ def _extra_files(config_dir: Path) -> list[tuple[Path, Mapping[str, Any]]]:
 
 
 def _merged(files: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the tables of all files as those of one. Raises ConfigError for a key that two of them set."""
+    """Return the merged tables of all files. Raises ConfigError for a key that two files set."""
     merged: dict[str, Any] = {}
     setters: dict[tuple[str, ...], Path] = {}
     for path, tables in files:
@@ -246,7 +253,7 @@ def _first_bad(
     config_dir: Path,
     environ: Mapping[str, str],
 ) -> Path:
-    """Return the first file with which the configuration cannot be built."""
+    """Return the first file with which the configuration is invalid."""
     for count, (path, _) in enumerate(files, 1):
         try:
             build_config(_merged(files[:count]), nodes, config_dir=config_dir, environ=environ)
@@ -258,7 +265,10 @@ def _first_bad(
 def build_config(
     tables: Mapping[str, Any], nodes: Sequence[NodeFile], *, config_dir: Path, environ: Mapping[str, str]
 ) -> Config:
-    """Return the configuration that the parsed `tables` of hpcsched.toml and `nodes` make. Raises ConfigError."""
+    """Return the configuration from the parsed `tables` of hpcsched.toml and `nodes`.
+
+    Raises ConfigError.
+    """
     path = config_dir / paths.CONFIG_FILE
     known = ("cluster", "controller", "scheduler", "partitions", "topology", *TABLES)
     refuse_unknown(path, "the file", tables, known, kind="table")
@@ -290,12 +300,12 @@ def load_nodes(config_dir: Path) -> tuple[NodeFile, ...]:
 
 
 def load_node(path: Path) -> NodeFile:
-    """Return what the file nodes.d/NAME.toml says. Raises ConfigError."""
+    """Return the content of the file nodes.d/NAME.toml. Raises ConfigError."""
     return node_from(path, _parse(path, _read_trusted(path)))
 
 
 def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
-    """Return the node of a parsed file, named as the file is. Raises ConfigError."""
+    """Return the node of a parsed file, with the file's name. Raises ConfigError."""
     name = path.stem
     if not NODE_NAME.match(name):
         raise ConfigError(f"cannot use {path}: {name!r} is no node name: letters, digits, _ and -, at most 63")
@@ -441,13 +451,16 @@ def _parse(path: Path, text: str) -> Mapping[str, Any]:
         gate.check_value(values)
     except RecursionError:
         raise ConfigError(f"cannot read {path}: it is nested too deep") from None
-    except ValueError as error:  # TOMLDecodeError, GateError, and what int() says of thousands of digits
+    except ValueError as error:  # TOMLDecodeError, GateError, and int()'s error for thousands of digits
         raise ConfigError(f"cannot read {path}: {_said_twice(text, str(error)) or error}") from None
     return values
 
 
 def _said_twice(text: str, error: str) -> str:
-    """Return which two lines of the TOML `text` say the same, and what to do; "" if the error is another one."""
+    """Return the two lines of the TOML `text` with the same key, and the remedy.
+
+    "" if `error` is a different one.
+    """
     match = re.search(r"\(at line (\d+), ", error)
     lines = text.splitlines()
     at = int(match[1]) if match is not None else len(lines) + 1
@@ -472,7 +485,7 @@ def _said_twice(text: str, error: str) -> str:
 
 
 def _header_lines(lines: Sequence[str], name: str) -> int:
-    """Return the number of the line with the header of that table, 0 if there is none."""
+    """Return the line number of the header of that table, 0 if there is none."""
     for number, line in enumerate(lines, 1):
         header = _HEADER.match(line)
         if header is not None and header[1] == name:
@@ -481,9 +494,9 @@ def _header_lines(lines: Sequence[str], name: str) -> int:
 
 
 def _read_trusted(path: Path) -> str:
-    """Return the text of `path`, if nobody but root, its owner and this user could have written it."""
+    """Return the text of `path`, if only root, its owner and this user could have written it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hold us up
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block us
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     with open(fd, "rb") as file:

@@ -1,6 +1,7 @@
-"""hpcsched.toml and nodes.d/NAME.toml as text: every key with its meaning and its default, the chosen ones set.
+"""Render hpcsched.toml and nodes.d/NAME.toml: every key with its meaning and default.
 
-Written from `config_keys`, so a file that `hpcsched init` made, etc/hpcsched.toml and what is read never differ.
+Only the chosen keys are set. The text comes from `hpcsched.config.keys`, so files that
+`hpcsched init` writes, etc/hpcsched.toml and the accepted keys never differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TOPOLOGY = """
 # can be. To set one, take the "# " away.
 #
 """
-# Sections that have a name of their own: PREFIX.NAME.
+# Sections with a name of their own: PREFIX.NAME.
 _NAMED_SECTIONS = {
     "partitions": ALL_PARTITION,
     "accounts": ACCOUNT,
@@ -54,10 +55,11 @@ _NODE_HEAD = """\
 
 
 def render_config(chosen: Mapping[str, Mapping[str, object]]) -> str:
-    """Return hpcsched.toml with the `chosen` values set (section -> key -> value) and all others as comments.
+    """Return hpcsched.toml with the `chosen` values set, and all other keys as comments.
 
-    Raises:
-        ConfigError: a section or a key that the file cannot have.
+    `chosen` maps section -> key -> value.
+
+    Raises: ConfigError: a section or a key that the file cannot have.
     """
     more = [_chosen_section(name, values) for name, values in chosen.items() if name not in {*ALL_SECTIONS, _MAIN}]
     parts = [_HEAD]
@@ -72,7 +74,7 @@ def render_config(chosen: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _chosen_section(name: str, values: Mapping[str, object]) -> str:
-    """Return the section `name` with its `values` alone."""
+    """Return the section `name` with only its `values`."""
     if name != "licenses":
         keys = _NAMED_SECTIONS.get(name.rpartition(".")[0])
         if keys is None:
@@ -98,12 +100,12 @@ def _commented(text: str) -> str:
 
 
 def default_config() -> str:
-    """Return the file as etc/hpcsched.toml shows it."""
+    """Return the content of etc/hpcsched.toml."""
     return render_config({"partitions.main": {"nodes": "all", "default": True}})
 
 
 def render_node(name: str, chosen: Mapping[str, object]) -> str:
-    """Return nodes.d/`name`.toml with the `chosen` values set and all others as comments."""
+    """Return nodes.d/`name`.toml with the `chosen` values set, and all other keys as comments."""
     return _NODE_HEAD.format(name=name) + "\n".join(_entries(NODE, chosen))
 
 

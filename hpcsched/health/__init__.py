@@ -1,5 +1,6 @@
-"""Is the cluster well? Checks that each give a status, one line and numbers; `hpcsched.cli.hhealth` runs them.
+"""Health checks of the cluster. Each gives a status, one line and numbers.
 
-report (what a check says) - head (database, share, clock, controller: on this machine) - nodes (from what the controller
-knows of each) - remedy (drain and resume).
+`hpcsched.cli.hhealth` runs them. Modules: report (result of a check); head (database, share,
+clock, controller: on this machine); nodes (from the controller's data on each node; drain and
+resume).
 """

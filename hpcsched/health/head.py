@@ -1,7 +1,8 @@
-"""Checks of the head node: the database, the share, the clock, whether the controller answers.
+"""Checks of the head node: database, share, clock, and whether the controller answers.
 
-Each asks the thing itself, with none of hpcsched's own machinery between: the file as SQLite sees it, the share by the
-very calls that checkpoints rely on. A share that hangs is waited for in a thread, never by the caller.
+Each check tests its object directly, without other code of hpcsched: the file through SQLite, the
+share through the calls that checkpoints depend on. A thread, never the caller, waits for a share
+that hangs.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ SHARE_S = 30.0
 CONTROLLER_S = 15.0
 
 STATE_FREE_WARN_MIB, STATE_FREE_CRITICAL_MIB = 1024, 128
-WAL_WARN_MIB = 256  # something keeps the log from being folded into the database
+WAL_WARN_MIB = 256  # something prevents the log from being merged into the database
 SHARE_FREE_WARN, SHARE_FREE_CRITICAL = 0.10, 0.02  # of its size
 SLOW_WARN_S, SLOW_CRITICAL_S = 1.0, 10.0
 CLOCK_STEP_S = 0.5
 CLOCK_BACK_S = 60.0
-SANE_AFTER_S = 1_735_689_600  # 2025: a clock that says less was never set
+SANE_AFTER_S = 1_735_689_600  # 2025: a clock before that was never set
 
 
 def check_database(path: Path) -> Check:
-    """Return whether SQLite finds the database whole, and whether it has room to grow."""
+    """Return whether SQLite finds the database undamaged, and whether it has space to grow."""
     try:
         if not path.exists():
             return Check(name="database", status=Status.CRITICAL, text=f"{path} is not there; hpcsched init makes it")
@@ -81,7 +82,10 @@ def _size(path: Path) -> int:
 
 
 def check_share(share: str) -> Check:
-    """Return whether files on the share can be written, fsynced, linked and renamed, and how much room there is."""
+    """Return whether files on the share can be written, fsynced, linked and renamed.
+
+    The check also reports the free space.
+    """
     answer = _in_time(lambda: _look_at_share(Path(share)), SHARE_S)
     if answer is None:
         text = f"{share} hangs: no answer within {SHARE_S:g} s; is its server down?"
@@ -97,14 +101,14 @@ def check_share(share: str) -> Check:
 
 
 def _look_at_share(share: Path) -> tuple[str, float, os.statvfs_result | None]:
-    """Return what is wrong, how long it took, and the room there is."""
+    """Return the error, the duration, and the free space."""
     started_s = time.monotonic()
     problem = probe_directory(share)
     return problem, time.monotonic() - started_s, None if problem else os.statvfs(share)
 
 
 def probe_directory(directory: Path) -> str:
-    """Do with a file what publishing a checkpoint does; return what failed, in words, or ""."""
+    """Do the file operations of publishing a checkpoint; return the failure as text, or ""."""
     first = directory / (PROBE_PREFIX + secrets.token_hex(8))
     second, third = (first.with_name(first.name + end) for end in (".link", ".renamed"))
     content = secrets.token_bytes(4096)
@@ -140,7 +144,7 @@ def probe_directory(directory: Path) -> str:
 
 
 def _in_time(work: Callable[[], T], limit_s: float) -> T | None:
-    """Return what `work` returns, None if it takes longer; then its thread is left behind."""
+    """Return the result of `work`, or None after the time limit; its thread is abandoned."""
     answer: list[T] = []
     thread = threading.Thread(target=lambda: answer.append(work()), daemon=True)
     thread.start()
@@ -149,7 +153,7 @@ def _in_time(work: Callable[[], T], limit_s: float) -> T | None:
 
 
 def check_clock(*, wall_s: tuple[float, float], monotonic_s: tuple[float, float], last_commit_s: float | None) -> Check:
-    """Return whether the clock is sane: set at all, not stepped between two looks, not behind the last commit."""
+    """Return whether the clock is set, steady between two readings, and after the last commit."""
     stepped_s = (wall_s[1] - wall_s[0]) - (monotonic_s[1] - monotonic_s[0])
     numbers = {"stepped_s": stepped_s}
     if wall_s[1] < SANE_AFTER_S:
@@ -164,7 +168,7 @@ def check_clock(*, wall_s: tuple[float, float], monotonic_s: tuple[float, float]
 
 
 def last_change_s(database: Path) -> float | None:
-    """Return when the database's files changed last, by this machine's clock then; None if they cannot be seen."""
+    """Return the last change of the database's files, by the clock then; None if unreadable."""
     times = []
     for path in (database, database.with_name(database.name + "-wal")):
         with suppress(OSError):
@@ -177,7 +181,7 @@ def _date(time_s: float) -> str:
 
 
 def check_controller() -> Check:
-    """Return whether the controller answers, and how soon."""
+    """Return whether the controller answers, and how fast."""
     started_s = time.monotonic()
     try:
         answer = client.call("GET", "/v1/ping", timeout_s=CONTROLLER_S)
@@ -193,7 +197,7 @@ def check_controller() -> Check:
 
 
 def _of_before(answer: dict[str, Any]) -> str:
-    """Return what may still run of jobs that are not, or no longer, in the database."""
+    """Return the jobs that may still run but are not, or no longer, in the database."""
     strays = [f"job {each['job_id']} on {each['node']}" for each in answer.get("orphans", ())]
     unseen = answer.get("unseen_nodes", [])
     parts = list(answer.get("not_taken", ()))

@@ -1,7 +1,8 @@
-"""Checks of the nodes, from what the controller says of each and what their agents found just now. Pure.
+"""Checks of the nodes, from the controller's data and their agents' present facts. Pure.
 
-`view` is one node of the API's ``GET /v1/nodes?probe=1``: what is configured, the state of its link, and in `facts` what
-hpcnode.agent.probe found, with the controller's times of asking and of the answer.
+`view` is one node of the API's ``GET /v1/nodes?probe=1``: its configuration, the state of its link,
+and in `facts` the results of hpcnode.agent.probe, with the controller's times of the request and
+the answer.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ DISK_WARN_MIB, DISK_CRITICAL_MIB = 2048, 256
 TMP_WARN_MIB, TMP_CRITICAL_MIB = 1024, 64
 MEMORY_TOLERANCE = 0.98  # a kernel update may take a little
 CLOCK_WARN_S, CLOCK_CRITICAL_S = 2.0, 60.0
-LOAD_WARN = 2.0  # per cpu
+LOAD_WARN = 2.0  # per CPU
 
 
 def check_node(view: View, now_s: float) -> Iterator[Check]:
-    """Yield all checks of one node; those that need its agent only if that answers."""
+    """Yield all checks of one node; those that need its agent only if the agent answers."""
     link = _check_link(view, now_s)
     yield link
     if view.get("launch_failures"):
@@ -76,7 +77,10 @@ def _check_clock(view: View, facts: Mapping[str, Any]) -> Check:
 
 
 def _check_resources(view: View, facts: Mapping[str, Any]) -> Check:
-    """A node that has less than jobs are promised is worse than one that is full."""
+    """Check that the node has the resources that its configuration promises to jobs.
+
+    A node with fewer resources is CRITICAL; a full node is not.
+    """
     lacks = []
     if facts["cpus"] < view["cpus"]:
         lacks.append(f"{facts['cpus']} of {plural(view['cpus'], 'cpu')}")
@@ -100,7 +104,7 @@ def _check_space(
     if free_mib is None:
         return _check(view, name, Status.UNKNOWN, f"it does not say how much is free in {where}")
     total_mib = facts.get(f"{name}_total_mib", free_mib)
-    # A small disk of its own is not full because it is small.
+    # A small disk is not full merely because it is small.
     status = below(free_mib, min(warn_mib, total_mib / 4), min(critical_mib, total_mib / 20))
     return _check(view, name, status, f"{free_mib} MiB free in {where}", free_mib=free_mib)
 
@@ -140,9 +144,10 @@ def _duration(seconds: float) -> str:
 
 
 # ----- which nodes to drain and which to resume, from their checks. Pure
-# Rules: a node that fails is drained with what fails as the reason; one that is drained already is left as it is, and one
-# that does not answer too: it is DOWN, and gets no jobs as it is. Only what hhealth itself drained is resumed, and only
-# when all its checks are done and none is worse than WARN.
+# Rules: a failing node is drained, with its failures as the reason. A drained node is not changed.
+# A node that does not answer is not changed either: it is DOWN, and gets no jobs. Only nodes that
+# hhealth itself drained are resumed, and only when all their checks are complete and none is worse
+# than WARN.
 
 
 BY = "hhealth"
@@ -159,7 +164,7 @@ def to_drain(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> dic
 
 
 def to_resume(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> list[str]:
-    """Return the nodes that hhealth drained and that are well again."""
+    """Return the nodes that hhealth drained and that are healthy again."""
     found = []
     for view in views:
         mine = [check.status for check in checks if check.node == view["name"]]

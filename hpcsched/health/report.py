@@ -1,4 +1,4 @@
-"""What a check says: a status with the exit codes of monitoring plugins, one line for people, numbers for machines.
+"""The result of a check: a status (monitoring plugins' exit code), a line, numbers.
 
 Source: Monitoring Plugins Development Guidelines (exit codes 0 to 3).
 """
@@ -19,13 +19,13 @@ class Status(IntEnum):
     UNKNOWN = 3
 
 
-# What is known to be broken is worse than what could not be looked at.
+# A known failure is worse than an impossible check.
 _SEVERITY = (Status.OK, Status.WARN, Status.UNKNOWN, Status.CRITICAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The outcome of one check. `node` is "" for what concerns the head."""
+    """The result of one check. `node` is "" for checks of the head."""
 
     name: str
     status: Status
@@ -35,7 +35,7 @@ class Check:
 
     @property
     def subject(self) -> str:
-        """What was checked: ``database``, ``node n1: disk``."""
+        """Return the object of the check: ``database``, ``node n1: disk``."""
         return f"node {self.node}: {self.name}" if self.node else self.name
 
     def as_json(self) -> dict[str, object]:
@@ -50,7 +50,7 @@ class Check:
 
 
 def worst(checks: Iterable[Check]) -> Status:
-    """Return the worst status of all: CRITICAL before UNKNOWN before WARN before OK."""
+    """Return the worst status: CRITICAL before UNKNOWN before WARN before OK."""
     return max((check.status for check in checks), key=_SEVERITY.index, default=Status.OK)
 
 

@@ -1,8 +1,8 @@
-"""The way onto a node: the kept-open channel to its agent, and what is sent there to begin with.
+"""Connections to nodes: the open channel to each agent, and what is copied there first.
 
-`make_link` is what the controller calls. link (the loop's view) - greeting (first words) - bundle, bootstrap (what is
-copied there) - ssh, sshconfig, hostkeys (over a network) - local (this machine) - environment, files, layout (what a
-job sees).
+The controller calls `make_link`. Modules: link (the event loop's view); greeting (first messages);
+bundle, bootstrap (files copied to the node); ssh, sshconfig, hostkeys (over a network); local (this
+machine); environment, files, layout (a job's view).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make_link(
     events: LinkEvents,
     loop: asyncio.AbstractEventLoop,
 ) -> NodeLink:
-    """Return the link to a node of the configuration, not yet started."""
+    """Return the link to a configured node, not yet started."""
     from hpcsched.launch.link import LinkTimes, NodeLink  # hrun's layout must not load paramiko
 
     settings = config.controller
@@ -44,7 +44,7 @@ def make_link(
 
 
 def dial_for(spec: NodeSpec, config: Config) -> Dial:
-    """Return what opens the way onto this node: SSH, or none if it is this machine."""
+    """Return the Dial for this node: SSH, or a local one if the node is this machine."""
     from hpcsched.config.kinds import LOCAL_HOST
     from hpcsched.launch.local import local_dial
 
@@ -52,7 +52,8 @@ def dial_for(spec: NodeSpec, config: Config) -> Dial:
         return local_dial(spec)
 
     def dial(abort: Abort, progress: LinkProgress) -> Pipe:
-        # Paramiko takes a quarter of a second to load: in the link's thread, while the controller answers already.
+        # Paramiko takes a quarter of a second to load. It loads in the link's thread, while the
+        # controller already answers.
         from hpcsched.launch.ssh import ssh_dial
 
         return ssh_dial(spec, ssh_settings(config))(abort, progress)
@@ -61,7 +62,7 @@ def dial_for(spec: NodeSpec, config: Config) -> Dial:
 
 
 def ssh_settings(config: Config) -> SshSettings:
-    """Return what the configuration says for all connections."""
+    """Return the SSH settings that the configuration has for all connections."""
     from hpcsched.launch.sshconfig import SshSettings
 
     return SshSettings(

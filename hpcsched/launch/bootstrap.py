@@ -1,16 +1,17 @@
 # ruff: noqa: UP024, UP031, UP036
-"""What runs first on a node: puts hpcnode.pyz there if it is not there yet, and becomes it.
+"""Install hpcnode.pyz on a node if it is missing, and become it.
 
-Never imported: `hpcsched.launch.bundle` takes it as text, and `python3 -c` runs it on the node, so it keeps to what any
-Python understands and can tell an old one apart. It reads one line of JSON {sha256 size root cluster node} and answers
-with lines that begin with MARK, so that the controller can skip what a noisy start-up file printed before:
+This program runs first on a node. It is never imported: `hpcsched.launch.bundle` reads it as text,
+and `python3 -c` runs it on the node. It therefore uses only syntax that every Python accepts, and
+can reject an old Python. It reads one line of JSON {sha256 size root cluster node} and answers with
+lines that begin with MARK, so that the controller can skip output of the shell's start-up files:
 
     {"need": true}         send the `size` bytes now
     {"ready": true, ...}   the next byte is the agent's
-    {"error": "..."}       the end, in words
+    {"error": "..."}       the end, with the reason
 
-It reads from stdin exactly what belongs to it: what follows is for the agent. It believes a directory only if nobody
-else can change what lies in it.
+It reads no more of stdin than its own input: the rest is for the agent. It trusts a directory only
+if no other user can change its contents.
 """
 
 import os
@@ -32,7 +33,7 @@ def read_order():
 
     line = b""
     while not line.endswith(b"\n"):
-        part = os.read(0, 1)  # what is behind the line is not ours yet
+        part = os.read(0, 1)  # bytes after the line are not for us
         if not part or len(line) > 65536:
             sys.exit(1)
         line += part
@@ -51,7 +52,7 @@ def read_exactly(size):
 
 
 def file_system_of(path):
-    """The type of the file system that `path` is on, or will be."""
+    """Return the type of the file system that `path` is on, or will be on."""
     while not os.path.exists(path):
         path = os.path.dirname(path)
     path = os.path.realpath(path)
@@ -65,7 +66,7 @@ def file_system_of(path):
                 if below and len(point) >= len(best):
                     best, kind = point, its_kind
     except (IOError, OSError):
-        pass  # no /proc: then nothing is known against the place
+        pass  # no /proc: nothing is known against the place
     return kind
 
 
@@ -76,20 +77,21 @@ def choose_root(asked, cluster, node):
         return os.path.join("/var/lib/hpcsched-node", cluster, node)
     base = os.path.expanduser("~/.local/state/hpcsched-node")
     if file_system_of(base) in NETWORK.split():
-        base = "/var/tmp/hpcsched-node-%d" % os.geteuid()  # locks and fsync have to mean something there  # noqa: S108 - its owner is checked
+        # Locks and fsync must be reliable here.
+        base = "/var/tmp/hpcsched-node-%d" % os.geteuid()  # noqa: S108 - its owner is checked
     return os.path.join(base, cluster, node)
 
 
 def make_root(root):
-    """Make the directory, and refuse one in which others could change what we put there."""
+    """Make the directory; reject one in which other users could change our files."""
     root = os.path.realpath(root)
-    # 0711 where the agent is root: other users' jobs have to reach bin/ below it.
+    # 0711 if the agent is root: other users' jobs must reach bin/ below it.
     os.umask(0o066 if os.geteuid() == 0 else 0o077)
     if not os.path.isdir(root):
         os.makedirs(root)
     os.umask(0o022 if os.geteuid() == 0 else 0o077)
     path, forbidden = root, stat.S_IWGRP | stat.S_IWOTH
-    # In a user namespace that has no uid for root, root is whoever `/` belongs to.
+    # In a user namespace without a uid for root, the owner of `/` is root.
     trusted = (0, os.stat("/").st_uid, os.geteuid())
     while True:
         status = os.stat(path)
@@ -120,10 +122,10 @@ def is_there(path, sha256):
 def store(root, path, data):
     temporary = os.path.join(root, ".hpcnode-%d.tmp" % os.getpid())
     try:
-        os.unlink(temporary)  # of a process that had our pid and died here
+        os.unlink(temporary)  # left by a process that had our pid and died here
     except OSError:
         pass
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # the umask takes from it
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # reduced by the umask
     try:
         with os.fdopen(fd, "wb") as pyz:
             pyz.write(data)
@@ -154,7 +156,8 @@ def main():
                 raise ValueError("cannot take hpcnode.pyz: what arrived is not what was announced")
             store(root, path, data)
     except (IOError, OSError) as error:
-        # Never another place by itself: a home that is there again tomorrow would bring the agent a spool that knows nothing.
+        # Never choose another place automatically: if the home directory returns later, the agent
+        # would get a spool without its state.
         elsewhere = "; name another directory: --root of hpcsched node add, root in %s.toml" % order["node"]
         say(error="cannot keep hpcnode.pyz: %s%s" % (error, "" if order["root"] else elsewhere))
         sys.exit(1)

@@ -1,7 +1,8 @@
-"""hpcnode.pyz: everything that runs on a node in one file, and the command line that brings it there.
+"""Build hpcnode.pyz, all code that runs on a node, and the command line that installs it.
 
-The same sources give the same bytes, so its hash says whether a node has it already. What is done on the node is
-`bootstrap.py`, which travels in the command line, packed so that no shell finds anything in it to interpret.
+The same sources give the same bytes, so the hash tells whether a node already has it.
+`bootstrap.py` runs on the node. It is sent in the command line, packed so that no shell interprets
+any part of it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-# The dialogue of bootstrap.py.
+# Marks the dialogue of bootstrap.py.
 MARK = b"\x02hpcnode\x03 "
 
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first time that a zip can hold
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 _MAIN = b"import sys\n\nfrom hpcnode.__main__ import main\n\nsys.exit(main())\n"
-# -E -s: neither PYTHON* variables nor the user's packages; -S: nor a site's start-up files.
+# -E -s: ignore PYTHON* variables and the user's packages. -S: ignore a site's start-up files.
 _FLAGS = ("-E", "-s", "-S")
-# -c puts the current directory first; -I would leave it out, but Python 2 does not know -I, and must be able to say its version.
+# -c puts the current directory first. -I would omit it, but Python 2 rejects -I and could not
+# report its version.
 _NO_CURRENT_DIRECTORY = "import sys;sys.path[:]=[p for p in sys.path if p]"
 
 
@@ -37,14 +39,17 @@ class Bundle:
 
 
 def build_bundle(sources: Mapping[str, bytes] | None = None) -> Bundle:
-    """Return hpcnode.pyz, made of `sources` (path in the zip -> bytes) or of the installed package hpcnode."""
+    """Return hpcnode.pyz, built from `sources`, or from the installed package hpcnode.
+
+    `sources` maps a path in the zip to its bytes.
+    """
     sources = dict(_sources(files("hpcnode"), "hpcnode")) if sources is None else sources
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as pyz:
         for name, data in sorted({"__main__.py": _MAIN, **sources}.items()):
             entry = zipfile.ZipInfo(name, _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.create_system = 3  # Unix, wherever it is made
+            entry.create_system = 3  # Unix, regardless of the building system
             entry.external_attr = 0o644 << 16
             pyz.writestr(entry, data, compresslevel=9)
     data = buffer.getvalue()
@@ -60,7 +65,7 @@ def bootstrap_argv(python: str) -> list[str]:
 
 
 def bootstrap_command(python: str) -> str:
-    """Return the same as one line for whatever shell the account has: sh, bash, dash, zsh, fish, csh."""
+    """Return the same as one line for any login shell: sh, bash, dash, zsh, fish, csh."""
     return "exec " + shlex.join(bootstrap_argv(python))
 
 

@@ -1,7 +1,8 @@
-"""The first words on a new pipe: the bootstrap's dialogue, then Hello and Welcome. Blocks; ended by the pipe's end.
+"""The first messages on a new pipe: the bootstrap's dialogue, then Hello and Welcome.
 
-It does not know how the pipe came to be. What the node's shell prints before the bootstrap speaks is skipped, up to a
-bound; every refusal becomes a LinkError in words.
+It blocks until it is done or the pipe ends. It does not know how the pipe was made. Output of the
+node's shell before the bootstrap's is skipped, up to a bound. Every refusal becomes a LinkError
+with a text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ COMMAND_NOT_FOUND = ("status 126", "status 127")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerIdentity:
-    """What a node must know of the controller that calls it."""
+    """Identity of the controller for the node to which it connects."""
 
     cluster: str
     incarnation: str
@@ -31,7 +32,7 @@ class ControllerIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """The agent's answer, and what it said after it already; `framer` holds what is incomplete."""
+    """The agent's answer, and data received after it; `framer` holds an incomplete frame."""
 
     welcome: protocol.Welcome
     rest: list[tuple[protocol.Message, bytes]]
@@ -39,7 +40,10 @@ class Greeting:
 
 
 def greet(pipe: Pipe, spec: NodeSpec, bundle: Bundle, identity: ControllerIdentity, progress: LinkProgress) -> Greeting:
-    """Bring hpcnode.pyz to the node if it lacks it, and return the agent's welcome. Raises LinkError."""
+    """Copy hpcnode.pyz to the node if it is missing, and return the agent's welcome.
+
+    Raises LinkError.
+    """
     order = {
         "sha256": bundle.sha256,
         "size": len(bundle.data),
@@ -64,14 +68,14 @@ def greet(pipe: Pipe, spec: NodeSpec, bundle: Bundle, identity: ControllerIdenti
         )
         pipe.send_all(protocol.encode(hello))
         return _welcome(pipe, left, spec)
-    except OSError:  # it ended before it took what we said
+    except OSError:  # it ended before it read all our data
         raise LinkError(_no_bootstrap(spec, pipe.epitaph(), b"")) from None
     except protocol.WireError as error:
         raise LinkError(f"cannot understand the agent on {spec.name}: {error}") from None
 
 
 def _next_line(pipe: Pipe, data: bytes, spec: NodeSpec) -> tuple[dict[str, Any], bytes]:
-    """Return the bootstrap's next line and what came after it."""
+    """Return the bootstrap's next line and the data after it."""
     while True:
         start = data.find(b"\n" + MARK)
         end = data.find(b"\n", start + 1) if start >= 0 else -1

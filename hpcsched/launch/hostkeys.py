@@ -1,10 +1,12 @@
-"""Host keys: which are believed. A node's is pinned in its configuration; a jump host's is looked up in known_hosts.
+"""Host keys: which ones are trusted.
 
-A key that is not exactly the one expected is refused: nothing is ever added by itself. `@cert-authority` lines are not
-believed, because paramiko does not verify host certificates.
+A node's key is pinned in its configuration. A jump host's key is looked up in known_hosts. Any
+other key is refused: no key is ever added automatically. `@cert-authority` lines are not trusted,
+because paramiko does not verify host certificates.
 
-Algorithms: what Terrapin (CVE-2023-48795) breaks is never negotiated, whether or not the peer knows strict key
-exchange: no CBC, and encrypt-then-mac only with it. Nor is anything that signs or authenticates with SHA-1 or MD5.
+Algorithms: those that Terrapin (CVE-2023-48795) breaks are never negotiated, whether or not the
+peer supports strict key exchange: no CBC, and encrypt-then-mac only with strict key exchange.
+Signatures and MACs with SHA-1 or MD5 are never negotiated either.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hpcsched.errors import ConfigError
 from hpcsched.launch.pipe import LinkError
 
-# Filters over what the installed paramiko offers: names that it does not know do no harm.
+# Filters over the algorithms of the installed paramiko: names that it does not know have no effect.
 DISABLED_ALGORITHMS = {
     "ciphers": ["aes128-cbc", "aes192-cbc", "aes256-cbc", "3des-cbc", "blowfish-cbc", "chacha20-poly1305@openssh.com"],
     "macs": ["hmac-sha1", "hmac-md5", "hmac-sha1-96", "hmac-md5-96", "hmac-sha1-etm@openssh.com"],
@@ -48,17 +50,17 @@ def fingerprint_of(blob: bytes) -> str:
 
 
 def spelled(key: paramiko.PKey) -> str:
-    """Return the public key as known_hosts has it, without the name: ``ssh-ed25519 AAAA...``."""
+    """Return the public key as in known_hosts, without the host name: ``ssh-ed25519 AAAA...``."""
     return f"{key.get_name()} {base64.b64encode(key.asbytes()).decode('ascii')}"
 
 
 def blob_of(pinned: str) -> bytes:
-    """Return the bytes of a key as `spelled` writes it (the configuration has checked it)."""
+    """Return the bytes of a key that `spelled` wrote (the configuration has checked it)."""
     return base64.b64decode(pinned.split()[1], validate=True)
 
 
 def algorithms_for(key_type: str) -> tuple[str, ...]:
-    """Return the host key algorithms with which a server can prove that it has a key of this type."""
+    """Return the host key algorithms by which a server can prove a key of this type."""
     return ("rsa-sha2-512", "rsa-sha2-256") if key_type == "ssh-rsa" else (key_type,)
 
 
@@ -74,7 +76,7 @@ def check_pinned(key: paramiko.PKey, pinned: str, where: str) -> None:
 
 
 def known_keys(files: Iterable[Path], host: str, port: int) -> list[str]:
-    """Return the keys (as `spelled`) that known_hosts files have for this host and port, less those that they revoke."""
+    """Return the known_hosts keys (as `spelled`) of this host and port, except revoked keys."""
     name = host if port == 22 else f"[{host}]:{port}"
     found: list[str] = []
     revoked: set[bytes] = set()
@@ -94,7 +96,7 @@ def known_keys(files: Iterable[Path], host: str, port: int) -> list[str]:
 
 
 def _entry(line: str) -> tuple[str, list[str], str] | None:
-    """Return a line's marker, names and key. (paramiko's reader stumbles over markers.)"""
+    """Return a line's marker, names and key. (paramiko's reader fails on markers.)"""
     words = line.split()
     marker = words.pop(0) if words and words[0].startswith("@") else ""
     if len(words) < 3 or words[0].startswith("#"):
@@ -103,12 +105,12 @@ def _entry(line: str) -> tuple[str, list[str], str] | None:
     try:
         blob_of(key)
     except ValueError:
-        return None  # a damaged line says nothing for anybody
+        return None  # a damaged line has no effect
     return marker, words[0].split(","), key
 
 
 def _names(listed: str, name: str) -> bool:
-    """Say whether a name of known_hosts, plain or hashed, is `name`."""
+    """Return whether a name of known_hosts, plain or hashed, is `name`."""
     if not listed.startswith("|1|"):
         return listed == name
     try:
@@ -130,7 +132,7 @@ def check_known(key: paramiko.PKey, known: Sequence[str], where: str) -> None:
 
 
 def check_agreement(transport: paramiko.Transport, where: str) -> None:
-    """Raise LinkError if what was negotiated can be cut short unseen (Terrapin)."""
+    """Raise LinkError if an attacker can truncate the negotiated connection unseen (Terrapin)."""
     strict = getattr(transport, "agreed_on_strict_kex", False)  # paramiko 3.4
     if not strict and "-etm@" in (transport.remote_mac or "") and "gcm" not in transport.remote_cipher:
         raise LinkError(
@@ -139,13 +141,13 @@ def check_agreement(transport: paramiko.Transport, where: str) -> None:
         )
 
 
-# ----- the launch key: an Ed25519 key pair of OpenSSH's file format, with which the controller logs in to the nodes
+# ----- the launch key: an Ed25519 key pair in OpenSSH's file format, for logins to nodes
 
 
 def make_key(path: Path, comment: str) -> str:
-    """Write a new private key to `path` (0600 from the first byte) and the public one to `path`.pub; return that.
+    """Write a new private key to `path` and its public key to `path`.pub; return the latter.
 
-    Raises FileExistsError where there is one.
+    The private key is 0600 from the first byte. Raises FileExistsError if the file exists.
     """
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(

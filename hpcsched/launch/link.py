@@ -1,15 +1,17 @@
-"""The kept-open connection to one node, as the controller's event loop sees it: up, messages, down, up again.
+"""The kept-open connection to one node, for the controller's event loop.
 
-All of `NodeLink` runs on the loop's thread. Each connection, or attempt at one, is a `_Session` with threads of its
-own: one dials, greets and receives, one sends. They tell the loop what happens; what an abandoned session says is
-dropped. So nothing here waits for a network, and a thread that hangs in a library costs a thread.
+It is up, receives messages, is down, and reconnects. All of `NodeLink` runs on the loop's thread.
+Each connection, or attempt, is a `_Session` with two threads: one dials, greets and receives, the
+other sends. The threads report events to the loop. Events of an abandoned session are dropped. The
+loop therefore never waits for a network, and a call that hangs in a library costs only a thread.
 
 Rules:
-- `send` refuses while the link is not up: what a node must do is asked for again after each Welcome.
-- A link that is silent is pinged; silent for too long, it is ended, with the reason in words.
-- A node that takes nothing is ended as well, once MAX_UNSENT_BYTES wait for it.
-- Reconnects come after 1 s, then twice as long each time, with jitter, for as long as the link is open: up to 5 s for a node
-  that was up within the last hour (it is being booted, say), then up to 30 s.
+- `send` refuses while the link is not up: orders to a node are repeated after each Welcome.
+- A silent link is pinged. A link that is silent for too long is ended, with the reason as text.
+- A node that reads nothing is disconnected too, once MAX_UNSENT_BYTES are queued for it.
+- The first reconnect comes after 1 s. The pause then doubles each time, with jitter, while the link
+  is open. Its maximum is 5 s for a node that was up within the last hour (it may be booting), and
+  30 s for other nodes.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 
 MAX_UNSENT_BYTES = 64 << 20
-MAX_UNREAD_CHUNKS = 32  # received, and not yet taken by the loop: then the node has to wait
+MAX_UNREAD_CHUNKS = 32  # received, and not yet processed by the loop: then the node must wait
 SEND_BYTES = 1 << 20
-STEADY_S = 10.0  # a link that was up for so long counts as one that works
+STEADY_S = 10.0  # a link that was up for this long counts as working
 
 log = logging.getLogger("hpcsched.launch")
 
 
 class LinkEvents(Protocol):
-    """Who listens to a link. Called on the loop's thread."""
+    """Receiver of a link's events. Called on the loop's thread."""
 
     def on_up(self, node: NodeName, welcome: protocol.Welcome) -> str:
-        """The agent has welcomed us. Returns why it is not listened to, "" if it is."""
+        """Handle the agent's Welcome. Return why it is rejected, "" if it is accepted."""
 
     def on_message(self, node: NodeName, message: protocol.Message, blob: bytes) -> None: ...
 
     def on_down(self, node: NodeName, why: str) -> None:
-        """The link was lost, or could not be made; told again when the reason changes."""
+        """Handle a lost or failed link; called again when the reason changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,8 @@ class LinkTimes:
     down_after_s: float = 45.0
     retry_first_s: float = 1.0
     retry_most_s: float = 30.0
-    retry_missed_s: float = 5.0  # the most for a node that was up, or that we began with, less than `missed_s` ago
+    # The maximum for a node that was up, or whose link was started, less than `missed_s` ago.
+    retry_missed_s: float = 5.0
     missed_s: float = 3600.0
 
 
@@ -93,20 +96,23 @@ class NodeLink:
 
     @property
     def up(self) -> bool:
-        """Whether the agent has welcomed us and nothing has gone wrong since."""
+        """Return whether the agent has sent Welcome and no error has occurred since."""
         return self._up_since_s is not None
 
     def start(self) -> None:
-        """Begin to connect, and keep at it until `close`."""
+        """Start to connect, and retry until `close`."""
         self._connect()
 
     def retry_now(self) -> None:
-        """Cut short the pause before the next attempt."""
+        """End the pause before the next attempt now."""
         if self._session is None and not self._closed:
             self._connect()
 
     def send(self, message: protocol.Message, blob: bytes = b"") -> bool:
-        """Queue a message; False: the link is not up, the message is dropped. Raises WireError if it is too long."""
+        """Queue a message; return False if the link is not up and the message is dropped.
+
+        Raises WireError if it is too long.
+        """
         if self._session is None or self._up_since_s is None:
             return False
         if not self._session.queue(protocol.encode(message, blob)):
@@ -115,11 +121,11 @@ class NodeLink:
         return True
 
     def close(self) -> None:
-        """End the link for good; nobody is told."""
+        """End the link permanently, without an event."""
         self._closed = True
         self._drop_session()
 
-    # ----- what follows is called by the loop alone
+    # ----- called only by the loop
 
     def _connect(self) -> None:
         self._drop_session()
@@ -149,7 +155,7 @@ class NodeLink:
         self._fail(f"cannot reach {self.spec.name}: no answer within {self._times.connect_s:g} s while {session.stage}")
 
     def _fail(self, why: str) -> None:
-        """The current session is over: say so, and try again after a while."""
+        """End the current session: report it, and retry after a pause."""
         now_s = self._loop.time()
         was_up_s = None if self._up_since_s is None else now_s - self._up_since_s
         if was_up_s is not None:
@@ -209,7 +215,7 @@ class NodeLink:
         """Ping a silent link; end one that has been silent for too long."""
         now_s = self._loop.time()
         if now_s - self._watch_due_s > self._times.heartbeat_s / 2:
-            self._heard_s = now_s  # it was this process that stood still: what came meanwhile is not read yet
+            self._heard_s = now_s  # this process was stopped: data that arrived meanwhile is not read yet
         silent_s = now_s - self._heard_s
         if silent_s >= self._times.down_after_s:
             self._fail(f"no sign of life for {silent_s:.0f} s")
@@ -222,7 +228,7 @@ class NodeLink:
 
 
 class _Session:
-    """One connection or attempt, from dialling to its end: two threads, and what they share with the loop."""
+    """One connection or attempt, from dialling to its end: two threads and their shared state."""
 
     def __init__(self, link: NodeLink) -> None:
         self.abort = Abort()
@@ -239,7 +245,7 @@ class _Session:
         self._thread("receive", self._receive_all)
 
     def queue(self, frame: bytes) -> bool:
-        """Hand a frame to the sender; False if too much waits already."""
+        """Give a frame to the sender; return False if too much is queued."""
         with self._wake:
             if self._outbox_bytes + len(frame) > MAX_UNSENT_BYTES:
                 return False
@@ -249,14 +255,14 @@ class _Session:
         return True
 
     def stop_sending(self) -> None:
-        """Let the threads end; what is queued is dropped."""
+        """Let the threads end; queued frames are dropped."""
         with self._wake:
             self._ended = True
             self._wake.notify()
         self._unread.release()
 
     def taken(self) -> None:
-        """The loop has taken a chunk: one more may come."""
+        """Note that the loop has processed a chunk: one more may come."""
         self._unread.release()
 
     def _thread(self, what: str, run: Callable[[], None]) -> None:
@@ -266,7 +272,7 @@ class _Session:
         try:
             self._loop.call_soon_threadsafe(call, self, *args)
         except RuntimeError:
-            self.stop_sending()  # the loop is closed: nobody listens any more
+            self.stop_sending()  # the loop is closed: no listener remains
 
     def _progress(self, stage: str) -> None:
         self.stage = stage
@@ -277,7 +283,7 @@ class _Session:
             why = self._live()
         except (LinkError, protocol.WireError) as error:
             why = str(error)
-        except Exception as error:  # the edge of a thread: whatever it was, the node is not reached
+        except Exception as error:  # outermost call of the thread: the node is not reached
             log.exception("node %s: unexpected", self._link.spec.name)
             why = f"cannot reach {self._link.spec.name}: {type(error).__name__}: {error}"
         self.stop_sending()
@@ -304,7 +310,7 @@ class _Session:
             try:
                 pipe.send_all(frames)
             except OSError:
-                return  # the receiver finds the end too, and says why
+                return  # the receiver also notices the end, and reports the reason
 
     def _next_frames(self) -> bytes:
         """Wait for frames and return all that fit in one write; b"" at the end."""

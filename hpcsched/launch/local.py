@@ -1,7 +1,8 @@
-"""The way onto a node that is this very machine: the same bootstrap and agent, without SSH between.
+"""Connect to a node that is this machine: the same bootstrap and agent, without SSH.
 
-For a head that also computes (host = "local" in its file), and for tests of the controller alone. The agent runs as
-whoever the controller is, and in its own session: it outlives the controller as it does behind SSH.
+For a head that also computes (host = "local" in its file), and for tests of the controller alone.
+The agent runs under the controller's account, in its own session: it outlives the controller, as it
+does behind SSH.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ EXIT_WAIT_S = 2.0
 
 
 def local_dial(spec: NodeSpec) -> Dial:
-    """Return what opens a pipe to the bootstrap on this machine, for the node `spec`."""
+    """Return the Dial that opens a pipe to the bootstrap on this machine, for the node `spec`."""
 
     def dial(abort: Abort, progress: LinkProgress) -> Pipe:
         progress("starting Python")
-        ours, theirs = socket.socketpair()  # unlike a pipe, a shutdown wakes whoever waits on it
+        ours, theirs = socket.socketpair()  # unlike a pipe, a shutdown wakes all waiting readers and writers
         try:
             process = subprocess.Popen(
                 bootstrap_argv(spec.python),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C at the controller's terminal is not for it
+                start_new_session=True,  # Ctrl-C at the controller's terminal must not end it
             )
         except OSError as error:
             ours.close()
@@ -65,7 +66,7 @@ class LocalPipe:
         try:
             return self._sock.recv(limit)
         except ConnectionError:
-            return b""  # it ended without reading all that we sent
+            return b""  # it ended before it read all our data
 
     def send_all(self, data: bytes) -> None:
         self._sock.sendall(data)
@@ -80,7 +81,7 @@ class LocalPipe:
         return f"{how}: {last}" if last else how
 
     def close(self) -> None:
-        """End the child: `attach` alone, the agent that it started is in a session of its own."""
+        """End the child, which is only `attach`: its agent is in a session of its own."""
         self.shut_down()
         self._sock.close()
         if self._process.poll() is None:
@@ -90,18 +91,18 @@ class LocalPipe:
         self._process.stderr.close()
 
     def shut_down(self) -> None:
-        """Wake whoever waits for it."""
+        """Wake all threads that wait for it."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # it is closed already
+            pass  # already closed
 
     def _poll_stdout(self) -> bool:
-        """Wait until there is something to read; return whether it is on stdout."""
+        """Wait for data; return whether it is on stdout."""
         return any(fd == self._sock.fileno() for fd, _ in self._ready.poll())
 
     def _drain_stderr(self) -> None:
-        """Keep the last of stderr. Unread, it would hold up whoever writes there."""
+        """Keep the end of stderr. If it is not read, its writer blocks."""
         assert self._process.stderr is not None
         while (data := self._process.stderr.read(65536)) is not None:
             if not data:
@@ -111,5 +112,5 @@ class LocalPipe:
 
     def _forget_stderr(self) -> None:
         assert self._process.stderr is not None
-        with contextlib.suppress(KeyError):  # it has ended before
+        with contextlib.suppress(KeyError):  # it has already ended
             self._ready.unregister(self._process.stderr)

@@ -1,7 +1,7 @@
-"""What a link needs of the way onto a node, whichever way it is: bytes in, bytes out, an end that says why.
+"""The interface of a link to its connection: bytes in, bytes out, an end with a reason.
 
-`Dial` opens one: `ssh` over a network, `local` on this machine. Both block; a link runs them in threads of its own and
-ends them from outside through `Abort`.
+`Dial` opens one: `ssh` over a network, `local` on this machine. Both block. A link runs them in its
+own threads and ends them from outside through `Abort`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpcsched.errors import UnavailableError
 
 
 class LinkError(UnavailableError):
-    """The node cannot be reached, or no longer; the text says why and what to do."""
+    """The node cannot be reached, or is lost; the text says why and what to do."""
 
 
 class Pipe(Protocol):
@@ -24,17 +24,17 @@ class Pipe(Protocol):
         """Wait for at most `limit` bytes and return them; b"" is the end."""
 
     def send_all(self, data: bytes) -> None:
-        """Wait until all of `data` is taken. Raises OSError once the pipe has ended."""
+        """Wait until all of `data` is accepted. Raises OSError once the pipe has ended."""
 
     def epitaph(self) -> str:
-        """After the end: how the command ended, and the last it had to say."""
+        """Return, after the end, how the command ended and its last output."""
 
     def close(self) -> None:
-        """End it and free what it holds."""
+        """End the command and free its resources."""
 
 
 class Abort:
-    """Ends a connection, or the attempt at one, from any thread, without waiting for anything."""
+    """Ends a connection or an attempt from any thread, without waiting."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Abort:
         self._done = False
 
     def also(self, end: Callable[[], None]) -> None:
-        """Have `end` called at the abort: at once if that has been already. It must not block."""
+        """Call `end` at the abort, or now if it has already happened. `end` must not block."""
         with self._lock:
             if not self._done:
                 self._enders.append(end)
@@ -59,7 +59,7 @@ class Abort:
 
 
 class LinkProgress(Protocol):
-    """Told what is being done at the moment, so that a timeout can name it; each stage has the whole time limit."""
+    """Receives the current stage, for the text of a timeout; each stage has the whole limit."""
 
     def __call__(self, stage: str) -> None: ...
 

@@ -1,13 +1,13 @@
-"""The way onto a node through SSH: one paramiko connection, one exec channel on it.
+"""Connect to a node through SSH: one paramiko connection, with one exec channel.
 
-Host keys are decided in `hostkeys`, the route in `sshconfig`; this module opens sockets, logs in and runs the
-bootstrap. It does not know what travels through the channel.
+`hostkeys` decides which host keys are trusted, `sshconfig` decides the route. This module opens
+sockets, logs in and runs the bootstrap. It does not know what is sent through the channel.
 
 Rules:
-- Everything here blocks and runs in a thread that may be left behind. What bounds it is `Abort`: the shutdown of the
-  first socket wakes every call of every hop, paramiko's own waits included.
-- Once logged in, nothing polls: paramiko looks at its socket every 0.1 s by default, to notice `close()` and keepalive
-  timers; a shutdown wakes it as well, and our own pings replace the keepalive.
+- Everything here blocks, and runs in a thread that may be abandoned. `Abort` ends it: the shutdown
+  of the first socket wakes every call of every hop, and also paramiko's own waits.
+- After login, nothing polls. By default, paramiko checks its socket every 0.1 s for `close()` and
+  keepalive timers. A shutdown wakes it as well, and our own pings replace the keepalive.
 
 Sources: RFC 4252, 4254; ssh_config(5); tcp(7).
 """
@@ -31,16 +31,17 @@ from hpcsched.launch.sshconfig import Hop, SshSettings, route_to
 from hpcsched.model.node import NodeSpec
 
 IDLE_POLL_S = 60.0
-TCP_CONNECT_S = 6.0  # a machine that boots answers the third SYN or a new one, not one that the kernel sends 8 s later
+TCP_CONNECT_S = 6.0  # a booting machine answers the third SYN or a new one, not the kernel's SYN 8 s later
 STDERR_TAIL_BYTES = 600
 EXIT_STATUS_WAIT_S = 2.0
 
 
 def ssh_dial(spec: NodeSpec, settings: SshSettings) -> Dial:
-    """Return what opens a pipe to the bootstrap on the node `spec`."""
+    """Return the Dial that opens a pipe to the bootstrap on the node `spec`."""
 
     def dial(abort: Abort, progress: LinkProgress) -> Pipe:
-        logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs what it also raises, with tracebacks
+        # It logs what it also raises, with tracebacks.
+        logging.getLogger("paramiko").setLevel(logging.CRITICAL)
         transports = connect(spec, settings, abort, progress)
         try:
             progress("starting Python there")
@@ -55,7 +56,10 @@ def ssh_dial(spec: NodeSpec, settings: SshSettings) -> Dial:
 def connect(
     spec: NodeSpec, settings: SshSettings, abort: Abort, progress: LinkProgress
 ) -> tuple[paramiko.Transport, ...]:
-    """Return a logged-in transport for each hop to the node, the node's own last. Raises LinkError."""
+    """Return a logged-in transport for each hop to the node, the node's last.
+
+    Raises LinkError.
+    """
     route = route_to(spec, settings)
     progress(f"connecting to {route[0].host}:{route[0].port}")
     sock: socket.socket | paramiko.Channel = _tcp_connect(route[0], settings, abort)
@@ -77,7 +81,10 @@ def connect(
 
 
 def peek_host_key(spec: NodeSpec, settings: SshSettings, abort: Abort) -> paramiko.PKey:
-    """Return the host key that the node shows, without believing it and without logging in to it. Raises LinkError."""
+    """Return the host key that the node presents, without trusting it and without login.
+
+    Raises LinkError.
+    """
     route = route_to(spec, settings)
     transports: list[paramiko.Transport] = []
     sock: socket.socket | paramiko.Channel = _tcp_connect(route[0], settings, abort)
@@ -108,7 +115,7 @@ def _tcp_connect(hop: Hop, settings: SshSettings, abort: Abort) -> socket.socket
         raise LinkError(f"cannot reach {hop.host}:{hop.port}: no answer within {timeout_s:g} s") from None
     except OSError as error:
         raise LinkError(f"cannot reach {hop.host}:{hop.port}: {_words(error)}") from None
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small frames, each of which is waited for
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small frames, and a peer waits for each
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.down_after_s * 1000))
     abort.also(lambda: _shut_down(sock))
@@ -119,7 +126,7 @@ def _shut_down(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it is closed already
+        pass  # already closed
 
 
 def _forward(transport: paramiko.Transport, via: Hop, to: Hop, settings: SshSettings) -> paramiko.Channel:
@@ -130,7 +137,7 @@ def _forward(transport: paramiko.Transport, via: Hop, to: Hop, settings: SshSett
 
 
 def _negotiate(sock: socket.socket | paramiko.Channel, hop: Hop, settings: SshSettings) -> paramiko.Transport:
-    """Return a transport whose far end has proved to be the host that it should be."""
+    """Return a transport whose server has proved the expected host key."""
     known = [] if hop.pinned else hostkeys.known_keys(hop.known_hosts, hop.known_as, hop.port)
     key_types = (hop.pinned.split()[0],) if hop.pinned else tuple(key.split()[0] for key in known)
     transport = _key_exchange(sock, hop, settings, key_types)
@@ -153,13 +160,14 @@ def _key_exchange(
     transport = paramiko.Transport(sock, disabled_algorithms=hostkeys.DISABLED_ALGORITHMS)
     transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = settings.timeout_s
     if key_types:
-        # Ask for the kind of key that we know, or the server shows its favourite, which we could not judge.
+        # Request the type of the known key. Else the server presents its preferred type, which
+        # cannot be checked.
         wanted = {name for key_type in key_types for name in hostkeys.algorithms_for(key_type)}
         options = transport.get_security_options()
         options.key_types = [name for name in options.key_types if name in wanted]
     try:
         transport.start_client(timeout=settings.timeout_s)
-        transport.get_remote_server_key()  # raises if the time was up
+        transport.get_remote_server_key()  # raises if the time limit has passed
     except (paramiko.SSHException, EOFError, OSError) as error:
         transport.close()
         if key_types and "host key" in str(error):
@@ -173,7 +181,7 @@ def _key_exchange(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Identity:
-    """A private key to try, or why it cannot be tried."""
+    """A private key to try, or why it cannot be used."""
 
     label: str
     key: paramiko.PKey | None
@@ -181,7 +189,10 @@ class _Identity:
 
 
 def _log_in(transport: paramiko.Transport, hop: Hop) -> None:
-    """Authenticate with the first key that the server takes. Raises LinkError that says which were tried."""
+    """Authenticate with the first key that the server accepts.
+
+    Raises LinkError with the keys that were tried.
+    """
     tried: list[str] = []
     for identity in _identities(hop):
         if identity.key is None:
@@ -210,7 +221,10 @@ def _log_in(transport: paramiko.Transport, hop: Hop) -> None:
 
 
 def _copy_command(hop: Hop) -> str:
-    """Return the command that puts our first key there, for an account that can log in in another way; "" without a key."""
+    """Return the command that installs our first key, for accounts with another way to log in.
+
+    "" without a key.
+    """
     public = next((path.with_name(f"{path.name}.pub") for path in hop.identities if path.exists()), None)
     if public is None or not public.exists():
         return ""
@@ -218,7 +232,7 @@ def _copy_command(hop: Hop) -> str:
 
 
 def _identities(hop: Hop) -> Iterator[_Identity]:
-    """Yield the keys to try: files first, then those that only the SSH agent has, each once."""
+    """Yield the keys to try, each once: files first, then keys that only the SSH agent has."""
     agent = paramiko.Agent()
     try:
         held = {bytes(key.asbytes()): key for key in agent.get_keys()}
@@ -240,14 +254,14 @@ def _identities(hop: Hop) -> Iterator[_Identity]:
 def _from_file(path: Path, held: dict[bytes, paramiko.AgentKey]) -> _Identity:
     try:
         mode = path.stat().st_mode
-        if mode & 0o077:  # as OpenSSH: who else could read it may have a copy
+        if mode & 0o077:  # as OpenSSH: other users who can read it may have a copy
             why_not = f"others may read it, its mode is {mode & 0o777:04o}; run: chmod 600 {shlex.quote(str(path))}"
             return _Identity(label=str(path), key=None, why_not=why_not)
         return _Identity(label=str(path), key=paramiko.PKey.from_path(path))
     except OSError as error:
         return _Identity(label=str(path), key=None, why_not=_words(error))
     except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError, TypeError) as error:
-        key = _held_half(path, held)  # encrypted: the agent may have it open
+        key = _held_half(path, held)  # encrypted: the agent may have it unlocked
         why_not = f"damaged, or encrypted and not in the SSH agent: {_words(error)}"
         return _Identity(label=str(path), key=key, why_not="" if key else why_not)
 
@@ -277,7 +291,7 @@ class SshPipe:
 
     def receive(self, limit: int) -> bytes:
         data = self._channel.recv(limit)
-        self._drain_stderr()  # unread, it would use up the window that stdout shares
+        self._drain_stderr()  # if not read, it would fill the window that it shares with stdout
         return data
 
     def send_all(self, data: bytes) -> None:
@@ -307,7 +321,10 @@ class SshPipe:
 
 
 def _close(transports: tuple[paramiko.Transport, ...] | list[paramiko.Transport]) -> None:
-    """Close each; the socket of the first is shut down at once, so that no thread waits for its next poll."""
+    """Close each transport.
+
+    The first one's socket is shut down at once, so that no thread waits for its next poll.
+    """
     for transport in reversed(transports):
         if isinstance(transport.sock, socket.socket):
             _shut_down(transport.sock)

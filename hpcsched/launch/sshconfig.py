@@ -1,10 +1,11 @@
-"""The route to a node: its configuration together with the user's OpenSSH client configuration.
+"""The route to a node: its configuration and the user's OpenSSH client configuration.
 
-Honoured of ssh_config(5): Host, Match, Include, HostName, User, Port, IdentityFile, IdentitiesOnly, ProxyJump (chains
-too), UserKnownHostsFile, HostKeyAlias (for jump hosts). ProxyCommand is refused: it would run a command here for each
-connection, with deadlines that nobody keeps. What the node's own configuration says wins.
+Supported options of ssh_config(5): Host, Match, Include, HostName, User, Port, IdentityFile,
+IdentitiesOnly, ProxyJump (also chains), UserKnownHostsFile, HostKeyAlias (for jump hosts).
+ProxyCommand is refused: it would run a local command for each connection, and its timeouts would
+not be enforced. The node's own configuration has precedence.
 
-It reads files and resolves nothing: no socket is opened here.
+It reads files. It resolves no names and opens no sockets.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _DEFAULT_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshSettings:
-    """What is the same for all nodes. `launch_key` is tried first where it exists."""
+    """Settings that all nodes share. `launch_key` is tried first if it exists."""
 
     config_file: Path
     launch_key: Path | None
     timeout_s: float
-    down_after_s: float = 45.0  # the kernel gives up unanswered data after so long
+    down_after_s: float = 45.0  # the kernel gives up on unacknowledged data after this time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One SSH server on the way; the last one is the node."""
+    """One SSH server on the route; the last one is the node."""
 
     host: str
     port: int
@@ -60,7 +61,7 @@ class Hop:
 
 
 def route_to(spec: NodeSpec, settings: SshSettings) -> tuple[Hop, ...]:
-    """Return the servers to go through, the node last. Raises LinkError or ConfigError."""
+    """Return the servers on the route, the node last. Raises LinkError or ConfigError."""
     config = read_ssh_config(settings.config_file)
     found = _lookup(config, spec.host)
     identities = _identities(found, settings)
@@ -89,7 +90,7 @@ def read_ssh_config(path: Path) -> paramiko.SSHConfig:
 
 
 def _lines(path: Path, depth: int) -> Iterator[str]:
-    """Yield the file's lines, those of included files in their places (paramiko does not know Include)."""
+    """Yield the file's lines, with included files expanded (paramiko has no Include)."""
     for line in path.read_text(encoding="utf-8").splitlines():
         match = _INCLUDE.match(line)
         if match is None:
@@ -98,7 +99,8 @@ def _lines(path: Path, depth: int) -> Iterator[str]:
         if depth >= MAX_INCLUDES:
             raise ConfigError(f"cannot read {path}: Include goes deeper than {MAX_INCLUDES} files")
         for pattern in match.group(1).split():
-            # ssh_config(5): relative names are below ~/.ssh, here the directory of the file that we were given.
+            # ssh_config(5): relative names are below ~/.ssh; here, below the directory of the given
+            # file.
             wanted = Path(pattern.strip('"')).expanduser()
             for name in sorted(glob.glob(str(wanted if wanted.is_absolute() else path.parent / wanted))):
                 yield from _lines(Path(name), depth + 1)
@@ -140,7 +142,7 @@ def _hop(
 def _jumps(
     config: paramiko.SSHConfig, found: dict[str, str | list[str]], settings: SshSettings, depth: int
 ) -> tuple[Hop, ...]:
-    """Return the hops of a ProxyJump, in order; the first of them may have a ProxyJump of its own."""
+    """Return the hops of a ProxyJump, in order; the first may have a ProxyJump of its own."""
     chain = str(found.get("proxyjump", "none"))
     if chain.lower() == "none":
         return ()

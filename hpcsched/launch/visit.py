@@ -1,6 +1,7 @@
-"""One look at a node through its agent, from a command that waits for it: for `hpcsched node add`.
+"""One check of a node through its agent, for a command that waits: `hpcsched node add`.
 
-The same dial, bundle and greeting as the controller's links, without an event loop: what works here works there.
+It uses the same dial, bundle and greeting as the controller's links, without an event loop. If it
+works here, it works there.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from hpcsched.shareprobe import ShareProbe, problem_of, question
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What was found. `share_error` and `home_error` are "" if that directory is the same there, or was not asked about."""
+    """The result. An error is "" if that directory is the same there, or was not checked."""
 
     welcome: protocol.Welcome
     facts: dict[str, Any]
-    clock_ahead_s: float  # the node's clock less ours, as well as it can be told
-    clock_error_s: float  # half of the time that the question took
+    clock_ahead_s: float  # the node's clock minus ours, as exactly as it can be measured
+    clock_error_s: float  # half of the request's duration
     share_error: str
     home_error: str = ""
 
 
 class Asking:
-    """A conversation with a node's agent: called with a message, it returns the answer of the wanted type and its bytes."""
+    """A conversation with an agent: call it with a message to get the answer and its bytes.
+
+    The answer has the wanted type.
+    """
 
     def __init__(self, pipe: Pipe, greeting: Greeting, spec: NodeSpec) -> None:
         self.greeting = greeting
@@ -44,7 +48,7 @@ class Asking:
         self._spec = spec
 
     def __call__(self, message: protocol.Message, wanted: type) -> tuple[Any, bytes]:
-        """Say `message` and return what answers it. Raises LinkError."""
+        """Send `message` and return its answer. Raises LinkError."""
         self._pipe.send_all(protocol.encode(message))
         return _answer(self._pipe, self.greeting, wanted, self._spec)
 
@@ -59,7 +63,10 @@ def asking(
     timeout_s: float,
     note: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[Asking]:
-    """Start the agent on the node, be in conversation with it, and leave; `note` hears of each stage. Raises LinkError."""
+    """Start the agent on the node, yield a conversation with it, and disconnect.
+
+    `note` is called with each stage. Raises LinkError.
+    """
     abort = Abort()
     timer = threading.Timer(timeout_s, abort.now)
     timer.daemon = True
@@ -97,9 +104,10 @@ def visit(
     home: ShareProbe | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Visit:
-    """Start the agent on the node, ask for its facts (and whether it sees the same `probe` and `home`), and leave.
+    """Start the agent on the node, get its facts, and disconnect.
 
-    Raises LinkError.
+    The agent also checks whether it sees the same `probe` and `home`, if they are given. Raises
+    LinkError.
     """
     with asking(spec, dial=dial, bundle=bundle, identity=identity, timeout_s=timeout_s, note=progress) as ask:
         return _look(ask, probe, home, bundle)
@@ -112,7 +120,7 @@ def _look(ask: Asking, probe: ShareProbe | None, home: ShareProbe | None, bundle
     answered_s = time.time()
     share_error = _difference(ask, probe) if probe is not None else ""
     home_error = _difference(ask, home) if home is not None else ""
-    if bundle.sha256.startswith(welcome.agent_version):  # one of before that still has work knows no measuring
+    if bundle.sha256.startswith(welcome.agent_version):  # an older agent that still has work cannot measure
         measured, _ = ask(protocol.Probe(request=3, measure=True), protocol.Facts)
         facts.facts["speed"] = measured.facts.get("speed", 0)
     return Visit(
@@ -133,7 +141,10 @@ def _difference(ask: Asking, probe: ShareProbe) -> str:
 
 
 def _answer(pipe: Pipe, greeting: Greeting, wanted: type, spec: NodeSpec) -> tuple[Any, bytes]:
-    """Return the next message of the wanted type; what else the agent says is for the controller, and waits for it."""
+    """Return the next message of the wanted type.
+
+    The agent's other messages are for the controller, and wait for it.
+    """
     while True:
         while greeting.rest:
             message, blob = greeting.rest.pop(0)
@@ -147,24 +158,26 @@ def _answer(pipe: Pipe, greeting: Greeting, wanted: type, spec: NodeSpec) -> tup
         greeting.rest.extend(greeting.framer.feed(data))
 
 
-# ----- the network between nodes, measured for `hpcsched node probe --links`: one node gives zeros to another, which counts them
-# Transfers come one after another: each node gives to the next and to the one after that, in a ring. What one transfer shows is
-# the slower of two links, so a node's link is at least as fast as the fastest of its transfers. Who then seems slower than the
-# fastest pair is tried again with one of these, so that slow neighbours are not held against it. Fast nodes of which no two
-# were together in a transfer are missed. It knows no configuration and writes nothing.
+# ----- network speed between nodes, for `hpcsched node probe --links`
+# One node sends zeros, another counts them. Transfers run one after another, in a ring: each node
+# sends to the next node and to the one after that. A transfer measures the slower of two links, so
+# a node's link is at least as fast as its fastest transfer. A node that is slower than the fastest
+# pair is tested again with a node of that pair, so that slow neighbours do not count against it.
+# Limit: fast nodes are missed if no two of them were in one transfer. It knows no configuration and
+# writes no files.
 
 
 TIMEOUT_S = 60.0
 STRIDES = (1, 2)
 PARTNERS = 3  # of a node that is measured alone
-SLOWER = 0.8  # of the fastest: worth another look
+SLOWER = 0.8  # of the fastest: tested again
 
 Measure = Callable[[NodeName, NodeName], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A node, and how it is reached from here and from the other nodes."""
+    """A node, and how this machine and the other nodes reach it."""
 
     spec: NodeSpec
     dial: Dial
@@ -172,9 +185,10 @@ class Peer:
 
 
 def link_rates(names: Sequence[NodeName], others: Sequence[NodeName], measure: Measure) -> dict[NodeName, int]:
-    """Return the Mbit/s of the links of `names`, of those that any transfer says something of.
+    """Return the link rates in Mbit/s of those of `names` that any transfer measured.
 
-    `measure` returns the rate from one node to another. One name alone is measured with some of `others`.
+    `measure` returns the rate from one node to another. A single name is measured with some of
+    `others`.
     """
     if len(names) > 1:
         pairs = _ring(names)
@@ -196,7 +210,7 @@ def link_rates(names: Sequence[NodeName], others: Sequence[NodeName], measure: M
 
 
 def _ring(names: Sequence[NodeName]) -> list[tuple[NodeName, NodeName]]:
-    """Return each of `names` with the next one and with the one after that; no two are together twice."""
+    """Return each of `names` paired with the next two; no pair occurs twice."""
     count = len(names)
     pairs = [(names[at], names[(at + stride) % count]) for stride in STRIDES for at in range(count)]
     seen = {frozenset(pair): pair for pair in reversed(pairs) if pair[0] != pair[1]}
@@ -204,7 +218,10 @@ def _ring(names: Sequence[NodeName]) -> list[tuple[NodeName, NodeName]]:
 
 
 def transfer_mbps(giver: Peer, taker: Peer, bundle: Bundle, identity: ControllerIdentity) -> int:
-    """Return the Mbit/s that come from one node to the other. Raises UnavailableError: a node or the way between them."""
+    """Return the rate in Mbit/s from one node to the other.
+
+    Raises UnavailableError: a node, or the network between them.
+    """
     token = secrets.token_hex(16)
     with asking(giver.spec, dial=giver.dial, bundle=bundle, identity=identity, timeout_s=TIMEOUT_S) as at_giver:
         port = _asked(at_giver, giver, bundle, "link_port", protocol.Probe(request=1, link_token=token))

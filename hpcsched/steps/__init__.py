@@ -1,1 +1,1 @@
-"""The steps of running jobs: what a step asks for, where its tasks run, how it ends."""
+"""Steps of running jobs: what a step requests, where its tasks run, and how it ends."""

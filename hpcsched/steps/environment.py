@@ -1,12 +1,17 @@
-"""What a job's programs find in their environment: the batch step's (`job_environment`), a step's (`step_environment`).
+"""Build the environment of a job's programs: of the batch step and of other steps.
 
-Everything is set twice, as ``HPCSCHED_x`` and, so that programs written for Slurm find it, as ``SLURM_x``. Pure: knows
-no node but by its share, and neither what the node adds itself (PATH, HOME, HPCSCHED_SOCKET, CUDA_VISIBLE_DEVICES, the
-variables of MPI, and what differs from task to task).
+`job_environment` makes the batch step's, `step_environment` that of any other step. Every variable
+is set twice: as ``HPCSCHED_x``, and as ``SLURM_x`` for programs written for Slurm. The functions
+are pure. They know a node only by its share. They do not know what the node itself adds: PATH,
+HOME, HPCSCHED_SOCKET, CUDA_VISIBLE_DEVICES, the variables of MPI, and the variables that differ
+from task to task.
 
-Rules: the user's variables lie underneath and never win over the scheduler's; a fact that was not asked for is not set
-where Slurm does not set it (``SLURM_NTASKS`` in a batch script makes PyTorch Lightning expect `srun`). Documented in
-man/hpcsched-env.7. Sources: the names that a Slurm 22.05.8 set in jobs, recorded; values by sbatch(1) and srun(1).
+Rules: the user's variables never override the scheduler's. A value that the user did not request is
+not set if Slurm does not set it either (``SLURM_NTASKS`` in a batch script makes PyTorch Lightning
+expect `srun`). The variables are documented in man/hpcsched-env.7.
+
+Sources: the names that Slurm 22.05.8 set in jobs, recorded; the values are by sbatch(1) and
+srun(1).
 """
 
 from __future__ import annotations
@@ -22,18 +27,18 @@ from hpcsched.model.resources import GpuRequest
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.steps.layout import NodeTasks, tasks_per_node_text
 
-# The scheduler's to set. HPCSCHED_CONFIG and HPCSCHED_API tell commands in a job where their controller is, SLURM_UMASK the
-# node what the submitter's umask was, HPCSCHED_RLIMITS the limits.
+# Names that only the scheduler sets. Exceptions: HPCSCHED_CONFIG and HPCSCHED_API locate the
+# controller for commands in a job; SLURM_UMASK and HPCSCHED_RLIMITS hold the submitter's values.
 _RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z|RLIMITS\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z|UMASK\Z)|SLURMD_")
 _OF_A_TASK = re.compile(
     r"_(PROCID|LOCALID|NODEID|GTIDS|NODENAME|CPUS_ON_NODE|(GPUS|SHARDS)_ON_NODE|TOPOLOGY_ADDR(_PATTERN)?|GPU_DEVICES)\Z"
 )
 _USERS_CHOICE = frozenset({"MASTER_ADDR", "MASTER_PORT", "SLURM_CONF"})
 
-# What `srun --preserve-env` hands on as it is.
+# Variables that `srun --preserve-env` passes on unchanged.
 PRESERVED = frozenset({"SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NPROCS", "SLURM_NTASKS"})
 
-MASTER_PORT_LOW = 20_000  # below the ports that systems give out themselves (32768 and up)
+MASTER_PORT_LOW = 20_000  # below the ephemeral ports (32768 and up)
 MASTER_PORTS = 10_000
 
 
@@ -49,13 +54,16 @@ def job_environment(
     devices: Mapping[int, str] = MappingProxyType({}),
     cut_at_s: float | None = None,
 ) -> dict[str, str]:
-    """Return the environment of the batch step of `job`, which runs on the first node of its shares.
+    """Return the environment of the batch step of `job`, on the first node of its shares.
 
-    `conf` is the configuration's file; `master_addr` the address of that node as the others reach it;
-    `restart_count` None is the job's own;
-    `share_dir` the directory that all nodes have in common, "" if there is none; `gid` the submitter's group, if known;
-    `devices` what CUDA calls GPUs of the first node that it does not know by their index; `cut_at_s` when it is ended whatever
-    its time limit is.
+    - `conf`: path of the configuration file.
+    - `master_addr`: address of the first node as the other nodes reach it.
+    - `restart_count`: None means the job's own.
+    - `share_dir`: directory that all nodes share, "" if there is none.
+    - `gid`: the submitter's group, if known.
+    - `devices`: CUDA's names for GPUs of the first node, for GPUs that CUDA does not know by their
+      index.
+    - `cut_at_s`: time at which the job is ended regardless of its time limit.
     """
     facts, job = _components(job), component(job, 0) if job.spec.components else job
     first = job.shares[0]
@@ -87,7 +95,10 @@ def job_environment(
 
 
 def allocation_facts(batch: Mapping[str, str]) -> dict[str, str]:
-    """Return what a command that holds a job, and runs on none of its nodes, has of the batch step's environment."""
+    """Return the part of the batch step's environment for a command that holds an allocation.
+
+    Such a command runs on none of the job's nodes.
+    """
     return {name: value for name, value in batch.items() if _OF_A_TASK.search(name) is None}
 
 
@@ -105,12 +116,13 @@ def step_environment(
     ntasks_per_node: int | None = None,
     distribution: str = "block",
 ) -> dict[str, str]:
-    """Return what the scheduler sets for step number `step` of `job`, as far as it is the same on all of its nodes.
+    """Return the variables of step `step` of `job` that are the same on all of its nodes.
 
-    `layout` says which ranks run where, in order; `master_addr` is the address of the step's first node as the others
-    reach it; `distribution` says how the tasks were dealt: block, cyclic:block, plane=N, arbitrary.
-    `cpus_per_task` and `ntasks_per_node` are what the step asked for itself; the job's where it did not.
-    `node_environment` adds what differs from node to node; `with_users` puts the user's variables underneath.
+    `layout` says which ranks run on which node, in order. `master_addr` is the address of the
+    step's first node as the other nodes reach it. `distribution` is block, cyclic:block, plane=N or
+    arbitrary. `cpus_per_task` and `ntasks_per_node` are the step's own values, or the job's if the
+    step gave none. `node_environment` adds the variables that differ from node to node.
+    `with_users` adds the user's variables.
     """
     counts = [part.count for part in layout]
     nodes = compress_hostlist(part.node for part in layout)
@@ -143,7 +155,7 @@ def step_environment(
 def _per_task(
     job: Job, counts: Sequence[int], cpus_per_task: int | None, ntasks_per_node: int | None
 ) -> dict[str, str]:
-    """Return the facts that are set only if the step or its job asked for them."""
+    """Return the facts that are set only if the step or its job requested them."""
     facts = {}
     if (ntasks_per_node or job.spec.ntasks_per_node) and len(set(counts)) == 1:
         facts["NTASKS_PER_NODE"] = str(counts[0])
@@ -162,10 +174,11 @@ def node_environment(
     devices: Mapping[int, str] = MappingProxyType({}),
     gpus_per_task: int | None = None,
 ) -> dict[str, str]:
-    """Return what a step finds on its `node_rank`-th node only: `part` runs there, with `cpus` and `gpus` (indices).
+    """Return the variables of a step that are valid only on its `node_rank`-th node.
 
-    `devices` is as in `job_environment`. With `gpus_per_task` the node gives each task so many of `gpus` for its own.
-    The node itself adds what differs from task to task: PROCID, LOCALID, RANK, LOCAL_RANK, TASK_PID, TASK_GPUS.
+    `part` runs there, with `cpus` and `gpus` (indices). `devices` is as in `job_environment`. With
+    `gpus_per_task`, the node gives each task that many of `gpus` for its own use. The node itself
+    adds the variables of each task: PROCID, LOCALID, RANK, LOCAL_RANK, TASK_PID, TASK_GPUS.
     """
     facts = {
         "NODEID": str(node_rank),
@@ -180,28 +193,31 @@ def node_environment(
 
 
 def with_users(users: Mapping[str, str], ours: Mapping[str, str]) -> dict[str, str]:
-    """Return `ours` with the user's variables underneath.
+    """Return `ours` plus those of the user's variables that the scheduler does not own.
 
-    The scheduler's names are dropped from `users` whether it sets them or not, so that nothing of another job or step
-    shows through. Where the ranks of a step meet is the user's to say: MASTER_ADDR and MASTER_PORT win over ours.
+    The scheduler's names are always removed from `users`, so that no value of another job or step
+    remains. Exception: the user's MASTER_ADDR and MASTER_PORT override ours.
     """
     kept = {name: value for name, value in users.items() if _RESERVED.match(name) is None}
     return kept | {name: value for name, value in ours.items() if name not in _USERS_CHOICE or name not in kept}
 
 
 def with_propagated(env: Mapping[str, str], wanted: frozenset[str]) -> dict[str, str]:
-    """Return `env` with those of the submitter's resource limits that are `wanted`, or that the user asked for."""
+    """Return `env` plus the submitter's resource limits that are `wanted` or requested."""
     limits = env.get(rlimits.VARIABLE)
     return {**env, rlimits.VARIABLE: rlimits.propagated(limits, wanted)} if limits else dict(env)
 
 
 def master_port(job: Job, step: int) -> int:
-    """Return the port at which the ranks of a step meet: another one for neighbouring jobs, steps and attempts."""
+    """Return the rendezvous port of a step's ranks.
+
+    Neighbouring jobs, steps and attempts get different ports.
+    """
     return MASTER_PORT_LOW + (job.id * 101 + step * 13 + job.attempt * 7) % MASTER_PORTS
 
 
 def _job_facts(job: Job, *, cluster: str, share_dir: str, gid: int | None) -> dict[str, str]:
-    """Return what is so of the job wherever one looks, by names without prefix."""
+    """Return the job's values that are the same on every node, by names without prefix."""
     spec = job.spec
     facts = {
         "CLUSTER_NAME": cluster,
@@ -233,7 +249,7 @@ def _job_facts(job: Job, *, cluster: str, share_dir: str, gid: int | None) -> di
 
 
 def _tasks_asked(job: Job) -> dict[str, str]:
-    """Return what was said of tasks: not said, not set."""
+    """Return the task counts that the user gave, without those that the user did not give."""
     facts = {}
     if job.spec.ntasks is not None or job.spec.ntasks_per_node is not None:
         facts["NTASKS"] = facts["NPROCS"] = str(sum(share.tasks for share in job.shares))
@@ -245,7 +261,10 @@ def _tasks_asked(job: Job) -> dict[str, str]:
 
 
 def _components(job: Job) -> dict[str, str]:
-    """Return of a heterogeneous job how many components it has and the facts of each, as ``JOB_NODELIST_HET_GROUP_1``."""
+    """Return the number of components of a heterogeneous job and each component's values.
+
+    The names are like ``JOB_NODELIST_HET_GROUP_1``.
+    """
     if not job.spec.components:
         return {}
     components = components_of(job)
@@ -267,7 +286,7 @@ def _components(job: Job) -> dict[str, str]:
 
 
 def _component_of(job: Job, layout: Sequence[NodeTasks]) -> Job:
-    """Return the component of a heterogeneous `job` that a step runs in: of several the first."""
+    """Return the component of a heterogeneous `job` that a step runs in: the first of several."""
     if not job.spec.components:
         return job
     numbers = {share.node: share.component for share in job.shares}
@@ -287,7 +306,7 @@ def _nodes(job: Job) -> dict[str, str]:
 
 
 def _memory(job: Job) -> dict[str, str]:
-    """Return one of the two, as Slurm: `srun` takes a job with both for a contradiction."""
+    """Return one of Slurm's two memory variables; `srun` rejects a job that has both."""
     if job.spec.mem_per_cpu_mib:
         return {"MEM_PER_CPU": str(job.spec.mem_per_cpu_mib)}
     mem_mib = job.spec.mem_per_node_mib or job.shares[0].mem_mib
@@ -338,7 +357,7 @@ def _gpus_on_node(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def _devices(gpus: Sequence[int], devices: Mapping[int, str]) -> dict[str, str]:
-    """Return what CUDA calls each of `gpus`, if it is not just their indices."""
+    """Return CUDA's names of `gpus`, if they differ from their indices."""
     if not any(devices.get(index) for index in gpus):
         return {}
     return {"GPU_DEVICES": ",".join(devices.get(index) or str(index) for index in gpus)}
@@ -360,14 +379,14 @@ def _distribution(text: str) -> dict[str, str]:
 
 
 def _of_installation(job: Job, cluster: str, conf: str) -> dict[str, str]:
-    """Return what Slurm says of itself: its commands read it, ours do not."""
+    """Return Slurm's variables about its installation, for Slurm's commands; ours ignore them."""
     ours = {"SLURM_PRIO_PROCESS": "0", "SLURM_WORKING_CLUSTER": f"{cluster}:{job.spec.submit_host}:0:0:0"}
     return ours | ({"SLURM_CONF": conf} if conf else {})
 
 
-_NO_PORTS = {"SLURM_SRUN_COMM_PORT": "0", "SLURM_STEP_LAUNCHER_PORT": "0"}  # hrun is reached by the agent alone
+_NO_PORTS = {"SLURM_SRUN_COMM_PORT": "0", "SLURM_STEP_LAUNCHER_PORT": "0"}  # only the agent reaches hrun
 
-# Facts that Slurm has no variable for, or that it leaves out where they are zero.
+# Values for which Slurm has no variable, or which Slurm omits if they are zero.
 _OURS_ONLY = frozenset({"STEP_GPUS_PER_TASK", "GPU_DEVICES", "ATTEMPT", "SHARE", "MASTER_ADDR", "MASTER_PORT"})
 _NOT_ZERO = frozenset({"RESTART_COUNT"})
 

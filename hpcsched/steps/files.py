@@ -1,4 +1,7 @@
-"""Where a job's input and output files are: patterns filled in, relative to its directory. Slurm's defaults (sbatch(1))."""
+"""Paths of a job's input and output files, from patterns, relative to its directory.
+
+The defaults are Slurm's (sbatch(1)).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from hpcsched.model.job import Job
 
 
 class JobFiles(NamedTuple):
-    """Absolute paths; `stderr` is stdout's where the user named none, `stdin` is "" for none."""
+    """Absolute paths; `stderr` equals `stdout` if the user named none, `stdin` is "" for none."""
 
     stdout: str
     stderr: str
@@ -17,7 +20,7 @@ class JobFiles(NamedTuple):
 
 
 def pattern_facts(job: Job, step: int | None = None) -> PatternFacts:
-    """Return what is filled into the names of the files of the job's batch step, or of one of its steps."""
+    """Return the values for the file name patterns of the job's batch step or another step."""
     return PatternFacts(
         job_id=job.id,
         name=job.spec.name,
@@ -29,7 +32,7 @@ def pattern_facts(job: Job, step: int | None = None) -> PatternFacts:
 
 
 def job_file_patterns(job: Job) -> JobFiles:
-    """Return the files of the job's batch step with ``%t %n %N %%`` left in them for the node to fill."""
+    """Return the batch step's file patterns; the node expands ``%t %n %N %%`` in them."""
     facts = pattern_facts(job)
 
     def absolute(pattern: str) -> str:
@@ -42,7 +45,10 @@ def job_file_patterns(job: Job) -> JobFiles:
 
 
 def job_files(job: Job) -> JobFiles:
-    """Return the files of the job's batch step; before it has a node, its name in them is empty."""
+    """Return the files of the job's batch step.
+
+    Before the job has a node, the node name in them is empty.
+    """
     node = job.shares[0].node if job.shares else ""
     patterns = job_file_patterns(job)
     if "%" not in "".join(patterns):

@@ -1,6 +1,6 @@
-"""What the step service needs of the controller, and the `Launch` of a step on one of its nodes.
+"""The step service's interface to the controller, and the `Launch` of a step on a node.
 
-It knows how a step's facts are put into a message, not when one is sent.
+It knows how a step is put into a message, but not when a message is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpcsched.steps.step import Origin, Step, StepPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What `StepPorts.environment` is told of a step that starts."""
+    """Facts about a starting step, for `StepPorts.environment`."""
 
     number: int
     tasks: tuple[NodeTasks, ...]
@@ -33,30 +33,39 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPorts:
-    """What the service needs of the controller. None of these may call the service back."""
+    """Callables that the service needs from the controller. None of them may call the service."""
 
     job: Callable[[JobId], Job | None]
-    send: Callable[[NodeName, protocol.Message, bytes], None]  # to a node's agent; may be lost if the node is away
-    reply: Callable[[Origin, protocol.Message, bytes], None]  # to a step command; in ToStream where that is on a node
-    allocate: Callable[[protocol.StepRequest, int], JobId]  # a job without a batch step for uid; may raise RequestError
-    release: Callable[[JobId, ExitStatus], None]  # that job is over
+    # To a node's agent; may be lost if the node is disconnected.
+    send: Callable[[NodeName, protocol.Message, bytes], None]
+    # To a step command; wrapped in ToStream if the command runs on a node.
+    reply: Callable[[Origin, protocol.Message, bytes], None]
+    # A job without a batch step for uid; may raise RequestError.
+    allocate: Callable[[protocol.StepRequest, int], JobId]
+    release: Callable[[JobId, ExitStatus], None]  # end that job
     record: Callable[[StepRecord], None]
     new_token: Callable[[Job, str, NodeName], str]
     environment: Callable[[Job, StepPlan], Mapping[str, str]]
-    account: Callable[[Job, NodeName], str]  # `user` of a Launch there: "" where the agent is nobody but itself
+    # `user` of a Launch on that node: "" if the agent can only run as itself
+    account: Callable[[Job, NodeName], str]
     hosts: Callable[[Job], list[tuple[str, int]]]  # (node, slots) of the allocation
     same_machine: Callable[[Job], bool]
-    last_step: Callable[[JobId, int], int]  # the highest step number of the job's attempt in the rows, -1 if none
+    # The highest step number of the job's attempt in the rows, -1 if none.
+    last_step: Callable[[JobId, int], int]
     is_admin: Callable[[int], bool]
     epoch: Callable[[], int]
     now_s: Callable[[], float]
-    grace_s: float  # from TERM to KILL
+    grace_s: float  # from SIGTERM to SIGKILL
     propagate: frozenset[str]  # kinds of resource limits that tasks get from their step command
-    resize: Callable[[Job, int, int], None]  # have the job go on with so many nodes, for a uid; may raise RequestError
-    devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}  # what CUDA calls its GPUs, if not their indices
+    # Shrink the job to that many nodes, for a uid; may raise RequestError.
+    resize: Callable[[Job, int, int], None]
+    # CUDA's names of the node's GPUs, if not their indices
+    devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}
     allow_uid_below: Callable[[], int] = lambda: 1000  # of each Launch
-    is_adopted: Callable[[Job], bool] = lambda job: False  # it runs from before a restore: its nodes take no new steps
-    recorded: Callable[[JobId, int], Sequence[StepRecord]] = lambda job_id, attempt: ()  # all rows of the job's attempt
+    # It runs since before a restore: its nodes take no new steps.
+    is_adopted: Callable[[Job], bool] = lambda job: False
+    # All rows of the job's attempt.
+    recorded: Callable[[JobId, int], Sequence[StepRecord]] = lambda job_id, attempt: ()
 
 
 def _task_set(step: Step, tasks: NodeTasks, node_rank: int) -> protocol.TaskSet:
@@ -71,7 +80,7 @@ def _task_set(step: Step, tasks: NodeTasks, node_rank: int) -> protocol.TaskSet:
 
 
 def _of_options(options: StepOptions, facts: PatternFacts) -> dict[str, Any]:
-    """Return the fields of a launch that follow from the step's options alone."""
+    """Return the fields of a launch that depend only on the step's options."""
 
     def path(pattern: str) -> str:
         return expand_job_pattern(pattern, facts) if pattern else ""
@@ -102,7 +111,7 @@ def launch_of(
     options: StepOptions,
     env: Mapping[str, str],
 ) -> protocol.Launch:
-    """Return the order to start the tasks of `step` that are `run`, on the `node_rank`-th of its nodes."""
+    """Return the message that starts the tasks `run` of `step` on its `node_rank`-th node."""
     job, place, origin = step.job, run.place, step.origin
     if place is None or origin is None:
         raise InvariantError(f"step {job.id}.{step.number} has no place or origin at its launch")

@@ -1,14 +1,16 @@
-"""Which tasks of a step run on which of the job's nodes.
+"""Assign the tasks of a step to the nodes of its job.
 
-Slurm's block distribution: every node gets one task, then the nodes are filled in the job's order, as far as their cpus
-go. A cyclic one deals tasks to the nodes in turn, `plane=N` N at a time; an arbitrary one says the node of each task. The
-parts of a step (srun A : B) are laid out one after the other, on nodes of their own where there are enough. It knows nothing of
-other steps: whoever places a step beside others hands in shares with the cpus that are free.
+The default is Slurm's block distribution: every node gets one task, then the nodes are filled in
+the job's order, as far as their CPUs allow. A cyclic distribution gives tasks to the nodes in turn,
+`plane=N` gives N at a time. An arbitrary one names the node of each task. The parts of a step (srun
+A : B) are laid out one after the other, on separate nodes if there are enough. The module does not
+know other steps: for a step beside others, the caller passes shares with only the free CPUs.
 
-Rules: ranks ascend on each node; in a block distribution they are contiguous, and ascend in the job's order of nodes. What
-can never be laid out in these shares raises RequestError with the numbers.
+Rules: ranks ascend on each node. In a block distribution they are contiguous, and ascend in the
+job's order of nodes. A step that can never fit into these shares raises RequestError with the
+numbers.
 
-Source: srun(1), ``--distribution=block``; `-N3 -n5` on nodes of 4 cpus gives 3,1,1 on a Slurm 22.05.
+Source: srun(1), ``--distribution=block``; `-N3 -n5` on nodes of 4 CPUs gives 3,1,1 on Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -27,27 +29,28 @@ MAX_TASKS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What a step asks for. `None`: not said, follows from the others or from the job."""
+    """The size of a requested step. `None`: not given, derived from other values or the job."""
 
     nodes_min: int | None = None
     nodes_max: int | None = None  # None: as nodes_min
     ntasks: int | None = None
     cpus_per_task: int = 1
-    ntasks_per_node: int | None = None  # with ntasks: at most so many, else exactly
+    ntasks_per_node: int | None = None  # a maximum if ntasks is given, else an exact number
     nodelist: tuple[NodeName, ...] = ()  # all of them must take part
     exclude: tuple[NodeName, ...] = ()
-    overcommit: bool = False  # more tasks than cpus are welcome
-    plane: int | None = None  # so many tasks are dealt to each node in turn (1: cyclic); None: by blocks
+    overcommit: bool = False  # more tasks than CPUs are allowed
+    plane: int | None = None  # number of tasks that each node gets in turn (1: cyclic); None: block
     hosts: tuple[NodeName, ...] = ()  # the node of each task
-    component: int | None = None  # of a heterogeneous job: on whose nodes it runs; None: on any
-    parts: tuple[StepShape, ...] = ()  # their tasks are numbered through; what the whole says else does not count
+    component: int | None = None  # component of a heterogeneous job to run in; None: any
+    # Rank numbers continue across parts; other fields of the whole are ignored.
+    parts: tuple[StepShape, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTasks:
-    """The ranks first_rank .. first_rank+count-1 run on `node`, or those that `scattered` lists, if that is not empty.
+    """The ranks first_rank .. first_rank+count-1 on `node`, or `scattered` if it is not empty.
 
-    They take `cpus` together; 0: as many each as the step's shape says.
+    `cpus` is the total of these tasks; 0: as many for each task as the step's shape says.
     """
 
     node: NodeName
@@ -58,7 +61,7 @@ class NodeTasks:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks on the node, ascending."""
+        """Return the ranks on the node, ascending."""
         return self.scattered or range(self.first_rank, self.first_rank + self.count)
 
 
@@ -97,7 +100,10 @@ def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
 
 
 def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple[NodeTasks, ...]:
-    """Return the tasks of all parts: each on nodes that none before it uses, or beside them if these are too few."""
+    """Return the tasks of all parts.
+
+    Each part gets unused nodes, or shares used ones if too few are left.
+    """
     ranks: dict[NodeName, list[int]] = {share.node: [] for share in shares}
     cpus = dict.fromkeys(ranks, 0)
     total = 0
@@ -118,7 +124,7 @@ def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple
 
 
 def _of_component(shares: Sequence[Share], number: int) -> list[Share]:
-    """Return the shares of a component of a heterogeneous job."""
+    """Return the shares of one component of a heterogeneous job."""
     found = [share for share in shares if share.component == number]
     if not found:
         most = max(share.component for share in shares)
@@ -131,12 +137,12 @@ def _beside(free: Sequence[Share], untouched: Sequence[Share], part: StepShape) 
         try:
             return lay_out(untouched, part)
         except RequestError:
-            pass  # beside other parts there may be room
+            pass  # it may fit beside other parts
     return lay_out(free, part)
 
 
 def _lay_out_hosts(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
-    """Return the tasks on the nodes that are named for each."""
+    """Return the tasks on the nodes that the request names for each task."""
     hosts = shape.hosts[: shape.ntasks]
     if shape.ntasks is not None and len(hosts) < shape.ntasks:
         raise RequestError(f"cannot give the step {_count(shape.ntasks, 'task')}: its list has {len(hosts)} hosts")
@@ -206,7 +212,7 @@ def _candidates(shares: Sequence[Share], shape: StepShape) -> list[Share]:
 
 
 def _room(share: Share, shape: StepShape) -> int:
-    """Return how many tasks the share can take."""
+    """Return the number of tasks that fit into the share."""
     room = MAX_TASKS if shape.overcommit else share.cpus // shape.cpus_per_task
     if shape.ntasks_per_node is None:
         return room
@@ -223,11 +229,14 @@ def _check_named(shape: StepShape, room: dict[NodeName, int]) -> None:
 
 
 def _sizes(candidates: Sequence[Share], shape: StepShape) -> tuple[int | None, int, int]:
-    """Return the number of tasks (None: as many as the nodes give), the fewest and the most nodes."""
+    """Return the number of tasks, the minimum and the maximum number of nodes.
+
+    Number of tasks None: as many as the nodes can take.
+    """
     named = len(set(shape.nodelist))
     low = shape.nodes_min or (len(candidates) if shape.ntasks is None else 1)
     high = shape.nodes_max or shape.nodes_min or len(candidates)
-    if shape.ntasks is not None:  # fewer tasks than nodes: the rest of the nodes has nothing to do
+    if shape.ntasks is not None:  # with fewer tasks than nodes, the other nodes run nothing
         low, high = min(low, shape.ntasks), min(high, shape.ntasks)
     if named > high:
         raise RequestError(f"cannot start the step on {_count(high, 'node')}: its node list has {named}")
@@ -238,7 +247,10 @@ def _sizes(candidates: Sequence[Share], shape: StepShape) -> tuple[int | None, i
 def _choose(
     usable: Sequence[Share], shape: StepShape, room: dict[NodeName, int], ntasks: int | None, low: int, high: int
 ) -> list[Share]:
-    """Return the nodes that take part: the named ones, then in order; if they are too small, the roomiest."""
+    """Return the participating nodes: the named ones first, then the others in order.
+
+    If these are too small, return the largest ones.
+    """
     named = [share for share in usable if share.node in shape.nodelist]
     others = [share for share in usable if share.node not in shape.nodelist]
     take = min(high, len(usable)) - len(named)
@@ -254,9 +266,10 @@ def _default_tasks(share: Share, shape: StepShape, room: int) -> int:
 
 
 def _block(room: Sequence[int], ntasks: int, cpus: Sequence[int]) -> list[int] | None:
-    """Return the tasks of each node, or None if there is no room for them.
+    """Return the number of tasks on each node, or None if they do not fit.
 
-    As Slurm: one each; then nodes are filled in order, as far as each task has its own cpus; then the rest is spread.
+    As in Slurm: first one task for each node. Then nodes are filled in order, while each task has
+    its own CPUs. Then the remaining tasks are spread.
     """
     left = ntasks - len(room)
     if left < 0:
@@ -285,7 +298,7 @@ def _number(chosen: Sequence[Share], counts: Sequence[int]) -> tuple[NodeTasks, 
 
 
 def _deal(chosen: Sequence[Share], room: Sequence[int], ntasks: int, plane: int) -> tuple[NodeTasks, ...]:
-    """Return `ntasks` tasks dealt to the nodes in turn, `plane` at a time, as long as there is room for them."""
+    """Return `ntasks` tasks, given to the nodes in turn, `plane` at a time, while they fit."""
     ranks: list[list[int]] = [[] for _ in chosen]
     rank = 0
     while rank < ntasks:

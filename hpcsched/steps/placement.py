@@ -1,9 +1,10 @@
-"""Where a step runs in its job, beside the steps that run already.
+"""Place a step in its job, beside the steps that already run.
 
-It knows shares and what a step asks for; it keeps nothing.
+It knows shares and the step's request. It keeps no state.
 
-Rules: steps that run at the same time use no cpu twice, and no GPU twice that one of them asked for by number, unless
-they overlap (srun's --overlap). A step that asks for no GPUs sees all that the job has on its nodes.
+Rules: concurrent steps never share a CPU. They never share a GPU that one of them requested by
+number. Overlapping steps (srun's --overlap) are exempt. A step that requests no GPUs sees all GPUs
+that the job has on its nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpcsched.steps.request import StepOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A step's part of one node; `held_*` is what it keeps from other steps meanwhile."""
+    """A step's part of one node; other steps cannot use the `held_*` resources meanwhile."""
 
     tasks: NodeTasks
     cpus: int
@@ -32,10 +33,11 @@ class Place:
 
 
 def place_step(job: Job, options: StepOptions, busy: Sequence[Place]) -> tuple[Place, ...] | None:
-    """Return the step's place in `job` beside the `busy` places of its running steps; None: it has to wait.
+    """Return the step's place in `job` beside the `busy` places of its running steps.
 
-    Raises:
-        RequestError: it would not fit if the job ran nothing else.
+    None: the step must wait.
+
+    Raises: RequestError: it would not fit even if no other step of the job ran.
     """
     full = lay_out(job.shares, options.shape)
     alone = _places(job.shares, full, options, {})

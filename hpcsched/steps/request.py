@@ -1,9 +1,11 @@
-"""What a step asks for: the texts of a `StepRequest`, read and checked; also as a job of its own, for hrun alone.
+"""Parse and check a step's request: the texts of a `StepRequest`.
 
-It knows options, but neither places nor messages to nodes; it keeps nothing.
+It also makes the request of a job for hrun outside an allocation. It knows options, but neither
+placement nor messages to nodes. It keeps no state.
 
-Rules: the texts come from a user, so every value is checked here, and refused with what was expected. Options that mean
-something to hrun alone may come along and are not looked at; an unknown one is refused.
+Rules: the texts come from a user. Every value is checked here, and a rejected value is reported
+with what was expected. Options that only hrun uses are accepted and ignored. Unknown options are
+rejected.
 
 Source: srun(1).
 """
@@ -49,7 +51,8 @@ T = TypeVar("T")
 
 MAX_ENV_BYTES = 4 << 20
 
-# What a step's options may be; those without a reader above mean something to hrun, or to the job made for the step.
+# Options of a step. Those without a reader above are used by hrun only, or by the job made for the
+# step.
 KNOWN_OPTIONS = frozenset(
     [
         "account",
@@ -128,11 +131,11 @@ COMPONENT_OPTIONS = frozenset(stepoptions.OF_A_COMPONENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """A step's request, read. GPU counts: None where the user did not say."""
+    """A step's request, parsed. GPU counts: None if the user gave none."""
 
     name: str
     shape: StepShape
-    cpus_given: bool = False  # --cpus-per-task was
+    cpus_given: bool = False  # --cpus-per-task was given
     overlap: bool = False
     mem_mib: int | None = None  # on each node
     mem_per_cpu_mib: int | None = None
@@ -140,8 +143,8 @@ class StepOptions:
     gpus_per_node: int | None = None
     gpus_per_task: int | None = None
     limit_s: float | None = None
-    signal: SignalSpec | None = None  # sent before that limit; None also for a job of its own, which sends it
-    distribution: str = "block"  # as SLURM_DISTRIBUTION says it; `shape` has what it does
+    signal: SignalSpec | None = None  # sent before that limit; None also if the step's own job sends it
+    distribution: str = "block"  # as in SLURM_DISTRIBUTION; `shape` has its effect
     task_prolog: str = ""
     task_epilog: str = ""
     wait_for_children: bool = False
@@ -152,21 +155,22 @@ class StepOptions:
     label: bool = False
     kill_on_bad_exit: bool = False
     remote_shell: bool = False
-    preserve_env: bool = False  # what the step command's environment says of tasks and nodes goes before what is so
+    # Task and node variables of the step command's environment override the real values.
+    preserve_env: bool = False
 
 
 def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
-    """Return what `request` asks for as a step of `job`.
+    """Return the request of a step of `job`.
 
-    Raises:
-        RequestError: unknown or unreadable options, no command, a relative directory, an environment that cannot be.
+    Raises: RequestError: unknown or unreadable options, no command, a relative directory, an
+    invalid environment.
     """
     _check_command(request)
     given = _Given(request.options)
     per_node, gres = given.value("gpus-per-node", parse_gpus), given.value("gres", parse_gres)
     if gres is not None and gres.shards:
         _check_shards(gres.shards, job)
-        gres = None  # it sees the GPU that the job has a part of
+        gres = None  # the step sees the GPU of which the job has a part
     options = StepOptions(
         name=_name(request, given),
         shape=_shape(given, job),
@@ -198,10 +202,9 @@ def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
 
 
 def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
-    """Return the job, without a batch step, that must be allocated before `request` can be a step of it.
+    """Return the job, without a batch step, in which `request` can run as a step.
 
-    Raises:
-        RequestError: as `read_options`.
+    Raises: RequestError: as `read_options`.
     """
     _check_command(request)
     given = _Given(request.options)
@@ -244,7 +247,7 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
 
 
 def _asked_of_nodes(given: _Given) -> dict[str, Any]:
-    """Return the fields of a job's specification, or a component's, that say what it needs of its nodes."""
+    """Return the fields of a job's or component's specification that describe its nodes."""
     nodes = given.value("nodes", parse_nodes)
     low, high = nodes or (1, 1)
     gres = given.value("gres", parse_gres) or Gres()
@@ -280,7 +283,7 @@ def _asked_of_nodes(given: _Given) -> dict[str, Any]:
 
 
 class _Given:
-    """The options that came, read by name."""
+    """The given options, read by name."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         unknown = sorted(set(options) - KNOWN_OPTIONS)
@@ -326,7 +329,7 @@ def _name(request: protocol.StepRequest, given: _Given) -> str:
 
 
 def _shape(given: _Given, job: Job) -> StepShape:
-    """Return what the step asks for. Its parts, if it has some (srun A : B), are a list of options as JSON."""
+    """Return the step's shape. Its parts (srun A : B), if any, are lists of options as JSON."""
     given_parts = _listed(given.text("parts"), PART_OPTIONS)
     groups = [
         _groups(one, job, at if given_parts else _named_group(one, job))
@@ -340,7 +343,7 @@ def _shape(given: _Given, job: Job) -> StepShape:
             for part, its in zip(given_parts, groups, strict=True)
             for at in its
         ]
-    else:  # one program in several components: as many parts
+    else:  # one program in several components: one part for each
         cpus_said = bool(given.text("cpus-per-task"))
         parts = [
             replace(shape, component=at, cpus_per_task=shape.cpus_per_task if cpus_said else _default_cpus(job, at))
@@ -355,14 +358,17 @@ def _shape(given: _Given, job: Job) -> StepShape:
 
 
 def _named_group(given: _Given, job: Job) -> int:
-    """Return the component with the nodes that --nodelist names, as mpirun does of its daemons; else the first."""
+    """Return the component with the nodes of --nodelist; the first if it names none.
+
+    mpirun names nodes in this way for its daemons.
+    """
     named = given.value("nodelist", parse_node_names) or ()
     found = {share.component for share in job.shares if share.node in named}
     return found.pop() if len(found) == 1 else 0
 
 
 def _groups(given: _Given, job: Job, default: int) -> list[int | None]:
-    """Return the components of a heterogeneous job that a step, or a part of one, is to run in; of another job None."""
+    """Return the components of a heterogeneous job for a step or its part; else [None]."""
     text = given.text("het-group")
     wanted: list[int | None] = [default]
     if text:
@@ -388,7 +394,10 @@ def _group_numbers(text: str) -> tuple[int, ...]:
 
 
 def _listed(text: str, known: frozenset[str]) -> list[_Given]:
-    """Return the parts of a step, or the components of a job: lists of options, each of them `known`, as JSON."""
+    """Return the parts of a step, or the components of a job.
+
+    They are JSON lists of options, each of them `known`.
+    """
     if not text:
         return []
     try:
@@ -427,14 +436,15 @@ def _when(given: _Given, name: str, now_s: float) -> int | None:
 
 
 def _count(requests: tuple[GpuRequest, ...] | None) -> int | None:
-    """Return how many GPUs these are; their type was settled when the job got its nodes."""
+    """Return the number of GPUs; their type was fixed when the job got its nodes."""
     return None if requests is None else sum(request.count for request in requests)
 
 
 def _with_own_gpus(options: StepOptions, job: Job) -> StepOptions:
-    """Return `options` with the GPUs for each task that the job asked for, where that shares out all the job's GPUs.
+    """Return `options` with the job's GPUs per task, if that distributes all GPUs of the job.
 
-    Other steps see all GPUs: one task on each node may be an mpirun's daemon, whose ranks are to find their GPUs.
+    Other steps see all GPUs: one task per node may be a daemon of mpirun, whose ranks must find
+    their GPUs.
     """
     each = _count(job.spec.gpus_per_task)
     if not each:
@@ -452,7 +462,7 @@ def _default_cpus(job: Job, component: int | None) -> int:
 
 
 def _with_fitting_cpus(options: StepOptions, job: Job) -> StepOptions:
-    """Return `options` with the job's cpus per task, or with one cpu where that cannot be."""
+    """Return `options` with the job's CPUs per task, or with one CPU if these do not fit."""
     try:
         lay_out(job.shares, options.shape)
     except RequestError:

@@ -1,20 +1,24 @@
-"""The steps of running jobs: where the tasks go, which step waits, how it ends. Who may start one: `steprights`.
+"""The steps of running jobs: start them, queue them, follow them to their end.
 
-`StepService` supervises every step but the batch step. It does no I/O: it speaks through the callables in
-`StepPorts`. It does not know how a job gets its nodes, what a process is, or what a row looks like on disk.
+`StepService` supervises every step except the batch step. It does no I/O: it acts through the
+callables in `StepPorts`. It does not know how a job gets its nodes, what a process is, or how a row
+is stored on disk.
 
 Rules:
 
-- A step belongs to the stream of the step command (hrun, hrsh) that asked for it: its *origin*. If that stream closes,
-  the step ends. Only the origin may feed, signal or acknowledge; only the node that a token was made for may report
-  on it.
-- A step on several nodes is prepared on all of them before a task starts on any: `Go` follows the last READY. If one cannot,
-  none starts.
-- Steps of a job that need the same cpus run one after the other, in the order of their requests, except `overlap` ones.
-- Every call may be repeated. `record` is called before the `send`s that rely on it: the caller commits in between.
-- After a restart of the controller, steps are found again by what the nodes say (`node_welcome`), by what their step
-  commands' agents ask (`StepAsked`), and by their rows (`stepkept`). What no task has run of, or will, is asked for again
-  by its step command; what a node does not know of, and has not ended, is revoked there first.
+- A step belongs to the stream of the step command (hrun, hrsh) that requested it: its *origin*. If
+  that stream closes, the step ends. Only the origin may send input, signal or acknowledge. Only the
+  node for which a token was made may report on it.
+- A step on several nodes is prepared on all of them before any task starts: `Go` follows the last
+  READY. If one node cannot prepare it, no task starts.
+- Steps of a job that need the same CPUs run one after the other, in the order of their requests.
+  `overlap` steps are exempt.
+- Every call is idempotent. `record` is called before the `send`s that depend on it: the caller
+  commits in between.
+- After a restart of the controller, steps are recovered from three sources: the nodes' reports
+  (`node_welcome`), the requests of step commands' agents (`StepAsked`), and the rows of the steps.
+  If no task of a step has run or will run, its step command requests it again. If a node does not
+  know a launch and has not ended it, the launch is first revoked there.
 
 Sources: srun(1); the launch protocol in hpcnode.wire.protocol.
 """
@@ -52,13 +56,17 @@ from hpcsched.steps.step import (
 )
 from hpcsched.steps.table import StepQueues, StepTable, Waiting
 
-# ----- who may have steps started, in which job, and when
-# Only the job's owner, root or an admin may add a step. Who asks is what the kernel said to the head, or on a node the owner of
-# the job that the agent vouches for: user numbers of another machine mean nothing here.
+# ----- permissions: who may start a step, in which job, and when
+# Only the job's owner, root or an admin may add a step. On the head, the kernel reports the uid of
+# the caller. On a node, the agent vouches for the owner of the job: uids of another machine have no
+# meaning here.
 
 
 def permitted_job(ports: StepPorts, origin: Origin, said: protocol.FromStream, job_id: JobId) -> Job:
-    """Return the job if the step command behind `origin` may have a step started in it now; raise what refuses it."""
+    """Return the job if the step command behind `origin` may start a step in it now.
+
+    Raises the reason for a refusal.
+    """
     job = ports.job(job_id)
     if job is None:
         raise NotFoundError(f"cannot start a step in job {job_id}: Invalid job id specified")
@@ -69,15 +77,15 @@ def permitted_job(ports: StepPorts, origin: Origin, said: protocol.FromStream, j
         raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
     if ports.is_adopted(job):
         raise RequestError(f"cannot start a step in job {job_id}: it runs from before the database was restored")
-    # The node's word that the batch step has started may come after the first hrun of its script.
-    # And a script may ask just when it is suspended: then its nodes prepare the step, and let it go with the rest.
+    # The node may report the start of the batch step after the first hrun of its script.
+    # Nodes of a suspended job prepare the step now, and start it when the job resumes.
     if job.state is not JobState.RUNNING and not (in_job and may_launch(job)):
         raise RequestError(f"cannot start a step in job {job_id}: it is {job.state}, not RUNNING")
     return job
 
 
 def asking_uid(ports: StepPorts, origin: Origin, said: protocol.FromStream) -> int:
-    """Return who asks, in the user numbers of the head. Raises PermissionDeniedError."""
+    """Return the caller's uid on the head. Raises PermissionDeniedError."""
     if origin[0] == HEAD:
         return said.uid
     home = ports.job(JobId(said.job_id))
@@ -93,24 +101,28 @@ def _may_act(ports: StepPorts, uid: int, job: Job) -> bool:
 
 
 def may_launch(job: Job, node: NodeName | None = None) -> bool:
-    """Return whether the job has its nodes (and this one), and is not on its way to its end."""
+    """Return whether the job has its nodes, `node` among them, and is not ending."""
     running = job.state in (JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
     return running and (node is None or node in job.held_nodes)
 
 
-# ----- what the row of a step keeps for the controllers after this one: who asked for it, and how far it is on each node
-# With it a step that a controller began is minded by the next as if it were its own; it knows how what was reported and
-# acknowledged has ended, and that a launch which no node knows of never ran. It is kept after the step's end as well, as long
-# as the job runs: its step command may not have heard of the end yet, and output may still be on its way.
+# ----- the stored row of a step, for later controllers: its origin and its progress on each node
+# With it, the next controller supervises the step as its own. That controller knows how reported
+# and acknowledged tasks ended, and that a launch unknown to all nodes never ran. The row is kept
+# until the job ends, because the step command may not have received the end yet, and output may
+# still arrive.
 #
-# JSON, because nobody but a controller reads it.
+# The format is JSON, because only controllers read it.
 
 
 _KEPT = ("kill_on_bad_exit", "finished", "again", "error")
 
 
 def keep(step: Step, row: StepRecord) -> StepRecord:
-    """Return `row` with what is to be kept of `step`; nothing if that was found by the word of its nodes alone."""
+    """Return `row` with the state of `step` to keep.
+
+    `row` is unchanged if the step is known only from its nodes' reports.
+    """
     if step.asked_by is None or any(run.place is None for run in step.runs.values()):
         return row
     kept: dict[str, Any] = {"asked_by": step.asked_by, "runs": [_run_fields(run) for run in step.in_rank_order()]}
@@ -121,7 +133,7 @@ def keep(step: Step, row: StepRecord) -> StepRecord:
 
 
 def asked_by(row: StepRecord) -> Origin | None:
-    """Return who asked for the step of `row`; None: that was not kept."""
+    """Return the origin of the step of `row`; None: it was not kept."""
     if row.kept is None:
         return None
     node, stream = json.loads(row.kept)["asked_by"]
@@ -129,7 +141,7 @@ def asked_by(row: StepRecord) -> Origin | None:
 
 
 def restored(job: Job, row: StepRecord) -> Step | None:
-    """Return the step of a controller before us as its row has it; None if nothing was kept."""
+    """Return the step of a previous controller from its row; None if the row keeps no state."""
     origin = asked_by(row)
     if row.kept is None or origin is None:
         return None
@@ -174,15 +186,15 @@ def _run_of(fields: dict[str, Any]) -> StepPart:
     )
 
 
-# ----- the steps of the controllers before this one: found by what nodes report of them, and by what step commands ask
-# It makes them anew as their rows have them (`stepkept`), and puts them into the table. What becomes of them then is
-# `StepService`'s.
+# ----- steps of previous controllers: recovered from nodes' reports and step commands' requests
+# These functions rebuild the steps from their rows and put them into the table. `StepService`
+# decides what happens to them.
 
 
 def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report]:
-    """Return the reports in an agent's inventory that are of steps other than the batch step.
+    """Return the reports in an agent's inventory, except those on the batch step.
 
-    Raises ProtocolError for what is no report.
+    Raises ProtocolError for an invalid report.
     """
     try:
         reports = [protocol.read_as(protocol.Report, {**fields, "type": "Report"}) for fields in inventory]
@@ -192,7 +204,7 @@ def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report
 
 
 def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: protocol.Report) -> None:
-    """Put the step of which `node` reports into `steps`, if its job's attempt runs; have it ended if it does not."""
+    """Add the step that `node` reports to `steps` if its attempt runs; else have it ended."""
     token = LaunchToken.parse(report.token)
     if token.node != node:
         return
@@ -203,13 +215,14 @@ def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: proto
         return
     step = steps.running(job.id, job.attempt, int(token.step))  # int: of a token
     if step is None and report.stream_to is None:
-        return  # nobody can be waiting for it
+        return  # no step command can be waiting for it
     if step is None:
         row = next((row for row in ports.recorded(job.id, job.attempt) if row.step == token.step), None)
         step = (restored(job, row) if row is not None else None) or _told_by_node(
             job, int(token.step), report, row
         )  # int: of a token
-        if step.origin is not None and not step.finished:  # an agent answers with CloseStream if that stream is no more
+        # An agent answers with CloseStream if that stream no longer exists.
+        if step.origin is not None and not step.finished:
             ports.reply(step.origin, protocol.StepWaiting(job_id=job.id, text=""), b"")
     if step.found and not step.finished and node not in step.runs:
         step.runs[node] = StepPart(node=node, token=report.token)
@@ -217,9 +230,9 @@ def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: proto
 
 
 def asked_before(ports: StepPorts, origin: Origin, said: protocol.FromStream) -> Step | None:
-    """Return the step that a controller before us began for `origin`, and may have ended; None: none has.
+    """Return the step that a previous controller started for `origin`; None: there is none.
 
-    Raises RequestError: its job is over.
+    The step may have ended. Raises RequestError: its job has ended.
     """
     job = ports.job(JobId(said.job_id))
     if job is None or job.attempt != said.attempt or job.state not in ACTIVE:
@@ -229,7 +242,7 @@ def asked_before(ports: StepPorts, origin: Origin, said: protocol.FromStream) ->
 
 
 def _told_by_node(job: Job, number: int, report: protocol.Report, row: StepRecord | None) -> Step:
-    """Return a step of which nothing is known but a node's report and its row."""
+    """Return a step that is known only from a node's report and its row."""
     assert report.stream_to is not None
     origin = (NodeName(report.stream_to.node), report.stream_to.stream)
     gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
@@ -248,11 +261,14 @@ def _told_by_node(job: Job, number: int, report: protocol.Report, row: StepRecor
     )
 
 
-# ----- what a step command may ask for beside a step: that its job gives nodes back, and to hear another's output
+# ----- other requests of a step command: shrink its job, and receive another step's output
 
 
 def resize(ports: StepPorts, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
-    """Have the job give back what it has beyond so many nodes. Raises RequestError and what `permitted_job` raises."""
+    """Shrink the job to the requested number of nodes.
+
+    Raises RequestError and the errors of `permitted_job`.
+    """
     if not request.job_id:
         raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
     job = permitted_job(ports, origin, said, JobId(request.job_id))
@@ -270,7 +286,10 @@ def attachable(
     said: protocol.FromStream,
     request: protocol.StepRequest,
 ) -> Step:
-    """Return the running step whose output `origin` may hear. Raises NotFoundError and what `permitted_job` raises."""
+    """Return the running step whose output `origin` may receive.
+
+    Raises NotFoundError and the errors of `permitted_job`.
+    """
     job = permitted_job(ports, origin, said, JobId(request.job_id))
     number = str(request.options["attach"])
     step = (
@@ -285,9 +304,10 @@ def attachable(
     return step
 
 
-# ----- who listens to a running step beside the step command that asked for it (sattach): output is copied to them as it comes
-# A listener acknowledges nothing and holds up nobody: from its request on it gets what the nodes send; one that reads too
-# slowly is cut off by whoever holds its connection. Knows neither permissions nor what a step is told.
+# ----- listeners to a running step, besides its own step command (sattach)
+# Output is copied to listeners as it arrives from the nodes. A listener acknowledges nothing and
+# delays no other client. The owner of its connection disconnects a listener that reads too slowly.
+# It knows neither permissions nor the messages to a step.
 
 
 class Watching:
@@ -301,12 +321,12 @@ class Watching:
         return origin in self._steps
 
     def add(self, origin: Origin, step: Step) -> None:
-        """Let `origin` hear the step from now on."""
+        """Send the step's output to `origin` from now on."""
         self._steps[origin] = step
         self._tell(origin, step, on=True)
 
     def drop(self, origin: Origin) -> None:
-        """It is gone."""
+        """Remove `origin`: its connection has closed."""
         step = self._steps.pop(origin, None)
         if step is not None:
             self._tell(origin, step, on=False)
@@ -316,7 +336,7 @@ class Watching:
         return self._steps.get(origin) is step
 
     def over(self, step: Step) -> list[Origin]:
-        """The step is over: forget who listens to it, and return them."""
+        """Remove the listeners of a step that has ended, and return them."""
         origins = [origin for origin, watched in self._steps.items() if watched is step]
         for origin in origins:
             del self._steps[origin]
@@ -334,7 +354,7 @@ _BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)
 
 
 class StepService:
-    """All steps that wait or run. See the module's rules."""
+    """All waiting and running steps. See the module's rules."""
 
     def __init__(self, ports: StepPorts) -> None:
         self._ports = ports
@@ -344,14 +364,14 @@ class StepService:
         self._watching = Watching(ports.send)
         self._numbers: dict[tuple[JobId, int], int] = {}
         self._welcomed: set[NodeName] = set()
-        self._unclaimed: set[JobId] = set()  # allocations that run, and nobody known asked for
+        self._unclaimed: set[JobId] = set()  # running allocations without a known step command
 
-    # ----- what step commands say
+    # ----- messages from step commands
 
     def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
-        """Act on what the step command on a stream of `node` (HEAD: of the controller) said.
+        """Handle a message of the step command on a stream of `node` (HEAD: of the controller).
 
-        A refusal is answered with StepEnded and its error; nothing is raised.
+        A refusal is answered with StepEnded and its error. No exception is raised.
         """
         origin = (node, said.stream)
         try:
@@ -371,7 +391,7 @@ class StepService:
             self._refuse(origin, str(error))
 
     def on_stream_closed(self, origin: Origin) -> None:
-        """End what the step command behind `origin` had asked for: it is gone."""
+        """End the request of the step command behind `origin`: its stream has closed."""
         for job_id in self._queues.drop(origin):
             self._start_waiting(job_id)
         for job_id, waiting in list(self._held.items()):
@@ -389,10 +409,10 @@ class StepService:
             step.left = True
             self._end(step, "its step command went away", state="CANCELLED")
 
-    # ----- what nodes say
+    # ----- messages from nodes
 
     def on_report(self, node: NodeName, report: protocol.Report) -> bool:
-        """Take in a report on a step's token; return whether it is of a step known here."""
+        """Handle a report on a step's token; return whether the step is known here."""
         found = self._steps.of_token(node, report.token)
         if found is None:
             return False
@@ -411,12 +431,12 @@ class StepService:
             self._end(step, "failed elsewhere" if step.error else "bad exit")
         self._finish_if_over(step)
         if not step.finished:
-            self._record(step)  # the report is acknowledged with this commit: the next controller will not hear it
+            self._record(step)  # this commit acknowledges the report: the next controller will not receive it
         self._start_waiting(step.job.id)
         return True
 
     def output_origin(self, node: NodeName, output: protocol.Output | protocol.InputAck) -> Origin | None:
-        """Return where `output`, which came from `node`, must go; None: nobody wants it (drop it)."""
+        """Return the destination of `output` from `node`; None: it has none (drop it)."""
         found = self._steps.of_token(node, output.token)
         if found is None:
             return None
@@ -424,12 +444,13 @@ class StepService:
         return origin if found[0].origin == origin or self._watching.hears(origin, found[0]) else None
 
     def node_welcome(self, node: NodeName, inventory: Iterable[Mapping[str, Any]]) -> None:
-        """Compare what `node` knows (its `Welcome.inventory`) with what is known here, after every connection.
+        """Compare the inventory of `node` (`Welcome.inventory`) with the steps known here.
 
-        Steps that nobody here knows are found again if their job's attempt runs, and ended if it does not. Launches
-        that did not arrive are sent again, and so are orders to end. Each step command there, or with tasks there, is said
-        an empty word: it asks for output that went to nobody. Of one that has ended with an agent that was killed, the next
-        agent answers that it is gone.
+        Call it after every connection. Unknown steps are recovered if their job's attempt runs, and
+        ended if it does not. Launches that did not arrive are sent again, and so are orders to end.
+        Each step command there, or with tasks there, gets an empty message: it asks for output that
+        was not delivered. If a step command ended together with a killed agent, the next agent
+        answers that the step command no longer exists.
         """
         self._welcomed.add(node)
         for origin, job_id in self._streams_of(node):
@@ -452,12 +473,13 @@ class StepService:
             self._finish_if_over(step)
         self._release_unclaimed()
 
-    # ----- what becomes of jobs
+    # ----- events of jobs
 
     def job_running(self, job: Job) -> None:
-        """Start the step that `job` was allocated for. Call it when a job without a batch step has its nodes.
+        """Start the step for which `job`, a job without a batch step, was allocated.
 
-        At a restart of the controller call it again for each that runs: one that nobody asks for any more is released.
+        Call it when the job has its nodes. After a restart of the controller, call it again for
+        each such running job. A job that no step command requests any more is released.
         """
         waiting = self._held.pop(job.id, None)
         if waiting is None and job.spec.no_shell:
@@ -474,13 +496,13 @@ class StepService:
             self._ports.release(job.id, ExitStatus(code=1))
 
     def job_ending(self, job: Job) -> None:
-        """Note of the job's steps what their tasks are being ended for."""
+        """Record in the job's steps why their tasks are being ended."""
         for step in self._steps.of_job(job.id):
             if step.job.attempt == job.attempt:
                 blame_job(step, job)
 
     def job_ended(self, job_id: JobId, why: str = "") -> None:
-        """End every step of the job's attempt, waiting or not: nothing of it is left on its nodes."""
+        """End every step of the job's attempt, waiting or running: none is left on its nodes."""
         text = f"job {job_id} has ended" + (f": {why}" if why else "")
         self._unclaimed.discard(job_id)
         waiting = self._queues.take_all(job_id)
@@ -496,7 +518,7 @@ class StepService:
             self._finish(step)
 
     def act_on(self, job: Job, number: int, signum: int | None, by: str) -> bool:
-        """Send a signal to the tasks of the job's running step, or (None) end it; return whether there is one."""
+        """Signal or (None) end the job's running step; return whether it exists."""
         step = self._steps.running(job.id, job.attempt, number)
         if step is not None and signum is not None:
             self._signal(step, signum)
@@ -506,12 +528,12 @@ class StepService:
         return step is not None
 
     def concerns(self, job_id: JobId) -> bool:
-        """Return whether a step of the job waits or runs here, or one is awaited."""
+        """Return whether the job has a waiting, running or expected step here."""
         known = job_id in self._queues or job_id in self._held or job_id in self._unclaimed
         return known or bool(self._steps.of_job(job_id))
 
     def running(self, job_id: JobId) -> list[tuple[int, str, tuple[NodeName, ...]]]:
-        """Return number, name and nodes of the job's steps that run."""
+        """Return number, name and nodes of the job's running steps."""
         return [(step.number, step.name, tuple(step.runs)) for step in self._steps.of_job(job_id)]
 
     # ----- requests
@@ -539,7 +561,7 @@ class StepService:
             raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
 
     def _test(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
-        """Say where a step of a running job would start, and start nothing."""
+        """Tell `origin` where a step of a running job would start, without starting it."""
         options = read_options(request, job)
         places = place_step(job, options, self._busy(job)) or ()
         nodes = ",".join(place.tasks.node for place in places)
@@ -550,7 +572,7 @@ class StepService:
         self._refuse(origin, "")
 
     def _attach(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
-        """Have `origin` hear the output of a running step."""
+        """Send the output of a running step to `origin`."""
         step = attachable(self._ports, self._steps, origin, said, request)
         self._ports.reply(origin, step.started(), b"")
         self._watching.add(origin, step)
@@ -562,7 +584,7 @@ class StepService:
     def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
         options = read_options(request, job)
         waiting = Waiting(origin, request, options)
-        place_step(job, options, ())  # refused now rather than after a wait
+        place_step(job, options, ())  # an impossible step is refused now, not after a wait
         if job.id not in self._queues or options.overlap:
             place = place_step(job, options, self._busy(job))
             if place is not None:
@@ -576,7 +598,7 @@ class StepService:
         return [run.place for run in runs if run.place is not None and not run.ended]
 
     def _start_waiting(self, job_id: JobId) -> None:
-        """Start, in their order, the waiting steps of the job that fit now."""
+        """Start the waiting steps of the job that fit now, in their order."""
         job = self._ports.job(job_id)
         while job is not None and may_launch(job) and (waiting := self._queues.first(job_id)) is not None:
             assert waiting.options is not None
@@ -624,7 +646,7 @@ class StepService:
             self._ports.send(node, launch, b"")
 
     def _go_if_ready(self, step: Step, runs: Iterable[StepPart]) -> None:
-        """Let these tasks go if all nodes of the step are ready (or beyond that); may be said again."""
+        """Start these tasks if all nodes of the step are ready or running; may be repeated."""
         if step.ending or step.finished or len(step.nodes) < 2 or set(step.runs) != set(step.nodes):
             return
         step.gone = all(run.ready or run.ended for run in step.runs.values())
@@ -633,7 +655,10 @@ class StepService:
                 self._ports.send(run.node, protocol.Go(token=run.token), b"")
 
     def _tell_started(self, step: Step) -> None:
-        """Say to the step command of a step found again that it runs, as soon as it cannot be asked for again."""
+        """Tell the step command of a recovered step that it runs.
+
+        This happens once the step cannot be requested again.
+        """
         sure = step.gone or step.finished or (len(step.nodes) < 2 and any(run.started for run in step.runs.values()))
         if step.told or step.again or not sure or step.origin is None or not step.is_whole:
             return
@@ -665,7 +690,7 @@ class StepService:
     def _finish_if_over(self, step: Step) -> None:
         if step.finished or not all(run.ended for run in step.runs.values()):
             return
-        if len(step.runs) < len(step.nodes):  # the controller before kept nothing of the others
+        if len(step.runs) < len(step.nodes):  # the previous controller kept no state of the other nodes
             if not self._welcomed.issuperset(step.nodes):
                 return
             step.error = step.error or UNKNOWN_END
@@ -695,7 +720,8 @@ class StepService:
             raise ProtocolError("cannot reach a task of another's step")
         if isinstance(message, protocol.OutputAck) and message.again:
             message = protocol.changed(message, to=protocol.Address(node=origin[0], stream=origin[1]))
-        if found is not None:  # else it is over, or not found again yet: what is missed then is asked for again
+        # Else it has ended or is not recovered yet: missed messages are requested again.
+        if found is not None:
             self._ports.send(found[1].node, message, blob)
 
     def _on_signal(self, origin: Origin, signum: int) -> None:
@@ -713,34 +739,35 @@ class StepService:
             if not run.ended:
                 self._ports.send(run.node, protocol.SignalStep(token=run.token, signum=signum), b"")
 
-    # ----- after a loss of connection
+    # ----- after a lost connection
 
     def _absent(self, step: Step, run: StepPart) -> None:
-        """Deal with a run that its node does not know: its launch was lost on the way, or its record is lost."""
+        """Handle a run that its node does not know: its launch or its record was lost."""
         job = self._ports.job(step.job.id)
         held = job is not None and job.attempt == step.job.attempt and may_launch(job, run.node)
         if run.launch is not None and not run.started and not step.ending and held:
             self._ports.send(run.node, run.launch, b"")
             return
-        began = step.found and any(other.released for other in step.runs.values())  # all had it then, this node too
+        # All nodes had it then, this one too.
+        began = step.found and any(other.released for other in step.runs.values())
         if not run.started and step.found and not step.ending and not began:
             self._end(step, HALF_THERE)
             return
-        if not run.started and not began:  # bars it for ever, wherever its launch may still be
+        if not run.started and not began:  # revokes it permanently, even if its launch arrives later
             self._ports.send(run.node, self._end_step(run, "ending"), b"")
             return
         no_word(step, run, f"{run.node} knows nothing of the step any more")
         self._end(step, "lost on another node")
 
     def _end_if_half_there(self, step: Step) -> None:
-        """Have a step of a controller before us revoked if a node has spoken and not of its part of it."""
+        """End a recovered step if a node has reported and does not know its part."""
         known = [run for run in step.runs.values() if run.node in self._welcomed and not run.ended]
         missing = next((run for run in known if not run.started), None)
         if step.found and not step.ending and missing is not None:
             self._absent(step, missing)
 
     def _on_asked(self, origin: Origin, said: protocol.FromStream) -> None:
-        """Say to a step command whose connection, or controller, was lost what is known of what it had asked for."""
+        """Tell a step command that reconnects the state of its request."""
         step = self._steps.of_origin(origin)
         if step is None and self._is_busy(origin):
             return
@@ -761,7 +788,10 @@ class StepService:
             self._tell_started(step)
 
     def _streams_of(self, node: NodeName) -> list[tuple[Origin, JobId]]:
-        """Return the step commands that wait for a step on `node`, or whose step has to do with it, and for which job."""
+        """Return the step commands that use `node`, each with its job.
+
+        They wait for a step there, or their step has tasks there.
+        """
         waiting = [(origin, job_id) for origin, job_id in self._queues.origins() if origin[0] == node]
         return [(origin, step.job.id) for origin, step in self._steps.asked_for(node)] + waiting
 

@@ -1,6 +1,7 @@
-"""One step as the controller follows it: its part on each node, how each part ended, and the row that is kept of it.
+"""One step as the controller follows it: its part on each node, its end, and its row.
 
-It knows neither the job's other steps nor who must be told. `StepService` alone changes these values.
+It knows neither the job's other steps nor the recipients of messages. Only `StepService` changes these
+values.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from hpcsched.model.job import Job, JobState
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.placement import Place
 
-# ----- what nodes have measured of a step, as the columns of its row
+# ----- resource usage of a step as its nodes measured it, as columns of its row
 
 
-_MOST = (
-    2.0**53
-)  # of a node that sends what cannot be: beyond this nothing is exact, and SQLite has no larger integers to spare
+_MOST = 2.0**53  # larger values from a node are rejected: inexact as floats, and sums must fit in SQLite
 
 
 class Used(TypedDict):
-    """What a step has used, by column; None: no node has said."""
+    """Resource usage of a step, by column; None: no node has reported."""
 
     cpu_user_s: float | None
     cpu_system_s: float | None
@@ -34,7 +33,7 @@ class Used(TypedDict):
 
 
 def used(usages: Iterable[Mapping[str, float]]) -> Used:
-    """Return what the step has used by the word of each of its nodes."""
+    """Return the step's resource usage, from the reports of its nodes."""
     told = list(usages)
 
     def values(name: str) -> list[float]:
@@ -58,22 +57,22 @@ UNKNOWN_END = "the controller was restarted: how some of the tasks ended is not 
 ASK_AGAIN = protocol.StepEnded(
     codes=[], signals=[], error="the controller was restarted before it could start the step", again=True
 )
-_UNKNOWN_CODE = 1  # for tasks of which no exit status will ever be known
+_UNKNOWN_CODE = 1  # for tasks whose exit status is lost
 
 
 @dataclass(slots=True)
 class StepPart:
-    """A step on one node. `launch` is None after a restart, and `place` if the controller before had not kept it."""
+    """A step on one node. `launch` is None after a restart; `place` too if it was not kept."""
 
     node: NodeName
     token: str
     place: Place | None = None
     launch: protocol.Launch | None = None
     started: bool = False  # its launch has arrived
-    ready: bool = False  # waits for Go, or has had it
+    ready: bool = False  # waits for Go, or has received it
     released: bool = False
     ended: bool = False
-    revoked: bool = False  # no task of it has run or will
+    revoked: bool = False  # no task of it has run or will run
     codes: list[int] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     usage: dict[str, float] = field(default_factory=dict)
@@ -81,35 +80,39 @@ class StepPart:
 
 @dataclass(slots=True)
 class Step:
-    """A step and all its runs. `nodes` are in rank order; `runs` of a step found again may miss some of them."""
+    """A step and its runs. `nodes` are in rank order; a recovered step may lack some `runs`."""
 
     job: Job
     number: int
-    origin: Origin | None  # None: its step command is gone
+    origin: Origin | None  # None: its step command has closed its stream
     name: str
     nodes: tuple[NodeName, ...]
     ntasks: int
     started_at_s: float
-    asked_by: Origin | None = None  # its origin, also when that is gone; None: not known any more
+    asked_by: Origin | None = None  # its origin, kept after the origin has gone; None: not known
     runs: dict[NodeName, StepPart] = field(default_factory=dict)
     kill_on_bad_exit: bool = False
-    found: bool = False  # after a restart of the controller
-    told: bool = False  # its step command knows that it has its nodes
-    gone: bool = False  # its tasks were let go: all nodes were ready
+    found: bool = False  # recovered after a restart of the controller
+    told: bool = False  # its step command knows that the step has its nodes
+    gone: bool = False  # its tasks were released: all nodes were ready
     ending: bool = False
-    left: bool = False  # its step command went away, as mpirun's daemons lose theirs when they have ended well
+    # Its step command has gone, as with mpirun's daemons, which lose theirs after a normal end.
+    left: bool = False
     finished: bool = False
-    again: bool = False  # finished, and to be asked for again
+    again: bool = False  # finished, and to be requested again
     error: str = ""
-    state: str = ""  # why it ends, if not by itself: a job state's name
+    state: str = ""  # why it ends, if not by itself: name of a job state
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is known where each of its tasks is."""
+        """Return whether the node of each of its tasks is known."""
         return len(self.runs) == len(self.nodes) and all(run.place is not None for run in self.runs.values())
 
     def finish(self) -> None:
-        """It is over. One whose start a restart of the controller has prevented, and nothing else, is asked for again."""
+        """Mark the step as finished.
+
+        If only a restart of the controller prevented its start, the step command requests it again.
+        """
         self.finished = True
         revoked = [run.revoked for run in self.runs.values()]
         if not self.found or not any(revoked) or self.error or self.state:
@@ -120,22 +123,22 @@ class Step:
             self.error = HALF_THERE
 
     def end(self) -> protocol.StepEnded:
-        """Return what a step command is told of its end."""
+        """Return the message to the step command about the step's end."""
         if self.again:
             return ASK_AGAIN
         return protocol.StepEnded(codes=self.by_rank("codes"), signals=self.by_rank("signals"), error=self.error)
 
     @property
     def owns_job(self) -> bool:
-        """Whether the job was made for this step and is over with it."""
+        """Return whether the job was made for this step and ends with it."""
         return not self.job.spec.has_script and self.number == 0 and not self.job.spec.no_shell
 
     def in_rank_order(self) -> list[StepPart]:
-        """Return its runs, the one with rank 0 first."""
+        """Return its runs, in the order of their first rank."""
         return [self.runs[node] for node in self.nodes if node in self.runs]
 
     def started(self) -> protocol.StepStarted:
-        """Return what a step command is told of it; all its runs have a place."""
+        """Return the message to the step command that it has started; all its runs have a place."""
         parts = [(run.place.tasks, run.token) for run in self.in_rank_order() if run.place is not None]
         scattered = [list(tasks.ranks) for tasks, _ in parts] if any(tasks.scattered for tasks, _ in parts) else []
         return protocol.StepStarted(
@@ -146,7 +149,10 @@ class Step:
         )
 
     def by_rank(self, what: Literal["codes", "signals"]) -> list[int]:
-        """Return the tasks' codes or signals by rank; for a step that was found again, by node and its ranks."""
+        """Return the tasks' codes or signals by rank; by node if the step was recovered.
+
+        In a recovered step, each node's tasks are in the order of their ranks.
+        """
         found: list[tuple[int, int]] = []
         for run in self.in_rank_order():
             values: list[int] = getattr(run, what)
@@ -155,19 +161,22 @@ class Step:
         return [value for _, value in sorted(found)]
 
     def outcome(self) -> str:
-        """Return as what it has ended, a job state's name: one that was left and yet ended well has completed."""
+        """Return the name of the job state in which it ended.
+
+        A step whose step command left, but which ended with success, is COMPLETED.
+        """
         bad = self.went_badly() or bool(self.error)
         if self.state and not (self.left and self.state == "CANCELLED" and not bad):
             return self.state
         return "FAILED" if bad else "COMPLETED"
 
     def went_badly(self) -> bool:
-        """Return whether a task of it failed."""
+        """Return whether one of its tasks failed."""
         return any(any(run.codes) or any(run.signals) for run in self.runs.values())
 
 
 def blame_job(step: Step, job: Job) -> None:
-    """Note in `step` why its job is being ended, unless that is for the end of its script alone."""
+    """Record in `step` why its job is being ended, unless only because its script has ended."""
     if job.outcome is JobState.TIMEOUT:
         step.state = step.state or "TIMEOUT"
         step.error = step.error or f"job {job.display_id} is ended: its time limit was reached"
@@ -177,7 +186,7 @@ def blame_job(step: Step, job: Job) -> None:
 
 
 def take_end(step: Step, run: StepPart, report: protocol.Report) -> None:
-    """Put the final `report` on `run` into it and into `step`."""
+    """Copy the final `report` on `run` into `run` and `step`."""
     run.ended = True
     match report.status:
         case protocol.ENDED:
@@ -193,7 +202,7 @@ def take_end(step: Step, run: StepPart, report: protocol.Report) -> None:
 
 
 def no_word(step: Step, run: StepPart, why: str) -> None:
-    """Note that the tasks of `run` have no exit status, and in `step` why that is."""
+    """Record that the tasks of `run` have no exit status, and the reason in `step`."""
     count = run.place.tasks.count if run.place is not None else 1
     run.ended = True
     run.codes, run.signals = [_UNKNOWN_CODE] * count, [0] * count
@@ -201,7 +210,7 @@ def no_word(step: Step, run: StepPart, why: str) -> None:
 
 
 def row_of(step: Step, ended_at_s: float | None = None) -> StepRecord:
-    """Return the step's row for accounting; without `ended_at_s`, of a step that runs."""
+    """Return the step's accounting row; without `ended_at_s`, that of a running step."""
     runs = step.in_rank_order()
     code = max((code for run in runs for code in run.codes), default=0)
     signal = max((signal for run in runs for signal in run.signals), default=0)

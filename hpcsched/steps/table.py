@@ -1,6 +1,7 @@
-"""The steps of a controller, found by their numbers, their tokens and the step commands that asked for them.
+"""The steps of a controller, found by number, token or origin (their step command).
 
-A step that is over is found by its tokens and its origin until that stream closes: output may still come.
+A finished step is still found by its tokens and its origin until that stream closes, because output
+may still arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hpcsched.steps.step import Origin, Step, StepPart
 
 
 class StepTable:
-    """Iterating gives those that run, as they are now: the table may change meanwhile."""
+    """All steps. Iteration gives a copy of the running ones: the table may change meanwhile."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[JobId, int, int], Step] = {}
@@ -27,7 +28,7 @@ class StepTable:
         return iter(list(self._running.values()))
 
     def add(self, step: Step) -> None:
-        """Take in a step; once more if it has got another run."""
+        """Add a step; call it again when the step gets another run."""
         if not step.finished:
             self._running[(step.job.id, step.job.attempt, step.number)] = step
         for run in step.runs.values():
@@ -36,18 +37,18 @@ class StepTable:
             self._by_origin[step.origin] = step
 
     def is_over(self, step: Step) -> None:
-        """It runs no more."""
+        """Mark the step as no longer running."""
         self._running.pop((step.job.id, step.job.attempt, step.number), None)
         if step.origin is None:
             self.forget(step)
 
     def forget(self, step: Step) -> None:
-        """Nothing can come for it any more."""
+        """Remove the step: no more messages can arrive for it."""
         for run in step.runs.values():
             self._by_token.pop(run.token, None)
 
     def leave(self, origin: Origin) -> Step | None:
-        """Return the step of a step command that has gone."""
+        """Remove the origin that has gone, and return its step."""
         return self._by_origin.pop(origin, None)
 
     def running(self, job_id: JobId, attempt: int, number: int) -> Step | None:
@@ -63,25 +64,28 @@ class StepTable:
         return self._by_token.get(token)
 
     def of_token(self, node: NodeName, token: str) -> tuple[Step, StepPart] | None:
-        """Return the same if the token was made for this node."""
+        """Return the step of a token and its run, if the token was made for this node."""
         found = self.find(token)
         return found if found is not None and found[1].node == node else None
 
     def of_origin(self, origin: Origin) -> Step | None:
-        """Return the step that `origin` asked for, also when it is over."""
+        """Return the step that `origin` requested, even if it has finished."""
         return self._by_origin.get(origin)
 
     def asked_for(self, node: NodeName) -> list[tuple[Origin, Step]]:
-        """Return the steps that were asked for on `node` or have tasks there, and by whom."""
+        """Return the steps requested on `node` or with tasks there, with their origins."""
         return [(origin, step) for origin, step in self._by_origin.items() if origin[0] == node or node in step.runs]
 
 
-# ----- the steps that wait for the cpus of their job, which others have: in the order of their requests
-# Knows no places, nodes or messages: who may start is decided in `steps`.
+# ----- queues of steps that wait for CPUs of their job, in the order of their requests
+# Does not know placement, nodes or messages: `steps` decides which step may start.
 
 
 class Waiting(NamedTuple):
-    """A request of the step command behind `origin`; `options` None: they are read when its job has its nodes."""
+    """A request of the step command behind `origin`.
+
+    `options` None: they are read when its job has its nodes.
+    """
 
     origin: Origin
     request: protocol.StepRequest
@@ -89,7 +93,7 @@ class Waiting(NamedTuple):
 
 
 class StepQueues:
-    """A queue for each job of which a step waits."""
+    """A queue for each job that has waiting steps."""
 
     def __init__(self) -> None:
         self._queues: dict[JobId, deque[Waiting]] = {}
@@ -98,24 +102,24 @@ class StepQueues:
         return job_id in self._queues
 
     def add(self, job_id: JobId, waiting: Waiting) -> None:
-        """Put a step at the end of its job's queue."""
+        """Add a step at the end of its job's queue."""
         self._queues.setdefault(job_id, deque()).append(waiting)
 
     def first(self, job_id: JobId) -> Waiting | None:
-        """Return whose turn it is; None: no step of the job waits."""
+        """Return the first waiting step of the job; None: no step of the job waits."""
         return self._queues[job_id][0] if job_id in self._queues else None
 
     def take_first(self, job_id: JobId) -> None:
-        """Take the first step of the job, one of which must wait, out of its queue."""
+        """Remove the first step from the job's queue, which must not be empty."""
         self._queues[job_id].popleft()
         self._clear(job_id)
 
     def take_all(self, job_id: JobId) -> list[Waiting]:
-        """Take all steps of the job out of its queue and return them."""
+        """Remove all steps of the job from its queue and return them."""
         return list(self._queues.pop(job_id, ()))
 
     def drop(self, origin: Origin) -> list[JobId]:
-        """Take out what `origin` waits for; return the jobs of which it was."""
+        """Remove the waiting steps of `origin`; return their jobs."""
         jobs = list(dict.fromkeys(job_id for at, job_id in self.origins() if at == origin))
         for job_id in jobs:
             self._queues[job_id] = deque(waiting for waiting in self._queues[job_id] if waiting.origin != origin)
@@ -123,7 +127,7 @@ class StepQueues:
         return jobs
 
     def origins(self) -> list[tuple[Origin, JobId]]:
-        """Return who waits, and for a step of which job."""
+        """Return the origins of waiting steps, each with its job."""
         return [(waiting.origin, job_id) for job_id, queue in self._queues.items() for waiting in queue]
 
     def _clear(self, job_id: JobId) -> None:

@@ -1,5 +1,6 @@
-"""The database: SQLAlchemy Core and SQL live here and nowhere else.
+"""The database. SQLAlchemy Core and SQL are used only here.
 
-One SQLite file, written by one controller. Events and the rows that they changed go in together, in one transaction
-that is on disk (WAL, ``synchronous=FULL``) before anybody is answered.
+It is one SQLite file with one writer, the controller. Events and the rows that they changed are
+written in one transaction. The transaction is on disk (WAL, ``synchronous=FULL``) before any client
+gets an answer.
 """

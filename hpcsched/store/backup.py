@@ -1,13 +1,15 @@
-"""Copies of the database while it is used, and the way back: `back_up` and `restore`.
+"""Back up the database while it is in use, and restore it: `back_up` and `restore`.
 
-A restored database is another life of the cluster: it has a new incarnation, so that whatever was launched since the
-backup, under ids that will come round again, can be told from what is launched from now on. What that means for jobs and
-nodes is the controller's to know (see man/adr/0003).
+A restored database gets a new incarnation. Launches since the backup used ids that will be used
+again; the incarnation distinguishes them from later launches. The controller decides what this
+means for jobs and nodes (see man/adr/0003).
 
-Rules: a backup is whole or not there, private, and never replaces a file. A restore checks all before it changes
-anything, keeps what was there beside, and at every moment there is a whole database in place.
+Rules: a backup is complete or absent. It is private, and never replaces a file. A restore checks
+everything before it changes anything, and keeps the old database beside the new one. A complete
+database is in place at every moment.
 
-Sources: SQLite's documentation of its online backup API, and of what makes up a database in WAL mode.
+Sources: SQLite's documentation of its online backup API, and of the files of a database in WAL
+mode.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from hpcsched.store.engine import APPLICATION_ID, open_database
 from hpcsched.store.migrations import MIGRATIONS
 
 BUSY_S = 5.0
-MAX_IDS_BETWEEN = 10_000  # left free where nobody can say how many were given since the backup
+MAX_IDS_BETWEEN = 10_000  # left unused if it is not known how many ids were given since the backup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What is in a database file, as far as a person about to restore it wants to know."""
+    """Summary of a database file, for an admin about to restore it."""
 
     incarnation: str
     last_job_id: int
@@ -42,7 +44,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a restore did. `kept` is where the database of before is now, None if there was none."""
+    """Result of a restore. `kept` is the old database's new path, None if there was none."""
 
     contents: Contents
     incarnation: str
@@ -50,9 +52,10 @@ class Restored:
 
 
 def back_up(database: Path, target: Path) -> int:
-    """Write a copy of the database, as it is at one moment, to the new file `target`; return its size in bytes.
+    """Write a consistent copy of the database to the new file `target`; return its bytes.
 
-    To be called beside a running controller, in a thread of its own. Raises RequestError if `target` cannot be made.
+    Call it in a separate thread of a running controller. Raises RequestError if `target` cannot be
+    created.
     """
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
@@ -62,7 +65,7 @@ def back_up(database: Path, target: Path) -> int:
     try:
         _copy(database, part)
         _sync(part)
-        os.link(part, target)  # unlike a rename it never replaces what is there
+        os.link(part, target)  # unlike a rename, it never replaces a file
         _sync(target.parent)
         return target.stat().st_size
     except FileExistsError:
@@ -76,12 +79,15 @@ def back_up(database: Path, target: Path) -> int:
 def _copy(database: Path, part: Path) -> None:
     with closing(_connected(database, "ro")) as source, closing(_connected(part, "rw")) as copy:
         source.backup(copy)
-        copy.execute("PRAGMA journal_mode=DELETE")  # one file, that can be carried away
+        copy.execute("PRAGMA journal_mode=DELETE")  # a single file, which can be copied
         _check_whole(copy, part)
 
 
 def contents_of(path: Path) -> Contents:
-    """Return what is in the database file at `path`, read as a whole. Raises ConfigError if it is none of ours."""
+    """Return the contents of the database file at `path`, after reading all of it.
+
+    Raises ConfigError if it is not our database.
+    """
     if not path.is_file():
         raise ConfigError(f"cannot read the database {path}: there is no such file")
     try:
@@ -94,7 +100,8 @@ def contents_of(path: Path) -> Contents:
 
 
 def _contents(connection: sqlite3.Connection) -> Contents:
-    from hpcsched.store.queries import Seldom  # SQLAlchemy: the controller imports this module to make backups only
+    # SQLAlchemy: the controller imports this module only for backups
+    from hpcsched.store.queries import Seldom
 
     incarnation, jobs, unfinished, last_job_id, at_s = Seldom(connection).counts()
     return Contents(
@@ -107,11 +114,12 @@ def _contents(connection: sqlite3.Connection) -> Contents:
 
 
 def restore(backup: Path, database: Path, *, now_s: float, suffix: str, strays: str = "adopt") -> Restored:
-    """Put a copy of `backup` in the place of `database`, as a new incarnation; what was there stays beside, with `suffix`.
+    """Replace `database` by a copy of `backup`, as a new incarnation.
 
-    `strays`: what becomes of what the nodes run from before: "end", "ask" an admin, or "adopt" what the backup
-    knows and ask about the rest.
-    The controller must not run. Raises ConfigError if the backup is not whole, UnavailableError if something reads the
+    The old database is kept beside it, with `suffix`. The controller must not run. `strays`: what
+    happens to processes on nodes from before the restore. "end" ends them, "ask" asks an admin,
+    "adopt" keeps the ones that the backup knows and asks about the rest.
+    Raises ConfigError if the backup is damaged, UnavailableError if another process reads the
     present database.
     """
     contents = contents_of(backup)
@@ -125,7 +133,8 @@ def restore(backup: Path, database: Path, *, now_s: float, suffix: str, strays: 
             open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
         ):
             shutil.copyfileobj(source, file)
-        # Ids given since the backup were printed, and name output files: they do not come round again.
+        # Ids given since the backup were printed and name output files: they must not be used
+        # again.
         last_job_id = max(
             contents.last_job_id, present.last_job_id if present else contents.last_job_id + MAX_IDS_BETWEEN
         )
@@ -143,7 +152,7 @@ def restore(backup: Path, database: Path, *, now_s: float, suffix: str, strays: 
 
 
 def _present(database: Path) -> Contents | None:
-    """Return what is in the database that is to be replaced, None if it is not there or not whole."""
+    """Return a summary of the database to replace; None if it is missing or damaged."""
     try:
         return contents_of(database)
     except ConfigError:
@@ -151,7 +160,7 @@ def _present(database: Path) -> Contents | None:
 
 
 def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: float, strays: str) -> str:
-    """Migrate the copy and mark it: another incarnation, no node seen yet, no id given twice."""
+    """Migrate the copy and mark it: new incarnation, no node seen yet, no id used twice."""
     from hpcsched.store.queries import Seldom
 
     open_database(fresh).close()
@@ -172,15 +181,15 @@ def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: fl
 
 
 def _put_aside(database: Path, kept: Path, *, whole: bool) -> None:
-    """Give the present database another name as well, with all that belongs to it."""
+    """Link the present database, with all its files, to a second name."""
     wal, kept_wal = (path.with_name(path.name + "-wal") for path in (database, kept))
     if whole:
         with closing(_connected(database, "rw")) as connection:
-            (mode,) = connection.execute("PRAGMA journal_mode=DELETE").fetchone()  # folds its log in
+            (mode,) = connection.execute("PRAGMA journal_mode=DELETE").fetchone()  # merges its log
         if mode != "delete":
             raise UnavailableError(f"cannot restore {database}: something reads the present one; end it and try again")
     elif wal.exists():
-        os.replace(wal, kept_wal)  # a log beside a database that it is not of would be taken for its own
+        os.replace(wal, kept_wal)  # SQLite would apply a log of another database to this one
     os.link(database, kept)
     database.with_name(database.name + "-shm").unlink(missing_ok=True)
     _sync(database.parent)

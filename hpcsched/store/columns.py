@@ -1,6 +1,7 @@
-"""The names of the tables' columns: a class of rows for each table, in whose order statements name them.
+"""Column names of the tables: a class of rows for each table, in statement order.
 
-For what a start reads and a tick writes, which do not wait for SQLAlchemy; `hpcsched.store.schema` says what each column is.
+For reads at the start and writes of each tick, which must not wait for SQLAlchemy.
+`hpcsched.store.schema` describes each column.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Open the database file: pragmas, migrations, the incarnation and the epoch.
+"""Open the database file: pragmas, migrations, incarnation and epoch.
 
-The driver's own transaction handling is off: BEGIN and COMMIT are ours. Sources: SQLite's documentation of WAL and of ``PRAGMA
-synchronous``; Python's of `sqlite3` (``isolation_level``).
+The driver's own transaction handling is off: this module sends BEGIN and COMMIT.
+
+Sources: SQLite's documentation of WAL and of ``PRAGMA synchronous``; Python's of `sqlite3`
+(``isolation_level``).
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from urllib.parse import quote
 from hpcsched.errors import ConfigError, UnavailableError
 from hpcsched.store.migrations import MIGRATIONS
 
-APPLICATION_ID = 0x68706373  # "hpcs": tells our file from another program's
+APPLICATION_ID = 0x68706373  # "hpcs": distinguishes our file from another program's
 
 
 def open_database(path: Path | None, *, make: bool = False) -> Connection:
-    """Open the database at `path` (None: a new one in memory) and bring it to this version's schema.
+    """Open the database at `path` (None: a new one in memory) and migrate it to this version.
 
-    A file that is not there is made only with `make`: a controller that begins with an empty database by mistake would take
-    all that its nodes run for strays.
+    A missing file is created only with `make`. A controller that starts with an empty database by
+    mistake would treat all processes on its nodes as strays.
 
-    Raises ConfigError if the file is missing, empty, damaged, not ours, or of a newer version of hpcsched, UnavailableError
-    if the disk does not let us.
+    Raises ConfigError if the file is missing, empty, damaged, not ours, or of a newer version of
+    hpcsched, UnavailableError if the disk fails.
     """
     try:
         if path is not None:
@@ -42,7 +44,7 @@ def open_database(path: Path | None, *, make: bool = False) -> Connection:
         raise _missing(path, "it is not there") from error
     except OSError as error:
         raise UnavailableError(f"cannot open the database {path}: {error.strerror}") from error
-    except sqlite3.OperationalError as error:  # no room, an unwell disk, somebody who locks it
+    except sqlite3.OperationalError as error:  # no space, a failing disk, or a lock
         raise UnavailableError(f"cannot open the database {path}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"cannot open the database {path}: {error}; restore it from a backup") from error
@@ -50,7 +52,7 @@ def open_database(path: Path | None, *, make: bool = False) -> Connection:
 
 
 def damaged(database: Path, why: str) -> ConfigError:
-    """Return the error for a database that cannot be trusted."""
+    """Return the error for a damaged database."""
     return ConfigError(
         f"cannot use the database {database}: it is damaged: {why}. Put a backup in its place: hpcsched restore FILE (the "
         "damaged one is kept beside it)"
@@ -65,9 +67,9 @@ def _missing(path: Path | None, why: str) -> ConfigError:
 
 
 def create_database(path: Path) -> None:
-    """Make the database at `path` if it is not there yet. Raises as `open_database`."""
+    """Create the database at `path` if it is missing. Raises as `open_database`."""
     log = path.with_name(path.name + "-wal")
-    if log.exists() and not path.exists():  # SQLite would throw it away
+    if log.exists() and not path.exists():  # SQLite would delete it
         raise ConfigError(
             f"cannot make the database {path}: {log.name} is left of one that is not there; bring that back, or move it away"
         )
@@ -75,7 +77,10 @@ def create_database(path: Path) -> None:
 
 
 def open_read_only(path: Path) -> Connection:
-    """Open an existing database for reading only, beside a running controller. Raises UnavailableError."""
+    """Open an existing database read-only, beside a running controller.
+
+    Raises UnavailableError.
+    """
     try:
         return _connected(f"file:{quote(str(path))}?mode=ro", ("busy_timeout=5000",))
     except sqlite3.Error as error:
@@ -83,13 +88,14 @@ def open_read_only(path: Path) -> Connection:
 
 
 def damage_of(connection: Connection) -> str:
-    """Return what is wrong with the structure of the database, "" if nothing is. Reads all of it: for a thread.
+    """Return the damage in the structure of the database, "" if there is none.
 
-    The check ends early, and finds nothing, if another thread calls `connection.interrupt`.
+    It reads the whole file: call it in a thread. The check ends early, without a result, if another
+    thread calls `connection.interrupt`.
     """
     try:
         found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
-    except sqlite3.OperationalError:  # interrupted; or a disk that cannot be read, which its readers say
+    except sqlite3.OperationalError:  # interrupted; or an unreadable disk, which other reads report
         return ""
     except sqlite3.DatabaseError as error:
         found = [str(error)]
@@ -98,25 +104,26 @@ def damage_of(connection: Connection) -> str:
 
 @contextmanager
 def writing(connection: Connection) -> Iterator[Connection]:
-    """A transaction that is on disk when the block has ended; if it cannot be, it is undone.
+    """Run the block as a transaction: on disk at its end, or rolled back.
 
-    Raises UnavailableError for what another disk, or another time, would write; else what SQLite says of the values.
+    Raises UnavailableError if the write could succeed on another disk or later; else SQLite's error
+    about the values.
     """
     try:
         with _transaction(connection):
             yield connection
     except (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError):
-        raise  # the values are wrong: the same would fail again
+        raise  # the values are wrong: a retry would fail too
     except sqlite3.Error as error:
         raise UnavailableError(f"cannot write the database: {error}; nothing of the request was kept") from error
 
 
 @contextmanager
 def reading(connection: Connection) -> Iterator[Connection]:
-    """A connection to read by. Raises UnavailableError if the disk does not give what is asked for."""
+    """Yield a connection for reading. Raises UnavailableError if the disk fails."""
     try:
         yield connection
-    except sqlite3.OperationalError as error:  # an unwell disk
+    except sqlite3.OperationalError as error:  # a failing disk
         raise UnavailableError(f"cannot read the database: {error}") from error
     except sqlite3.Error as error:
         raise UnavailableError(
@@ -131,7 +138,7 @@ def _transaction(connection: Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # some errors have ended it already
+        if connection.in_transaction:  # some errors have already ended it
             connection.execute("ROLLBACK")
         raise
 
@@ -140,13 +147,13 @@ _PRAGMAS = (
     "busy_timeout=5000",
     "journal_mode=WAL",
     "synchronous=FULL",
-    "secure_delete=FAST",  # Debian's default overwrites deleted scripts page by page, which holds everything up
+    "secure_delete=FAST",  # Debian's default overwrites deleted scripts page by page, which delays everything
     f"journal_size_limit={64 << 20}",
 )
 
 
 def _connected(target: str, pragmas: tuple[str, ...]) -> Connection:
-    """Return a connection whose transactions are begun and ended by us, not by the driver."""
+    """Return a connection on which this module, not the driver, begins and ends transactions."""
     connection = sqlite3.connect(target, uri=True, isolation_level=None, check_same_thread=False)
     try:
         for pragma in pragmas:
@@ -177,7 +184,7 @@ def _migrate(connection: Connection, path: Path | None, *, make: bool) -> None:
 
 
 def _value(connection: Connection, query: str, *values: object) -> Any:
-    """Return the one value that a query finds, None if it finds none."""
+    """Return the single value of a query, None if it has no row."""
     row = connection.execute(query, values).fetchone()
     return None if row is None else row[0]
 
@@ -187,27 +194,30 @@ def _meta(connection: Connection, key: str) -> str | None:
 
 
 def incarnation(connection: Connection) -> str:
-    """Return the random id of this life of the database."""
+    """Return the random id of this incarnation of the database."""
     return str(_meta(connection, "incarnation"))
 
 
 def restored_last_id(connection: Connection) -> int:
-    """Return the highest job id of the backup that this database was restored from, 0 if it was not."""
+    """Return the highest job id of the restored backup, 0 if there was no restore."""
     return int(_meta(connection, "restored_last_job_id") or 0)
 
 
 def asks_about_orphans(connection: Connection) -> bool:
-    """Return whether nothing that runs from before the restore is to be ended without an admin's word."""
+    """Return whether processes from before a restore may be ended only by an admin's order."""
     return _meta(connection, "strays") in ("ask", "adopt")
 
 
 def adopts_known(connection: Connection) -> bool:
-    """Return whether jobs whose launch the restored database knows continue without an admin's word."""
+    """Return whether jobs whose launch the restored database knows continue automatically.
+
+    Otherwise an admin decides.
+    """
     return _meta(connection, "strays") == "adopt"
 
 
 def raise_epoch(connection: Connection) -> int:
-    """Begin a new term of the controller: return an epoch higher than all before, already on disk."""
+    """Return an epoch for this start of the controller: higher than all before, on disk."""
     with writing(connection):
         epoch = current_epoch(connection) + 1
         connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('epoch', ?)", (str(epoch),))
@@ -215,5 +225,5 @@ def raise_epoch(connection: Connection) -> int:
 
 
 def current_epoch(connection: Connection) -> int:
-    """Return the epoch of the controller's present or last term, 0 before the first."""
+    """Return the epoch of the controller's present or last start, 0 before the first."""
     return int(_meta(connection, "epoch") or 0)

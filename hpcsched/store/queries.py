@@ -1,13 +1,15 @@
-"""What is asked or written now and then, in SQLAlchemy Core, on the store's own connection.
+"""Infrequent statements, in SQLAlchemy Core, on the store's own connection.
 
-What a start reads and a tick writes is not here: it does not wait for SQLAlchemy, which takes as long to import as a start
-to read its jobs (man/adr/0012). `hpcsched.store.store` imports this module when it is first needed.
+Reads at the start and writes of each tick are not here: they must not wait for SQLAlchemy, whose
+import takes as long as reading all jobs (man/adr/0012). `hpcsched.store.store` imports this module
+on first use.
 
-Rules: transactions are begun and ended by `hpcsched.store.engine`, never here; a statement belongs to the one that is open, if
-there is one. What goes wrong in the database is raised as of all other statements: as the driver's `sqlite3.Error`.
+Rules: only `hpcsched.store.engine` begins and ends transactions. A statement belongs to the open
+transaction, if there is one. Database errors are raised as for all other statements: as the
+driver's `sqlite3.Error`.
 
-Sources: SQLAlchemy on engines over a connection that exists (``creator``, `StaticPool`), on its dialect's transactions, and
-on the event ``handle_error``.
+Sources: SQLAlchemy on engines over an existing connection (``creator``, `StaticPool`), on its
+dialect's transactions, and on the event ``handle_error``.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ from hpcsched.store.schema import (
 
 
 class Outage(NamedTuple):
-    """A time in which a node did not answer, in seconds since the epoch; `end_s` None: it still does not."""
+    """A period without answers from a node, in Unix seconds; `end_s` None: not ended."""
 
     node: str
     start_s: float
@@ -82,13 +84,13 @@ class Outage(NamedTuple):
 
 
 class Seldom:
-    """The statements, over a connection that somebody else opens and closes."""
+    """The statements, over a connection that the caller opens and closes."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = _over(connection)
 
     def history_ids(self, query: HistoryQuery) -> list[int]:
-        """Return the ids of the jobs that `query` asks for, in order, at most `query.limit` of them (the newest)."""
+        """Return the ids of the matching jobs, in order, at most `query.limit` (the newest)."""
         found = select(jobs.c.id).where(*_conditions(query)).order_by(jobs.c.id.desc()).limit(query.limit)
         return list(self._connection.scalars(found).all())[::-1]
 
@@ -97,7 +99,7 @@ class Seldom:
         found = select(jobs).where(_in(jobs.c.id, job_ids)).order_by(jobs.c.id)
         used = select(specs.c.id, specs.c.spec).where(specs.c.id.in_(found.with_only_columns(jobs.c.spec_id)))
         by_id = specs_of((key, text) for key, text in self._connection.execute(used).all())
-        # Their fields are read faster than those of SQLAlchemy's rows.
+        # Field access is faster than with SQLAlchemy's rows.
         rows = map(columns.Jobs._make, self._connection.execute(found).all())
         return [job_of(row, by_id[row.spec_id]) for row in rows]
 
@@ -107,14 +109,14 @@ class Seldom:
         return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))
 
     def last_step(self, job_id: int, attempt: int) -> int:
-        """Return the highest step number of the attempt, -1 if it has had none."""
+        """Return the highest step number of the attempt, -1 if it has none."""
         names = self._connection.scalars(
             select(steps.c.step).where(steps.c.job_id == job_id, steps.c.attempt == attempt)
         ).all()
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
     def events(self, job_id: int) -> list[JobEvent]:
-        """Return the job's events in order (for an array's task: also the array's submission)."""
+        """Return the job's events in order (for an array task: also the array's submission)."""
         array_id = select(jobs.c.array_job_id).where(jobs.c.id == job_id).scalar_subquery()
         own = and_(events.c.job_id == job_id, or_(events.c.kind != "Submitted", array_id.is_(None)))
         submission = and_(events.c.job_id == array_id, events.c.kind == "Submitted")
@@ -128,14 +130,14 @@ class Seldom:
         return [node_event_from_data(row.kind, row.node, row.at_s, json.loads(row.data)) for row in rows]
 
     def outages(self, after_s: float, before_s: float) -> list[Outage]:
-        """Return when nodes did not answer between the two times; an outage that has not ended has no end."""
+        """Return the outages of nodes between the two times; an unfinished one has no end."""
         kinds = (NodeDown.__name__, NodeUp.__name__)
         found = select(node_events.c.node, node_events.c.kind, node_events.c.at_s).where(node_events.c.kind.in_(kinds))
         down_s: dict[str, float] = {}
         outages = []
         for node, kind, at_s in self._connection.execute(found.order_by(node_events.c.seq)):
             if kind == NodeDown.__name__:
-                down_s.setdefault(node, at_s)  # on a node that is down already: the cause is another now
+                down_s.setdefault(node, at_s)  # a second event of a node that is down: only its cause has changed
             elif node in down_s:
                 outages.append(Outage(node, down_s.pop(node), at_s))
         outages += [Outage(node, start_s, None) for node, start_s in down_s.items()]
@@ -146,40 +148,40 @@ class Seldom:
         ]
 
     def failures(self, job_id: int, attempt: int) -> list[RankFailure]:
-        """Return why ranks of this attempt failed, the first cause first."""
+        """Return the failures of ranks in this attempt, the first cause first."""
         found = select(failures).where(failures.c.job_id == job_id, failures.c.attempt == attempt)
         in_order = found.order_by(failures.c.echo, failures.c.at_s, failures.c.rank)
         return [failure_of(row) for row in self._connection.execute(in_order).all()]
 
     def put_failures(self, told: Iterable[RankFailure]) -> None:
-        """Write why ranks failed; the first word of a rank counts."""
+        """Write failures of ranks; only the first report of a rank counts."""
         self._connection.execute(insert_or(failures).on_conflict_do_nothing(), [failure_row(one) for one in told])
 
     def put_reservation(self, name: str, reservation: Reservation | None) -> None:
-        """Write the reservation of that name; None: there is none any more."""
+        """Write the reservation of that name; None deletes it."""
         self._connection.execute(delete(reservations).where(reservations.c.name == name))
         if reservation is not None:
             self._connection.execute(insert(reservations), reservation_row(reservation))
 
     def put_crontab(self, uid: int, crontab: Crontab | None) -> None:
-        """Write the crontab of that user; None: there is none any more."""
+        """Write the crontab of that user; None deletes it."""
         self._connection.execute(delete(crontabs).where(crontabs.c.uid == uid))
         if crontab is not None:
             self._connection.execute(insert(crontabs), crontab_row(crontab))
 
     def put_trigger(self, number: int, trigger: Trigger | None) -> None:
-        """Write the trigger of that number; None: there is none any more."""
+        """Write the trigger of that number; None deletes it."""
         self._connection.execute(delete(triggers).where(triggers.c.id == number))
         if trigger is not None:
             self._connection.execute(insert(triggers), trigger_row(trigger))
 
     def put_adopted(self, tokens: Iterable[str]) -> None:
-        """Write the tokens of before a restore whose jobs go on."""
+        """Write the tokens from before a restore whose jobs continue."""
         rows = [{"key": ADOPTED + token, "value": ""} for token in tokens]
         self._connection.execute(insert_or(meta).on_conflict_do_nothing(), rows)
 
     def counts(self) -> tuple[str, int, int, int, float]:
-        """Return incarnation, number of jobs, of those that have not ended, highest job id given, and when the last event was."""
+        """Return incarnation, jobs, unfinished jobs, highest job id and time of the last event."""
         begun = [state.value for state in (JobState.PENDING, *ACTIVE)]
         incarnation = self._connection.scalars(select(meta.c.value).where(meta.c.key == "incarnation")).one()
         known, last = self._connection.execute(
@@ -193,20 +195,20 @@ class Seldom:
         return incarnation, known, unfinished, max(last, self._connection.scalars(given).one()), float(at_s)
 
     def mark_restored(self, facts: dict[str, str]) -> None:
-        """Write what is so of the new life of a restored database; what was said of another one goes: no node has been seen."""
+        """Write the facts of a restored incarnation, and delete the old ones: no node is seen."""
         replacing = insert_or(meta)
         self._connection.execute(
             replacing.on_conflict_do_update(index_elements=["key"], set_={"value": replacing.excluded.value}),
             [{"key": key, "value": value} for key, value in facts.items()],
         )
-        # It becomes the database of the cluster that it is restored for.
+        # It becomes the database of the cluster for which it is restored.
         self._connection.execute(delete(meta).where(meta.c.key == "cluster_id"))
         self._connection.execute(delete(meta).where(meta.c.key.startswith(ADOPTED, autoescape=True)))
         self._connection.execute(update(nodes).values(boot_id=""))
 
 
 def _over(connection: sqlite3.Connection) -> Connection:
-    """Return `connection` as SQLAlchemy sees it; it stays as it is, and is closed by whoever opened it."""
+    """Return `connection` for SQLAlchemy; it is not changed, and its opener closes it."""
     engine = create_engine(
         "sqlite+pysqlite://", creator=lambda: connection, poolclass=StaticPool, pool_reset_on_return=None
     )
@@ -216,7 +218,7 @@ def _over(connection: sqlite3.Connection) -> Connection:
 
 
 def _leave_open(dbapi_connection: Any) -> None:
-    """Transactions are the owner's of the connection."""
+    """Leave transactions to the owner of the connection."""
 
 
 def _raise_the_driver_s(context: ExceptionContext) -> None:
@@ -242,5 +244,8 @@ def _conditions(query: HistoryQuery) -> list[ColumnElement[bool]]:
 
 
 def _in(column: Column[Any], listed: Iterable[object]) -> ColumnElement[bool]:
-    """Return that the column is one of `listed`, which goes in as one value, so that its length is not limited."""
+    """Return the condition that the column is in `listed`.
+
+    `listed` is bound as one value, so that its length is not limited.
+    """
     return column.in_(select(func.json_each(json.dumps(list(listed))).table_valued("value").c.value))

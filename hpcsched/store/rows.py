@@ -1,4 +1,4 @@
-"""Jobs, nodes and steps to rows and back: the explicit mapping, column by column."""
+"""Map jobs, nodes and steps to rows and back: explicitly, column by column."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.state.transaction import StepRecord
 
 ADOPTED = "adopted:"  # keys of the table meta
-PARTITION = "partition:"  # the state that an admin gave it
+PARTITION = "partition:"  # the state that an admin set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryQuery:
-    """What `hacct` asks for; None or empty: no restriction. Times bound the job's life, as sacct's -S and -E do."""
+    """A query of `hacct`; None or empty: no restriction.
+
+    Times bound the job's life, as sacct's -S and -E do.
+    """
 
     job_ids: tuple[int, ...] = ()
     users: tuple[str, ...] = ()
@@ -39,7 +42,7 @@ class HistoryQuery:
     limit: int = 10_000
 
 
-# ----- a job: columns that hold an attribute as it is, and those that hold it as text
+# ----- a job: columns that store an attribute unchanged, and columns that store it as text
 
 AS_THEY_ARE = (
     "id", "spec_id", "array_job_id", "array_task_id", "uid", "user", "submitted_at_s", "reason_detail", "priority_set",
@@ -110,9 +113,9 @@ def job_of(row: Any, spec: JobSpec) -> Job:
 
 
 def submitted_job_of(row: Sequence[Any], spec: JobSpec, same: dict[str, str]) -> Job:
-    """Return the job of the columns `SUBMITTED`, of a row whose others are as in `AS_SUBMITTED`.
+    """Return the job of the columns `SUBMITTED`; the other columns are as in `AS_SUBMITTED`.
 
-    `same`: names that have been seen, so that each is kept once.
+    `same`: names seen so far, so that equal strings share one object.
     """
     job_id, spec_id, array_job_id, array_task_id, uid, user, at_s, hold, priority, nice, limit_s, partition, *times = (
         row
@@ -144,17 +147,20 @@ _HOLDS = {hold.value: hold for hold in Hold}
 _SAMPLE = Job(id=JobId(1), spec_id=1, spec=JobSpec(name="", script="", work_dir=""), uid=0, user="", submitted_at_s=0.0)
 AS_SUBMITTED = {
     column: value for column, value in job_row(_SAMPLE).items() if column not in (*SUBMITTED, "name", "account")
-}  # the columns of a job to which nothing has happened; what a spec has as well is not looked at
+}  # the columns of an unchanged job; columns that the spec has as well are not compared
 
 
 def specs_of(rows: Iterable[tuple[int, str]]) -> dict[int, JobSpec]:
-    """Return the specifications by their ids; equal ones, as of a script that is submitted again and again, are one."""
+    """Return the specifications by id; equal ones (a script submitted repeatedly) are shared."""
     read = SpecReader().read
     return {spec_id: read(text) for spec_id, text in rows}
 
 
 def node_row(node: Node) -> dict[str, Any]:
-    """Return the row of table `nodes`: what must outlive the controller (the spec comes from the configuration)."""
+    """Return the row of table `nodes`: the state that must outlive the controller.
+
+    The spec is not in it: it comes from the configuration.
+    """
     return {
         "name": node.name,
         "drained": int(node.drained),
@@ -197,7 +203,7 @@ def usage_row(used: UsedResources) -> dict[str, Any]:
 
 
 def used_of(row: Any) -> UsedResources:
-    """Return what a row of table `usage` says."""
+    """Return the usage of a row of table `usage`."""
     amounts = tuple((name, float(amount)) for name, amount in json.loads(row.amounts).items())
     return UsedResources(account=row.account, user=row.user, qos=row.qos, at_s=row.at_s, amounts=amounts)
 
@@ -208,7 +214,7 @@ def training_row(training: TrainingStatus) -> dict[str, Any]:
 
 
 def training_of(row: Any) -> TrainingStatus:
-    """Return what a row of table `training` says."""
+    """Return the status of a row of table `training`."""
     return TrainingStatus(**{name: getattr(row, name) for name in TrainingStatus.__dataclass_fields__})
 
 
@@ -218,7 +224,7 @@ def failure_row(failure: RankFailure) -> dict[str, Any]:
 
 
 def failure_of(row: Any) -> RankFailure:
-    """Return what a row of table `failures` says."""
+    """Return the failure of a row of table `failures`."""
     return RankFailure(
         **{name: getattr(row, name) for name in RankFailure.__dataclass_fields__} | {"echo": bool(row.echo)}
     )

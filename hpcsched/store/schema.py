@@ -1,7 +1,8 @@
-"""The tables, as SQLAlchemy Core sees them; `migrations/` makes them.
+"""The tables for SQLAlchemy Core; `migrations/` creates them.
 
-Times are Unix seconds (REAL), lists and values of several parts are JSON text. Statements that do not wait for SQLAlchemy
-have the names from `hpcsched.store.columns`; a test holds both and the database against each other.
+Times are Unix seconds (REAL). Lists and composite values are JSON text. Statements that must not
+wait for SQLAlchemy have the names from `hpcsched.store.columns`. A test compares both with the
+database.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ jobs = Table(
     Column("spec_id", Integer, nullable=False),
     Column("array_job_id", Integer),
     Column("array_task_id", Integer),
-    Column("name", Text, nullable=False),  # of the spec, here so that history can be searched
+    Column("name", Text, nullable=False),  # of the spec, repeated here for searches of the history
     Column("uid", Integer, nullable=False),
     Column("user", Text, nullable=False),
     Column("account", Text, nullable=False),
@@ -83,7 +84,7 @@ jobs = Table(
     Column("charged_cpu_s", Float, nullable=False),
     Column("charged_mem_mib_s", Float, nullable=False),
     Column("charged_gpu_s", Float, nullable=False),
-    # What was changed since submission; NULL: as the spec has it.
+    # Changes since submission; NULL: as in the spec.
     Column("partition_asked", Text, nullable=False),
     Column("dependency_set", Text),
     Column("array_limit_set", Integer),
@@ -93,12 +94,12 @@ jobs = Table(
     Column("qos_set", Text),
     Column("time_min_set_s", Integer),
     Column("asked_limit_s", Integer),  # before the limit was lowered
-    Column("site", Integer, nullable=False),  # what an admin adds to the priority
+    Column("site", Integer, nullable=False),  # the admin's addition to the priority
     Column("aged_s", Float, nullable=False),
     Column("barred_nodes", Text, nullable=False),
     Column("wanted_at_s", Float),
     Column("deaths", Integer, nullable=False),  # attempts that ended because a rank was killed
-    Column("saved_step", Integer, nullable=False),  # of the last checkpoint of those
+    Column("saved_step", Integer, nullable=False),  # of the last checkpoint of those attempts
     Column("refusals", Text, nullable=False),  # JSON of hpcsched.model.job.Refusal
     Index("jobs_by_state", "state"),
     Index("jobs_by_end", "ended_at_s"),
@@ -141,7 +142,7 @@ nodes = Table(
     Column("link_why", Text, nullable=False),
     Column("spool", Text, nullable=False),
     Column("hardware", Text, nullable=False),
-    Column("reach", Text, nullable=False),  # JSON of the part of its description that says where it is
+    Column("reach", Text, nullable=False),  # JSON of the address part of its description
     Column("launch_failures", Text, nullable=False),  # JSON of hpcsched.model.node.LaunchFailure
     Column("has_orphans", Integer, nullable=False),
 )
@@ -162,7 +163,7 @@ steps = Table(
     Column("exit_signal", Integer),
     Column("cpu_user_s", Float),
     Column("cpu_system_s", Float),
-    Column("max_rss_kib", Integer),  # of the task that had most
+    Column("max_rss_kib", Integer),  # of the task with the highest value
     Column("disk_read_bytes", Integer),
     Column("disk_write_bytes", Integer),
     Column("kept", Text),  # JSON of hpcsched.steps.service

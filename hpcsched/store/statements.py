@@ -1,6 +1,6 @@
-"""Statements of one shape for every table, written from its columns: `select`, `insert`, `upsert`.
+"""Build the statements that all tables share: `select`, `insert`, `upsert`.
 
-What is asked in another way is written out where it is asked.
+Other statements are written where they are used.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ Row = Mapping[str, Any]
 
 
 def select(table: Any) -> str:
-    """Return the beginning of a query for whole rows of `table`, a class of `hpcsched.store.columns`."""
+    """Return the start of a query for whole rows of `table` (in `hpcsched.store.columns`)."""
     return f"SELECT {', '.join(table._fields)} FROM {name_of(table)}"
 
 
 def insert(table: Any, verb: str = "INSERT") -> str:
-    """Return the statement for a new row, its values in the order of the columns."""
+    """Return the statement for a new row, with its values in the order of the columns."""
     return f"{verb} INTO {name_of(table)} ({', '.join(table._fields)}) VALUES ({', '.join('?' for _ in table._fields)})"
 
 
 def upsert(table: Any, keys: Iterable[str]) -> str:
-    """Return the statement for a row that takes the place of the one with the same `keys`, if there is one."""
+    """Return the statement that writes a row or replaces the row with the same `keys`."""
     keys = tuple(keys)
     changes = ", ".join(f"{column} = excluded.{column}" for column in table._fields if column not in keys)
     return f"{insert(table)} ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {changes}"

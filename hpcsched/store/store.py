@@ -1,10 +1,10 @@
-"""Read the controller's state and commit its changes; search the history.
+"""Read the controller's state, commit its changes, and search the history.
 
-A `WriteBatch` is everything that one tick changed. `commit` writes it in one transaction; when it returns, the batch is on disk,
-and when it raises, nothing of it is.
+A `WriteBatch` has all changes of one tick. `commit` writes it in one transaction. If it returns,
+the whole batch is on disk. If it raises, no part of it is.
 
-What a start reads and what ticks write all the time goes to SQLite as it stands here; the rest is `hpcsched.store.queries`'s,
-which is imported when it is first needed.
+Reads at the start and writes of every tick use SQLite directly, in this module. All other
+statements are in `hpcsched.store.queries`, which is imported on first use.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ GIVEN_UP = "given-up:"
 
 
 class PastRun(NamedTuple):
-    """How an ended job fared: since when it waited, when it ran, and what it had asked for (`limit_s` None: no limit)."""
+    """Times and limit of an ended job: when it began to wait, when it ran, and its request.
+
+    `limit_s` None: no limit.
+    """
 
     job_id: JobId
     uid: int
@@ -75,25 +78,28 @@ class PastRun(NamedTuple):
 
 
 class Store:
-    """The database of one controller. Not for several threads at once."""
+    """The database of one controller. Not thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
     @cached_property
     def seldom(self) -> Seldom:
-        """What is asked and written now and then."""
-        from hpcsched.store.queries import Seldom  # SQLAlchemy: a start does not wait for it
+        """Return the infrequent statements."""
+        from hpcsched.store.queries import Seldom  # SQLAlchemy: a start must not wait for it
 
         return Seldom(self.connection)
 
     def _rows(self, table: Any, rest: str = "", values: Any = ()) -> list[Any]:
-        """Return whole rows of `table`, a class of `hpcsched.store.columns`; `rest` is the query behind its name."""
+        """Return whole rows of `table` (in `hpcsched.store.columns`); `rest` follows its name."""
         with reading(self.connection) as connection:
             return list(map(table._make, connection.execute(f"{select(table)} {rest}", values)))
 
     def commit(self, batch: WriteBatch) -> None:
-        """Put `batch` on disk, all or nothing. Raises UnavailableError if that cannot be done (disk full, I/O error)."""
+        """Write `batch` to disk, all or nothing.
+
+        Raises UnavailableError if that fails (disk full, I/O error).
+        """
         with writing(self.connection) as connection:
             _write_jobs(connection, batch)
             tables: tuple[tuple[Putting, Callable[[Any], Row], dict[Any, Any]], ...] = (
@@ -130,7 +136,7 @@ class Store:
             self.seldom.put_adopted(batch.adopted)
 
     def script(self, spec: JobSpec) -> bytes | None:
-        """Return the text of the script of `spec`, empty if it has none; None: it is not kept any more, or damaged."""
+        """Return the script of `spec`, empty if it has none; None: deleted or damaged."""
         if spec.script or not spec.script_sha256:
             return spec.script.encode("utf-8", "surrogateescape")
         with reading(self.connection) as connection:
@@ -140,17 +146,17 @@ class Store:
         return bytes(row[0])
 
     def script_hashes(self) -> list[str]:
-        """Return the hashes of all scripts that are kept."""
+        """Return the hashes of all stored scripts."""
         with reading(self.connection) as connection:
             return [row[0] for row in connection.execute("SELECT sha256 FROM scripts")]
 
     def delete_scripts(self, hashes: Iterable[str]) -> None:
-        """Delete the texts of these scripts. Raises UnavailableError if that cannot be done."""
+        """Delete the texts of these scripts. Raises UnavailableError if that fails."""
         with writing(self.connection) as connection:
             connection.executemany("DELETE FROM scripts WHERE sha256 = ?", ((one,) for one in hashes))
 
     def load_jobs(self, ended_after_s: float) -> list[Job]:
-        """Return all jobs that have not ended, and those that ended after `ended_after_s`, by id."""
+        """Return all unfinished jobs, and those that ended after `ended_after_s`, by id."""
         values = {"after_s": ended_after_s}
         with reading(self.connection) as connection:
             specs = specs_of(connection.execute(_SPECS_OF.format(f"SELECT spec_id FROM jobs WHERE {_LIVE}"), values))
@@ -163,11 +169,11 @@ class Store:
         return sorted(jobs, key=lambda job: job.id)
 
     def history(self, query: HistoryQuery) -> list[Job]:
-        """Return the jobs that `query` asks for, by id, at most `query.limit` of them (the newest)."""
+        """Return the jobs that match `query`, by id, at most `query.limit` (the newest)."""
         return self.jobs(self.history_ids(query))
 
     def history_ids(self, query: HistoryQuery) -> list[int]:
-        """Return the ids of the jobs that `history` returns. It may have to look at all jobs that there ever were."""
+        """Return the ids of the jobs that `history` returns. It may read the rows of all jobs."""
         with reading(self.connection):
             return self.seldom.history_ids(query)
 
@@ -181,27 +187,27 @@ class Store:
         return {row.name: row for row in self._rows(columns.Nodes)}
 
     def load_usage(self) -> list[UsedResources]:
-        """Return what has been charged so far."""
+        """Return the usage that has been charged so far."""
         return list(map(used_of, self._rows(columns.Usage)))
 
     def load_training(self, job_ids: Iterable[int]) -> dict[int, TrainingStatus]:
-        """Return the last word of the training programs of these jobs, by job."""
+        """Return the last training status of these jobs, by job."""
         rows = self._rows(columns.Training, _JOB_IN_LIST, (json.dumps(list(job_ids)),))
         return {row.job_id: training_of(row) for row in rows}
 
     def load_failures(self, job_id: int, attempt: int) -> list[RankFailure]:
-        """Return why ranks of this attempt failed, the first cause first."""
+        """Return the failures of ranks in this attempt, the first cause first."""
         with reading(self.connection):
             return self.seldom.failures(job_id, attempt)
 
     def past_runs(self, states: Iterable[JobState], limit: int) -> list[PastRun]:
-        """Return the last jobs that ended so, the oldest first."""
+        """Return the last jobs that ended in `states`, the oldest first."""
         values = {"states": json.dumps([state.value for state in states]), "limit": limit}
         with reading(self.connection) as connection:
             return [PastRun(*row) for row in reversed(connection.execute(_PAST_RUNS, values).fetchall())]
 
     def first_submitted_s(self) -> float | None:
-        """Return when the first job of all was submitted, None: there has been none."""
+        """Return the submission time of the first job of all; None: there is none."""
         with reading(self.connection) as connection:
             row = connection.execute("SELECT submitted_at_s FROM jobs ORDER BY id LIMIT 1").fetchone()
             return row[0] if row is not None else None
@@ -228,12 +234,12 @@ class Store:
         return [step for step in self.load_steps([job_id]) if step.attempt == attempt]
 
     def last_step(self, job_id: int, attempt: int) -> int:
-        """Return the highest step number of the attempt, -1 if it has had none."""
+        """Return the highest step number of the attempt, -1 if it has none."""
         with reading(self.connection):
             return self.seldom.last_step(job_id, attempt)
 
     def load_events(self, job_id: int) -> list[JobEvent]:
-        """Return the job's events in order (for an array's task: also the array's submission)."""
+        """Return the job's events in order (for an array task: also the array's submission)."""
         with reading(self.connection):
             return self.seldom.events(job_id)
 
@@ -248,24 +254,27 @@ class Store:
             return self.seldom.outages(after_s, before_s)
 
     def request_jobs(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
-        """Return the jobs that this request made (of an array its first task's), None if it has not been seen."""
+        """Return the jobs that this request created (of an array: its first task's).
+
+        None: the request is unknown.
+        """
         query = "SELECT job_ids FROM requests WHERE uid = ? AND request_id = ?"
         with reading(self.connection) as connection:
             row = connection.execute(query, (uid, request_id)).fetchone()
             return None if row is None else specs_of(connection.execute(_SPECS_OF_JOBS, row))
 
     def adopted(self) -> set[str]:
-        """Return the tokens of before a restore whose jobs go on by an admin's word."""
+        """Return the tokens from before a restore whose jobs continue by an admin's order."""
         rows = self._rows(columns.Meta, f"WHERE key GLOB '{ADOPTED}*'")
         return {row.key.removeprefix(ADOPTED) for row in rows}
 
     def cluster(self) -> str:
-        """Return the name of the cluster whose jobs these are; "" if that was never noted."""
+        """Return the name of the cluster of this database; "" if it was never recorded."""
         rows = list(self._rows(columns.Meta, f"WHERE key = '{CLUSTER}'"))
         return str(rows[0].value) if rows else ""
 
     def cluster_id(self) -> str:
-        """Return the random id of the cluster whose jobs these are; "" if that was never noted."""
+        """Return the random id of the cluster of this database; "" if it was never recorded."""
         rows = list(self._rows(columns.Meta, f"WHERE key = '{CLUSTER_ID}'"))
         return str(rows[0].value) if rows else ""
 
@@ -280,33 +289,36 @@ class Store:
             connection.execute(_PUT_META, (CLUSTER, name))
 
     def given_up(self) -> dict[str, str]:
-        """Return the nodes that an admin removed with their jobs while no controller ran, and the admins' names."""
+        """Return the nodes that an admin removed with their jobs while no controller ran.
+
+        The values are the admins' names.
+        """
         rows = self._rows(columns.Meta, f"WHERE key GLOB '{GIVEN_UP}*'")
         return {row.key.removeprefix(GIVEN_UP): row.value for row in rows}
 
     def give_up(self, node: str, by: str) -> None:
-        """Note that an admin removed a node with its jobs. Raises UnavailableError."""
+        """Record that an admin removed a node with its jobs. Raises UnavailableError."""
         with writing(self.connection) as connection:
             connection.execute(_PUT_META, (GIVEN_UP + node, by))
 
     def forget_given_up(self) -> None:
-        """Forget these notes: their jobs have been ended. Raises UnavailableError."""
+        """Delete these records: their jobs have been ended. Raises UnavailableError."""
         with writing(self.connection) as connection:
             connection.execute(f"DELETE FROM meta WHERE key GLOB '{GIVEN_UP}*'")
 
     def held_on(self, node: str) -> list[int]:
-        """Return the jobs that hold a part of `node`, by id."""
+        """Return the jobs with an allocation on `node`, by id."""
         query = f"SELECT id FROM jobs WHERE {_ACTIVE} AND ? IN (SELECT value FROM json_each(held_nodes)) ORDER BY id"
         with reading(self.connection) as connection:
             return [row[0] for row in connection.execute(query, (node,))]
 
     def partition_states(self) -> dict[str, PartitionState]:
-        """Return the states that admins gave partitions, by name."""
+        """Return the partition states that admins set, by name."""
         rows = self._rows(columns.Meta, f"WHERE key GLOB '{PARTITION}*'")
         return {row.key.removeprefix(PARTITION): PartitionState(row.value) for row in rows}
 
     def clock(self) -> str:
-        """Return how the head node's clocks stood when that was last noted; "" if it never was."""
+        """Return the last record of the head node's clocks; "" if there is none."""
         rows = list(self._rows(columns.Meta, f"WHERE key = '{CLOCK}'"))
         return str(rows[0].value) if rows else ""
 
@@ -334,37 +346,39 @@ _PUT_USAGE = Putting(columns.Usage, upsert(columns.Usage, ["account", "user", "q
 _PUT_TRAINING = Putting(columns.Training, upsert(columns.Training, ["job_id"]))
 _END_STEPS = "UPDATE steps SET state = ?, ended_at_s = ? WHERE job_id = ? AND attempt = ? AND state = 'RUNNING'"
 _DROP_KEPT = "UPDATE steps SET kept = NULL WHERE job_id = ? AND attempt = ? AND kept IS NOT NULL"
-# The tasks of a new array differ in two columns: SQLite makes their rows of one, six times as fast.
+# The tasks of a new array differ in two columns. SQLite copies their rows from one, six times as
+# fast.
 _ARRAY_COLUMNS = {"id": ":id + key", "array_task_id": "value"}
 _PUT_ARRAY = "INSERT INTO jobs ({}) SELECT {} FROM json_each(:tasks)".format(
     ", ".join(columns.Jobs._fields), ", ".join(_ARRAY_COLUMNS.get(name, f":{name}") for name in columns.Jobs._fields)
 )
 
 _ACTIVE = "state IN ({})".format(", ".join(f"'{state}'" for state in sorted(ACTIVE)))
-# So written it is found by two indices: a start reads nothing of the history.
+# In this form it uses two indices: a start reads nothing of the history.
 _LIVE = "(state IN ({}) OR ended_at_s > :after_s)".format(
     ", ".join(f"'{state}'" for state in (JobState.PENDING, *ACTIVE))
 )
-# Most jobs that wait are as they were submitted: of those only a quarter of the columns have something to say.
+# Most waiting jobs are unchanged since submission: only a quarter of their columns has information.
 _IS_AS_SUBMITTED = " AND ".join(f"{name} IS :{name}" for name in AS_SUBMITTED)
 _AS_SUBMITTED = f"SELECT {', '.join(SUBMITTED)} FROM jobs WHERE {_IS_AS_SUBMITTED}"
 _JOB_IN_LIST = "WHERE job_id IN (SELECT value FROM json_each(?))"
 _SPECS_OF = "SELECT id, spec FROM specs WHERE id IN ({})"
 _SPECS_OF_JOBS = """SELECT jobs.id, specs.spec FROM jobs JOIN specs ON specs.id = jobs.spec_id
     WHERE jobs.id IN (SELECT value FROM json_each(?)) ORDER BY jobs.id"""
-# The last to end are found by the index of ends; + keeps SQLite from sorting all that ended so.
+# The index of end times finds the last jobs; + stops SQLite from sorting all that ended in these
+# states.
 _PAST_RUNS = """SELECT id, uid, coalesce(eligible_at_s, submitted_at_s), started_at_s, ended_at_s,
     coalesce(asked_limit_s, time_limit_s),
     (SELECT coalesce(sum(json_extract(share.value, '$[1]')), 0) FROM json_each(jobs.shares) AS share) FROM jobs
     WHERE ended_at_s IS NOT NULL AND started_at_s IS NOT NULL AND +state IN (SELECT value FROM json_each(:states))
     ORDER BY ended_at_s DESC, id DESC LIMIT :limit"""
-# Of a restored database `last_job_id`: ids that were given after the backup.
+# `last_job_id` of a restored database: ids that were given after the backup.
 _LAST_IDS = """SELECT (SELECT max(id) FROM jobs), (SELECT max(id) FROM specs),
     (SELECT value FROM meta WHERE key = 'last_job_id')"""
 
 
 def _write_jobs(connection: Connection, batch: WriteBatch) -> None:
-    """Write jobs, and what they refer to before them."""
+    """Write jobs, after the rows that they refer to."""
     if batch.specs:
         connection.executemany(_PUT_SPEC, ((key, _TO_JSON(spec_to_json(spec))) for key, spec in batch.specs.items()))
     if batch.scripts:
@@ -388,9 +402,9 @@ def _put_jobs(connection: Connection, batch: WriteBatch) -> None:
 
 
 def _attempts_over(batch: WriteBatch) -> list[tuple[str, float | None, JobId, int]]:
-    """Return the attempts that have given their last node back: state, end, job and attempt.
+    """Return the attempts that have released their last node: state, end, job and attempt.
 
-    A step of theirs that nobody has reported the end of ended with its attempt, and nobody will report it any more.
+    Their steps without a reported end have ended with the attempt: no report will come.
     """
     lost = {event.job_id for event in batch.events if isinstance(event, NodeLost)}
     over = []

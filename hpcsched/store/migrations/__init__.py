@@ -1,6 +1,6 @@
-"""Numbered migrations: module ``mNNNN_title`` with ``upgrade(connection)``. Never changed once released.
+"""Numbered migrations: modules ``mNNNN_title`` with ``upgrade(connection)``.
 
-The number of the last one that ran is SQLite's ``user_version``.
+A released migration is never changed. SQLite's ``user_version`` is the number of the last one that ran.
 """
 
 from __future__ import annotations

@@ -77,6 +77,6 @@ STATEMENTS = (
 
 
 def upgrade(connection: Connection) -> None:
-    """Make the tables in an empty database."""
+    """Create the tables in an empty database."""
     for statement in STATEMENTS:
         connection.execute(statement)
