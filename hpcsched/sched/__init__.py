@@ -1,5 +1,6 @@
-"""The scheduler: snapshot in, plan out. Pure; `plan` is its heart.
+"""The scheduler: snapshot in, plan out. Pure; the main function is `plan`.
 
-The controller takes a `snapshot.snapshot_of` its cluster state each tick and follows its `plan.plan`. At submission it asks
-`place.request.request_of` and `place.feasible.impossible`. The simulator does the same with a virtual clock.
+At each tick, the controller makes a snapshot of its cluster state (`snapshot.snapshot_of`) and applies the
+plan (`plan.plan`). At submission it calls `place.request.request_of` and `place.feasible.impossible`. The
+simulator does the same with a virtual clock.
 """

@@ -1,6 +1,6 @@
-"""The decisions of a plan, as values: starts, waits with reasons, preemptions, and changes in the size of elastic jobs.
+"""The decisions of a plan: starts, waits with reasons, preemptions and resizes.
 
-Knows nothing of how they are made: see `plan`, `preempt.plan` and `preempt.elastic`.
+Knows nothing of the algorithms: see `plan`, `preempt.plan` and `preempt.elastic`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from hpcsched.sched.snapshot import Promise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Why a job does not start now: Slurm's reason, a sentence for people, and the expected start (None: unknown)."""
+    """Why a job does not start now.
+
+    Slurm's reason, a sentence for users, and the expected start (None: unknown).
+    """
 
     reason: Reason
     detail: str
@@ -26,17 +29,21 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A job that starts now with these shares, in the order of nodes."""
+    """The start of a job now, with its shares in the order of nodes."""
 
     job_id: JobId
     shares: tuple[Share, ...]
-    partition: str = ""  # the one of its partitions in which it starts
-    time_limit_s: int | None = None  # its time limit, lowered so that it fits; None: as requested
+    partition: str = ""  # the partition in which the job starts
+    time_limit_s: int | None = None  # the time limit, lowered so that the job fits; None: as requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """A running job that is preempted. `save_s`: the grace period after the signal to save its work; None: none."""
+    """A running job that is preempted.
+
+    `save_s`: the grace period after the signal, in which the job can save its work; None: no grace
+    period.
+    """
 
     job_id: JobId
     mode: PreemptMode
@@ -45,7 +52,10 @@ class Victim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """`victims` are preempted so that `job_id` can start on `shares`, which are reserved for it."""
+    """A preemption of `victims` so that `job_id` can start.
+
+    The job starts on `shares`, which are reserved for it.
+    """
 
     job_id: JobId
     shares: tuple[Share, ...]
@@ -54,7 +64,11 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """An elastic job is asked to `keep` only these nodes (all: the request is withdrawn), or it also gets `add`."""
+    """A resize of an elastic job.
+
+    The job is asked to `keep` only these nodes (all nodes: the request is withdrawn), or it gets
+    the nodes `add` in addition.
+    """
 
     job_id: JobId
     keep: tuple[NodeName, ...] = ()
@@ -64,7 +78,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The decisions of one pass: each pending job of the snapshot is in `starts` or in `waits`.
+    """The decisions of one pass. Each pending job is in `starts` or in `waits`.
 
     Jobs that wait for the same reason share one `Wait`. `preempt` decides the rest: preemptions, suspended jobs that
     resume, reserved shares that are given up (`given_up`), and elastic jobs that shrink or grow.

@@ -1,7 +1,7 @@
-"""Where and when a job fits in a scheduling pass: now, at the earliest later, or never.
+"""Where and when a job fits in a scheduling pass: now, later, or never.
 
-Combines nodes over time (`place.timeline`, `place.groups`), licences, reserved slots and run times. Answers questions;
-what is started or reserved changes only through `scheduling_pass`.
+Combines nodes over time (`place.timeline`, `place.groups`), licences, reserved slots and run times.
+This module only answers questions. `scheduling_pass` applies starts and reservations.
 
 Knows nothing of order, limits and policies.
 """
@@ -31,7 +31,7 @@ SUM_ERROR_S = 1e-6  # more than the rounding error of a sum of Unix times
 
 
 class Placement:
-    """What is free in one pass, on nodes and of licences, and the slots that are reserved in it."""
+    """The free resources in one pass, on nodes and of licences, and the reserved slots."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, needed: Needed | None) -> None:
         reservations = {reservation.name: reservation for reservation in snapshot.reservations}
@@ -50,7 +50,7 @@ class Placement:
         self.slots = ReservedSlots(self.timeline, self.licenses)
         self._snapshot = snapshot
         self._never: dict[ShapeGroup | ComponentGroup, Wait | None] = {}
-        self._most_free_cpus: dict[str, tuple[int, int]] = {}  # by partition: after how many starts, cpus
+        self._most_free_cpus: dict[str, tuple[int, int]] = {}  # by partition: starts when computed, cpus
 
     def group(self, job: PendingJob) -> ShapeGroup | ComponentGroup:
         """Return the group of jobs of the same shape, partition and reservation."""
@@ -61,13 +61,16 @@ class Placement:
         return not job.licenses or self.slots.has_licenses(job, end_s - self.timeline.now_s)
 
     def least_end_s(self, job: PendingJob, start_s: float) -> float:
-        """Return until when a slot for `job` is reserved if it starts at `start_s`."""
+        """Return the end of a slot for `job` if it starts at `start_s`."""
         return self.run_times.end_s(job, start_s, self.run_times.least_s(job, start_s))
 
     # ----- now
 
     def now(self, job: PendingJob, end_s: float) -> tuple[list[NodePart] | None, float]:
-        """Return what `job` gets if it starts now, and until when: `end_s`, or less if its time limit may be lowered."""
+        """Return the parts of `job` if it starts now, and its end.
+
+        The end is `end_s`, or earlier if the time limit may be lowered.
+        """
         if job.lowers:
             return self._now_until(job, end_s)
         group = self.group(job)
@@ -79,17 +82,20 @@ class Placement:
         return parts, end_s
 
     def offer(self, job: PendingJob) -> list[NodePart] | None:
-        """Return what one more job gets now if it is next in the queue; None: it waits."""
+        """Return the parts of one more job that is next in the queue; None if it waits."""
         end_s = self.least_end_s(job, self.timeline.now_s)
         return self.group(job).place(end_s) if self.has_licenses(job, end_s) else None
 
     def _now_until(self, job: PendingJob, end_s: float) -> tuple[list[NodePart] | None, float]:
-        """Return what `job`, whose time limit may be lowered, gets now, and the latest end (at most `end_s`) possible."""
+        """Return the parts of `job` now, and the latest possible end, at most `end_s`.
+
+        The time limit of the job may be lowered.
+        """
 
         def fits(until_s: float) -> list[NodePart] | None:
             return self.group(job).place(until_s) if self.has_licenses(job, until_s) else None
 
-        now_s, aside = self.timeline.now_s, self.slots.put_aside(job.id)  # it may get more than its slot
+        now_s, aside = self.timeline.now_s, self.slots.put_aside(job.id)  # it may get more than its own slot
         found = longest(fits, min(end_s, now_s + self.run_times.least_s(job, now_s)), end_s)
         if found is None and aside is not None:
             slot = self.slots.put_back(job, aside)
@@ -98,7 +104,10 @@ class Placement:
         return found or (None, end_s)
 
     def is_full(self, job: PendingJob, queue: PartitionQueue) -> bool:
-        """Say, at little cost, whether every node of the partition has fewer free cpus than `job` needs on a node."""
+        """Say whether every node of the partition has too few free cpus for `job`.
+
+        This is a cheap test.
+        """
         starts, most = self._most_free_cpus.get(job.partition, (-1, 0))
         if starts != len(self.timeline.changed):
             most = max((self.timeline.profiles[node].rooms[0][0] for node in queue.nodes), default=0)
@@ -108,7 +117,10 @@ class Placement:
     # ----- later
 
     def earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[NodePart]] | None:
-        """Return when, at `from_s` at the earliest, nodes and licences are free for `job`, and its parts; None: never."""
+        """Return the earliest start of `job`, at `from_s` or later, and its parts.
+
+        Nodes and licences are free then. None: never.
+        """
         from_s = max(self.timeline.now_s, from_s)
         found = self._earliest_for(job, self.run_times.least_s(job, from_s), from_s)
         cut_s = self.run_times.cut_s(job)
@@ -117,7 +129,10 @@ class Placement:
         return self._earliest_until(job, from_s, cut_s) or found
 
     def earliest_beside_others(self, job: PendingJob) -> float | None:
-        """Return when `job` can start if its own reserved slot is given up and those of others stay; None: never."""
+        """Return the earliest start of `job` if its own reserved slot is given up.
+
+        The slots of other jobs stay. None: never.
+        """
         aside = self.slots.put_aside(job.id)
         found = self.earliest(job)
         if aside is not None:
@@ -125,11 +140,17 @@ class Placement:
         return found[0] if found is not None else None
 
     def sure(self, start_s: float | None) -> float | None:
-        """Return `start_s` if it is certain; None if it depends on jobs without a limit or on distant reservations."""
+        """Return `start_s` if it is certain, else None.
+
+        It is uncertain if it depends on jobs without a limit or on distant reservations.
+        """
         return start_s if start_s is not None and start_s < self.timeline.sure_until_s else None
 
     def _earliest_until(self, job: PendingJob, from_s: float, cut_s: float) -> tuple[float, list[NodePart]] | None:
-        """Return when all is free for `job` until it is cut short at `cut_s`: by bisection, because nodes only get freer."""
+        """Return the earliest start of `job` if it is cut short at `cut_s`, and its parts.
+
+        The start is found by bisection, because nodes only get freer.
+        """
         from_s = max(from_s, cut_s - self.run_times.least_s(job, from_s))
         profiles = [self.timeline.profiles[node] for node in self.group(job).nodes]
         later = {at_s for profile in profiles for at_s in profile.times_s if from_s < at_s < cut_s}
@@ -147,7 +168,10 @@ class Placement:
         return found
 
     def _earliest_for(self, job: PendingJob, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
-        """Return when, at `from_s` at the earliest, nodes and licences are free for `limit_s` seconds; None: never."""
+        """Return the earliest start of `job` with nodes and licences free for `limit_s`.
+
+        The start is at `from_s` or later. None: never.
+        """
         group = self.group(job)
         while True:
             found = group.earliest(limit_s, from_s)
@@ -162,7 +186,10 @@ class Placement:
     # ----- why not
 
     def never(self, job: PendingJob, queue: PartitionQueue) -> Wait | None:
-        """Return why `job` cannot start on the nodes that answer, whichever jobs end; None: it can in time."""
+        """Return the wait of a `job` that cannot start on the answering nodes.
+
+        None: it can start once other jobs end.
+        """
         group = self.group(job)
         if group not in self._never:
             nodes = [self._snapshot.nodes[node] for node in group.nodes]
@@ -178,7 +205,10 @@ class Placement:
         return no_licenses(job.licenses, self.licenses.free_now(), self._total_licenses)
 
     def wait_for_reservation(self, job: PendingJob, queue: PartitionQueue) -> Wait | None:
-        """Return the wait of `job` if it fits now but for reservations; None: other jobs are in its way."""
+        """Return the wait of `job` if only reservations keep it from starting now.
+
+        None: other jobs are in its way.
+        """
         if not self._snapshot.reserved_intervals:
             return None
         end_s = self.least_end_s(job, self.timeline.now_s)

@@ -1,9 +1,11 @@
-"""The plan: which waiting jobs start now and on what, and why each of the others waits.
+"""The plan: which waiting jobs start now and where, and why the other jobs wait.
 
-Jobs are looked at in order (see `queue.priority`). A job that fits starts. The first job of a partition that does not fit is
-its *head*: it gets a reserved slot at the earliest time at which it fits if every running job lasts to its limit (its *shadow
-time*). With EASY backfill, a later job starts if it fits now and leaves every reserved slot untouched: it ends before, or it
-takes what the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define it, job by job.
+Jobs are considered in order (see `queue.priority`). A job that fits starts. The first job of a
+partition that does not fit is its *head*. It gets a reserved slot at its *shadow time*: the earliest
+time at which it fits if every running job runs to its limit. With EASY backfill, a later job starts
+if it fits now and leaves every reserved slot untouched: it ends before the slot, or uses resources
+that the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define
+it, job by job.
 
     none          nothing behind a head starts on the nodes of its partition
     easy          one slot for each partition
@@ -12,7 +14,8 @@ takes what the heads do not need. On one pool of equal processors this is EASY a
     conservative  the first `Policy.conservative_depth` jobs get slots, which later plans keep (see `promises`)
     default       see `guard`
 
-Pure and deterministic: equal snapshot and policy give an equal plan. What is known during a pass is in `scheduling_pass`.
+Pure and deterministic: equal snapshots and policies give equal plans. The state of a pass is in
+`scheduling_pass`.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from hpcsched.sched.snapshot import PendingJob, Snapshot
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:
-    """Return what to start now, and why the other jobs wait."""
+    """Return the jobs that start now, and the reasons why the other jobs wait."""
     current = SchedulingPass(snapshot, policy)
     for _ in steps_of(current):
         pass
@@ -42,7 +45,10 @@ def plan(snapshot: Snapshot, policy: Policy) -> Plan:
 
 
 def steps_of(current: SchedulingPass) -> Iterator[None]:
-    """Take all decisions of a pass. A step takes a few milliseconds at most, except sorting a long queue."""
+    """Take all decisions of a pass, in steps.
+
+    A step takes a few milliseconds at most, except the one that sorts a long queue.
+    """
     policy = current.policy
     queue = yield from _queue_in_order(current)
     if policy.backfill is Backfill.CONSERVATIVE:
@@ -65,7 +71,7 @@ def steps_of(current: SchedulingPass) -> Iterator[None]:
 
 
 def _queue_in_order(current: SchedulingPass) -> Generator[None, None, list[PendingJob]]:
-    """Return, in steps, the eligible jobs in the order in which they are looked at."""
+    """Return, in steps, the eligible jobs in the order in which they are considered."""
     snapshot, policy = current.snapshot, current.policy
     eligible = yield from eligible_jobs(snapshot, policy, current.placement.reservations, current.waits)
     scale = scale_of(snapshot)
@@ -77,7 +83,10 @@ def _queue_in_order(current: SchedulingPass) -> Generator[None, None, list[Pendi
 
 
 class _Backfill:
-    """Looks at the jobs of the queue in order: starts them, or gives them a reserved slot, or the reason why they wait."""
+    """Backfill: considers the jobs of the queue in order.
+
+    A job starts, gets a reserved slot, or gets a reason why it waits.
+    """
 
     def __init__(self, current: SchedulingPass) -> None:
         policy = current.policy
@@ -92,7 +101,10 @@ class _Backfill:
         self._started_multi: set[JobId] = set()
 
     def look_at(self, job: PendingJob) -> None:
-        """Start `job`, or note why it waits. A job that asks for several partitions is looked at in each."""
+        """Start `job`, or record why it waits.
+
+        A job that requests several partitions is considered in each.
+        """
         self._current.looked_at += 1
         if job.id in self._current.started_ids:
             return
@@ -102,14 +114,17 @@ class _Backfill:
             self._look_at(job)
 
     def expect_backlog(self) -> Iterator[None]:
-        """Give the jobs of the backlog an expected start, as if each had a slot of its own."""
+        """Give the jobs of the backlog an expected start, as if each had its own slot."""
         for job in self._backlog:
             if job.id in self._current.waits:  # else it has started since, in another of its partitions
                 self._expect(job, firm=False)
                 yield
 
     def _look_at_multi(self, job: PendingJob) -> None:
-        """Look at a job in one of its partitions. If it waits in two, keep the wait that ends earlier."""
+        """Consider a job in one of its partitions.
+
+        If it waits in two, the wait that ends earlier is kept.
+        """
         if job.id in self._started_multi:
             return
         waits = self._current.waits
@@ -130,7 +145,10 @@ class _Backfill:
             self._wait_for_resources(job)
 
     def _wait_for_resources(self, job: PendingJob) -> None:
-        """Note that `job` waits for resources: as the head of its partition, which gets a slot, or behind the head."""
+        """Record that `job` waits for resources.
+
+        It waits as the head of its partition, which gets a slot, or behind the head.
+        """
         current = self._current
         queue = current.queues.of(job)
         if queue.head is None:
@@ -160,7 +178,7 @@ class _Backfill:
                     other.head = job
 
     def _expect(self, job: PendingJob, *, firm: bool) -> None:
-        """Reserve a slot for `job`, which waits behind a head, and note when it is expected to start."""
+        """Reserve a slot for `job`, which waits behind a head, and record its expected start."""
         current = self._current
         start_s = current.placement.sure(current.reserve(job, firm=firm))
         known = current.waits.get(job.id)
@@ -169,7 +187,7 @@ class _Backfill:
 
 
 def _shortfall(current: SchedulingPass, job: PendingJob) -> str:
-    """Return in words what `job` needs, and what of that is free or promised to others."""
+    """Describe the needs of `job`, and how much of them is free or promised to others."""
     snapshot, placement = current.snapshot, current.placement
     group = placement.group(job)
     seats = group.seats_now()
@@ -182,6 +200,9 @@ def _shortfall(current: SchedulingPass, job: PendingJob) -> str:
 
 
 def _end_of_wait(wait: Wait) -> tuple[bool, float]:
-    """Order the waits of one job: those that can end before those that cannot, then by expected start."""
+    """Return the sort key of the waits of one job.
+
+    Waits that can end precede those that cannot; then the expected start decides.
+    """
     cannot_end = wait.reason in (Reason.NODES_UNAVAILABLE, Reason.PARTITION_DOWN, Reason.PARTITION_INACTIVE)
     return cannot_end, wait.expected_start_s if wait.expected_start_s is not None else float("inf")

@@ -1,15 +1,17 @@
-"""Conservative backfill over several passes: a pass first keeps the promises of the pass before it.
+"""Conservative backfill over several passes: a pass first keeps earlier promises.
 
-A promise is a start time and the parts of nodes that the job gets then. A pass begins with all promises of the pass before, in
-the order of their starts, before anything else is given away. So no promise is delayed while running jobs keep to their
-limits: a job starts by then, or as soon as it fits beside the promises to other jobs.
+A promise is a start time, and the parts of nodes that the job gets then. A pass begins with all
+promises of the previous pass, in the order of their starts, before it starts other jobs. So no
+promise is delayed while running jobs keep to their limits: a job starts at the promised time, or as
+soon as it fits beside the promises to other jobs.
 
-If a job outlasts its limit, or is slow to end, a promise moves to a later time on the same nodes. Its original start is
-remembered, so that the delay ends with its cause. A promise lapses if its job asks for something else now, waits for another
-reason, or if one of its nodes is gone.
+If a job outlasts its limit, or ends slowly, a promise moves to a later time on the same nodes. Its
+original start is remembered, so that the delay ends with its cause. A promise lapses if its job
+changes its request, if the job waits for another reason, or if one of its nodes is removed.
 
-Source: Mu'alem and Feitelson, "Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM SP2
-with backfilling" (2001). There, freed resources are given out in the order of arrival; here in the order of the queue.
+Source: Mu'alem and Feitelson, "Utilization, predictability, workloads, and user runtime estimates
+in scheduling the IBM SP2 with backfilling" (2001). There, freed resources are assigned in the order
+of arrival; here in the order of the queue.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, allows
 
 
 def keep_promises(current: SchedulingPass, queue: Sequence[PendingJob]) -> Iterator[None]:
-    """Reserve for the jobs of `queue` what the pass before promised them; start the jobs whose promise is due."""
+    """Reserve the promises of the previous pass for the jobs of `queue`.
+
+    Jobs with a promise that is due start.
+    """
     promises = current.snapshot.promises.values()
     views = {(job.id, job.partition): job for job in queue} if promises else {}
     for promise in sorted(promises, key=lambda promise: (promise.start_s, promise.job_id)):
@@ -46,8 +51,8 @@ def _keep(current: SchedulingPass, job: PendingJob, promise: Promise) -> None:
     start_s, parts = found
     end_s = placement.least_end_s(job, start_s)
     if end_s > start_s + limit_s + SUM_ERROR_S:
-        return  # a reservation was to cut it short, and it is late for that
-    if start_s <= now_s and not job.lowers:  # a job with --time-min is looked at in its turn: it may get more
+        return  # the promise assumed that a reservation cuts the job short, and this is no longer true
+    if start_s <= now_s and not job.lowers:  # a job with --time-min is considered in its turn: it may get more
         if current.give(job, parts, end_s):
             current.started_ids.add(job.id)
     elif placement.sure(start_s) is not None:
@@ -58,7 +63,10 @@ def _keep(current: SchedulingPass, job: PendingJob, promise: Promise) -> None:
 def _still_possible(
     placement: Placement, nodes: Sequence[NodeView], job: PendingJob, promise: Promise, limit_s: float
 ) -> tuple[float, list[NodePart]] | None:
-    """Return when `job` can have what it was promised, not before its promised start, and its parts; None: never."""
+    """Return the time at which the promise to `job` can be kept, and the parts.
+
+    The time is not before the promised start. None: the promise cannot be kept.
+    """
     if not _asks_the_same(job.request, promise.request):
         return None
     index, types = placement.timeline.index, placement.timeline.types
@@ -78,7 +86,10 @@ def _still_possible(
 def _free_from(
     placement: Placement, job: PendingJob, parts: Sequence[NodePart], limit_s: float, from_s: float
 ) -> float:
-    """Return when, at `from_s` at the earliest, `job` can have exactly these parts and its licences; `NEVER_S`: never."""
+    """Return the first time at which `job` can have exactly these parts and its licences.
+
+    The time is not before `from_s`. `NEVER_S`: never.
+    """
     closed, profiles = placement.closed.to(job.reservation), placement.timeline.profiles
     start_s = from_s
     while start_s < NEVER_S:
@@ -94,14 +105,20 @@ def _free_from(
 
 
 def _asks_the_same(asked: ResourceRequest, promised: ResourceRequest) -> bool:
-    """Say whether the `promised` request satisfies `asked`. A job that has waited may have stopped asking for few switches."""
+    """Say whether the `promised` request satisfies `asked`.
+
+    After some time, a waiting job accepts more switches.
+    """
     if asked is promised or asked == promised:
         return True
     return asked.time_limit_s == promised.time_limit_s and asked.shape == replace(promised.shape, switches=0)
 
 
 def _opens_s(closed: Sequence[Interval], length_s: float, from_s: float) -> float:
-    """Return the first time, at `from_s` at the earliest, after which no interval of `closed` begins for `length_s`."""
+    """Return the first time from which `length_s` seconds overlap no interval of `closed`.
+
+    The time is not before `from_s`.
+    """
     for closed_s, opens_s in sorted(closed):
         if closed_s < from_s + length_s and opens_s > from_s:
             from_s = opens_s

@@ -1,8 +1,8 @@
-"""The slots that one pass reserves for waiting jobs: parts of nodes and licences over an interval.
+"""The slots that one pass reserves for waiting jobs: parts of nodes, and licences.
 
-A job has at most one slot. A slot that is *promised* holds for later passes too (see `promises`).
+A job has at most one slot. A *promised* slot is kept in later passes too (see `promises`).
 
-Knows nothing of the order of jobs, nor of which jobs start.
+Knows nothing of the order and the starts of jobs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class ReservedSlot:
 
 
 class ReservedSlots:
-    """The reserved slots of one pass, at most one for each job. `promises` are those that hold after the pass."""
+    """The reserved slots of one pass, at most one for each job.
+
+    `promises`: the slots that later passes keep.
+    """
 
     def __init__(self, timeline: Timeline, licenses: FreeLicenses) -> None:
         self.promises: dict[JobId, Promise] = {}
@@ -48,7 +51,10 @@ class ReservedSlots:
         return slot is not None and slot.start_s <= self._timeline.now_s
 
     def in_the_way(self, job: PendingJob, nodes: Collection[int], until_s: float) -> list[JobId]:
-        """Return the other jobs with slots on `nodes` that begin before `until_s`, in the order of their starts."""
+        """Return the other jobs with slots on `nodes` that begin before `until_s`.
+
+        They are in the order of their starts.
+        """
         slots = sorted(self._slots.items(), key=lambda item: item[1].start_s)
         return [
             job_id
@@ -66,7 +72,7 @@ class ReservedSlots:
         )
 
     def promise(self, job: PendingJob) -> None:
-        """Promise its slot to `job`, also in later passes."""
+        """Promise its slot to `job`, in later passes too."""
         slot, timeline = self._slots[job.id], self._timeline
         self.promises[job.id] = Promise(
             job_id=job.id,

@@ -1,7 +1,8 @@
-"""How long jobs run, as a plan expects: to their time limit, to what that may be lowered to, or until they are cut short.
+"""Expected run times: until the time limit, a lowered limit, or an earlier end.
 
-If requests are not trusted (see `guard.predict.Needed`), a plan expects the run times that jobs are predicted to need. Intervals
-that are reserved stay closed to every job whose limit reaches them: a job that could meet one counts with its limit.
+If requests are not trusted (see `guard.predict.Needed`), a plan uses the predicted run times of
+jobs. Reserved intervals stay closed to every job with a limit that reaches into them: such a job
+counts with its limit.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class RunTimes:
         return known_limit_s(job.request.time_limit_s) or self._policy.default_time_limit_s
 
     def needed_s(self, job: PendingJob, start_s: float) -> float:
-        """Return how long `job` needs if it starts at `start_s`: its limit, or less if requests are not trusted."""
+        """Return how long `job` needs if it starts at `start_s`, in seconds.
+
+        That is its time limit, or less if requests are not trusted.
+        """
         limit_s = self.limit_s(job)
         if self._needed is None or job.lowers or job.reservation:
             return limit_s
@@ -49,23 +53,29 @@ class RunTimes:
         return self._needed.length_s(job.uid, limit_s)
 
     def least_s(self, job: PendingJob, start_s: float) -> float:
-        """Return how long the slot of `job` is at least: what it needs, or what its limit may be lowered to."""
+        """Return the least length of a slot of `job`, in seconds.
+
+        That is the time that the job needs, or ``--time-min`` if its time limit may be lowered.
+        """
         if job.lowers and job.time_min_s is not None:
             return min(self.limit_s(job), job.time_min_s)
         return self.needed_s(job, start_s)
 
     def cut_s(self, job: PendingJob) -> float:
-        """Return when `job` is cut short, whenever it starts; `NEVER_S`: never."""
+        """Return when `job` is cut short, regardless of its start; `NEVER_S`: never."""
         return NEVER_S if job.free_to_go else cut_short_s(job, self._reservations)
 
     def end_s(self, job: PendingJob, start_s: float, limit_s: float | None = None) -> float:
-        """Return the expected end of `job` if it starts at `start_s`: when it has what it needs, or is cut short."""
+        """Return the expected end of `job` if it starts at `start_s`.
+
+        The job ends after the time that it needs, or when it is cut short.
+        """
         end_s = start_s + (self.needed_s(job, start_s) if limit_s is None else limit_s)
         cut_s = self.cut_s(job)
         return min(end_s, cut_s) if start_s < cut_s else end_s
 
 
-# ----- jobs whose time limit may be lowered (``--time-min``): the longest time for which one fits now
+# ----- jobs with a time limit that may be lowered (``--time-min``): the longest time that fits now
 # As in Slurm: a slot is as long as the least time, and a job that starts gets as much more, in whole minutes, as leaves the
 # slots of others untouched. Source: sbatch(1), --time-min.
 
@@ -74,9 +84,10 @@ Found = TypeVar("Found")
 
 
 def longest(fits: Callable[[float], Found | None], least_s: float, most_s: float) -> tuple[Found, float] | None:
-    """Return what `fits` returns for the latest end for which it is not None, and that end; None: not even for `least_s`.
+    """Return the result of `fits` for the latest end that fits, and that end.
 
-    Ends are `most_s`, or `least_s` plus whole minutes. A job that fits also fits for less time, so the end is bisected.
+    None: `fits` returns None even for `least_s`. Ends are `most_s`, or `least_s` plus whole
+    minutes. A job that fits also fits for less time, so the end is found by bisection.
     """
     found = fits(most_s)
     if found is not None or most_s <= least_s:

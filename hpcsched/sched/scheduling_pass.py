@@ -1,10 +1,11 @@
-"""What is known and decided during one scheduling pass, and the two ways to change it: start a job, reserve a slot.
+"""The state of one scheduling pass, with its two actions: start a job, reserve a slot.
 
-`plan` and the policies decide in which order; this module applies each decision to the nodes, the licences, the limits
-and the reserved slots, so that every later decision of the pass sees it.
+`plan` and the policies decide the order. This module applies each decision to the nodes, the
+licences, the limits and the reserved slots, so that every later decision of the pass includes it.
 
-Within one pass, free resources only shrink. So a shape that did not fit is not tried again, and the seats of a shape are
-updated only where a job started: that keeps passes over long queues cheap.
+Within one pass, free resources only shrink. So a shape that did not fit is not tried again, and the
+seats of a shape are updated only on nodes with a new start. This makes passes over long queues
+cheap.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from hpcsched.sched.snapshot import PendingJob, Snapshot
 
 
 class SchedulingPass:
-    """One pass over the queue. `starts` lists what it has started so far, `waits` why each other job waits."""
+    """A pass over the queue.
+
+    `starts` lists the jobs that it has started so far. `waits` has the wait of each other job.
+    """
 
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self.snapshot = snapshot
@@ -37,9 +41,9 @@ class SchedulingPass:
         self.waits: dict[JobId, Wait] = {}
         self.priorities: dict[JobId, int] = {}
         self.started_ids: set[JobId] = set()  # started out of turn: by promise, by the policy, or by another plan
-        self.starts_are_final = False  # only the reasons of the jobs that wait are missing
+        self.starts_are_final = False  # all starts are decided; only the reasons of waiting jobs are missing
         self.looked_at = 0
-        self._late_ids: set[JobId] = set()  # their slot begins later than they may start
+        self._late_ids: set[JobId] = set()  # their slot begins after their latest start
         self._failed_tries = 0  # behind a head
 
     @property
@@ -58,9 +62,10 @@ class SchedulingPass:
     # ----- start
 
     def start_if_it_fits(self, job: PendingJob, *, first: bool = True) -> bool:
-        """Start `job` if it fits now, and say whether it starts. If it can never start on the nodes that answer, note that.
+        """Start `job` if it fits now, and say whether it starts.
 
-        The search is shorter for jobs behind a head and for those that are not `first` to be tried.
+        If the job can never start on the answering nodes, that is recorded. The search is shorter
+        for jobs behind a head and for jobs that are not the `first` to be tried.
         """
         placement, depth = self.placement, self.policy.backfill_depth
         queue = placement.queues.of(job)
@@ -81,7 +86,10 @@ class SchedulingPass:
         return False
 
     def start_now(self, job: PendingJob) -> bool:
-        """Start `job`, whatever its place in the queue, if it fits beside the slots of others; say whether it starts."""
+        """Start `job`, regardless of its place in the queue; say whether it starts.
+
+        It starts if it fits beside the slots of other jobs.
+        """
         self.looked_at += 1
         self.waits.pop(job.id, None)
         wait = self.limits.why_not(job)
@@ -93,7 +101,10 @@ class SchedulingPass:
         return False
 
     def give(self, job: PendingJob, parts: list[NodePart], end_s: float) -> bool:
-        """Start `job` on `parts` until `end_s`, on fewer nodes if its limits require that; else note why it waits."""
+        """Start `job` on `parts` until `end_s`; else record its wait.
+
+        The job gets fewer nodes if its limits require that.
+        """
         limits = self.limits
         held = self._held(job, parts) if limits.limited else {}
         breach = limits.why_not_there(job, held)
@@ -108,7 +119,7 @@ class SchedulingPass:
         return True
 
     def absorb(self, start: Start, job: PendingJob) -> None:
-        """Take account of `job`, which another plan of a newer snapshot has started meanwhile."""
+        """Add `job`, which another plan of a newer snapshot has started meanwhile."""
         placement, timeline = self.placement, self.placement.timeline
         end_s = placement.run_times.end_s(job, timeline.now_s, start.time_limit_s)
         placement.slots.release(job.id)
@@ -120,7 +131,7 @@ class SchedulingPass:
         self.started_ids.add(job.id)
 
     def _start(self, job: PendingJob, parts: list[NodePart], held: Held, end_s: float) -> None:
-        """Start `job` on `parts` until `end_s`, and take nodes, licences and limits into account."""
+        """Start `job` on `parts` until `end_s`, and update nodes, licences and limits."""
         placement, now_s = self.placement, self.placement.timeline.now_s
         placement.slots.release(job.id)
         shares = tuple([self._take(part, end_s) for part in parts])
@@ -142,12 +153,15 @@ class SchedulingPass:
         )
 
     def _held(self, job: PendingJob, parts: list[NodePart]) -> Held:
-        """Return what `job` holds with these parts, by the names that limits use."""
+        """Return the resources of `job` with these parts, under the names of limits."""
         types = self.placement.timeline.types
         return held_of([(*part.use, types[part.node]) for part in parts], job.licenses)
 
     def _is_hopeless(self, job: PendingJob, queue: PartitionQueue) -> bool:
-        """Say, at little cost, whether a job behind a head cannot start, or the search has gone far enough."""
+        """Say whether a job behind a head cannot start, or the search has reached its limit.
+
+        This is a cheap test.
+        """
         depth = self.policy.backfill_depth
         if self.policy.backfill is Backfill.NONE or 0 < depth <= self._failed_tries:
             return True
@@ -156,9 +170,10 @@ class SchedulingPass:
     # ----- reserve
 
     def reserve(self, job: PendingJob, *, firm: bool = False, from_s: float = 0.0) -> float | None:
-        """Reserve a slot for `job` where it fits first, at `from_s` at the earliest. Return its start; None: not here.
+        """Reserve a slot for `job` at its earliest start; return the start, None if not here.
 
-        A slot that exists stays, unless the job fits earlier in this partition. A `firm` slot is promised to later plans.
+        The start is not before `from_s`. An existing slot stays, unless the job fits earlier in
+        this partition. A `firm` slot is promised to later plans.
         """
         placement = self.placement
         slot = placement.slots.of(job)
@@ -175,7 +190,10 @@ class SchedulingPass:
         return start_s
 
     def reserve_from(self, job: PendingJob, from_s: float) -> bool:
-        """Reserve a slot for `job` at `from_s` or the first time after it at which it fits; say whether it has a slot."""
+        """Reserve a slot for `job` at `from_s` or later; say whether it has a slot.
+
+        The slot begins at the first time from `from_s` on at which the job fits.
+        """
         if job.id in self.started_ids or job.id in self.waits or self.limits.why_not(job) is not None:
             return False
         if from_s > self.placement.timeline.now_s:
@@ -185,7 +203,7 @@ class SchedulingPass:
     # ----- questions about one more job
 
     def offer(self, job: PendingJob) -> list[NodePart] | None:
-        """Return what one more job gets now if it is next in the queue; None: it waits."""
+        """Return the parts of one more job that is next in the queue; None if it waits."""
         if self.queues.of(job).head is not None and self.policy.backfill is Backfill.NONE:
             return None
         if self.limits.why_not(job) is not None:
@@ -196,7 +214,10 @@ class SchedulingPass:
         return parts
 
     def expected(self, job: PendingJob) -> tuple[float, list[NodePart]] | None:
-        """Return when one more job that is next in the queue can start at the earliest, and on what; None: not known."""
+        """Return the earliest start of one more job that is next in the queue, and its parts.
+
+        None: the start is not known.
+        """
         parts = self.offer(job)
         if parts is not None:
             return self.placement.timeline.now_s, parts
@@ -205,6 +226,9 @@ class SchedulingPass:
 
 
 def _can_do_with_less(job: PendingJob, parts: list[NodePart]) -> bool:
-    """Say whether `job` may start without its last node: it has ``--nodes=MIN-MAX``, and all its nodes have equal shares."""
+    """Say whether `job` may start without its last node.
+
+    It has ``--nodes=MIN-MAX``, and all its nodes have equal shares.
+    """
     shape = job.request.shape
     return len(parts) > shape.nodes_min and shape.ntasks is None and not (shape.gpus_total or shape.nodelist)

@@ -1,7 +1,8 @@
-"""The snapshot that a plan is made from: lean values made of the controller's jobs, nodes and partitions.
+"""The snapshot for a plan: small values made of the controller's jobs and nodes.
 
-A `SnapshotCache` keeps the view of a job for as long as the controller holds the same `Job` value, so that a snapshot of ten
-thousand pending jobs costs little more than a look at each. Times are Unix seconds. No clock, no policy.
+A `SnapshotCache` keeps the view of a job while the controller holds the same `Job` value. So a
+snapshot of ten thousand pending jobs costs little more than one look-up per job. Times are Unix
+seconds. No clock, no policy.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from hpcsched.sched.place.reserved_intervals import ReservedInterval, reserved_i
 from hpcsched.sched.queue.usage import UsedResources
 
 UNKNOWN_TMP_MIB = 1 << 53  # a node without tmp_disk satisfies any --tmp
-LEAST_LIMIT_S = 1  # a deadline cuts a time limit to no less
+LEAST_LIMIT_S = 1  # minimum of a time limit that is cut for a deadline
 _NOT_ENDING = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__, for the cached properties
 class NodeView:
-    """The resources of a node, and why no job can start on it now (`why_not`; "": jobs can)."""
+    """The resources of a node, and the reason why no job can start on it now.
+
+    `why_not`: the reason; "": jobs can start.
+    """
 
     name: NodeName
     cpus: int
@@ -66,9 +70,10 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSize:
-    """The size of a running elastic job. `view`: the job as it asked for its nodes. `moving`: it is being given more nodes.
+    """The size of a running elastic job.
 
-    `wanted`: at `wanted_at_s` it was asked to keep only these nodes. `leaving`: nodes that it is giving back.
+    `view`: the job as it requested its nodes. `moving`: the job is receiving more nodes. `wanted`:
+    the nodes that it was asked at `wanted_at_s` to keep. `leaving`: nodes that it is giving back.
     `barred`: nodes that it cannot get again.
     """
 
@@ -84,7 +89,7 @@ class ElasticSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job that holds nodes. `ends_at_s`: when it reaches its limit; None: it has none."""
+    """A job that holds nodes. `ends_at_s`: the end by its time limit; None: it has none."""
 
     id: JobId
     display_id: str
@@ -104,12 +109,15 @@ class RunningJob:
     may_run_again: bool | None = False  # whether it may be requeued; None: by the rules of the cluster
     saved_at_s: float | None = None  # its last checkpoint that was reported
     elastic: ElasticSize | None = None
-    lent_shares: tuple[Share, ...] = ()  # suspended for a preemptor: the shares that it gets again
+    lent_shares: tuple[Share, ...] = ()  # suspended for a preemptor: the shares that it will get again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJob:
-    """A pending job. `since_s`: its age counts from then; None while it waits for something other than resources."""
+    """A pending job.
+
+    `since_s`: start of its age; None while it waits for something other than resources.
+    """
 
     id: JobId
     display_id: str
@@ -131,20 +139,23 @@ class PendingJob:
     name: str = ""
     deadline_at_s: float | None = None
     reservation: str = ""
-    reserved_shares: tuple[Share, ...] = ()  # jobs are preempted there so that it starts
-    others: tuple[PendingJob, ...] = ()  # its views in the other partitions that it asks for
+    reserved_shares: tuple[Share, ...] = ()  # jobs are preempted there so that this job can start
+    others: tuple[PendingJob, ...] = ()  # its views in the other partitions that it requests
     user: str = ""
     account: str = ""
     qos: str = ""
     licenses: LicenseCounts = ()
-    switches_wait_s: float | None = None  # how long it waits for few switches; None: the time of the policy
-    time_min_s: int | None = None  # its time limit may be cut to this, so that it starts earlier or at all
+    switches_wait_s: float | None = None  # time of its wait for few switches; None: the time of the policy
+    time_min_s: int | None = None  # its time limit may be lowered to this, so that it starts earlier or at all
     lowers: bool = False  # --time-min was given: the limit that it starts with becomes its time limit
     free_to_go: bool = True  # no hold, begin time, dependency or array limit: these checks are skipped
 
 
 class PromisedPart(NamedTuple):
-    """The part of a promise on one node: its tasks, and cpus, memory in MiB and units of the GPU `slots` (`use`)."""
+    """The part of a promise on one node.
+
+    It has tasks, and `use`: cpus, memory in MiB and units of the GPU `slots`.
+    """
 
     node: NodeName
     tasks: int
@@ -155,7 +166,10 @@ class PromisedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """The start that an earlier pass promised to a pending job: at `start_s` at the latest, on these `parts` of nodes."""
+    """The start that an earlier pass promised to a pending job.
+
+    The job starts at `start_s` at the latest, on these `parts` of nodes.
+    """
 
     job_id: JobId
     partition: str
@@ -166,7 +180,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFact:
-    """The facts of a job that dependencies ask for."""
+    """The facts of a job that dependencies refer to."""
 
     id: JobId
     state: JobState
@@ -177,9 +191,10 @@ class JobFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageLedger:
-    """Accounts, limits, licences and past usage. `fairshare`: the factor (0..1) of each association, best first.
+    """Accounts, limits, licences and past usage.
 
-    `used`: decayed usage of resources that were given back; running jobs are not included.
+    `fairshare`: the factor (0..1) of each association, best first. `used`: decayed usage of
+    resources that were given back; running jobs are not included.
     """
 
     accounting: Accounting = NO_ACCOUNTING
@@ -192,7 +207,10 @@ NO_USAGE = UsageLedger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything that a plan depends on, except the policy. `facts`: jobs that pending jobs depend on, by job or array id."""
+    """The complete input of a plan, except the policy.
+
+    `facts`: jobs that pending jobs depend on, by job id or array id.
+    """
 
     now_s: float
     nodes: tuple[NodeView, ...]
@@ -203,12 +221,15 @@ class Snapshot:
     ledger: UsageLedger = NO_USAGE
     reservations: tuple[Reservation, ...] = ()
     reserved_intervals: tuple[ReservedInterval, ...] = ()  # from these reservations
-    promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the pass before
+    promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the previous pass
     experience: Experience = NO_EXPERIENCE
 
 
 class SnapshotCache:
-    """The views of pending jobs, kept between snapshots; equal requests and shapes become one object."""
+    """The views of pending jobs, which are kept between snapshots.
+
+    Equal requests and shapes become one object.
+    """
 
     def __init__(self) -> None:
         self.pending: dict[JobId, tuple[Job, PendingJob]] = {}
@@ -218,7 +239,7 @@ class SnapshotCache:
         self._specs: dict[int, JobSpec] = {}  # keeps them alive, because their id() is the key above
 
     def follow(self, partitions: Mapping[str, Partition]) -> None:
-        """Forget everything if the partitions have changed."""
+        """Drop all views if the partitions have changed."""
         if partitions != self._partitions:
             self._partitions = dict(partitions)
             self.pending = {}
@@ -237,13 +258,13 @@ class SnapshotCache:
         return request
 
     def prepare(self, job: Job, partitions: Mapping[str, Partition]) -> None:
-        """Make the view of a waiting job before the next snapshot asks for it."""
+        """Make the view of a waiting job before the next snapshot needs it."""
         self.follow(partitions)
         if job.state is JobState.PENDING and not job.held_nodes:
             self.pending[job.id] = job, pending_job(job, partitions, default_of(partitions), self)
 
     def keep_only(self, waiting: Mapping[JobId, tuple[Job, PendingJob]]) -> None:
-        """Keep only `waiting`; forget the requests once they are many more than the jobs."""
+        """Keep only `waiting`; drop the requests if they are many more than the jobs."""
         self.pending = dict(waiting)
         if len(self._requests) > 1000 + 2 * len(self.pending):
             self._forget_requests()
@@ -272,8 +293,8 @@ def snapshot_of(
 ) -> Snapshot:
     """Return the snapshot of the cluster at `now_s`.
 
-    `jobs`: all pending and active jobs, and of the ended ones at least those that a pending job depends on. A dependency
-    on any other job counts as one on a job that ended long ago.
+    `jobs`: all pending and active jobs, and at least the ended jobs that a pending job depends on. Any other job in a dependency
+    counts as ended long ago.
     """
     cache = cache if cache is not None else SnapshotCache()
     jobs = tuple(jobs)
@@ -329,7 +350,10 @@ def _running_jobs(
 
 
 def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJob:
-    """Return `job` as it asks at `now_s`: after its wait for few switches it accepts more."""
+    """Return `job` with its request at `now_s`.
+
+    After its wait for few switches it accepts more.
+    """
     until_s = switches_matter_until_s(job.since_s, job.switches_wait_s, max_switch_wait_s)
     if not job.request.shape.switches or until_s is None or now_s < until_s:
         return job
@@ -337,12 +361,18 @@ def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJ
 
 
 def switches_matter_until_s(since_s: float | None, own_s: float | None, max_switch_wait_s: float) -> float | None:
-    """Return until when a job waits for few switches: `own_s` after `since_s`, else `max_switch_wait_s` after it."""
+    """Return the time until which a job waits for few switches.
+
+    That is `own_s` after `since_s`, or `max_switch_wait_s` after it if `own_s` is None.
+    """
     return since_s + (own_s if own_s is not None else max_switch_wait_s) if since_s is not None else None
 
 
 def allows(shape: Shape, node: NodeView) -> bool:
-    """Say whether `shape` may use `node` at all: it is not excluded, large enough and has the features."""
+    """Say whether `shape` may use `node` at all.
+
+    It may if the node is not excluded, is large enough, and has the features.
+    """
     if shape.components:
         return any(allows(component, node) for component in shape.components)
     if shape.exclude and node.name in shape.exclude:
@@ -353,7 +383,7 @@ def allows(shape: Shape, node: NodeView) -> bool:
 
 
 def node_view(node: Node) -> NodeView:
-    """Return the view of `node` that the planner needs."""
+    """Return the planner's view of `node`."""
     spec = node.spec
     return NodeView(
         name=spec.name,
@@ -372,7 +402,7 @@ def node_view(node: Node) -> NodeView:
 
 
 def pending_job(job: Job, partitions: Mapping[str, Partition], default: str, cache: SnapshotCache) -> PendingJob:
-    """Return the view of a pending job that the planner needs, with views in its other partitions."""
+    """Return the planner's view of a pending job, with views in its other partitions."""
     names = (job.partition or job.spec.partition or default).split(",")
     views = [_pending_in(job, partitions, name, cache) for name in names]
     return views[0] if len(views) == 1 else replace(views[0], others=tuple(views[1:]))
@@ -424,7 +454,10 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
 
 
 def time_min_s(job: Job) -> int | None:
-    """Return the least time limit that `job` may start with; None: its own. A default limit may be cut for a deadline."""
+    """Return the lower limit of the time limit of `job`; None if the limit is fixed.
+
+    A default limit may be lowered for a deadline.
+    """
     if job.time_min_s is not None:
         return job.time_min_s if job.time_limit_s is None else min(job.time_min_s, job.time_limit_s)
     return LEAST_LIMIT_S if job.spec.time_limit_s is None and job.deadline_at_s is not None else None
@@ -465,7 +498,10 @@ def running_job(
 def _ends_at_s(
     job: Job, partition: Partition | None, began_at_s: float, now_s: float, reservation: Reservation | None
 ) -> float | None:
-    """Return when the job is at its limit, or is cut short; None: never. A job that is being ended ends now."""
+    """Return when the job reaches its limit or is cut short; None: never.
+
+    A job that is being ended ends now.
+    """
     if job.state not in _NOT_ENDING:
         return now_s
     limit_s = job.time_limit_s if job.time_limit_s is not None else job.spec.time_limit_s
@@ -501,7 +537,10 @@ def _why_not(node: Node) -> str:
 
 
 def _facts(jobs: tuple[Job, ...], pending: tuple[PendingJob, ...]) -> dict[int, tuple[JobFact, ...]]:
-    """Return the facts of the jobs that others depend on: by job id, array tasks also by the id of the array."""
+    """Return the facts of the jobs that other jobs depend on, by job id.
+
+    Array tasks are also included by the id of the array.
+    """
     wanted = {
         job_id
         for view in pending

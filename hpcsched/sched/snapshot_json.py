@@ -1,8 +1,9 @@
-"""A snapshot and its policy as a JSON value, to be inspected, sent to others and planned again.
+"""A snapshot and its policy as JSON, for inspection and for planning it again.
 
-Versioned: an unknown version is rejected. Jobs have only what the planner needs: no scripts, environments or paths. Fields of
-jobs with their default value are left out, because ten thousand jobs have mostly equal fields. Reservations are stored,
-not the reserved intervals that follow from them.
+Versioned: an unknown version is rejected. Jobs have only the fields that the planner needs: no
+scripts, environments or paths. Fields of jobs with their default value are left out, because ten
+thousand jobs have mostly equal fields. Reservations are stored; the reserved intervals are computed
+from them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def snapshot_to_json(snapshot: Snapshot, policy: Policy) -> Json:
 
 
 def snapshot_from_json(obj: object) -> tuple[Snapshot, Policy]:
-    """Return the snapshot and the policy in `obj` (parsed JSON). Raises ProtocolError if it has none."""
+    """Return the snapshot and the policy in `obj`, which is parsed JSON.
+
+    Raises: ProtocolError if it has none.
+    """
     if not isinstance(obj, dict) or obj.get("kind") != KIND:
         raise ProtocolError("cannot read the snapshot: hctl snapshot has not written this file")
     if obj.get("version") != VERSION:
@@ -55,7 +59,10 @@ def _usual() -> Json:
 
 
 def _drop_usual(job: Json, usual: Mapping[str, Any]) -> None:
-    """Remove the fields of `job`, of its shape and of its views in other partitions that equal those of `usual`."""
+    """Remove the fields of `job` with the same values as in `usual`.
+
+    Fields of its shape, and of its views in other partitions, are removed too.
+    """
     for name in _DEFAULTED:
         if job[name] == usual[name]:
             del job[name]

@@ -1,1 +1,1 @@
-"""Why a job waits, and what would start if things were different."""
+"""Explanations of why a job waits, and of smaller requests that would start."""

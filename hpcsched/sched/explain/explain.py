@@ -1,8 +1,11 @@
-"""Why a job waits, in words with numbers: its needs, the jobs ahead, what each node lacks, when it may start and why then.
+"""An explanation of why a job waits, in sentences with numbers.
 
-Reads a snapshot and the plan of that snapshot; decides nothing. For each node it looks at what is free now; a node that is free
-for a job that still waits is reserved for a job ahead of it. Which smaller request would start now is asked of the
-scheduler itself (`what_would_start`).
+The explanation has the needs of the job, the jobs ahead of it, the resources that each node lacks,
+and the expected start with its cause.
+
+Reads a snapshot and the plan of that snapshot; decides nothing. For each node it shows the
+resources that are free now. A node that is free for a waiting job is reserved for a job ahead of
+it. `what_would_start` asks the scheduler itself which smaller request would start now.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ _DEPENDS_ON_REQUEST = frozenset({*_IN_QUEUE, Reason.NODES_UNAVAILABLE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a job waits. `position` is its place among the jobs that wait for resources in its partition (0: none)."""
+    """The explanation of one waiting job.
+
+    `position`: its place among the jobs that wait for resources in its partition (0: none).
+    """
 
     job_id: JobId
     reason: Reason
@@ -39,16 +45,16 @@ class Explanation:
     needs: str
     position: int = 0
     ahead: tuple[str, ...] = ()  # display ids, in order
-    nodes: Mapping[str, str]  # what each node that it may use lacks now; "": the node has room
-    nearest: tuple[str, ...] = ()  # the nodes that lack least
+    nodes: Mapping[str, str]  # the resources that each node that it may use lacks now; "": the node has room
+    nearest: tuple[str, ...] = ()  # the nodes that lack the least
     expected_start_s: float | None = None
-    firm: bool = False  # it starts no later if running jobs last to their time limits
-    place: ExpectedPlace | None = None  # where it starts then, and which jobs end before
+    firm: bool = False  # it starts no later if running jobs run to their time limits
+    place: ExpectedPlace | None = None  # the nodes of that start, and the jobs that end before it
     smaller: tuple[str, ...] | None = None  # smaller requests that would start now; None: its size is not the reason
 
 
 def explain(snapshot: Snapshot, policy: Policy, the_plan: Plan, job_id: JobId) -> Explanation | None:
-    """Return why job `job_id` waits, by `the_plan` of `snapshot`; None if it does not wait."""
+    """Explain why job `job_id` waits, by `the_plan` of `snapshot`; None if it does not wait."""
     wait, job = the_plan.waits.get(job_id), _pending(snapshot, job_id)
     if wait is None or job is None:
         return None
@@ -126,7 +132,7 @@ def _start_words(explanation: Explanation, now_s: float) -> str:
 
 
 def _basis(place: ExpectedPlace, explanation: Explanation, now_s: float) -> str:
-    """Return which jobs must end before the start."""
+    """Name the jobs that must end before the start."""
     ids = [display_id for display_id, _ in place.until_ended]
     if not ids:
         if explanation.ahead:
@@ -139,7 +145,10 @@ def _basis(place: ExpectedPlace, explanation: Explanation, now_s: float) -> str:
 
 
 def _is_early(job: PendingJob, snapshot: Snapshot) -> bool:
-    """Say whether the job is in a reservation that has not begun: until then no request starts."""
+    """Say whether the job is in a reservation that has not begun.
+
+    Until the reservation begins, no request starts.
+    """
     own = next((each for each in snapshot.reservations if each.name == job.reservation), None)
     return bool(job.reservation) and (own is None or not own.is_active(snapshot.now_s))
 
@@ -157,14 +166,14 @@ def _ahead(snapshot: Snapshot, policy: Policy, the_plan: Plan, job: PendingJob) 
 
 
 def _lacking(snapshot: Snapshot, policy: Policy, job: PendingJob) -> dict[str, list[str]]:
-    """Return what each node of its partitions that it may use lacks for a share of the job."""
+    """Return the resources that each node that the job may use lacks for one share."""
     timeline = Timeline(snapshot, policy)
     found: dict[str, list[str]] = {}
     for view in (job, *job.others):
         partition = snapshot.partitions.get(view.partition)
         names = set(partition.nodes) if partition is not None else set()
         if len(view.request.shape.nodelist) == view.request.shape.nodes_max:
-            names &= set(view.request.shape.nodelist)  # it can use no other node
+            names &= set(view.request.shape.nodelist)  # it cannot use another node
         for at, node in enumerate(snapshot.nodes):
             if node.name in names and node.name not in found:
                 missing = lacks(view.request.shape, node, timeline.types[at], timeline.profiles[at].rooms[0])
@@ -173,7 +182,10 @@ def _lacking(snapshot: Snapshot, policy: Policy, job: PendingJob) -> dict[str, l
 
 
 def _reserved(job: PendingJob, node: NodeView, snapshot: Snapshot) -> list[str]:
-    """Return in words which reservation keeps the job off the node, as a list of one; empty: none does."""
+    """Return the reservation that keeps the job off the node, in words.
+
+    The result is a list of one sentence; it is empty if no reservation does.
+    """
     now_s = snapshot.now_s
     own = [interval for interval in snapshot.reserved_intervals if interval.name == job.reservation]
     if job.reservation and (text := _outside_own(job, node, own, now_s)):
@@ -196,7 +208,7 @@ def _reserved(job: PendingJob, node: NodeView, snapshot: Snapshot) -> list[str]:
 
 
 def _outside_own(job: PendingJob, node: NodeView, own: Sequence[ReservedInterval], now_s: float) -> str:
-    """Return why the node is not in the job's `own` reservation, or not yet; "" if it is."""
+    """Explain why the node is not in the job's `own` reservation, or not yet; "" if it is."""
     if not any(node.name in interval.nodes for interval in own):
         return f"is not in reservation {job.reservation}"
     begins_s = min((i.start_s for i in own if node.name in i.nodes and i.end_s > now_s), default=now_s)

@@ -1,4 +1,7 @@
-"""Why jobs wait: Slurm's reason and one sentence for each. `plan` chooses among them."""
+"""Reasons why jobs wait: Slurm's reason and one sentence for each.
+
+`plan` chooses among them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def partition_unknown(name: str) -> Wait:
 
 
 def at_array_limit(limit: int) -> Wait:
-    """Return the wait of an array task whose array runs as many tasks as it may."""
+    """Return the wait of an array task when its array already runs its maximum of tasks."""
     return Wait(reason=Reason.ARRAY_LIMIT, detail=f"{plural(limit, 'task')} of its array run at a time, its own limit")
 
 
@@ -37,9 +40,10 @@ def behind_head(display_id: str, partition: str) -> Wait:
 
 
 def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], promised_to: Sequence[str] = ()) -> str:
-    """Return what a head needs and what of that is free.
+    """Return the needs of a head, and how much of them is free.
 
-    `seats`: nodes that it could have now. `missing`: required nodes that are not free. `promised_to`: jobs with slots there.
+    `seats`: nodes that it could have now. `missing`: required nodes that are not free.
+    `promised_to`: jobs with slots there.
     """
     if promised_to:
         jobs = f"job {promised_to[0]}" if len(promised_to) == 1 else f"jobs {listed(promised_to)}"
@@ -64,7 +68,10 @@ def _shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], *, e
 
 
 def _not_together(shape: Shape) -> str:
-    """Return what `shape` asks of its nodes together and does not get, though enough nodes are free; "" if nothing."""
+    """Return the requirement on all nodes together that keeps `shape` waiting.
+
+    "" if there is none. Enough nodes are free, but not together.
+    """
     if shape.counts or shape.alike:
         return f", but not as {shape.constraint} asks for"
     if shape.contiguous:
@@ -75,9 +82,9 @@ def _not_together(shape: Shape) -> str:
 
 
 def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView]) -> Wait:
-    """Return the wait of a job that cannot start on the nodes that answer, even if they are empty."""
+    """Return the wait of a job that does not fit even if the answering nodes are empty."""
     never = impossible_shape(shape, nodes, partition)
-    if never is not None:  # the configuration has changed since it was submitted
+    if never is not None:  # the configuration has changed since the submission
         return Wait(reason=Reason.NODES_UNAVAILABLE, detail=never)
     names = set(partition.nodes)
     present = [node for node in nodes if node.name in names]
@@ -91,7 +98,7 @@ def _are(count: int) -> str:
 
 
 def no_licenses(wanted: LicenseCounts, free: Mapping[str, int], there: Mapping[str, int]) -> Wait:
-    """Return the wait for licences: which ones, and how many of how many are free."""
+    """Return the wait for licences: their names, and how many of each are free."""
     gone = [name for name, _ in wanted if name not in there]
     if gone:
         return Wait(reason=Reason.LICENSES, detail=f"the cluster has no licence {gone[0]!r} any more")

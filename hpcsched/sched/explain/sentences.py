@@ -1,4 +1,7 @@
-"""The sentences about what jobs need and nodes have, used in wait reasons, rejections and `hwhy`. Pure text."""
+"""Sentences about the needs of jobs and the resources of nodes. Pure text.
+
+Wait reasons, rejections and `hwhy` use them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", 
 
 
 def spelled(number: int) -> str:
-    """Return a number as text: up to twelve as a word, ``nine``, then as digits, ``13``."""
+    """Return a number as text: up to twelve as a word, ``nine``, then in digits, ``13``."""
     return _SMALL[number] if 0 <= number < len(_SMALL) else str(number)
 
 
@@ -27,7 +30,10 @@ def plural(number: int, noun: str) -> str:
 
 
 def listed(items: Sequence[str], most: int = 5) -> str:
-    """Return ``a, b and c``; of more than `most` items, the first ones and the number of the others."""
+    """Return ``a, b and c``.
+
+    Of more than `most` items, the first ones are listed and the others counted.
+    """
     if len(items) > most:
         return f"{', '.join(items[:most])} and {len(items) - most} more"
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else list(items))
@@ -45,7 +51,7 @@ def shard_words(shards: GpuCounts) -> str:
 
 
 def needs(shape: Shape) -> str:
-    """Return what `shape` needs: ``2 nodes with 4 cpus and 8G memory each``."""
+    """Return the needs of `shape`: ``2 nodes with 4 cpus and 8G memory each``."""
     if shape.components:
         return " and apart from that ".join(map(needs, shape.components))
     if shape.ntasks is not None and shape.ntasks > 1:
@@ -69,7 +75,10 @@ def needs(shape: Shape) -> str:
 
 
 def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], free: NodeResources) -> list[str]:
-    """Return what `node`, with `free` resources, lacks to take one share of `shape`; empty if it can."""
+    """List the resources that `node` lacks to take one share of `shape`.
+
+    `free`: its free resources. The list is empty if the share fits.
+    """
     if shape.components:
         return min((lacks(component, node, types, free) for component in shape.components), key=len)
     unsuitable = _unsuitable(shape, node)
@@ -93,7 +102,7 @@ def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], free: NodeRe
 
 
 def _unsuitable(shape: Shape, node: NodeView) -> str:
-    """Return why `shape` cannot use `node` even if it is empty; "" if it can."""
+    """Explain why `shape` cannot use `node` even if it is empty; "" if it can."""
     if shape.exclude and node.name in shape.exclude:
         return "is excluded by the job"
     if shape.features and not matches(shape.features, node.features):
@@ -124,7 +133,7 @@ def _gpus_free(asked: GpuCounts, types: tuple[GpuSlot, ...], node: NodeView, fre
 
 
 def _shards_free(asked: GpuCounts, types: tuple[GpuSlot, ...], free: NodeResources) -> str:
-    """Return how many shards are free on the best GPU of a node that has too few."""
+    """Return the number of free shards on the best GPU of a node that has too few."""
     kind = asked[0][0]
     counts = [
         count
@@ -174,7 +183,7 @@ def _by_node(shape: Shape) -> bool:
 
 
 def _memory(shape: Shape, cpus: int) -> list[str]:
-    """Return the memory that the job asks for as text; empty for a default."""
+    """Return the memory request of the job as text; empty for a default."""
     if shape.mem_all:
         return ["all memory"]
     if not shape.mem_asked:

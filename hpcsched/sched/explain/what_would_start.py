@@ -1,16 +1,18 @@
-"""What a job would get at its turn: now, at the earliest later, and with a smaller request.
+"""Starts that a job would get: now, later, and with a smaller request.
 
-The jobs ahead of it are planned as `plan` does; then, instead of the job itself, questions are asked. So the answers are those of
-the scheduler, not of a separate estimate. (With `easy-sjbf`, which tries jobs behind the first one out of order, jobs ahead are
-still those of higher priority. With `default`, which promises starts out of order, all other jobs count as ahead.)
+The jobs ahead of it are planned as `plan` does. At its turn, the questions are asked instead of
+planning the job. So the answers are the scheduler's own, not a separate estimate. `easy-sjbf` tries
+jobs behind the first one out of order; here, the jobs ahead are still those of higher priority.
+`default` promises starts out of order; here, all other jobs count as ahead.
 
-Whether a smaller request would start is asked of a plan with that request in the job's place. In a large cluster that takes too
-long; there it is asked at the job's turn: a request that starts there does start, but its effect on the order and on promises
-is left out. That matters with `default`, where a request that would start may be missed; elsewhere it hardly ever matters.
+To test a smaller request, a plan is made with that request in place of the job. In a large cluster
+that takes too long. There, the request is tested at the turn of the job: if it starts there, it
+really starts, but its effect on the order and on promises is ignored. With `default`, a request
+that would start may be missed. With other policies that is rare.
 
-A smaller request differs in one thing only: less time, fewer nodes, tasks, cpus or GPUs, less memory, or a requirement dropped. A
-few counts are all tried; of many, the largest that starts is found by bisection, because a job that fits usually also fits
-with less.
+A smaller request differs in one thing only: less time, fewer nodes, tasks, cpus or GPUs, less
+memory, or a requirement dropped. If there are few counts, all are tried. If there are many,
+bisection finds the largest count that starts, because a job that fits usually also fits with less.
 """
 
 from __future__ import annotations
@@ -33,26 +35,29 @@ from hpcsched.sched.queue.reservations import cut_short_s
 from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
-LONGEST_MINUTES = 30 * 24 * 60  # the longest time limit that is tried for a job without one
+LONGEST_MINUTES = 30 * 24 * 60  # the longest time limit that is tried for a job without a time limit
 _COARSE_MIB, _FINE_MIB = 1024, 128
-FEW = 100  # jobs and nodes: a plan for so many takes a few milliseconds
-FEW_OUT_OF_ORDER = 200  # the same with `default`, where the turn of a job says less
+FEW = 100  # jobs and nodes: a plan of this size takes a few milliseconds
+FEW_OUT_OF_ORDER = 200  # the same with `default`, where the turn of a job is less significant
 FEW_COUNTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedPlace:
-    """Where and when a job can start at the earliest. `until_ended`: running jobs that must end before, the last first."""
+    """The earliest possible start of a job, and its nodes.
+
+    `until_ended`: running jobs that must end before, the last one first.
+    """
 
     start_s: float
     partition: str
     nodes: tuple[NodeName, ...]
     cpus: int
-    until_ended: tuple[tuple[str, float], ...] = ()  # display id, end by its limit
+    until_ended: tuple[tuple[str, float], ...] = ()  # display id, end by its time limit
 
 
 class WhatIf:
-    """The scheduling pass at the turn of `job`. Not thread-safe."""
+    """A scheduling pass at the turn of `job`. Not thread-safe."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, job: PendingJob) -> None:
         self._snapshot = snapshot
@@ -72,7 +77,10 @@ class WhatIf:
             pass
 
     def place(self) -> ExpectedPlace | None:
-        """Return where and when the job can start at the earliest if running jobs last to their limits; None: unknown."""
+        """Return the earliest start of the job and its nodes; None if unknown.
+
+        Running jobs are assumed to run to their time limits.
+        """
         found = [place for view in self._views if (place := self._place(view)) is not None]
         return min(found, key=lambda place: place.start_s, default=None)
 
@@ -91,7 +99,7 @@ class WhatIf:
         current = SchedulingPass(replace(self._snapshot, pending=pending), self._policy)
         final = (
             not others and self._policy.backfill is not Backfill.DEFAULT
-        )  # the first decision about the job is the last
+        )  # the first decision about the job is final
         for _ in steps_of(current):
             if current.starts and current.starts[-1].job_id == mine.id:
                 return True
@@ -113,7 +121,7 @@ class WhatIf:
         )
 
     def _ends(self, nodes: set[NodeName], start_s: float) -> tuple[tuple[str, float], ...]:
-        """Return the running jobs on these nodes that must end by `start_s`, the last to end first."""
+        """Return the running jobs on these nodes that must end by `start_s`, the last first."""
         if start_s <= self._snapshot.now_s:
             return ()
         timeline = self._current.placement.timeline
@@ -123,7 +131,10 @@ class WhatIf:
 
 
 def smaller_requests(what_if: WhatIf, request: ResourceRequest) -> tuple[str, ...]:
-    """Return the smaller requests that would start now, as options to change: ``--time=30:00``, ``--nodes=1``."""
+    """Return the smaller requests that would start now, as options to change.
+
+    For example ``--time=30:00`` or ``--nodes=1``.
+    """
     found = [_less_time(what_if, request)]
     found += [option for option in _fewer(what_if, request)]
     found += [
@@ -140,7 +151,7 @@ def _less_time(what_if: WhatIf, request: ResourceRequest) -> str:
 
 
 def _fewer(what_if: WhatIf, request: ResourceRequest) -> Iterator[str]:
-    """Yield each option with a count, with the largest number that would start now."""
+    """Yield each option that has a count, with the largest count that would start now."""
     for option, most, made in _counts(request.shape):
         count = _largest(most, partial(_starts_with, what_if, request, made))
         if count:
@@ -155,7 +166,11 @@ _Count = tuple[Callable[[int], str], int, Callable[[int], Shape]]
 
 
 def _counts(shape: Shape) -> Iterator[_Count]:
-    """Yield for each count of a shape: how its option is written, the most below the present, the shape with a count."""
+    """Yield each count of a shape.
+
+    Each item has the spelling of the option, the largest count below the present one, and a
+    function from a count to a shape.
+    """
     if shape.components:  # an option would not say which component it is for
         return
     if shape.nodes_min > 1 and shape.ntasks is None:
@@ -196,7 +211,7 @@ def _with_tasks(shape: Shape, count: int) -> Shape:
 
 
 def _dropped(shape: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield the requirements of a shape that could be dropped, each with the shape without it."""
+    """Yield each requirement of a shape that could be dropped, with the shape without it."""
     if shape.components:
         return
     if shape.exclusive:
@@ -210,7 +225,7 @@ def _dropped(shape: Shape) -> Iterator[tuple[str, Shape]]:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest count from 1 to `most` that fits, 0 if none does."""
+    """Return the largest count from 1 to `most` that fits; 0 if none fits."""
     if most <= FEW_COUNTS:
         return next((count for count in range(most, 0, -1) if fits(count)), 0)
     low, high = 0, most
@@ -223,21 +238,21 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-# ----- whether a job would start in a changed snapshot: the plan itself is asked, so that everything it considers counts
+# ----- tests of whether a job starts in a changed snapshot: the plan itself decides, so all its rules count
 
 
 Make = Callable[[Snapshot, Policy], Plan]
 
 
 def start_of(made: Plan, job_id: JobId) -> Start | None:
-    """Return the start of the job in this plan; None: it does not start."""
+    """Return the start of the job in this plan; None if it does not start."""
     return next((start for start in made.starts if start.job_id == job_id), None)
 
 
 def start_behind(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> Start | None:
-    """Return the start of `job` in `snapshot` that delays no job `ahead`; None: it does not start.
+    """Return the start of `job` in `snapshot` that delays no job in `ahead`; None if none.
 
     Jobs ahead that would start there too are left out, because resources are not freed for them.
     """
@@ -258,7 +273,10 @@ def as_running(
     reservations: Iterable[Reservation] = (),
     lowered_s: int | None = None,
 ) -> RunningJob:
-    """Return the job as it is when it starts now on `shares` with time limit `lowered_s`. It is not preempted at once."""
+    """Return the job as a running job that starts now on `shares`.
+
+    `lowered_s`: its time limit. It is exempt from immediate preemption.
+    """
     limit_s = lowered_s if lowered_s is not None else known_limit_s(job.request.time_limit_s)
     limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
     ends_s = min(limit_ends_s, cut_short_s(job, {each.name: each for each in reservations}))
@@ -272,7 +290,7 @@ def as_running(
 
 
 def started(snapshot: Snapshot, job: PendingJob, start: Start) -> RunningJob:
-    """Return `job`, which is pending in `snapshot`, as it is after `start`."""
+    """Return the pending `job` of `snapshot` as it is after `start`."""
     return as_running(job, start.shares, snapshot.now_s, snapshot.reservations, start.time_limit_s)
 
 

@@ -1,34 +1,43 @@
-"""The policy `default`: short jobs first by predicted run time, with a bound on how long others wait.
+"""The policy `default`: short jobs first by predicted run time, with bounded waits.
 
-The bound is the longest wait so far under plain EASY backfill for the same jobs (`shadow_easy`): it is certain, and it only
-grows. A job that has waited for a part of it is *overdue*. Wide jobs count as having waited longer, by the share of the machine
-that they need, because they wait longest under plain EASY.
+The *bound* is the longest wait so far under plain EASY backfill for the same jobs (`shadow_easy`).
+It is certain, and it only grows. A job that has waited for a part of the bound is *overdue*. Wide
+jobs count as having waited longer, in proportion to the part of the machine that they need, because
+they wait longest under plain EASY. Jobs start in this order:
 
-1. *Short* jobs ask for very little work (`ShortJobs`). They go ahead of all others, promises or not, while no job has waited
-   nearly as long as the bound. So a promise can be late, but not for many jobs at once: short jobs hold a small share of the
-   machine.
-2. Overdue jobs come next, the longest counted wait first. Those that fit start; the first few that do not fit are promised the
-   earliest start that the requests of the running jobs allow; the others start if they delay no promise.
-3. *Recent* jobs follow, by the ratio of wait to predicted run time (see `predict`), weighted by size. So every waiting job moves
-   up, a short one quickly. They start if they fit and delay no promise.
+(1) *Short* jobs request very little work (`ShortJobs`). They start ahead of all others, even of
+promises, while no job has waited nearly as long as the bound. A promise can be late because of
+them. The delay is limited, because short jobs hold a small part of the machine.
 
-The work of overtaking jobs is what keeps the others waiting. So the nearer the longest wait is to the bound, the shorter a job
-must be to be preferred: predicted times beyond `WaitBound.long_s` count alike, and such jobs keep their order of arrival.
+(2) *Overdue* jobs follow, the longest counted wait first. Jobs that fit start. The first few that
+do not fit are promised the earliest start that the requests of the running jobs allow. The others
+start if they delay no promise.
 
-A few recent jobs are promised a start too, because jobs that begin before they are overdue would still be in their way then:
-the first in the queue get a late start, and the first that needs much of the machine gets an early one. In the first days of a
-machine there is no bound yet: then a job is overdue after a fixed time, and the first of the recent jobs is promised a start.
+(3) *Recent* jobs follow, by the ratio of wait to predicted run time (see `predict`), weighted by
+size. So every waiting job moves up, and a short one moves up fast. They start if they fit and delay
+no promise.
 
-A prediction only orders jobs; promises count with requests, so a wrong prediction delays no promise. On a machine whose
-requests are not trusted (`Guard.distrusts`), promises count with `predict.Needed`, and a job that outlasts its prediction may
-delay them.
+Jobs wait because others overtake them. So the nearer the longest wait is to the bound, the shorter
+a job must be to be preferred: predicted times beyond `WaitBound.long_s` count alike, and such jobs
+keep their order of arrival.
 
-Proven: if all jobs are overdue (`Guard.overdue_part` and `least_easy_wait_s` are 0, and width does not count), with one promise
-and no short jobs, the schedule is plain EASY's. Not proven: that the longest wait stays below plain EASY's. See
+A few recent jobs are promised a start too: the first in the queue get a late start, and the first
+wide one gets an early start. Without these promises, running jobs would still be in their way when
+they become overdue. In the first days of a machine there is no bound. Then a job is overdue after a
+fixed time, and the first recent job is promised a start.
+
+A prediction only orders jobs. Promises are computed from requests, so a wrong prediction delays no
+promise. If the requests of a machine are not trusted (`Guard.distrusts`), promises are computed
+from `predict.Needed`, and a job that outlasts its prediction may delay them.
+
+Proven: the schedule equals plain EASY's if all jobs are overdue (`Guard.overdue_part` and
+`least_easy_wait_s` are 0, and width does not count), with one promise and no short jobs. Not
+proven: that the longest wait stays below plain EASY's. See
 man/adr/0011-the-guard-of-the-default-policy.md for how often it does not.
 
-Knows nothing of nodes: `on_pool` follows these decisions on a pool of equal processors, `on_nodes` in a scheduling pass. If
-jobs are in several queues, each with a part of the machine, what is said of first jobs holds for each queue.
+Knows nothing of nodes: `on_pool` applies these decisions to a pool of equal processors, `on_nodes`
+to a scheduling pass. If there are several queues, each with a part of the machine, then the rules
+about first jobs apply to each queue.
 """
 
 from __future__ import annotations
@@ -45,40 +54,44 @@ Job = TypeVar("Job")
 
 
 class Candidate(NamedTuple, Generic[Job]):
-    """A waiting job as the guard sees it."""
+    """The properties of a waiting job that the guard uses."""
 
-    number: int  # its place in the queue, which decides between equal jobs
-    since_s: float  # it has waited since then
+    number: int  # its place in the queue, which orders equal jobs
+    since_s: float  # start of its wait
     limit_s: float
     user: int  # negative: unknown
-    amount: float  # processors that it needs, or as many as its largest other resource is worth
-    part: float  # of the machine of its queue, 0..1
+    amount: float  # processors that it needs, or the equivalent of its largest other resource
+    part: float  # part of the machine of its queue, 0..1
     is_short: bool
     queue: Hashable
     job: Job
 
 
 class Capacity(Protocol[Job]):
-    """What is free for the decisions of one pass; keeps account of starts and promises."""
+    """The resources that are free for the decisions of one pass; tracks starts and promises."""
 
     def most(self) -> float:
         """Return the largest amount that is worth trying."""
 
     def has_for_short(self, candidate: Candidate[Job]) -> bool:
-        """Say whether the share of the machine for short jobs has room for `candidate`."""
+        """Say whether the part of the machine for short jobs has room for `candidate`."""
 
     def start(self, candidate: Candidate[Job]) -> bool:
-        """Start `candidate` if it fits now and delays no promise to others; say whether it runs."""
+        """Start `candidate` if it fits now and delays no promise; say whether it starts."""
 
     def promise(self, candidate: Candidate[Job], from_s: float) -> None:
-        """Reserve a slot for `candidate`, which does not fit now, at `from_s` or the first time after it that fits."""
+        """Reserve a slot for `candidate`, which does not fit now.
+
+        The slot begins at `from_s`, or at the first time after it at which the candidate fits.
+        """
 
 
 class WaitBound:
-    """The numbers of the guard at one time: when a job is overdue, and which predicted times count alike.
+    """The state of the guard at one time: when a job is overdue, and how jobs are ranked.
 
-    `easy_wait_s`: longest wait so far under plain EASY. `learning`: that is not known for long enough yet.
-    `first_waited_s`: how long the first job of the queue has waited. `longest_s`: longest of each user's last runs.
+    `easy_wait_s`: longest wait so far under plain EASY. `learning`: the history is too short for
+    that bound. `first_waited_s`: the wait of the first job in the queue. `longest_s`: longest of
+    each user's last runs.
     """
 
     def __init__(
@@ -109,7 +122,11 @@ class WaitBound:
         self._longest_s = longest_s
 
     def split(self, queue: Iterable[Candidate[Job]]) -> tuple[list[Candidate[Job]], list[Candidate[Job]]]:
-        """Return the overdue candidates, the longest counted wait first, and the recent ones in the order of `queue`."""
+        """Return the overdue candidates and the recent ones.
+
+        Overdue ones are ordered by counted wait, the longest first; recent ones keep the order of
+        `queue`.
+        """
         since_s, bonus_s = self.now_s - self.overdue_after_s, self.bonus_s
         overdue: list[tuple[float, int, Candidate[Job]]] = []
         recent: list[Candidate[Job]] = []
@@ -123,7 +140,10 @@ class WaitBound:
         return [candidate for _, _, candidate in overdue], recent
 
     def ranked(self, candidates: Iterable[Candidate[Job]], power: float) -> list[Candidate[Job]]:
-        """Return `candidates` by wait over predicted run time and size to the `power`, the largest ratio first."""
+        """Return `candidates` by the ratio of wait to predicted run time, the largest first.
+
+        The predicted run time is multiplied by the size to the `power`.
+        """
         now_s, long_s, longest_s = self.now_s, self.long_s, self._longest_s
         ranked = []
         for candidate in candidates:
@@ -135,7 +155,10 @@ class WaitBound:
         return [candidate for _, _, _, candidate in ranked]
 
     def promised(self, recent: Sequence[Candidate[Job]]) -> Iterator[tuple[Candidate[Job], float]]:
-        """Yield the recent candidates that are promised a start, and from when: of each queue the first wide and few first."""
+        """Yield the recent candidates that are promised a start, with the earliest time for it.
+
+        Of each queue these are the first wide one and the first few.
+        """
         guard = self.guard
         wide: dict[Hashable, Candidate[Job]] = {}
         first: dict[Hashable, list[Candidate[Job]]] = {}
@@ -158,7 +181,10 @@ class WaitBound:
 
 
 def decide(queue: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job]) -> Iterator[None]:
-    """Start candidates of `queue` in `capacity`, and promise others a start; each step looks at one candidate."""
+    """Start candidates of `queue` in `capacity`, and promise others a start.
+
+    Each step decides about one candidate.
+    """
     started: set[int] = set()
     if bound.short_jobs_go_ahead:
         yield from _start_short(queue, bound, capacity, started)
@@ -180,7 +206,7 @@ def decide(queue: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity
 def _start_short(
     queue: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job], started: set[int]
 ) -> Iterator[None]:
-    """Start short jobs, and note their numbers in `started`."""
+    """Start short jobs, and add their numbers to `started`."""
     short = [candidate for candidate in queue if candidate.is_short and candidate.amount <= capacity.most()]
     for candidate in bound.ranked(short, bound.guard.size_power):
         if capacity.has_for_short(candidate) and capacity.start(candidate):
@@ -195,7 +221,10 @@ def _start_in_order(
     promises: Counter[Hashable],
     most_promises: int,
 ) -> Iterator[None]:
-    """Start candidates in this order; promise the first that do not fit a start, up to `most_promises` in each queue."""
+    """Start candidates in this order, and promise a start to the first ones that do not fit.
+
+    At most `most_promises` in each queue are promised a start.
+    """
     for candidate in candidates:
         if capacity.most() <= 0:
             return
@@ -206,7 +235,7 @@ def _start_in_order(
 
 
 def _start_recent(recent: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job]) -> Iterator[None]:
-    """Promise some recent candidates a start, then start those that fit, in the order of their rank."""
+    """Promise some recent candidates a start, then start those that fit, in order of rank."""
     worth_trying = [candidate for candidate in recent if candidate.amount <= capacity.most()]
     ranked = bound.ranked(worth_trying, bound.guard.size_power)
     if not ranked:

@@ -1,11 +1,13 @@
-"""The policy `default` in a scheduling pass: the decisions of `decide`, for jobs that need more than processors.
+"""The policy `default` in a scheduling pass, for jobs that need more than processors.
 
-A job counts as needing so many processors as the largest part of cpus, memory or GPUs that it asks for is worth; an exclusive
-job counts by its nodes. Partitions of a higher tier come first, each tier by itself. A queue is in the order of priorities.
+The decisions are in `decide`. A job counts as the number of processors that equals its largest
+fraction of cpus, memory or GPUs. An exclusive job counts by its nodes. Partitions of a higher tier
+come first, each tier by itself. A queue is in the order of priorities.
 
-Priorities may be more than age. Then, while jobs of lower worth wait in a queue, the first of the others are treated as under
-EASY: they start while they fit, and the first that does not fit is promised its start before anything else is tried, also
-before short jobs. So what an administrator or a fair share puts first stays first; among equals the guard alone decides.
+Priorities may depend on more than age. Then, while jobs of lower priority wait in a queue, its
+first jobs are treated as under EASY: they start while they fit, and the first that does not fit is
+promised its start before other jobs are considered, even short ones. So jobs that an administrator
+or fair share puts first stay first. Among equals, only the guard decides.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ QueueKey = tuple[str, str]  # partition, reservation
 
 
 class PassUnderWay(Protocol):
-    """What the policy uses of a scheduling pass."""
+    """The parts of a scheduling pass that the policy uses."""
 
     snapshot: Snapshot
     policy: Policy
@@ -48,14 +50,20 @@ class PassUnderWay(Protocol):
     def run_times(self) -> RunTimes: ...
 
     def start_now(self, job: PendingJob) -> bool:
-        """Start `job` if it fits beside the slots of others; say whether it starts."""
+        """Start `job` if it fits beside the slots of other jobs; say whether it starts."""
 
     def reserve_from(self, job: PendingJob, from_s: float) -> bool:
-        """Reserve a slot for `job` at `from_s` or the first time after it at which it fits; say whether it has a slot."""
+        """Reserve a slot for `job` at `from_s` or later; say whether it has a slot.
+
+        The slot begins at the first time from `from_s` on at which the job fits.
+        """
 
 
 def guarded(current: PassUnderWay, queue: Sequence[PendingJob]) -> Iterator[None]:
-    """Start jobs of `queue` (in the order of priorities), and promise others a start; each step looks at one job."""
+    """Start jobs of `queue`, and promise others a start; each step decides about one job.
+
+    `queue` is in the order of priorities.
+    """
     capacity = _NodeCapacity(current)
     partitions = current.snapshot.partitions
     within_limits = [job for job in queue if current.limits.why_not(job) is None]  # the others delay no job
@@ -68,7 +76,7 @@ def guarded(current: PassUnderWay, queue: Sequence[PendingJob]) -> Iterator[None
 
 
 def trusting(snapshot: Snapshot, policy: Policy) -> tuple[Guard, Needed | None]:
-    """Return the guard of a pass, and how long jobs are expected to need if their requests are not trusted."""
+    """Return the guard of a pass, and the expected run times if requests are not trusted."""
     guard, experience = policy.guard, snapshot.experience
     if policy.backfill is not Backfill.DEFAULT or not guard.distrusts(experience.request_use):
         return guard, None
@@ -76,7 +84,7 @@ def trusting(snapshot: Snapshot, policy: Policy) -> tuple[Guard, Needed | None]:
 
 
 def _start_first_by_priority(current: PassUnderWay, jobs: Sequence[PendingJob]) -> Iterator[None]:
-    """Start, or promise a start to, the jobs that are first in their queue by more than their age."""
+    """Start the jobs that are first by more than their age, or promise them a start."""
     policy, scale = current.policy, scale_of(current.snapshot)
     worths = [without_age(job, current.priorities[job.id], scale, policy) for job in jobs]
     least: dict[QueueKey, int] = {}
@@ -111,7 +119,7 @@ def _queue_key(job: PendingJob) -> QueueKey:
 
 
 class _NodeCapacity:
-    """What is free in a pass; see `decide.Capacity`."""
+    """The free resources in a pass; see `decide.Capacity`."""
 
     def __init__(self, current: PassUnderWay) -> None:
         self._current = current
@@ -123,7 +131,7 @@ class _NodeCapacity:
             self._count_if_short(job, nodes)
 
     def candidate(self, number: int, job: PendingJob) -> Candidate[PendingJob]:
-        """Return `job` as the guard sees it; `number` is its place in the queue."""
+        """Return the candidate for `job`; `number` is its place in the queue."""
         current, queue = self._current, _queue_key(job)
         amount = self._amount(job)
         part = amount / max(1.0, self._machine(queue)[CPU])
@@ -152,7 +160,7 @@ class _NodeCapacity:
 
     def start(self, candidate: Candidate[PendingJob]) -> bool:
         job = candidate.job
-        if job.id in self._current.started_ids:  # in another of its partitions, or by another plan
+        if job.id in self._current.started_ids:  # it has started in another of its partitions, or by another plan
             return True
         started = self._current.start_now(job)
         if started and candidate.is_short:
@@ -163,7 +171,7 @@ class _NodeCapacity:
         self._current.reserve_from(candidate.job, from_s)
 
     def _machine(self, queue: QueueKey) -> Held:
-        """Return what the nodes of `queue` have together."""
+        """Return the resources of all nodes of `queue` together."""
         machine = self._machines.get(queue)
         if machine is None:
             nodes = self._current.snapshot.nodes
@@ -199,7 +207,10 @@ class _NodeCapacity:
 
 
 def amount_of(held: Held, machine: Held) -> float:
-    """Return the largest part of one resource of `machine` that `held` takes, in cpus of the machine."""
+    """Return the largest part of one resource of `machine` that `held` takes.
+
+    The unit is cpus of the machine.
+    """
     others = [
         amount / machine[name] * machine[CPU]
         for name, amount in held.items()

@@ -1,6 +1,6 @@
-"""The policy `default` on a pool of equal processors, event by event, with plain EASY simulated beside it.
+"""The policy `default` on a pool of equal processors, event by event.
 
-Has no clock: submissions and ends are reported to it.
+Plain EASY is simulated beside it. Has no clock: submissions and ends are reported to it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from hpcsched.sched.policy import Guard
 from hpcsched.sched.pool.conservative import Steps, steps_of
 from hpcsched.sched.pool.easy import Pool, Waiting
 
-SHORTEST_PROMISE_S = 1.0  # a promise of no length would keep nothing free
+SHORTEST_PROMISE_S = 1.0  # a promise of length zero would reserve nothing
 
 
 class GuardedPool(Pool):
-    """A pool that follows the policy `default`; `users` has the user of each job by its number, negative: unknown."""
+    """A pool that follows the policy `default`.
+
+    `users` has the user of each job by its number; a negative user is unknown.
+    """
 
     def __init__(
         self, size: int, procs: Sequence[int], limits_s: Sequence[float], users: Sequence[int], guard: Guard
@@ -35,7 +38,7 @@ class GuardedPool(Pool):
         self.shadow = ShadowEasy(size)
         self.candidates: dict[int, Candidate[Waiting]] = {}
         self.starts_s: dict[int, float] = {}
-        self.learnt_at_s: float | None = None  # from then on the shadow schedule gives the bound
+        self.learnt_at_s: float | None = None  # from then on the shadow schedule determines the bound
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         if self.learnt_at_s is None:
@@ -71,12 +74,18 @@ class GuardedPool(Pool):
         self.shadow.started(job, now_s)
 
     def length_s(self, job: int) -> float:
-        """Return how long `job` needs its processors: its limit, or the expected time if limits are not trusted."""
+        """Return how long `job` needs its processors, in seconds.
+
+        That is its time limit, or the expected run time if limits are not trusted.
+        """
         limit_s = self.limits_s[job]
         return limit_s if self.needed is None else self.needed.length_s(self.users[job], limit_s)
 
     def steps(self, now_s: float) -> Steps:
-        """Return what is free from now on if running jobs last to their limits, or as long as expected."""
+        """Return the free processors from now on.
+
+        Running jobs are assumed to run to their limits, or for their expected time.
+        """
         if self.needed is None:
             return steps_of(self.free, self.ends, now_s)
         users, starts_s, end_s = self.users, self.starts_s, self.needed.end_s
@@ -84,7 +93,7 @@ class GuardedPool(Pool):
         return steps_of(self.free, ends, now_s)
 
     def is_short(self, job: int) -> bool:
-        """Say whether `job` is so little work that it goes ahead of the others."""
+        """Say whether `job` is short enough to start ahead of the others."""
         return self.guard.short.is_short(self.length_s(job), self.procs[job] / self.size)
 
     def choose(self, now_s: float) -> list[int]:
@@ -95,7 +104,7 @@ class GuardedPool(Pool):
         if guard.distrusts(self.request_use.part):
             guard = self._distrusting
             self.needed = Needed(self.history.longest_s, guard.distrust_times)
-        if self.needed is not None or not was_trusted:  # which jobs are short depends on what users ran
+        if self.needed is not None or not was_trusted:  # the set of short jobs depends on the run times of users
             self.candidates = candidates = {
                 job: candidate._replace(is_short=self.is_short(job)) for job, candidate in candidates.items()
             }
@@ -114,14 +123,14 @@ class GuardedPool(Pool):
 
 
 class PoolCapacity:
-    """What is free in the pool at one time; see `decide.Capacity`."""
+    """The free processors of the pool at one time; see `decide.Capacity`."""
 
     def __init__(self, pool: GuardedPool, now_s: float) -> None:
         self.started: list[int] = []
         self._pool = pool
         self.now_s = now_s
         self._held_by_short = sum(procs for _, job, procs in pool.ends if pool.is_short(job))
-        self._steps: Steps | None = None  # what is free beside the promises, once there is one
+        self._steps: Steps | None = None  # free processors beside the promises, once there is a promise
         self._promised_s: dict[int, float] = {}
 
     def most(self) -> float:

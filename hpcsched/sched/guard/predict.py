@@ -1,13 +1,16 @@
-"""How long a job will run, predicted from the last jobs of its user.
+"""Predictions of run times, from the last jobs of each user.
 
-Users ask for far more time than they need, but each runs the same kind of job again and again. So the longest of a user's last
-few runs says more than the request. A prediction is never longer than the request, and equals it if there is no history or no
-user. Usually a prediction only orders jobs, and promises count with requests. On a machine whose jobs use a small part of the
-processor time that they ask for (`RequestUse`), requests say nothing: there, promises count with `Needed`, a multiple of the
-prediction, which is raised when a job outlasts it.
+Users request far more time than they need, but each user runs the same kind of job again and again.
+So the longest of a user's last few runs is a better estimate than the request. A prediction is
+never longer than the request. It equals the request if the user is unknown or has no history.
 
-Source: after Tsafrir, Etsion and Feitelson, "Backfilling using system-generated predictions rather than user runtime estimates"
-(2007), who take the mean of the last two runs.
+Usually a prediction only orders jobs, and promises are computed from requests. If the jobs of a
+machine use only a small part of the requested processor time (`RequestUse`), requests are useless.
+Then promises are computed from `Needed`, a multiple of the prediction, which is raised when a job
+outlasts it.
+
+Source: after Tsafrir, Etsion and Feitelson, "Backfilling using system-generated predictions rather
+than user runtime estimates" (2007), which uses the mean of the last two runs.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 REMEMBERED = 3
-LEAST_JOBS = 200  # ended jobs before their use of requests predicts that of later jobs
-FORGETS_JOBS = 5000  # later jobs after which a job counts 1/e of a new one
+LEAST_JOBS = 200  # ended jobs before the use of requests predicts that of later jobs
+FORGETS_JOBS = 5000  # number of later jobs after which the weight of a job is 1/e
 LEAST_NEED_S = 60.0  # no job is expected to need less than this
 
 
@@ -31,7 +34,7 @@ class History:
         self.longest_s: dict[int, float] = {}  # of the last few runs, by user
 
     def record(self, user: int, run_s: float) -> None:
-        """Note that a job of `user` ran for `run_s`; a negative user is unknown and is ignored."""
+        """Record that a job of `user` ran for `run_s`; ignore an unknown user (negative)."""
         if user < 0:
             return
         last = self._last.get(user)
@@ -42,7 +45,10 @@ class History:
 
 
 class RequestUse:
-    """The part of the requested processor time that ended jobs used; the older a job, the less it counts."""
+    """The part of the requested processor time that ended jobs used.
+
+    The older a job, the lower its weight.
+    """
 
     def __init__(self) -> None:
         self._jobs = 0
@@ -50,7 +56,7 @@ class RequestUse:
         self._asked = 0.0
 
     def record(self, run_s: float, limit_s: float, procs: float) -> None:
-        """Note that a job on `procs` processors ran for `run_s` and had asked for `limit_s`."""
+        """Record that a job on `procs` processors requested `limit_s` and ran for `run_s`."""
         self._jobs += 1
         keep = 1 - 1 / FORGETS_JOBS
         self._used = self._used * keep + run_s * procs
@@ -65,9 +71,10 @@ class RequestUse:
 
 
 class Needed:
-    """How long jobs need their processors if requests are not trusted: `times` the longest of their user's last runs.
+    """The expected run times of jobs if requests are not trusted.
 
-    Never longer than the request. A running job that outlasts this is expected to run as long again.
+    A job needs `times` the longest of its user's last runs, but never longer than its request. A
+    running job that outlasts this is expected to run as long again.
     """
 
     def __init__(self, longest_s: Mapping[int, float], times: float) -> None:
@@ -75,12 +82,15 @@ class Needed:
         self._times = times
 
     def length_s(self, user: int, limit_s: float) -> float:
-        """Return how long a job of `user` that asks for `limit_s` needs."""
+        """Return how long a job of `user` that requests `limit_s` needs."""
         longest_s = self._longest_s.get(user)
         return limit_s if longest_s is None else min(limit_s, max(LEAST_NEED_S, self._times * longest_s))
 
     def end_s(self, user: int, began_s: float, limit_end_s: float, now_s: float) -> float:
-        """Return the expected end of a job that began at `began_s` and reaches its limit at `limit_end_s`."""
+        """Return the expected end of a job that began at `began_s`.
+
+        The job reaches its time limit at `limit_end_s`.
+        """
         longest_s = self._longest_s.get(user)
         if longest_s is None:
             return limit_end_s
@@ -93,10 +103,13 @@ class Needed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """The history of a machine: the longest of each user's last few runs, by uid, and the waits under plain EASY.
+    """The history of a machine: recent run times by uid, and the waits under plain EASY.
 
-    `easy_wait_s`: the longest of these waits so far (see `shadow_easy`). `began_s`: first submission; None: no job yet.
-    `request_use`: the part of the requested processor time that jobs used (see `RequestUse`).
+    Of each user it has the longest of the last few runs.
+
+    `easy_wait_s`: the longest wait so far (see `shadow_easy`). `began_s`: first submission; None:
+    no job yet. `request_use`: the part of the requested processor time that jobs used (see
+    `RequestUse`).
     """
 
     longest_runs_s: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -109,7 +122,10 @@ NO_EXPERIENCE = Experience()
 
 
 class Expected:
-    """Predicted run times by `experience`, raised by those of `running` jobs (user, run time so far) that outlast them."""
+    """Predicted run times by `experience`, raised by running jobs that outlast them.
+
+    `running`: user and run time so far of each running job.
+    """
 
     def __init__(self, experience: Experience, running: Iterable[tuple[int, float]]) -> None:
         self._longest_s = dict(experience.longest_runs_s)
@@ -118,5 +134,5 @@ class Expected:
                 self._longest_s[uid] = so_far_s
 
     def run_s(self, uid: int, limit_s: float) -> float:
-        """Return how long a job of this user with this limit is expected to run: never longer than its limit."""
+        """Return the expected run time of a job of this user, at most its limit."""
         return min(limit_s, self._longest_s.get(uid, limit_s))

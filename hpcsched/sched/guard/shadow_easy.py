@@ -1,9 +1,11 @@
-"""Plain EASY backfill of the same jobs, simulated beside the real schedule: the bound of the policy `default`.
+"""Plain EASY backfill of the same jobs, simulated beside the real schedule.
 
-The same jobs are scheduled once more by an `EasyPool`, as if on a second machine. The run time of a job is known only when it
-has ended on the real machine. So the simulation is behind the real clock: it advances until something could depend on an end
-that is not known yet. What it has found is certain: the longest wait under plain EASY is at least `longest_wait_s`, and only
-grows. A job is forgotten once it has started here and ended on the real machine, because a daemon runs for years.
+The result is the bound of the policy `default`. An `EasyPool` schedules the same jobs once more, as
+if on a second machine. The run time of a job is known only after it has ended on the real machine.
+So the simulation runs behind the real clock: it advances until an end that is not known yet could
+matter. Its result is certain: the longest wait under plain EASY is at least `longest_wait_s`, and
+only grows. A job is removed once it has started here and ended on the real machine, because a
+daemon runs for years.
 """
 
 from __future__ import annotations
@@ -16,30 +18,31 @@ from hpcsched.sched.pool.easy import EasyPool
 
 
 class ShadowEasy:
-    """Plain EASY on a machine of `size` processors, for the jobs submitted so far, as far as their run times are known.
+    """Plain EASY on a machine of `size` processors, for the jobs submitted so far.
 
-    A job is identified by its number in the order of submission.
+    It advances as far as the run times of jobs are known. A job is identified by its number in the
+    order of submission.
     """
 
     def __init__(self, size: int) -> None:
         self.longest_wait_s = 0.0
-        self._procs: dict[int, int] = {}  # this and the next two: of jobs that have not started here
+        self._procs: dict[int, int] = {}  # this and the next two: jobs that have not started here
         self._limits_s: dict[int, float] = {}
         self._submits_s: dict[int, float] = {}
         self._pool = EasyPool(size, self._procs, self._limits_s)
         self._submitted = 0
         self._coming: deque[tuple[float, int]] = deque()  # submissions that are not simulated yet
-        self._starts_s: dict[int, float] = {}  # of jobs that run here
-        self._ends: list[tuple[float, int, int]] = []  # ends of jobs that run here and whose run time is known
+        self._starts_s: dict[int, float] = {}  # jobs that run here
+        self._ends: list[tuple[float, int, int]] = []  # ends of jobs that run here and have a known run time
         self._count = 0
-        self._made: dict[int, int] = {}  # order of starts here: ends of the same second are taken in it
+        self._made: dict[int, int] = {}  # order of starts here, which orders ends in the same second
         self._real_starts_s: dict[int, float] = {}
         self._runs_s: dict[int, float] = {}
-        self._unknown: set[int] = set()  # jobs that run here and whose run time is not known
+        self._unknown: set[int] = set()  # jobs that run here and have an unknown run time
         self._blocker = -1
 
     def submitted(self, procs: int, limit_s: float, now_s: float) -> int:
-        """Note that the next job was submitted now, and return its number."""
+        """Record that the next job was submitted now, and return its number."""
         job = self._submitted
         self._submitted += 1
         self._procs[job], self._limits_s[job], self._submits_s[job] = procs, limit_s, now_s
@@ -47,18 +50,21 @@ class ShadowEasy:
         return job
 
     def started(self, job: int, now_s: float) -> None:
-        """Note that `job` has started on the real machine."""
+        """Record that `job` has started on the real machine."""
         self._real_starts_s[job] = now_s
 
     def ended(self, job: int, now_s: float) -> None:
-        """Note that `job` has ended on the real machine."""
+        """Record that `job` has ended on the real machine."""
         self._runs_s[job] = run_s = now_s - self._real_starts_s.pop(job)
         if job in self._unknown:
             self._unknown.discard(job)
             heappush(self._ends, (self._starts_s[job] + run_s, self._made[job], job))
 
     def advance(self, now_s: float, *, more_may_come: bool) -> None:
-        """Simulate as far as the known run times allow; if `more_may_come` in this second, without the ends in it."""
+        """Simulate as far as the known run times allow.
+
+        If `more_may_come` in this second, the ends in this second are left out.
+        """
         ends, coming = self._ends, self._coming
         while True:
             submit_s = coming[0][0] if coming else None
@@ -79,7 +85,10 @@ class ShadowEasy:
                 break
 
     def _unsure(self, at_s: float, now_s: float, *, or_then: bool = False) -> bool:
-        """Say whether a job of unknown run time could end here before `at_s` (with `or_then`: or at `at_s`)."""
+        """Say whether a job of unknown run time could end here before `at_s`.
+
+        With `or_then`, an end at `at_s` counts too.
+        """
         if self._blocker in self._unknown and self._may_end(self._blocker, at_s, now_s, or_then):
             return True
         for job in self._unknown:
@@ -107,6 +116,6 @@ class ShadowEasy:
                 heappush(self._ends, (at_s + run_s, self._made[job], job))
 
     def _look(self, at_s: float) -> None:
-        """Take account of the wait of the first job in the queue, which has waited longest."""
+        """Record the wait of the first job in the queue, which has waited longest."""
         if self._pool.queue:
             self.longest_wait_s = max(self.longest_wait_s, at_s - self._submits_s[self._pool.queue[0][2]])

@@ -1,1 +1,1 @@
-"""Limits of accounts, users, QOS and partitions, resources under Slurm's names (TRES), and licences."""
+"""Limits of accounts, users, QOS and partitions; TRES and licences."""

@@ -1,4 +1,6 @@
-"""Licences: counted resources of the whole cluster, on no node, over time.
+"""Licences: counted resources of the whole cluster, over time.
+
+Licences are not on any node.
 
 Each licence has a step function of time, as each node has a profile. Knows nothing of nodes, jobs and order.
 """
@@ -13,7 +15,7 @@ from hpcsched.sched.pool.conservative import Steps
 
 
 class FreeLicenses:
-    """How many of each licence are free over time: `totals` less `held`, until the time given with it."""
+    """Free licences over time: `totals` minus `held`, each until its time."""
 
     def __init__(self, now_s: float, totals: Mapping[str, int], held: Iterable[tuple[LicenseCounts, float]]) -> None:
         self._now_s = now_s
@@ -32,11 +34,14 @@ class FreeLicenses:
         self.take([(name, -count) for name, count in counts], start_s, end_s)
 
     def free_now(self) -> dict[str, int]:
-        """Return how many of each are free now."""
+        """Return the number of free licences now, by name."""
         return {name: steps.free[0] for name, steps in self._steps.items()}
 
     def earliest(self, counts: LicenseCounts, length_s: float, from_s: float) -> float:
-        """Return the first time at or after `from_s` from which `counts` are free for `length_s`; `NEVER_S`: never."""
+        """Return the first time at or after `from_s` with `counts` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
         start_s = from_s
         while True:
             found_s = start_s

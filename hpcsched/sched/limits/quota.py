@@ -1,11 +1,13 @@
-"""How much of each limit is taken: by running jobs, and by what a pass starts beside them.
+"""Counts of each limit: by running jobs, and by the jobs that a pass starts.
 
-`why_not` asks whether a job would break a limit; `started` counts it. So limits also hold within one pass. If the resources of a
-job are known only with its nodes, two questions are asked: before, with the least that it gets, and then with what it
-gets. An elastic job that grows is not another job; limits for one job apply to all of it.
+`why_not` tests whether a job would break a limit; `started` counts the job. So limits also hold
+within one pass. If the resources of a job depend on its nodes, it is tested twice: first with the
+least that it can get, then with its actual resources. An elastic job that grows is not another job;
+limits for one job apply to all of it.
 
-A limit on resource-minutes counts past usage (`UsageLedger.used`) and what running jobs may use until their time limits, as if
-they had used it already: so a job that starts can end within the limit.
+A limit on resource-minutes counts past usage (`UsageLedger.used`). It also counts the possible
+usage of running jobs until their time limits, as if they had used it already. So a job that starts
+can end within the limit.
 """
 
 from __future__ import annotations
@@ -58,16 +60,16 @@ class _Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """What the jobs of one user, account, QOS and partition have in common."""
+    """The common properties of jobs of one user, account, QOS and partition."""
 
     rules: tuple[LimitRule, ...]
     timed: bool  # a rule depends on the time limit
     factor: float
-    not_allowed: Wait | None  # why none of them can start: the account or the QOS is gone
+    not_allowed: Wait | None  # the wait of all of them, if the account or the QOS was removed
 
 
 class Quota:
-    """The limits of one snapshot, and how much of each is taken."""
+    """The limits of one snapshot, and how much of each is used."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -91,7 +93,10 @@ class Quota:
                 self._count(job, held_by(shares, self._nodes, job.licenses), _limit_s(job))
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return the wait for a limit that `job` breaks with the least that it can get; None: it breaks none."""
+        """Return the wait for a limit that `job` breaks with the least that it can get.
+
+        None: it breaks none.
+        """
         if not self.any:
             return None
         scope = self._scope_of(job)
@@ -106,7 +111,7 @@ class Quota:
         return self._memo[key]
 
     def why_not_with(self, job: PendingJob, held: Held) -> Wait | None:
-        """Return the wait for a limit that `job` breaks with exactly `held`; None: it breaks none."""
+        """Return the wait for a limit that `job` breaks with exactly `held`; None if none."""
         if not self.any:
             return None
         scope = self._scope_of(job)
@@ -153,7 +158,10 @@ class Quota:
         return scope
 
     def _not_allowed(self, job: PendingJob) -> Wait | None:
-        """Return the wait of a job whose account or QOS was removed, or is no longer allowed in its partition."""
+        """Return the wait of a job whose account or QOS was removed or is no longer allowed.
+
+        An account or QOS can be disallowed by the partition of the job.
+        """
         accounting = self._accounting
         account = self._account(job)
         if accounting.accounts and accounting.account(account) is None:
@@ -174,7 +182,7 @@ class Quota:
         return None
 
     def _least_of(self, job: PendingJob) -> Held:
-        """Return the least that the job can get."""
+        """Return the least resources that the job can get."""
         shape = job.request.shape
         key = (id(shape), job.partition)
         if key not in self._least:
@@ -186,7 +194,7 @@ class Quota:
         return self._with_billing(self._least[key][1] | licenses, job.partition)
 
     def _breach(self, job: PendingJob, scope: _Scope, held: Held) -> Wait | None:
-        """Return the wait for the first limit that `job` breaks with `held`; None: it breaks none."""
+        """Return the wait for the first limit that `job` breaks with `held`; None if none."""
         limit_s, factor = known_limit_s(job.request.time_limit_s), scope.factor
         grows = self._growing.get(job.id)
         whole = held if grows is None else self._with(held, grows)
@@ -203,12 +211,12 @@ class Quota:
         return None
 
     def _with(self, held: Held, job: RunningJob) -> Held:
-        """Return `held` plus what `job` holds already."""
+        """Return `held` plus the resources that `job` already holds."""
         whole = self._with_billing(held_by(job.shares, self._nodes, job.licenses), job.partition)
         return {name: held.get(name, 0.0) + whole.get(name, 0.0) for name in {**whole, **held}}
 
     def _more(self, rule: LimitRule, held: Held, limit_s: float | None, factor: float) -> float:
-        """Return what the job adds to the amount that counts against the limit; 0 for a limit of one job."""
+        """Return the amount that the job adds to the limit; 0 for a limit of one job."""
         if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
             return 1
         if rule.kind in (Kind.PER_USER, Kind.GRP):
@@ -218,7 +226,7 @@ class Quota:
         return 0
 
     def _have(self, rule: LimitRule, user: str) -> float:
-        """Return how much of the limit is taken."""
+        """Return how much of the limit is used."""
         count = self._counts.get((rule.holder, rule.name, user if rule.kind in EACH_USER else ""), _NOTHING)
         if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
             return count.jobs
@@ -227,7 +235,7 @@ class Quota:
         return count.held.get(rule.resource, 0.0)
 
     def _used_minutes(self, rule: LimitRule) -> float:
-        """Return the resource-minutes that ended jobs of the holder have used, as they count now."""
+        """Return the decayed resource-minutes that ended jobs of the holder have used."""
         key = (rule.holder, rule.name, rule.resource)
         if key not in self._minutes_used:
             used_s = 0.0
@@ -251,14 +259,17 @@ def _limit_s(job: RunningJob) -> float | None:
 
 
 def _has_rules(snapshot: Snapshot) -> bool:
-    """Say whether limits, or removed or disallowed accounts and QOS, can keep a job waiting."""
+    """Say whether limits, accounts or QOS can keep a job waiting.
+
+    Accounts and QOS matter only if they were removed or are not allowed.
+    """
     accounting, partitions = snapshot.ledger.accounting, snapshot.partitions.values()
     barred_ones = any(partition.allow_accounts or partition.allow_qos for partition in partitions)
     return bool(accounting.accounts or accounting.qos or barred_ones) or _has_limits(snapshot)
 
 
 def _has_limits(snapshot: Snapshot) -> bool:
-    """Say whether anything is limited, so that running jobs must be counted."""
+    """Say whether any limit is set, so that running jobs must be counted."""
     accounting = snapshot.ledger.accounting
     limited: tuple[Account | UserRules | Qos | Partition, ...] = (
         *accounting.accounts,
@@ -270,9 +281,10 @@ def _has_limits(snapshot: Snapshot) -> bool:
 
 
 class LimitCounts:
-    """The limits of arrays, and those of users, accounts, QOS and partitions (`Quota`), during one pass.
+    """The limits of arrays, and the limits in `Quota`, during one pass.
 
-    For each job: `why_not` before it is tried, `why_not_there` when its nodes are known, `started` when it starts.
+    For each job: `why_not` before it is tried, `why_not_there` when its nodes are known, `started`
+    when it starts.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -284,17 +296,17 @@ class LimitCounts:
 
     @property
     def limited(self) -> bool:
-        """Say whether any limit is set, so that it matters what jobs get."""
+        """Say whether any limit is set, so that the resources of jobs must be known."""
         return self._quota.bounded
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return the wait for a limit that keeps `job` waiting, whatever is free; None: none does."""
+        """Return the wait for a limit that keeps `job` waiting on any nodes; None if none."""
         if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
             return at_array_limit(job.array_limit)
         return self._quota.why_not(job)
 
     def why_not_there(self, job: PendingJob, held: Held) -> Wait | None:
-        """Return the wait for a limit that `job` breaks with `held`; None: it breaks none."""
+        """Return the wait for a limit that `job` breaks with `held`; None if it breaks none."""
         return self._quota.why_not_with(job, held)
 
     def started(self, job: PendingJob, held: Held) -> None:

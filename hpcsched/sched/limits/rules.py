@@ -1,8 +1,8 @@
-"""The limits that a job is under, what breaks them, and the sentence and Slurm's reason for it.
+"""Limits that apply to a job, with Slurm's reason and a sentence for each.
 
 A *rule* is one number that one *holder* (an account, a user, a QOS, a partition) sets. A limit that an account sets for each of
-its users holds unless a user, or a nearer account, sets another. ``grp_`` limits hold at each account up to the root. Limits
-of partitions use the names of QOS limits, as Slurm's partition QOS.
+its users applies unless a user, or a nearer account, sets another limit. ``grp_`` limits apply at each account up to the
+root. Limits of partitions use the names of QOS limits, like Slurm's partition QOS.
 
 Knows nothing of running jobs: `limits.quota` counts them. Source: resource_limits.html, qos.html, job_reason_codes.html of
 Slurm's documentation.
@@ -79,7 +79,7 @@ class Whose:
 
 
 def rules_of(accounting: Accounting, partition: Partition | None, whose: Whose) -> tuple[LimitRule, ...]:
-    """Return the rules of such jobs: of the QOS, the partition, the user and the accounts, in this order."""
+    """Return the rules of such jobs, in the order QOS, partition, user, accounts."""
     rules: list[LimitRule] = []
     qos = accounting.quality(whose.qos)
     if qos is not None:
@@ -112,15 +112,15 @@ def _all(limits: Limits, holder: Holder, name: str) -> Iterator[LimitRule]:
 def why_never(
     rules: tuple[LimitRule, ...], held: Mapping[str, float], limit_s: float | None, factor: float
 ) -> LimitRule | None:
-    """Return the rule that a job with `held` and this time limit breaks by itself, whatever else runs; None: none.
+    """Return the rule that a job with `held` and this time limit breaks by itself.
 
-    `factor`: the usage factor of its QOS, for limits on past usage.
+    None: it breaks none. `factor`: the usage factor of its QOS, for limits on past usage.
     """
     return next((rule for rule in rules if _alone(rule, held, limit_s, factor) > rule.most), None)
 
 
 def _alone(rule: LimitRule, held: Mapping[str, float], limit_s: float | None, factor: float) -> float:
-    """Return the amount that the job alone adds to what the rule limits."""
+    """Return the amount that the job alone adds to the limited quantity."""
     match rule.kind:
         case Kind.WALL:
             return limit_s if limit_s is not None else float("inf")
@@ -158,7 +158,7 @@ def never_text(rule: LimitRule, held: Mapping[str, float], limit_s: float | None
 
 
 def now_text(rule: LimitRule, user: str, have: float, more: float) -> str:
-    """Return the sentence about a job that needs `more` while others have `have` of the limit."""
+    """Return the sentence about a job that needs `more` while other jobs use `have`."""
     jobs = f"{user}'s jobs" if rule.kind in EACH_USER else "its jobs"
     bound = "each user" if rule.kind in EACH_USER else "all jobs together"
     if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):

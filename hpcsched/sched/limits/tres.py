@@ -1,4 +1,4 @@
-"""Resources of jobs under Slurm's names (TRES): the least that a request needs, what shares hold, what nodes have."""
+"""Resources of requests, of shares and of nodes, under Slurm's names (TRES)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Licenses = tuple[tuple[str, int], ...]
 
 
 def least_of(shape: Shape, licenses: Licenses = ()) -> Held:
-    """Return the least that a job of `shape` gets."""
+    """Return the least resources that a job of `shape` gets."""
     if shape.components:
         return _sum([least_of(component) for component in shape.components], licenses)
     tasks = shape.tasks_least
@@ -49,9 +49,10 @@ def _sum(parts: Iterable[Held], licenses: Licenses) -> Held:
 
 
 def least_there(shape: Shape, nodes: Sequence[NodeView], licenses: Licenses = ()) -> Held:
-    """Return the least that a job of `shape` gets on some of `nodes`.
+    """Return the least resources that a job of `shape` gets on some of `nodes`.
 
-    That is more than it asks for if it is exclusive, or if it does not ask for memory: then it gets a part of the node's memory.
+    An exclusive job gets more than it requests. So does a job without a memory request: it gets a
+    part of the memory of the node.
     """
     if shape.components:
         return _sum([least_there(component, nodes) for component in shape.components], licenses)
@@ -73,7 +74,7 @@ def least_there(shape: Shape, nodes: Sequence[NodeView], licenses: Licenses = ()
 
 
 def held_by(shares: Iterable[Share], nodes: Mapping[NodeName, NodeView], licenses: Licenses = ()) -> Held:
-    """Return what a job with these shares holds; GPUs of unknown nodes have no type."""
+    """Return the resources of a job with these shares; GPUs of unknown nodes have no type."""
     held: Held = {NODE: 0, CPU: 0, MEM: 0}
     for share in shares:
         held[NODE] += 1
@@ -91,7 +92,10 @@ def held_by(shares: Iterable[Share], nodes: Mapping[NodeName, NodeView], license
 
 
 def held_of(parts: Iterable[tuple[int, int, Units, tuple[GpuSlot, ...]]], licenses: Licenses = ()) -> Held:
-    """Return what a job holds with these parts: of each node cpus, MiB, units of its GPU slots, and the slots."""
+    """Return the resources of a job with these parts and licences.
+
+    Each part has cpus, MiB, units of GPU slots, and the slots of the node.
+    """
     held: Held = {NODE: 0, CPU: 0, MEM: 0}
     for cpus, mem_mib, units, slots in parts:
         held[NODE] += 1

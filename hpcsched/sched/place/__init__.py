@@ -1,1 +1,1 @@
-"""Where a job fits: what it asks for, what nodes have free and when, gangs of nodes."""
+"""Where a job fits: requests, free resources of nodes over time, gangs of nodes."""

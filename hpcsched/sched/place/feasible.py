@@ -1,6 +1,6 @@
-"""Whether a job can ever run here. Asked at submission: a job that never can is rejected, with the numbers.
+"""Checks at submission: a job that can never run is rejected, with the numbers.
 
-All nodes of the partition count as empty and usable, whether or not they answer now.
+All nodes of the partition count as empty and usable, even if they do not answer now.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from hpcsched.sched.snapshot import NodeView, allows, node_view
 
 
 def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
-    """Say whether `shape` does not fit even if all of `nodes` (those that it may use) are empty.
+    """Say whether `shape` does not fit even if all of `nodes` are empty.
 
-    The number of their switches does not count, because a job accepts more switches after some time.
+    `nodes`: the nodes that it may use. The number of switches does not count, because a job accepts
+    more switches after some time.
     """
     if shape.components:
         return _components_never_fit(shape.components, nodes)
@@ -38,7 +39,7 @@ def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
 
 
 def _components_never_fit(components: Sequence[Shape], nodes: Sequence[NodeView]) -> bool:
-    """Say whether the components do not fit on separate nodes even if all of `nodes` are empty."""
+    """Say whether the components do not fit on separate nodes even if `nodes` are empty."""
     places = {node.name: at for at, node in enumerate(nodes)}
     required = [frozenset(places.get(name, -1) for name in component.nodelist) for component in components]
     seats = [
@@ -53,13 +54,19 @@ def _components_never_fit(components: Sequence[Shape], nodes: Sequence[NodeView]
 
 
 def impossible(request: ResourceRequest, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
-    """Return a sentence, with numbers, why a job with `request` can never run in `partition`; None: it can."""
+    """Explain, with numbers, why a job with `request` can never run in `partition`.
+
+    None: it can run.
+    """
     views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes]
     return _too_long(request, partition) or impossible_shape(request.shape, views, partition)
 
 
 def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partition) -> str | None:
-    """Return why no job of `shape`, however short, can ever run in `partition`; None: it can."""
+    """Explain why no job of `shape` can ever run in `partition`; None if it can.
+
+    The time limit does not matter.
+    """
     names = set(partition.nodes)
     present = [node for node in nodes if node.name in names]
     if shape.components:
@@ -68,7 +75,7 @@ def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partiti
 
 
 def _impossible_components(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
-    """Return which component can never run, or that all of them cannot run at the same time."""
+    """Name the component that can never run, or say that all cannot run together."""
     for number, component in enumerate(shape.components):
         why = _wrong_nodes(component, nodes, partition) or _too_much(component, nodes, partition)
         if why is not None:
@@ -90,7 +97,7 @@ def _too_long(request: ResourceRequest, partition: Partition) -> str | None:
 
 
 def _wrong_nodes(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
-    """Return what is wrong with the number or the choice of nodes, whatever resources they have."""
+    """Explain why the number or the choice of nodes is wrong, regardless of resources."""
     where = f"partition {partition.name!r}"
     wanted = f"cannot give job {_count(shape.nodes_min)}"
     if partition.max_nodes is not None and shape.nodes_min > partition.max_nodes:
@@ -110,7 +117,10 @@ def _wrong_nodes(shape: Shape, nodes: list[NodeView], partition: Partition) -> s
 
 
 def _nodes_with_feature(fit: list[NodeView], nodes: list[NodeView], where: str) -> str:
-    """Return how many nodes of `where` have the features; if none has them, which features exist."""
+    """Return the number of nodes of `where` that have the features.
+
+    If it is zero, the existing features are listed.
+    """
     if fit:
         return f"{where} has {len(fit)}"
     there = sorted({feature for node in nodes for feature in node.features})
@@ -118,7 +128,7 @@ def _nodes_with_feature(fit: list[NodeView], nodes: list[NodeView], where: str) 
 
 
 def _wrong_kinds(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
-    """Return the kind of node of which there are too few (`Shape.alike`, `Shape.counts`)."""
+    """Name the kind of node of which there are too few (`Shape.alike`, `Shape.counts`)."""
     if shape.alike:
         most = max(sum(matches(kind, node.features) for node in nodes) for kind in shape.alike)
         if most < shape.nodes_min:
@@ -131,7 +141,10 @@ def _wrong_kinds(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
 
 
 def _too_small(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
-    """Return which minimum of each node (``--mincpus``, ``--tmp``) too few nodes reach, free or not."""
+    """Name the minimum per node that too few nodes reach, free or not.
+
+    Minimums are ``--mincpus`` and ``--tmp``.
+    """
     for least, what, has in (
         (shape.mincpus, plural(shape.mincpus, "cpu"), [node.cpus for node in nodes]),
         (shape.tmp_mib, f"{format_mem(shape.tmp_mib)} for temporary files", [node.tmp_mib for node in nodes]),
@@ -143,7 +156,7 @@ def _too_small(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
 
 
 def _wrong_list(shape: Shape, known: set[NodeName], fit: set[NodeName], where: str) -> str | None:
-    """Return what is wrong with the node list."""
+    """Explain the error in the node list; None if it is correct."""
     if len(shape.nodelist) > shape.nodes_max:
         return f"cannot give job {_count(shape.nodes_max)}: its node list names {len(shape.nodelist)}"
     for name in shape.nodelist:
@@ -157,7 +170,7 @@ def _wrong_list(shape: Shape, known: set[NodeName], fit: set[NodeName], where: s
 
 
 def _too_much(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
-    """Return the resource of which the nodes that `shape` may use have too little."""
+    """Name the resource of which the nodes that `shape` may use have too little."""
     able = [node for node in nodes if allows(shape, node)]
     if not never_fits(shape, able):
         return None
@@ -170,7 +183,7 @@ def _too_much(shape: Shape, nodes: list[NodeView], partition: Partition) -> str 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judged:
-    """The nodes that a shape may use, and how messages name them."""
+    """The nodes that a shape may use, and their names in messages."""
 
     shape: Shape
     nodes: list[NodeView]
@@ -179,7 +192,10 @@ class _Judged:
 
 
 def _one_resource(judged: _Judged) -> str | None:
-    """Return the sentence about the one resource of which too few nodes have enough; None: no single resource is short."""
+    """Return the sentence about the single resource of which too few nodes have enough.
+
+    None: no single resource is short.
+    """
     return _cpus(judged) or _memory(judged) or _gpus(judged) or _shards(judged)
 
 
@@ -219,7 +235,10 @@ def _shards(judged: _Judged) -> str | None:
 
 
 def _short(judged: _Judged, enough: list[bool], asked: str, best: str) -> str | None:
-    """Return the sentence for one resource if too few nodes have `enough` of it; `best` is what no node exceeds."""
+    """Return the sentence for one resource if too few nodes have `enough` of it.
+
+    `best`: the largest amount of any node.
+    """
     least = judged.shape.nodes_min
     if sum(enough) >= least:
         return None
@@ -230,7 +249,7 @@ def _short(judged: _Judged, enough: list[bool], asked: str, best: str) -> str | 
 
 
 def _together(judged: _Judged) -> str:
-    """Return the sentence for a shape that has enough of each resource alone, but not of all together."""
+    """Return the sentence for a shape with enough of each resource, but not of all together."""
     shape, nodes, where = judged.shape, judged.nodes, judged.where
     seats = _seats(shape, nodes)
     short = _gpus_in_all(judged, seats) or _tasks_in_all(judged, seats)
@@ -246,7 +265,7 @@ def _together(judged: _Judged) -> str:
 
 
 def _gpus_in_all(judged: _Judged, seats: Sequence[Seat]) -> str | None:
-    """Return the sentence for a shape whose nodes have too few GPUs in all."""
+    """Return the sentence for a shape whose nodes have too few GPUs in total."""
     shape = judged.shape
     have = sum(sorted((seat.gpus for seat in seats), reverse=True)[: shape.nodes_max])
     if have >= gpu_count(shape.gpus_total):
@@ -257,7 +276,7 @@ def _gpus_in_all(judged: _Judged, seats: Sequence[Seat]) -> str | None:
 
 
 def _tasks_in_all(judged: _Judged, seats: Sequence[Seat]) -> str | None:
-    """Return the sentence for a shape whose nodes have too little room for its tasks in all."""
+    """Return the sentence for a shape whose nodes have too little room for its tasks."""
     shape = judged.shape
     if shape.ntasks is None or len(seats) < shape.nodes_min:
         return None
@@ -277,7 +296,10 @@ def _among(judged: _Judged) -> str:
 
 
 def _has_seats(shape: Shape, nodes: Sequence[NodeView], wanted: int) -> bool:
-    """Say whether at least `wanted` of `nodes` can take a share of `shape`; the search stops there."""
+    """Say whether at least `wanted` of `nodes` can take a share of `shape`.
+
+    The search stops at that number.
+    """
     for node in nodes:
         wanted -= tasks_that_fit(shape, node, node.slots, whole(node)) > 0
         if wanted <= 0:

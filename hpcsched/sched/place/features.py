@@ -1,9 +1,10 @@
-"""Feature expressions: ``--constraint="a&(b|c)"``, parsed once and evaluated for many nodes.
+"""Feature expressions such as ``--constraint="a&(b|c)"``: a parser and an evaluator.
 
-An expression is a postfix tuple (``("a", "b", "c", "|", "&")``): flat and hashable, parsed and evaluated without recursion, so
-that a hostile one costs no more than its length. A constraint is an expression that every node must satisfy, and optionally a
-condition on all nodes together: so many nodes of some kinds (``[a*2&b*1]``, ``a*2``), or all of one kind (``[a|b|c]``).
-Errors name the place in the text. There is no "not".
+An expression is a postfix tuple (``("a", "b", "c", "|", "&")``). It is flat and hashable, and is
+parsed and evaluated without recursion, so the cost of a hostile expression is limited by its
+length. A constraint is an expression that every node must satisfy, and optionally a condition on
+all nodes together: a number of nodes of some kinds (``[a*2&b*1]``, ``a*2``), or all nodes of one
+kind (``[a|b|c]``). Errors contain the position in the text. There is no "not" operator.
 
 Knows nothing of nodes or jobs. Syntax: sbatch(1), --constraint.
 """
@@ -29,7 +30,11 @@ _CLOSES = {"(": ")", "[": "]"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """The kinds of nodes of a job: each node satisfies `every`, all of them one of `alike`, and so many each of `counts`."""
+    """The kinds of nodes that a job needs.
+
+    Each node satisfies `every`, all nodes satisfy the same one of `alike`, and a number of nodes
+    satisfies each of `counts`.
+    """
 
     every: Expression = ()
     alike: tuple[Expression, ...] = ()
@@ -42,7 +47,10 @@ class _Token(NamedTuple):
 
 
 def parse_constraint(text: str) -> Constraint:
-    """Return the constraint that `text` spells. Raises RequestError, with the place, if it is malformed."""
+    """Return the constraint in `text`.
+
+    Raises: RequestError, with the position, if it is malformed.
+    """
     if not text:
         return Constraint()
     tokens = _tokens(text)
@@ -58,7 +66,11 @@ def parse_constraint(text: str) -> Constraint:
 
 
 def _only_alike(read: Sequence[tuple[_Token, Constraint]], counts: int, text: str) -> tuple[Expression, ...]:
-    """Return the alternatives of the one part that has them. Raises RequestError for two such parts, or for too much."""
+    """Return the alternatives of the only part that has them.
+
+    Raises: RequestError if two parts have alternatives, if alternatives are combined with counts,
+    or if there are too many.
+    """
     found = [(first, constraint.alike) for first, constraint in read if constraint.alike]
     if len(found) > 1:
         raise _wrong(text, found[1][0], "brackets with | a second time")
@@ -71,7 +83,10 @@ def _only_alike(read: Sequence[tuple[_Token, Constraint]], counts: int, text: st
 
 
 def _refuse_bare_alternatives(parts: Sequence[Sequence[_Token]], text: str) -> None:
-    """Raise RequestError if one of several `parts` has a ``|`` outside parentheses and brackets."""
+    """Reject a ``|`` outside parentheses and brackets if there are several `parts`.
+
+    Raises: RequestError.
+    """
     for part in parts:
         if len(_split(part, "|", text)) > 1:
             bar = next(token for token in part if token.text == "|")
@@ -94,9 +109,10 @@ def _read_part(part: list[_Token], text: str) -> Constraint:
 
 
 def parse_features(text: str) -> Expression:
-    """Return the expression that `text` spells, for each node separately; empty for empty text.
+    """Return the expression in `text`, which applies to each node separately.
 
-    Raises RequestError, with the place, if it is malformed or has counts or brackets.
+    It is empty for empty text. Raises: RequestError, with the position, if it is malformed or has
+    counts or brackets.
     """
     tokens = _tokens(text)
     for token in tokens:
@@ -184,7 +200,10 @@ def _all_of(expressions: Sequence[Expression]) -> Expression:
 
 
 def _postfix(tokens: Sequence[_Token], text: str) -> Expression:
-    """Order operators after their operands (Dijkstra's shunting yard); `&` binds closer than `|`."""
+    """Order operators after their operands (Dijkstra's shunting yard).
+
+    `&` binds closer than `|`.
+    """
     out: list[str] = []
     waiting: list[str] = []
     operand_next = True

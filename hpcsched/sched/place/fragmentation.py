@@ -1,15 +1,18 @@
-"""How many GPUs of a node are stranded: free, but of no use to the jobs that are expected.
+"""Stranded GPUs of a node: free, but of no use to the jobs that are expected.
 
-Expected jobs are assumed to be like those that run and wait: a *mix* of the most common demands. A demand of the mix can use
-the free GPUs of a node that have enough left for it, if the node's free cpus and memory allow it at all; and all demands together
-use no more GPUs than the free cpus feed, at the mix's cpus for each GPU. GPUs that are not expected to be used are stranded. A
-job goes to the node where it strands the fewest additional GPUs; that may be less than none, if it takes what fits no other job.
+Expected jobs are assumed to resemble the running and waiting jobs: a *mix* of the most common
+demands. A demand of the mix can use the free GPUs of a node if the free cpus and memory of the node
+suffice for it. All demands together cannot use more GPUs than the free cpus allow, at the ratio of
+cpus to GPUs of the mix. The other free GPUs are stranded. A job goes to the node where it strands
+the fewest additional GPUs. That number is negative if the job takes GPUs that fit no other job.
 
-The idea of placing by the growth of expected fragmentation: Weng et al., Beware of Fragmentation: Scheduling GPU-Sharing
-Workloads with Fragmentation Gradient Descent, USENIX ATC 2023. The bound by free cpus at the mix's ratio, not only demand by
-demand, is ours: it sees a node run out of cpus long before no job fits.
+Source: placement by the growth of expected fragmentation is from Weng et al., Beware of
+Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient Descent, USENIX ATC
+2023. The bound by free cpus at the ratio of the mix is ours: it detects that a node runs out of
+cpus long before no job fits.
 
-Pure. Knows nothing of time. Types of GPUs are not distinguished, because a node usually has GPUs of one type.
+Pure. Knows nothing of time. Types of GPUs are not distinguished, because a node usually has GPUs of
+one type.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from hpcsched.sched.place.request import Shape, gpu_count
 from hpcsched.sched.place.timeline import NodeResources, less
 from hpcsched.sched.snapshot import Snapshot
 
-MOST_DEMANDS = 24  # the most common ones, which are usually nearly all
+MOST_DEMANDS = 24  # the most common demands, which are usually nearly all demands
 _MICRO = 1_000_000
 
 
 class Demand(NamedTuple):
-    """What a job takes of one node: whole `gpus`, or `shards` of the `shards_of` of one GPU."""
+    """The part of one node that a job takes.
+
+    It is either whole `gpus`, or `shards` of the `shards_of` of one GPU.
+    """
 
     cpus: int
     mem_mib: int
@@ -53,11 +59,14 @@ class Mix:
         self._known: dict[tuple[GpuSlot, ...], dict[NodeResources, float]] = {}
 
     def newly_stranded(self, slots: tuple[GpuSlot, ...], room: NodeResources, use: NodeResources) -> int:
-        """Return how many more millionths of a GPU are stranded once `use` is taken of `room`; negative: fewer."""
+        """Return the additional stranded GPUs, in millionths, once `use` is taken of `room`.
+
+        A negative number means fewer stranded GPUs.
+        """
         return round((self.stranded(slots, less(room, use)) - self.stranded(slots, room)) * _MICRO)
 
     def stranded(self, slots: tuple[GpuSlot, ...], room: NodeResources) -> float:
-        """Return how many of the free GPUs in `room` are expected to be of no use."""
+        """Return the number of free GPUs in `room` that are expected to be of no use."""
         known = self._known.setdefault(slots, {})
         lost = known.get(room)
         if lost is None:
@@ -84,7 +93,10 @@ class Mix:
 
 
 def mix_of(snapshot: Snapshot) -> Mix | None:
-    """Return the mix of running and pending jobs in `snapshot`; None: there are no GPUs, or no job asks for any."""
+    """Return the mix of running and pending jobs in `snapshot`.
+
+    None: there are no GPUs, or no job requests any.
+    """
     slots = {node.name: node.slots for node in snapshot.nodes if node.gpus}
     if not slots:
         return None
@@ -110,7 +122,7 @@ def _of_share(share: Share) -> Demand:
 
 
 def _of_shape(shape: Shape, shards_of: int) -> Demand | None:
-    """Return about what `shape` takes of each node; None: it asks for no GPUs."""
+    """Return the approximate demand of `shape` on each node; None if it needs no GPUs."""
     tasks = shape.tasks_min if shape.ntasks is None else max(1, shape.ntasks // shape.nodes_min)
     gpus = gpu_count(shape.gpus_per_node) + gpu_count(shape.gpus_per_task) * tasks
     gpus += gpu_count(shape.gpus_total) // shape.nodes_min
@@ -123,7 +135,7 @@ def _of_shape(shape: Shape, shards_of: int) -> Demand | None:
 
 
 def _with_room_for(demand: Demand, slots: tuple[GpuSlot, ...], units: Units) -> float:
-    """Return how much is free, in GPUs, on the GPUs of a node that have the shards of `demand`."""
+    """Return how much is free, in GPUs, on the GPUs that have the shards of `demand`."""
     usable = 0.0
     for slot, count in zip(slots, units, strict=True):
         if slot.gpu_index >= 0 and count * demand.shards_of >= demand.shards * slot.shards:

@@ -1,11 +1,12 @@
-"""Which of the nodes that fit form a gang: all nodes that a job needs, or none.
+"""The choice of a gang: all nodes that a job needs, or none.
 
-Whether a gang fits is decided exactly for node counts, tasks, GPUs and kinds of nodes. Which gang it is, is a choice: as many
-nodes as the job may have or its tasks need, then nodes of similar speed if the job is synchronous, then the fewest switches,
-then the seats' order of preference. A contiguous job, or one that is spread, does not choose by speed and switches. Of the
-switches that can hold it alone, the one with the fewest seats is taken.
+The test whether a gang fits is exact for node counts, tasks, GPUs and kinds of nodes. Among the gangs
+that fit, the preferred one has as many nodes as the job may have or its tasks need, then nodes of
+similar speed if the job is synchronous, then the fewest switches, then the preferred seats. Speed and
+switches do not count for contiguous jobs and jobs that are spread. If several switches can each hold
+the whole gang, the switch with the fewest seats is taken.
 
-Knows seats (see `node_fit`), no time and no queue. Sources: topology.conf(5), sbatch(1) --switches and --constraint.
+Knows only seats (see `node_fit`), not time or queues. Sources: topology.conf(5), sbatch(1) --switches and --constraint.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _Choice = Callable[[Sequence[Seat]], list[Seat] | None]
 
 
 def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = frozenset()) -> list[Seat] | None:
-    """Return the seats that `shape` gets of `seats` (in order of preference), in the order of nodes; None: it does not fit.
+    """Return the seats of a gang for `shape`, in the order of nodes; None if it does not fit.
 
-    `required`: the nodes of its node list, all of which it gets.
+    `seats` are in order of preference. `required`: the nodes of its node list, all of which it
+    gets.
     """
     for kind in shape.alike or ((),):
         able = [seat for seat in seats if matches(kind, seat.view.features)] if kind else seats
@@ -65,7 +67,10 @@ def _widest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> li
 
 
 def _contiguous(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
-    """Return a gang of adjacent nodes: as many as possible, or the fewest that hold its tasks if it has any."""
+    """Return a gang of adjacent nodes.
+
+    It has as many nodes as possible. If the job has tasks, it has the fewest nodes that hold them.
+    """
     runs: list[list[Seat]] = []
     for seat in sorted(seats, key=lambda seat: seat.node):
         if not runs or runs[-1][-1].node != seat.node - 1:
@@ -83,7 +88,10 @@ def _contiguous(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -
 
 
 def _windows(shape: Shape, runs: Sequence[list[Seat]], required: frozenset[int], count: int) -> Iterator[list[Seat]]:
-    """Yield windows of `count` seats of the runs that hold all tasks, all GPUs of the total and all required nodes."""
+    """Yield windows of `count` adjacent seats that satisfy all requirements.
+
+    A window holds all tasks, all GPUs of the total and all required nodes.
+    """
     tasks, gpus = shape.ntasks or 0, gpu_count(shape.gpus_total)
     for run in runs:
         tasks_until = list(accumulate((seat.tasks for seat in run), initial=0))
@@ -105,13 +113,16 @@ def _bands(seats: Sequence[Seat], count: int) -> Iterator[list[Seat]]:
     for fastest in speeds:
         band = [seat for seat in seats if fastest * SIMILAR <= seat.view.speed <= fastest]
         slowest = min(seat.view.speed for seat in band)
-        if len(band) >= count and slowest != lowest:  # else the band before has all of these
+        if len(band) >= count and slowest != lowest:  # else the previous band contains this one
             yield band
         lowest = slowest
 
 
 def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | None:
-    """Return `choice` of the seats on the fewest switches that suffice, within the shape's limit if it has one."""
+    """Return `choice` of the seats on the fewest switches that suffice.
+
+    If the shape has a limit of switches, the seats are within it.
+    """
     leaves: dict[str, list[Seat]] = {}
     for seat in seats:
         leaves.setdefault(seat.view.switch, []).append(seat)
@@ -134,7 +145,7 @@ def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | 
 
 
 def _gang(shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int) -> list[Seat] | None:
-    """Return the preferred seats for a gang of `low` to `high` nodes; None: there is no such gang."""
+    """Return the preferred seats for a gang of `low` to `high` nodes; None if none."""
     if len(seats) < low or len(required) > high:
         return None
     must_have = _seats_it_must_have(shape, seats, required)
@@ -150,14 +161,20 @@ def _gang(shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: in
 
 
 def _single(shape: Shape, seats: Sequence[Seat]) -> Seat | None:
-    """Return the preferred seat that holds all tasks of `shape`; None: there is none, or GPUs count too."""
+    """Return the preferred seat that holds all tasks of `shape`.
+
+    None: there is none, or GPUs count too.
+    """
     if shape.gpus_total:
         return None
     return next((seat for seat in seats if seat.tasks >= (shape.ntasks or 0)), None)
 
 
 def _seats_it_must_have(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
-    """Return the seats on the `required` nodes and of the kinds that `shape` counts; None: some are missing."""
+    """Return the mandatory seats: on `required` nodes, and of the kinds that `shape` counts.
+
+    None: some are missing.
+    """
     listed = [seat for seat in seats if seat.node in required] if required else []
     if len(listed) < len(required):
         return None
@@ -171,10 +188,13 @@ def _seats_it_must_have(shape: Shape, seats: Sequence[Seat], required: frozenset
 
 
 def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) -> list[Seat] | None:
-    """Return the preferred seats with the required number of each kind, each seat counted once; None: there are too few.
+    """Return the preferred seats with the required number of each kind.
 
-    The sets of seats that can be assigned to kinds form a transversal matroid. So it is exact, and takes the most preferred
-    seats, to add each seat in order of preference if the seats taken before can be rearranged to admit it.
+    Each seat is counted once. None: there are too few.
+
+    The sets of seats that can be assigned to kinds form a transversal matroid. So a greedy choice
+    is exact and takes the most preferred seats: each seat is added, in order of preference, if the
+    earlier seats can be rearranged to admit it.
     """
     fits: dict[frozenset[str], list[int]] = {}
     taken: list[list[Seat]] = [[] for _ in counts]
@@ -208,7 +228,10 @@ def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) ->
 def _largest_of_each(
     shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int
 ) -> list[Seat] | None:
-    """Return a gang for tasks and kinds, of the seats with room for most tasks; None: even those do not suffice."""
+    """Return a gang for tasks and kinds, of the seats with room for most tasks.
+
+    None: even those do not suffice.
+    """
     if not shape.counts or shape.ntasks is None:
         return None
     by_size = sorted(seats, key=lambda seat: (seat.node not in required, -seat.tasks, seat))
@@ -237,16 +260,17 @@ def _fewest(shape: Shape, first: list[Seat], rest: list[Seat], low: int, high: i
 
 
 def _enough(first: list[int], rest: list[int], wanted: int) -> int | None:
-    """Return the fewest nodes that reach `wanted`, including all of `first`; None: all are not enough."""
+    """Return the fewest nodes that reach `wanted`, including all of `first`; None if none."""
     reached = list(accumulate(sorted(rest, reverse=True), initial=sum(first)))
     at = bisect_left(reached, wanted)
     return len(first) + at if at < len(reached) else None
 
 
 def _pick(rest: list[Seat], count: int, wanted_tasks: int, wanted_gpus: int, by: str, first: list[Seat]) -> list[Seat]:
-    """Return `count` of `rest` that reach what is wanted (of tasks or GPUs, `by`), the preferred ones if there is a choice.
+    """Return `count` seats of `rest` that reach the wanted tasks or GPUs.
 
-    For each place in turn: the most preferred seat with which the largest other seats still reach the total.
+    `by` selects tasks or GPUs. If there is a choice, the preferred seats are taken: each place gets
+    the most preferred seat with which the largest other seats still reach the total.
     """
     value: Callable[[Seat], int] = (lambda seat: seat.gpus) if by == "gpus" else (lambda seat: seat.tasks)
     missing = (wanted_gpus if by == "gpus" else wanted_tasks) - sum(value(seat) for seat in first)
@@ -273,10 +297,10 @@ def _pick(rest: list[Seat], count: int, wanted_tasks: int, wanted_gpus: int, by:
 
 
 # ----- the components of a heterogeneous job get separate nodes: all components, or none
-# They choose one after the other, each of the nodes that earlier ones left. Whether all fit may depend on the order, so other
-# orders are tried until they do; equal components need no other order. For components of one node each this is exact: if all
-# fit, some order finds it (serial dictatorship reaches every Pareto-optimal assignment; Abdulkadiroglu and Soenmez,
-# Econometrica 66, 1998). Of very many orders only the first are tried: see `MOST_TRIES`.
+# Components choose one after the other among the remaining nodes. The result may depend on the order, so orders are tried until
+# all components fit; equal components are not reordered. For components of one node each this is exact: if all fit, some order
+# finds it (serial dictatorship reaches every Pareto-optimal assignment; Abdulkadiroglu and Soenmez, Econometrica 66, 1998).
+# The search stops after `MOST_TRIES` tries.
 #
 # Source: "Heterogeneous Job Support" of Slurm's documentation.
 
@@ -288,7 +312,7 @@ Pick = Callable[[int, frozenset[int]], "list[Seat] | None"]
 
 
 def seats_apart(shapes: Sequence[Shape], pick: Pick) -> list[list[Seat]] | None:
-    """Return the seats of each component, no node twice; None: not all of them fit."""
+    """Return the seats of each component, no node twice; None if they do not all fit."""
     chosen = _Search(shapes, pick).seats(tuple(range(len(shapes))), frozenset())
     return None if chosen is None else [chosen[at] for at in range(len(shapes))]
 
@@ -312,7 +336,7 @@ class _Search:
             chosen = self._pick(at, taken)
             self._tries += 1
             if chosen is None:
-                return None  # if others chose first, they would leave it less
+                return None  # after other components, it has even fewer nodes
             next_choices[self._shapes[at]] = at, chosen
         for at, chosen in next_choices.values():
             others = tuple([other for other in left if other != at])

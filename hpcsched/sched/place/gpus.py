@@ -1,10 +1,11 @@
-"""The GPUs of one node as the planner counts them: pools of whole GPUs by type, and single GPUs divided into shards.
+"""The GPUs of one node: pools of whole GPUs by type, and GPUs divided into shards.
 
-A node's *slots* are fixed. A vector of *units*, one number for each slot, says what is free or taken, so that resources are
-added, subtracted and compared without knowing what a unit is. A unit of a pool is a GPU. A GPU with shards is a slot of its
-own, whose units are its shards; a job that takes it whole takes all shards.
+The *slots* of a node are fixed. A vector of *units*, one number for each slot, has the free or the
+taken amounts. So resources can be added, subtracted and compared without knowledge of units. In a
+pool, a unit is one GPU. A GPU with shards is a slot of its own, and its units are the shards; a job
+that takes the whole GPU takes all shards.
 
-Knows nothing of time, jobs and which node is preferred. Source: gres.conf(5), sharing GRES.
+Knows nothing of time, of jobs and of preferences among nodes. Source: gres.conf(5), sharing GRES.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class GpuSlot(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """The GPUs that a job gets on a node: whole ones by index, or `shards` of the `shards_of` of one GPU."""
+    """The GPUs that a job gets on a node.
+
+    Whole GPUs are given by index; otherwise it is `shards` of the `shards_of` of one GPU.
+    """
 
     gpus: tuple[int, ...] = ()
     shards: int = 0
@@ -53,7 +57,7 @@ def whole_gpus(slots: tuple[GpuSlot, ...], units: Units, kind: str = ANY_GPU) ->
 
 
 def gpus_taken(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> Units | None:
-    """Return the units of `free` that give the whole GPUs `asked`; None: there are too few.
+    """Return the units of `free` that give the whole GPUs `asked`; None if too few.
 
     GPUs without a named type come from one type if one has enough (the type with the fewest), else from several.
     """
@@ -139,7 +143,10 @@ class FreeGpus:
         return Grant(tuple(sorted(gpus)))
 
     def hold(self, share: Share) -> Units:
-        """Take the GPUs of `share`, and return their units. GPUs that the node no longer has count as none."""
+        """Take the GPUs of `share`, and return their units.
+
+        GPUs that the node no longer has count as none.
+        """
         counts = [0] * len(self._slots)
         for at, slot in enumerate(self._slots):
             if slot.gpu_index < 0:

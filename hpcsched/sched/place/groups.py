@@ -1,9 +1,11 @@
-"""Jobs of equal shape: which nodes they can start on now, and the earliest time at which they fit.
+"""Groups of jobs of equal shape: nodes for them now, and their earliest start.
 
-A `ShapeGroup` has the jobs of one shape in one partition (and reservation). Its `Openings` say when each node can hold a
-share of such a job; groups with equal shares on the same nodes use the same `Openings`. A shape is *alike* if any of those
-nodes will do, so that counting nodes is enough. Other shapes have tasks or GPUs to spread by what each node has free; for
-them, seats are tried out. The components of a heterogeneous job are groups of their own, which `ComponentGroup` combines.
+A `ShapeGroup` has the jobs of one shape in one partition (and reservation). Its `Openings` have the
+times at which each node can hold a share of such a job. Groups with equal shares on the same nodes
+use the same `Openings`. A shape is *alike* if any of those nodes will do; then it is enough to
+count nodes. Other shapes have tasks or GPUs to distribute over the free resources of nodes; for
+them, seats are tried. Each component of a heterogeneous job has a group of its own, and
+`ComponentGroup` combines them.
 
 Knows nothing of order, policies and wait reasons.
 """
@@ -25,19 +27,20 @@ from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed
 from hpcsched.sched.place.timeline import NodeResources, Timeline
 from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
 
-# ----- the earliest time at which a gang with tasks or GPUs to spread fits, if running jobs last to their limits
-# For a gang with equal shares, `Openings` is enough. Here the seat of each node counts: what it can take over the window
-# ``[t, t + limit)``. As `t` advances, a seat grows only when a step of the node's profile begins, or when the node opens; it
-# shrinks once the window reaches a step with less. So only the times of growth are tried, from the first at which enough nodes
-# can take something, and only the seats of nodes that changed are computed again.
+# ----- the earliest start of a gang with tasks or GPUs to spread, if running jobs run to their limits
+# For a gang with equal shares, `Openings` is enough. Other gangs need the seat of each node over the window ``[t, t + limit)``.
+# As `t` advances, a seat grows only when a step of the node's profile begins, or when the node opens. It shrinks once the window
+# reaches a step with less. So only the times of growth are tried, beginning with the first time at which enough nodes have
+# room, and only the seats of changed nodes are computed again.
 
 
 def earliest_start(
     timeline: Timeline, shape: Shape, openings: Openings, required: frozenset[int], limit_s: float, from_s: float
 ) -> tuple[float, list[NodePart]] | None:
-    """Return when, at `from_s` at the earliest, `shape` can run for `limit_s` seconds, and its parts; None: never.
+    """Return the earliest start of `shape`, at `from_s` or later, and its parts.
 
-    It takes the nodes that have least free now, so that the nodes that are free now stay open to other jobs.
+    `limit_s`: its run time. None: it never fits. The nodes with the least free resources now are
+    taken, so that nodes that are free now stay available to other jobs.
     """
     window = _Window(timeline, shape, limit_s)
     coming = openings.beginning_after(from_s, limit_s)
@@ -92,12 +95,12 @@ class _Window:
                 self._see(node, at_s)
 
     def may_suffice(self) -> bool:
-        """Say, at little cost, whether there are enough seats, before they are sorted."""
+        """Say whether there may be enough seats. This is a cheap test before they are sorted."""
         shape = self._shape
         return len(self.seats) >= shape.nodes_min and (shape.ntasks is None or self._tasks >= shape.ntasks)
 
     def _see(self, node: int, at_s: float) -> None:
-        """Compute the seat of the node again, and when it may change next."""
+        """Compute the seat of the node again, and the time of its next possible change."""
         old = self.seats.pop(node, None)
         if old is not None:
             self._tasks -= old.tasks
@@ -121,7 +124,7 @@ class _Window:
 
 
 def is_alike(shape: Shape, required: frozenset[int]) -> bool:
-    """Say whether `shape` takes equal shares, so that any nodes with room for one share will do."""
+    """Say whether `shape` takes equal shares, so that any nodes with room for one will do."""
     if (required and len(required) < shape.nodes_max) or not shape.any_nodes:
         return False
     return shape.nodes_max == 1 or (shape.ntasks is None and not shape.gpus_total)
@@ -156,7 +159,7 @@ def share_of(shape: Shape) -> Shape:
 
 
 class ShapeGroups:
-    """The groups of one pass, made when jobs ask for them."""
+    """The groups of one pass. A group is made when a job first needs it."""
 
     def __init__(self, snapshot: Snapshot, timeline: Timeline, closed: Closed, mix: Mix | None) -> None:
         self._snapshot = snapshot
@@ -164,7 +167,7 @@ class ShapeGroups:
         self._closed = closed
         self._mix = mix
         self._groups: dict[tuple[int, str, str], ShapeGroup | ComponentGroup] = {}
-        self._openings: dict[tuple[object, ...], Openings] = {}  # by all that they depend on
+        self._openings: dict[tuple[object, ...], Openings] = {}  # by all properties that they depend on
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -197,7 +200,10 @@ class ShapeGroups:
 
 
 class ShapeGroup:
-    """The jobs of one shape on some nodes. `nodes`: those that it may use. `required`: those that it must use."""
+    """The jobs of one shape on some nodes.
+
+    `nodes`: the nodes that it may use. `required`: the nodes that it must use.
+    """
 
     def __init__(
         self,
@@ -219,14 +225,17 @@ class ShapeGroup:
         self._floors = Floors()
         self._seating: Seating | None = None
         self._given = len(timeline.given)
-        self._seen = 0  # how many of the timeline's changes `_seating` has seen
+        self._seen = 0  # the number of changes of the timeline that `_seating` includes
         self._window = (-1, -1)  # of `_seating`: number of reservations, and of dips before the end of the job
         self._uses: dict[tuple[int, NodeResources], NodeResources] = {}
         self._mix = mix
         self._fits: dict[tuple[int, NodeResources], Fit | None] = {}
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return what a job of this group that ends by `end_s` gets now; None: it does not fit."""
+        """Return the parts of a job of this group that starts now and ends by `end_s`.
+
+        None: it does not fit.
+        """
         timeline = self._timeline
         self._forget_if_given()
         if end_s > self.fails_beyond_s:
@@ -243,9 +252,11 @@ class ShapeGroup:
         return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms, self._mix)
 
     def place_with(self, own: Sequence[NodePart], own_from_s: float, end_s: float) -> list[NodePart] | None:
-        """Return what a job gets now if the slot with its `own` parts from `own_from_s` on is given up; None: nothing.
+        """Return the parts of a job that starts now if its own slot is given up.
 
-        If the shape is not alike, only those nodes are tried. That is exact if `place` has found nothing.
+        The slot has the `own` parts from `own_from_s` on. None: the job does not fit. If the shape
+        is not alike, only the nodes of the slot are tried. That is exact if `place` has found
+        nothing.
         """
         if own_from_s >= end_s:
             return None
@@ -266,7 +277,10 @@ class ShapeGroup:
         return sorted([*mine, *parts], key=lambda part: part.node)
 
     def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
-        """Return when, at `from_s` at the earliest, a job of this group can run for `limit_s`, and its parts; None: never."""
+        """Return the earliest start of a job of this group, and its parts; None if never.
+
+        The job starts at `from_s` or later and runs for `limit_s`.
+        """
         self._forget_if_given()
         self._openings.catch_up()
         start_s = self._openings.earliest(self._count, limit_s)
@@ -283,7 +297,10 @@ class ShapeGroup:
         return found
 
     def seats_from(self, start_s: float, limit_s: float) -> Sequence[Seat]:
-        """Return the seats of the nodes that can take something from `start_s` for `limit_s`, in order of preference."""
+        """Return the seats of the nodes with room from `start_s` for `limit_s`, in order.
+
+        The order is the order of preference.
+        """
         self._forget_if_given()
         self._openings.catch_up()
         if start_s <= self._timeline.now_s:
@@ -296,13 +313,16 @@ class ShapeGroup:
         return sorted(seats)
 
     def parts_on(self, seats: Sequence[Seat], start_s: float, end_s: float) -> list[NodePart]:
-        """Return the parts that a job of this group takes of exactly these `seats`."""
+        """Return the parts of a job of this group on exactly these `seats`."""
         timeline = self._timeline
         rooms = [timeline.profiles[seat.node].free_over(start_s, end_s) for seat in seats]
         return parts_of(self.shape, seats, timeline.nodes, timeline.types, rooms, self._mix)
 
     def next_opening_s(self, after_s: float, limit_s: float) -> float:
-        """Return when, after `after_s`, a node opens for `limit_s` or has more free; `NEVER_S`: never."""
+        """Return the time after `after_s` at which a node opens or has more free.
+
+        A node counts if it is open for `limit_s`. `NEVER_S`: never.
+        """
         times_s = [opens_s for opens_s, _, _ in islice(self._openings.beginning_after(after_s, limit_s), 1)]
         for node in self.nodes:
             grows_s = self._timeline.profiles[node].times_s
@@ -310,7 +330,7 @@ class ShapeGroup:
         return min(times_s, default=NEVER_S)
 
     def seats_now(self) -> list[Seat]:
-        """Return the seats of the nodes that can take something now, for however short a time."""
+        """Return the seats of the nodes with room now, for any length of time."""
         self._openings.catch_up()
         seats = (self._seat(at, None) for at in self._openings.until_s)
         return [seat for seat in seats if seat is not None]
@@ -318,7 +338,8 @@ class ShapeGroup:
     def _seats(self, end_s: float) -> Sequence[Seat]:
         """Return the seats for a job that starts now and ends by `end_s`, in order of preference.
 
-        For an alike shape, preference depends on what is free now: then seats change only where a job starts.
+        For an alike shape, preference depends only on the resources that are free now. Then seats
+        change only where a job starts.
         """
         timeline, until_s = self._timeline, self._openings.until_s
         if self._alike:
@@ -335,14 +356,17 @@ class ShapeGroup:
         return [seat for seat in self._seating.ordered if until_s.get(seat.node, 0.0) >= end_s]
 
     def could_have(self, own: NodePart, own_from_s: float, end_s: float) -> bool:
-        """Say whether the part is free from now until `own_from_s`, and the node is not closed to the job until `end_s`."""
+        """Say whether the part is free from now until `own_from_s`.
+
+        The node must also be open to the job until `end_s`.
+        """
         timeline = self._timeline
         now_s = timeline.now_s
         free = own_from_s <= now_s or timeline.profiles[own.node].earliest(own.use, own_from_s - now_s, now_s) <= now_s
         return free and self._openings.is_open(own.node, now_s, end_s)
 
     def _forget_if_given(self) -> None:
-        """Forget what did not fit, if a slot has been released since."""
+        """Discard the results of failed searches if a slot has been released since."""
         given = len(self._timeline.given)
         if given > self._given:
             self._given = given
@@ -351,13 +375,19 @@ class ShapeGroup:
             self._seating = None
 
     def _less_in_the_way(self, end_s: float) -> float:
-        """Return the latest end before `end_s` until which nodes have more free than until `end_s`."""
+        """Return the latest end before `end_s` at which some node has more free resources.
+
+        Until that end, more is free on some nodes than until `end_s`.
+        """
         crossed = bisect_left(self._timeline.dips_s, end_s)
         dip_s = self._timeline.dips_s[crossed - 1] if crossed else self._timeline.now_s
         return max(dip_s, *[at_s for at_s in self._openings.until_s.values() if at_s < end_s], self._timeline.now_s)
 
     def _seat(self, at: int, end_s: float | None) -> Seat | None:
-        """Return the seat of node `at` by what is free now, or from now until `end_s`; None: no share fits."""
+        """Return the seat of node `at`; None if no share fits.
+
+        The free resources are those of now, or those from now until `end_s`.
+        """
         timeline = self._timeline
         profile = timeline.profiles[at]
         room = profile.rooms[0]
@@ -379,7 +409,10 @@ class ShapeGroup:
         return [NodePart(node=node, tasks=tasks, use=self._use(node, start_s, start_s + limit_s)) for node in chosen]
 
     def _use(self, node: int, start_s: float, end_s: float) -> NodeResources:
-        """Return what one share takes of `node`; computed once for each kind of node and free resources."""
+        """Return the resources that one share takes of `node`.
+
+        They are computed once for each kind of node and free resources.
+        """
         timeline = self._timeline
         types = timeline.types[node]
         room = timeline.profiles[node].free_over(start_s, end_s)
@@ -393,7 +426,10 @@ class ShapeGroup:
 
 
 class ComponentGroup:
-    """Heterogeneous jobs of one shape: a `ShapeGroup` for each component, on nodes that differ between components."""
+    """Heterogeneous jobs of one shape.
+
+    There is a `ShapeGroup` for each component. Components get separate nodes.
+    """
 
     def __init__(self, timeline: Timeline, shape: Shape, groups: Sequence[ShapeGroup]) -> None:
         self.shape = shape
@@ -403,19 +439,28 @@ class ComponentGroup:
         self._groups = groups
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return what a job of these components that ends by `end_s` gets now; None: it does not fit."""
+        """Return the parts of a job of these components that starts now and ends by `end_s`.
+
+        None: it does not fit.
+        """
         now_s = self._timeline.now_s
         return self._at(now_s, end_s - now_s)
 
     def place_with(self, own: Sequence[NodePart], own_from_s: float, end_s: float) -> list[NodePart] | None:
-        """Return the `own` parts of the slot of a job from `own_from_s` on, if it can have them now; else None."""
+        """Return the `own` parts of the slot of a job if it can have them now; else None.
+
+        The slot begins at `own_from_s`.
+        """
         if own_from_s >= end_s:
             return None
         fits = all(self._groups[part.component].could_have(part, own_from_s, end_s) for part in own)
         return list(own) if fits else None
 
     def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
-        """Return when, at `from_s` at the earliest, a job of these components can run for `limit_s`, and its parts."""
+        """Return the earliest start of a job of these components, and its parts.
+
+        The job starts at `from_s` or later and runs for `limit_s`. None: it never fits.
+        """
         at_s = from_s
         while at_s < NEVER_S:
             alone = [group.earliest(limit_s, at_s) for group in self._groups]
@@ -430,11 +475,14 @@ class ComponentGroup:
         return None
 
     def seats_now(self) -> list[Seat]:
-        """Return the seats of the nodes that can take something of a component now."""
+        """Return the seats of the nodes with room for part of a component now."""
         return list({seat.node: seat for group in self._groups for seat in group.seats_now()}.values())
 
     def _at(self, start_s: float, limit_s: float) -> list[NodePart] | None:
-        """Return what all components get from `start_s` for `limit_s`, in their order; None: they do not all fit."""
+        """Return the parts of all components from `start_s` for `limit_s`, in their order.
+
+        None: they do not all fit.
+        """
         seats = [group.seats_from(start_s, limit_s) for group in self._groups]
 
         def pick(at: int, taken: frozenset[int]) -> list[Seat] | None:

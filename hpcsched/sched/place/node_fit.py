@@ -1,9 +1,10 @@
-"""How much of a job fits on a node, how well, and what the job takes there: the tightest fit that leaves least in pieces.
+"""Fits of jobs on nodes: how much of a job a node can take, and which fit is best.
 
-Preferred, in this order, are nodes that the job prefers (--prefer), with a fast link if it is bound by communication, of lower
-weight, where it strands the fewest GPUs (see `fragmentation`), and that are left with the fewest GPUs, cpus and memory. Tasks
-are placed one on each node, then filled up in the order of nodes (block distribution, as srun). `gang` decides which seats
-make up a gang.
+The best fit is the tightest one, which leaves the least fragmentation. Preferred are, in this
+order: nodes that the job prefers (--prefer), nodes with a fast link if the job is bound by
+communication, nodes of lower weight, nodes where it strands the fewest GPUs (see `fragmentation`),
+and nodes that are left with the fewest GPUs, cpus and memory. Each node first gets one task, then
+nodes are filled in order (block distribution, as in srun). `gang` chooses the seats of a gang.
 
 Pure: works on `NodeResources`; knows nothing of queues and time.
 """
@@ -25,11 +26,11 @@ from hpcsched.sched.place.timeline import NodeResources
 from hpcsched.sched.snapshot import NodeView
 
 UNBOUNDED = 1 << 30
-LINK_STEP = 1.5  # links whose rates differ by less may count as equal
+LINK_STEP = 1.5  # links whose rates differ by less can count as equal
 
 
 class Fit(NamedTuple):
-    """How many tasks of a job fit on a node, how many GPUs of its total, and how good the fit is (`left`)."""
+    """The fit of a job on a node: tasks, GPUs of its total, and quality (`left`)."""
 
     tasks: int
     gpus: int
@@ -37,7 +38,10 @@ class Fit(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A node that can take a part of a job. Seats order by preference; `node` makes the order unique."""
+    """A node that can take a part of a job.
+
+    Seats order by preference; `node` makes the order unique.
+    """
 
     preference: tuple[int, ...]
     node: int
@@ -48,7 +52,7 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePart:
-    """What a job gets on one node; `node` is its index in the snapshot."""
+    """The part of a job on one node; `node` is its index in the snapshot."""
 
     node: int
     tasks: int
@@ -57,7 +61,10 @@ class NodePart:
 
 
 def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> int:
-    """Return how many tasks of `shape` fit in `room`, which is free on `node`; 0: fewer than it needs on a node."""
+    """Return how many tasks of `shape` fit in `room` on `node`.
+
+    `room`: the free resources. 0: fewer tasks fit than the job needs on a node.
+    """
     cpus, mem_mib, gpus = room
     if shape.exclusive and cpus < node.cpus:
         return 0
@@ -75,7 +82,10 @@ def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], roo
 def fit_of(
     shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources, mix: Mix | None = None
 ) -> Fit | None:
-    """Return the fit of `shape` in `room`, which is free on `node`; None: it does not fit. Equal for equal nodes."""
+    """Return the fit of `shape` in `room` on `node`; None if it does not fit.
+
+    `room`: the free resources. The result is equal for equal nodes.
+    """
     tasks = tasks_that_fit(shape, node, types, room)
     if not tasks:
         return None
@@ -102,12 +112,18 @@ def seat_at(shape: Shape, at: int, node: NodeView, fit: Fit) -> Seat:
 
 
 def _link_class(mbps: int) -> int:
-    """Return a number that is higher for clearly faster links; 938 and 1000 Mbit/s are equal."""
+    """Return the class of a link: a higher number for a clearly faster link.
+
+    938 and 1000 Mbit/s are in the same class.
+    """
     return round(log(mbps, LINK_STEP)) if mbps > 1 else 0
 
 
 def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> Seat | None:
-    """Return the seat of `shape` on `node`, whose index is `at`, with `room` free; None: it does not fit."""
+    """Return the seat of `shape` on `node` with `room` free; None if it does not fit.
+
+    `at`: the index of the node.
+    """
     fit = fit_of(shape, node, types, room)
     return seat_at(shape, at, node, fit) if fit is not None else None
 
@@ -120,7 +136,10 @@ def parts_of(
     rooms: Sequence[NodeResources],
     mix: Mix | None = None,
 ) -> list[NodePart]:
-    """Return what `shape` takes of the chosen seats with these free resources: tasks, cpus, memory, GPUs by type."""
+    """Return the parts of `shape` on the chosen seats: tasks, cpus, memory, GPUs by type.
+
+    `rooms`: the free resources of the nodes.
+    """
     tasks = _layout(shape, chosen)
     gives = _spread(gpu_count(shape.gpus_total), [seat.gpus for seat in chosen])
     return [
@@ -174,7 +193,10 @@ def _tasks_by_gpus(shape: Shape, types: tuple[GpuSlot, ...], free: Units) -> int
 
 
 def _layout(shape: Shape, chosen: Sequence[Seat]) -> list[int]:
-    """Return the tasks on each node: one each, then filled up in order; evenly if the job is spread."""
+    """Return the number of tasks on each node: one each, then filled in order.
+
+    Tasks are distributed evenly if the job is spread.
+    """
     if shape.ntasks is None:
         return [shape.tasks_min] * len(chosen)
     if shape.spread:
@@ -189,7 +211,10 @@ def _layout(shape: Shape, chosen: Sequence[Seat]) -> list[int]:
 
 
 def _spread(total: int, limits: Sequence[int]) -> list[int]:
-    """Return `total` spread over nodes as evenly as their limits allow; the first nodes get more."""
+    """Return `total` distributed over nodes as evenly as their limits allow.
+
+    The first nodes get more.
+    """
     given = [0] * len(limits)
     total = min(total, sum(limits))
     while total > 0:
@@ -235,7 +260,11 @@ def _use(
 def _shards(
     shape: Shape, types: tuple[GpuSlot, ...], room: NodeResources, rest: tuple[int, int], mix: Mix | None
 ) -> Units:
-    """Return the shards that `shape` takes: of the GPU where that strands least, then of the GPU with the fewest left."""
+    """Return the shards that `shape` takes.
+
+    They are on the GPU where that strands the fewest GPUs; among equals, on the GPU with the fewest
+    shards left.
+    """
     asked = shape.shards
     choices: dict[tuple[str, int, int], int] = {}  # GPUs with equally many shards left are equal
     for at in shard_choices(asked, types, room[2]):
@@ -252,7 +281,10 @@ def _shards(
 
 
 class Seating:
-    """The seats of one shape on some nodes, kept in order of preference while starts change some of them."""
+    """The seats of one shape on some nodes, in order of preference.
+
+    Starts of jobs change some of them.
+    """
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         self.ordered = sorted(seats)

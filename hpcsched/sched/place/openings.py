@@ -1,13 +1,16 @@
-"""When each of some nodes can hold one share of a shape, kept up to date while shares are taken.
+"""Openings: the times at which each node can hold one share of a shape.
 
-Each node has *spans* ``[from, until)`` in which one share fits all the time. A job of `length_s` can begin on the node at any `t`
-with ``from <= t`` and ``t + length_s <= until``. Two sorted indices over all spans (one of spans that never end, one of
-*holes*, which do) answer for a gang: from when on can so many nodes hold it?
+They are updated when shares are taken. Each node has *spans* ``[from, until)`` in which one share
+fits all the time. A job of `length_s` can begin on the node at any `t` with ``from <= t`` and ``t +
+length_s <= until``. Two sorted indices over all spans answer the question for a gang: from which
+time on can a number of nodes hold it? One index has the spans that never end, the other the spans
+that end (*holes*).
 
-Usually shares are only taken during a pass. So spans only shrink, and a search for at least as many nodes and as long a time
-as an earlier one need not begin before the time that the earlier one found. When a slot is released, that is forgotten.
+During a pass, shares are usually only taken, so spans only shrink. A search for as many or more
+nodes and as long or longer a time than an earlier search can begin at the result of the earlier
+search. When a slot is released, earlier results are discarded.
 
-Knows nothing of jobs, order and promises, nor of which of these nodes a job gets.
+Knows nothing of jobs, order and promises, nor of the nodes that a job finally gets.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ LAST = 1 << 62  # after every node's number
 
 
 class Floors:
-    """The results of earlier searches by number of nodes and length: a search for more finds no earlier time."""
+    """The results of earlier searches, by number of nodes and length.
+
+    A search for more nodes or a longer time finds no earlier time.
+    """
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[list[float], list[float]]] = {}  # by nodes: lengths and times found, ascending
@@ -44,7 +50,7 @@ class Floors:
         return floor_s
 
     def remember(self, count: int, length_s: float, at_s: float) -> None:
-        """Note that nothing was found for `count` nodes and `length_s` before `at_s`."""
+        """Record that nothing was found for `count` nodes and `length_s` before `at_s`."""
         lengths_s, found_s = self._found.setdefault(count, ([], []))
         at = end = bisect_left(lengths_s, length_s)
         while end < len(lengths_s) and found_s[end] <= at_s:  # searches for longer start no earlier than this
@@ -54,12 +60,15 @@ class Floors:
 
 
 class Openings:
-    """The spans of `nodes` for one share. `closed`: intervals in which a node cannot be used, whatever is free."""
+    """The spans of `nodes` for one share.
+
+    `closed`: intervals in which a node cannot be used, even if it is free.
+    """
 
     def __init__(
         self, timeline: Timeline, share: Shape, nodes: Sequence[int], closed: Mapping[int, Sequence[Interval]]
     ) -> None:
-        self.until_s: dict[int, float] = {}  # by node that can hold a share now: until when
+        self.until_s: dict[int, float] = {}  # by node that can hold a share now: the end of that time
         self._timeline = timeline
         self._share = share
         self._closed = closed
@@ -90,7 +99,7 @@ class Openings:
         self._holes.sort()
 
     def catch_up(self) -> None:
-        """Take account of shares that were taken and slots that were released since the last call."""
+        """Apply the shares that were taken and the slots that were released since the last call."""
         taken, given = self._timeline.taken, self._timeline.given
         if len(given) > self._seen_given:
             self._floors = Floors()
@@ -114,7 +123,10 @@ class Openings:
         return False
 
     def now_until_s(self, count: int) -> float:
-        """Return until when at most `count` nodes can hold a share from now on; now, if so many cannot."""
+        """Return the time until which `count` nodes can hold a share from now on.
+
+        Return now if fewer than `count` nodes can.
+        """
         if len(self.until_s) < count:
             return self._timeline.now_s
         return sorted(self.until_s.values(), reverse=True)[count - 1]
@@ -127,7 +139,10 @@ class Openings:
         return found_s
 
     def earliest_from(self, count: int, length_s: float, from_s: float) -> float:
-        """Return the first time at or after `from_s` from which `count` nodes can hold a share for `length_s`."""
+        """Return the first time from which `count` nodes can hold a share for `length_s`.
+
+        The time is not before `from_s`.
+        """
         if from_s == NEVER_S:
             return NEVER_S
         endless = self._endless
@@ -158,7 +173,7 @@ class Openings:
         return NEVER_S
 
     def is_open(self, node: int, start_s: float, end_s: float) -> bool:
-        """Say whether `node` is not closed during ``[start_s, end_s)``, whatever is taken of it."""
+        """Say whether `node` is open during ``[start_s, end_s)``, even if it is occupied."""
         if node not in self._spans:
             return False
         return all(opens_s <= start_s or closed_s >= end_s for closed_s, opens_s in self._closed.get(node, ()))
@@ -168,14 +183,20 @@ class Openings:
         return [node for _, node in self.open_at(start_s, length_s)]
 
     def open_at(self, start_s: float, length_s: float) -> list[tuple[float, int]]:
-        """Return the nodes that can hold a share from `start_s` for `length_s`, each after the time until which it can."""
+        """Return the nodes that can hold a share from `start_s` for `length_s`, with the ends.
+
+        Each item is the time until which the node can hold the share, and the node.
+        """
         endless, holes = self._endless, self._holes
         found = [(NEVER_S, node) for _, node in endless[: bisect_right(endless, (start_s, LAST))]]
         later = holes[bisect_left(holes, (start_s + length_s,)) :]
         return found + [(until_s, node) for until_s, from_s, node in later if from_s <= start_s]
 
     def beginning_after(self, start_s: float, length_s: float) -> Iterator[tuple[float, float, int]]:
-        """Yield the spans of at least `length_s` that begin after `start_s`, in order, as (begin, end, node)."""
+        """Yield the spans of at least `length_s` that begin after `start_s`, in order.
+
+        A span is (begin, end, node).
+        """
         endless, holes = self._endless, self._holes
         begin = bisect_right(endless, (start_s, LAST))
         later = holes[bisect_left(holes, (start_s + length_s,)) :]
@@ -185,7 +206,7 @@ class Openings:
 
     def _spans_of(self, node: int) -> list[Interval]:
         profile, fits = self._timeline.profiles[node], self._fits[self._timeline.kinds[node]]
-        if not profile.dips:  # what fits once fits from then on
+        if not profile.dips:  # a share that fits once fits from then on
             for at_s, room in zip(profile.times_s, profile.rooms, strict=True):
                 if fits[room] if room in fits else self._fit(node, room):
                     return [(at_s, NEVER_S)]
@@ -209,9 +230,10 @@ class Openings:
         return spans
 
     def _spans_with_choice(self, node: int) -> list[Interval]:
-        """Return spans in each of which the same GPUs fit all the time, though each step may allow other choices.
+        """Return spans in each of which the same GPUs fit all the time.
 
-        They do not overlap. A choice that fits across the end of a span is missed, which is safe.
+        Each step may also allow other GPUs. The spans do not overlap. A choice that fits across the
+        end of a span is missed, which is safe.
         """
         profile = self._timeline.profiles[node]
         spans: list[Interval] = []
@@ -236,7 +258,10 @@ class Openings:
         return fit
 
     def _narrow(self, node: int, start_s: float, end_s: float) -> None:
-        """Remove from the node's spans the parts of ``[start_s, end_s)`` in which a share no longer fits."""
+        """Remove from the node's spans the parts in which a share no longer fits.
+
+        Only ``[start_s, end_s)`` is tested.
+        """
         spans = self._spans[node]
         if not spans or spans[-1][1] <= start_s:
             return
@@ -311,7 +336,10 @@ class Openings:
             del self._holes[bisect_left(self._holes, (span[1], span[0], node))]
 
     def _holes_for(self, length_s: float, from_s: float) -> list[Interval]:
-        """Return the holes of at least `length_s` that end no earlier than `length_s` after `from_s`."""
+        """Return the holes of at least `length_s` that can hold a share at `from_s` or later.
+
+        They end no earlier than `length_s` after `from_s`.
+        """
         holes = self._holes
         return [
             (begins_s, until_s)
@@ -321,7 +349,7 @@ class Openings:
 
 
 def _has_choice(share: Shape, slots: Sequence[GpuSlot]) -> bool:
-    """Say whether a share can be given by different GPUs of a node with these slots."""
+    """Say whether different GPUs of a node with these slots can satisfy a share."""
     kinds = [kind for counts in (share.gpus_per_node, share.gpus_per_task, share.gpus_total) for kind, _ in counts]
     if len(slots) < 2 or not (kinds or share.shards):
         return False

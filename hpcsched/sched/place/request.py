@@ -1,10 +1,11 @@
-"""The resource request of a job, normalised once: counts instead of options, with the defaults of the partition.
+"""Resource requests of jobs, normalised once: counts instead of options.
 
-A `Shape` is everything but the time: jobs of equal shape fit or do not fit alike, so the planner tests each shape once. Task
-counts follow srun(1) and sbatch(1): without ``--nodes`` a job takes as many nodes as its tasks need; ``-N3 -n2`` means two
-nodes; ``--ntasks-per-node`` with ``--ntasks`` is a maximum.
+The defaults of the partition are applied. A `Shape` has everything except the time limit. Jobs of
+equal shape fit on the same nodes, so the planner tests each shape once. Task counts follow srun(1)
+and sbatch(1): without ``--nodes``, a job takes as many nodes as its tasks need; ``-N3 -n2`` means
+two nodes; ``--ntasks-per-node`` with ``--ntasks`` is a maximum.
 
-Knows nothing of nodes and of what is free.
+Knows nothing of nodes and free resources.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ GpuCounts = tuple[tuple[str, int], ...]  # (type, count) by type; ANY_GPU for th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a job needs of nodes, whatever its time limit.
+    """The needs of a job, apart from its time limit.
 
     `ntasks` None: every node runs `tasks_min` tasks, and the job takes up to `nodes_max` nodes. Else it takes the fewest nodes
-    that hold `ntasks` tasks, each node at least one and at most `tasks_max` (0: no maximum). Of the memory fields the first
-    that is set counts: all memory, per node, per cpu; without any, each cpu gets an even part of the node's memory.
+    that hold `ntasks` tasks, each node at least one and at most `tasks_max` (0: no maximum). The first of these
+    memory fields that is set counts: all memory, per node, per cpu. If none is set, each cpu gets an even part of the memory.
     """
 
     nodes_min: int = 1
@@ -41,7 +42,7 @@ class Shape:
     mem_all: bool = False
     mem_per_node_mib: int | None = None
     mem_per_cpu_mib: int | None = None
-    mem_asked: bool = False  # the user asked for memory; else an exclusive job gets all of it
+    mem_asked: bool = False  # the user requested memory; else an exclusive job gets all memory of the node
     gpus_per_node: GpuCounts = ()
     gpus_per_task: GpuCounts = ()
     gpus_total: GpuCounts = ()  # at most one type; each node gives at least one GPU
@@ -49,16 +50,16 @@ class Shape:
     exclusive: bool = False
     overcommit: int = 0  # tasks that share the resources of one task on each node; 0: each task has its own
     features: Expression = ()  # of each node
-    alike: tuple[Expression, ...] = ()  # all its nodes satisfy one of these
-    counts: tuple[tuple[Expression, int], ...] = ()  # so many nodes satisfy each of these
+    alike: tuple[Expression, ...] = ()  # all its nodes satisfy the same one of these
+    counts: tuple[tuple[Expression, int], ...] = ()  # a number of nodes satisfies each of these
     prefer: Expression = ()  # nodes that satisfy this are preferred
     mincpus: int = 0  # cpus that a node has, free or not
     tmp_mib: int = 0
-    switches: int = 0  # most switches for its nodes; 0: as few as possible
+    switches: int = 0  # the maximum of switches for its nodes; 0: as few as possible
     contiguous: bool = False  # its nodes are adjacent in the order of nodes
     spread: bool = False  # as many nodes as possible, with tasks spread evenly
     synchronous: bool = False  # the slowest node sets the pace of all
-    comm_bound: bool = False  # link speed matters most for it
+    comm_bound: bool = False  # link speed is the most important property of its nodes
     constraint: str = ""  # `features`, `alike` and `counts` as the user wrote them
     nodelist: tuple[NodeName, ...] = ()
     exclude: tuple[NodeName, ...] = ()
@@ -71,7 +72,7 @@ class Shape:
 
     @property
     def any_nodes(self) -> bool:
-        """Say whether any nodes with room for a share will do, so that counting them is enough."""
+        """Say whether any nodes with room for a share will do, so that a count is enough."""
         return not self.alike and not self.counts and not self.switches and not self.contiguous
 
     @property
@@ -81,7 +82,7 @@ class Shape:
 
     @property
     def tasks_least(self) -> int:
-        """Return the least number of tasks in all."""
+        """Return the least total number of tasks."""
         return self.ntasks if self.ntasks is not None else self.tasks_min * self.nodes_min
 
 
@@ -94,23 +95,32 @@ class ResourceRequest:
 
 
 def request_of(spec: JobSpec, partition: Partition, *, time_limit_s: int | None = None) -> ResourceRequest:
-    """Return what a job of `spec` needs in `partition`; `time_limit_s` overrides the limit in `spec`.
+    """Return the request of a job of `spec` in `partition`.
 
-    Raises RequestError if options contradict each other or are malformed. Whether any node has so much is not checked.
+    `time_limit_s` overrides the limit in `spec`. Whether any node has these resources is not
+    checked.
+
+    Raises: RequestError if options contradict each other or are malformed.
     """
     limit_s = time_limit_s if time_limit_s is not None else spec.time_limit_s
     return ResourceRequest(shape=shape_of(spec, partition), time_limit_s=time_limit_in(partition, limit_s))
 
 
 def shape_of(spec: JobSpec, partition: Partition) -> Shape:
-    """Return the shape of a job of `spec` in `partition`. Raises RequestError, see `request_of`."""
+    """Return the shape of a job of `spec` in `partition`.
+
+    Raises: RequestError, see `request_of`.
+    """
     if spec.components:
         return whole_of([_shape_of(one, partition) for one in (spec, *spec.components)])
     return _shape_of(spec, partition)
 
 
 def whole_of(components: Sequence[Shape]) -> Shape:
-    """Return the shape of a heterogeneous job: the sums of the counts of its components, and their least requirements."""
+    """Return the shape of a heterogeneous job as a whole.
+
+    It has the sums of the counts of its components, and their least requirements.
+    """
     return Shape(
         nodes_min=sum(component.nodes_min for component in components),
         nodes_max=sum(component.nodes_max for component in components),
@@ -186,7 +196,10 @@ def _overcommitted(spec: JobSpec, partition: Partition) -> Shape:
 
 
 def with_overcommit(shape: Shape, shares: tuple[Share, ...]) -> tuple[Share, ...]:
-    """Return `shares` with the tasks of a job with --overcommit spread evenly; the first nodes have one more."""
+    """Return `shares` with the tasks of a job with --overcommit distributed evenly.
+
+    The first nodes have one task more.
+    """
     for number, component in enumerate(shape.each):
         nodes = sum(share.component == number for share in shares)
         if component.overcommit and nodes:
@@ -199,7 +212,7 @@ def with_overcommit(shape: Shape, shares: tuple[Share, ...]) -> tuple[Share, ...
 
 
 def without_nodes(shape: Shape, names: Iterable[NodeName]) -> Shape:
-    """Return `shape` with these nodes excluded too."""
+    """Return `shape` with these nodes excluded in addition."""
     more = set(names)
     if not more:
         return shape
@@ -211,7 +224,10 @@ def without_nodes(shape: Shape, names: Iterable[NodeName]) -> Shape:
 
 
 def time_limit_in(partition: Partition, limit_s: int | None) -> int | None:
-    """Return `limit_s`; if it is None, the default time limit of the partition, else its maximum."""
+    """Return `limit_s`, or a limit of the partition if it is None.
+
+    That is the default time limit of the partition, else its maximum.
+    """
     if limit_s is not None:
         return limit_s
     if partition.default_time_s is None or partition.max_time_s is None:
@@ -232,7 +248,7 @@ def gpus_least(shape: Shape) -> GpuCounts:
 
 
 def _gpus(requests: Collection[GpuRequest]) -> GpuCounts:
-    """Return the counts by type, named types before ANY_GPU, which is the order of the search."""
+    """Return the counts by type, named types before ANY_GPU, in the order of the search."""
     if not requests:
         return ()
     counts: dict[str, int] = {}
@@ -252,7 +268,7 @@ def _ntasks(spec: JobSpec, per_task: GpuCounts, total: GpuCounts) -> int | None:
 def _node_counts(
     spec: JobSpec, ntasks: int | None, per_node: GpuCounts, per_task: GpuCounts, total: GpuCounts
 ) -> tuple[int, int]:
-    """Return the fewest and the most nodes of the job."""
+    """Return the least and the greatest number of nodes of the job."""
     fewest = 1
     if ntasks is not None and spec.ntasks_per_node:
         fewest = -(-ntasks // spec.ntasks_per_node)
@@ -271,7 +287,7 @@ def _node_counts(
 
 
 def _with_kinds(spec: JobSpec, constraint: Constraint, nodes_min: int, nodes_max: int) -> tuple[int, int]:
-    """Return the node counts raised to the number of nodes that the kinds of the constraint need in all."""
+    """Return the node counts, raised to the total that the kinds of the constraint need."""
     wanted = sum(count for _, count in constraint.counts)
     if wanted > nodes_max and (spec.nodes_given or spec.ntasks is not None):
         raise RequestError(
@@ -289,5 +305,5 @@ def _given_node_counts(spec: JobSpec, ntasks: int | None, fewest: int) -> tuple[
             f"cannot give job {ntasks} tasks: --nodes={nodes_max} with --ntasks-per-node={spec.ntasks_per_node} "
             f"allows {nodes_max * (spec.ntasks_per_node or 1)}"
         )
-    nodes_min = max(min(nodes_min, ntasks), fewest)  # as srun: three nodes for two tasks are two nodes
+    nodes_min = max(min(nodes_min, ntasks), fewest)  # as in srun: three nodes for two tasks are two nodes
     return nodes_min, max(min(nodes_max, ntasks), nodes_min)

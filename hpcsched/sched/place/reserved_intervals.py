@@ -1,8 +1,10 @@
-"""Intervals in which nodes are reserved: closed to all jobs except those in the reservation.
+"""Reserved intervals: nodes that are closed to all jobs outside a reservation.
 
-Who may use a reservation is checked at submission; this module knows only when which nodes are open to which reservation. Of
-nodes that two reservations have in common, a job may use only those of its own, unless its reservation is for maintenance or has
-the flag OVERLAP: then no other reservation closes a node to it. Source: reservations.html of Slurm's documentation.
+Permission to use a reservation is checked at submission. This module has only the times at which
+nodes are open to a reservation. A job can use the nodes of its reservation only during that
+reservation, and not while another reservation has them. If its reservation is for maintenance or
+has the flag OVERLAP, other reservations do not close any node to it. Source: reservations.html of
+Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ def without(spans: Sequence[Interval], closed: Sequence[Interval]) -> list[Inter
     return left
 
 
-# A job that meets any occurrence of a repeating reservation meets one within two periods, however long it runs.
+# A job that overlaps any occurrence of a repeating reservation overlaps one within two periods, regardless of its length.
 HORIZON_S = 2 * MAX_PERIOD_S + 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedInterval:
-    """The nodes that are reserved over ``[start_s, end_s)`` for the jobs of reservation `name`.
+    """The nodes that are reserved over ``[start_s, end_s)`` for reservation `name`.
 
-    If it `overrides` other reservations, they close none of its nodes to its jobs.
+    If it `overrides` other reservations, they do not close its nodes to its jobs.
     """
 
     name: str
@@ -54,7 +56,10 @@ class ReservedInterval:
 
 
 def reserved_intervals_of(reservations: Iterable[Reservation], now_s: float) -> tuple[ReservedInterval, ...]:
-    """Return the reserved intervals from `now_s` on; of repeating reservations those within `HORIZON_S`."""
+    """Return the reserved intervals from `now_s` on.
+
+    Of repeating reservations, only the intervals within `HORIZON_S` are included.
+    """
     return tuple(
         ReservedInterval(name=each.name, nodes=each.nodes, start_s=start_s, end_s=end_s, overrides=each.may_overlap)
         for each in reservations
@@ -65,7 +70,10 @@ def reserved_intervals_of(reservations: Iterable[Reservation], now_s: float) -> 
 def closed_to(
     reservation: str, intervals: Iterable[ReservedInterval], index: Mapping[NodeName, int]
 ) -> dict[int, list[Interval]]:
-    """Return when each node (by its `index`) is closed to the jobs of `reservation` ("": to jobs in none)."""
+    """Return the intervals in which each node is closed to the jobs of `reservation`.
+
+    Nodes are given by their `index`. "": jobs without a reservation.
+    """
     own: dict[int, list[Interval]] = {node: [] for node in index.values()} if reservation else {}
     closed: dict[int, list[Interval]] = {}
     intervals = tuple(intervals)
@@ -82,7 +90,10 @@ def closed_to(
 
 
 class Closed:
-    """When nodes are closed during one pass; computed once for each reservation, when a job asks."""
+    """The intervals in which nodes are closed, during one pass.
+
+    They are computed once for each reservation, when a job needs them.
+    """
 
     def __init__(self, intervals: Iterable[ReservedInterval], index: Mapping[NodeName, int]) -> None:
         self._blocks = tuple(intervals)
@@ -90,7 +101,7 @@ class Closed:
         self._known: dict[str, Mapping[int, Sequence[Interval]]] = {}
 
     def to(self, reservation: str) -> Mapping[int, Sequence[Interval]]:
-        """Return when each node is closed to the jobs of `reservation`."""
+        """Return the intervals in which each node is closed to the jobs of `reservation`."""
         if reservation not in self._known:
             self._known[reservation] = closed_to(reservation, self._blocks, self._index)
         return self._known[reservation]

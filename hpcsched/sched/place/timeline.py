@@ -1,7 +1,8 @@
-"""What each node has free from now on: a step function of time for each node, from the limits of running jobs.
+"""The free resources of each node from now on: a step function of time.
 
-Running jobs give back their shares when they reach their limit; starts and slots take theirs over an interval ``[start, end)``.
-Without slots a node only gets freer with time, so what is free now stays free; a slot makes a *dip*.
+The steps follow from the time limits of running jobs. Running jobs give back their shares when they
+reach their limit. Starts and slots take their shares over an interval ``[start, end)``. Without
+slots, the free resources of a node never decrease with time. A slot makes a *dip*.
 
 Knows nothing of the order of jobs.
 """
@@ -91,7 +92,10 @@ class NodeProfile:
             self.rooms[at] = _more(self.rooms[at], use)
 
     def earliest(self, use: NodeResources, length_s: float, from_s: float) -> float:
-        """Return the first time at or after `from_s` from which `use` is free for `length_s`; `NEVER_S`: never."""
+        """Return the first time at or after `from_s` with `use` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
         times_s, rooms = self.times_s, self.rooms
         start_s = from_s
         for at in range(max(0, bisect_right(times_s, from_s) - 1), len(rooms)):
@@ -102,14 +106,14 @@ class NodeProfile:
         return start_s
 
     def free_over(self, start_s: float, end_s: float) -> NodeResources:
-        """Return what is free during all of ``[start_s, end_s)``."""
+        """Return the resources that are free during all of ``[start_s, end_s)``."""
         first = bisect_right(self.times_s, start_s) - 1
         if not self.dips:
             return self.rooms[first]
         return least(self.rooms[first : max(first + 1, bisect_left(self.times_s, end_s))])
 
     def _cut(self, at_s: float) -> int:
-        """Return the index of the step that begins at `at_s`; it is made if missing."""
+        """Return the index of the step that begins at `at_s`; make the step if it is missing."""
         at = bisect_left(self.times_s, at_s)
         if at == len(self.times_s) or self.times_s[at] != at_s:
             self.times_s.insert(at, at_s)
@@ -120,9 +124,10 @@ class NodeProfile:
 class Timeline:
     """The profiles of all nodes, by their index in the snapshot.
 
-    `taken`, `changed` and `given` list, in order, what was taken, the nodes where jobs started, and the nodes of released slots,
-    so that others can catch up. `dips_s` has the starts of slots, ascending: while `reservations` (how often slots changed) stays
-    the same, two windows from now with equally many dips before their end see the same free resources.
+    `taken`, `changed` and `given` list, in order, the taken resources, the nodes with new starts, and
+    the nodes of released slots, so that readers can catch up. `dips_s` has the starts of slots,
+    ascending. While `reservations` (the number of changes of slots) is constant, two windows from now
+    with equally many dips before their end have the same free resources.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, needed: Needed | None = None) -> None:
@@ -146,7 +151,7 @@ class Timeline:
         self.sure_until_s = float("inf")  # later times depend on the end of a job without a limit
         self.profiles = self._profiles(snapshot.running)
         self.scarcity = [_scarcity(profile.rooms[0], node) for node, profile in enumerate(self.profiles)]
-        self._left: dict[NodeResources, dict[NodeResources, NodeResources]] = {}  # by use and resources: what is left
+        self._left: dict[NodeResources, dict[NodeResources, NodeResources]] = {}  # by use and resources: the rest
 
     def start(self, node: int, end_s: float, use: NodeResources) -> Grant:
         """Take `use` of a node from now until `end_s`, and return the GPUs of it."""
@@ -166,20 +171,23 @@ class Timeline:
             self.dips_s.insert(at, start_s)
 
     def take_back(self, node: int, start_s: float, end_s: float, use: NodeResources) -> None:
-        """Give back what `reserve` took."""
+        """Give back the resources that `reserve` took."""
         self.profiles[node].give(start_s, end_s, use)
         self.given.append(node)
         self.reservations += 1
 
     def absorb(self, share: Share, end_s: float) -> None:
-        """Take a share, from now until `end_s`, that another plan gave away; it may exceed what is free here."""
+        """Take a share, from now until `end_s`, that another plan assigned.
+
+        It may exceed the free resources here.
+        """
         node = self.index[share.node]
         self._take(node, self.now_s, end_s, (share.cpus, share.mem_mib, self.free_gpus[node].hold(share)))
         self.changed.append(node)
         self.scarcity[node] = _scarcity(self.profiles[node].rooms[0], node)
 
     def least_free(self, nodes: list[int], count: int) -> list[int]:
-        """Return the `count` of `nodes` that have least free now, in the order of nodes."""
+        """Return the `count` of `nodes` with the least free resources now, in the order of nodes."""
         if len(nodes) > count:
             nodes = sorted(nodes, key=self.scarcity.__getitem__)[:count]
         return sorted(nodes)
@@ -189,7 +197,7 @@ class Timeline:
         self.taken.append((node, start_s, end_s))
 
     def free_until(self, node: int, end_s: float) -> NodeResources:
-        """Return what is free on a node from now until `end_s`."""
+        """Return the resources that are free on a node from now until `end_s`."""
         profile = self.profiles[node]
         return profile.free_over(self.now_s, end_s) if profile.dips else profile.rooms[0]
 

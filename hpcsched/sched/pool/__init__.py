@@ -1,1 +1,4 @@
-"""Backfill on one pool of equal processors: for simulations of logs, and for the shadow schedule of the default policy."""
+"""Backfill on one pool of equal processors.
+
+Used for simulations of logs, and for the shadow schedule of the default policy.
+"""

@@ -1,13 +1,15 @@
-"""Conservative backfill on a pool of equal processors: every job is promised a start, and no promise is ever delayed.
+"""Conservative backfill on a pool: every job is promised a start that is never delayed.
 
-`Steps` is the number of free processors as a step function of time. A new job gets the earliest interval that is free for its
-whole time limit, after all earlier promises. When a job ends early, the waiting jobs are tried in the order of arrival, each
-with its own promise released for the trial: it starts now or keeps its promise. So a promise can only improve, as long as no job
-runs past its limit. A promise falls due exactly when a job ends, because earlier ends have been tried already, so no timer is
-needed.
+`Steps` is the number of free processors as a step function of time. A new job gets the earliest
+interval that is free for its whole time limit, after all earlier promises. When a job ends early,
+the waiting jobs are tried in the order of arrival. For each trial, the promise of the job is
+released: the job starts now or keeps its promise. So a promise can only improve, as long as no job
+runs past its limit. A promise becomes due exactly when a job ends, because earlier ends have been
+tried already, so no timer is needed.
 
-Source: Mu'alem and Feitelson, "Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM SP2
-with backfilling" (2001). `sched.promises` does the same for nodes and priorities.
+Source: Mu'alem and Feitelson, "Utilization, predictability, workloads, and user runtime estimates
+in scheduling the IBM SP2 with backfilling" (2001). `sched.promises` does the same for nodes and
+priorities.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from hpcsched.sched.pool.easy import NO_JOBS, Pool
 
 
 class Steps:
-    """Free processors over time: `free[i]` from `times_s[i]` until the next time; the last has no end."""
+    """Free processors over time.
+
+    There are `free[i]` from `times_s[i]` until the next time; the last step has no end.
+    """
 
     __slots__ = ("free", "times_s")
 
@@ -29,7 +34,10 @@ class Steps:
         self.free = [free]
 
     def add(self, start_s: float, end_s: float, procs: int) -> None:
-        """Add `procs` free processors over ``[start_s, end_s)``, which must not begin before the first step."""
+        """Add `procs` free processors over ``[start_s, end_s)``.
+
+        The interval must not begin before the first step.
+        """
         if end_s <= start_s:
             return
         times_s, free = self.times_s, self.free
@@ -57,7 +65,10 @@ class Steps:
         self.times_s[0] = now_s
 
     def earliest(self, procs: int, length_s: float, from_s: float = -NEVER_S) -> float:
-        """Return the first time at or after `from_s` from which `procs` are free for `length_s`; `NEVER_S`: never."""
+        """Return the first time at or after `from_s` with `procs` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
         times_s, free = self.times_s, self.free
         start_s = -1.0
         fits = False
@@ -74,7 +85,7 @@ class Steps:
     def fits_now(self, procs: int, length_s: float, own_start_s: float = NEVER_S) -> bool:
         """Say whether `procs` are free from the first step on for `length_s`.
 
-        From `own_start_s` on, the job's own promise holds as many processors: there it fits, whatever the count.
+        From `own_start_s` on, the job's own promise holds as many processors: there it always fits.
         """
         times_s = self.times_s
         end_s = times_s[0] + length_s
@@ -93,7 +104,7 @@ class ConservativePool:
     def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float]) -> None:
         self.steps = Steps(float("-inf"), size)
         self.procs = procs
-        # A promise of no length would hold no processors.
+        # A promise of length zero would hold no processors.
         self.limits_s = [limit_s or 1.0 for limit_s in limits_s]
         self.ends_of: dict[int, float] = {}
         self.promises: dict[int, float] = {}  # by waiting job
@@ -119,12 +130,15 @@ class ConservativePool:
         return self._due(now_s) if self.promises else NO_JOBS
 
     def _due(self, now_s: float) -> list[int]:
-        """Start the jobs that can start now without delaying a promise; promises that are due come first."""
+        """Start the jobs that can start now without delaying a promise.
+
+        Promises that are due come first.
+        """
         due = sorted(job for job, start_s in self.promises.items() if start_s <= now_s)
         for job in due:
             self._start(job, now_s)
         steps = self.steps
-        for job in tuple(self.promises):  # ascending: they came in this order
+        for job in tuple(self.promises):  # ascending: the order of arrival
             procs, limit_s = self.procs[job], self.limits_s[job]
             free = steps.free[0]
             if not free:
@@ -144,9 +158,10 @@ class ConservativePool:
 
 
 class PromisedPool(Pool):
-    """The first `depth` waiting jobs are promised a start, in each pass again and in the order of arrival, as Slurm does.
+    """A pool with promised starts for the first `depth` waiting jobs, as in Slurm.
 
-    A later job starts if it fits now and delays no promise. Source: backfill.html of Slurm's documentation.
+    The promises are made again in each pass, in the order of arrival. A later job starts if it fits
+    now and delays no promise. Source: backfill.html of Slurm's documentation.
     """
 
     def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float], depth: int) -> None:
@@ -179,7 +194,10 @@ class PromisedPool(Pool):
 
 
 def steps_of(free_now: int, ends: Sequence[tuple[float, int, int]], now_s: float) -> Steps:
-    """Return the free processors from now on if running jobs end at `ends` (time, number, processors; ascending)."""
+    """Return the free processors from now on if running jobs end at `ends`.
+
+    `ends`: time, number and processors, ascending.
+    """
     steps = Steps(now_s, free_now)
     times_s, free = steps.times_s, steps.free
     count = free_now

@@ -1,14 +1,18 @@
-"""Backfill on one pool of equal processors, described only by the number of free ones, event by event.
+"""Backfill on one pool of equal processors, event by event.
 
-The simulator uses it: it is at least ten times as fast as a snapshot and a `plan` for each event. `plan` does not use it. For
-first come first served, EASY, EASY-SJBF, the Slurm-like policy and `default` (whose decisions are the same code, `guard`), a
-property test checks that both give the same starts. `conservative.ConservativePool` decides differently from `plan`.
+The state of the pool is only the number of free processors. The simulator uses this module, because
+it is at least ten times as fast as a snapshot and a `plan` for each event. `plan` does not use it.
+A property test checks that both give the same starts for first come first served, EASY, EASY-SJBF,
+the Slurm-like policy and `default` (which has the same code, `guard`).
+`conservative.ConservativePool` decides differently from `plan`.
 
-Rules, to the second: the processors of a running job are free again when its time limit is reached, or when it ends if that is
-earlier. The queue is in the order of arrival. EASY: heads start while they fit; the first that does not fit is promised its
-*shadow time*, the earliest at which it fits by the limits of running jobs; processors that are free then beyond its need are
-*extra*. Of the later jobs, one that fits now starts if it ends by the shadow time, or takes only extra processors. EASY-SJBF
-looks at the later jobs in the order of time limits. Source: Lifka, "The ANL/IBM SP scheduling system" (1995).
+Rules, to the second: the processors of a running job are free again when its time limit is reached,
+or when it ends if that is earlier. The queue is in the order of arrival. EASY: heads start while
+they fit. The first job that does not fit is promised its *shadow time*, the earliest time at which
+it fits by the limits of running jobs. Processors that are free then, beyond its need, are *extra*.
+A later job that fits now starts if it ends by the shadow time, or takes only extra processors.
+EASY-SJBF tries the later jobs in the order of time limits. Source: Lifka, "The ANL/IBM SP
+scheduling system" (1995).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ class Pool:
         self.limits_s = limits_s
         self.ends: list[
             tuple[float, int, int]
-        ] = []  # of what runs: when its limit is up, number, processors; ascending
+        ] = []  # of running jobs: end by time limit, number, processors; ascending
         self.ends_of: dict[int, float] = {}
         self.queue: list[Waiting] = []
 
@@ -72,7 +76,7 @@ class Pool:
             insort(self.ends, (now_s + limit_s, job, procs))
 
     def release(self, job: int, now_s: float) -> None:
-        """Count the processors of `job` as free, and those of jobs past their limit."""
+        """Count the processors of `job`, and those of jobs past their limit, as free."""
         ends = self.ends
         end_s = self.ends_of.pop(job)
         at = bisect_left(ends, (end_s, job))
@@ -154,7 +158,7 @@ class EasyPool(Pool):
         return started
 
     def _promise(self) -> None:
-        """Find the shadow time of the head, and the extra processors then."""
+        """Find the shadow time of the head, and the extra processors at that time."""
         missing = self.queue[0][0] - self.free
         found = False
         shadow_s = 0.0
@@ -195,7 +199,7 @@ class ShortestPool(EasyPool):
 
     def __init__(self, size: int, procs: Procs, limits_s: Limits) -> None:
         super().__init__(size, procs, limits_s)
-        self.by_procs: dict[int, list[tuple[float, int]]] = {}  # of those that wait: time limit and number, ascending
+        self.by_procs: dict[int, list[tuple[float, int]]] = {}  # of waiting jobs: time limit and number, ascending
 
     def _wait(self, job: Waiting) -> None:
         super()._wait(job)

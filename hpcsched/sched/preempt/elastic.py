@@ -1,12 +1,13 @@
-"""Elastic jobs: which running jobs are asked to give nodes back for waiting jobs, and which get idle nodes.
+"""Elastic jobs: requests to give nodes back for waiting jobs, and grants of idle nodes.
 
-A job with `--elastic` and `--nodes=MIN-MAX` starts with the nodes that are free, at least MIN. While other jobs wait for
-resources, it may be asked to continue with fewer nodes, never below MIN, if a waiting job can start then. The job that
-began last is asked first, for its last nodes first. It may keep them. It is not asked again for the same job. Until it has
-answered, or its time to answer is over, no other job is asked or preempted for that job. When no job waits, elastic jobs get
-idle nodes, up to MAX, and requests to give nodes back are withdrawn.
+A job with `--elastic` and `--nodes=MIN-MAX` starts with the free nodes, at least MIN. While other
+jobs wait for resources, it may be asked to continue with fewer nodes, never below MIN, if a waiting
+job can start then. The job that began last is asked first, for its last nodes first. It may keep
+the nodes; then it is not asked again for the same waiting job. Until it has answered, or its time
+to answer is over, no other job is asked or preempted for that waiting job. When no job waits,
+elastic jobs get idle nodes, up to MAX, and requests to give nodes back are withdrawn.
 
-Whether a job fits is asked of the plan itself, see `explain.what_would_start`. Pure.
+The plan itself tests whether a job fits, see `explain.what_would_start`. Pure.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def elastic_jobs(snapshot: Snapshot) -> list[RunningJob]:
 
 
 class Shrinking:
-    """Elastic jobs that give nodes back for one waiting job after the other.
+    """The elastic jobs that give nodes back, for one waiting job after another.
 
-    `snapshot` is as it will be when they have given back the nodes and the waiting jobs have started there.
+    `snapshot` includes the returned nodes, and the waiting jobs that start there.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, make: Make) -> None:
@@ -50,7 +51,10 @@ class Shrinking:
         self._for: dict[JobId, JobId] = {}
 
     def make_room(self, waiting: PendingJob, ahead: Sequence[PendingJob]) -> bool:
-        """Ask for the nodes that `waiting` needs to start without delaying jobs `ahead`; say whether it starts then."""
+        """Ask for the nodes that `waiting` needs to start; say whether it starts then.
+
+        Jobs in `ahead` are not delayed.
+        """
 
         def start(taken: Sequence[Gift]) -> Start | None:
             return start_behind(_without(self.snapshot, taken), self._policy, waiting, ahead, self._make)
@@ -89,7 +93,10 @@ def withdrawn(snapshot: Snapshot) -> list[Resize]:
 
 
 def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | None]) -> list[Gift]:
-    """Return the shortest prefix of `gifts` that suffices, without gifts that are not needed. All of them suffice."""
+    """Return the shortest prefix of `gifts` that suffices, without unneeded gifts.
+
+    All gifts together suffice.
+    """
     counts = range(1, len(gifts))
     fewest = 1 + bisect_left(counts, True, key=lambda count: start(gifts[:count]) is not None)
     enough = list(gifts[:fewest])
@@ -101,7 +108,7 @@ def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | Non
 
 
 def grows(snapshot: Snapshot, policy: Policy, make: Make) -> list[Resize]:
-    """Return the idle nodes that elastic jobs get; the job that began first is served first."""
+    """Return the idle nodes that elastic jobs get. The job that began first comes first."""
     found = []
     for job in sorted(elastic_jobs(snapshot), key=lambda job: (job.began_at_s, job.id)):
         elastic = _of(job)
@@ -118,7 +125,10 @@ def grows(snapshot: Snapshot, policy: Policy, make: Make) -> list[Resize]:
 
 
 def _more_of(job: RunningJob, room: int, now_s: float) -> PendingJob:
-    """Return a pending job that asks for at most `room` nodes like those of `job`, for its remaining time."""
+    """Return a pending job that requests at most `room` nodes like those of `job`.
+
+    Its time limit is the remaining time of `job`.
+    """
     elastic = _of(job)
     barred = tuple(dict.fromkeys((*elastic.view.request.shape.exclude, *_names(job.shares), *elastic.barred)))
     shape = replace(elastic.view.request.shape, nodes_min=1, nodes_max=room, nodelist=(), exclude=barred)
@@ -128,7 +138,7 @@ def _more_of(job: RunningJob, room: int, now_s: float) -> PendingJob:
 
 
 def _is_answering(job: RunningJob, rules: PreemptRules, now_s: float) -> bool:
-    """Say whether `job` has been asked to give nodes back and still has time to answer."""
+    """Say whether `job` still has time to answer a request to give nodes back."""
     elastic = _of(job)
     asked_at_s = elastic.wanted_at_s if elastic.wanted_at_s is not None else job.began_at_s
     return bool(elastic.wanted) and now_s < asked_at_s + answer_s(job.qos, rules)
@@ -140,7 +150,7 @@ def _can_give(job: RunningJob, rules: PreemptRules, now_s: float) -> bool:
 
 
 def _nodes_after(job: RunningJob) -> tuple[NodeName, ...]:
-    """Return the nodes that `job` has after it has given back those that it was asked for."""
+    """Return the nodes that `job` has after it has given back the requested nodes."""
     elastic = _of(job)
     names = elastic.wanted or _names(job.shares)
     return tuple(name for name in names if name not in elastic.leaving)
@@ -153,7 +163,7 @@ def _spare(job: RunningJob) -> list[Gift]:
 
 
 def _promised(job: RunningJob, rules: PreemptRules, now_s: float) -> list[Gift]:
-    """Return the shares that `job` is giving back, or was asked for and may still give back."""
+    """Return the shares that `job` is giving back, or may still give back on request."""
     nodes_after = _nodes_after(job) if _is_answering(job, rules, now_s) else ()
     leaving = _of(job).leaving
     return [

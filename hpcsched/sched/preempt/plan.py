@@ -1,7 +1,8 @@
-"""The plan with preemption and elastic jobs. In this order:
+"""The plan with preemption and elastic jobs, in this order:
 
-    1. Jobs with reserved shares (`PendingJob.reserved_shares`), for which others were preempted, start as soon as they fit. Until
-       then no other job gets these shares. A job that can no longer start there (it was held, a node is down) gives them up.
+    1. Jobs with reserved shares (`PendingJob.reserved_shares`) start as soon as they fit. Other jobs were preempted for them.
+       Until the start, no other job gets these shares. If the job can no longer start there (it is held, or a node is down),
+       the shares are released.
     2. Suspended jobs resume when their cpus are free again: after the jobs that could preempt them, before all others.
     3. All other jobs are planned.
     4. Elastic jobs give nodes back for jobs that wait for resources (see `elastic`): for the first few in the queue, and for
@@ -9,9 +10,9 @@
     5. Running jobs are preempted for jobs that may preempt and still wait (see `victims`): for the first few in the queue.
     6. Elastic jobs grow, if no job waits.
 
-Steps 4 to 6 do nothing until all nodes have answered after the controller's start, because waiting jobs may fit there.
+Steps 4 to 6 do nothing until all nodes have answered after the controller's start, because waiting jobs may fit on them.
 
-A running job is preempted for at most one waiting job at a time. Pure and deterministic, as `plan` is, which places all jobs.
+A running job is preempted for at most one waiting job at a time. Pure and deterministic, like `plan`, which places all jobs.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ from hpcsched.sched.queue.priority import in_order, scale_of
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
 IN_QUEUE = frozenset({Reason.RESOURCES, Reason.PRIORITY})
-MAX_TRIES = 5  # jobs of the queue that are looked at in one plan
+MAX_TRIES = 5  # number of jobs of the queue that are considered in one plan
 
 
 def full_plan(snapshot: Snapshot, policy: Policy, make: Make = plan) -> Plan:
-    """Return the starts, preemptions, resumes and resizes of one pass, and why the other jobs wait."""
+    """Return the starts, waits, preemptions, resumes and resizes of one pass."""
     if is_plain(snapshot, policy):
         return make(snapshot, policy)
     return _Stages(snapshot, policy, make).plan()
 
 
 def is_plain(snapshot: Snapshot, policy: Policy) -> bool:
-    """Say whether nothing can be, or has been, preempted or resized: then `full_plan` is the same as `plan`."""
+    """Say whether nothing is, or can be, preempted or resized.
+
+    Then `full_plan` is the same as `plan`.
+    """
     reserved = any(job.reserved_shares for job in snapshot.pending)
     lent = any(job.lent_shares or job.elastic is not None for job in snapshot.running)
     return policy.preempt.type is PreemptType.NONE and not reserved and not lent
@@ -110,7 +114,7 @@ class _Stages:
         return starts, waits, given_up
 
     def _will_fit(self, snapshot: Snapshot, job: PendingJob) -> bool:
-        """Return whether `job` starts once all ending jobs have ended."""
+        """Say whether `job` starts once all ending jobs have ended."""
         lasting = replace(snapshot, running=tuple(other for other in snapshot.running if not other.ending))
         return start_of(self.make(lasting, self.policy), job.id) is not None
 
@@ -147,7 +151,10 @@ class _Stages:
         return found
 
     def _resizes(self, made: Plan, queue: Sequence[PendingJob], able: Collection[JobId]) -> list[Resize]:
-        """Return the resizes of elastic jobs. Jobs that wait for nodes given back count as started in `snapshot` then."""
+        """Return the resizes of elastic jobs.
+
+        Jobs that wait for the returned nodes then count as started in `snapshot`.
+        """
         if not elastic_jobs(self.snapshot) or self._is_early():
             return []
         if not queue:
@@ -191,7 +198,7 @@ class _Stages:
         return found
 
     def _is_promised(self, made: Plan, job: PendingJob) -> bool:
-        """Say whether `job`, which waits, has a promised start, as the head of a partition has."""
+        """Say whether the waiting `job` has a promised start, as the head of a partition has."""
         return made.waits[job.id].reason is Reason.RESOURCES or job.id in made.promises
 
     def _preemption(self, job: PendingJob, choice: VictimSet) -> Preemption:
@@ -216,7 +223,10 @@ class _Stages:
         return replace(wait, reason=Reason.RESOURCES, detail=detail, expected_start_s=self.snapshot.now_s + longest_s)
 
     def _waiting_for_resources(self, made: Plan) -> list[PendingJob]:
-        """Return the jobs that wait only for resources, in order; none while nodes have not answered yet."""
+        """Return the jobs that wait only for resources, in order.
+
+        The list is empty until all nodes have answered.
+        """
         not_needed = self.policy.preempt.type is PreemptType.NONE and not elastic_jobs(self.snapshot)
         if not_needed or self._is_early():
             return []
@@ -226,7 +236,7 @@ class _Stages:
         )
 
     def _is_early(self) -> bool:
-        """Return whether some nodes have not answered yet since the controller started."""
+        """Say whether some nodes have not answered yet since the controller started."""
         return any(node.awaited for node in self.snapshot.nodes)
 
     def _in_order(self, jobs: Iterable[PendingJob]) -> list[PendingJob]:
@@ -240,7 +250,7 @@ class _Stages:
 
 
 def _has_room(snapshot: Snapshot, job: RunningJob) -> bool:
-    """Return whether the cpus of suspended `job` are free on all of its nodes."""
+    """Say whether the cpus of suspended `job` are free on all of its nodes."""
     cpus = {node.name: node.cpus for node in snapshot.nodes}
     for other in snapshot.running:
         for share in other.shares:

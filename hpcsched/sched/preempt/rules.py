@@ -1,9 +1,10 @@
-"""Which jobs may preempt which, how a victim is preempted, and what is lost with it. Decides for two jobs at a time.
+"""Rules of preemption: permission, method, and lost work, for two jobs at a time.
 
-By QOS, a job outranks another if its QOS lists the other's and not the other way round; by partition, if its partition has the
-higher priority tier. So no job is preempted by one of its own or a lower rank, and never by one that it could preempt
-itself, because the configuration rejects circles of QOS. Sources: preempt.html of Slurm's documentation, sacctmgr(1) Preempt,
-GraceTime.
+By QOS, a job outranks another job if its QOS lists the QOS of the other, and not the other way
+round. By partition, it outranks the other if its partition has the higher priority tier. So a job
+is never preempted by a job of its own or a lower rank, or by a job that it could preempt itself,
+because the configuration rejects circles of QOS. Sources: preempt.html of Slurm's documentation,
+sacctmgr(1) Preempt, GraceTime.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hpcsched.sched.snapshot import PendingJob, RunningJob
 
 
 def outranks(job: PendingJob, other: RunningJob, rules: PreemptRules, partitions: Mapping[str, Partition]) -> bool:
-    """Return whether `job` may preempt `other` at all."""
+    """Say whether `job` may preempt `other` at all."""
     match rules.type:
         case PreemptType.QOS:
             own, others = rules.qos.get(job.qos), rules.qos.get(other.qos)
@@ -31,7 +32,7 @@ def outranks(job: PendingJob, other: RunningJob, rules: PreemptRules, partitions
 
 
 def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
-    """Return how `victim` is preempted; a job that cannot be requeued is cancelled instead."""
+    """Return the preemption mode of `victim`. A job that cannot be requeued is cancelled."""
     mode = _configured_mode(victim, rules)
     again = victim.may_run_again if victim.may_run_again is not None else rules.requeue
     if mode in (PreemptMode.REQUEUE, PreemptMode.CHECKPOINT) and not again:
@@ -40,7 +41,10 @@ def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
 
 
 def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
-    """Return the grace period of `victim` to save its work; None: it is ended like a cancelled job."""
+    """Return the grace period of `victim`, in which it can save its work.
+
+    None: it is ended like a cancelled job.
+    """
     qos = rules.qos.get(victim.qos)
     if qos is not None and qos.grace_time_s > 0:
         return qos.grace_time_s
@@ -49,7 +53,7 @@ def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
 
 
 def answer_s(qos_name: str, rules: PreemptRules) -> float:
-    """Return how long an elastic job of this QOS has to give back nodes that it was asked for."""
+    """Return how long an elastic job of this QOS has to give back requested nodes."""
     qos = rules.qos.get(qos_name)
     return qos.grace_time_s if qos is not None and qos.grace_time_s > 0 else rules.grace_s
 
@@ -60,14 +64,17 @@ def _configured_mode(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
 
 
 def may_be_preempted(victim: RunningJob, rules: PreemptRules, now_s: float) -> bool:
-    """Return whether `victim` runs, is past its exempt time, and has a mode that allows preemption."""
+    """Say whether `victim` may be preempted now.
+
+    It runs, is past its exempt time, and has a mode that allows preemption.
+    """
     if not victim.runs or mode_of(victim, rules) is PreemptMode.OFF:
         return False
     return now_s - victim.began_at_s >= exempt_s(victim.qos, rules)
 
 
 def exempt_s(qos_name: str, rules: PreemptRules) -> float:
-    """Return how long after its start a job of this QOS is not preempted."""
+    """Return the time after its start in which a job of this QOS is exempt from preemption."""
     qos = rules.qos.get(qos_name)
     return qos.exempt_time_s if qos is not None and qos.exempt_time_s > 0 else rules.exempt_s
 
@@ -75,7 +82,8 @@ def exempt_s(qos_name: str, rules: PreemptRules) -> float:
 def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
     """Return the work that is lost with `victim`, in seconds times its `weight`.
 
-    That is its work since its last reported checkpoint, all its work if it does not run again, and none if it is suspended.
+    That is its work since its last reported checkpoint. It is all its work if it is not requeued,
+    and none if it is suspended.
     """
     mode = mode_of(victim, rules)
     if mode is PreemptMode.SUSPEND:
@@ -86,5 +94,5 @@ def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
 
 
 def weight(victim: RunningJob) -> float:
-    """Return how much the job holds, in cpus; a GPU counts as eight."""
+    """Return the weight of the job: its cpus, where a GPU counts as eight."""
     return sum(share.cpus for share in victim.shares) + 8 * sum(share.gpu_amount for share in victim.shares)

@@ -1,11 +1,15 @@
-"""Which running jobs to preempt for a waiting one: as little lost work as possible, and no preemption without effect.
+"""The choice of victims for a waiting job: as little lost work as possible.
 
-Whether the job fits without some of the others is asked of the plan itself, with a snapshot without them. So everything that a
-plan considers counts: reservations, limits, licences, promises to jobs ahead. The candidates are put into a few orders; of each
-order the shortest prefix that suffices is taken, and every job that is not needed is dropped from it again. So every victim is
-needed for the job to start. The set that loses least is chosen; of equal sets the smallest. With few candidates, every set that
-loses less is tried too, so the choice is optimal. In a large cluster, the nodes that are cheapest to free are tried first, and a
-set that is found there is verified in the whole snapshot.
+No job is preempted without effect. The plan itself is asked whether the job fits without some
+running jobs, with a snapshot without them. So every rule of the plan counts: reservations, limits,
+licences, promises to jobs ahead.
+
+The candidates are sorted in a few orders. Of each order, the shortest prefix that suffices is
+taken, and every job that is not needed is dropped from it. So every victim is needed for the start.
+The set with the least lost work is chosen; of equal sets, the smallest. If there are few
+candidates, every set with less lost work is tried too, so the choice is optimal. In a large
+cluster, the nodes that are cheapest to free are tried first, and the resulting set is verified in
+the whole snapshot.
 
 Pure: a snapshot and rules in, jobs out.
 """
@@ -27,13 +31,13 @@ from hpcsched.sched.preempt.rules import lost_s, may_be_preempted, mode_of, outr
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
 FEW_NODES = 16  # nodes that are tried first, unless the job needs more
-FEW_CANDIDATES = 8  # with so many at most, every set that loses less is tried
-MAX_PRUNED = 64  # victims that are tried one by one whether they are needed
+FEW_CANDIDATES = 8  # up to this number of candidates, every set that loses less is tried
+MAX_PRUNED = 64  # number of victims that are tested one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VictimSet:
-    """The jobs that are preempted so that a job can start, and its start then."""
+    """The jobs that are preempted so that a job can start, and the start of that job."""
 
     victims: tuple[RunningJob, ...]
     start: Start
@@ -42,9 +46,10 @@ class VictimSet:
 def choose(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> VictimSet | None:
-    """Return good victims for `job`; None: preemption does not help. `ahead`: jobs that it must not delay.
+    """Choose victims for `job`; None if preemption does not help.
 
-    No job is preempted for a job that fits already and only waits for its turn.
+    `ahead`: jobs that it must not delay. No job is preempted for a job that already fits and only
+    waits for its turn.
     """
     candidates = candidates_for(snapshot, policy, job)
     if not candidates:
@@ -70,7 +75,10 @@ def choose(
 def _best(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> VictimSet | None:
-    """Return the victims that lose least; None: all candidates together do not suffice."""
+    """Return the victims with the least lost work.
+
+    None: all candidates together do not suffice.
+    """
     candidates = candidates_for(snapshot, policy, job)
     trial = _Trial(snapshot, policy, job, ahead, make)
     if not candidates or trial.start(candidates) is None:
@@ -95,9 +103,9 @@ def _best(
 def _nearby(
     snapshot: Snapshot, policy: Policy, job: PendingJob, candidates: Sequence[RunningJob], count: int
 ) -> Snapshot:
-    """Return the part of the snapshot with the `count` nodes that are freed with least loss.
+    """Return the part of the snapshot with the `count` nodes that are cheapest to free.
 
-    A set found there is verified in the whole snapshot, so this may be a guess.
+    This may be a guess, because a set found there is verified in the whole snapshot.
     """
     rules, shape = policy.preempt, job.request.shape
     held: dict[str, int] = {}
@@ -123,7 +131,10 @@ def _nearby(
 
 
 def candidates_for(snapshot: Snapshot, policy: Policy, job: PendingJob) -> list[RunningJob]:
-    """Return the running jobs that may be preempted for `job` and hold something where it may run."""
+    """Return the running jobs that may be preempted for `job`.
+
+    Only jobs that hold something on nodes that it may use are included.
+    """
     rules = policy.preempt
     views = (job, *job.others)
     parts = [snapshot.partitions[view.partition] for view in views if view.partition in snapshot.partitions]
@@ -138,7 +149,7 @@ def candidates_for(snapshot: Snapshot, policy: Policy, job: PendingJob) -> list[
 
 
 def without(snapshot: Snapshot, policy: Policy, victims: Iterable[RunningJob]) -> Snapshot:
-    """Return the snapshot as it is when the victims have ended or are suspended."""
+    """Return the snapshot as it is after the victims have ended or are suspended."""
     modes = {victim.id: mode_of(victim, policy.preempt) for victim in victims}
     running: list[RunningJob] = []
     for job in snapshot.running:
@@ -151,12 +162,15 @@ def without(snapshot: Snapshot, policy: Policy, victims: Iterable[RunningJob]) -
 
 
 def lent(job: RunningJob) -> RunningJob:
-    """Return the job suspended: others may use its cpus; it keeps its memory and GPUs."""
+    """Return the job as suspended.
+
+    Other jobs may use its cpus; it keeps its memory and GPUs.
+    """
     return replace(job, runs=False, shares=without_cpus(job.shares), lent_shares=job.shares)
 
 
 class _Trial:
-    """Asks the plan whether the job starts without some running jobs; each set is asked once."""
+    """A trial of whether the job starts without some running jobs. Each set is tested once."""
 
     def __init__(
         self, snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
@@ -169,7 +183,7 @@ class _Trial:
         self._make = make
 
     def start(self, victims: Iterable[RunningJob]) -> Start | None:
-        """Return the start of the job without `victims`; None: it does not start."""
+        """Return the start of the job without `victims`; None if it does not start."""
         victims = tuple(victims)
         key = frozenset(victim.id for victim in victims)
         if key not in self._known:
@@ -181,7 +195,7 @@ class _Trial:
         return start_behind(rest, self._policy, self._job, self._ahead, self._make)
 
     def needed(self, enough: list[RunningJob]) -> VictimSet:
-        """Return the victims of `enough` that are needed; the costly ones are dropped first."""
+        """Return the victims of `enough` that are needed. Costly victims are dropped first."""
         start = self.start(enough)
         assert start is not None
         nodes = {share.node for share in start.shares}
@@ -204,7 +218,10 @@ def _enough(trial: _Trial, order: list[RunningJob]) -> list[RunningJob]:
 
 
 def _orders(candidates: list[RunningJob], snapshot: Snapshot, policy: Policy) -> list[list[RunningJob]]:
-    """Return the candidates ordered by loss, by loss per weight, by weight, and by the cheapest node."""
+    """Return the candidates in several orders.
+
+    The orders are: by loss, by loss per weight, by weight, and by the cheapest node.
+    """
     rules, now_s = policy.preempt, snapshot.now_s
     lost = {job.id: lost_s(job, rules, now_s) for job in candidates}
     of_node: dict[str, float] = {}

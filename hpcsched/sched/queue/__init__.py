@@ -1,1 +1,1 @@
-"""Which jobs may start, and in which order: eligibility, priority, fair share, usage, reservations."""
+"""The order of waiting jobs: eligibility, priority, fair share, usage, reservations."""

@@ -1,9 +1,13 @@
-"""Which jobs may start at all, whatever is free: holds, begin times, deadlines, dependencies, singletons.
+"""Eligibility: holds, begin times, deadlines, dependencies, singletons.
 
-Dependencies follow sbatch(1). On an array: `afterok` wants all its tasks completed, `afternotok` all ended and not all
-completed, `afterany` all ended, `aftercorr` the task of the same number; ``12_3`` is about that task alone. A job that is not
-known any more counts as ended long ago, with an unknown outcome: `afterok`, `afternotok` and `aftercorr` on it are never
-satisfied. A job that could not end by its deadline even if it started now never starts.
+A job that is not eligible cannot start, even if resources are free.
+
+Dependencies follow sbatch(1). If the dependency is an array, `afterok` requires that all its tasks
+completed, `afternotok` that all ended and not all completed, `afterany` that all ended, and
+`aftercorr` that the task of the same number completed. ``12_3`` refers to that task alone. A job
+that is no longer known counts as ended long ago with an unknown outcome: `afterok`, `afternotok`
+and `aftercorr` on it are never satisfied. A job never starts if it could not end by its deadline
+even if it started now.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ class Met(Enum):
 
 
 class Eligibility:
-    """Judges the jobs of one snapshot; a dependency that many jobs share is judged once."""
+    """Evaluates the eligibility of the jobs of one snapshot.
+
+    A dependency that several jobs share is evaluated once.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -39,7 +46,10 @@ class Eligibility:
         self._verdicts: dict[tuple[Dependency, int], Met] = {}
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return why `job` may not start whatever is free; None: only resources and limits decide."""
+        """Return the wait of `job` if it may not start, regardless of free resources.
+
+        None: only resources and limits decide.
+        """
         if job.free_to_go:
             return None
         if job.deadline_at_s is not None and (wait := self._too_late(job, job.deadline_at_s)) is not None:
@@ -56,7 +66,10 @@ class Eligibility:
         return self._unmet(job) if job.dependency else None
 
     def _too_late(self, job: PendingJob, deadline_at_s: float) -> Wait | None:
-        """Return the wait of a job that cannot end by its deadline, even if it starts now; None: it can."""
+        """Return the wait of a job that cannot end by its deadline, even if it starts now.
+
+        None: it can.
+        """
         least_s = job.time_min_s if job.time_min_s is not None else job.request.time_limit_s or 0
         left_s = deadline_at_s - self._snapshot.now_s
         if least_s <= left_s:
@@ -69,7 +82,10 @@ class Eligibility:
         )
 
     def _unmet(self, job: PendingJob) -> Wait | None:
-        """Return the wait for the dependencies of `job`; None: all are met, or one with `dependency_any`."""
+        """Return the wait for the dependencies of `job`; None if they are met.
+
+        With `dependency_any`, one met dependency is enough.
+        """
         verdicts = [verdict for term in job.dependency for verdict in self._term(term, job)]
         found = {met for met, _ in verdicts}
         if Met.YES in found if job.dependency_any else found == {Met.YES}:
@@ -82,7 +98,7 @@ class Eligibility:
         return Wait(reason=Reason.DEPENDENCY, detail=why, expected_start_s=self._due_s(job))
 
     def _term(self, term: Dependency, job: PendingJob) -> list[tuple[Met, str]]:
-        """Return the verdict on each job that `term` names, and the sentence for it."""
+        """Return the verdict on each job in `term`, and the sentence for it."""
         if term.kind is DependencyKind.SINGLETON:
             first = self._first_named(job)
             if first < job.id:
@@ -92,7 +108,10 @@ class Eligibility:
         return [(verdict, "" if verdict is Met.YES else _words(term, job_id, verdict)) for job_id, verdict in met]
 
     def _due_s(self, job: PendingJob) -> float | None:
-        """Return when the first delay (``after:12+5``) of a job that has begun is over; None: no delay runs."""
+        """Return the end of the first delay (``after:12+5``) of a job that has begun.
+
+        None: no delay runs.
+        """
         due = [
             since_s + term.delay_s
             for term in job.dependency
@@ -121,7 +140,7 @@ class Eligibility:
         return known
 
     def _first_named(self, job: PendingJob) -> JobId:
-        """Return the first unfinished job of the same name and user: `job` itself, or an earlier one."""
+        """Return the first unfinished job of the same name and user: `job` or an earlier one."""
         if self._first_by_name is None:
             self._first_by_name = {}
             others: Sequence[RunningJob | PendingJob] = (*self._snapshot.running, *self._snapshot.pending)
@@ -153,7 +172,7 @@ def _has_failed(fact: JobFact) -> bool:
 
 
 def _begun(fact: JobFact, delay_s: int, now_s: float) -> bool:
-    """Say whether the job started, or ended without a start, at least `delay_s` ago."""
+    """Say whether the job started, or ended without a start, at least `delay_s` seconds ago."""
     since_s = _began_at_s(fact)
     return _is_begun(fact) and (since_s is None or now_s >= since_s + delay_s)
 

@@ -1,13 +1,17 @@
-"""Fair share: how much of their shares users have used, and the priority factor (0..1) that follows.
+"""Fair share: the usage of users relative to their shares, and the resulting factor.
 
-*Fair Tree* ranks: at each account, the children are ordered by LF = S / U, their part of the siblings' shares over their part
-of the siblings' usage (never used: infinite; no shares: 0), and the tree is walked in that order, depth first. The first user
-gets 1, the last of n gets 1 / n. So all users of an account with a higher LF come before all users of a sibling with a lower
-one. Ties: users of equal LF have one rank; accounts of equal LF are merged; of a user and an account of equal LF, the best user
-of the account has the rank of the user.
+The factor, 0..1, is part of the priority.
 
-*Classic*: F = 2^(-UE / S / damping). S is the part of the whole cluster that the shares down the tree give. UE is the
-effective usage: one's own, plus one's part of the shares of what the rest of the account used.
+*Fair Tree* ranks users. At each account, the children are ordered by LF = S / U. S is the fraction
+of the siblings' shares, U the fraction of the siblings' usage. LF is infinite without usage, and 0
+without shares. The tree is walked in that order, depth first. The first user gets 1, the last of n
+gets 1 / n. So all users of an account with a higher LF precede all users of a sibling with a lower
+LF. Ties: users of equal LF have one rank; accounts of equal LF are merged; if a user and an account
+have equal LF, the best user of the account has the rank of the user.
+
+*Classic*: F = 2^(-UE / S / damping). S is the fraction of the whole cluster that the shares down
+the tree give. UE is the effective usage: the usage of the user, plus the user's fraction of the
+shares times the usage of the rest of the account.
 
 Sources: fair_tree.html, classic_fair_share.html of Slurm's documentation.
 """
@@ -24,7 +28,10 @@ from hpcsched.model.accounting import EVERYBODY, Accounting, Association, Fairne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An account with its children, or a user in an account (`user` set). `usage` includes all children."""
+    """An account with its children, or a user in an account (`user` is set).
+
+    `usage` includes all children.
+    """
 
     account: str
     user: str = ""
@@ -35,7 +42,11 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareUsage:
-    """One row of the tree. `norm_shares`, `effective_usage`: relative to siblings (Fair Tree) or to the cluster (classic)."""
+    """A row of the tree of accounts and users.
+
+    `norm_shares` and `effective_usage` are relative to siblings (Fair Tree) or to the cluster
+    (classic).
+    """
 
     account: str
     user: str
@@ -43,9 +54,9 @@ class ShareUsage:
     shares: int
     norm_shares: float
     usage: float
-    norm_usage: float  # of all usage
+    norm_usage: float  # part of all usage
     effective_usage: float
-    level_fs: float  # infinite: nothing used yet
+    level_fs: float  # infinite: no usage yet
     fairshare: float | None  # None: an account in a Fair Tree has none
 
     @property
@@ -56,7 +67,7 @@ class ShareUsage:
 def share_usages(accounting: Accounting, charged: Mapping[Association, float]) -> list[ShareUsage]:
     """Return the rows of the tree, root first, each account before its children.
 
-    `charged`: what each association has been charged; an association with 0 is in the tree too.
+    `charged`: the charged usage of each association. An association with 0 is in the tree too.
     """
     root = tree_of(accounting, charged)
     if accounting.fairness is Fairness.CLASSIC:
@@ -73,9 +84,9 @@ def factors_of(accounting: Accounting, charged: Mapping[Association, float]) -> 
 
 
 def tree_of(accounting: Accounting, charged: Mapping[Association, float]) -> Branch:
-    """Return the tree of accounts and users with what they were charged.
+    """Return the tree of accounts and users with their charged usage.
 
-    A user who was charged in an account and has left it has no shares there, but the usage still counts.
+    If a user has left an account, its usage there still counts, but it has no shares there.
     """
     users: dict[str, list[Branch]] = {}
     for account in accounting.accounts:
@@ -116,7 +127,10 @@ def fair_tree(root: Branch) -> dict[Association, float]:
 
 
 def _rank(siblings: Sequence[tuple[float, Branch]], free: int, tied: int, ranks: dict[Association, int]) -> int:
-    """Assign ranks from `free` downwards, the first siblings `tied` (>= `free`). Return the next free rank."""
+    """Assign ranks from `free` downwards; return the next free rank.
+
+    `tied`: the rank of the first siblings (>= `free`).
+    """
     for _, group in groupby(sorted(siblings, key=lambda item: -item[0]), key=lambda item: item[0]):
         branches = [branch for _, branch in group]
         users = [branch for branch in branches if branch.user]

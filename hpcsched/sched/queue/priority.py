@@ -1,15 +1,18 @@
-"""The order in which waiting jobs are looked at: partition tier, priority, submit time, id.
+"""The order of waiting jobs: partition tier, priority, submit time, id.
 
 The priority is that of Slurm's multifactor plugin: an integer, the sum of weighted factors in 0..1 minus nice.
 
-    age         how long only other jobs kept it waiting, of age_max_s      fair-share  see `fairshare`
-    size        the part of all nodes and that of all cpus, on average     partition   its priority_job_factor, of the highest
-                (or of the cpus alone, for each minute of the time limit)
-    QOS         its priority, of the highest                               association that of the user or account, alike
-    TRES        for each resource with a weight, licences too, the part of all that it asks for
-    site        the same for all jobs, plus what an admin adds to this job
+    age          time during which only other jobs kept it waiting, relative to age_max_s
+    fair-share   see `fairshare`
+    size         mean of the requested parts of all nodes and of all cpus
+                 (or only the part of the cpus, per minute of the time limit)
+    partition    its priority_job_factor, relative to the highest one
+    QOS          its priority, relative to the highest one
+    association  priority of the user or account, relative to the highest one
+    TRES         requested part of each resource or licence that has a weight
+    site         the same for all jobs, plus the value that an admin adds to this job
 
-A fixed priority replaces the sum, 0 holds the job. Source: priority_multifactor.html of Slurm's documentation.
+A fixed priority replaces the sum; 0 holds the job. Source: priority_multifactor.html of Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ STEP_JOBS = 1000  # jobs that get their priority in one step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """The weighted parts of a priority. They add up to `total`, which is limited to 1..HIGHEST."""
+    """The weighted parts of a priority.
+
+    Their sum is `total`, which is limited to 1..HIGHEST.
+    """
 
     total: int
     site: int = 0
@@ -50,7 +56,10 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What factors are relative to: the size of the cluster, the highest factor of a partition, past usage."""
+    """The reference values of factors.
+
+    They are the size of the cluster, the highest factor of a partition, and past usage.
+    """
 
     now_s: float
     nodes: int
@@ -62,7 +71,7 @@ class Scale:
 
 
 def scale_of(snapshot: Snapshot) -> Scale:
-    """Return what the factors of a priority in `snapshot` are relative to."""
+    """Return the reference values of the factors in `snapshot`."""
     return Scale(
         now_s=snapshot.now_s,
         nodes=max(1, len(snapshot.nodes)),
@@ -113,7 +122,10 @@ def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, pol
 
 
 def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
-    """Return the age factor: how long only other jobs kept it waiting; 0 if something else still does."""
+    """Return the age factor: the time during which only other jobs kept the job waiting.
+
+    0 if another condition still keeps it waiting.
+    """
     since_s = job.submitted_at_s if policy.accrue_always else job.since_s
     if since_s is None:
         return 0.0
@@ -121,7 +133,10 @@ def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
-    """Return `breakdown_of(...).total`, faster. `part`: the weighted factors that `_shared` returns."""
+    """Return `breakdown_of(...).total`, but faster.
+
+    `part`: the weighted factors that `_shared` returns.
+    """
     if job.priority_set is not None:
         return job.priority_set
     since_s = job.submitted_at_s if policy.accrue_always else job.since_s
@@ -136,7 +151,7 @@ def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int
 
 
 def without_age(job: PendingJob, priority: int, scale: Scale, policy: Policy) -> int:
-    """Return `priority` of `job` without its age; a fixed priority is returned as it is."""
+    """Return `priority` of `job` without its age. A fixed priority is not changed."""
     return priority if job.priority_set is not None else priority - int(policy.weight_age * _age(job, scale, policy))
 
 
@@ -147,7 +162,10 @@ def in_order(
     policy: Policy,
     found: dict[JobId, int] | None = None,
 ) -> list[PendingJob]:
-    """Return `jobs` in the order in which they are looked at. Their priorities are added to `found`."""
+    """Return `jobs` in the order in which they are considered.
+
+    Their priorities are added to `found`.
+    """
     steps = order_in_steps(jobs, partitions, scale, policy, found)
     while True:
         try:
@@ -164,7 +182,7 @@ def order_in_steps(
     policy: Policy,
     found: dict[JobId, int] | None = None,
 ) -> Generator[None, None, list[PendingJob]]:
-    """Do the same as `in_order`, in steps; the step that sorts takes longest."""
+    """Return the same as `in_order`, in steps; the step that sorts takes longest."""
     tiers = {name: part.priority_tier for name, part in partitions.items()}
     factors = {name: part.priority_job_factor for name, part in partitions.items()}
     shared: dict[tuple[str, str, str, str], int] = {}
@@ -193,7 +211,7 @@ _ORDER = itemgetter(0, 1, 2, 3)
 
 
 def _shared(job: PendingJob, factor: int, scale: Scale, policy: Policy) -> int:
-    """Return the weighted factors that jobs of one user, account, QOS and partition have in common."""
+    """Return the weighted factors of jobs of one user, account, QOS and partition."""
     part = int(policy.weight_partition * (factor / scale.highest_factor))
     if policy.weight_fairshare:
         part += int(policy.weight_fairshare * _fairshare(job, scale))
@@ -218,7 +236,10 @@ def _qos(job: PendingJob, scale: Scale) -> float:
 
 
 def _assoc(job: PendingJob, scale: Scale) -> float:
-    """Return the priority of the user, else of the account, relative to the highest one configured."""
+    """Return the priority of the user or account, relative to the highest one configured.
+
+    The priority of the user takes precedence.
+    """
     accounting = scale.accounting
     rules, account = accounting.rules(job.user), accounting.account(job.account)
     own = account.priority if account is not None else 0
@@ -232,7 +253,7 @@ def _assoc(job: PendingJob, scale: Scale) -> float:
 
 
 def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, float, float]]:
-    """Return the resources with a weight: name, weight, and the part of the cluster that the job asks for."""
+    """Return the weighted resources: name, weight, and the part of the cluster requested."""
     if not policy.weights_tres:
         return []
     asked = least_of(job.request.shape, job.licenses)
@@ -243,9 +264,10 @@ def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, floa
 
 
 def _size(job: PendingJob, scale: Scale, policy: Policy) -> float:
-    """Return the part of the cluster that the job asks for, the mean of nodes and cpus; with `favor_small`, the rest.
+    """Return the part of the cluster that the job requests: the mean of nodes and cpus.
 
-    With `small_relative_to_time` it is the part of the cpus only, for each minute of the time limit.
+    With `favor_small`, return the rest. With `small_relative_to_time`, return the part of the cpus
+    only, per minute of the time limit.
     """
     shape = job.request.shape
     cpus = sum(component.tasks_least * component.cpus_per_task for component in shape.each) / scale.cpus

@@ -1,6 +1,6 @@
-"""The queues of one pass: one for each partition, and in it one for each reservation.
+"""The queues of one pass: one for each partition and reservation.
 
-A queue has the nodes that answer, and its *head* once it has one: the first of its jobs that does not fit.
+A queue has its answering nodes and its *head*: the first of its jobs that does not fit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hpcsched.sched.queue.eligible import Eligibility
 from hpcsched.sched.queue.reservations import not_now
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, relaxed
 
-STEP_JOBS = 1000  # jobs that are looked at in one step
+STEP_JOBS = 1000  # jobs that are considered in one step
 
 
 @dataclass(slots=True)
 class PartitionQueue:
-    """The queue of one partition and reservation: its nodes that answer, and its head."""
+    """The queue of one partition and reservation: its answering nodes, and its head."""
 
     partition: Partition
     nodes: list[int]
@@ -51,7 +51,7 @@ class PartitionQueues:
         return self.at(job.partition, job.reservation)
 
     def at(self, partition: str, reservation: str) -> PartitionQueue:
-        """Return the queue of this partition and reservation; it is made if no pending job is in it."""
+        """Return the queue of this partition and reservation; make it if it is missing."""
         queue = self._queues.get((partition, reservation))
         if queue is None:
             made = self._make(self._snapshot.partitions[partition], reservation)
@@ -66,12 +66,15 @@ class PartitionQueues:
         return self._node_sets[key]
 
     def sharing_nodes(self, queue: PartitionQueue) -> list[PartitionQueue]:
-        """Return the queues of the same reservation that have nodes in common with `queue`, itself included."""
+        """Return the queues of the same reservation that share nodes with `queue`.
+
+        `queue` itself is included.
+        """
         alike = [other for other in self._queues.values() if other.reservation == queue.reservation]
         return [other for other in alike if not set(other.nodes).isdisjoint(queue.nodes)]
 
     def open_to(self, queue: PartitionQueue) -> Sequence[NodeView]:
-        """Return all nodes; those outside the reservation of `queue` are marked as unusable."""
+        """Return all nodes; nodes outside the reservation of `queue` are marked as unusable."""
         if not queue.reservation:
             return self._snapshot.nodes
         why = f"is not in reservation {queue.reservation!r}"
@@ -92,9 +95,10 @@ class PartitionQueues:
 def eligible_jobs(
     snapshot: Snapshot, policy: Policy, reservations: Mapping[str, Reservation], waits: dict[JobId, Wait]
 ) -> Generator[None, None, list[PendingJob]]:
-    """Return, in steps, the jobs that only resources and limits keep waiting, once for each partition that they ask for.
+    """Return, in steps, the eligible jobs, once for each partition that they request.
 
-    Why the other jobs wait is noted in `waits`.
+    Only resources and limits keep these jobs waiting. The waits of the other jobs are added to
+    `waits`.
     """
     eligibility, now_s, partitions = Eligibility(snapshot), snapshot.now_s, snapshot.partitions
     closed = {name: partition_closed(part) for name, part in partitions.items() if not part.state.starts_jobs}
@@ -118,7 +122,7 @@ def eligible_jobs(
 
 
 def _views(job: PendingJob, policy: Policy, now_s: float) -> tuple[PendingJob, ...]:
-    """Return `job` as it asks now, once for each of its partitions."""
+    """Return `job` with its current request, once for each of its partitions."""
     views = (job, *job.others) if job.others else (job,)
     if not job.request.shape.switches:
         return views

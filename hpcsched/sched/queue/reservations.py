@@ -1,6 +1,7 @@
-"""Reservations in a pass: why a job in a reservation waits for it, and which reservation keeps another job waiting.
+"""Reservations in a pass: the waits of jobs inside and outside of a reservation.
 
-`place.reserved_intervals` has when which nodes are closed. Here are the reasons, in words.
+`place.reserved_intervals` has the times at which nodes are closed. This module has the reasons, in
+words.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from hpcsched.sched.snapshot import PendingJob, Snapshot
 
 
 def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: float) -> Wait | None:
-    """Return why `job` cannot start in its reservation now, whatever is free there; None: it can, or it has none."""
+    """Return the wait of `job` if it cannot start in its reservation now; None if it can.
+
+    Free resources do not matter. A job without a reservation has no such wait.
+    """
     if not job.reservation:
         return None
     reservation = reservations.get(job.reservation)
@@ -33,9 +37,10 @@ def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: flo
 
 
 def cut_short_s(job: PendingJob, reservations: Mapping[str, Reservation]) -> float:
-    """Return when `job` is ended even if its time limit is not reached; `NEVER_S`: only its limit ends it.
+    """Return when `job` is ended before its time limit; `NEVER_S`: only its limit ends it.
 
-    That is the end of the current or next occurrence of its reservation, and its deadline if it asked for no time limit.
+    That is the end of the current or next occurrence of its reservation. If it requested no time
+    limit, its deadline counts too.
     """
     cut_s = reservations[job.reservation].end_s if job.reservation in reservations else NEVER_S
     if job.deadline_at_s is not None and job.time_min_s is not None:
@@ -44,7 +49,10 @@ def cut_short_s(job: PendingJob, reservations: Mapping[str, Reservation]) -> flo
 
 
 def wait_for_reservation(snapshot: Snapshot, job: PendingJob, nodes: Sequence[int], end_s: float) -> Wait | None:
-    """Return the wait for the first reservation that keeps `job` off `nodes` before `end_s`; None: no reservation does."""
+    """Return the wait for the first reservation that keeps `job` off `nodes`.
+
+    The reservation begins before `end_s`. None: no reservation does.
+    """
     now_s = snapshot.now_s
     wanted = {snapshot.nodes[node].name for node in nodes}
     for reservation in sorted(snapshot.reservations, key=lambda reservation: (reservation.start_s, reservation.name)):
@@ -55,7 +63,10 @@ def wait_for_reservation(snapshot: Snapshot, job: PendingJob, nodes: Sequence[in
 
 
 def certain_until_s(reservations: Iterable[Reservation], now_s: float) -> float:
-    """Return the time beyond which expected starts may meet occurrences of repeating reservations that are not known yet."""
+    """Return the time up to which expected starts are certain.
+
+    Later starts may overlap occurrences of repeating reservations that are not known yet.
+    """
     return now_s + HORIZON_S - MAX_PERIOD_S if any(reservation.repeats for reservation in reservations) else NEVER_S
 
 

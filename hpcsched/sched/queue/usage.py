@@ -1,13 +1,13 @@
-"""What jobs have used, in resource-seconds that decay: after one half-life a second counts half.
+"""Usage of jobs, in resource-seconds that decay: halved after each half-life.
 
 Decay is exact and needs no timer: an amount known at one time is known at any later time, and the usage of a running job since
 its start is an integral in closed form,
 
     use over d seconds, seen at their end = rate * (h / ln 2) * (1 - 2^(-d / h)).
 
-So usage is stored only when resources are given back (`charge_of`, in the commit of the event that gives them back, so exactly
-once), and the usage of running jobs is added when it is read. Slurm multiplies by a constant every five minutes instead; the
-limits of both are equal. Billing follows Slurm's TRESBillingWeights, times the usage factor of the QOS.
+So usage is stored only when resources are given back: by `charge_of`, in the commit of that event, and therefore exactly once.
+The usage of running jobs is added when usage is read. Slurm multiplies by a constant every five minutes instead; both
+methods have the same limit. Billing follows Slurm's TRESBillingWeights, times the usage factor of the QOS.
 
 Source: priority_multifactor.html, tres.html of Slurm's documentation.
 """
@@ -32,7 +32,10 @@ GpuTypes = Mapping[NodeName, Mapping[int, str]]  # of each node, by index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedResources:
-    """The usage of one user in one account and QOS, decayed to `at_s`. One row of the table `usage`."""
+    """The usage of one user in one account and QOS, decayed to `at_s`.
+
+    It is one row of the table `usage`.
+    """
 
     account: str
     user: str
@@ -46,12 +49,12 @@ class UsedResources:
 
 
 def decay(elapsed_s: float, half_life_s: float | None) -> float:
-    """Return how much a second of usage `elapsed_s` ago counts now, 0..1."""
+    """Return the weight, 0..1, of a second of usage `elapsed_s` ago."""
     return 1.0 if half_life_s is None else 2.0 ** (-max(0.0, elapsed_s) / half_life_s)
 
 
 def integral(lasting_s: float, half_life_s: float | None) -> float:
-    """Return how much the usage of one unit during the last `lasting_s` seconds counts now."""
+    """Return the decayed usage of one unit during the last `lasting_s` seconds."""
     lasting_s = max(0.0, lasting_s)
     if half_life_s is None:
         return lasting_s
@@ -80,9 +83,10 @@ def plus(used: UsedResources, amounts: Amounts) -> UsedResources:
 def charge_of(
     before: Job, after: Job, at_s: float, accounting: Accounting, weights: Weights, types: GpuTypes
 ) -> Amounts:
-    """Return what is charged for the change from `before` to `after` at `at_s`, as it counts then; () if nothing.
+    """Return the usage to charge for the change from `before` to `after` at `at_s`.
 
-    The resources were held since they were last charged until `at_s`, or until the end of the job if that is reported now.
+    It is decayed to `at_s`; () if there is nothing to charge. The resources were held from the last
+    charge until `at_s`, or until the end of the job if that is reported now.
     """
     cpu_s = after.charged_cpu_s - before.charged_cpu_s
     mem_mib_s = after.charged_mem_mib_s - before.charged_mem_mib_s
@@ -104,7 +108,7 @@ def charge_of(
 
 
 def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights, types: GpuTypes) -> Amounts:
-    """Return the usage of the resources that `job` still holds, as it counts now."""
+    """Return the decayed usage of the resources that `job` still holds."""
     shares = [share for share in job.shares if share.node in job.held_nodes]
     if not shares or job.suspended_at_s is not None:
         return ()
@@ -117,7 +121,7 @@ def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights
 
 
 def _counted(nodes: int, licenses: Iterable[tuple[str, int]], weights: Weights) -> float:
-    """Return the billing of one second of so many nodes and of these licences."""
+    """Return the billing of one second of a number of nodes and of these licences."""
     return nodes * weights.get(NODE, 0.0) + sum(count * weights.get(LICENSE + name, 0.0) for name, count in licenses)
 
 
@@ -138,7 +142,10 @@ def weights_of(accounting: Accounting, partition: Partition | None) -> dict[str,
 
 
 def gpu_weight(shares: Iterable[Share], weights: Weights, types: GpuTypes) -> float:
-    """Return the mean billing weight of the GPUs of these shares: by type, or the plain weight without one."""
+    """Return the mean billing weight of the GPUs of these shares.
+
+    The weight of each type counts, or the plain weight if the type has none.
+    """
     plain = weights.get(GPU, 0.0)
     costs = [
         weights.get(f"{GPU}:{types.get(share.node, {}).get(index, '').lower()}", plain)
@@ -156,7 +163,10 @@ def _amounts(
 
 
 def by_association(rows: Iterable[UsedResources]) -> dict[Association, float]:
-    """Return what each association has been charged in all. `rows` must be decayed to the same time."""
+    """Return the total charged usage of each association.
+
+    `rows` must be decayed to the same time.
+    """
     charged: dict[Association, float] = {}
     for row in rows:
         key = (row.account, row.user)
