@@ -12,7 +12,7 @@ changes that were not yet acknowledged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -462,11 +462,7 @@ class Controller:
         self._clock_mark = turn.clock_mark
         for item in inbox:
             _guarded("answer a request", partial(item.done, item.result))
-        for trigger in turn.due:
-            _guarded(f"run trigger {trigger.id}", partial(self._ports.run_trigger, trigger))
-        for at_s in (crontabs.next_retry_s(self.cluster, now_s), triggers.next_time_s(self.cluster, now_s)):
-            if at_s is not None:
-                self._ports.wake(at_s - now_s)
+        self._run_triggers(turn.due, now_s)
         if turn.many:  # answer a large request before the plan is made
             self._ports.wake(0.0)
         unread, self._unread = self._unread, set()
@@ -481,6 +477,13 @@ class Controller:
             self._ports.wake(turn.proof_in_s)
         if self._timer_at_s is not None and self._timer_at_s > now_s:
             self._ports.wake(self._timer_at_s - now_s)  # again: the clock may have been set back
+
+    def _run_triggers(self, due: Sequence[Trigger], now_s: float) -> None:
+        for trigger in due:
+            _guarded(f"run trigger {trigger.id}", partial(self._ports.run_trigger, trigger))
+        for at_s in (crontabs.next_retry_s(self.cluster, now_s), triggers.next_time_s(self.cluster, now_s)):
+            if at_s is not None:
+                self._ports.wake(at_s - now_s)
 
     def _do(self, tx: Transaction, inbox: list[_Asked]) -> _Turn:
         """Do the items and the timers' work, each in its own attempt.
