@@ -178,7 +178,7 @@ ACCOUNT = (
         name="users",
         kind=members,
         default=[],
-        help='Its users. "*": everybody whom no account names. Who is in several has the first as the default.',
+        help='Its users. "*": all users that no account lists. The first account that lists a user is the default one.',
     ),
     Key(name="priority", kind=whole(0, 2**31), default=0, help="What the association's part of a priority comes from."),
     Key(

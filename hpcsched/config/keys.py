@@ -91,7 +91,7 @@ CONTROLLER = (
         name="admins",
         kind=users,
         default=[],
-        help="Users who may act on everybody's jobs and on nodes, beside root and the controller's own account.",
+        help="Users who may act on the jobs of all users and on nodes, besides root and the controller's own account.",
     ),
     Key(
         name="ssh_config",
@@ -246,7 +246,7 @@ SCHEDULER = (
         kind=one_of(*PreemptMode),
         default="requeue",
         help="What happens to a job that makes room, unless its QOS says otherwise: requeue; cancel; checkpoint: it gets SIGTERM "
-        "(or the signal of its --signal), time to save what it has, and is requeued; suspend: it stands still; off: nothing.",
+        "(or the signal of its --signal), time to save what it has, and is requeued; suspend: it is stopped; off: nothing.",
     ),
     Key(
         name="preempt_grace_time_s",
