@@ -13,6 +13,7 @@ from conftest import QUICK
 from waiting import wait_until
 
 from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched import client
 from hpcsched.loopback.cluster import LocalCluster
 
 SHOW = "ulimit -Sn; ulimit -Ss; ulimit -Sc"
@@ -73,12 +74,14 @@ def test_an_unknown_limit_is_refused(command: str, slurm: Client) -> None:
 
 
 def test_hostile_limits_end_their_own_job_alone(cluster: LocalCluster, slurm: Client) -> None:
+    limits = "AS=4096,NOFILE=0,STACK=1,CPU=x,NPROC=-7,CORE=" + "9" * 400
     words = {
-        "command": "sbatch", "argv": ["--wrap", "true", "-o", "/dev/null"], "script": None, "script_path": "",
-        "environ": {"HPCSCHED_RLIMITS": "AS=4096,NOFILE=0,STACK=1,CPU=x,NPROC=-7,CORE=" + "9" * 400},
-        "work_dir": "/tmp", "host": "h",
+        "command": "sbatch", "argv": ["--parsable", "--wrap", "true", "-o", "/dev/null"],
+        "environ": [f"HPCSCHED_RLIMITS={limits}", "LANG=C.UTF-8"], "work_dir": "/tmp", "host": "h", "request_id": "",
+        "width": 80, "out_is_terminal": False, "err_is_terminal": False, "utc_offset_s": 0,
     }  # fmt: skip
-    job_id = str(cluster.api("POST", "/v1/submit", {"words": words})["jobs"][0]["job_id"])
+    answer = client.request("POST", "/v1/command", words, where=str(cluster.api_socket), timeout_s=60.0)
+    job_id = answer.body.split(b"\n")[1].decode()  # after the number of the stream and the length
     wait_until(lambda: not slurm("squeue", "-h", "-j", job_id).stdout, what="the end of the job")
     assert slurm("sacct", "-nXP", "-j", job_id, "-o", "State").stdout == "FAILED\n"
     assert slurm("srun", "-N3", "-n3", "echo", "fine").stdout == "fine\n" * 3

@@ -84,7 +84,7 @@ def test_an_elastic_job_goes_on_when_a_node_loses_power_and_has_it_again_when_it
     wait_until(lambda: worlds(metrics)[-1:] == [3], what="3 ranks again")
     assert (job(number)["state"], job(number)["attempt"]) == ("RUNNING", 0), output(number)
     story = cluster.run("hctl", "story", str(number)).stdout
-    assert "it goes on without that node" in story
+    assert "it continues without that node" in story
     assert f"is given {node} as well" in story
     cluster.run("hcancel", str(number))
     ended(number)

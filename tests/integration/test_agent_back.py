@@ -152,7 +152,8 @@ def test_a_step_that_cannot_be_kept_is_refused(node: NodeUnderTest) -> None:
     (node.root / "streams").rmdir()
     command = StepCommand(node)
     assert (
-        "cannot start a step: this node cannot keep" in command.wait(lambda m: isinstance(m, protocol.StepEnded)).error
+        "cannot start a step: this node cannot record"
+        in command.wait(lambda m: isinstance(m, protocol.StepEnded)).error
     )
     wait_until(lambda: command.pump(0.05) or command.closed)
 

@@ -114,9 +114,7 @@ def test_init_overwrites_nothing(shell: Shell) -> None:
     assert load_config(shell.config_dir).name == "second"
 
 
-@pytest.mark.parametrize(
-    ("share", "why"), [("relative", "absolute path"), ("/no/such/dir", "there is no such directory")]
-)
+@pytest.mark.parametrize(("share", "why"), [("relative", "absolute path"), ("/no/such/dir", "no such directory")])
 def test_init_refuses_a_share_that_is_none(shell: Shell, share: str, why: str) -> None:
     assert why in shell("init", "--share", share, status=1)
     assert not shell.config_dir.exists()

@@ -120,6 +120,16 @@ def test_a_late_member_joins_between_two_steps() -> None:
     assert members_of(roster.settle(63.0)) == [0, late.number]
 
 
+def test_nothing_is_sent_once_the_reason_for_a_change_is_gone() -> None:
+    roster = run_of(1, want=2)
+    roster.settle(60.0)
+    late = roster.join(1, 61.0)
+    roster.ready(late.number, {}, 62.0)
+    assert said(roster.settle(62.0)) == [(0, "changing")]
+    roster.lose(late.number, "its connection ended", 63.0)
+    assert roster.settle(63.0) == []
+
+
 def test_members_of_slots_that_are_given_back_leave_between_two_steps() -> None:
     roster = run_of(3)
     roster.settle(0.0)

@@ -168,7 +168,8 @@ class Roster:
         leave: list[tuple[int, Message]] = [(m.number, {"type": "leave"}) for m in waiting if m not in ready]
         if all(member.state is MemberState.LEFT for member in inside):
             return leave + self._form(inside, ready, now_s)
-        return leave + self._tell(inside, self._request(inside, ready))
+        request = self._request(inside, ready)
+        return leave + self._tell(inside, request) if request else leave
 
     def _request(self, inside: list[Member], ready: list[Member]) -> str:
         """Return what the members of the current generation have to do.
