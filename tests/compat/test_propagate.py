@@ -12,8 +12,8 @@ from clientrun import Client
 from conftest import QUICK
 from waiting import wait_until
 
-from hpcsched.cli.admin.slurm_path import ensure_directory
 from hpcsched import client
+from hpcsched.cli.admin.slurm_path import ensure_directory
 from hpcsched.loopback.cluster import LocalCluster
 
 SHOW = "ulimit -Sn; ulimit -Ss; ulimit -Sc"

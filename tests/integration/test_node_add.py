@@ -171,7 +171,7 @@ def test_a_person_is_asked(cluster: Shell, nodes: LoopbackNodes) -> None:
     assert shown_by(nodes).encode() in shown
     os.write(ours, b"n\n")
     assert process.wait(timeout=PATIENCE_S) == 1
-    wait_until(lambda: has_shown("you said that"), what="the end of the matter")
+    wait_until(lambda: has_shown("you rejected its key"), what="the end of the matter")
     os.close(ours)
     assert load_config(cluster.config_dir).nodes == ()
 
@@ -334,7 +334,7 @@ def test_a_machine_that_was_set_up_anew_is_rekeyed_and_its_file_is_else_as_it_wa
     refused = cluster("node", "rekey", "a", "--accept-fingerprint", WRONG, status=1)
     assert "cannot trust" in refused
     assert OTHER_KEY in path.read_text()
-    assert "it will read this when it starts" in cluster("node", "rekey", "a", "--accept-fingerprint", shown_by(nodes))
+    assert "it reads this at its start" in cluster("node", "rekey", "a", "--accept-fingerprint", shown_by(nodes))
     assert path.read_text() == right + "# a note\n"
     assert "nothing has changed" in cluster("node", "rekey", "a", "--yes")
     assert "there are: a" in cluster("node", "rekey", "nosuch", "--yes", status=1)

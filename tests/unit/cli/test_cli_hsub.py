@@ -76,7 +76,7 @@ def test_notes_are_for_verbose_and_terminals_only(capsys: pytest.CaptureFixture[
     said = capsys.readouterr()
     assert said.out == "Submitted batch job 5\n"
     assert "--wckey has no effect" in said.err
-    assert "line 5 of the script is not read" in said.err
+    assert "line 5 of the script is ignored" in said.err
 
 
 def test_test_only_says_when_and_where_as_sbatch_does(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
