@@ -195,7 +195,8 @@ def _shortfall(current: SchedulingPass, job: PendingJob) -> str:
     names = sorted(snapshot.nodes[node].name for node in missing)
     end_s = placement.least_end_s(job, placement.timeline.now_s)
     others = set(placement.slots.in_the_way(job, {seat.node for seat in seats}, end_s))
-    promised_to = [other.display_id for other in snapshot.pending if other.id in others] if others else []
+    promised = [other for other in snapshot.pending if other.id in others] if others else []
+    promised_to = [other.display_id for other in sorted(promised, key=lambda other: other.id)]
     return shortfall(group.shape, seats, names, promised_to)
 
 
