@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcsched.api.identity import Asker
 from hpcsched.controller.node_loss import lose_node, what_became
@@ -113,6 +113,14 @@ class SignalJob:
 Change = Callable[[Transaction, Job, "Outcome"], None]
 
 
+class Remaining(NamedTuple):
+    """A job that a request changes in a later tick; `reference` is empty if it names several jobs."""
+
+    job_id: JobId
+    reference: str
+    change: Change
+
+
 @dataclass(slots=True)
 class Outcome:
     """The outcome of a request for several jobs: the changed ids, and what was refused."""
@@ -124,9 +132,7 @@ class Outcome:
     became: dict[int, str] = field(default_factory=dict)
     # The new specification of each changed job.
     spec_ids: dict[int, int] = field(default_factory=dict)
-    # Jobs left for later ticks, each with its reference if that names one job.
-    remaining: dict[JobId, str] = field(default_factory=dict)
-    change: Change | None = None  # what is done to them
+    remaining: list[Remaining] = field(default_factory=list)  # left for later ticks
 
     def refuse(self, reference: str, error: HpcschedError) -> None:
         """Record that a reference was refused."""
@@ -137,8 +143,7 @@ class Outcome:
         self.jobs += other.jobs
         self.errors += other.errors
         self.signals += other.signals
-        self.remaining |= other.remaining
-        self.change = self.change or other.change
+        self.remaining += other.remaining
 
     def as_json(self) -> dict[str, Any]:
         """Return the part that the client sees."""
@@ -437,7 +442,7 @@ def each_job(
 
     If there are more than `JOBS_PER_TICK` jobs, the rest is left in the outcome for `continued`.
     """
-    outcome = Outcome(change=one)
+    outcome = Outcome()
     for reference in references:
         try:
             jobs = [job for job in find_jobs(tx.cluster, reference, asker.uid) if matches(job, filters)]
@@ -464,13 +469,12 @@ def each_job(
 
 def continued(tx: Transaction, done: Outcome) -> Outcome:
     """Return the outcome of the next part of a request that takes several ticks."""
-    assert done.change is not None
-    outcome = Outcome(change=done.change)
-    for job_id, reference in done.remaining.items():
+    outcome = Outcome()
+    for job_id, reference, change in done.remaining:
         job = tx.cluster.jobs.get(job_id)
         if job is None:  # it ended and was purged from memory
             continue
-        refused = _change_each(tx, [job], done.change, outcome, reference)
+        refused = _change_each(tx, [job], change, outcome, reference)
         if refused and reference:
             outcome.refuse(reference, refused[0])
     return outcome
@@ -486,7 +490,7 @@ def _change_each(
     refused: list[RequestError] = []
     for i, job in enumerate(jobs):
         if len(outcome.jobs) >= JOBS_PER_TICK:
-            outcome.remaining |= dict.fromkeys((later.id for later in jobs[i:]), reference)
+            outcome.remaining += [Remaining(later.id, reference, one) for later in jobs[i:]]
             break
         try:
             one(tx, job, outcome)

@@ -543,7 +543,7 @@ class ControllerBackend(Reading):
             outcome = await self._change(work)
             while outcome.remaining:
                 part = await self._change(partial(requests.continued, done=outcome))
-                outcome.remaining = {}
+                outcome.remaining = []
                 outcome.add(part)
             return outcome
 

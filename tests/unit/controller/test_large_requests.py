@@ -88,6 +88,26 @@ def test_a_job_that_is_named_and_refused_in_a_later_part_is_an_error() -> None:
     assert [error["job"] for error in answer["errors"]] == [str(ended)]
 
 
+def test_each_part_of_a_request_is_continued_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "JOBS_PER_TICK", 1)
+    cluster = Cluster("n1")
+    ids = [cluster.submit() for _ in range(2)]
+    cluster.tick()
+    for job_id in ids:
+        cluster.run(job_id)
+    references = [str(job_id) for job_id in ids]
+    outcome = jobs.Outcome()
+    for batch in (False, True):  # the steps of the jobs, then their batch scripts
+        outcome.add(cluster.ask(lambda tx, batch=batch: jobs.signal(tx, ANN, references, {}, 10, batch, False)))
+    while outcome.remaining:
+        part = cluster.ask(lambda tx: jobs.continued(tx, outcome))
+        outcome.remaining = []
+        outcome.add(part)
+    assert sorted((sent.job.id, sent.batch_only) for sent in outcome.signals) == [
+        (job_id, batch) for job_id in ids for batch in (False, True)
+    ]
+
+
 def test_a_change_of_thousands_of_tasks_reaches_each_of_them() -> None:
     cluster = Cluster("n1")
     first = cluster.submit(array=array(), hold=True)
