@@ -9,7 +9,7 @@ from hpcnode.os import rlimits
 from hpcnode.wire import protocol
 from hpcsched import paths
 from hpcsched.lifecycle.clocks import cut_at_s
-from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, SetLimit, StartBatch, TellAllocation
+from hpcsched.lifecycle.effects import Effect, EffectKind
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, LaunchToken, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of
@@ -25,14 +25,15 @@ def message_for(
 
     `script_of` returns the text of a job's script.
     """
-    match effect:
-        case StartBatch(node=node, job=job):
+    node, job = effect.node, effect.job
+    match effect.kind:
+        case EffectKind.BATCH_STEP:
             return launch_batch(job, cluster, node), script_of(job)
-        case ClaimPart(node=node, job=job):
+        case EffectKind.CLAIM:
             return claim_part(job, cluster, node), b""
-        case ClearNode(node=node, job=job):
+        case EffectKind.CLEAR:
             return end_job(job, cluster, node), b""
-        case TellAllocation(job=job):
+        case EffectKind.ALLOCATION:
             message = protocol.Allocation(
                 incarnation=_incarnation(job, cluster),
                 job_id=job.id,
@@ -42,10 +43,11 @@ def message_for(
                 wanted=list(job.wanted_nodes),
             )
             return message, b""
-        case SetLimit(job=job):
+        case EffectKind.LIMIT:
             return protocol.TimeLimit(token=job.token, limit_s=_limit_s(job)), b""
-        case Halt(job=job) | GoOn(job=job):
-            return protocol.SuspendJob(_incarnation(job, cluster), job.id, job.attempt, isinstance(effect, Halt)), b""
+        case EffectKind.HALT | EffectKind.CONTINUE:
+            halt = effect.kind is EffectKind.HALT
+            return protocol.SuspendJob(_incarnation(job, cluster), job.id, job.attempt, halt), b""
 
 
 def end_job(job: Job, cluster: ClusterState, node: NodeName) -> protocol.EndJob:

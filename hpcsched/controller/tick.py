@@ -34,7 +34,7 @@ from hpcsched.controller.training import Trainings
 from hpcsched.controller.usage_ledger import Books
 from hpcsched.controller.views.start_estimate import first_start
 from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError
-from hpcsched.lifecycle.effects import ClaimPart, Effect, StartBatch, effects_of
+from hpcsched.lifecycle.effects import LAUNCHES, Effect, EffectKind, effects_of
 from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted
 from hpcsched.lifecycle.job import can, submitted_jobs
 from hpcsched.lifecycle.node import NodeDisconnected, NodeDown, NodeOrphansFound, NodeOrphansGone, NodeUp
@@ -377,9 +377,9 @@ class Controller:
         for effect in effects_of(job):
             if only is not None and effect.node != only:
                 continue
-            if isinstance(effect, StartBatch | ClaimPart) and self.cluster.is_former(job):
+            if effect.kind in LAUNCHES and self.cluster.is_former(job):
                 continue  # launches of an earlier incarnation are not sent
-            if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
+            if effect.kind is EffectKind.CLAIM and not self._is_first(effect) and only is None:
                 continue  # already asked on this connection; each claimed part brings us here again
             try:
                 message, blob = messages.message_for(effect, self.cluster, self._script_of)
@@ -399,7 +399,7 @@ class Controller:
         """Fail a job whose launch message cannot be built: it is too long, or there is a bug."""
         known = isinstance(error, HpcschedError | protocol.WireError)
         why = str(error if known else mishap.report(error, f"say what job {effect.job.id} needs"))
-        if not isinstance(effect, StartBatch | ClaimPart):
+        if effect.kind not in LAUNCHES:
             log.error("cannot tell node %s of job %d: %s", effect.node, effect.job.id, why)
             return
 
@@ -420,7 +420,7 @@ class Controller:
             raise NotFoundError("its script is not in the database any more; submit it again")
         return text
 
-    def _is_first(self, effect: ClaimPart) -> bool:
+    def _is_first(self, effect: Effect) -> bool:
         asked = self._asked.setdefault(effect.job.id, set())
         claim = messages.claim_token(effect.job, effect.node)
         is_first = claim not in asked

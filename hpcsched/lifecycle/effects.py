@@ -6,93 +6,56 @@ own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartBatch:
-    """The attempt's batch step runs on `node`."""
+class EffectKind(Enum):
+    """What an effect requires of its node."""
 
+    BATCH_STEP = auto()  # the attempt's batch step runs there
+    CLAIM = auto()  # it has claimed its part of the job; the batch step, on another node, starts only after that
+    CLEAR = auto()  # it has no processes of the job's attempts up to this one, and starts none of them
+    HALT = auto()  # the processes of the job there are stopped
+    CONTINUE = auto()  # the processes of the job there, which has been suspended before, run
+    ALLOCATION = auto()  # the job's processes there know its present nodes, and those that it is asked to keep
+    LIMIT = auto()  # the attempt's batch step there is ended at the job's time limit, which changed after the launch
+
+
+LAUNCHES = frozenset({EffectKind.BATCH_STEP, EffectKind.CLAIM})
+
+
+class Effect(NamedTuple):
+    kind: EffectKind
     node: NodeName
     job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimPart:
-    """`node`, which does not run the batch step, has claimed its part of the job. The batch step starts only after that."""
-
-    node: NodeName
-    job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClearNode:
-    """`node` has no processes of the job's attempts up to this one, and starts none of them."""
-
-    node: NodeName
-    job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Halt:
-    """The processes of the job on `node` are stopped."""
-
-    node: NodeName
-    job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoOn:
-    """The processes of the job on `node`, which has been suspended before, run."""
-
-    node: NodeName
-    job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TellAllocation:
-    """The job's processes on `node` know its present nodes, and those that it is asked to keep."""
-
-    node: NodeName
-    job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetLimit:
-    """The attempt's batch step on `node` is ended at the job's time limit, which changed after the launch."""
-
-    node: NodeName
-    job: Job
-
-
-Effect = StartBatch | ClaimPart | ClearNode | Halt | GoOn | TellAllocation | SetLimit
 
 
 def effects_of(job: Job) -> tuple[Effect, ...]:
     """Return the effects that the state of `job` requires."""
     match job.state:
         case JobState.CONFIGURING if unclaimed := unclaimed_nodes(job):
-            return tuple(ClaimPart(node=node, job=job) for node in unclaimed)
+            return tuple(Effect(EffectKind.CLAIM, node, job) for node in unclaimed)
         case JobState.CONFIGURING if job.spec.has_script:
-            return (StartBatch(node=job.shares[0].node, job=job),)
+            return (Effect(EffectKind.BATCH_STEP, job.shares[0].node, job),)
         case JobState.SUSPENDED:
-            return (*_moves(job), *_limit(job), *(Halt(node=node, job=job) for node in job.held_nodes))
+            return (*_moves(job), *_limit(job), *(Effect(EffectKind.HALT, node, job) for node in job.held_nodes))
         case JobState.RUNNING:
             resumed: tuple[Effect, ...] = ()
             if job.suspended_s is not None:
-                resumed = tuple(GoOn(node=node, job=job) for node in job.held_nodes)
+                resumed = tuple(Effect(EffectKind.CONTINUE, node, job) for node in job.held_nodes)
             informed = job.shares if job.generation else ()
             return (
                 *_moves(job),
                 *_limit(job),
                 *resumed,
-                *(TellAllocation(node=share.node, job=job) for share in informed),
+                *(Effect(EffectKind.ALLOCATION, share.node, job) for share in informed),
             )
         case JobState.COMPLETING:
-            return tuple(ClearNode(node=node, job=job) for node in job.held_nodes)
+            return tuple(Effect(EffectKind.CLEAR, node, job) for node in job.held_nodes)
         case _:
             return ()
 
@@ -104,13 +67,13 @@ def _limit(job: Job) -> tuple[Effect, ...]:
     """
     if job.asked_limit_s is None or not job.spec.has_script:
         return ()
-    return (SetLimit(node=job.shares[0].node, job=job),)
+    return (Effect(EffectKind.LIMIT, job.shares[0].node, job),)
 
 
 def _moves(job: Job) -> tuple[Effect, ...]:
     """Return the effects on nodes that a running job gets or loses."""
-    claims = (ClaimPart(node=share.node, job=job) for share in job.joining)
-    return (*claims, *(ClearNode(node=share.node, job=job) for share in job.leaving))
+    claims = (Effect(EffectKind.CLAIM, share.node, job) for share in job.joining)
+    return (*claims, *(Effect(EffectKind.CLEAR, share.node, job) for share in job.leaving))
 
 
 def unclaimed_nodes(job: Job) -> tuple[NodeName, ...]:
