@@ -16,15 +16,12 @@ from hpcsched.api.identity import Asker
 from hpcsched.config.load import natural_order
 from hpcsched.lifecycle.clocks import limit_at_s
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
-from hpcsched.lifecycle.job import OUTPUT_FULL, lease_end_s, refusal_words
-from hpcsched.lifecycle.resize import can_do_without
-from hpcsched.model.exitcode import exit_words
+from hpcsched.lifecycle.job import OUTPUT_FULL, can_do_without, lease_end_s, refusal_words
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, Reason
+from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, RankFailure, Reason, TrainingStatus, exit_words
 from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import StepRecord

@@ -29,7 +29,7 @@ from hpcnode.os import rlimits
 from hpcnode.wire import protocol, sockets
 from hpcnode.wire.sockets import connect
 from hpcsched.errors import HpcschedError
-from hpcsched.model.numbers import whole_number
+from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
 
 _JOB = (

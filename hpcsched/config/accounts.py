@@ -17,8 +17,8 @@ from hpcsched.config.kinds import BadValue
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Account, Accounting, Fairness, Limits, PreemptMode, Qos, UserRules
 from hpcsched.model.ids import NODE_NAME
-from hpcsched.model.nearest import nearest
 from hpcsched.model.node import Partition
+from hpcsched.model.text import nearest
 
 TABLES = ("fairshare", "accounts", "users", "qos", "licenses")
 

@@ -39,7 +39,7 @@ from hpcsched.config.kinds import (
 )
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import PreemptMode, PreemptType
-from hpcsched.model.nearest import nearest
+from hpcsched.model.text import nearest
 
 CLUSTER = (
     Key(

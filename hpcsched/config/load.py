@@ -29,9 +29,9 @@ from hpcsched.config.kinds import LOCAL_HOST
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import NODE_NAME, NodeName
-from hpcsched.model.nearest import nearest
 from hpcsched.model.node import NodeSpec, Partition, PartitionState
 from hpcsched.model.resources import Gpu
+from hpcsched.model.text import nearest
 
 # ----- [topology.switches.NAME] of hpcsched.toml: the switch of each node, for compact placement
 # One level: each node is on one switch, and all switches are at the same distance. Source:

@@ -16,8 +16,8 @@ from hpcsched.config.load import Config
 from hpcsched.controller.nodes.edits import as_before, jobs_held
 from hpcsched.model.accounting import EVERYBODY, Accounting, PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
+from hpcsched.model.job import TrainingStatus
 from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
-from hpcsched.model.training import TrainingStatus
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Policy, PreemptRules
 from hpcsched.state.cluster import ClusterState
 from hpcsched.store.engine import adopts_known, asks_about_orphans, incarnation, raise_epoch, restored_last_id

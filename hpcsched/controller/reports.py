@@ -24,11 +24,9 @@ from hpcsched.controller.node_loss import (
 from hpcsched.errors import ProtocolError
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.events import Claimed, Exited, LaunchRefused, NodeCleared, Started
-from hpcsched.lifecycle.job import can
-from hpcsched.lifecycle.resize import is_moving
-from hpcsched.model.exitcode import EX_TEMPFAIL, signal_of
+from hpcsched.lifecycle.job import can, is_moving
 from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
-from hpcsched.model.job import ExitStatus, Job, JobState
+from hpcsched.model.job import EX_TEMPFAIL, ExitStatus, Job, JobState, signal_of
 from hpcsched.model.node import Link
 from hpcsched.state.transaction import StepRecord, Transaction
 from hpcsched.steps.step import used

@@ -16,8 +16,7 @@ from typing import Any
 from hpcnode.wire import protocol
 from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ACTIVE, Job
-from hpcsched.model.training import RankFailure, TrainingStatus
+from hpcsched.model.job import ACTIVE, Job, RankFailure, TrainingStatus
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 

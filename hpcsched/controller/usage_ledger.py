@@ -12,7 +12,7 @@ from dataclasses import replace
 from hpcsched.api.identity import Asker
 from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Account, Accounting, Association, Qos, UserRules
-from hpcsched.model.nearest import nearest
+from hpcsched.model.text import nearest
 from hpcsched.sched.queue.fairshare import factors_of
 from hpcsched.sched.queue.usage import UsedResources, at, by_association, plus, running_use, weights_of
 from hpcsched.sched.snapshot import UsageLedger

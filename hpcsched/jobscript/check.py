@@ -7,6 +7,7 @@ input; sizes are checked first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from hpcsched.errors import RequestError
@@ -28,7 +29,6 @@ from hpcsched.jobscript.values import (
 from hpcsched.model.hostlist import MAX_NAMES
 from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.job import MAX_COMPONENTS
-from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 from hpcsched.model.units import MAX_SIGNAL, UNLIMITED_S, format_time_s
@@ -43,7 +43,7 @@ _TEXTS = (
     "stdout", "stderr", "stdin", "constraint", "prefer", "mail_user",
 )  # fmt: skip
 _LATEST_S = 253_402_300_799  # 9999-12-31
-_WORD_LIST = Pattern(r"[A-Za-z0-9_.,+@-]*\Z")
+_WORD_LIST = re.compile(r"[A-Za-z0-9_.,+@-]*\Z")
 
 ELASTIC_NEEDS = "cannot resize the job while it runs: --elastic needs a script and --nodes=MIN-MAX"
 

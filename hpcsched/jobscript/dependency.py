@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
-from hpcsched.model.numbers import whole_number
-from hpcsched.model.pattern import Pattern
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
+from hpcsched.model.text import whole_number
 from hpcsched.model.units import MINUTE_S
 
 MAX_DEPENDENCIES = 1_000
 
-_JOB_ID = Pattern(r"([0-9]{1,18})(?:_([0-9]{1,9}))?(?:\+([0-9]{1,7}))?\Z")
+_JOB_ID = re.compile(r"([0-9]{1,18})(?:_([0-9]{1,9}))?(?:\+([0-9]{1,7}))?\Z")
 
 
 def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:

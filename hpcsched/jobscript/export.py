@@ -9,13 +9,13 @@ directories of Slurm's commands in front if the submitter has them. Sources: sba
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpcnode.os import rlimits
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
-from hpcsched.model.pattern import Pattern
 
 MAX_VARIABLES = 10_000
 MAX_ENV_BYTES = 1 << 20
@@ -23,12 +23,12 @@ MAX_STRING_BYTES = 128 << 10  # NAME=value and its NUL: what Linux lets one stri
 
 UMASK = "SLURM_UMASK"
 NODE_PATH = "/usr/local/bin:/usr/bin:/bin"
-_SLURM_PATH = Pattern(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
+_SLURM_PATH = re.compile(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
 
-_NAME = Pattern(r"[^=\x00-\x20\x7f]+\Z")
+_NAME = re.compile(r"[^=\x00-\x20\x7f]+\Z")
 
 # What a job sets for itself says nothing of the jobs that are submitted from within it.
-_OF_A_JOB = Pattern(
+_OF_A_JOB = re.compile(
     r"SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_|HPCSCHED_(?!CONFIG\Z|API\Z)|SRUN_|PMIX?_|PRTE_|OMPI_|HYDRA_(?!FULL_ERROR\Z)"
 )
 # fmt: off

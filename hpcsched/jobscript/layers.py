@@ -13,7 +13,7 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.options import ScriptOption, by_name, by_variable
 from hpcsched.jobscript.scan import Settings, put
 from hpcsched.jobscript.values import parse_yes_no, short
-from hpcsched.model.numbers import whole_number
+from hpcsched.model.text import whole_number
 
 PREFIXES = ("SBATCH_", "HSUB_")  # a later one wins
 _EXCLUSIVE = (("mem", "mem-per-cpu", "mem-per-gpu"),)

@@ -14,15 +14,14 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpcsched.model.numbers import whole_number
-from hpcsched.model.pattern import Pattern
+from hpcsched.model.text import whole_number
 
 MAX_WIDTH = 10
 NO_TASK_ID = 4_294_967_294  # what Slurm fills in for %a outside of an array
 MAX_PATH = 4_096
 
-_PATTERN = Pattern(r"%([0-9]{0,6})(.)", re.DOTALL)
-_UNSAFE = Pattern(r"[/\x00-\x1f\x7f]")
+_PATTERN = re.compile(r"%([0-9]{0,6})(.)", re.DOTALL)
+_UNSAFE = re.compile(r"[/\x00-\x1f\x7f]")
 _ON_THE_NODE = "tnN"
 
 

@@ -16,7 +16,7 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.options import by_name
 from hpcsched.jobscript.scan import Settings, put
 from hpcsched.jobscript.values import parse_count, short
-from hpcsched.model.numbers import whole_number
+from hpcsched.model.text import whole_number
 
 WORDS = ("#PBS", "#BSUB")
 _PBS = "a:A:c:C:D:e:f:hIJ:j:k:l:m:M:N:o:p:P:q:r:R:S:t:T:u:v:VW:Xxz"

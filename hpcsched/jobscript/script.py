@@ -20,14 +20,13 @@ from hpcsched.jobscript import pbs
 from hpcsched.jobscript.options import find_option
 from hpcsched.jobscript.scan import Settings, scan_options
 from hpcsched.jobscript.values import short
-from hpcsched.model.pattern import Pattern
 
 MAX_SCRIPT_BYTES = 4 << 20
 MAX_DIRECTIVES = 1_000
 _WORDS = ("#HSUB", "#SBATCH")
 _ALL_WORDS = (*_WORDS, *pbs.WORDS)
-_LATE = Pattern(r"^#(?:HSUB|SBATCH)[ \t]*-", re.MULTILINE)
-_COMMENTED_WORD = Pattern(r"#[ \t]*([A-Za-z]{4,8})[ \t]+-[-A-Za-z]")
+_LATE = re.compile(r"^#(?:HSUB|SBATCH)[ \t]*-", re.MULTILINE)
+_COMMENTED_WORD = re.compile(r"#[ \t]*([A-Za-z]{4,8})[ \t]+-[-A-Za-z]")
 _LIKENESS = 0.75  # difflib's ratio: a letter too many, too few, or two swapped
 MAX_NOTED_LINES = 10
 

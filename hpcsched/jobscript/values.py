@@ -6,6 +6,7 @@ Sources: sbatch(1).
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,10 +14,9 @@ from hpcnode.os import rlimits
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
-from hpcsched.model.numbers import whole_number
-from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.spec import ArraySpec
+from hpcsched.model.text import whole_number
 from hpcsched.model.units import UNLIMITED_S, parse_mem_mib, parse_time_s
 
 MAX_COUNT = 1_000_000  # of nodes, tasks, cpus
@@ -28,13 +28,13 @@ _SLURM_HINTS = ("compute_bound", "memory_bound", "multithread", "nomultithread")
 MAX_NICE = 2_147_483_645
 MAX_PRIORITY = 4_294_967_294
 
-_NODES = Pattern(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
-_ARRAY_PART = Pattern(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
-GPU_TYPE = Pattern(r"(?=[0-9_.-]*[A-Za-z])[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")  # a100, or MIG's 1g.10gb
-_LICENSE = Pattern(r"([A-Za-z0-9][A-Za-z0-9_-]{0,62})(?::([0-9]{1,9}))?\Z")
+_NODES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
+_ARRAY_PART = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
+GPU_TYPE = re.compile(r"(?=[0-9_.-]*[A-Za-z])[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")  # a100, or MIG's 1g.10gb
+_LICENSE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,62})(?::([0-9]{1,9}))?\Z")
 _LEVEL = r"(?:block|cyclic|fcyclic|\*)"
-_DISTRIBUTION = Pattern(rf"(?:(block|cyclic|\*)|plane=([0-9]{{1,9}}))(?::{_LEVEL}){{0,2}}(?:,(?:pack|nopack))?\Z")
-_INTEGER = Pattern(r"[+-]?[0-9]{1,18}\Z")
+_DISTRIBUTION = re.compile(rf"(?:(block|cyclic|\*)|plane=([0-9]{{1,9}}))(?::{_LEVEL}){{0,2}}(?:,(?:pack|nopack))?\Z")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}\Z")
 
 # fmt: off
 MAIL_TYPES = (

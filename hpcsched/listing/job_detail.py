@@ -18,7 +18,7 @@ from hpcsched.listing.jobs import (
 )
 from hpcsched.listing.states import ENDED_STATES
 from hpcsched.listing.text import clean, when_text
-from hpcsched.model.exitcode import exit_words
+from hpcsched.model.job import exit_words
 from hpcsched.model.units import format_mem, format_time_s
 
 

@@ -12,17 +12,16 @@ import re
 from datetime import datetime, timedelta
 
 from hpcsched.errors import RequestError
-from hpcsched.model.pattern import Pattern
 from hpcsched.model.units import DAY_S, HOUR_S, MINUTE_S, UNLIMITED_S
 
-_RELATIVE = Pattern(r"now(?:([+-])([0-9]{1,10})\s*([a-z]*))?\Z")
+_RELATIVE = re.compile(r"now(?:([+-])([0-9]{1,10})\s*([a-z]*))?\Z")
 _RELATIVE_UNITS_S = {"second": 1, "minute": MINUTE_S, "hour": HOUR_S, "day": DAY_S, "week": 7 * DAY_S}
 _NAMED_HOURS = {"midnight": 0, "noon": 12, "elevenses": 11, "fika": 15, "teatime": 16}
-_CLOCK = Pattern(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?:\.[0-9]{1,6})?([ap]m)?\Z")
-_ISO = Pattern(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})(?:[t-](.{1,20}))?\Z")
-_US_DATE = Pattern(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?(?:-(.{1,20}))?\Z")
-_DIGITS_DATE = Pattern(r"([0-9]{2})([0-9]{2})([0-9]{2})?(?:-(.{1,20}))?\Z")
-_EPOCH = Pattern(r"uts([0-9]{1,11})\Z")
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?:\.[0-9]{1,6})?([ap]m)?\Z")
+_ISO = re.compile(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})(?:[t-](.{1,20}))?\Z")
+_US_DATE = re.compile(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?(?:-(.{1,20}))?\Z")
+_DIGITS_DATE = re.compile(r"([0-9]{2})([0-9]{2})([0-9]{2})?(?:-(.{1,20}))?\Z")
+_EPOCH = re.compile(r"uts([0-9]{1,11})\Z")
 
 _Clock = tuple[int, int, int]
 _Date = tuple[int | None, int, int]  # the year may be missing

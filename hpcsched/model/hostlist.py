@@ -15,15 +15,14 @@ from itertools import product
 from math import prod
 
 from hpcsched.errors import RequestError
-from hpcsched.model.pattern import Pattern
 
 MAX_NAMES = 65_536
 MAX_TEXT = 256 << 10
 MAX_BRACKETS = 8  # in one name
 
-_RANGE = Pattern(r"([0-9]{1,18})(?:-([0-9]{1,18}))?\Z")
-_PLAIN = Pattern(r"[^\[\],\s\x00-\x1f\x7f]*\Z")
-_TRAILING_NUMBER = Pattern(r"[0-9]{1,18}\Z")  # only ever matched against the digits at a name's end
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?\Z")
+_PLAIN = re.compile(r"[^\[\],\s\x00-\x1f\x7f]*\Z")
+_TRAILING_NUMBER = re.compile(r"[0-9]{1,18}\Z")  # only ever matched against the digits at a name's end
 
 
 class _Span:

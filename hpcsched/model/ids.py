@@ -8,11 +8,11 @@ next.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NewType
 
 from hpcsched.errors import ProtocolError
-from hpcsched.model.pattern import Pattern
 
 JobId = NewType("JobId", int)
 NodeName = NewType("NodeName", str)
@@ -21,8 +21,8 @@ Epoch = NewType("Epoch", int)
 BATCH_STEP = "batch"
 ALLOC_STEP = "alloc"  # the job's claim on each of its other nodes
 
-NODE_NAME = Pattern(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
-_TOKEN = Pattern(
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
+_TOKEN = re.compile(
     r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})(?:-([1-9]\d{0,8}))?\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
 )
 

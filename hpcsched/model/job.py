@@ -1,11 +1,13 @@
 """Jobs as the controller keeps them.
 
 States and their short codes, and the reasons for waiting, are Slurm's (squeue(1)), because users and their tools know
-them. A job changes only in `hpcsched.lifecycle`.
+them. A job changes only in `hpcsched.lifecycle`. At the end: how far a training job is, as its own program reports it, and what
+exit codes and signals mean, in words for people (signal(7); 128 + N of bash(1), EXIT STATUS; sysexits.h).
 """
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -367,3 +369,83 @@ def component(job: Job, number: int) -> Job:
         shares=shares,
         held_nodes=tuple([node for node in job.held_nodes if node in names]),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """Why a rank of a training job failed. `echo`: it only noticed that another one was gone."""
+
+    job_id: JobId
+    attempt: int
+    rank: int
+    ranks: int
+    node: NodeName
+    at_s: float
+    echo: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStatus:
+    """The state of one attempt of a job as of `at_s`. 0 of steps and rates: not known."""
+
+    job_id: JobId
+    attempt: int
+    at_s: float
+    step: int
+    total_steps: int
+    loss: float | None
+    samples_per_s: float
+    steps_per_s: float
+    checkpoint_step: int
+    checkpoint_at_s: float | None
+    goodput: float | None  # steps that count: their part of the time since the run first began
+    note: str  # what a person should know: which rank the others wait for, say
+    directory: str = ""  # of its checkpoints; "": not known
+
+    @property
+    def ends_at_s(self) -> float | None:
+        """Return when the last step ends at the present rate; None: unknown."""
+        if self.total_steps <= 0 or self.steps_per_s <= 0:
+            return None
+        return self.at_s + max(0, self.total_steps - self.step) / self.steps_per_s
+
+
+FROM_SIGNAL = 128  # a shell, srun and Open MPI's mpirun add this to the signal that ended a program
+EX_TEMPFAIL = 75
+
+_HINTS = {
+    signal.SIGKILL: "perhaps memory ran out: see MaxRSS in hacct and --mem",
+    signal.SIGSEGV: "it used memory that is not its own",
+    signal.SIGBUS: "it used memory that is not there; perhaps a file system is full",
+    signal.SIGABRT: "the program or a library gave up",
+    signal.SIGILL: "the program was built for another processor",
+}
+_CODES = {
+    EX_TEMPFAIL: "it asks to be queued again; that needs --requeue",
+    126: "a command in it could not be executed",
+    127: "a command in it was not found",
+}
+
+
+def signal_of(code: int, signum: int) -> int:
+    """Return the signal that ended a program which left this exit status; 0: none did."""
+    if signum:
+        return signum
+    return code - FROM_SIGNAL if FROM_SIGNAL < code < FROM_SIGNAL + signal.NSIG else 0
+
+
+def signal_name(signum: int) -> str:
+    """Return ``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def exit_words(code: int, signum: int) -> str:
+    """Return what an exit status means: ``killed by SIGKILL; perhaps memory ran out ...``; "" if its number says it all."""
+    if not (ended_by := signal_of(code, signum)):
+        return _CODES.get(code, "")
+    hint = next((text for number, text in _HINTS.items() if number == ended_by), "")
+    return f"killed by {signal_name(ended_by)}" + (f"; {hint}" if hint else "")

@@ -8,8 +8,9 @@ Sources: sbatch(1) --time, --mem, --signal; squeue(1) %l, %M, %m; signal(7).
 
 from __future__ import annotations
 
+import re
+
 from hpcsched.errors import RequestError
-from hpcsched.model.pattern import Pattern
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ MIB_PER_GIB = 1024
 UNLIMITED_S = 36_500 * DAY_S
 _UNLIMITED_WORDS = frozenset({"unlimited", "infinite", "-1"})
 
-_TIME = Pattern(r"(?:([0-9]{1,10})-)?([0-9]{1,12})(?::([0-9]{1,12}))?(?::([0-9]{1,12}))?\Z")
-_DURATION = Pattern(r"(?=[0-9])(?:([0-9]{1,6})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,10})m)?(?:([0-9]{1,12})s)?\Z")
-_MEM = Pattern(r"([0-9]{1,18})([kmgtp]?)(i?b)?\Z")
+_TIME = re.compile(r"(?:([0-9]{1,10})-)?([0-9]{1,12})(?::([0-9]{1,12}))?(?::([0-9]{1,12}))?\Z")
+_DURATION = re.compile(r"(?=[0-9])(?:([0-9]{1,6})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,10})m)?(?:([0-9]{1,12})s)?\Z")
+_MEM = re.compile(r"([0-9]{1,18})([kmgtp]?)(i?b)?\Z")
 _MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
 
 
@@ -133,7 +134,7 @@ _SIGNAL_NAMES = (
 # fmt: on
 _SIGNALS = {name: number for number, name in enumerate(_SIGNAL_NAMES, start=1)}
 MAX_SIGNAL = 64
-_SIGNAL = Pattern(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\Z")
+_SIGNAL = re.compile(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\Z")
 
 
 def parse_signal(text: str) -> int:

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from hpcsched.config.load import Config
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
-from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, TrainingStatus
 from hpcsched.model.node import OURSELVES, Link, Node, NodeSpec, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.training import TrainingStatus
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Wait
 from hpcsched.sched.queue.usage import UsedResources

@@ -19,12 +19,11 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.lifecycle.node import NodeEvent, apply_to_node
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import Job
+from hpcsched.model.job import Job, RankFailure, TrainingStatus
 from hpcsched.model.node import Node, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.usage import UsedResources, at, charge_of, plus, weights_of
 from hpcsched.state.cluster import ClusterState, UndecidedLaunch

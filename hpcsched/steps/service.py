@@ -34,7 +34,7 @@ from hpcnode.wire import protocol
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
-from hpcsched.model.numbers import whole_number
+from hpcsched.model.text import whole_number
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.environment import PRESERVED, with_propagated, with_users
 from hpcsched.steps.launch import StepPlan, StepPorts, launch_of

@@ -42,9 +42,8 @@ from sqlalchemy.pool import StaticPool
 from hpcsched.lifecycle.events import JobEvent, from_data
 from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data
 from hpcsched.model.cron import Crontab
-from hpcsched.model.job import ACTIVE, Job, JobState
+from hpcsched.model.job import ACTIVE, Job, JobState, RankFailure
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.training import RankFailure
 from hpcsched.model.trigger import Trigger
 from hpcsched.state.transaction import StepRecord
 from hpcsched.store import columns

@@ -12,12 +12,11 @@ from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, 
 from hpcsched.model.codec import SpecReader
 from hpcsched.model.cron import CronEntry, Crontab
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason, Refusal
+from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal, TrainingStatus
 from hpcsched.model.node import Node, reach_of
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger, TriggerEvent
 from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.state.transaction import StepRecord

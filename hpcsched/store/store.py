@@ -21,11 +21,10 @@ from hpcsched.lifecycle.node import NodeEvent, node_event_to_data
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, RankFailure, TrainingStatus
 from hpcsched.model.node import PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.state.transaction import StepRecord, WriteBatch

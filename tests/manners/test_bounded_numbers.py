@@ -15,7 +15,7 @@ import hpcsched
 
 HEAD, NODE = Path(*hpcsched.__path__), Path(*hpcnode.__path__)
 PLACES = ("controller", "steps", "jobscript", "api", "model", "listing")
-READERS = {HEAD / "model" / "numbers.py", NODE / "wire" / "gate.py"}
+READERS = {HEAD / "model" / "text.py", NODE / "wire" / "gate.py"}
 COMMANDS = "commands"  # they run as their caller, whose text it is
 OF_THE_KERNEL = {  # or of this agent itself, or bounded by a pattern
     "agent/attach.py", "agent/command.py", "agent/probe.py", "agent/step_commands.py", "os/cgroup.py",

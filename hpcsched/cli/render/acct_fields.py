@@ -16,8 +16,8 @@ from hpcsched.commands.options import UsageError, nearest, split_list
 from hpcsched.listing.formats import Look
 from hpcsched.listing.jobs import exit_text, goodput_text, loss_text, memory_in_all, rate_text, step_text
 from hpcsched.listing.states import ENDED_STATES
-from hpcsched.model.exitcode import exit_words
 from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.job import exit_words
 from hpcsched.model.units import format_mem, format_time_s
 
 

@@ -16,9 +16,9 @@ from hpcsched.errors import PermissionDeniedError, RequestError
 from hpcsched.model.accounting import Accounting, Barred, barred, resolve
 from hpcsched.model.frozen import replace
 from hpcsched.model.job import FINAL, Job
-from hpcsched.model.nearest import nearest
 from hpcsched.model.node import Partition
 from hpcsched.model.spec import Dependency, JobSpec
+from hpcsched.model.text import nearest
 from hpcsched.model.units import UNLIMITED_S, format_time_s, known_limit_s
 from hpcsched.sched.limits.rules import (
     EACH_USER,

@@ -19,9 +19,8 @@ from hpcsched.controller.node_loss import end_lost, lose_node, what_became
 from hpcsched.controller.nodes.edits import held_there
 from hpcsched.errors import RequestError
 from hpcsched.lifecycle.events import EndRequested, NodesReleased
-from hpcsched.lifecycle.job import can
+from hpcsched.lifecycle.job import can, can_do_without
 from hpcsched.lifecycle.node import NodeDrained
-from hpcsched.lifecycle.resize import can_do_without
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import OURSELVES, Link

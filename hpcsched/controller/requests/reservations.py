@@ -18,7 +18,6 @@ from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Link
-from hpcsched.model.numbers import whole_number
 from hpcsched.model.reservation import (
     MAX_PERIOD_S,
     REPEATS,
@@ -29,6 +28,7 @@ from hpcsched.model.reservation import (
     first_day,
     may_use,
 )
+from hpcsched.model.text import whole_number
 from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s, parse_time_s
 from hpcsched.sched.explain.sentences import plural
 from hpcsched.sched.place.features import matches, parse_features

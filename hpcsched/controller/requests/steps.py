@@ -15,7 +15,7 @@ from hpcsched.controller.requests.job_ids import find_jobs, matches
 from hpcsched.controller.requests.jobs import Outcome
 from hpcsched.controller.tick import StepListener
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
-from hpcsched.model.numbers import whole_number
+from hpcsched.model.text import whole_number
 from hpcsched.state.cluster import ClusterState
 
 _STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")

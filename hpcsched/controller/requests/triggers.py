@@ -27,7 +27,7 @@ from hpcsched.lifecycle.clocks import limit_at_s
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Link, Node
-from hpcsched.model.numbers import whole_number
+from hpcsched.model.text import whole_number
 from hpcsched.model.trigger import (
     JOB_EVENTS,
     MAX_OFFSET_S,

@@ -28,9 +28,8 @@ from hpcsched.model.codec import spec_to_json
 from hpcsched.model.dates import parse_when
 from hpcsched.model.frozen import replace
 from hpcsched.model.job import Job, JobState
-from hpcsched.model.nearest import nearest
-from hpcsched.model.numbers import MAX_DIGITS, whole_number
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.text import MAX_DIGITS, nearest, whole_number
 from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction

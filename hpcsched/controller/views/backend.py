@@ -49,12 +49,11 @@ from hpcsched.controller.views.start_estimate import first_waiting, why_words
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.codec import value_to_json
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import FINAL, Job, JobState, Reason
+from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import Link
-from hpcsched.model.numbers import whole_number
 from hpcsched.model.reservation import at
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import TrainingStatus
+from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.snapshot_json import snapshot_to_json
 from hpcsched.shareprobe import problem_of, question

@@ -40,9 +40,8 @@ from hpcsched.lifecycle.events import (
     Suspended,
 )
 from hpcsched.lifecycle.job import CHANGEABLE, OUTPUT_FULL
-from hpcsched.model.exitcode import exit_words
 from hpcsched.model.hostlist import compress_hostlist
-from hpcsched.model.job import Job
+from hpcsched.model.job import Job, exit_words
 from hpcsched.model.resources import Share
 from hpcsched.model.units import format_time_s
 from hpcsched.sched.explain.sentences import plural

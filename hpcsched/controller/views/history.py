@@ -19,9 +19,8 @@ from hpcsched.api.identity import Asker
 from hpcsched.api.jobview import job_view, jobs_text, json_text
 from hpcsched.api.views import step_view, training_view
 from hpcsched.errors import RequestError
-from hpcsched.model.job import MAX_COMPONENTS, Job, components_of
-from hpcsched.model.numbers import number, whole_number
-from hpcsched.model.training import TrainingStatus
+from hpcsched.model.job import MAX_COMPONENTS, Job, TrainingStatus, components_of
+from hpcsched.model.text import number, whole_number
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import StepRecord
 from hpcsched.store.engine import open_read_only

@@ -26,7 +26,7 @@ from hpcsched.listing.table import DIM, painted
 from hpcsched.listing.text import split_list
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, components_of
-from hpcsched.model.numbers import whole_number
+from hpcsched.model.text import whole_number
 from hpcsched.state.cluster import ClusterState
 
 # ----- cached rows of the queue's text: only rows of changed jobs are formatted again

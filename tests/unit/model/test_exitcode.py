@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcsched.model.exitcode import exit_words, signal_of
+from hpcsched.model.job import exit_words, signal_of
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from hpcsched.errors import ConfigError, UnavailableError
 from hpcsched.lifecycle.events import Allocated, Started, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason, Refusal
+from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
-from hpcsched.model.training import RankFailure
 from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store import columns, schema
 from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch, reading

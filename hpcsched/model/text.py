@@ -1,10 +1,12 @@
-"""Numbers that people and programs write, read within bounds: the one place where text becomes a number.
+"""Numbers and names that people and programs write. Numbers are read within bounds, and nowhere else.
 
 `make lint` refuses a bare ``int(text)`` elsewhere: Python reads thousands of digits, slowly, and no table holds them.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from math import isfinite
 
 from hpcnode.wire import gate
@@ -31,3 +33,9 @@ def number(text: str, what: str = "") -> float:
     if not isfinite(found):
         raise RequestError(f"cannot read {what or 'a number'}: {text[:40]!r} is not a number")
     return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean that?)`` if something known is much like `name`, else ""."""
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
