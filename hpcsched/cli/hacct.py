@@ -6,6 +6,7 @@ The grammar is sacct's. Columns are as wide as their content unless a width is g
 
 from __future__ import annotations
 
+import os
 import pwd
 import sys
 import time
@@ -13,11 +14,16 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import run_command
+from hpcsched.cli.errors import FAILED, run_command
 from hpcsched.cli.output import clean, fitted, print_json
-from hpcsched.cli.render.acct_fields import HistoryColumn, HistoryRow, columns_of, field_names, job_rows
+from hpcsched.cli.render.acct_fields import HistoryColumn, HistoryRow, columns_of, field_names, job_rows, slurms_columns
+from hpcsched.cli.render.slurm_json import print_accounting
+from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
+from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
+from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.listing.jobs import index_ranges
 from hpcsched.listing.states import parse_states
 from hpcsched.listing.table import columns
 from hpcsched.model.dates import parse_when
@@ -62,40 +68,18 @@ COMMAND = Command(
 )
 
 
-class HistoryStyle(
-    namedtuple(
-        "HistoryStyle",
-        "run fields columns fixed since_s everybody print_json jobs",
-        defaults=(
-            DEFAULT_FIELDS,
-            tuple,
-            False,
-            lambda now_s: now_s - DAY_S,
-            False,
-            print_json,
-            lambda jobs, words: jobs,
-        ),
-    )
-):
-    """The differences between hacct and sacct.
-
-    `fields` are the default columns, `since_s` the start of the default period.
-    """
+class HistoryStyle(namedtuple("HistoryStyle", "fields columns fixed since_s everybody print_json jobs")):
+    """The differences between hacct and sacct."""
 
     __slots__ = ()
 
-    run: Callable[[Callable[[Words], int], Sequence[str] | None], int]
-    fields: str
+    fields: str  # the default columns
     columns: Callable[[], Sequence[HistoryColumn]]  # other columns than those of hacct, if any
     fixed: bool  # columns have the widths of sacct, not of their content
-    since_s: Callable[[float], float]
+    since_s: Callable[[float], float]  # the start of the default period
     everybody: bool  # without a user, show the jobs of all users
     print_json: Callable[[Json], object]
     jobs: Callable[[list[Json], Words], list[Json]]  # the jobs found, as they are shown
-
-
-def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
-    return run_command(COMMAND, work, argv)
 
 
 def _with_names(jobs: list[Json], words: Words) -> list[Json]:
@@ -113,12 +97,20 @@ def _ended_by(job: Json) -> str | None:
         return str(uid)
 
 
-NATIVE = HistoryStyle(_run, OUR_FIELDS, jobs=_with_names)
+NATIVE = HistoryStyle(
+    fields=OUR_FIELDS,
+    columns=tuple,
+    fixed=False,
+    since_s=lambda now_s: now_s - DAY_S,
+    everybody=False,
+    print_json=print_json,
+    jobs=_with_names,
+)
 
 
-def main(argv: Sequence[str] | None = None, style: HistoryStyle = NATIVE) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return style.run(lambda words: _work(words, style), argv)
+    return run_command(COMMAND, lambda words: _work(words, NATIVE), argv)
 
 
 def _work(words: Words, style: HistoryStyle) -> int:
@@ -292,3 +284,106 @@ def _in_width(column: HistoryColumn, text: str) -> str:
         return text
     cut = text if len(text) <= column.width else text[: column.width - 1] + "+"
     return fitted(cut, column.width, right=column.right)
+
+
+# ----- sacct: Slurm's columns and widths; root sees the jobs of all users, and a day begins at midnight
+
+
+SACCT_BRIEF = "JobID,State,ExitCode"
+SACCT_LONG = (
+    "JobID,JobIDRaw,JobName,Partition,MaxVMSize,MaxVMSizeNode,MaxVMSizeTask,AveVMSize,MaxRSS,MaxRSSNode,MaxRSSTask,AveRSS,"
+    "MaxPages,MaxPagesNode,MaxPagesTask,AvePages,MinCPU,MinCPUNode,MinCPUTask,AveCPU,NTasks,AllocCPUS,Elapsed,State,ExitCode,"
+    "AveCPUFreq,ReqCPUFreqMin,ReqCPUFreqMax,ReqCPUFreqGov,ReqMem,ConsumedEnergy,MaxDiskRead,MaxDiskReadNode,MaxDiskReadTask,"
+    "AveDiskRead,MaxDiskWrite,MaxDiskWriteNode,MaxDiskWriteTask,AveDiskWrite,ReqTRES,AllocTRES,TRESUsageInAve,TRESUsageInMax"
+)
+
+# fmt: off
+SACCT = Face(Command(
+    "sacct",
+    ("[OPTIONS]",),
+    "Show jobs and their steps from the history.",
+    (
+        *with_names(COMMAND.options, "accounts allocations allusers delimiter endtime format helpformat jobs json name "
+                    "nodelist noheader parsable parsable2 partition qos starttime state units user"),
+        Option("array", help="show each waiting task of an array on a line of its own"),
+        Option("brief", "b", help=f"show {SACCT_BRIEF}"),
+        Option("long", "l", help="show nearly all columns"),
+        HELP,
+        VERSION,
+    ),
+    accepted=(*ELSEWHERE, Option("allclusters", "L"), Option("associations", "x", "LIST"),
+              Option("duplicates", "D"), Option("truncate", "T"), Option("verbose", "v"), Option("completion", "c"),
+              Option("whole-hetjob", "", "YES", bare=""), Option("use-local-uid"), Option("wckeys", "W", "LIST"),
+              Option("yaml"), Option("usage"), Option("gid", "g", "LIST", aliases=("group",)), Option("flags", "F", "LIST"),
+              Option("batch-script", "B"), Option("env-vars"), Option("federated"), Option("nnodes", "i", "N"),
+              Option("ncpus", "I", "N"), Option("reason", "R", "LIST"), Option("file", "f", "FILE")),
+), "sacct: error: slurmdbd")
+# fmt: on
+
+
+def sacct(argv: Sequence[str] | None = None) -> int:
+    """Run sacct and return its exit status."""
+    return run_face(SACCT, _work_sacct, argv)
+
+
+def _work_sacct(words: Words) -> int:
+    if "format" not in words.given and os.environ.get("SACCT_FORMAT"):
+        words.given["format"] = [os.environ["SACCT_FORMAT"]]
+    for option, text in (("brief", SACCT_BRIEF), ("long", SACCT_LONG)):
+        if words.has(option):
+            words.given.setdefault("format", [text])
+    known = {name.lower() for name in field_names(_sacct_columns())}
+    for name in (word.partition("%")[0] for word in split_list(",".join(words.given.get("format", ())))):
+        if name.lower() not in known:
+            raise RequestError(f'Invalid field requested: "{name[:60]}"')
+    if "RUNNING" in parse_states(words.listed("state")):
+        words.given["state"].append(",".join(_RUNNING))
+    try:
+        return _work(words, SACCT_STYLE)
+    except NotFoundError as error:
+        print(f"sacct: fatal: Bad job/step specified: {str(error).partition(': ')[2]}", file=sys.stderr)
+        return FAILED
+
+
+def _sacct_columns() -> Sequence[HistoryColumn]:
+    return slurms_columns(os.environ.get("SLURM_CLUSTER_NAME", ""))
+
+
+def _midnight_s(now_s: float) -> float:
+    return time.mktime((*time.localtime(now_s)[:3], 0, 0, 0, 0, 0, -1))
+
+
+def _slurms(jobs: list[Json], words: Words) -> list[Json]:
+    """Return the jobs with the states of Slurm's accounting.
+
+    Waiting tasks of an array are one: ``10_[3-9%2]``.
+    """
+    made = [job | {"state": _RUNNING.get(job["state"], job["state"])} for job in jobs]
+    folds: dict[int, list[Json]] = {}
+    for job in () if words.has("array") else made:
+        if job["state"] == "PENDING" and job["array_task_id"] is not None and not job["restarts"]:
+            folds.setdefault(job["array_job_id"], []).append(job)
+    first = {tasks[0]["id"]: _folded(tasks) for tasks in folds.values() if len(tasks) > 1}
+    rest = {job["id"] for tasks in folds.values() for job in tasks[1:]}
+    return [first.get(job["id"], job) for job in made if job["id"] not in rest]
+
+
+_RUNNING = {"CONFIGURING": "RUNNING", "COMPLETING": "RUNNING"}  # what sacct knows of a job that has not ended
+
+
+def _folded(tasks: list[Json]) -> Json:
+    first = tasks[0]
+    limit = f"%{first['array_limit']}" if first["array_limit"] else ""
+    indices = index_ranges([task["array_task_id"] for task in tasks])
+    return first | {"id": first["array_job_id"], "display_id": f"{first['array_job_id']}_[{indices}{limit}]"}
+
+
+SACCT_STYLE = HistoryStyle(
+    fields=DEFAULT_FIELDS,
+    columns=_sacct_columns,
+    fixed=True,
+    since_s=_midnight_s,
+    everybody=os.getuid() == 0,
+    print_json=lambda answer: print_accounting(answer, own_cluster()),
+    jobs=_slurms,
+)

@@ -1,4 +1,4 @@
-"""halloc: allocates nodes to a job while a command, by default a shell, runs on this machine.
+"""halloc and salloc: allocate nodes to a job while a command, by default a shell, runs on this machine.
 
 The command has the environment of the job, so that `hrun` starts steps on its nodes. When the command or halloc ends, the job
 ends; when the job is ended (time limit, hcancel), the command gets SIGHUP. The options are those of `hrun` that request a job.
@@ -24,6 +24,7 @@ import hpcsched
 from hpcnode.commands import options as stepoptions
 from hpcnode.commands import slurm_text
 from hpcnode.commands.hrun import IMMEDIATE_S
+from hpcnode.commands.srun import SLURM_VERSION
 from hpcnode.os import account as user
 from hpcnode.os import rlimits
 from hpcnode.wire import protocol, sockets
@@ -123,6 +124,7 @@ Face = namedtuple(
     "Face", "name version usage_code refused"
 )  # refused: the first words about a refused job, from the error
 HALLOC = Face("halloc", None, 2, lambda text: "")
+SALLOC = Face("salloc", f"slurm {SLURM_VERSION}", 1, slurm_text.of_allocation)
 
 
 class HallocError(Exception):
@@ -150,6 +152,11 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
         return _Allocation(face, values, command).run()
     except (HallocError, HpcschedError, user.UserError, sockets.NotFound, protocol.WireError) as error:
         return _complain(face, str(error), 1)
+
+
+def salloc(argv: Sequence[str] | None = None) -> int:
+    """Run salloc and return its exit status."""
+    return main(argv, SALLOC)
 
 
 def hold_for_step() -> int:

@@ -1,4 +1,4 @@
-"""hcancel in its own process: with --interactive it asks before each job. The rest is `hpcsched.commands.cancel`."""
+"""hcancel and scancel in their own process: --interactive asks before each job. The rest is `hpcsched.commands.cancel`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hpcsched import client
 from hpcsched.cli.errors import complain, run_command
 from hpcsched.cli.output import clean
 from hpcsched.cli.process import finish, own_call
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
-from hpcsched.commands.cancel import HCANCEL, CancelRequest, end, meant_by
+from hpcsched.commands.cancel import HCANCEL, SCANCEL, CancelRequest, end, meant_by
 from hpcsched.commands.options import FAILED, Words
 from hpcsched.listing.states import ENDED_STATES
 
@@ -21,6 +22,11 @@ COMMAND = HCANCEL
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     return run_command(HCANCEL, work, argv)
+
+
+def scancel(argv: Sequence[str] | None = None) -> int:
+    """Run scancel and return its exit status."""
+    return run_face(SCANCEL, lambda words: work(words, slurms=True), argv)
 
 
 def work(words: Words, *, slurms: bool = False) -> int:

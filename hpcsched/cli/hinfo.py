@@ -1,4 +1,4 @@
-"""hinfo: partitions and nodes: free resources, and why and since when nodes are down.
+"""hinfo and sinfo: partitions and nodes: free resources, and why and since when nodes are down.
 
 Like in sinfo, a row is the nodes of a partition in one state; nodes that are down or drained are also grouped by reason and
 time.
@@ -6,18 +6,31 @@ time.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.output import bar, clean, date_text, print_json, wants_colour
-from hpcsched.cli.render.node_fields import FIELDS, avail_text, groups_of
+from hpcsched.cli.render.node_fields import FIELDS, NodeGroup, avail_text, groups_of
+from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
 from hpcsched.errors import NotFoundError
-from hpcsched.listing.formats import Look, cell_text, format_lines, header_text, parse_long, parse_percent
+from hpcsched.listing.formats import (
+    Cell,
+    FormatField,
+    Look,
+    cell_text,
+    format_lines,
+    header_text,
+    parse_long,
+    parse_percent,
+)
 from hpcsched.listing.table import DIM, GREEN, RED, YELLOW, columns
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_mem, format_time_s
@@ -71,13 +84,13 @@ def _work(words: Words) -> int:
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one node write -N -n NODE")
     if words.has("reservation"):
-        return _show_reservations(words)
+        return _show_reservations(words, as_json=words.has("json"))
     wanted = _wanted_states(words)
     answer = client.call("GET", "/v1/nodes")
     partitions = client.call("GET", "/v1/partitions")["partitions"]
     if words.has("partition"):
         partitions = _chosen(partitions, words.listed("partition"))
-    nodes = [node for node in answer["nodes"] if _is_shown(node, words, partitions, wanted)]
+    nodes = [node for node in answer["nodes"] if node["state"] in wanted and _is_named(node, words, partitions)]
     if words.has("json"):
         print_json({**answer, "partitions": partitions, "nodes": nodes})
         return 0
@@ -109,9 +122,9 @@ def _formatted(words: Words, partitions: Sequence[Partition], nodes: Sequence[No
     return columns([header_text(cell) for cell in shown] if header else [], rows)
 
 
-def _show_reservations(words: Words) -> int:
+def _show_reservations(words: Words, *, as_json: bool) -> int:
     answer = hctl.fetch([])
-    if words.has("json"):
+    if as_json:
         print_json(answer)
     elif answer["reservations"]:
         sys.stdout.write(hctl.table(answer["reservations"], header=not words.has("noheader")))
@@ -138,12 +151,11 @@ def _chosen(partitions: Sequence[Partition], names: Sequence[str]) -> list[Parti
     return [partition for partition in partitions if partition["name"] in names]
 
 
-def _is_shown(node: Node, words: Words, partitions: Sequence[Partition], states: frozenset[str]) -> bool:
+def _is_named(node: Node, words: Words, partitions: Sequence[Partition]) -> bool:
+    """Return whether --nodes and --partition, if they are given, select the node."""
     if words.has("nodes") and node["name"] not in expand_hostlist(",".join(words.given["nodes"])):
         return False
-    if words.has("partition") and not any(node["name"] in partition["nodes"] for partition in partitions):
-        return False
-    return node["state"] in states
+    return not words.has("partition") or any(node["name"] in partition["nodes"] for partition in partitions)
 
 
 def why_text(node: Node) -> str:
@@ -255,3 +267,172 @@ def _reasons(nodes: Sequence[Node], header: bool) -> str:
         groups.setdefault((why, by, date_text(since_s, "unknown"), node["state"]), []).append(node["name"])
     rows = [[why, by, since, state, compress_hostlist(names)] for (why, by, since, state), names in groups.items()]
     return columns(["REASON", "USER", "TIMESTAMP", "STATE", "NODELIST"] if header else [], rows)
+
+
+# ----- sinfo: partitions and nodes in Slurm's format
+
+
+SINFO_FORMAT = "%9P %.5a %.10l %.6D %.6t %N"
+SINFO_LONG = "%9P %.5a %.10l %.10s %.4r %.8h %.10g %.6D %.11T %.11i %N"
+SINFO_SUMMARY = "%9P %.5a %.10l %.16F %N"
+SINFO_NODES = "%N %.6D %P %6t"
+SINFO_NODES_LONG = "%N %.6D %P %.11T %.4c %.8z %.6m %.8d %.6w %.8f %20E"
+SINFO_REASONS = "%20E %9u %19H %N"
+SINFO_REASONS_LONG = "%20E %12U %19H %6t %N"
+_WIDE = ("nodelist", "partition")  # of -N: as wide as the content
+_DEAD = ("DOWN", "UNKNOWN")
+
+# fmt: off
+SINFO = Face(Command(
+    "sinfo",
+    ("[OPTIONS]",),
+    "Show partitions and nodes.",
+    (
+        *with_names(COMMAND.options, "Format format json list-reasons long Node nodes noheader partition reservation "
+                    "states summarize"),
+        Option("all", "a", help="show all partitions (always so)"),
+        Option("dead", "d", help="show nodes that do not answer"),
+        Option("exact", "e", help="do not group nodes that differ in numbers"),
+        Option("iterate", "i", "SECONDS", "show anew every SECONDS until interrupted"),
+        Option("responding", "r", help="show nodes that answer"),
+        Option("sort", "S", "LIST", "sort by these columns"),
+        Option("verbose", "v", help="say more"),
+        HELP_LONG,
+        VERSION,
+    ),
+    accepted=(*ELSEWHERE, Option("hide"), Option("future", "F"), Option("yaml"), Option("usage")),
+), "slurm_load_partitions")
+# fmt: on
+
+
+def sinfo(argv: Sequence[str] | None = None) -> int:
+    """Run sinfo and return its exit status."""
+    return run_face(SINFO, lambda words: look_again(words, _look_sinfo), argv)
+
+
+def _look_sinfo(words: Words) -> int:
+    if words.has("reservation"):
+        return _show_reservations(words, as_json=False)
+    header = not words.has("noheader")
+    cells = _sinfo_cells(words)
+    answer = client.call("GET", "/v1/nodes")
+    partitions = client.call("GET", "/v1/partitions")["partitions"]
+    if words.has("partition"):
+        wanted = words.listed("partition")
+        partitions = [partition for partition in partitions if partition["name"] in wanted]
+    nodes = [node for node in answer["nodes"] if _is_shown_by_sinfo(node, words, partitions)]
+    if words.has("json"):
+        from hpcsched.cli.render.slurm_json import print_nodes  # polling does not need it
+
+        print_nodes(nodes)
+        return 0
+    groups = groups_of(cells, partitions, nodes, each=words.has("Node") or words.has("exact"))
+    groups = _sorted([group for group in groups if group.nodes or not _narrows(words)], words)
+    look = Look(answer["now_s"], os.environ.get("SLURM_TIME_FORMAT", ""))
+    if words.has("long") and header:
+        print(time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(look.now_s)))
+    for line in format_lines(_fitted(cells, groups, words, look), groups, look, header=header):
+        print(line)
+    return 0
+
+
+def _sinfo_cells(words: Words) -> list[Cell]:
+    """Return the cells of the given format, or of the default format for the requested list."""
+    if words.has("Format"):
+        return parse_long(words.last("Format"), FIELDS)
+    long = words.has("long")
+    text = words.last("format")
+    if not text and words.has("summarize"):
+        text = SINFO_SUMMARY
+    elif not text and words.has("list-reasons"):
+        text = SINFO_REASONS_LONG if long else SINFO_REASONS
+    elif not text and words.has("Node"):
+        text = SINFO_NODES_LONG if long else SINFO_NODES
+    elif not text:
+        text = os.environ.get("SINFO_FORMAT", "") or (SINFO_LONG if long else SINFO_FORMAT)
+    return parse_percent(text, FIELDS)
+
+
+def _fitted(cells: Sequence[Cell], groups: Sequence[NodeGroup], words: Words, look: Look) -> Sequence[Cell]:
+    """Return the cells; the first columns of -N become as wide as their content."""
+    if not words.has("Node") or words.has("format") or words.has("Format"):
+        return cells
+    made = []
+    for cell in cells:
+        if cell.field is not None and not cell.width and cell.field.name in _WIDE:
+            texts = [cell_text(cell, group, look) for group in groups]
+            cell = cell._replace(width=max(map(len, [header_text(cell), *texts])))
+        made.append(cell)
+    return made
+
+
+def _narrows(words: Words) -> bool:
+    return any(words.has(name) for name in ("nodes", "states", "dead", "responding", "list-reasons"))
+
+
+_SLURMS_STATES = {
+    "comp": (), "completing": (), "drain": ("DRAINED", "DRAINING"), "drng": ("DRAINING",), "fail": (), "failing": (),
+    "future": (), "maint": ("MAINT",), "resv": ("RESERVED",), "no_respond": _DEAD, "npc": (), "perfctrs": (), "planned": (),
+    "power_down": (), "powering_down": (), "powered_down": (), "powering_up": (), "power_up": (), "reboot": (), "cloud": (),
+    "error": (), "inval": (), "block": (), "blocked": (), "unk": ("UNKNOWN",), "alloc": ("ALLOCATED",), "mix": ("MIXED",),
+}  # fmt: skip
+
+
+def _is_shown_by_sinfo(node: Json, words: Words, partitions: Sequence[Json]) -> bool:
+    if not _is_named(node, words, partitions):
+        return False
+    if words.has("dead") and node["link"] == "up" or words.has("responding") and node["link"] != "up":
+        return False
+    if words.has("list-reasons") and not (node["drained"] or node["state"] == "DOWN"):
+        return False
+    wanted = words.listed("states")
+    return not wanted or any(_is_in(node, word) for word in wanted)
+
+
+def _is_in(node: Json, word: str) -> bool:
+    """Return whether a node is in state `word`, in Slurm's syntax: a name or its beginning.
+
+    ``all``; ``a&b``.
+    """
+    if "&" in word:
+        return all(_is_in(node, part) for part in word.split("&"))
+    plain = word.lower().rstrip("*~#!%$@^-+")
+    if plain == "all":
+        return True
+    states = _SLURMS_STATES.get(plain)
+    if states is None:
+        states = tuple(state for state in STATES if plain and state.lower().startswith(plain))
+        if not states:
+            raise UsageError(f"Bad state string: {word[:60]}")
+    return node["state"] in states
+
+
+def _text_of(field: FormatField) -> Callable[[NodeGroup], str]:
+    return lambda group: field.text(group, Look(0.0))
+
+
+def _sorted(groups: Sequence[NodeGroup], words: Words) -> list[NodeGroup]:
+    """Return the lines in the requested order.
+
+    By default by partition, unavailable nodes first, like sinfo.
+    """
+    made = list(groups)
+    keys = words.listed("sort") or ([] if words.has("Node") else ["-st"])
+    for word in reversed(keys):
+        name = word.lstrip("#+-")
+        field = next((field for field in FIELDS if name and name in (field.letter, field.name)), None)
+        if field is None:
+            raise UsageError(f"Invalid sort specification: {word[:60]}")
+        if word == "-st":
+            order = {id(group.partition): at for at, group in reversed(list(enumerate(groups)))}
+            made.sort(key=lambda group: (order[id(group.partition)], _rank(group)))
+        else:
+            made.sort(key=_text_of(field), reverse="-" in word)
+    return made
+
+
+_RANKS = ("DOWN", "UNKNOWN", "DRAINED", "DRAINING", "MAINT", "RESERVED", "MIXED", "ALLOCATED", "IDLE")
+
+
+def _rank(group: NodeGroup) -> int:
+    return _RANKS.index(group.nodes[0]["state"]) if group.nodes else 0

@@ -1,4 +1,4 @@
-"""hprio: the priorities of waiting jobs and their factors, like sprio.
+"""hprio and sprio: the priorities of waiting jobs and their factors.
 
 One column for each factor with a weight, or for all with --long: weighted, so that they add up to the priority, or with
 --norm before weighting, from 0 to 1.
@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.output import clean, print_json
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.listing.formats import FormatField, Look, format_lines, parse_percent
 from hpcsched.listing.table import columns
 
@@ -162,3 +164,30 @@ def _cell(job: Json, name: str, *, norm: bool) -> str:
 
 def _tres(parts: Json, shape: str = "{:g}") -> str:
     return ",".join(f"{name}={shape.format(part)}" for name, part in parts.items()) or "-"
+
+
+SPRIO = Face(
+    COMMAND._replace(
+        name="sprio", accepted=(*ELSEWHERE, Option("sort", "S", "LIST"), Option("verbose", "v"), Option("usage"))
+    ),
+    "slurm_load_jobs error",
+)
+_LETTERS = {"age": "A", "assoc": "B", "fairshare": "F", "size": "J", "partition": "P", "qos": "Q", "tres": "T"}
+_NORMALISED = {ord(letter): letter.lower() for letter in ("Y", *_LETTERS.values())}
+
+
+def sprio(argv: Sequence[str] | None = None) -> int:
+    """Run sprio and return its exit status."""
+    return run_face(SPRIO, lambda words: show(words, _sprio_format), argv)
+
+
+def _sprio_format(words: Words, weights: Json) -> str:
+    """Return sprio's columns: the factors with a weight, or all with --long.
+
+    Source: sprio of Slurm 23.02.
+    """
+    whose = " %.8u" if words.has("long") else ""
+    letters = [letter for name, letter in _LETTERS.items() if words.has("long") or weights.get(name)]
+    factors = "".join(f" %.{20 if letter == 'T' else 10}{letter}" for letter in letters)
+    text = f"%.15i %9r{whose} %.10Y %.10S{factors}"
+    return text.translate(_NORMALISED) if words.has("norm") else text

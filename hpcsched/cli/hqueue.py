@@ -1,4 +1,6 @@
-"""hqueue in its own process: what the controller cannot answer as text, which are --watch, --steps, --json and --help.
+"""hqueue and squeue in their own process: what the controller cannot answer as text.
+
+These are --watch, --iterate, --steps, --json and --help.
 
 The rest is `hpcsched.commands.queue`, the same code for the controller and for here.
 """
@@ -14,11 +16,13 @@ from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.output import is_terminal, print_json
 from hpcsched.cli.process import finish, own_call
+from hpcsched.cli.render.slurm_json import print_jobs
 from hpcsched.cli.render.steps import print_steps
+from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
 from hpcsched.commands.call import Call, Collected
 from hpcsched.commands.options import Words
-from hpcsched.commands.queue import HQUEUE, WATCH_S, filters, one_job, show
+from hpcsched.commands.queue import HQUEUE, SQUEUE, WATCH_S, filters, one_job, show, show_slurm, slurm_filters
 
 COMMAND = HQUEUE
 
@@ -64,3 +68,16 @@ def _one(reference: str) -> Json:
     hidden = ("script", "script_args", "env")
     answer["jobs"] = [{key: job[key] for key in job if key not in hidden} for job in answer["jobs"]]
     return answer
+
+
+def squeue(argv: Sequence[str] | None = None) -> int:
+    """Run squeue and return its exit status."""
+    return run_face(SQUEUE, lambda words: look_again(words, _look_squeue), argv)
+
+
+def _look_squeue(words: Words) -> int:
+    if words.has("json"):
+        return print_jobs(client.call("GET", client.query("/v1/jobs", strict="0", **slurm_filters(words, own_call()))))
+    if words.has("steps"):
+        return print_steps(words)
+    return finish(show_slurm(words, own_call()))

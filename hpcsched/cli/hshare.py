@@ -1,4 +1,4 @@
-"""hshare: the tree of accounts and users with their shares and usage, like sshare.
+"""hshare and sshare: the tree of accounts and users with their shares and usage.
 
 Raw usage is in billing seconds (hpcsched.toml has the price of each resource), after decay.
 """
@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.output import clean, fitted, print_json
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.listing.table import columns
 
 COMMAND = Command(
@@ -147,3 +149,21 @@ def _cell(line: Json, name: str, width: int) -> str:
     if name == "Account":
         text = " " * line["depth"] + text
     return fitted(text, width) if width else text
+
+
+SSHARE = Face(
+    COMMAND._replace(
+        name="sshare", accepted=(*ELSEWHERE, Option("partition", "m"), Option("verbose", "v"), Option("usage"))
+    ),
+    "sshare: error",
+)
+# Source: sshare of Slurm 23.02.
+SSHARE_WIDTHS = {
+    "Account": 20, "User": 10, "RawShares": 10, "NormShares": 11, "RawUsage": 11, "NormUsage": 11, "EffectvUsage": 13,
+    "FairShare": 10, "LevelFS": 10,
+}  # fmt: skip
+
+
+def sshare(argv: Sequence[str] | None = None) -> int:
+    """Run sshare and return its exit status."""
+    return run_face(SSHARE, lambda words: show(words, SSHARE_WIDTHS), argv)

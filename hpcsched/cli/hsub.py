@@ -1,4 +1,4 @@
-"""hsub in its own process: what waits, asks or reads many files (--wait, --test-only, --dry-run, --each), and help.
+"""hsub and sbatch in their own process: what waits, asks or reads many files (--wait, --test-only, --dry-run, --each), and help.
 
 The rest is `hpcsched.commands.submit`, the same code for the controller and for here.
 """
@@ -18,9 +18,10 @@ from hpcsched.cli.process import finish, own_call, work_dir
 from hpcsched.client import Json
 from hpcsched.commands.call import Call
 from hpcsched.commands.options import UsageError, option_lines
-from hpcsched.commands.slurm import SLURM_VERSION
+from hpcsched.commands.slurm import SLURM_VERSION, usage_text
 from hpcsched.commands.submit import (
     HSUB,
+    SBATCH,
     STDIN,
     Options,
     Setup,
@@ -232,3 +233,12 @@ def _print(jobs: Sequence[Json], *, quiet: bool, parsable: bool) -> None:
     elif not quiet:
         sys.stdout.writelines(f"Submitted batch job {job['job_id']}\n" for job in jobs)
     sys.stdout.flush()
+
+
+def sbatch(argv: Sequence[str] | None = None) -> int:
+    """Run sbatch, which is hsub with Slurm's messages, and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--usage"]:
+        sys.stdout.write(usage_text(SBATCH.name, OPTIONS, "script [args...]"))
+        return 0
+    return main(words, SBATCH)

@@ -27,13 +27,13 @@ TYPE_CHECKING = False  # type checkers know the name; typing's own costs a comma
 if TYPE_CHECKING:
     from typing import Any
 
-COMMANDS = {
+MODULES = {  # command -> the module with its whole code, in a function `main` or with Slurm's name
     "hsub": "hpcsched.cli.hsub",
     "hqueue": "hpcsched.cli.hqueue",
     "hcancel": "hpcsched.cli.hcancel",
-    "sbatch": "hpcsched.cli.slurm.sbatch",
-    "squeue": "hpcsched.cli.slurm.squeue",
-    "scancel": "hpcsched.cli.slurm.scancel",
+    "sbatch": "hpcsched.cli.hsub",
+    "squeue": "hpcsched.cli.hqueue",
+    "scancel": "hpcsched.cli.hcancel",
 }
 REQUEST_ID = "HPCSCHED_REQUEST_ID"  # of a submission whose answer was lost: the whole command sends it again
 MAX_SCRIPT_BYTES = 256 << 10
@@ -59,7 +59,8 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def _whole(name: str, argv: Sequence[str]) -> int:
-    status: int = importlib.import_module(COMMANDS[name]).main(argv)
+    module = importlib.import_module(MODULES[name])
+    status: int = getattr(module, name if name.startswith("s") else "main")(argv)
     return status
 
 

@@ -48,7 +48,7 @@ def imported(module: str) -> set[str]:
 
 def module_of(name: str) -> str:
     """Return the module of a command, of ours or with a name of Slurm's."""
-    return slurm_path.COMMANDS[name] if name in slurm_path.COMMANDS else SCRIPTS[name].partition(":")[0]
+    return (slurm_path.COMMANDS.get(name) or SCRIPTS[name]).partition(":")[0]
 
 
 @pytest.mark.parametrize("name", [*FAST, *slurm_path.COMMANDS])

@@ -24,7 +24,10 @@ from hpcsched.jobscript import options as jobscript
 
 SHELLS = ("bash", "zsh", "fish")
 _TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hsh", "hshare", "hsim", "htunnel", "hwhy")
-_SLURMS = ("sacct", "sattach", "scancel", "scontrol", "sinfo", "sprio", "squeue", "sshare", "sstat")
+_SLURMS = {
+    "sacct": "hacct", "sattach": "slurm.sattach", "scancel": "hcancel", "scontrol": "slurm.scontrol", "sinfo": "hinfo",
+    "sprio": "hprio", "squeue": "hqueue", "sshare": "hshare", "sstat": "slurm.sstat",
+}  # fmt: skip
 _TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "hsh", "htunnel", "hwhy", "sattach", "scancel", "scontrol")
 
 # Commands that list the possible values of an option when the key is pressed.
@@ -91,7 +94,8 @@ def install_for(shell: str, environ: os._Environ[str] | dict[str, str]) -> Path:
 def commands() -> list[Completed]:
     """Return all commands with the options that their help shows."""
     found = [_of_table(importlib.import_module(f"hpcsched.cli.{name}").COMMAND) for name in _TABLES]
-    found += [_of_table(importlib.import_module(f"hpcsched.cli.slurm.{name}").FACE.command) for name in _SLURMS]
+    for name, module in _SLURMS.items():
+        found.append(_of_table(getattr(importlib.import_module(f"hpcsched.cli.{module}"), name.upper()).command))
     for name in ("hsub", "sbatch"):
         given = tuple((one.name, one.short, one.takes_value, one.help) for one in jobscript.OPTIONS)
         found.append(Completed(name, given))

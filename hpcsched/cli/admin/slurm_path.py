@@ -19,19 +19,19 @@ import click
 import hpcsched
 from hpcsched.errors import ConfigError
 
-# Slurm's name -> the module with its main().
+# Slurm's name -> its module, and the function there if it is not main.
 COMMANDS = {
     "sbatch": "hpcsched.cli.thin",
     "squeue": "hpcsched.cli.thin",
     "scancel": "hpcsched.cli.thin",
-    "sacct": "hpcsched.cli.slurm.sacct",
-    "sinfo": "hpcsched.cli.slurm.sinfo",
+    "sacct": "hpcsched.cli.hacct:sacct",
+    "sinfo": "hpcsched.cli.hinfo:sinfo",
     "scontrol": "hpcsched.cli.slurm.scontrol",
     "srun": "hpcnode.commands.srun",
-    "salloc": "hpcsched.cli.slurm.salloc",
+    "salloc": "hpcsched.cli.halloc:salloc",
     "sacctmgr": "hpcsched.cli.slurm.sacctmgr",
-    "sshare": "hpcsched.cli.slurm.sshare",
-    "sprio": "hpcsched.cli.slurm.sprio",
+    "sshare": "hpcsched.cli.hshare:sshare",
+    "sprio": "hpcsched.cli.hprio:sprio",
     "sdiag": "hpcsched.cli.slurm.sdiag",
     "sstat": "hpcsched.cli.slurm.sstat",
     "sreport": "hpcsched.cli.slurm.sreport",
@@ -105,21 +105,22 @@ def _fill(directory: Path) -> None:
 
 def _files() -> dict[str, bytes]:
     """Return the content of each program. The compiled ones leave to ``hpcsched-command`` what needs Python."""
-    files = {name: _script(module).encode() for name, module in COMMANDS.items()}
+    files = {name: _script(place).encode() for name, place in COMMANDS.items()}
     try:
         program = (Path(sysconfig.get_path("scripts")) / "hsub").read_bytes()
     except OSError:
         program = b""
     if program.startswith(b"\x7fELF"):
         files |= dict.fromkeys(COMPILED, program)
-        files["hpcsched-command"] = _script("hpcsched.cli.thin", "whole").encode()
+        files["hpcsched-command"] = _script("hpcsched.cli.thin:whole").encode()
     return files
 
 
-def _script(module: str, function: str = "main") -> str:
+def _script(place: str) -> str:
+    module, _, function = place.partition(":")
     python = sys.executable
     first_line = f"#!{python} -ES"
     if len(first_line) > LONGEST_FIRST_LINE or " " in python:
         # For a shell this is a command that never returns, for Python a string.
         first_line = f"#!/bin/sh\n'''exec' \"{python}\" -ES \"$0\" \"$@\"\n' '''"
-    return SCRIPT.format(first_line=first_line, roots=_roots(), module=module, function=function)
+    return SCRIPT.format(first_line=first_line, roots=_roots(), module=module, function=function or "main")

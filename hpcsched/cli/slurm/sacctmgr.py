@@ -194,7 +194,7 @@ RECORDS: dict[str, Callable[[], list[Json]]] = {
     "wckey": _none,
 }
 
-FACE = Face(
+SACCTMGR = Face(
     Command(
         "sacctmgr",
         ("[OPTIONS] show|list assoc|account|user|qos|cluster|tres|reservation [NAME=VALUE...] [format=LIST]",),
@@ -258,7 +258,7 @@ _ALIASES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SACCTMGR, _work, argv)
 
 
 def _work(words: Words) -> int:

@@ -18,7 +18,7 @@ from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError, UnavailableError
 
-FACE = Face(
+SATTACH = Face(
     Command(
         "sattach",
         ("[OPTIONS] JOB.STEP",),
@@ -41,7 +41,7 @@ FACE = Face(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SATTACH, _work, argv)
 
 
 def _work(words: Words) -> int:

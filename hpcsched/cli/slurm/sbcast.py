@@ -13,7 +13,7 @@ from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean
 
-FACE = Face(
+SBCAST = Face(
     Command(
         "sbcast",
         ("[OPTIONS] SOURCE DESTINATION",),
@@ -42,7 +42,7 @@ FACE = Face(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SBCAST, _work, argv)
 
 
 def _work(words: Words) -> int:

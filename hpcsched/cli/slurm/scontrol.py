@@ -33,7 +33,7 @@ from hpcsched.steps.layout import tasks_per_node_text
 
 POLL_S = 1.0
 
-FACE = Face(
+SCONTROL = Face(
     Command(
         "scontrol",
         ("[OPTIONS] COMMAND [WORD...]",),
@@ -62,7 +62,7 @@ FACE = Face(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SCONTROL, _work, argv)
 
 
 def _work(words: Words) -> int:
@@ -95,7 +95,7 @@ def _prompt(words: Words) -> int:
                 status, last = _run(command, words), line
         except (HpcschedError, ValueError) as error:
             text, status = (
-                explained("scontrol", error, FACE.contact) if isinstance(error, HpcschedError) else (str(error), 1)
+                explained("scontrol", error, SCONTROL.contact) if isinstance(error, HpcschedError) else (str(error), 1)
             )
             print(text, file=sys.stderr)
 

@@ -21,7 +21,7 @@ from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.model.cron import MAX_TEXT_BYTES, CronLine, parse_crontab
 
-FACE = Face(
+SCRONTAB = Face(
     Command(
         "scrontab",
         ("[-u user] <file>", "[-u user] [ -e | -l | -r ]"),
@@ -45,7 +45,7 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SCRONTAB, _work, argv)
 
 
 def _work(words: Words) -> int:

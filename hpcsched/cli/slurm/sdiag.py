@@ -14,7 +14,7 @@ from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES
 
-FACE = Face(
+SDIAG = Face(
     Command(
         "sdiag",
         ("[OPTIONS]",),
@@ -34,7 +34,7 @@ FACE = Face(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SDIAG, _work, argv)
 
 
 def _work(words: Words) -> int:

@@ -19,7 +19,7 @@ from hpcsched.errors import NotFoundError
 from hpcsched.listing.text import clean
 from hpcsched.model.units import format_time_s
 
-FACE = Face(
+SEFF = Face(
     Command(
         "seff",
         ("[Options] <Jobid>",),
@@ -38,7 +38,7 @@ _UNITS = ("KB", "MB", "GB", "TB", "PB", "EB")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SEFF, _work, argv)
 
 
 def _work(words: Words) -> int:

@@ -18,7 +18,7 @@ from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 
-FACE = Face(
+SGATHER = Face(
     Command(
         "sgather",
         ("[OPTIONS] SOURCE DESTINATION",),
@@ -46,7 +46,7 @@ FACE = Face(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SGATHER, _work, argv)
 
 
 def _work(words: Words) -> int:

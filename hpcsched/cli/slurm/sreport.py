@@ -22,7 +22,7 @@ from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.model.dates import parse_when
 
-FACE = Face(
+SREPORT = Face(
     Command(
         "sreport",
         (
@@ -93,7 +93,7 @@ class Period(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SREPORT, _work, argv)
 
 
 def _work(words: Words) -> int:

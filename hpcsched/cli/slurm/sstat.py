@@ -16,7 +16,7 @@ from hpcsched.listing.text import clean, fitted
 
 FIELDS = "JobID,MaxVMSize,MaxRSS,AveRSS,AveCPU,NTasks,TRESUsageInAve,TRESUsageInMax,TRESUsageInTot"
 
-FACE = Face(
+SSTAT = Face(
     Command(
         "sstat",
         ("[OPTIONS] -j JOB[.STEP],...",),
@@ -40,7 +40,7 @@ FACE = Face(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(SSTAT, _work, argv)
 
 
 def _work(words: Words) -> int:

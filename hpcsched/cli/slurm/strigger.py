@@ -15,7 +15,7 @@ from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.model.hostlist import expand_hostlist
 
-FACE = Face(
+STRIGGER = Face(
     Command(
         "strigger",
         (
@@ -56,7 +56,7 @@ _EVENTS = ("fini", "time", "down", "up", "drained")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, _work, argv)
+    return run_face(STRIGGER, _work, argv)
 
 
 def _work(words: Words) -> int:

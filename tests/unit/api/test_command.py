@@ -25,13 +25,15 @@ from fake_api import FakeApi, queue_answer, running, task  # noqa: E402
 from hpcsched.api import command, web  # noqa: E402
 from hpcsched.api.identity import Asker  # noqa: E402
 from hpcsched.cli import hcancel, hqueue, hsub, thin  # noqa: E402
-from hpcsched.cli.slurm import sbatch, scancel, squeue  # noqa: E402
 from hpcsched.commands.call import OwnProcessError  # noqa: E402
 from hpcsched.errors import NotFoundError, RequestError  # noqa: E402
 from hpcsched.model.codec import spec_to_json  # noqa: E402
 from hpcsched.model.spec import JobSpec  # noqa: E402
 
-WHOLE = {"hsub": hsub, "sbatch": sbatch, "hqueue": hqueue, "squeue": squeue, "hcancel": hcancel, "scancel": scancel}
+WHOLE = {
+    "hsub": hsub.main, "sbatch": hsub.sbatch, "hqueue": hqueue.main, "squeue": hqueue.squeue, "hcancel": hcancel.main,
+    "scancel": hcancel.scancel,
+}  # fmt: skip
 ACCEPTED = {"version": 1, "jobs": [{"job_id": 5, "tasks": 1}], "notes": []}
 JOBS = [running(), *[task(20, index) for index in (1, 2)]]
 REFUSED = [
@@ -144,7 +146,7 @@ def by_itself(name: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]
     before = len(fake.asked)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(STDIN.encode())))
-        status = WHOLE[name].main(list(argv))
+        status = WHOLE[name](list(argv))
     said = capsys.readouterr()
     jobs = [body["jobs"][0] for route, _, body in fake.asked[before:] if route == "POST /v1/submit"]
     return status, said.out, said.err, [one for one in jobs if one["name"] != "refused"]

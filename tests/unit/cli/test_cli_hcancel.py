@@ -11,7 +11,6 @@ from fake_api import FakeApi, ended, job, running
 
 from hpcsched import client
 from hpcsched.cli import hcancel
-from hpcsched.cli.slurm import scancel
 
 NOTHING: dict[str, Any] = {"jobs": [], "filters": {}, "signal": None, "batch": False, "full": False}
 UNKNOWN = {"job": "99", "error": "Invalid job id specified: 99", "kind": "NotFoundError"}
@@ -51,7 +50,7 @@ def test_an_unknown_id_is_an_error_unless_the_face_or_the_user_tolerates_it(
     assert hcancel.main(["99"]) == 1
     assert capsys.readouterr().err == "hcancel: error: Invalid job id specified: 99\n"
     assert hcancel.main(["-Q", "99"]) == 0
-    assert scancel.main(["99"]) == 0
+    assert hcancel.scancel(["99"]) == 0
     assert capsys.readouterr().err == ""
 
 

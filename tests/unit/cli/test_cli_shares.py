@@ -11,7 +11,6 @@ from unit.controller.cluster import ANN, BOB, Cluster
 
 from hpcsched import client
 from hpcsched.cli import hprio, hshare
-from hpcsched.cli.slurm import sprio, sshare
 from hpcsched.controller.views.accounts import priority_views, share_views
 from hpcsched.model.accounting import Account, Accounting, Qos, UserRules
 
@@ -131,7 +130,7 @@ def test_what_hshare_cannot_show_is_refused(
 def test_sprio_has_sprios_columns(answers: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     answers.submit(ANN, ntasks=2, qos="mid")
     answers.tick(6.0)
-    assert sprio.main([]) == 0
+    assert hprio.sprio([]) == 0
     header, line = capsys.readouterr().out.splitlines()
     assert header == (
         "          JOBID PARTITION   PRIORITY       SITE        AGE      ASSOC  FAIRSHARE  PARTITION        QOS"
@@ -143,7 +142,7 @@ def test_sprio_has_sprios_columns(answers: Cluster, capsys: pytest.CaptureFixtur
         "50",
         "cpu=50",
     ]
-    assert sprio.main(["-n", "-l"]) == 0
+    assert hprio.sprio(["-n", "-l"]) == 0
     header, line = capsys.readouterr().out.splitlines()
     assert header.split()[2:] == [
         "USER",
@@ -158,18 +157,18 @@ def test_sprio_has_sprios_columns(answers: Cluster, capsys: pytest.CaptureFixtur
         "TRES",
     ]
     assert line.split()[3].startswith("0.0000")
-    assert sprio.main(["-h", "-o", "%i %r"]) == 0
+    assert hprio.sprio(["-h", "-o", "%i %r"]) == 0
     assert capsys.readouterr().out == "2 main\n"
 
 
 def test_sshare_has_sshares_columns(answers: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sshare.main(["-A", "physics", "-a"]) == 0
+    assert hshare.sshare(["-A", "physics", "-a"]) == 0
     header, rule, account, user = capsys.readouterr().out.split("\n")[:4]
     assert header == "Account                    User  RawShares  NormShares    RawUsage  EffectvUsage  FairShare "
     assert rule == "-------------------- ---------- ---------- ----------- ----------- ------------- ---------- "
     assert account[:32] == "  physics                       "
     assert user[:42] == "   physics                  ann          4"
-    assert sshare.main(["-U", "--format", "Account%256", "--noheader"]) == 0
+    assert hshare.sshare(["-U", "--format", "Account%256", "--noheader"]) == 0
     assert capsys.readouterr().out == f"{'   physics':256} \n"
-    assert sshare.main(["-n", "-P", "-U", "-o", "account,user"]) == 0
+    assert hshare.sshare(["-n", "-P", "-U", "-o", "account,user"]) == 0
     assert capsys.readouterr().out == "physics|ann\n"

@@ -13,8 +13,8 @@ import pytest
 from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step, task
 
 from hpcnode.commands import slurm_text
-from hpcsched.cli import hqueue
-from hpcsched.cli.slurm import sacct, sacctmgr, sbatch, scancel, scontrol, sdiag, sinfo, sprio, squeue, sshare, sstat
+from hpcsched.cli import hacct, hcancel, hinfo, hprio, hqueue, hshare, hsub
+from hpcsched.cli.slurm import sacctmgr, scontrol, sdiag, sstat
 from hpcsched.commands import queue
 from hpcsched.errors import UsageError
 
@@ -22,9 +22,10 @@ Out = pytest.CaptureFixture[str]
 UNKNOWN = {"job": "99", "error": "Invalid job id specified: 99", "kind": "NotFoundError"}
 FOREIGN = {"job": "12", "error": "cannot cancel job 12: it belongs to eve", "kind": "PermissionDeniedError"}
 MAINS: dict[str, Callable[..., int]] = {
-    module.__name__.rpartition(".")[2]: module.main
-    for module in (sacct, sacctmgr, sbatch, scancel, scontrol, sdiag, sinfo, sprio, squeue, sshare, sstat)
-}
+    "sacct": hacct.sacct, "sacctmgr": sacctmgr.main, "sbatch": hsub.sbatch, "scancel": hcancel.scancel,
+    "scontrol": scontrol.main, "sdiag": sdiag.main, "sinfo": hinfo.sinfo, "sprio": hprio.sprio, "squeue": hqueue.squeue,
+    "sshare": hshare.sshare, "sstat": sstat.main,
+}  # fmt: skip
 
 
 def text(lines: str) -> bytes:
@@ -106,7 +107,7 @@ def test_squeue_asks_for_the_lines_that_are_meant(
 ) -> None:
     monkeypatch.setattr("pwd.getpwnam", lambda name: None)  # all have an account here
     api.answers["GET /v1/queue"] = text("a line\n")
-    assert squeue.main(argv) == 0
+    assert hqueue.squeue(argv) == 0
     assert capsys.readouterr() == ("a line\n", "")
     assert api.parameters("GET /v1/queue") == asked
 
@@ -116,7 +117,7 @@ def test_squeue_takes_its_defaults_from_the_environment(api: FakeApi, monkeypatc
     for name, value in {"FORMAT": "%i", "SORT": "i", "STATES": "R", "USERS": "ann", "PARTITION": "a"}.items():
         monkeypatch.setenv(f"SQUEUE_{name}", value)
     monkeypatch.setenv("SLURM_TIME_FORMAT", "standard")
-    assert squeue.main([]) == 0
+    assert hqueue.squeue([]) == 0
     assert api.parameters("GET /v1/queue") == {
         "format": "%i", "order": "i", "state": "RUNNING", "user": "ann", "partition": "a", "time_format": "standard"
     }  # fmt: skip
@@ -124,19 +125,19 @@ def test_squeue_takes_its_defaults_from_the_environment(api: FakeApi, monkeypatc
 
 def test_squeue_of_a_user_whom_nobody_knows_says_so(api: FakeApi, capsys: Out) -> None:
     api.answers["GET /v1/queue"] = text("JOBID\n")
-    assert squeue.main(["-u", "no-such-user,4711"]) == 0
+    assert hqueue.squeue(["-u", "no-such-user,4711"]) == 0
     assert capsys.readouterr() == ("JOBID\n", "squeue: error: Invalid user: no-such-user\n")
 
 
 def test_squeue_of_a_job_that_there_is_not(api: FakeApi, capsys: Out) -> None:
     api.answers["GET /v1/queue"] = (404, {"error": "Invalid job id specified: 99", "kind": "NotFoundError"})
-    assert squeue.main(["-j", "99"]) == 1
+    assert hqueue.squeue(["-j", "99"]) == 1
     assert capsys.readouterr() == ("", "slurm_load_jobs error: Invalid job id specified\n")
 
 
 def test_squeue_as_json_has_slurms_names(api: FakeApi, capsys: Out) -> None:
     api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [running()]}
-    assert squeue.main(["--json"]) == 0
+    assert hqueue.squeue(["--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["jobs"]
     assert (found["job_id"], found["job_state"], found["user_name"], found["nodes"]) == (11, "RUNNING", "ann", "n[1-2]")
     assert found["time_limit"] == {"set": True, "infinite": False, "number": 60}
@@ -145,7 +146,7 @@ def test_squeue_as_json_has_slurms_names(api: FakeApi, capsys: Out) -> None:
 def test_steps_that_run(api: FakeApi, capsys: Out) -> None:
     steps = [step("batch", ended_at_s=None), step("0", name="train", ended_at_s=None, state="RUNNING"), step("1")]
     api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": [running() | {"steps": steps}]}
-    for main in (squeue.main, hqueue.main):
+    for main in (hqueue.squeue, hqueue.main):
         assert main(["-s", "-h"]) == 0
         assert capsys.readouterr().out == (
             "       11.batch    batch      main      ann      8:20 n1\n           11.0    train      main      ann      8:20 n1\n"
@@ -168,9 +169,9 @@ def test_sbatch_prints_one_line_or_the_id(
     manners = {"parsable": True, "quiet": False, "verbose": False}
     api.answers["POST /v1/submit"] = lambda body, given: answer | ({"manners": manners} if "words" in body else {})
     api.answers["GET /v1/ping"] = {"cluster": "lab"}
-    assert sbatch.main(["--wckey=submitit", "--wrap", "true"]) == 0
-    assert sbatch.main(["--parsable", "--wrap", "true"]) == 0
-    assert sbatch.main(["--parsable", "-M", "lab", "--wrap", "true"]) == 0
+    assert hsub.sbatch(["--wckey=submitit", "--wrap", "true"]) == 0
+    assert hsub.sbatch(["--parsable", "--wrap", "true"]) == 0
+    assert hsub.sbatch(["--parsable", "-M", "lab", "--wrap", "true"]) == 0
     assert capsys.readouterr() == ("Submitted batch job 5\n5\n5;lab\n", "")
     assert api.requests("POST /v1/submit")[0]["jobs"][0]["submit_line"] == "sbatch --wckey=submitit --wrap true"
 
@@ -190,7 +191,7 @@ def test_sbatch_says_why_it_was_refused_in_slurms_words_and_in_ours(
     refusal: str, phrase: str, api: FakeApi, capsys: Out
 ) -> None:
     api.answers["POST /v1/submit"] = (400, {"error": refusal, "kind": "RequestError"})
-    assert sbatch.main(["--wrap", "true"]) == 1
+    assert hsub.sbatch(["--wrap", "true"]) == 1
     assert (
         capsys.readouterr().err == f"sbatch: error: Batch job submission failed: {phrase}\nsbatch: error: {refusal}\n"
     )
@@ -206,7 +207,7 @@ def test_sbatch_says_in_slurms_words_what_is_wrong_with_a_script(
     if script is not None:
         Path("job.sh").write_text(script)
     api.answers["POST /v1/submit"] = (400, {"error": "read here", "kind": "RequestError"})
-    assert sbatch.main(["job.sh"]) == 1
+    assert hsub.sbatch(["job.sh"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert lines[0] == f"sbatch: error: {first or 'Batch job submission failed: ' + slurm_text.of_job('')}"
@@ -250,16 +251,16 @@ def test_srun_has_slurms_words_for_what_is_refused(job_id: int, error: str, says
 def test_scancel_refuses_what_is_no_job_id(api: FakeApi, capsys: Out) -> None:
     unknown = {"job": "abc", "kind": "NotFoundError", "error": "Invalid job id specified: abc"}
     api.answers["POST /v1/cancel"] = {"jobs": [], "errors": [unknown]}
-    assert scancel.main(["abc"]) == 1
+    assert hcancel.scancel(["abc"]) == 1
     assert capsys.readouterr() == ("", "scancel: error: Invalid job id abc\n")
 
 
 def test_scancel_is_silent_of_what_there_is_not(api: FakeApi, capsys: Out) -> None:
     api.answers["POST /v1/cancel"] = {"jobs": [], "errors": [UNKNOWN]}
-    assert scancel.main(["99", "--signal", "USR1"]) == 0
+    assert hcancel.scancel(["99", "--signal", "USR1"]) == 0
     assert capsys.readouterr() == ("", "")
     assert api.requests("POST /v1/cancel")[-1]["signal"] == "USR1"
-    assert scancel.main(["-v", "99"]) == 0
+    assert hcancel.scancel(["-v", "99"]) == 0
     assert capsys.readouterr().err == (
         "scancel: Terminating job 99\nscancel: error: Kill job error on job id 99: Invalid job id specified\n"
     )
@@ -267,15 +268,15 @@ def test_scancel_is_silent_of_what_there_is_not(api: FakeApi, capsys: Out) -> No
 
 def test_scancel_fails_where_it_may_not(api: FakeApi, capsys: Out) -> None:
     api.answers["POST /v1/cancel"] = {"jobs": [], "errors": [FOREIGN]}
-    assert scancel.main(["12"]) == 1
+    assert hcancel.scancel(["12"]) == 1
     assert capsys.readouterr().err == "scancel: error: Kill job error on job id 12: Access/permission denied\n"
-    assert scancel.main([]) == 1
+    assert hcancel.scancel([]) == 1
     assert capsys.readouterr().err == "scancel: error: No job identification provided\n"
 
 
 def test_scancel_narrows_by_what_scancel_narrows_by(api: FakeApi) -> None:
     api.answers["POST /v1/cancel"] = {"jobs": [], "errors": []}
-    assert scancel.main(["-u", "ann", "-t", "PD", "-A", "x", "-w", "n[1-2]", "-q", "y", "-R", "r", "--name=z"]) == 0
+    assert hcancel.scancel(["-u", "ann", "-t", "PD", "-A", "x", "-w", "n[1-2]", "-q", "y", "-R", "r", "--name=z"]) == 0
     assert api.requests("POST /v1/cancel")[0]["filters"] == {
         "user": "ann", "state": "PENDING", "account": "x", "node": "n1,n2", "qos": "y", "reservation": "r", "name": "z"
     }  # fmt: skip
@@ -290,7 +291,7 @@ def history(api: FakeApi, *jobs: dict[str, Any]) -> None:
 
 def test_sacct_has_sacct_widths_and_a_space_behind_each(api: FakeApi, capsys: Out) -> None:
     history(api, ended(name="longer than ten", account="physics") | {"steps": [step("batch", name="batch")]})
-    assert sacct.main([]) == 0
+    assert hacct.sacct([]) == 0
     assert capsys.readouterr().out == (
         "JobID           JobName  Partition    Account  AllocCPUS      State ExitCode \n"
         "------------ ---------- ---------- ---------- ---------- ---------- -------- \n"
@@ -314,12 +315,12 @@ def test_sacct_has_sacct_widths_and_a_space_behind_each(api: FakeApi, capsys: Ou
 )  # fmt: skip
 def test_sacct_in_the_shapes_that_clients_ask_for(argv: list[str], line: str, api: FakeApi, capsys: Out) -> None:
     history(api, ended())
-    assert sacct.main(argv) == 0
+    assert hacct.sacct(argv) == 0
     assert capsys.readouterr().out == line + "\n"
 
 
 def test_sacct_knows_every_column_of_sacct(capsys: Out) -> None:
-    assert sacct.main(["--helpformat"]) == 0
+    assert hacct.sacct(["--helpformat"]) == 0
     names = capsys.readouterr().out.split()
     assert {"JobIDRaw", "AdminComment", "TRESUsageInTot", "MaxVMSize", "Cluster", "QOSRAW", "WCKey"} <= set(names)
     assert names == sorted(names, key=str.lower)
@@ -327,18 +328,18 @@ def test_sacct_knows_every_column_of_sacct(capsys: Out) -> None:
 
 def test_sacct_shows_only_those_that_are_asked_for(api: FakeApi, capsys: Out) -> None:
     history(api, ended(10, account="a", partition="x"), ended(11, account="b", partition="y"), ended(12, account="b"))
-    assert sacct.main(["-XnP", "-o", "JobID", "-A", "b", "-r", "y"]) == 0
-    assert sacct.main(["-XnP", "-o", "JobID", "-N", "n7"]) == 0
-    assert sacct.main(["-XnP", "-o", "JobID", "-j", "10,12"]) == 0
+    assert hacct.sacct(["-XnP", "-o", "JobID", "-A", "b", "-r", "y"]) == 0
+    assert hacct.sacct(["-XnP", "-o", "JobID", "-N", "n7"]) == 0
+    assert hacct.sacct(["-XnP", "-o", "JobID", "-j", "10,12"]) == 0
     assert capsys.readouterr().out == "11\n10\n12\n"
-    assert sacct.main(["-XnP", "-S1970-01-01-00:00:01", "-E", "now", "-a"]) == 0
+    assert hacct.sacct(["-XnP", "-S1970-01-01-00:00:01", "-E", "now", "-a"]) == 0
     assert float(api.parameters("GET /v1/history")["start_s"]) == 1.0
 
 
 def test_sacct_json_is_what_clients_of_23_02_read(api: FakeApi, capsys: Out) -> None:
     history(api, ended() | {"steps": [step("0")]})
     api.answers["GET /v1/ping"] = {"cluster": "lab"}
-    assert sacct.main(["--json"]) == 0
+    assert hacct.sacct(["--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["jobs"]
     assert (found["job_id"], found["state"]["current"], found["cluster"]) == (10, "FAILED", "lab")
     assert found["exit_code"]["return_code"]["number"] == 3
@@ -388,12 +389,12 @@ def nodes(api: FakeApi) -> FakeApi:
     ],
 )  # fmt: skip
 def test_sinfo(argv: list[str], lines: list[str], nodes: FakeApi, capsys: Out) -> None:
-    assert sinfo.main(argv) == 0
+    assert hinfo.sinfo(argv) == 0
     assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_sinfo_refuses_a_state_that_there_is_not(nodes: FakeApi, capsys: Out) -> None:
-    assert sinfo.main(["-t", "busy"]) == 1
+    assert hinfo.sinfo(["-t", "busy"]) == 1
     assert "Bad state string: busy" in capsys.readouterr().err
 
 
@@ -541,7 +542,7 @@ def test_sacctmgr_lists_accounts_and_changes_nothing(api: FakeApi, capsys: Out) 
 
 def test_usage_errors_cross_the_wire_as_such(api: FakeApi, capsys: Out) -> None:
     api.answers["GET /v1/queue"] = (400, {"error": "Invalid sort specification: x", "kind": UsageError.__name__})
-    assert squeue.main(["-S", "x"]) == 1
+    assert hqueue.squeue(["-S", "x"]) == 1
     assert capsys.readouterr().err == "squeue: error: Invalid sort specification: x\n"
 
 
@@ -549,9 +550,9 @@ def test_sacct_has_slurm_s_states_and_an_array_s_waiting_tasks_as_one(api: FakeA
     tasks = [task(20, index) | {"steps": []} for index in (1, 2, 5)]
     jobs = [running(state="COMPLETING") | {"steps": []}, running(12, state="CONFIGURING") | {"steps": []}, *tasks]
     api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": jobs}
-    assert sacct.main(["-nPa", "-o", "JobID,JobIDRaw,State"]) == 0
+    assert hacct.sacct(["-nPa", "-o", "JobID,JobIDRaw,State"]) == 0
     assert capsys.readouterr().out.split() == ["11|11|RUNNING", "12|12|RUNNING", "20_[1-2,5%2]|20|PENDING"]
-    assert sacct.main(["-nPa", "--array", "-o", "JobID", "-s", "R,PD"]) == 0
+    assert hacct.sacct(["-nPa", "--array", "-o", "JobID", "-s", "R,PD"]) == 0
     assert capsys.readouterr().out.split() == ["11", "12", "20_1", "20_2", "20_5"]
     asked = api.parameters("GET /v1/history")["state"].split(",")
     assert sorted(asked) == ["COMPLETING", "CONFIGURING", "PENDING", "RUNNING"]
@@ -560,9 +561,11 @@ def test_sacct_has_slurm_s_states_and_an_array_s_waiting_tasks_as_one(api: FakeA
 def test_sacct_shows_what_a_step_has_read_and_written(api: FakeApi, capsys: Out) -> None:
     moved = step("0", ntasks=2, disk_read_bytes=3 * 2**20, disk_write_bytes=999)
     api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": [ended() | {"steps": [moved]}]}
-    assert sacct.main(["-nP", "-j", "10.0", "-o", "JobID,AveDiskRead,MaxDiskWrite,TRESUsageInTot,TRESUsageOutAve"]) == 0
+    assert (
+        hacct.sacct(["-nP", "-j", "10.0", "-o", "JobID,AveDiskRead,MaxDiskWrite,TRESUsageInTot,TRESUsageOutAve"]) == 0
+    )
     assert capsys.readouterr().out == "10.0|1.50M|499.50|cpu=00:01:00,fs/disk=3145728,mem=20480K|fs/disk=499\n"
-    assert sacct.main(["-nP", "-j", "10.0", "-o", "AveDiskRead", "--units=K"]) == 0
+    assert hacct.sacct(["-nP", "-j", "10.0", "-o", "AveDiskRead", "--units=K"]) == 0
     assert capsys.readouterr().out == "1536K\n"
 
 
@@ -570,7 +573,7 @@ def test_a_step_that_is_named_is_shown_alone(api: FakeApi, capsys: Out) -> None:
     steps = [step("batch"), step("0"), step("1")]
     api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": [ended() | {"steps": steps}]}
     for named, shown in (("10.1", "10.1"), ("10.batch,10.0", "10.batch 10.0"), ("10,10.1", "10 10.batch 10.0 10.1")):
-        assert sacct.main(["-nP", "-o", "JobID", "-j", named]) == 0
+        assert hacct.sacct(["-nP", "-o", "JobID", "-j", named]) == 0
         assert capsys.readouterr().out.split() == shown.split()
 
 
@@ -581,7 +584,7 @@ def test_nodes_and_partitions_as_json_have_slurm_s_names(api: FakeApi, capsys: O
     drained = node("n2", state="DRAINED", drained=True, drained_why="fan", drained_by="ann", drained_at_s=NOW_S)
     api.answers["GET /v1/nodes"] = {"now_s": NOW_S, "nodes": [idle, drained]}
     api.answers["GET /v1/partitions"] = {"partitions": [partition("main", ["n1", "n2"], max_time_s=3600)]}
-    for command in (lambda: sinfo.main(["--json"]), lambda: scontrol.main(["show", "node", "--json"])):
+    for command in (lambda: hinfo.sinfo(["--json"]), lambda: scontrol.main(["show", "node", "--json"])):
         assert command() == 0
         answer = json.loads(capsys.readouterr().out)
         first, second = answer["nodes"]
@@ -606,5 +609,5 @@ def test_nodes_and_partitions_as_json_have_slurm_s_names(api: FakeApi, capsys: O
 )
 def test_what_sacct_cannot_show_it_says_in_slurm_s_words(argv: list[str], says: str, api: FakeApi, capsys: Out) -> None:
     api.answers["GET /v1/jobs"] = (404, {"error": "Invalid job id specified: no one", "kind": "NotFoundError"})
-    assert sacct.main(argv) == 1
+    assert hacct.sacct(argv) == 1
     assert capsys.readouterr().err.endswith(says)

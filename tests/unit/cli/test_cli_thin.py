@@ -34,7 +34,7 @@ def bins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind in ("python", "c"):
         bin_dir = made[kind] = base / kind
         bin_dir.mkdir()
-        programs = {"hpcsched-command": "whole"} | ({} if kind == "c" else dict.fromkeys(thin.COMMANDS, "main"))
+        programs = {"hpcsched-command": "whole"} | ({} if kind == "c" else dict.fromkeys(thin.MODULES, "main"))
         for name, function in programs.items():
             text = (
                 f"#!{sys.executable}\nimport sys\nsys.path[:0] = {ROOTS!r}\nfrom hpcsched.cli.thin import {function}\n"
@@ -47,7 +47,7 @@ def bins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         checked = [*words, "-fsanitize=address,undefined", "-fno-sanitize-recover"]
         if subprocess.run(checked, capture_output=True, timeout=60, check=False).returncode:  # no library for it
             subprocess.run(words, check=True, timeout=60)
-        for name in thin.COMMANDS:
+        for name in thin.MODULES:
             if name != "hsub":
                 (base / "c" / name).symlink_to("hsub")
     return made

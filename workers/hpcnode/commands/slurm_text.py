@@ -9,7 +9,7 @@ Sources: slurm_errno.c, and ``--help`` of the commands of Slurm 22.05 and 23.02.
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Sequence, Tuple
+from collections.abc import Iterable, Sequence
 
 # (part of our text in lower case, Slurm's text)
 _OF_JOBS = (
@@ -61,7 +61,7 @@ def of_step(job_id: int, text: str) -> str:
     return "Unable to create step for job %d: %s" % (job_id, _found(text, _OF_STEPS, _OTHER_STEP))
 
 
-def _found(text: str, phrases: Sequence[Tuple[str, str]], otherwise: str) -> str:
+def _found(text: str, phrases: Sequence[tuple[str, str]], otherwise: str) -> str:
     lowered = text.lower()
     return next((slurms for ours, slurms in phrases if ours in lowered), otherwise)
 
@@ -85,7 +85,7 @@ _GPUS = (
 )
 _REST = (_CONSTRAINTS, _CONSUMABLE, _CORES, _GPUS, ("Help options", "help usage"), ("Other options", "version"))
 
-ORDER: Dict[str, Tuple[Tuple[str, str], ...]] = {
+ORDER: dict[str, tuple[tuple[str, str], ...]] = {
     "sbatch": ((_RUN, """
         array account bb bbf begin comment cpu-freq cpus-per-task dependency deadline delay-boot chdir error export
         export-file get-user-env gid gres gres-flags hold ignore-pbs input job-name no-kill licenses clusters container
@@ -166,7 +166,7 @@ ORDER: Dict[str, Tuple[Tuple[str, str], ...]] = {
 }  # fmt: skip
 
 
-def groups(command: str, names: Iterable[str]) -> List[Tuple[str, List[str]]]:
+def groups(command: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Return (heading, options), limited to `names`.
 
     A command that Slurm lacks keeps its own order.
@@ -183,7 +183,7 @@ def groups(command: str, names: Iterable[str]) -> List[Tuple[str, List[str]]]:
     return found
 
 
-def ordered(command: str, names: Iterable[str]) -> List[str]:
+def ordered(command: str, names: Iterable[str]) -> list[str]:
     """Return the options in Slurm's order."""
     return [name for _, group in groups(command, names) for name in group]
 
