@@ -16,7 +16,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.api.views import VERSION, training_view, why_waiting
 from hpcsched.jobscript.dependency import terms_text
 from hpcsched.lifecycle.clocks import cut_at_s, ran_s, suspended_s
-from hpcsched.listing.states import SPECIAL_EXIT, shown_state
+from hpcsched.listing.jobs import SPECIAL_EXIT, shown_state
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.resources import Share

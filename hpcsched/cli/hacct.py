@@ -1,4 +1,4 @@
-"""hacct and sacct: jobs and their steps from the history: how they ended, how long they ran, what they used.
+"""hacct, sacct and seff: jobs and their steps from the history: how they ended, how long they ran, what they used.
 
 The grammar is sacct's. Columns are as wide as their content unless a width is given (``State%20``, ``%-20`` aligns left);
 --parsable2 is for programs.
@@ -6,6 +6,7 @@ The grammar is sacct's. Columns are as wide as their content unless a width is g
 
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 import sys
@@ -14,20 +15,28 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import FAILED, run_command
-from hpcsched.cli.output import clean, fitted, print_json
-from hpcsched.cli.render.acct_fields import HistoryColumn, HistoryRow, columns_of, field_names, job_rows, slurms_columns
+from hpcsched.cli.output import print_json, run_command
+from hpcsched.cli.render.acct_fields import (
+    HistoryColumn,
+    HistoryRow,
+    columns_of,
+    cpu_part,
+    field_names,
+    job_rows,
+    mem_part,
+    slurms_columns,
+)
 from hpcsched.cli.render.slurm_json import print_accounting
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
-from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
+from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, split_list
+from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, Face, with_names
 from hpcsched.errors import NotFoundError, RequestError
-from hpcsched.listing.jobs import index_ranges
-from hpcsched.listing.states import parse_states
-from hpcsched.listing.table import columns
+from hpcsched.listing.jobs import index_ranges, parse_states
+from hpcsched.listing.text import clean, columns, fitted
 from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.units import format_time_s
 
 DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
 OUR_FIELDS = f"{DEFAULT_FIELDS},Start,End,Elapsed,Meaning"
@@ -387,3 +396,104 @@ SACCT_STYLE = HistoryStyle(
     print_json=lambda answer: print_accounting(answer, own_cluster()),
     jobs=_slurms,
 )
+
+
+# ----- seff: the figures of --eff in the format of Slurm's ``contribs/seff``
+
+
+SEFF = Face(
+    Command(
+        "seff",
+        ("[Options] <Jobid>",),
+        "Show how much of its cpus and memory a job used.",
+        (
+            Option("debug", "d", help="show the job's record as the controller has it as well"),
+            HELP,
+            Option("version", "v", help="show the version"),
+        ),
+        accepted=(VERSION,),
+    ),
+    "seff: error",
+)
+_SEFF_UNITS = ("KB", "MB", "GB", "TB", "PB", "EB")
+
+
+def seff(argv: Sequence[str] | None = None) -> int:
+    """Run seff and return its exit status."""
+    return run_face(SEFF, _work_seff, argv)
+
+
+def _work_seff(words: Words) -> int:
+    if len(words.operands) != 1:
+        raise UsageError("cannot tell which job: name one: seff JOBID")
+    job = _seff_job(words.operands[0])
+    if words.has("debug"):
+        print(f"Slurm data: {clean(job)}\n")
+    print("\n".join(seff_lines(job, own_cluster())))
+    return 0
+
+
+def _seff_job(reference: str) -> Json:
+    number, _, task = reference.partition("_")
+    if not number.isdigit() or (task and not task.isdigit()):
+        raise NotFoundError(f"{INVALID_JOB}: {reference[:60]}")
+    jobs = client.call("GET", client.query("/v1/history", id=number))["jobs"]
+    wanted = [job for job in jobs if reference in (str(job["id"]), job["display_id"])] or jobs
+    if not wanted:
+        raise NotFoundError(f"{INVALID_JOB}: {reference}")
+    return wanted[0]
+
+
+def seff_lines(job: Json, cluster: str) -> list[str]:
+    """Return the seff_lines for a job of the API's history."""
+    found = [f"Job ID: {job['id']}"]
+    if job["array_job_id"] is not None:
+        found.append(f"Array Job ID: {job['array_job_id']}_{job['array_task_id']}")
+    found += [f"Cluster: {cluster}", f"User/Group: {job['user']}/{_group_of(job['uid'])}", _state_line(job)]
+    cores, nodes = job["num_cpus"], max(1, job["num_nodes"])
+    if cores == 1:
+        found.append("Cores: 1")
+    else:
+        found += [f"Nodes: {nodes}", f"Cores per node: {cores // nodes}"]
+    if job["started_at_s"] is None:
+        return [*found, f"Efficiency not available for jobs in the {job['state']} state."]
+    walltime_s = job["elapsed_s"] * cores
+    cpu = cpu_part(job) or 0.0
+    memory, most_kib = mem_part(job) or 0.0, (job["mem_mib"] or 0) * 1024
+    estimated = " (estimated maximum)" if (job["num_tasks"] or 1) > 1 else ""
+    found += [
+        f"CPU Utilized: {_clock(cpu * walltime_s)}",
+        f"CPU Efficiency: {cpu:.2%} of {_clock(walltime_s)} core-walltime",
+        f"Job Wall-clock time: {_clock(job['elapsed_s'])}",
+        f"Memory Utilized: {_size_text(memory * most_kib)}{estimated}",
+        f"Memory Efficiency: {memory:.2%} of {_size_text(most_kib)}",
+    ]
+    if job["ended_at_s"] is None:
+        found.append("WARNING: Efficiency statistics may be misleading for RUNNING jobs.")
+    return found
+
+
+def _group_of(uid: int) -> str:
+    try:
+        return grp.getgrgid(pwd.getpwuid(uid).pw_gid).gr_name
+    except KeyError:
+        return str(uid)
+
+
+def _state_line(job: Json) -> str:
+    if job["exit_code"] is None:
+        return f"State: {job['state']}"
+    code = f"signal {job['exit_signal']}" if job["exit_signal"] else f"exit code {job['exit_code']}"
+    return f"State: {job['state']} ({code})"
+
+
+def _clock(seconds: float) -> str:
+    return format_time_s(round(seconds), full=True)
+
+
+def _size_text(kib: float) -> str:
+    for unit in _SEFF_UNITS[:-1]:
+        if kib < 1024:
+            return f"{kib:.2f} {unit}"
+        kib /= 1024
+    return f"{kib:.2f} {_SEFF_UNITS[-1]}"

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcsched import client
-from hpcsched.cli.errors import complain, run_command
-from hpcsched.cli.output import clean
+from hpcsched.cli.output import complain, run_command
 from hpcsched.cli.process import finish, own_call
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.cancel import HCANCEL, SCANCEL, CancelRequest, end, meant_by
 from hpcsched.commands.options import FAILED, Words
-from hpcsched.listing.states import ENDED_STATES
+from hpcsched.listing.jobs import ENDED_STATES
+from hpcsched.listing.text import clean
 
 COMMAND = HCANCEL
 

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import FAILED, complain, run_command
-from hpcsched.cli.output import clean, date_text, outlive_its_end, print_json
+from hpcsched.cli.output import complain, outlive_its_end, print_json, run_command
 from hpcsched.cli.render import job_fields, show_text
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
+from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.errors import NotFoundError, RequestError
-from hpcsched.listing.table import columns
+from hpcsched.listing.text import clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s
 

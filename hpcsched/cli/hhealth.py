@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 
 from hpcsched import client, paths
-from hpcsched.cli.errors import run_command
-from hpcsched.cli.output import clean, print_json, wants_colour
+from hpcsched.cli.output import print_json, run_command, wants_colour
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import HpcschedError, PermissionDeniedError
@@ -17,7 +16,7 @@ from hpcsched.health import head
 from hpcsched.health import nodes as node_checks
 from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Check, Status, worst
-from hpcsched.listing.table import GREEN, RED, YELLOW, painted
+from hpcsched.listing.text import GREEN, RED, YELLOW, clean, painted
 from hpcsched.shareprobe import ShareProbe, share_probe
 
 JSON_VERSION = 1

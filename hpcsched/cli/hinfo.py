@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli import hctl
-from hpcsched.cli.errors import run_command
-from hpcsched.cli.output import bar, clean, date_text, print_json, wants_colour
+from hpcsched.cli.output import bar, print_json, run_command, wants_colour
 from hpcsched.cli.render.node_fields import FIELDS, NodeGroup, avail_text, groups_of
 from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
@@ -31,7 +30,7 @@ from hpcsched.listing.formats import (
     parse_long,
     parse_percent,
 )
-from hpcsched.listing.table import DIM, GREEN, RED, YELLOW, columns
+from hpcsched.listing.text import DIM, GREEN, RED, YELLOW, clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_mem, format_time_s
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import note, run_command
-from hpcsched.cli.output import clean, when_text
+from hpcsched.cli.output import note, run_command
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import UnavailableError
-from hpcsched.listing.states import ENDED_STATES
+from hpcsched.listing.jobs import ENDED_STATES
+from hpcsched.listing.text import clean, when_text
 
 FOLLOW_WAIT_S = 15.0
 FAR_END_BYTES = 64 << 10

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import run_command
-from hpcsched.cli.output import clean, print_json
+from hpcsched.cli.output import print_json, run_command
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.listing.formats import FormatField, Look, format_lines, parse_percent
-from hpcsched.listing.table import columns
+from hpcsched.listing.text import clean, columns
 
 COMMAND = Command(
     "hprio",

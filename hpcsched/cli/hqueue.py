@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcsched import client
-from hpcsched.cli.errors import run_command
-from hpcsched.cli.output import is_terminal, print_json
+from hpcsched.cli.output import is_terminal, print_json, run_command
 from hpcsched.cli.process import finish, own_call
 from hpcsched.cli.render.slurm_json import print_jobs
-from hpcsched.cli.render.steps import print_steps
 from hpcsched.cli.slurm import look_again, run_face
+from hpcsched.cli.slurm.sstat import print_steps
 from hpcsched.client import Json
 from hpcsched.commands.call import Call, Collected
 from hpcsched.commands.options import Words

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpcnode.commands import hrun
 from hpcsched import client
-from hpcsched.cli.errors import run_command
+from hpcsched.cli.output import run_command
 from hpcsched.commands.options import HELP, VERSION, Command, UsageError, Words
 
 COMMAND = Command(

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import run_command
-from hpcsched.cli.output import clean, fitted, print_json
+from hpcsched.cli.output import print_json, run_command
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
-from hpcsched.listing.table import columns
+from hpcsched.listing.text import clean, columns, fitted
 
 COMMAND = Command(
     "hshare",

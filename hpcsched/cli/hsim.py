@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcsched import client, paths
-from hpcsched.cli.errors import note, run_command
-from hpcsched.cli.output import clean, date_text, print_json
+from hpcsched.cli.output import note, print_json, run_command
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import RequestError
-from hpcsched.listing.table import columns
+from hpcsched.listing.text import clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import Gpu

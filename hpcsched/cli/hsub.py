@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from hpcnode.commands import slurm_text
 from hpcsched import client
-from hpcsched.cli.errors import complain, guarded, note, print_version
-from hpcsched.cli.output import clean, print_json
+from hpcsched.cli.output import complain, guarded, note, print_json, print_version
 from hpcsched.cli.process import finish, own_call, work_dir
 from hpcsched.client import Json
 from hpcsched.commands.call import Call
@@ -36,8 +35,8 @@ from hpcsched.errors import HpcschedError, NotFoundError, RequestError, Unavaila
 from hpcsched.jobscript.layers import is_set, last
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.jobscript.scan import CommandLine
-from hpcsched.listing.states import ENDED_STATES
-from hpcsched.listing.text import start_words
+from hpcsched.listing.jobs import ENDED_STATES
+from hpcsched.listing.text import clean, start_words
 from hpcsched.model.codec import spec_to_json
 
 FIRST_POLL_S = 0.05

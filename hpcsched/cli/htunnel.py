@@ -12,7 +12,7 @@ from typing import NoReturn
 from hpcnode.commands import hrun, tunnel
 from hpcnode.os.loop import READ, Loop, Stream, wake_on_signals
 from hpcsched import client
-from hpcsched.cli.errors import complain, note, run_command
+from hpcsched.cli.output import complain, note, run_command
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import RequestError
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import run_command
-from hpcsched.cli.output import clean, date_text, print_json
+from hpcsched.cli.output import print_json, run_command
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.listing.text import clean, date_text
 
 FEW_NODES = 8
 

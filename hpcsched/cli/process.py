@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from hpcnode.os import rlimits
 from hpcsched import client
-from hpcsched.cli.errors import note
-from hpcsched.cli.output import clean, is_terminal, outlive_its_end, terminal_width
+from hpcsched.cli.output import is_terminal, note, outlive_its_end, terminal_width
 from hpcsched.commands.call import Call, Caller, Json
 from hpcsched.errors import RequestError, UnavailableError
 from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
+from hpcsched.listing.text import clean
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import JobSpec
 

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 
 from hpcnode.os import rlimits
 from hpcsched import client
-from hpcsched.cli.errors import guarded
-from hpcsched.cli.output import terminal_width
+from hpcsched.cli.output import guarded, terminal_width
 from hpcsched.errors import ConfigError, ProtocolError, UnavailableError
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start

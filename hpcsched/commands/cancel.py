@@ -13,7 +13,7 @@ from hpcsched.commands.call import Call, Caller, Json
 from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, read_words, split_list
 from hpcsched.commands.slurm import ELSEWHERE, Face, refuse_other_clusters, with_usage
 from hpcsched.errors import RequestError
-from hpcsched.listing.states import parse_states
+from hpcsched.listing.jobs import parse_states
 from hpcsched.listing.text import clean
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.units import parse_signal, signal_name

@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from hpcsched.commands.call import Call, Caller
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, Words, header_note, read_words
 from hpcsched.commands.slurm import ELSEWHERE, Face, refuse_operands, refuse_other_clusters, with_names, with_usage
-from hpcsched.listing.job_detail import detail_lines
-from hpcsched.listing.states import parse_states
-from hpcsched.listing.table import BOLD, painted
-from hpcsched.listing.text import clean
+from hpcsched.listing.jobs import detail_lines, parse_states
+from hpcsched.listing.text import BOLD, clean, painted
 
 DEFAULT_COLUMNS = "id,partition,name,user,st,time,within,starts,nodes,where"
 LONG_COLUMNS = "id,partition,name,user,state,time,within,starts,nodes,cpus,where"

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from hpcsched.cli.render.screen import ClusterScreen, StoryLine
 from hpcsched.cli.render.training_run import TrainingRun
 from hpcsched.errors import UnavailableError
-from hpcsched.listing.states import ACTIVE_STATES
+from hpcsched.listing.jobs import ACTIVE_STATES
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.sched.explain.sentences import plural
 

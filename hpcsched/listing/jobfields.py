@@ -11,6 +11,7 @@ from collections.abc import Callable
 from hpcsched.listing import formats
 from hpcsched.listing.formats import Cell, FormatField, Look
 from hpcsched.listing.jobs import (
+    ENDED_STATES,
     Job,
     array_text,
     checkpoint_text,
@@ -25,6 +26,7 @@ from hpcsched.listing.jobs import (
     nodes_or_reason,
     rate_text,
     reason,
+    shown_state,
     start_s,
     step_text,
     time_left,
@@ -32,7 +34,6 @@ from hpcsched.listing.jobs import (
     tres_text,
     why,
 )
-from hpcsched.listing.states import ENDED_STATES, shown_state
 from hpcsched.model.units import format_mem, format_time_s
 
 _MAX_PRIORITY = 2**32 - 1

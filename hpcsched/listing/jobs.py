@@ -1,13 +1,14 @@
-"""Facts of a job in a word or two: the reason for its state, its times, its memory.
+"""A job in words: its state, the reason for it, its times, its memory, its progress, and all of it in lines for people.
 
-A job is the JSON object of the API. Knows neither columns nor which jobs are listed.
+A job is the JSON object of the API. Knows neither columns nor which jobs are listed. Source: squeue(1), job states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcsched.listing.states import ENDED_STATES
+from hpcsched.errors import UsageError
+from hpcsched.listing.text import clean, when_text
 from hpcsched.model.units import format_mem, format_time_s
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
@@ -15,6 +16,37 @@ if TYPE_CHECKING:
     from typing import Any
 
 Job = dict[str, "Any"]
+
+
+ENDED_STATES = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL"}
+)
+ACTIVE_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
+STATE_CODES = {
+    "PD": "PENDING", "CF": "CONFIGURING", "R": "RUNNING", "S": "SUSPENDED", "CG": "COMPLETING", "CD": "COMPLETED",
+    "F": "FAILED", "CA": "CANCELLED", "TO": "TIMEOUT", "NF": "NODE_FAIL", "OOM": "OUT_OF_MEMORY", "PR": "PREEMPTED",
+    "DL": "DEADLINE", "BF": "BOOT_FAIL", "SE": "SPECIAL_EXIT",
+}  # fmt: skip
+SPECIAL_EXIT = "SPECIAL_EXIT"  # what a waiting job shows that was requeued so
+
+
+def shown_state(job: Job) -> str:
+    """Return the state of a job, the JSON object of the API, as its users see it."""
+    return SPECIAL_EXIT if job["state"] == "PENDING" and job.get("hold") == "special" else job["state"]
+
+
+def parse_states(words: Sequence[str]) -> list[str]:
+    """Return the names of states given by names or short codes in either case; none for ``all``. Raises UsageError."""
+    states = []
+    for word in words:
+        state = STATE_CODES.get(word.upper(), word.upper())
+        if state == "ALL":
+            return []
+        if state not in STATE_CODES.values():
+            known = ", ".join(f"{name} ({code})" for code, name in STATE_CODES.items())
+            raise UsageError(f"Invalid job state specified: {word[:60]}; there are {known}")
+        states.append(state)
+    return states
 
 
 def is_waiting(job: Job) -> bool:
@@ -172,3 +204,120 @@ def index_ranges(indices: Sequence[int]) -> str:
         else:
             spans.append([index, index])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def detail_lines(job: Job, now_s: float) -> list[str]:
+    """Return the job in lines of a name and a value each; empty values are left out."""
+    facts = [
+        ("state", _detail_state(job)),
+        ("why", why(job) if why(job) != reason(job) else ""),
+        ("start", _detail_start(job, now_s)),
+        ("end" if job["state"] in ENDED_STATES else "time", _detail_end(job, now_s)),
+        ("training", _detail_training(job, now_s)),
+        ("checkpoint", checkpoint_text(job, now_s) if (job.get("training") or {}).get("checkpoint_step") else ""),
+        ("note", (job.get("training") or {}).get("note", "")),
+        ("again", _again(job)),
+        ("preempted", f"by job {job['preempted_by']}" if job.get("preempted_by") else ""),
+        ("suspended", format_time_s(job["suspended_s"]) if job.get("suspended_s") else ""),
+        ("nodes", job["node_list"]),
+        ("asks for" if is_waiting(job) else "has", _resources(job)),
+        ("limit", format_time_s(job["time_limit_s"])),
+        ("partition", job["partition"]),
+        ("account", job["account"]),
+        ("depends on", job["dependency"]),
+        ("deadline", when_text(job["deadline_at_s"], now_s) if job.get("deadline_at_s") else ""),
+        ("in", f"reservation {job['reservation']}" if job.get("reservation") else ""),
+        ("features", job["constraint"]),
+        ("prefers", job.get("prefer", "")),
+        ("switches", str(job["switches"]) if job.get("switches") else ""),
+        ("hints", ", ".join(job.get("hints", ()))),
+        ("submitted", when_text(job["submitted_at_s"], now_s)),
+        ("restarts", str(job["restarts"]) if job["restarts"] else ""),
+        ("command", job["submit_line"] or job["command"] or ""),
+        ("directory", job["work_dir"] or ""),
+        ("output", job["stdout"] or ""),
+        ("errors", (job["stderr"] or "") if job["stderr"] != job["stdout"] else ""),
+        ("comment", job["comment"] or ""),
+    ]
+    title = f"job {job['display_id']}  {clean(job['name'])}  of {clean(job['user'])}"
+    return [title, *(f"  {name:<10} {clean(value)}" for name, value in facts if value)]
+
+
+def _detail_state(job: Job) -> str:
+    if job["state"] in ENDED_STATES:
+        from hpcsched.model.job import exit_words  # imports dataclasses, which take as long as Python's start
+
+        words = exit_words(job["exit_code"] or 0, job["exit_signal"] or 0)
+        return f"{job['state']} (exit code {exit_text(job)}{': ' + words if words else ''}{_because(job)})"
+    return job["state"] + (f" ({reason(job)})" if reason(job) != "None" else "")
+
+
+def _because(job: Job) -> str:
+    return f", {reason(job)}" if reason(job) not in ("None", "NonZeroExitCode") else ""
+
+
+def _detail_start(job: Job, now_s: float) -> str:
+    if not is_waiting(job):
+        return when_text(job["started_at_s"], now_s) if job["started_at_s"] is not None else ""
+    expected_s = job["expected_start_s"]
+    if expected_s is None:
+        return "not known yet"
+    in_text = f" (in {format_time_s(expected_s - now_s)})" if expected_s > now_s else " (now)"
+    return f"about {when_text(expected_s, now_s)}{in_text}"
+
+
+def _detail_end(job: Job, now_s: float) -> str:
+    if is_waiting(job) or job["started_at_s"] is None:
+        return when_text(job["ended_at_s"], now_s) if job["ended_at_s"] is not None else ""
+    ran = f"ran {format_time_s(job['elapsed_s'])}"
+    if job["ended_at_s"] is not None:
+        return f"{when_text(job['ended_at_s'], now_s)} ({ran})"
+    latest_s = end_s(job)
+    runs = format_time_s(job["elapsed_s"])
+    return f"{runs}, ends at {when_text(latest_s, now_s)} at the latest" if latest_s is not None else runs
+
+
+def _detail_training(job: Job, now_s: float) -> str:
+    """Return the progress of a training job, as it reports it."""
+    reported = training(job)
+    if not reported:
+        return ""
+    parts = [f"step {reported['step']}" + (f" of {reported['total_steps']}" if reported["total_steps"] else "")]
+    if is_of_earlier_attempt(job):
+        parts.append(f"of attempt {reported['attempt']} (attempt {job['attempt']} has not reported yet)")
+    if reported["loss"] is not None:
+        parts.append(f"loss {loss_text(job)}")
+    if reported["samples_per_s"] is not None:
+        parts.append(f"{rate_text(job)} samples/s")
+    if reported.get("goodput") is not None:
+        parts.append(f"goodput {goodput_text(job)}")
+    if reported["ends_at_s"] is not None and reported["ends_at_s"] > now_s and job["state"] not in ENDED_STATES:
+        parts.append(
+            f"done at {when_text(reported['ends_at_s'], now_s)} (in {format_time_s(reported['ends_at_s'] - now_s)})"
+        )
+    return ", ".join(parts)
+
+
+def _again(job: Job) -> str:
+    """Return where another attempt of an ended training job resumes."""
+    step = (job.get("training") or {}).get("checkpoint_step")
+    if not step or job["state"] not in ENDED_STATES or job["state"] == "COMPLETED":
+        return ""
+    return f"resumes from step {step}: hctl requeue {job['display_id']}"
+
+
+def _resources(job: Job) -> str:
+    parts = [_count(job["num_nodes"], "node"), _count(job["num_tasks"], "task"), _count(job["num_cpus"], "cpu")]
+    if job["mem_mib"]:
+        parts.append(format_mem(job["mem_mib"]) + (" on each node" if is_waiting(job) else ""))
+    if job["gpus"]:
+        parts.append(_count(job["gpus"], "GPU"))
+    if job.get("shards"):
+        parts.append(_count(job["shards"], "GPU shard"))
+    if job["exclusive"]:
+        parts.append("nodes of its own")
+    return ", ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -14,9 +14,8 @@ from operator import itemgetter
 from hpcsched.errors import UsageError
 from hpcsched.listing.formats import Cell, FormatField, Look, cell_text, format_lines, header_text
 from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
-from hpcsched.listing.jobs import Job, end_s, start_s
-from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES
-from hpcsched.listing.table import DIM, GREEN, RED, YELLOW, columns
+from hpcsched.listing.jobs import ACTIVE_STATES, ENDED_STATES, Job, end_s, start_s
+from hpcsched.listing.text import DIM, GREEN, RED, YELLOW, columns
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
-"""Texts of one line: cleaned, fitted into a width, split at commas, and times as Slurm writes them.
+"""Texts of one line, and tables: cleaned, fitted into a width, split at commas, times as Slurm writes them, colours.
 
-Knows no jobs. What a user chose (a job's name, a reason) may hold anything: `clean` keeps it from moving the terminal's
-cursor or from looking like a second line.
+Knows no jobs and no terminals. What a user chose (a job's name, a reason) may hold anything: `clean` keeps it from moving the
+terminal's cursor or from looking like a second line. Source: ECMA-48 (colours).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:
@@ -66,3 +66,37 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     import difflib  # only ever needed for an error message
 
     return difflib.get_close_matches(word[:60], list(known), n=3, cutoff=0.6)
+
+
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+
+Row = Sequence[str]
+
+
+def painted(text: str, colour: str) -> str:
+    """Return `text` in a colour; "" leaves it as it is."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if colour else text
+
+
+def columns(
+    headers: Row, rows: Sequence[Row], *, right: Iterable[int] = (), colours: Sequence[str] = (), rule: bool = False
+) -> str:
+    """Return a table: columns as wide as their widest cell, those in `right` right-justified, one space between.
+
+    Empty `headers` write none. `colours`: one for each row. `rule`: a line of dashes under the headers.
+    """
+    lines: list[Row] = [headers, *rows] if headers else list(rows)
+    if not lines:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if rule and headers:
+        lines.insert(1, ["-" * width for width in widths])
+    to_right = set(right)
+    shape = " ".join(
+        f"{{:{'>' if at in to_right else '<'}{width}}}" if width else "{}" for at, width in enumerate(widths)
+    )
+    texts = [shape.format(*line).rstrip() for line in lines]
+    first = len(texts) - len(rows)
+    if colours:
+        texts[first:] = [painted(text, colour) for text, colour in zip(texts[first:], colours, strict=True)]
+    return "\n".join(texts) + "\n"

@@ -16,7 +16,7 @@ from waiting import wait_until
 from hpcsched import client
 from hpcsched.cli.admin import daemon
 from hpcsched.cli.admin.main import hpcsched_command, run
-from hpcsched.cli.errors import FAILED
+from hpcsched.commands.options import FAILED
 from hpcsched.errors import HpcschedError
 from hpcsched.health.head import check_database
 from hpcsched.loopback.cluster import LocalCluster

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import click
 
 from hpcsched import client, paths
-from hpcsched.cli.output import clean
 from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
+from hpcsched.listing.text import clean
 from hpcsched.model.units import format_time_s
 
 START_S = 20.0

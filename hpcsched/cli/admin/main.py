@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import hpcsched
-from hpcsched.cli.errors import INTERRUPTED, guarded, print_version
+from hpcsched.cli.output import INTERRUPTED, guarded, print_version
 
 # name -> module and object, and its short help, so that --help imports none of them
 COMMANDS = {

@@ -39,8 +39,8 @@ COMMANDS = {
     "scrontab": "hpcsched.cli.slurm.scrontab",
     "sbcast": "hpcsched.cli.slurm.sbcast",
     "sattach": "hpcsched.cli.slurm.sattach",
-    "seff": "hpcsched.cli.slurm.seff",
-    "sgather": "hpcsched.cli.slurm.sgather",
+    "seff": "hpcsched.cli.hacct:seff",
+    "sgather": "hpcsched.cli.slurm.sbcast:sgather",
 }
 COMPILED = ("sbatch", "squeue", "scancel")  # if hsub is compiled: the same program under these names
 LONGEST_FIRST_LINE = 120  # older Linux cuts it at 127

@@ -27,7 +27,7 @@ from hpcsched import client
 from hpcsched.cli.render.screen import ClusterScreen, QueuedJob, picture, plain_text
 from hpcsched.cli.render.training_run import MetricsReader
 from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
-from hpcsched.listing.states import ACTIVE_STATES
+from hpcsched.listing.jobs import ACTIVE_STATES
 
 TIMEOUT_S = 5.0
 INTERVAL_S = 2.0

@@ -21,7 +21,6 @@ import click
 
 from hpcsched import client, paths
 from hpcsched.cli.admin.init import write_file
-from hpcsched.cli.output import clean
 from hpcsched.config.kinds import LOCAL_HOST, BadValue, host, user
 from hpcsched.config.load import Config, node_from
 from hpcsched.config.template import render_node
@@ -33,6 +32,7 @@ from hpcsched.launch.hostkeys import fingerprint, spelled
 from hpcsched.launch.pipe import Abort
 from hpcsched.launch.ssh import peek_host_key
 from hpcsched.launch.visit import Visit, visit
+from hpcsched.listing.text import clean
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import OURSELVES, NodeSpec
 from hpcsched.model.units import format_mem

@@ -11,7 +11,7 @@ from hpcsched import client, paths
 from hpcsched.cli.output import print_json
 from hpcsched.config.load import Config, load_config
 from hpcsched.errors import UnavailableError
-from hpcsched.listing.table import columns
+from hpcsched.listing.text import columns
 from hpcsched.model.units import format_mem
 
 

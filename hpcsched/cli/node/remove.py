@@ -16,10 +16,10 @@ import click
 
 from hpcsched import client, paths
 from hpcsched.api.identity import user_name
-from hpcsched.cli.output import clean
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.lock import StateLock
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
+from hpcsched.listing.text import clean
 from hpcsched.store.engine import open_database
 from hpcsched.store.store import Store
 

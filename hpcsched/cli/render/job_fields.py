@@ -24,12 +24,12 @@ from hpcsched.listing.jobs import (
     memory_asked,
     rate_text,
     reason,
+    shown_state,
     start_s,
     step_text,
     training,
     tres_text,
 )
-from hpcsched.listing.states import shown_state
 from hpcsched.listing.text import date_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_mem, format_time_s

@@ -21,11 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcsched.cli.output import clean
 from hpcsched.cli.render.training_run import LossPoint, SavedCheckpoint, TrainingRun
-from hpcsched.listing.job_detail import detail_lines
-from hpcsched.listing.states import ACTIVE_STATES
-from hpcsched.listing.table import columns
+from hpcsched.listing.jobs import ACTIVE_STATES, detail_lines
+from hpcsched.listing.text import clean, columns
 
 STATE_STYLES = {
     "IDLE": "green",

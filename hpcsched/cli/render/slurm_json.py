@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from hpcsched.cli.output import print_json
 from hpcsched.cli.render.job_fields import exit_status, ids, job_json, limit_minutes, number
-from hpcsched.cli.render.slurm_records import node_state, tres_of_node, tres_of_nodes, why_out_of_use
+from hpcsched.cli.render.show_text import node_state, tres_of_node, tres_of_nodes, why_out_of_use
 from hpcsched.client import Json
 from hpcsched.commands.slurm import SLURM_VERSION
 

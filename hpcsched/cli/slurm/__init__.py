@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import run_command
+from hpcsched.cli.output import run_command
 from hpcsched.commands.options import Words
 from hpcsched.commands.slurm import (
     SLURM_VERSION,

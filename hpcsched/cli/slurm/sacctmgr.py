@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcsched import client
-from hpcsched.cli.output import date_text, print_json
+from hpcsched.cli.output import print_json
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
-from hpcsched.listing.text import clean, fitted
+from hpcsched.listing.text import clean, date_text, fitted
 from hpcsched.model.units import format_time_s
 
 # ----- associations, accounts, users, QOS, the cluster, resources: rows by column

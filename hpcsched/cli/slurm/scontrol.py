@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hpcsched import client
 from hpcsched.cli import hctl
-from hpcsched.cli.errors import FAILED
 from hpcsched.cli.output import outlive_its_end, print_json
-from hpcsched.cli.render import job_fields, show_text, slurm_json, slurm_records
-from hpcsched.cli.render.steps import running_steps
+from hpcsched.cli.render import job_fields, show_text, slurm_json
 from hpcsched.cli.slurm import run_face
 from hpcsched.cli.slurm.sacctmgr import RECORDS
+from hpcsched.cli.slurm.sstat import running_steps
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, Words, split_list
+from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, Words, split_list
 from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, SLURM_VERSION, Face, explained
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
-from hpcsched.listing.jobs import end_s, index_ranges
-from hpcsched.listing.states import ENDED_STATES
+from hpcsched.listing.jobs import ENDED_STATES, end_s, index_ranges
 from hpcsched.listing.text import clean, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s
@@ -207,9 +205,9 @@ def _print_json(key: str, chosen: Sequence[Json]) -> None:
 
 def _lines(key: str, one: Json) -> list[show_text.Words]:
     if key == "nodes":
-        return slurm_records.node_lines(one)
+        return show_text.scontrol_node_lines(one)
     nodes = client.call("GET", "/v1/nodes")["nodes"]
-    return slurm_records.partition_lines(one, [node for node in nodes if node["name"] in one["nodes"]])
+    return show_text.scontrol_partition_lines(one, [node for node in nodes if node["name"] in one["nodes"]])
 
 
 def _show_step(rest: Sequence[str], words: Words) -> int:
@@ -217,7 +215,7 @@ def _show_step(rest: Sequence[str], words: Words) -> int:
     _, steps = running_steps(wanted)
     if wanted and not steps:
         raise NotFoundError(INVALID_JOB)
-    return _print([slurm_records.step_lines(step) for step in steps], words)
+    return _print([show_text.step_lines(step) for step in steps], words)
 
 
 def _show_reservation(rest: Sequence[str], words: Words) -> int:

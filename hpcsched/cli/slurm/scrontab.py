@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.output import clean
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
+from hpcsched.listing.text import clean
 from hpcsched.model.cron import MAX_TEXT_BYTES, CronLine, parse_crontab
 
 SCRONTAB = Face(

@@ -12,7 +12,7 @@ from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
-from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES
+from hpcsched.listing.jobs import ACTIVE_STATES, ENDED_STATES
 
 SDIAG = Face(
     Command(

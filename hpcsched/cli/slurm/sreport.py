@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hpcsched import client
-from hpcsched.cli.output import clean
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.listing.text import clean
 from hpcsched.model.dates import parse_when
 
 SREPORT = Face(

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.output import clean
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.listing.text import clean
 from hpcsched.model.hostlist import expand_hostlist
 
 STRIGGER = Face(

@@ -10,7 +10,7 @@ import re
 
 from hpcnode.wire.gate import MAX_DIGITS
 from hpcsched.errors import NotFoundError, RequestError
-from hpcsched.listing.states import SPECIAL_EXIT
+from hpcsched.listing.jobs import SPECIAL_EXIT
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, MAX_COMPONENTS, Hold, Job, JobState, component, components_of
 from hpcsched.model.text import whole_number

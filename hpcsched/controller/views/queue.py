@@ -19,11 +19,9 @@ from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_o
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing import queue
 from hpcsched.listing.formats import Look
-from hpcsched.listing.jobs import index_ranges
+from hpcsched.listing.jobs import SPECIAL_EXIT, index_ranges
 from hpcsched.listing.queue import Listing, QueueRow, make_listing, ranks_of, row_of
-from hpcsched.listing.states import SPECIAL_EXIT
-from hpcsched.listing.table import DIM, painted
-from hpcsched.listing.text import split_list
+from hpcsched.listing.text import DIM, painted, split_list
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, components_of
 from hpcsched.model.text import whole_number
