@@ -738,7 +738,7 @@ def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
     from pathlib import Path  # noqa: PLC0415 - nothing else here needs what a backup does
 
     from hpcsched import paths  # noqa: PLC0415
-    from hpcsched.cli.admin.backup import back_up_cluster, contents_in_words  # noqa: PLC0415
+    from hpcsched.cli.admin.backup import back_up_cluster, contents_in_words
     from hpcsched.config.load import load_config  # noqa: PLC0415
 
     if keep and not (keep.isascii() and keep.isdigit() and int(keep[:6]) >= 1):

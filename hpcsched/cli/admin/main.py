@@ -20,8 +20,8 @@ COMMANDS = {
     "up": ("hpcsched.cli.admin.daemon:up", "Start the controller in the background."),
     "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; running jobs continue."),
     "status": ("hpcsched.cli.admin.daemon:status", "Report whether the controller is running, and its nodes and jobs."),
-    "backup": ("hpcsched.cli.admin.restore:back_up", "Back up database, configuration, node files and keys."),
-    "restore": ("hpcsched.cli.admin.restore:restore", "Restore the cluster, or its database, from a backup."),
+    "backup": ("hpcsched.cli.admin.backup:back_up", "Back up database, configuration, node files and keys."),
+    "restore": ("hpcsched.cli.admin.backup:restore", "Restore the cluster, or its database, from a backup."),
     "slurm-path": (
         "hpcsched.cli.admin.slurm_path:slurm_path",
         "Print the directory of the commands with Slurm's names.",
