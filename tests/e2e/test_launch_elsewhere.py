@@ -107,11 +107,11 @@ def test_a_full_file_system_is_said_in_the_job(cluster: UnlikeMachines) -> None:
 
 
 def test_adding_such_a_machine_warns_about_its_home(cluster: UnlikeMachines, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcsched.cli.node import add
+    from hpcsched.cli.admin import node
     from hpcsched.config.load import load_config
 
-    monkeypatch.setattr(add, "users_home", lambda: str(cluster.home))
+    monkeypatch.setattr(node, "users_home", lambda: str(cluster.home))
     config = load_config(cluster.config_dir)
-    found = {spec.name: list(add.describe(spec, add.look_at(config, spec), "")) for spec in config.nodes}
+    found = {spec.name: list(node.describe(spec, node.look_at(config, spec), "")) for spec in config.nodes}
     assert not any("home" in line for line in found["n1"])
     assert any(line.startswith(f"! home     {cluster.home} is not the same there") for line in found["n3"])

@@ -17,8 +17,8 @@ import pytest
 from fake_node import fake_bundle
 from waiting import PATIENCE_S, wait_until
 
+from hpcsched.cli.admin import node
 from hpcsched.cli.admin.main import hpcsched_command, run
-from hpcsched.cli.node import add
 from hpcsched.config.load import load_config
 from hpcsched.errors import ConfigError
 from hpcsched.launch.hostkeys import blob_of, fingerprint_of
@@ -50,7 +50,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("HPCSCHED_CONFIG", str(tmp_path / "config"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    monkeypatch.setattr(add, "build_bundle", fake_bundle)
+    monkeypatch.setattr(node, "build_bundle", fake_bundle)
     return Shell(tmp_path / "config", capsys)
 
 
@@ -274,7 +274,7 @@ def test_list_and_remove(cluster: Shell, nodes: LoopbackNodes) -> None:
     ],
 )
 def test_gpus_get_short_types(name: str, kind: str) -> None:
-    assert add.gpu_type(name) == kind
+    assert node.gpu_type(name) == kind
 
 
 def left_of(directory: Path) -> list[str]:

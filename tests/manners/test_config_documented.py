@@ -11,8 +11,8 @@ import pytest
 import hpcsched
 from hpcsched.cli.admin.init import init
 from hpcsched.cli.admin.main import COMMANDS, hpcsched_command
+from hpcsched.cli.admin.node import node
 from hpcsched.cli.hhealth import COMMAND as HHEALTH
-from hpcsched.cli.node.command import node
 from hpcsched.config.account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
 from hpcsched.config.keys import NODE, SWITCH
 from hpcsched.config.kinds import REQUIRED, Key

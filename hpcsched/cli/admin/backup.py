@@ -149,9 +149,7 @@ def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
 
     Existing ones are not changed.
     """
-    wanted = {
-        str(path) for path in (*named_files(config), *named_files(config, missing=True))
-    }
+    wanted = {str(path) for path in (*named_files(config), *named_files(config, missing=True))}
     for name, path in named.items():
         if path not in wanted:
             continue

@@ -16,7 +16,7 @@ from hpcsched.cli.output import INTERRUPTED, guarded, print_version
 COMMANDS = {
     "init": ("hpcsched.cli.admin.init:init", "Create a cluster's configuration, database and launch key."),
     "key": ("hpcsched.cli.admin.init:key", "Print the line for the nodes' authorized_keys."),
-    "node": ("hpcsched.cli.node.command:node", "Add, list and remove nodes."),
+    "node": ("hpcsched.cli.admin.node:node", "Add, list and remove nodes."),
     "up": ("hpcsched.cli.admin.daemon:up", "Start the controller in the background."),
     "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; running jobs continue."),
     "status": ("hpcsched.cli.admin.daemon:status", "Report whether the controller is running, and its nodes and jobs."),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hpcsched.cli.node.add import gpu_keys, measured_keys
-from hpcsched.cli.node.probe import with_keys
+from hpcsched.cli.admin.node import gpu_keys, measured_keys, with_keys
 
 
 def test_measured_keys_go_into_the_place_of_their_lines() -> None:

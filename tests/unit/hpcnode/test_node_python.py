@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcnode.agent import probe
-from hpcsched.cli.node.add import _describe_python
+from hpcsched.cli.admin.node import _describe_python
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""hpcsched node: adds, lists, probes and removes nodes, one file each in nodes.d/."""
