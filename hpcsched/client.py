@@ -245,13 +245,33 @@ def _request(
 
 
 def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float) -> HttpReply:
-    """Send the request through the agent, from a node without the controller's socket."""
-    from hpcsched import clientrelay  # no other command needs it
+    """Send the request through the agent, from a node without the controller's socket.
 
+    The agent vouches for the job in which the command runs. The controller answers as to that job's owner, never as to an admin.
+    Neither end of the relay knows the API's routes. See `hpcsched.controller.relay`.
+    """
+    from hpcnode.wire import protocol  # slow to import, and needed only here
+
+    sock = socket(AF_UNIX, SOCK_STREAM)
+    sock.settimeout(timeout_s)
     try:
-        return HttpReply(*clientrelay.ask(agent, job_id, method, path, data, timeout_s))
+        sock.connect(agent)
+        _, uid = _peer(sock)
+        if uid not in (0, os.getuid()):
+            raise errors.UnavailableError(f"cannot ask the node's agent ({agent}): it is served by uid {uid}")
+        sock.sendall(protocol.encode(protocol.ApiRequest(job_id=job_id, method=method, path=path), data))
+        framer = protocol.Framer()
+        while received := sock.recv(READ_BYTES):
+            for message, blob in framer.feed(received):
+                if isinstance(message, protocol.ApiAnswer):
+                    return HttpReply(message.status, message.headers, blob)
+                why = getattr(message, "error", "") or getattr(message, "why", "") or type(message).__name__
+                raise errors.UnavailableError(f"cannot ask the controller by this node's agent: {why}")
+        raise errors.UnavailableError("cannot ask the controller by this node's agent: it closed the connection")
     except OSError as error:
         raise BrokenConnectionError(f"lost the connection to this node's agent: {error}") from None
+    finally:
+        sock.close()
 
 
 def _quoted(text: str) -> str:

@@ -25,10 +25,10 @@ from urllib.parse import parse_qsl, unquote
 import httptools
 
 from hpcnode.wire import gate
-from hpcsched import mishap
 from hpcsched.api.connection_limits import UNPARSED_BYTES, Doors, read_less, retry_after
 from hpcsched.api.identity import peer_uid
 from hpcsched.api.listener import Listener
+from hpcsched.errors import report_fault
 
 log = logging.getLogger("hpcsched.api")
 
@@ -464,7 +464,7 @@ class Connection(asyncio.Protocol):
         except BadRequestError as error:
             response = self._server.refusal(error.status, f"cannot {request.method} {request.path}: {error}")
         except Exception as error:  # handlers convert their errors; this one did not
-            wrong = mishap.report(error, f"answer {request.method} {request.path[:200]!r}")
+            wrong = report_fault(error, f"answer {request.method} {request.path[:200]!r}")
             response = self._server.refusal(500, str(wrong))
         self._task = None
         self._held_bytes -= request.held_bytes

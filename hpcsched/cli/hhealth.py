@@ -16,8 +16,8 @@ from hpcsched.health import head
 from hpcsched.health import nodes as node_checks
 from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Check, Status, worst
+from hpcsched.launch.visit import ShareProbe, share_probe
 from hpcsched.listing.text import GREEN, RED, YELLOW, clean, painted
-from hpcsched.shareprobe import ShareProbe, share_probe
 
 JSON_VERSION = 1
 

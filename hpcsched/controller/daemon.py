@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcnode.os.faults import CrashPoints, crash_points
-from hpcsched import mishap, paths
+from hpcsched import paths
 from hpcsched.api import web
 from hpcsched.api.connection_limits import Doors
 from hpcsched.config.load import Config, load_config
@@ -33,7 +33,7 @@ from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import RETRY_S, Controller
 from hpcsched.controller.views.backend import ControllerBackend
-from hpcsched.errors import ConfigError, InvariantError, UnavailableError
+from hpcsched.errors import ConfigError, InvariantError, UnavailableError, report_fault
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.model.ids import NodeName
@@ -315,7 +315,7 @@ class Daemon:
             self._exit_code = EXIT_INVARIANT
             self._stop.set()
         elif isinstance(error, Exception):
-            mishap.report(error, f"go on after: {context.get('message')}")
+            report_fault(error, f"go on after: {context.get('message')}")
         else:
             log.error("%s", context.get("message"))
 
@@ -327,7 +327,7 @@ class Daemon:
             self._exit_code = EXIT_INVARIANT
             self._stop.set()
         except Exception as error:  # the parts have their own barriers; this failed outside them
-            mishap.report(error, "do a tick")
+            report_fault(error, "do a tick")
             self.wake(RETRY_S)
 
 

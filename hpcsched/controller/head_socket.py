@@ -13,11 +13,11 @@ import socket
 from pathlib import Path
 
 from hpcnode.wire import protocol
-from hpcsched import mishap
 from hpcsched.api.connection_limits import Doors, read_less
 from hpcsched.api.identity import peer_uid
 from hpcsched.api.listener import Listener, listening_socket
 from hpcsched.controller.stepping import Stepping
+from hpcsched.errors import report_fault
 from hpcsched.steps.step import HEAD
 
 log = logging.getLogger("hpcsched.heads")
@@ -189,7 +189,7 @@ class _Stream(asyncio.Protocol):
             self._end(str(error))
             return
         except Exception as error:
-            why = str(mishap.report(error, f"serve a step command of uid {self._uid}"))
+            why = str(report_fault(error, f"serve a step command of uid {self._uid}"))
             self.send(protocol.StepEnded(codes=[], signals=[], error=why), b"")
             return
         if not self._crowd.may_hold(self._uid, self, self._framer.pending_bytes):

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from hpcnode.wire import gate, protocol
-from hpcsched import mishap
 from hpcsched.api import web
 from hpcsched.api.connection_limits import Doors, retry_after
+from hpcsched.errors import report_fault
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
 from hpcsched.state.cluster import ClusterState
@@ -90,7 +90,7 @@ class Relaying:
         except web.BadRequestError as error:
             answer = _refusal(error.status, f"cannot {request.method} {path}: {error}")
         except Exception as error:  # handlers return their errors as answers; this one failed to
-            answer = _refusal(500, str(mishap.report(error, f"answer {request.method} {path[:200]!r}")))
+            answer = _refusal(500, str(report_fault(error, f"answer {request.method} {path[:200]!r}")))
         if len(answer.body) > protocol.MAX_BLOB_BYTES:
             answer = _refusal(413, "cannot answer to a node: the answer is too long; ask for fewer jobs")
         self._reply(node, stream, answer)

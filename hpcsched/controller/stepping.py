@@ -15,13 +15,13 @@ from typing import Any
 
 from hpcnode.os import rlimits
 from hpcnode.wire import protocol
-from hpcsched import mishap, paths
+from hpcsched import paths
 from hpcsched.api.identity import Asker, asker_of
 from hpcsched.controller import messages, preemption
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.requests.held_jobs import OPTION, ShellPorts, Shells
 from hpcsched.controller.tick import Controller, Ports
-from hpcsched.errors import HpcschedError, InvariantError, ProtocolError
+from hpcsched.errors import HpcschedError, InvariantError, ProtocolError, report_fault
 from hpcsched.lifecycle.events import EndRequested, Submitted
 from hpcsched.lifecycle.job import can
 from hpcsched.listing.text import start_words
@@ -122,7 +122,7 @@ class Stepping:
             except InvariantError:
                 raise
             except Exception as error:
-                self._give_up(origin, str(mishap.report(error, f"serve a step command on {node or 'the head'}")))
+                self._give_up(origin, str(report_fault(error, f"serve a step command on {node or 'the head'}")))
 
     async def _rehearse(self, origin: Origin, said: protocol.FromStream) -> None:
         """Answer a --test-only request: when and where the job would start."""
@@ -137,7 +137,7 @@ class Stepping:
         except (HpcschedError, protocol.WireError) as refused:
             error = str(refused)
         except Exception as failed:
-            error = str(mishap.report(failed, "test a request"))
+            error = str(report_fault(failed, "test a request"))
         if text:
             self._reply(origin, protocol.StepWaiting(job_id=0, text=text), b"")
         self._reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")
@@ -260,7 +260,7 @@ class Stepping:
                 try:
                     send()
                 except Exception as error:  # one message failed: send the others
-                    mishap.report(error, "send what a step needs")
+                    report_fault(error, "send what a step needs")
 
         self._controller.ask(inside, done, keep=True)
 

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from hpcnode.wire import protocol
-from hpcsched import mishap
 from hpcsched.api.identity import Asker
 from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
@@ -33,7 +32,7 @@ from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_o
 from hpcsched.controller.training import Trainings
 from hpcsched.controller.usage_ledger import Books
 from hpcsched.controller.views.start_estimate import first_start
-from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError
+from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError, report_fault
 from hpcsched.lifecycle.effects import LAUNCHES, Effect, EffectKind, effects_of
 from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted
 from hpcsched.lifecycle.job import can, submitted_jobs
@@ -398,7 +397,7 @@ class Controller:
     def _not_sent(self, effect: Effect, error: Exception) -> None:
         """Fail a job whose launch message cannot be built: it is too long, or there is a bug."""
         known = isinstance(error, HpcschedError | protocol.WireError)
-        why = str(error if known else mishap.report(error, f"say what job {effect.job.id} needs"))
+        why = str(error if known else report_fault(error, f"say what job {effect.job.id} needs"))
         if effect.kind not in LAUNCHES:
             log.error("cannot tell node %s of job %d: %s", effect.node, effect.job.id, why)
             return
@@ -593,7 +592,7 @@ class Controller:
         except InvariantError:
             raise
         except Exception as error:
-            mishap.report(error, "plan")
+            report_fault(error, "plan")
             pause_s = min(PLAN_RETRY_S * 2 ** min(self._plan_failures, 10), PLAN_RETRY_MOST_S)
             self._plan_failures += 1
             self._plan_again_s = now_s + pause_s
@@ -835,7 +834,7 @@ def _guarded(what: str, work: Callable[[], Any]) -> Any:
     except InvariantError:
         raise
     except Exception as error:
-        mishap.report(error, what)
+        report_fault(error, what)
         return None
 
 

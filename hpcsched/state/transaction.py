@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpcnode.wire.message import WireError
-from hpcsched import mishap
-from hpcsched.errors import HpcschedError, InvariantError
+from hpcsched.errors import HpcschedError, InvariantError, report_fault
 from hpcsched.lifecycle.events import Allocated, JobEvent, NodesAdded, Respecified, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.lifecycle.node import NodeEvent, apply_to_node
@@ -307,7 +306,7 @@ class Transaction:
                 inner.undo()
             except Exception as wrong:
                 raise InvariantError(f"cannot undo what has failed: {error!r}") from wrong
-            return error if isinstance(error, HpcschedError | WireError) else mishap.report(error, what)
+            return error if isinstance(error, HpcschedError | WireError) else report_fault(error, what)
         self.merge(inner)
         return result
 

@@ -182,7 +182,7 @@ def test_random_requests_at_all_entrances_end_nothing(campaign: Campaign) -> Non
 
 def test_the_fuzzer_notices_what_it_is_there_to_notice(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(campaign.log, "a") as log:
-        log.write("ERROR hpcsched.mishap: fault 01234567: cannot do what was asked\n")
+        log.write("ERROR hpcsched.errors: fault 01234567: cannot do what was asked\n")
     with pytest.raises(Finding, match="in the controller's log"):
         campaign.look()
     monkeypatch.setattr(campaign, "pid", 2**22 + 1)

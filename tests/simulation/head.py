@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcnode.wire import protocol
-from hpcsched import mishap
 from hpcsched.config.load import Config, build_config
 from hpcsched.controller.nodes import edits as safeguards
 from hpcsched.controller.recovery import load_state, node_of
 from hpcsched.controller.requests.nodes import lose_gone_nodes
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import Controller
-from hpcsched.errors import HpcschedError, InvariantError, UnavailableError
+from hpcsched.errors import HpcschedError, InvariantError, UnavailableError, reported_faults
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec, Partition
@@ -322,12 +321,12 @@ class Head(Process):
 
     def tick(self) -> None:
         """As `Daemon._tick`: a wrong ledger stops the controller, and the simulation. So does here any bug that is survived."""
-        before = mishap.total()
+        before = reported_faults()
         try:
             self.controller.tick(self.clock())
         except InvariantError as error:
             self.sim.truth.broken("ledger", str(error))
-        if mishap.total() > before:
+        if reported_faults() > before:
             self.sim.truth.broken("mishap", "an unexpected exception in a tick: see the log")
 
     def _tick_now(self) -> None:

@@ -43,12 +43,11 @@ from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.hostkeys import fingerprint, spelled
 from hpcsched.launch.pipe import Abort
 from hpcsched.launch.ssh import peek_host_key
-from hpcsched.launch.visit import Peer, Visit, link_rates, transfer_mbps, visit
+from hpcsched.launch.visit import Peer, Visit, link_rates, share_probe, transfer_mbps, visit
 from hpcsched.listing.text import clean, columns
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import OURSELVES, NodeSpec, address_of
 from hpcsched.model.units import format_mem
-from hpcsched.shareprobe import share_probe
 from hpcsched.store.engine import current_epoch, incarnation, open_database, open_read_only
 from hpcsched.store.store import Store
 

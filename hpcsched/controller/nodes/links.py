@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from hpcnode.wire import protocol
-from hpcsched import mishap
 from hpcsched.config.load import Config
 from hpcsched.controller.relay import Relaying
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import Controller
-from hpcsched.errors import HpcschedError, InvariantError, UnavailableError
+from hpcsched.errors import HpcschedError, InvariantError, UnavailableError, report_fault
 from hpcsched.launch import make_link
 from hpcsched.launch.bundle import Bundle
 from hpcsched.launch.greeting import ControllerIdentity
@@ -148,7 +147,7 @@ class Fleet:
         except InvariantError:
             raise
         except Exception as error:
-            mishap.report(error, f"take a {type(message).__name__} of node {node}")
+            report_fault(error, f"take a {type(message).__name__} of node {node}")
 
     def _take(self, node: NodeName, message: Any, blob: bytes) -> None:
         match message:

@@ -47,6 +47,7 @@ from hpcsched.controller.views.history import history_text, outages_of
 from hpcsched.controller.views.queue import Reading
 from hpcsched.controller.views.start_estimate import first_waiting, why_words
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
+from hpcsched.launch.visit import problem_of, question
 from hpcsched.model.codec import value_to_json
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
@@ -56,7 +57,6 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.snapshot_json import snapshot_to_json
-from hpcsched.shareprobe import problem_of, question
 from hpcsched.state.transaction import Transaction
 from hpcsched.steps.files import job_files
 from hpcsched.store.backup import back_up

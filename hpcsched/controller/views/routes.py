@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpcnode.wire import gate
-from hpcsched import mishap
 from hpcsched.api import web
 from hpcsched.api.bodies import Bodies
 from hpcsched.api.connection_limits import Breaks, Doors, Turns
@@ -32,6 +31,7 @@ from hpcsched.errors import (
     ProtocolError,
     RequestError,
     UnavailableError,
+    report_fault,
 )
 from hpcsched.model.codec import spec_from_json
 from hpcsched.model.spec import JobSpec
@@ -404,7 +404,7 @@ def _with_errors(handler: web.Handler) -> web.Handler:
             error = (
                 raised
                 if isinstance(raised, HpcschedError)
-                else mishap.report(raised, f"answer {request.method} {request.path[:200]!r}")
+                else report_fault(raised, f"answer {request.method} {request.path[:200]!r}")
             )
             if len(request.body) > LARGE_BODY_BYTES:
                 # The frames refer to the request and to each other. They would stay in memory until

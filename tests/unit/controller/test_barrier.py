@@ -14,7 +14,7 @@ from jobs import spec
 
 from hpcnode.wire import message as message_codec
 from hpcnode.wire import protocol
-from hpcsched import mishap
+from hpcsched import errors
 from hpcsched.controller import tick
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
@@ -29,7 +29,7 @@ from hpcsched.state.transaction import StepRecord, Transaction
 
 @pytest.fixture(autouse=True)
 def _forget_faults() -> None:
-    mishap._faults.clear()
+    errors._faults.clear()
 
 
 def submit(cluster: Cluster, answers: list[Any], **fields: Any) -> None:

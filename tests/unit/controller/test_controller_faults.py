@@ -6,8 +6,7 @@ import pytest
 from cluster import Cluster, full_disk
 
 from hpcnode.wire import protocol
-from hpcsched import mishap
-from hpcsched.errors import UnavailableError
+from hpcsched.errors import UnavailableError, reported_faults
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 
@@ -49,7 +48,7 @@ def test_what_nodes_say_while_the_disk_is_full_counts_when_it_has_room_again() -
 def test_an_inventory_that_holds_another_kind_of_message_is_refused_and_no_bug_of_ours() -> None:
     cluster = Cluster("n1", up=False)
     foreign = {"type": "Pong", "request": 1}
-    faults = mishap.total()
+    faults = reported_faults()
     cluster.controller.node_up(
         NodeName("n1"),
         protocol.Welcome(
@@ -58,5 +57,5 @@ def test_an_inventory_that_holds_another_kind_of_message_is_refused_and_no_bug_o
         cluster.now_s,
     )
     cluster.tick()
-    assert mishap.total() == faults
+    assert reported_faults() == faults
     assert cluster.state.nodes[NodeName("n1")].boot_id == ""

@@ -13,7 +13,7 @@ from hpcnode.agent import helpers
 from hpcsched.health import head, nodes
 from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Check, Status, worst
-from hpcsched.shareprobe import problem_of, question, share_probe
+from hpcsched.launch.visit import problem_of, question, share_probe
 
 NOW_S = 1_800_000_000.0
 
