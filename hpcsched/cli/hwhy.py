@@ -1,6 +1,6 @@
 """hwhy: explains why a job waits and when it is expected to start, or how it ended.
 
-The sentences come from the controller (`hpcsched.sched.explain.explain`): for a waiting job also its position in the queue, and
+The sentences come from the controller (`hpcsched.sched.explain`): for a waiting job also its position in the queue, and
 what each node lacks, for a few nodes or if asked.
 """
 

@@ -21,7 +21,7 @@ from hpcsched.cli.render.training_run import TrainingRun
 from hpcsched.errors import UnavailableError
 from hpcsched.listing.jobs import ACTIVE_STATES
 from hpcsched.loopback.cluster import LocalCluster
-from hpcsched.sched.explain.sentences import plural
+from hpcsched.sched.sentences import plural
 
 TRAIN_NAME = "chargpt"
 OUT_DIR = "chargpt-out"

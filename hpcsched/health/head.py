@@ -22,7 +22,7 @@ from hpcnode.wire.protocol import PROBE_PREFIX
 from hpcsched import client
 from hpcsched.errors import HpcschedError
 from hpcsched.health.report import Check, Status, above, below
-from hpcsched.sched.explain.sentences import plural
+from hpcsched.sched.sentences import plural
 
 T = TypeVar("T")
 

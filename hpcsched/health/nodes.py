@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcsched.health.report import Check, Status, above, below
-from hpcsched.sched.explain.sentences import plural
+from hpcsched.sched.sentences import plural
 
 View = Mapping[str, Any]
 

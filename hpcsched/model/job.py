@@ -85,7 +85,7 @@ class Reason(StrEnum):
     INVALID_QOS = "InvalidQOS"
     ACCOUNT_NOT_ALLOWED = "AccountNotAllowed"  # in its partition
     QOS_NOT_ALLOWED = "QOSNotAllowed"
-    # Over a limit of the association (user, account) or of the QOS or partition; see `hpcsched.sched.limits.rules`.
+    # Over a limit of the association (user, account) or of the QOS or partition; see `hpcsched.sched.limits`.
     ASSOC_GRP_JOBS_LIMIT = "AssocGrpJobsLimit"
     ASSOC_GRP_SUBMIT_JOBS_LIMIT = "AssocGrpSubmitJobsLimit"
     ASSOC_GRP_CPU_LIMIT = "AssocGrpCpuLimit"

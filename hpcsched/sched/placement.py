@@ -3,31 +3,283 @@
 Combines nodes over time (`place.timeline`, `place.groups`), licences, reserved slots and run times.
 This module only answers questions. `scheduling_pass` applies starts and reservations.
 
+Run times: a job is expected to run until its time limit, a lowered limit, or an earlier end. If requests are not trusted
+(see `guard.experience.Needed`), a plan uses the predicted run times of jobs. Reserved intervals stay closed to every job with a
+limit that reaches into them: such a job counts with its limit.
+
+Reserved slots: parts of nodes, and licences, that one pass reserves for waiting jobs. A job has at most one slot. A *promised*
+slot is kept in later passes too (see `plan`).
+
 Knows nothing of order, limits and policies.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TypeVar
 
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import Reason
+from hpcsched.model.node import Partition
+from hpcsched.model.reservation import Reservation
+from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.decisions import Wait
-from hpcsched.sched.explain.reasons import no_licenses, not_available
-from hpcsched.sched.guard.predict import Needed
-from hpcsched.sched.limits.licenses import FreeLicenses
-from hpcsched.sched.place.feasible import never_fits
+from hpcsched.sched.guard.experience import Needed
+from hpcsched.sched.place.feasible import impossible_shape, never_fits
 from hpcsched.sched.place.fragmentation import mix_of
 from hpcsched.sched.place.groups import ComponentGroup, ShapeGroup, ShapeGroups
 from hpcsched.sched.place.node_fit import NodePart
-from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed
+from hpcsched.sched.place.request import LicenseCounts, Shape
+from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed, ReservedInterval
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.queue.queues import PartitionQueue, PartitionQueues
-from hpcsched.sched.queue.reservations import certain_until_s, wait_for_reservation
-from hpcsched.sched.reserved_slots import ReservedSlots
-from hpcsched.sched.run_time import RunTimes, longest
-from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.pool import Steps
+from hpcsched.sched.queue.queues import (
+    PartitionQueue,
+    PartitionQueues,
+    certain_until_s,
+    cut_short_s,
+    wait_for_reservation,
+)
+from hpcsched.sched.sentences import listed, needs, plural
+from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, PromisedPart, Snapshot, allows
 
 SUM_ERROR_S = 1e-6  # more than the rounding error of a sum of Unix times
+
+
+class RunTimes:
+    """The expected run times of the jobs of one pass."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reservations: Mapping[str, Reservation],
+        blocks: Sequence[ReservedInterval] = (),
+        needed: Needed | None = None,
+    ) -> None:
+        self._policy = policy
+        self._reservations = reservations
+        self._blocks = blocks
+        self._needed = needed
+
+    def limit_s(self, job: PendingJob) -> int:
+        """Return the time limit of `job`, in seconds."""
+        return known_limit_s(job.request.time_limit_s) or self._policy.default_time_limit_s
+
+    def needed_s(self, job: PendingJob, start_s: float) -> float:
+        """Return how long `job` needs if it starts at `start_s`, in seconds.
+
+        That is its time limit, or less if requests are not trusted.
+        """
+        limit_s = self.limit_s(job)
+        if self._needed is None or job.lowers or job.reservation:
+            return limit_s
+        end_s = start_s + limit_s
+        if self._blocks and any(block.start_s < end_s and block.end_s > start_s for block in self._blocks):
+            return limit_s
+        return self._needed.length_s(job.uid, limit_s)
+
+    def least_s(self, job: PendingJob, start_s: float) -> float:
+        """Return the least length of a slot of `job`, in seconds.
+
+        That is the time that the job needs, or ``--time-min`` if its time limit may be lowered.
+        """
+        if job.lowers and job.time_min_s is not None:
+            return min(self.limit_s(job), job.time_min_s)
+        return self.needed_s(job, start_s)
+
+    def cut_s(self, job: PendingJob) -> float:
+        """Return when `job` is cut short, regardless of its start; `NEVER_S`: never."""
+        return NEVER_S if job.free_to_go else cut_short_s(job, self._reservations)
+
+    def end_s(self, job: PendingJob, start_s: float, limit_s: float | None = None) -> float:
+        """Return the expected end of `job` if it starts at `start_s`.
+
+        The job ends after the time that it needs, or when it is cut short.
+        """
+        end_s = start_s + (self.needed_s(job, start_s) if limit_s is None else limit_s)
+        cut_s = self.cut_s(job)
+        return min(end_s, cut_s) if start_s < cut_s else end_s
+
+
+# ----- jobs with a time limit that may be lowered (``--time-min``): the longest time that fits now
+# As in Slurm: a slot is as long as the least time, and a job that starts gets as much more, in whole minutes, as leaves the
+# slots of others untouched. Source: sbatch(1), --time-min.
+
+
+Found = TypeVar("Found")
+
+
+def longest(fits: Callable[[float], Found | None], least_s: float, most_s: float) -> tuple[Found, float] | None:
+    """Return the result of `fits` for the latest end that fits, and that end.
+
+    None: `fits` returns None even for `least_s`. Ends are `most_s`, or `least_s` plus whole
+    minutes. A job that fits also fits for less time, so the end is found by bisection.
+    """
+    found = fits(most_s)
+    if found is not None or most_s <= least_s:
+        return None if found is None else (found, most_s)
+    found = fits(least_s)
+    if found is None:
+        return None
+    low, high = 0, ceil((most_s - least_s) / MINUTE_S)
+    while high - low > 1:
+        middle = (low + high) // 2
+        more = fits(least_s + middle * MINUTE_S)
+        if more is None:
+            high = middle
+        else:
+            low, found = middle, more
+    return found, least_s + low * MINUTE_S
+
+
+class FreeLicenses:
+    """Free licences over time: `totals` minus `held`, each until its time."""
+
+    def __init__(self, now_s: float, totals: Mapping[str, int], held: Iterable[tuple[LicenseCounts, float]]) -> None:
+        self._now_s = now_s
+        self._steps = {name: Steps(now_s, count) for name, count in totals.items()}
+        for counts, end_s in held:
+            self.take(counts, now_s, end_s)
+
+    def take(self, counts: Iterable[tuple[str, int]], start_s: float, end_s: float) -> None:
+        """Take `counts` over ``[start_s, end_s)``."""
+        for name, count in counts:
+            if name in self._steps:
+                self._steps[name].add(start_s, end_s, -count)
+
+    def give(self, counts: LicenseCounts, start_s: float, end_s: float) -> None:
+        """Give back `counts`, which were taken over ``[start_s, end_s)``."""
+        self.take([(name, -count) for name, count in counts], start_s, end_s)
+
+    def free_now(self) -> dict[str, int]:
+        """Return the number of free licences now, by name."""
+        return {name: steps.free[0] for name, steps in self._steps.items()}
+
+    def earliest(self, counts: LicenseCounts, length_s: float, from_s: float) -> float:
+        """Return the first time at or after `from_s` with `counts` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
+        start_s = from_s
+        while True:
+            found_s = start_s
+            for name, count in counts:
+                steps = self._steps.get(name)
+                found_s = steps.earliest(count, length_s, found_s) if steps is not None else NEVER_S
+            if found_s in (start_s, NEVER_S):
+                return found_s
+            start_s = found_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedSlot:
+    """Parts of nodes, and licences, that are reserved for a job over ``[start_s, end_s)``."""
+
+    partition: str
+    start_s: float
+    end_s: float
+    parts: Sequence[NodePart]
+    licenses: LicenseCounts
+
+
+class ReservedSlots:
+    """The reserved slots of one pass, at most one for each job.
+
+    `promises`: the slots that later passes keep.
+    """
+
+    def __init__(self, timeline: Timeline, licenses: FreeLicenses) -> None:
+        self.promises: dict[JobId, Promise] = {}
+        self._timeline = timeline
+        self._licenses = licenses
+        self._slots: dict[JobId, ReservedSlot] = {}
+
+    def of(self, job: PendingJob) -> ReservedSlot | None:
+        """Return the slot of `job`, in any of its partitions; None: it has none."""
+        return self._slots.get(job.id)
+
+    def is_due(self, job_id: JobId) -> bool:
+        """Say whether the job has a slot that begins now."""
+        slot = self._slots.get(job_id)
+        return slot is not None and slot.start_s <= self._timeline.now_s
+
+    def in_the_way(self, job: PendingJob, nodes: Collection[int], until_s: float) -> list[JobId]:
+        """Return the other jobs with slots on `nodes` that begin before `until_s`.
+
+        They are in the order of their starts.
+        """
+        slots = sorted(self._slots.items(), key=lambda item: item[1].start_s)
+        return [
+            job_id
+            for job_id, slot in slots
+            if job_id != job.id and slot.start_s < until_s and any(part.node in nodes for part in slot.parts)
+        ]
+
+    def reserve(self, job: PendingJob, start_s: float, end_s: float, parts: Sequence[NodePart]) -> None:
+        """Reserve `parts` for `job`, which has no slot yet."""
+        for part in parts:
+            self._timeline.reserve(part.node, start_s, end_s, part.use)
+        self._licenses.take(job.licenses, start_s, end_s)
+        self._slots[job.id] = ReservedSlot(
+            partition=job.partition, start_s=start_s, end_s=end_s, parts=parts, licenses=job.licenses
+        )
+
+    def promise(self, job: PendingJob) -> None:
+        """Promise its slot to `job`, in later passes too."""
+        slot, timeline = self._slots[job.id], self._timeline
+        self.promises[job.id] = Promise(
+            job_id=job.id,
+            partition=job.partition,
+            request=job.request,
+            start_s=slot.start_s,
+            parts=tuple([_promised_part(timeline, part) for part in slot.parts]),
+        )
+
+    def release(self, job_id: JobId) -> None:
+        """Give up the slot of the job and its promise, if it has any."""
+        self.promises.pop(job_id, None)
+        slot = self._slots.pop(job_id, None)
+        if slot is not None:
+            for part in slot.parts:
+                self._timeline.take_back(part.node, slot.start_s, slot.end_s, part.use)
+            self._licenses.give(slot.licenses, slot.start_s, slot.end_s)
+
+    def put_aside(self, job_id: JobId) -> tuple[ReservedSlot, Promise | None] | None:
+        """Release the slot of the job until `put_back` reserves it again; None: it has none."""
+        slot, promise = self._slots.get(job_id), self.promises.get(job_id)
+        self.release(job_id)
+        return None if slot is None else (slot, promise)
+
+    def put_back(self, job: PendingJob, aside: tuple[ReservedSlot, Promise | None]) -> ReservedSlot:
+        """Reserve the slot that `put_aside` returned again, and return it."""
+        slot, promise = aside
+        for part in slot.parts:
+            self._timeline.reserve(part.node, slot.start_s, slot.end_s, part.use)
+        self._licenses.take(slot.licenses, slot.start_s, slot.end_s)
+        self._slots[job.id] = slot
+        if promise is not None:
+            self.promises[job.id] = promise
+        return slot
+
+    def has_licenses(self, job: PendingJob, limit_s: float) -> bool:
+        """Say whether the licences of `job` are free now, including those of its own slot."""
+        if not job.licenses:
+            return True
+        now_s, slot, licenses = self._timeline.now_s, self._slots.get(job.id), self._licenses
+        if slot is not None:
+            licenses.give(slot.licenses, slot.start_s, slot.end_s)
+        has = licenses.earliest(job.licenses, limit_s, now_s) <= now_s
+        if slot is not None:
+            licenses.take(slot.licenses, slot.start_s, slot.end_s)
+        return has
+
+
+def _promised_part(timeline: Timeline, part: NodePart) -> PromisedPart:
+    node = part.node
+    return PromisedPart(timeline.nodes[node].name, part.tasks, part.use, timeline.types[node], part.component)
 
 
 class Placement:
@@ -216,3 +468,29 @@ class Placement:
         if not self.has_licenses(job, end_s) or group.place(end_s) is None:
             return None
         return wait_for_reservation(self._snapshot, job, group.nodes, end_s)
+
+
+def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView]) -> Wait:
+    """Return the wait of a job that does not fit even if the answering nodes are empty."""
+    never = impossible_shape(shape, nodes, partition)
+    if never is not None:  # the configuration has changed since the submission
+        return Wait(reason=Reason.NODES_UNAVAILABLE, detail=never)
+    names = set(partition.nodes)
+    present = [node for node in nodes if node.name in names]
+    away = [f"{node.name} {node.why_not}" for node in present if not node.usable and allows(shape, node)]
+    of = f"of the {plural(len(present), 'node')} of partition {partition.name!r}"
+    return Wait(reason=Reason.NODES_UNAVAILABLE, detail=f"needs {needs(shape)}; {of} {listed(away)}")
+
+
+def no_licenses(wanted: LicenseCounts, free: Mapping[str, int], there: Mapping[str, int]) -> Wait:
+    """Return the wait for licences: their names, and how many of each are free."""
+    gone = [name for name, _ in wanted if name not in there]
+    if gone:
+        return Wait(reason=Reason.LICENSES, detail=f"the cluster has no licence {gone[0]!r} any more")
+    short = [
+        f"{count} of the {there[name]} licences {name}, of which {max(0, free[name])} are free now"
+        for name, count in wanted
+        if free[name] < count
+    ]
+    text = f"needs {listed(short)}" if short else "needs licences that are promised to a job before it"
+    return Wait(reason=Reason.LICENSES, detail=text)

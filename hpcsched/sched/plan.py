@@ -11,29 +11,46 @@ it, job by job.
     easy          one slot for each partition
     easy-sjbf     as easy, and the later jobs are tried shortest first
     slurm-like    the first `Policy.promises` jobs get slots
-    conservative  the first `Policy.conservative_depth` jobs get slots, which later plans keep (see `promises`)
+    conservative  the first `Policy.conservative_depth` jobs get slots, which later plans keep: promises
     default       see `guard`
 
+A promise is a start time, and the parts of nodes that the job gets then. A pass begins with all
+promises of the previous pass, in the order of their starts, before it starts other jobs. So no
+promise is delayed while running jobs keep to their limits: a job starts at the promised time, or as
+soon as it fits beside the promises to other jobs. If a job outlasts its limit, or ends slowly, a
+promise moves to a later time on the same nodes. Its original start is remembered, so that the delay
+ends with its cause. A promise lapses if its job changes its request, if the job waits for another
+reason, or if one of its nodes is removed.
+
 Pure and deterministic: equal snapshots and policies give equal plans. The state of a pass is in
-`scheduling_pass`.
+`scheduling_pass`. Sources: Lifka, "The ANL/IBM SP scheduling system" (1995); Mu'alem and Feitelson,
+"Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM SP2 with
+backfilling" (2001), where freed resources are assigned in the order of arrival, here in the order of
+the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, Reason
-from hpcsched.sched.decisions import Plan, Wait
-from hpcsched.sched.explain.reasons import behind_head, shortfall
+from hpcsched.model.reservation import Reservation
+from hpcsched.model.resources import Share
+from hpcsched.model.units import known_limit_s
+from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.guard.on_nodes import guarded
+from hpcsched.sched.place.node_fit import NodePart, Seat
+from hpcsched.sched.place.request import ResourceRequest, Shape
+from hpcsched.sched.place.reserved_intervals import NEVER_S, Interval
+from hpcsched.sched.placement import SUM_ERROR_S, Placement
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.promises import keep_promises
 from hpcsched.sched.queue.priority import order_in_steps, scale_of
-from hpcsched.sched.queue.queues import PartitionQueue, eligible_jobs
+from hpcsched.sched.queue.queues import PartitionQueue, cut_short_s, eligible_jobs
 from hpcsched.sched.scheduling_pass import SchedulingPass
-from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.sentences import listed, needs
+from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, RunningJob, Snapshot, allows
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:
@@ -52,7 +69,7 @@ def steps_of(current: SchedulingPass) -> Iterator[None]:
     policy = current.policy
     queue = yield from _queue_in_order(current)
     if policy.backfill is Backfill.CONSERVATIVE:
-        yield from keep_promises(current, queue)
+        yield from _keep_promises(current, queue)
     if policy.backfill is Backfill.DEFAULT:
         yield from guarded(current, queue)
         current.starts_are_final = True
@@ -200,6 +217,57 @@ def _shortfall(current: SchedulingPass, job: PendingJob) -> str:
     return shortfall(group.shape, seats, names, promised_to)
 
 
+def behind_head(display_id: str, partition: str) -> Wait:
+    """Return the wait that all jobs behind a head share."""
+    return Wait(reason=Reason.PRIORITY, detail=f"behind job {display_id} in partition {partition!r}")
+
+
+def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], promised_to: Sequence[str] = ()) -> str:
+    """Return the needs of a head, and how much of them is free.
+
+    `seats`: nodes that it could have now. `missing`: required nodes that are not free.
+    `promised_to`: jobs with slots there.
+    """
+    if promised_to:
+        jobs = f"job {promised_to[0]}" if len(promised_to) == 1 else f"jobs {listed(promised_to)}"
+        return f"{_what_is_free(shape, seats, missing, enough=True)}, but promised to {jobs}"
+    return _what_is_free(shape, seats, missing, enough=False)
+
+
+def _what_is_free(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], *, enough: bool) -> str:
+    if missing:
+        return f"needs {needs(shape)}; {listed(missing)} {'is' if len(missing) == 1 else 'are'} not free"
+    if shape.gpus_total:
+        free = sum(sorted(seat.gpus for seat in seats)[-shape.nodes_max :])
+        return f"needs {needs(shape)}; {_are(free)} free"
+    if shape.ntasks is not None and shape.ntasks > 1:
+        room = sum(sorted(seat.tasks for seat in seats)[-shape.nodes_max :])
+        if len(seats) >= shape.nodes_min:
+            together = "" if enough or room < shape.ntasks else _not_together(shape)
+            most = room if enough or together else min(room, shape.ntasks - 1)
+            return f"needs {needs(shape)}; there is room for {most}{together}"
+    together = "" if enough or len(seats) < shape.nodes_min else _not_together(shape)
+    return f"needs {needs(shape)}; {_are(len(seats))} free{together}"
+
+
+def _not_together(shape: Shape) -> str:
+    """Return the requirement on all nodes together that keeps `shape` waiting.
+
+    "" if there is none. Enough nodes are free, but not together.
+    """
+    if shape.counts or shape.alike:
+        return f", but not as {shape.constraint} asks for"
+    if shape.contiguous:
+        return ", but not next to each other"
+    if shape.switches:
+        return f", but not on {shape.switches} {'switch' if shape.switches == 1 else 'switches'}"
+    return ""
+
+
+def _are(count: int) -> str:
+    return f"{count or 'none'} {'are' if count > 1 else 'is'}"
+
+
 def _end_of_wait(wait: Wait) -> tuple[bool, float]:
     """Return the sort key of the waits of one job.
 
@@ -207,3 +275,159 @@ def _end_of_wait(wait: Wait) -> tuple[bool, float]:
     """
     cannot_end = wait.reason in (Reason.NODES_UNAVAILABLE, Reason.PARTITION_DOWN, Reason.PARTITION_INACTIVE)
     return cannot_end, wait.expected_start_s if wait.expected_start_s is not None else float("inf")
+
+
+def _keep_promises(current: SchedulingPass, queue: Sequence[PendingJob]) -> Iterator[None]:
+    """Reserve the promises of the previous pass for the jobs of `queue`.
+
+    Jobs with a promise that is due start.
+    """
+    promises = current.snapshot.promises.values()
+    views = {(job.id, job.partition): job for job in queue} if promises else {}
+    for promise in sorted(promises, key=lambda promise: (promise.start_s, promise.job_id)):
+        job = views.get((promise.job_id, promise.partition))
+        if job is not None and job.id not in current.started_ids and current.limits.why_not(job) is None:
+            _keep(current, job, promise)
+            yield
+
+
+def _keep(current: SchedulingPass, job: PendingJob, promise: Promise) -> None:
+    placement, now_s = current.placement, current.snapshot.now_s
+    due_s = max(promise.start_s, now_s)
+    limit_s = placement.least_end_s(job, due_s) - due_s
+    found = _still_possible(placement, current.snapshot.nodes, job, promise, limit_s)
+    if found is None:
+        return
+    start_s, parts = found
+    end_s = placement.least_end_s(job, start_s)
+    if end_s > start_s + limit_s + SUM_ERROR_S:
+        return  # the promise assumed that a reservation cuts the job short, and this is no longer true
+    if start_s <= now_s and not job.lowers:  # a job with --time-min is considered in its turn: it may get more
+        if current.give(job, parts, end_s):
+            current.started_ids.add(job.id)
+    elif placement.sure(start_s) is not None:
+        placement.slots.reserve(job, start_s, end_s, parts)
+        placement.slots.promises[job.id] = promise
+
+
+def _still_possible(
+    placement: Placement, nodes: Sequence[NodeView], job: PendingJob, promise: Promise, limit_s: float
+) -> tuple[float, list[NodePart]] | None:
+    """Return the time at which the promise to `job` can be kept, and the parts.
+
+    The time is not before the promised start. None: the promise cannot be kept.
+    """
+    if not _asks_the_same(job.request, promise.request):
+        return None
+    index, types = placement.timeline.index, placement.timeline.types
+    usable = placement.queues.nodes_of(job)
+    parts = []
+    for promised in promise.parts:
+        node = index.get(promised.node, -1)
+        if node not in usable or types[node] != promised.slots:
+            return None
+        if not allows(job.request.shape.each[promised.component], nodes[node]):
+            return None
+        parts.append(NodePart(node=node, tasks=promised.tasks, use=promised.use, component=promised.component))
+    start_s = _free_from(placement, job, parts, limit_s, max(promise.start_s, placement.timeline.now_s))
+    return (start_s, parts) if start_s < NEVER_S else None
+
+
+def _free_from(
+    placement: Placement, job: PendingJob, parts: Sequence[NodePart], limit_s: float, from_s: float
+) -> float:
+    """Return the first time at which `job` can have exactly these parts and its licences.
+
+    The time is not before `from_s`. `NEVER_S`: never.
+    """
+    closed, profiles = placement.closed.to(job.reservation), placement.timeline.profiles
+    start_s = from_s
+    while start_s < NEVER_S:
+        found_s = start_s
+        for part in parts:
+            found_s = profiles[part.node].earliest(part.use, limit_s, found_s)
+            found_s = _opens_s(closed.get(part.node, ()), limit_s, found_s)
+        found_s = placement.licenses.earliest(job.licenses, limit_s, found_s)
+        if found_s == start_s:
+            break
+        start_s = found_s
+    return start_s
+
+
+def _asks_the_same(asked: ResourceRequest, promised: ResourceRequest) -> bool:
+    """Say whether the `promised` request satisfies `asked`.
+
+    After some time, a waiting job accepts more switches.
+    """
+    if asked is promised or asked == promised:
+        return True
+    return asked.time_limit_s == promised.time_limit_s and asked.shape == replace(promised.shape, switches=0)
+
+
+def _opens_s(closed: Sequence[Interval], length_s: float, from_s: float) -> float:
+    """Return the first time from which `length_s` seconds overlap no interval of `closed`.
+
+    The time is not before `from_s`.
+    """
+    for closed_s, opens_s in sorted(closed):
+        if closed_s < from_s + length_s and opens_s > from_s:
+            from_s = opens_s
+    return from_s
+
+
+# ----- tests of whether a job starts in a changed snapshot: the plan itself decides, so all its rules count
+
+Make = Callable[[Snapshot, Policy], Plan]
+
+
+def start_of(made: Plan, job_id: JobId) -> Start | None:
+    """Return the start of the job in this plan; None if it does not start."""
+    return next((start for start in made.starts if start.job_id == job_id), None)
+
+
+def start_behind(
+    snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
+) -> Start | None:
+    """Return the start of `job` in `snapshot` that delays no job in `ahead`; None if none.
+
+    Jobs ahead that would start there too are left out, because resources are not freed for them.
+    """
+    ahead = tuple(ahead)
+    while True:
+        made = make(replace(snapshot, pending=(*ahead, job)), policy)
+        started = {start.job_id for start in made.starts}
+        others = tuple(other for other in ahead if other.id not in started)
+        if job.id in started or len(others) == len(ahead):
+            return start_of(made, job.id)
+        ahead = others
+
+
+def as_running(
+    job: PendingJob,
+    shares: tuple[Share, ...],
+    now_s: float,
+    reservations: Iterable[Reservation] = (),
+    lowered_s: int | None = None,
+) -> RunningJob:
+    """Return the job as a running job that starts now on `shares`.
+
+    `lowered_s`: its time limit. It is exempt from immediate preemption.
+    """
+    limit_s = lowered_s if lowered_s is not None else known_limit_s(job.request.time_limit_s)
+    limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
+    ends_s = min(limit_ends_s, cut_short_s(job, {each.name: each for each in reservations}))
+    alike = {name: getattr(job, name) for name in _ALIKE}
+    return RunningJob(
+        **alike,
+        shares=shares,
+        began_at_s=now_s,
+        ends_at_s=ends_s if ends_s < NEVER_S else None,
+    )
+
+
+def started(snapshot: Snapshot, job: PendingJob, start: Start) -> RunningJob:
+    """Return the pending `job` of `snapshot` as it is after `start`."""
+    return as_running(job, start.shares, snapshot.now_s, snapshot.reservations, start.time_limit_s)
+
+
+_ALIKE = {field.name for field in fields(PendingJob)} & {field.name for field in fields(RunningJob)}

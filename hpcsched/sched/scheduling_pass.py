@@ -14,15 +14,14 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.guard.on_nodes import trusting
-from hpcsched.sched.limits.quota import LimitCounts
-from hpcsched.sched.limits.tres import Held, held_by, held_of
+from hpcsched.sched.limits import LimitCounts
 from hpcsched.sched.place.node_fit import NodePart
 from hpcsched.sched.place.request import with_overcommit
-from hpcsched.sched.placement import Placement
+from hpcsched.sched.placement import Placement, RunTimes
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.queue.queues import PartitionQueue, PartitionQueues
-from hpcsched.sched.run_time import RunTimes
 from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.tres import Held, held_by, held_of
 
 
 class SchedulingPass:

@@ -16,14 +16,12 @@ from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.guard.experience import Experience, History, RequestUse, ShadowEasy
 from hpcsched.sched.guard.on_pool import GuardedPool
-from hpcsched.sched.guard.predict import Experience, History, RequestUse
-from hpcsched.sched.guard.shadow_easy import ShadowEasy
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Guard, Policy
-from hpcsched.sched.pool.conservative import ConservativePool, PromisedPool
-from hpcsched.sched.pool.easy import EasyPool, Pool, ShortestPool
+from hpcsched.sched.pool import ConservativePool, EasyPool, Pool, PromisedPool, ShortestPool
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 from hpcsched.sim.swf import Trace, TraceJob
 

@@ -24,7 +24,7 @@ from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.queue.usage import UsedResources, at, charge_of, plus, weights_of
+from hpcsched.sched.queue.fairshare import UsedResources, at, charge_of, plus, weights_of
 from hpcsched.state.cluster import ClusterState, UndecidedLaunch
 from hpcsched.state.scripts import set_apart
 

@@ -18,7 +18,7 @@ from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger, TriggerEvent
-from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord
 
 ADOPTED = "adopted:"  # keys of the table meta

@@ -26,7 +26,7 @@ from hpcsched.model.node import PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store import columns
 from hpcsched.store.engine import reading, writing

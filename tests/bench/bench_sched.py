@@ -21,12 +21,12 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Gpu, Share
-from hpcsched.sched.explain.explain import explain
+from hpcsched.sched.explain import explain
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.pool.easy import Pool
+from hpcsched.sched.pool import Pool
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 from hpcsched.sim.policies import metrics_of, replay, simulate
 from hpcsched.sim.swf import Trace, TraceJob, read_trace

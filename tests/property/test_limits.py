@@ -14,7 +14,7 @@ from hpcsched.model.job import Job
 from hpcsched.model.resources import Share
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
-from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.sched.snapshot import UsageLedger
 
 USERS = {"ann": ("a", "sub"), "bob": ("a",), "cat": ("b", "sub")}

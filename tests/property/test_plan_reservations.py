@@ -12,7 +12,7 @@ from property.test_plan import POLICIES, POLICY, worlds
 from hpcsched.model.reservation import Flag, Reservation, clash, occurrences
 from hpcsched.model.units import UNLIMITED_S, parse_time_s
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.explain.what_would_start import WhatIf, smaller_requests
+from hpcsched.sched.explain import WhatIf, smaller_requests
 from hpcsched.sched.place.request import ResourceRequest
 from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan

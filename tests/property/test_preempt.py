@@ -15,13 +15,11 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.explain.what_would_start import as_running
 from hpcsched.sched.place.request import ResourceRequest
-from hpcsched.sched.plan import plan
+from hpcsched.sched.plan import as_running, plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.preempt.plan import full_plan
-from hpcsched.sched.preempt.rules import lost_s
-from hpcsched.sched.preempt.victims import FEW_CANDIDATES, without
+from hpcsched.sched.preempt.victims import FEW_CANDIDATES, lost_s, without
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot, UsageLedger
 
 RANKS = ("low", "mid", "top")

@@ -13,9 +13,8 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.explain.what_would_start import as_running
 from hpcsched.sched.place.request import ResourceRequest, Shape
-from hpcsched.sched.plan import plan
+from hpcsched.sched.plan import as_running, plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot, UsageLedger
 

@@ -10,7 +10,7 @@ from property.test_plan import POLICIES, worlds
 
 from hpcsched.model.job import Reason
 from hpcsched.model.units import MINUTE_S, format_time_s
-from hpcsched.sched.explain.explain import explain
+from hpcsched.sched.explain import explain
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy

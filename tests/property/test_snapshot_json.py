@@ -16,14 +16,22 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, JobState
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.spec import Dependency, DependencyKind
-from hpcsched.sched.guard.predict import Experience
+from hpcsched.sched.guard.experience import Experience
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy, PreemptRules
-from hpcsched.sched.queue.usage import UsedResources
-from hpcsched.sched.snapshot import ElasticSize, JobFact, Promise, PromisedPart, Snapshot, UsageLedger
-from hpcsched.sched.snapshot_json import snapshot_from_json, snapshot_to_json
+from hpcsched.sched.queue.fairshare import UsedResources
+from hpcsched.sched.snapshot import (
+    ElasticSize,
+    JobFact,
+    Promise,
+    PromisedPart,
+    Snapshot,
+    UsageLedger,
+    snapshot_from_json,
+    snapshot_to_json,
+)
 
 RESERVED = Reservation(
     name="r", start_s=2000, end_s=3000, nodes=(NodeName("n0"),), users=("ann",), flags=(Flag.DAILY,), made_at_s=1.5

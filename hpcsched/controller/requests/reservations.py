@@ -30,8 +30,8 @@ from hpcsched.model.reservation import (
 )
 from hpcsched.model.text import whole_number
 from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s, parse_time_s
-from hpcsched.sched.explain.sentences import plural
 from hpcsched.sched.place.features import matches, parse_features
+from hpcsched.sched.sentences import plural
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 

@@ -14,9 +14,8 @@ from typing import Any
 from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.model.ids import JobId
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.queue.fairshare import ShareUsage, share_usages
+from hpcsched.sched.queue.fairshare import ShareUsage, UsedResources, share_usages
 from hpcsched.sched.queue.priority import Breakdown, breakdown_of, scale_of
-from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.state.cluster import ClusterState
 

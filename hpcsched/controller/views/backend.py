@@ -56,7 +56,7 @@ from hpcsched.model.reservation import at
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
-from hpcsched.sched.snapshot_json import snapshot_to_json
+from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
 from hpcsched.steps.files import job_files
 from hpcsched.store.backup import back_up

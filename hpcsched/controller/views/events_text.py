@@ -44,7 +44,7 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import Job, exit_words
 from hpcsched.model.resources import Share
 from hpcsched.model.units import format_time_s
-from hpcsched.sched.explain.sentences import plural
+from hpcsched.sched.sentences import plural
 
 
 def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from typing import Any
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState, Reason
-from hpcsched.sched.explain.explain import explain, in_words
-from hpcsched.sched.explain.what_would_start import WhatIf
+from hpcsched.sched.explain import WhatIf, explain, in_words
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt.plan import full_plan
 from hpcsched.sched.snapshot import Snapshot

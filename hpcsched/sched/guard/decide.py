@@ -1,6 +1,6 @@
 """The policy `default`: short jobs first by predicted run time, with bounded waits.
 
-The *bound* is the longest wait so far under plain EASY backfill for the same jobs (`shadow_easy`).
+The *bound* is the longest wait so far under plain EASY backfill for the same jobs (`ShadowEasy`).
 It is certain, and it only grows. A job that has waited for a part of the bound is *overdue*. Wide
 jobs count as having waited longer, in proportion to the part of the machine that they need, because
 they wait longest under plain EASY. Jobs start in this order:
@@ -13,7 +13,7 @@ them. The delay is limited, because short jobs hold a small part of the machine.
 do not fit are promised the earliest start that the requests of the running jobs allow. The others
 start if they delay no promise.
 
-(3) *Recent* jobs follow, by the ratio of wait to predicted run time (see `predict`), weighted by
+(3) *Recent* jobs follow, by the ratio of wait to predicted run time (see `experience`), weighted by
 size. So every waiting job moves up, and a short one moves up fast. They start if they fit and delay
 no promise.
 
@@ -28,7 +28,7 @@ fixed time, and the first recent job is promised a start.
 
 A prediction only orders jobs. Promises are computed from requests, so a wrong prediction delays no
 promise. If the requests of a machine are not trusted (`Guard.distrusts`), promises are computed
-from `predict.Needed`, and a job that outlasts its prediction may delay them.
+from `experience.Needed`, and a job that outlasts its prediction may delay them.
 
 Proven: the schedule equals plain EASY's if all jobs are overdue (`Guard.overdue_part` and
 `least_easy_wait_s` are 0, and width does not count), with one promise and no short jobs. Not

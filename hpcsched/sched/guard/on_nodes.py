@@ -19,14 +19,14 @@ from typing import Protocol
 from hpcsched.model.accounting import CPU, GPU, MEM
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.sched.guard.decide import Candidate, WaitBound, decide
-from hpcsched.sched.guard.predict import Needed
-from hpcsched.sched.limits.quota import LimitCounts
-from hpcsched.sched.limits.tres import Held, all_of, held_by, least_of
+from hpcsched.sched.guard.experience import Needed
+from hpcsched.sched.limits import LimitCounts
+from hpcsched.sched.placement import RunTimes
 from hpcsched.sched.policy import Backfill, Guard, Policy
 from hpcsched.sched.queue.priority import scale_of, without_age
 from hpcsched.sched.queue.queues import PartitionQueues
-from hpcsched.sched.run_time import RunTimes
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.tres import Held, all_of, held_by, least_of
 
 UNLIMITED = float("inf")
 QueueKey = tuple[str, str]  # partition, reservation

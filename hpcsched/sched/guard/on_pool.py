@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcsched.sched.guard.decide import Candidate, WaitBound, decide
-from hpcsched.sched.guard.predict import History, Needed, RequestUse
-from hpcsched.sched.guard.shadow_easy import ShadowEasy
+from hpcsched.sched.guard.experience import History, Needed, RequestUse, ShadowEasy
 from hpcsched.sched.place.reserved_intervals import NEVER_S
 from hpcsched.sched.policy import Guard
-from hpcsched.sched.pool.conservative import Steps, steps_of
-from hpcsched.sched.pool.easy import Pool, Waiting
+from hpcsched.sched.pool import Pool, Steps, Waiting, steps_of
 
 SHORTEST_PROMISE_S = 1.0  # a promise of length zero would reserve nothing
 

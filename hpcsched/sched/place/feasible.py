@@ -12,12 +12,12 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node, Partition
 from hpcsched.model.resources import ANY_GPU, Gpu
 from hpcsched.model.units import format_mem, format_time_s
-from hpcsched.sched.explain.sentences import gpu_words, listed, needs, plural, shard_words, spelled
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gang import choose, seats_apart
 from hpcsched.sched.place.node_fit import Seat, mem_least, seat_of, tasks_that_fit
 from hpcsched.sched.place.request import ResourceRequest, Shape, gpu_count, gpus_least
 from hpcsched.sched.place.timeline import whole
+from hpcsched.sched.sentences import gpu_words, listed, needs, plural, shard_words, spelled
 from hpcsched.sched.snapshot import NodeView, allows, node_view
 
 

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from hpcsched.model.resources import Share
-from hpcsched.sched.guard.predict import Needed
+from hpcsched.sched.guard.experience import Needed
 from hpcsched.sched.place.gpus import FreeGpus, GpuSlot, Grant, Units
 from hpcsched.sched.place.reserved_intervals import NEVER_S
 from hpcsched.sched.policy import Policy

@@ -7,7 +7,7 @@ the nodes; then it is not asked again for the same waiting job. Until it has ans
 to answer is over, no other job is asked or preempted for that waiting job. When no job waits,
 elastic jobs get idle nodes, up to MAX, and requests to give nodes back are withdrawn.
 
-The plan itself tests whether a job fits, see `explain.what_would_start`. Pure.
+The plan itself tests whether a job fits, see `sched.plan`. Pure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Resize, Start
-from hpcsched.sched.explain.what_would_start import Make, start_behind, started
+from hpcsched.sched.plan import Make, start_behind, started
 from hpcsched.sched.policy import Policy, PreemptRules
-from hpcsched.sched.preempt.rules import answer_s
+from hpcsched.sched.preempt.victims import answer_s
 from hpcsched.sched.snapshot import ElasticSize, PendingJob, RunningJob, Snapshot
 
 Gift = tuple[RunningJob, Share]  # a running job and a share that it can give back

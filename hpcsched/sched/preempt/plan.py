@@ -24,14 +24,12 @@ from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.sched.decisions import Plan, Preemption, Resize, Start, Victim, Wait
-from hpcsched.sched.explain.sentences import listed
-from hpcsched.sched.explain.what_would_start import Make, as_running, start_of, started
-from hpcsched.sched.plan import plan
+from hpcsched.sched.plan import Make, as_running, plan, start_of, started
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt.elastic import Shrinking, elastic_jobs, grows, withdrawn
-from hpcsched.sched.preempt.rules import grace_s, mode_of, outranks
-from hpcsched.sched.preempt.victims import VictimSet, candidates_for, choose, without
+from hpcsched.sched.preempt.victims import VictimSet, candidates_for, choose, grace_s, mode_of, outranks, without
 from hpcsched.sched.queue.priority import in_order, scale_of
+from hpcsched.sched.sentences import listed
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
 IN_QUEUE = frozenset({Reason.RESOURCES, Reason.PRIORITY})

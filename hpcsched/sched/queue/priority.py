@@ -25,9 +25,9 @@ from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.ids import JobId
 from hpcsched.model.node import Partition
 from hpcsched.model.units import MINUTE_S, known_limit_s
-from hpcsched.sched.limits.tres import all_of, least_of
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.tres import all_of, least_of
 
 HIGHEST = 2**32 - 1
 STEP_JOBS = 1000  # jobs that get their priority in one step

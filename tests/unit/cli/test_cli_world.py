@@ -13,7 +13,7 @@ from unit.controller.cluster import BOB, Cluster
 from hpcsched.cli import hctl, hsim
 from hpcsched.lifecycle.node import NodeDown
 from hpcsched.model.ids import NodeName
-from hpcsched.sched.snapshot_json import snapshot_from_json
+from hpcsched.sched.snapshot import snapshot_from_json
 from hpcsched.store.backup import back_up
 
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"

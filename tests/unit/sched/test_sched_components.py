@@ -11,13 +11,13 @@ from unit.sched.world import World, spec_of, world
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.sched.explain.sentences import needs
-from hpcsched.sched.limits.tres import least_of
 from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.request import request_of, whole_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
+from hpcsched.sched.sentences import needs
 from hpcsched.sched.snapshot import node_view
+from hpcsched.sched.tres import least_of
 
 
 def hetjob(sketch: World, job_id: int, *components: str) -> World:

@@ -17,7 +17,7 @@ from hpcsched.model.node import Link
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.guard.predict import Experience
+from hpcsched.sched.guard.experience import Experience
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Guard, ShortJobs
 

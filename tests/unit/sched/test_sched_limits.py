@@ -13,7 +13,7 @@ from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
 from hpcsched.sched.preempt.plan import full_plan
-from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.sched.snapshot import UsageLedger
 
 MINUTE_S = 60.0

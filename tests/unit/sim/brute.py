@@ -1,6 +1,6 @@
 """First come first served, EASY and EASY-SJBF in the plainest way: everything is looked at again at every event.
 
-Written from the definition alone, as a second opinion on `hpcsched.sim` and `hpcsched.sched.pool.easy`, of which it uses
+Written from the definition alone, as a second opinion on `hpcsched.sim` and `hpcsched.sched.pool`, of which it uses
 nothing but the values of a trace. One pool of processors, jobs by (submission, line).
 """
 

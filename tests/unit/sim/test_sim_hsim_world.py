@@ -9,7 +9,7 @@ import pytest
 from unit.sched.world import world
 
 from hpcsched.cli.hsim import main
-from hpcsched.sched.snapshot_json import snapshot_to_json
+from hpcsched.sched.snapshot import snapshot_to_json
 
 
 @pytest.fixture

@@ -14,12 +14,10 @@ from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
 from hpcsched.sched.guard.decide import Candidate
+from hpcsched.sched.guard.experience import Needed, RequestUse, ShadowEasy
 from hpcsched.sched.guard.on_pool import GuardedPool, PoolCapacity
-from hpcsched.sched.guard.predict import Needed, RequestUse
-from hpcsched.sched.guard.shadow_easy import ShadowEasy
 from hpcsched.sched.policy import Backfill, Guard, ShortJobs
-from hpcsched.sched.pool.conservative import ConservativePool
-from hpcsched.sched.pool.easy import Waiting
+from hpcsched.sched.pool import ConservativePool, Waiting
 from hpcsched.sim.policies import PLAN, POLICIES, PlannedLine, replay, simulate
 from hpcsched.sim.swf import Trace, TraceJob, trace_of
 

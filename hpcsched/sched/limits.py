@@ -1,46 +1,254 @@
-"""Counts of each limit: by running jobs, and by the jobs that a pass starts.
+"""Limits of accounts, users, QOS and partitions: the rules, and how much of each is used.
 
-`why_not` tests whether a job would break a limit; `started` counts the job. So limits also hold
-within one pass. If the resources of a job depend on its nodes, it is tested twice: first with the
-least that it can get, then with its actual resources. An elastic job that grows is not another job;
-limits for one job apply to all of it.
+A *rule* is one number that one *holder* (an account, a user, a QOS, a partition) sets. A limit that an account sets for each of
+its users applies unless a user, or a nearer account, sets another limit. ``grp_`` limits apply at each account up to the
+root. Limits of partitions use the names of QOS limits, like Slurm's partition QOS.
+
+`LimitCounts` counts running jobs, and the jobs that a pass starts, so limits also hold within one
+pass. If the resources of a job depend on its nodes, it is tested twice: first with the least that it
+can get, then with its actual resources. An elastic job that grows is not another job; limits for one
+job apply to all of it.
 
 A limit on resource-minutes counts past usage (`UsageLedger.used`). It also counts the possible
 usage of running jobs until their time limits, as if they had used it already. So a job that starts
-can end within the limit.
+can end within the limit. Source: resource_limits.html, qos.html, job_reason_codes.html of Slurm's documentation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from hpcsched.model.accounting import LICENSE, NO_LIMITS, Account, Accounting, Barred, Qos, UserRules, barred
+from hpcsched.model.accounting import (
+    BILLING,
+    CPU,
+    GPU,
+    LICENSE,
+    MEM,
+    NO_LIMITS,
+    NODE,
+    Account,
+    Accounting,
+    Barred,
+    Limits,
+    Qos,
+    Tres,
+    UserRules,
+    barred,
+)
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
-from hpcsched.model.units import MINUTE_S, known_limit_s
+from hpcsched.model.units import MINUTE_S, format_mem, format_time_s, known_limit_s
 from hpcsched.sched.decisions import Wait
-from hpcsched.sched.explain.reasons import at_array_limit
-from hpcsched.sched.explain.sentences import listed
-from hpcsched.sched.limits.rules import (
-    EACH_USER,
-    SUBMISSION,
-    TIMED,
-    Holder,
-    Kind,
-    LimitRule,
-    Whose,
-    minutes,
-    never_text,
-    now_text,
-    rules_of,
-    why_never,
-)
-from hpcsched.sched.limits.tres import Held, held_by, least_there, with_billing
 from hpcsched.sched.place.request import Shape
-from hpcsched.sched.queue.usage import factor_of, weights_of
+from hpcsched.sched.queue.fairshare import factor_of, weights_of
+from hpcsched.sched.sentences import listed, plural
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+from hpcsched.sched.tres import Held, held_by, least_there, with_billing
+
+
+class Kind(Enum):
+    MAX_SUBMIT = "max_submit_jobs"
+    GRP_SUBMIT = "grp_submit_jobs"
+    WALL = "max_wall_s"
+    PER_JOB = "max_tres_per_job"
+    JOB_MINUTES = "max_tres_mins_per_job"
+    MAX_JOBS = "max_jobs"
+    GRP_JOBS = "grp_jobs"
+    PER_USER = "max_tres_per_user"
+    GRP = "grp_tres"
+    GRP_MINUTES = "grp_tres_mins"
+
+
+EACH_USER = frozenset({Kind.MAX_SUBMIT, Kind.MAX_JOBS, Kind.PER_USER})  # counted for each user of the holder separately
+SUBMISSION = frozenset({Kind.MAX_SUBMIT, Kind.GRP_SUBMIT})  # checked only at submission
+TIMED = frozenset({Kind.WALL, Kind.JOB_MINUTES, Kind.GRP_MINUTES})
+GROUP = frozenset({Kind.GRP_SUBMIT, Kind.GRP_JOBS, Kind.GRP, Kind.GRP_MINUTES})
+
+
+class Holder(Enum):
+    QOS = "QOS"
+    PARTITION = "partition"
+    USER = "user"
+    ACCOUNT = "account"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitRule:
+    """One limit of a holder: at most `most` of `resource` ("": of jobs, or of seconds)."""
+
+    kind: Kind
+    holder: Holder
+    name: str
+    most: float
+    resource: str = ""
+
+    @property
+    def reason(self) -> Reason:
+        """Return Slurm's reason for a job that waits for this limit."""
+        return _reason(self)
+
+    @property
+    def where(self) -> str:
+        """Return the holder as text: ``QOS 'high'``."""
+        return f"{self.holder.value} {self.name!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whose:
+    """The fields of a job that select its rules."""
+
+    partition: str
+    account: str
+    user: str
+    qos: str
+
+
+def rules_of(accounting: Accounting, partition: Partition | None, whose: Whose) -> tuple[LimitRule, ...]:
+    """Return the rules of such jobs, in the order QOS, partition, user, accounts."""
+    rules: list[LimitRule] = []
+    qos = accounting.quality(whose.qos)
+    if qos is not None:
+        rules += _all(qos.limits, Holder.QOS, qos.name)
+    if partition is not None:
+        rules += _all(partition.limits, Holder.PARTITION, partition.name)
+    lines = list(accounting.lineage(whose.account))
+    taken: set[tuple[Kind, str]] = set()
+    own = accounting.rules(whose.user)
+    holders = [(own.limits, Holder.USER, own.name)] if own is not None else []
+    holders += [(account.limits, Holder.ACCOUNT, account.name) for account in lines]
+    for limits, holder, name in holders:
+        for rule in _all(limits, holder, name):
+            if rule.kind in GROUP or (rule.kind, rule.resource) not in taken:
+                rules.append(rule)
+        taken |= {(rule.kind, rule.resource) for rule in _all(limits, holder, name)}
+    return tuple(rules)
+
+
+def _all(limits: Limits, holder: Holder, name: str) -> Iterator[LimitRule]:
+    for kind in Kind:
+        value: int | Tres | None = getattr(limits, kind.value)
+        if isinstance(value, tuple):
+            for resource, most in value:
+                yield LimitRule(kind=kind, holder=holder, name=name, most=most, resource=resource)
+        elif value is not None:
+            yield LimitRule(kind=kind, holder=holder, name=name, most=value)
+
+
+def why_never(
+    rules: tuple[LimitRule, ...], held: Mapping[str, float], limit_s: float | None, factor: float
+) -> LimitRule | None:
+    """Return the rule that a job with `held` and this time limit breaks by itself.
+
+    None: it breaks none. `factor`: the usage factor of its QOS, for limits on past usage.
+    """
+    return next((rule for rule in rules if _alone(rule, held, limit_s, factor) > rule.most), None)
+
+
+def _alone(rule: LimitRule, held: Mapping[str, float], limit_s: float | None, factor: float) -> float:
+    """Return the amount that the job alone adds to the limited quantity."""
+    match rule.kind:
+        case Kind.WALL:
+            return limit_s if limit_s is not None else float("inf")
+        case Kind.JOB_MINUTES:
+            return minutes(held.get(rule.resource, 0.0), limit_s)
+        case Kind.GRP_MINUTES:
+            return minutes(held.get(rule.resource, 0.0) * factor, limit_s)
+        case Kind.PER_JOB | Kind.PER_USER | Kind.GRP:
+            return held.get(rule.resource, 0.0)
+        case _:
+            return 1
+
+
+def minutes(amount: float, limit_s: float | None) -> float:
+    """Return the resource-minutes of `amount` until the time limit; infinite without a limit."""
+    if not amount:
+        return 0.0
+    return amount * limit_s / MINUTE_S if limit_s is not None else float("inf")
+
+
+def never_text(rule: LimitRule, held: Mapping[str, float], limit_s: float | None, factor: float) -> str:
+    """Return the sentence about a job that breaks `rule` by itself."""
+    asked = _alone(rule, held, limit_s, factor)
+    each = "each user" if rule.kind in EACH_USER else "all jobs together" if rule.kind in GROUP else "a job"
+    if rule.kind is Kind.WALL:
+        has = "none" if limit_s is None else format_time_s(limit_s)
+        return f"{rule.where} allows {each} a time limit of {format_time_s(rule.most)}, and this one has {has}"
+    if not rule.resource:
+        return f"{rule.where} allows {each} {plural(int(rule.most), 'job')}"
+    if asked == float("inf"):
+        return f"{rule.where} allows {each} {amount_text(rule, rule.most)}, and this job has no time limit; see --time"
+    return (
+        f"{rule.where} allows {each} {amount_text(rule, rule.most)}, and this job asks for {amount_text(rule, asked)}"
+    )
+
+
+def now_text(rule: LimitRule, user: str, have: float, more: float) -> str:
+    """Return the sentence about a job that needs `more` while other jobs use `have`."""
+    jobs = f"{user}'s jobs" if rule.kind in EACH_USER else "its jobs"
+    bound = "each user" if rule.kind in EACH_USER else "all jobs together"
+    if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+        return f"{rule.where} allows {bound} {plural(int(rule.most), 'running job')}, and {int(have)} run"
+    verb = "have used, or may yet use," if rule.kind is Kind.GRP_MINUTES else "have"
+    return (
+        f"{rule.where} allows {bound} {amount_text(rule, rule.most)}; {jobs} {verb} {amount_text(rule, have)}, "
+        f"and this one needs {amount_text(rule, more)}"
+    )
+
+
+def amount_text(rule: LimitRule, amount: float) -> str:
+    """Return an amount of the rule's resource as text: ``8 cpus``, ``120 GPU-minutes``."""
+    timed = rule.kind in (Kind.GRP_MINUTES, Kind.JOB_MINUTES)
+    number = f"{amount:.0f}"
+    if timed:
+        return f"{number} {_NOUNS.get(rule.resource, rule.resource)}-minutes"
+    if rule.resource == MEM:
+        return f"{format_mem(int(amount))} memory"
+    if rule.resource.startswith(LICENSE):
+        return f"{plural(int(amount), 'licence')} {rule.resource.removeprefix(LICENSE)}"
+    if rule.resource.startswith(GPU + ":"):
+        return plural(int(amount), f"{rule.resource.removeprefix(GPU + ':')} GPU")
+    return f"{number} billing" if rule.resource == BILLING else plural(int(amount), _NOUNS[rule.resource])
+
+
+_NOUNS = {CPU: "cpu", MEM: "MiB", NODE: "node", GPU: "GPU", BILLING: "billing"}
+
+
+# ----- Slurm's wait reasons: of QOS and partitions, and of associations (accounts and users)
+
+_GRP = {CPU: "GrpCpuLimit", MEM: "GrpMemLimit", NODE: "GrpNodeLimit", GPU: "GrpGRES", BILLING: "GrpBilling",
+        LICENSE: "GrpLicense"}  # fmt: skip
+_GRP_MINUTES = {CPU: "GrpCPUMinutesLimit", MEM: "GrpMemMinutes", GPU: "GrpGRESMinutes", BILLING: "GrpBillingMinutes"}
+_QOS_MAX = {CPU: "MaxCpu", MEM: "MaxMemory", NODE: "MaxNode", GPU: "MaxGRES", BILLING: "MaxBilling",
+            LICENSE: "MaxLicense"}  # fmt: skip
+_ASSOC_MAX = _QOS_MAX | {MEM: "MaxMem"}
+_QOS_JOBS = {
+    Kind.MAX_SUBMIT: "MaxSubmitJobPerUserLimit",
+    Kind.MAX_JOBS: "MaxJobsPerUserLimit",
+    Kind.GRP_SUBMIT: "GrpSubmitJobsLimit",
+    Kind.GRP_JOBS: "GrpJobsLimit",
+    Kind.WALL: "MaxWallDurationPerJobLimit",
+}
+_ASSOC_JOBS = _QOS_JOBS | {Kind.MAX_SUBMIT: "MaxSubmitJobLimit", Kind.MAX_JOBS: "MaxJobsLimit"}
+_PER = {Kind.PER_JOB: "PerJob", Kind.PER_USER: "PerUser", Kind.JOB_MINUTES: "MinutesPerJob"}
+
+
+def _reason(rule: LimitRule) -> Reason:
+    resource = next((name for name in (GPU, LICENSE) if rule.resource.startswith(name)), rule.resource)
+    of_qos = rule.holder in (Holder.QOS, Holder.PARTITION)
+    side, of_jobs, most = ("QOS", _QOS_JOBS, _QOS_MAX) if of_qos else ("Assoc", _ASSOC_JOBS, _ASSOC_MAX)
+    if rule.kind in of_jobs:
+        return Reason(side + of_jobs[rule.kind])
+    if rule.kind is Kind.GRP_MINUTES:
+        return Reason(side + _GRP_MINUTES[resource])
+    # Slurm has no limit of an association for each user: it is the GrpTRES of the user's association.
+    if rule.kind is Kind.GRP or (rule.kind is Kind.PER_USER and not of_qos):
+        return Reason(side + _GRP[resource])
+    return Reason(side + most.get(resource, "") + _PER[rule.kind] + ("Limit" if resource in (CPU, NODE) else ""))
+
 
 _Key = tuple[Holder, str, str]  # holder, its name, and the user if each user is counted separately
 
@@ -68,8 +276,12 @@ class _Scope:
     not_allowed: Wait | None  # the wait of all of them, if the account or the QOS was removed
 
 
-class Quota:
-    """The limits of one snapshot, and how much of each is used."""
+class LimitCounts:
+    """The limits of one pass, and how much of each is used.
+
+    For each job: `why_not` before it is tried, `why_not_there` when its nodes are known, `started`
+    when it starts. `limited`: a limit is set, so the resources of jobs must be known.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -83,9 +295,10 @@ class Quota:
         self._memo: dict[tuple[int, int, int | None], Wait | None] = {}
         self._minutes_used: dict[tuple[Holder, str, str], float] = {}
         self._growing: dict[JobId, RunningJob] = {}
+        self._array_tasks = Counter(job.array_job_id for job in snapshot.running)
         self.any = _has_rules(snapshot)
-        self.bounded = _has_limits(snapshot)
-        if self.bounded:
+        self.limited = _has_limits(snapshot)
+        if self.limited:
             self._growing = {job.id: job for job in snapshot.running if job.elastic is not None}
             for job in snapshot.running:
                 # A suspended job gets its cpus back, so they count meanwhile, as in Slurm.
@@ -97,6 +310,9 @@ class Quota:
 
         None: it breaks none.
         """
+        if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
+            running = f"{plural(job.array_limit, 'task')} of its array run at a time, its own limit"
+            return Wait(reason=Reason.ARRAY_LIMIT, detail=running)
         if not self.any:
             return None
         scope = self._scope_of(job)
@@ -110,7 +326,7 @@ class Quota:
             self._memo[key] = self._breach(job, scope, self._least_of(job))
         return self._memo[key]
 
-    def why_not_with(self, job: PendingJob, held: Held) -> Wait | None:
+    def why_not_there(self, job: PendingJob, held: Held) -> Wait | None:
         """Return the wait for a limit that `job` breaks with exactly `held`; None if none."""
         if not self.any:
             return None
@@ -119,9 +335,11 @@ class Quota:
 
     def started(self, job: PendingJob, held: Held) -> None:
         """Count `job`, which the pass starts with `held`."""
-        if self.bounded:
+        if self.limited:
             self._count(job, held, known_limit_s(job.request.time_limit_s))
             self._memo.clear()
+        if job.array_limit:
+            self._array_tasks[job.array_job_id] += 1
 
     def _count(self, job: PendingJob | RunningJob, held: Held, limit_s: float | None) -> None:
         held = self._with_billing(held, job.partition)
@@ -278,39 +496,3 @@ def _has_limits(snapshot: Snapshot) -> bool:
         *snapshot.partitions.values(),
     )
     return any(one.limits != NO_LIMITS for one in limited)
-
-
-class LimitCounts:
-    """The limits of arrays, and the limits in `Quota`, during one pass.
-
-    For each job: `why_not` before it is tried, `why_not_there` when its nodes are known, `started`
-    when it starts.
-    """
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._array_tasks: dict[JobId | None, int] = {}
-        self._quota = Quota(snapshot)
-        for job in snapshot.running:
-            if job.array_job_id is not None:
-                self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1
-
-    @property
-    def limited(self) -> bool:
-        """Say whether any limit is set, so that the resources of jobs must be known."""
-        return self._quota.bounded
-
-    def why_not(self, job: PendingJob) -> Wait | None:
-        """Return the wait for a limit that keeps `job` waiting on any nodes; None if none."""
-        if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
-            return at_array_limit(job.array_limit)
-        return self._quota.why_not(job)
-
-    def why_not_there(self, job: PendingJob, held: Held) -> Wait | None:
-        """Return the wait for a limit that `job` breaks with `held`; None if it breaks none."""
-        return self._quota.why_not_with(job, held)
-
-    def started(self, job: PendingJob, held: Held) -> None:
-        """Count `job`, which the pass starts."""
-        self._quota.started(job, held)
-        if job.array_limit:
-            self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1

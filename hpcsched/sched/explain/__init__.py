@@ -1,1 +1,0 @@
-"""Explanations of why a job waits, and of smaller requests that would start."""

@@ -1,1 +1,0 @@
-"""Limits of accounts, users, QOS and partitions; TRES and licences."""
