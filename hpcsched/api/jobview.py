@@ -15,6 +15,7 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import VERSION, training_view, why_waiting
 from hpcsched.jobscript.dependency import terms_text
+from hpcsched.jobscript.patterns import JobFiles, job_files
 from hpcsched.lifecycle.clocks import cut_at_s, ran_s, suspended_s
 from hpcsched.listing.jobs import SPECIAL_EXIT, shown_state
 from hpcsched.model.hostlist import compress_hostlist
@@ -22,7 +23,6 @@ from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.state.cluster import ClusterState
-from hpcsched.steps.files import JobFiles, job_files
 
 # Values of an answer contain no reference cycles, so the encoder need not check for them.
 json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

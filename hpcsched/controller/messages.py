@@ -8,6 +8,7 @@ from dataclasses import replace
 from hpcnode.os import rlimits
 from hpcnode.wire import protocol
 from hpcsched import paths
+from hpcsched.jobscript.patterns import job_file_patterns
 from hpcsched.lifecycle.clocks import cut_at_s
 from hpcsched.lifecycle.effects import Effect, EffectKind
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, LaunchToken, NodeName
@@ -15,7 +16,6 @@ from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of
 from hpcsched.state.cluster import ClusterState
 from hpcsched.steps.environment import allocation_facts, job_environment, with_propagated
-from hpcsched.steps.files import job_file_patterns
 
 
 def message_for(

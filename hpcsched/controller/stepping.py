@@ -29,9 +29,8 @@ from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
 from hpcsched.state.transaction import StepRecord, Transaction
 from hpcsched.steps.environment import step_environment
-from hpcsched.steps.launch import StepPlan, StepPorts
 from hpcsched.steps.request import read_allocation
-from hpcsched.steps.service import StepService
+from hpcsched.steps.service import StepPlan, StepPorts, StepService
 from hpcsched.steps.step import HEAD, Origin
 
 log = logging.getLogger("hpcsched.stepping")

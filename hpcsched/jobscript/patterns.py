@@ -1,7 +1,8 @@
 """File-name patterns: ``%j`` and its like in the names of a job's output and input files.
 
 The controller fills what it knows of the job (`expand_job_pattern`); ``%t``, ``%n`` and ``%N`` differ from task to task
-and are left, with ``%%``, to the node, which fills them as `expand_task_pattern` does. Knows no files.
+and are left, with ``%%``, to the node, which fills them as `expand_task_pattern` does. The paths of a job's files follow
+(`job_files`), relative to its directory. Reads no files.
 
 Rules: ``%5j`` pads a number with zeros, up to ten places; a backslash anywhere takes every ``%`` as it is; an unknown
 letter stays as it is; what is filled in adds no directory (``/`` becomes ``_``) and no control character, and an empty
@@ -14,6 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hpcsched.model.job import Job
 from hpcsched.model.text import whole_number
 
 MAX_WIDTH = 10
@@ -101,3 +103,52 @@ def safe_name(text: str) -> str:
     """Return `text` as a part of a file's name: no directory, no control character, no ``.`` or ``..``."""
     cleaned = _UNSAFE.sub("_", text)[:255]
     return cleaned.replace(".", "_") if cleaned.strip(".") == "" else cleaned
+
+
+class JobFiles(NamedTuple):
+    """Absolute paths; `stderr` equals `stdout` if the user named none, `stdin` is "" for none."""
+
+    stdout: str
+    stderr: str
+    stdin: str
+
+
+def pattern_facts(job: Job, step: int | None = None) -> PatternFacts:
+    """Return the values for the file name patterns of the job's batch step or another step."""
+    return PatternFacts(
+        job_id=job.id,
+        name=job.spec.name,
+        user=job.user,
+        array_job_id=job.array_job_id,
+        array_task_id=job.array_task_id,
+        step=step,
+    )
+
+
+def job_file_patterns(job: Job) -> JobFiles:
+    """Return the batch step's file patterns; the node expands ``%t %n %N %%`` in them."""
+    facts = pattern_facts(job)
+
+    def absolute(pattern: str) -> str:
+        path = expand_job_pattern(pattern, facts)
+        return path if path.startswith("/") else f"{job.spec.work_dir.rstrip('/')}/{path}"
+
+    stdout = absolute(job.spec.stdout or default_output(facts))
+    stderr = absolute(job.spec.stderr) if job.spec.stderr else stdout
+    return JobFiles(stdout=stdout, stderr=stderr, stdin=absolute(job.spec.stdin) if job.spec.stdin else "")
+
+
+def job_files(job: Job) -> JobFiles:
+    """Return the files of the job's batch step.
+
+    Before the job has a node, the node name in them is empty.
+    """
+    node = job.shares[0].node if job.shares else ""
+    patterns = job_file_patterns(job)
+    if "%" not in "".join(patterns):
+        return patterns
+
+    def filled(pattern: str) -> str:
+        return expand_task_pattern(pattern, task=0, node_rank=0, node=node)
+
+    return JobFiles(stdout=filled(patterns.stdout), stderr=filled(patterns.stderr), stdin=filled(patterns.stdin))

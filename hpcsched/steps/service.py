@@ -1,8 +1,8 @@
 """The steps of running jobs: start them, queue them, follow them to their end.
 
 `StepService` supervises every step except the batch step. It does no I/O: it acts through the
-callables in `StepPorts`. It does not know how a job gets its nodes, what a process is, or how a row
-is stored on disk.
+callables in `StepPorts`, its interface to the controller. It does not know how a job gets its nodes,
+what a process is, or how a row is stored on disk.
 
 Rules:
 
@@ -26,35 +26,45 @@ Sources: srun(1); the launch protocol in hpcnode.wire.protocol.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpcnode.wire import protocol
-from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
+from hpcsched.errors import (
+    HpcschedError,
+    InvariantError,
+    NotFoundError,
+    PermissionDeniedError,
+    ProtocolError,
+    RequestError,
+)
+from hpcsched.jobscript.patterns import PatternFacts, expand_job_pattern, pattern_facts
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
 from hpcsched.model.text import whole_number
 from hpcsched.state.transaction import StepRecord
-from hpcsched.steps.environment import PRESERVED, with_propagated, with_users
-from hpcsched.steps.launch import StepPlan, StepPorts, launch_of
+from hpcsched.steps.environment import PRESERVED, node_environment, with_propagated, with_users
 from hpcsched.steps.layout import NodeTasks
-from hpcsched.steps.placement import Place, place_step
-from hpcsched.steps.request import read_options
+from hpcsched.steps.request import StepOptions, read_options
 from hpcsched.steps.step import (
     ASK_AGAIN,
     HALF_THERE,
     HEAD,
     UNKNOWN_END,
     Origin,
+    Place,
     Step,
     StepPart,
+    StepQueues,
+    StepTable,
+    Waiting,
     blame_job,
     no_word,
+    place_step,
     row_of,
     take_end,
 )
-from hpcsched.steps.table import StepQueues, StepTable, Waiting
 
 # ----- permissions: who may start a step, in which job, and when
 # Only the job's owner, root or an admin may add a step. On the head, the kernel reports the uid of
@@ -62,7 +72,134 @@ from hpcsched.steps.table import StepQueues, StepTable, Waiting
 # meaning here.
 
 
-def permitted_job(ports: StepPorts, origin: Origin, said: protocol.FromStream, job_id: JobId) -> Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Facts about a starting step, for `StepPorts.environment`."""
+
+    number: int
+    tasks: tuple[NodeTasks, ...]
+    options: StepOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPorts:
+    """Callables that the service needs from the controller. None of them may call the service."""
+
+    job: Callable[[JobId], Job | None]
+    # To a node's agent; may be lost if the node is disconnected.
+    send: Callable[[NodeName, protocol.Message, bytes], None]
+    # To a step command; wrapped in ToStream if the command runs on a node.
+    reply: Callable[[Origin, protocol.Message, bytes], None]
+    # A job without a batch step for uid; may raise RequestError.
+    allocate: Callable[[protocol.StepRequest, int], JobId]
+    release: Callable[[JobId, ExitStatus], None]  # end that job
+    record: Callable[[StepRecord], None]
+    new_token: Callable[[Job, str, NodeName], str]
+    environment: Callable[[Job, StepPlan], Mapping[str, str]]
+    # `user` of a Launch on that node: "" if the agent can only run as itself
+    account: Callable[[Job, NodeName], str]
+    hosts: Callable[[Job], list[tuple[str, int]]]  # (node, slots) of the allocation
+    same_machine: Callable[[Job], bool]
+    # The highest step number of the job's attempt in the rows, -1 if none.
+    last_step: Callable[[JobId, int], int]
+    is_admin: Callable[[int], bool]
+    epoch: Callable[[], int]
+    now_s: Callable[[], float]
+    grace_s: float  # from SIGTERM to SIGKILL
+    propagate: frozenset[str]  # kinds of resource limits that tasks get from their step command
+    # Shrink the job to that many nodes, for a uid; may raise RequestError.
+    resize: Callable[[Job, int, int], None]
+    # CUDA's names of the node's GPUs, if not their indices
+    devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}
+    allow_uid_below: Callable[[], int] = lambda: 1000  # of each Launch
+    # It runs since before a restore: its nodes take no new steps.
+    is_adopted: Callable[[Job], bool] = lambda job: False
+    # All rows of the job's attempt.
+    recorded: Callable[[JobId, int], Sequence[StepRecord]] = lambda job_id, attempt: ()
+
+
+def _task_set(step: Step, tasks: NodeTasks, node_rank: int) -> protocol.TaskSet:
+    return protocol.TaskSet(
+        first_rank=tasks.first_rank,
+        count=tasks.count,
+        total=step.ntasks,
+        node_rank=node_rank,
+        nnodes=len(step.nodes),
+        scattered=list(tasks.scattered),
+    )
+
+
+def _of_options(options: StepOptions, facts: PatternFacts) -> dict[str, Any]:
+    """Return the fields of a launch that depend only on the step's options."""
+
+    def path(pattern: str) -> str:
+        return expand_job_pattern(pattern, facts) if pattern else ""
+
+    return {
+        "stdout": path(options.stdout),
+        "stderr": path(options.stderr),
+        "stdin": path(options.stdin),
+        "append": options.append,
+        "label": options.label,
+        "limit_s": options.limit_s,
+        "signum": options.signal.signum if options.signal else 0,
+        "signal_before_s": float(options.signal.before_s) if options.signal else 0.0,
+        "task_prolog": options.task_prolog,
+        "task_epilog": options.task_epilog,
+        "wait_for_children": options.wait_for_children,
+        "kill_on_bad_exit": options.kill_on_bad_exit,
+        "remote_shell": options.remote_shell,
+    }
+
+
+def launch_of(
+    ports: StepPorts,
+    step: Step,
+    run: StepPart,
+    node_rank: int,
+    request: protocol.StepRequest,
+    options: StepOptions,
+    env: Mapping[str, str],
+) -> protocol.Launch:
+    """Return the message that starts the tasks `run` of `step` on its `node_rank`-th node."""
+    job, place, origin = step.job, run.place, step.origin
+    if place is None or origin is None:
+        raise InvariantError(f"step {job.id}.{step.number} has no place or origin at its launch")
+    own = node_environment(
+        place.tasks,
+        node_rank=node_rank,
+        cpus=place.cpus,
+        gpus=place.gpus,
+        devices=ports.devices(run.node),
+        gpus_per_task=options.gpus_per_task,
+    )
+    return protocol.Launch(
+        token=run.token,
+        job_id=job.id,
+        attempt=job.attempt,
+        step=str(step.number),
+        epoch=ports.epoch(),
+        user=ports.account(job, run.node),
+        allow_uid_below=ports.allow_uid_below(),
+        work_dir=request.work_dir,
+        argv=list(request.argv),
+        env={**env, **own},
+        tasks=_task_set(step, place.tasks, node_rank),
+        cpus=place.cpus,
+        mem_mib=place.mem_mib,
+        gpus=list(place.gpus),
+        stream_to=protocol.Address(node=origin[0], stream=origin[1]),
+        grace_s=ports.grace_s,
+        **_of_options(options, pattern_facts(job, step.number)),
+        lease=job.spec.lease,
+        lease_s=job.lease_s or 0.0,
+        hold=len(step.nodes) > 1,
+        hosts=ports.hosts(job),
+        same_machine=ports.same_machine(job),
+    )
+
+
+def permitted_job(ports: StepPorts, origin: Origin, envelope: protocol.FromStream, job_id: JobId) -> Job:
     """Return the job if the step command behind `origin` may start a step in it now.
 
     Raises the reason for a refusal.
@@ -70,10 +207,10 @@ def permitted_job(ports: StepPorts, origin: Origin, said: protocol.FromStream, j
     job = ports.job(job_id)
     if job is None:
         raise NotFoundError(f"cannot start a step in job {job_id}: Invalid job id specified")
-    in_job = origin[0] != HEAD and said.job_id == job_id
-    if in_job and said.attempt != job.attempt:
-        raise RequestError(f"cannot start a step in attempt {said.attempt} of job {job_id}: it is over")
-    if not in_job and not _may_act(ports, asking_uid(ports, origin, said), job):
+    in_job = origin[0] != HEAD and envelope.job_id == job_id
+    if in_job and envelope.attempt != job.attempt:
+        raise RequestError(f"cannot start a step in attempt {envelope.attempt} of job {job_id}: it is over")
+    if not in_job and not _may_act(ports, asking_uid(ports, origin, envelope), job):
         raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
     if ports.is_adopted(job):
         raise RequestError(f"cannot start a step in job {job_id}: it runs from before the database was restored")
@@ -84,12 +221,12 @@ def permitted_job(ports: StepPorts, origin: Origin, said: protocol.FromStream, j
     return job
 
 
-def asking_uid(ports: StepPorts, origin: Origin, said: protocol.FromStream) -> int:
+def asking_uid(ports: StepPorts, origin: Origin, envelope: protocol.FromStream) -> int:
     """Return the caller's uid on the head. Raises PermissionDeniedError."""
     if origin[0] == HEAD:
-        return said.uid
-    home = ports.job(JobId(said.job_id))
-    if home is None or home.attempt != said.attempt:
+        return envelope.uid
+    home = ports.job(JobId(envelope.job_id))
+    if home is None or home.attempt != envelope.attempt:
         raise PermissionDeniedError(
             f"cannot start a step from {origin[0]}: this command runs in no job there; run it on the head node"
         )
@@ -218,7 +355,7 @@ def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: proto
         return  # no step command can be waiting for it
     if step is None:
         row = next((row for row in ports.recorded(job.id, job.attempt) if row.step == token.step), None)
-        step = (restored(job, row) if row is not None else None) or _told_by_node(
+        step = (restored(job, row) if row is not None else None) or _reported_step(
             job, int(token.step), report, row
         )  # int: of a token
         # An agent answers with CloseStream if that stream no longer exists.
@@ -229,19 +366,19 @@ def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: proto
     steps.add(step)
 
 
-def asked_before(ports: StepPorts, origin: Origin, said: protocol.FromStream) -> Step | None:
+def asked_before(ports: StepPorts, origin: Origin, envelope: protocol.FromStream) -> Step | None:
     """Return the step that a previous controller started for `origin`; None: there is none.
 
     The step may have ended. Raises RequestError: its job has ended.
     """
-    job = ports.job(JobId(said.job_id))
-    if job is None or job.attempt != said.attempt or job.state not in ACTIVE:
-        raise RequestError(f"job {said.job_id} has ended")
+    job = ports.job(JobId(envelope.job_id))
+    if job is None or job.attempt != envelope.attempt or job.state not in ACTIVE:
+        raise RequestError(f"job {envelope.job_id} has ended")
     row = next((row for row in ports.recorded(job.id, job.attempt) if asked_by(row) == origin), None)
     return restored(job, row) if row is not None else None
 
 
-def _told_by_node(job: Job, number: int, report: protocol.Report, row: StepRecord | None) -> Step:
+def _reported_step(job: Job, number: int, report: protocol.Report, row: StepRecord | None) -> Step:
     """Return a step that is known only from a node's report and its row."""
     assert report.stream_to is not None
     origin = (NodeName(report.stream_to.node), report.stream_to.stream)
@@ -264,18 +401,18 @@ def _told_by_node(job: Job, number: int, report: protocol.Report, row: StepRecor
 # ----- other requests of a step command: shrink its job, and receive another step's output
 
 
-def resize(ports: StepPorts, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+def resize(ports: StepPorts, origin: Origin, envelope: protocol.FromStream, request: protocol.StepRequest) -> None:
     """Shrink the job to the requested number of nodes.
 
     Raises RequestError and the errors of `permitted_job`.
     """
     if not request.job_id:
         raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
-    job = permitted_job(ports, origin, said, JobId(request.job_id))
+    job = permitted_job(ports, origin, envelope, JobId(request.job_id))
     count = str(request.options["resize"])
     if not (count.isascii() and count.isdigit()):
         raise RequestError(f"cannot resize job {job.display_id} to {count[:20]!r} nodes: that is not a whole number")
-    ports.resize(job, whole_number(count, "a number of nodes"), asking_uid(ports, origin, said))
+    ports.resize(job, whole_number(count, "a number of nodes"), asking_uid(ports, origin, envelope))
     ports.reply(origin, protocol.StepEnded(codes=[], signals=[]), b"")
 
 
@@ -283,14 +420,14 @@ def attachable(
     ports: StepPorts,
     steps: StepTable,
     origin: Origin,
-    said: protocol.FromStream,
+    envelope: protocol.FromStream,
     request: protocol.StepRequest,
 ) -> Step:
     """Return the running step whose output `origin` may receive.
 
     Raises NotFoundError and the errors of `permitted_job`.
     """
-    job = permitted_job(ports, origin, said, JobId(request.job_id))
+    job = permitted_job(ports, origin, envelope, JobId(request.job_id))
     number = str(request.options["attach"])
     step = (
         steps.running(job.id, job.attempt, whole_number(number, "a step"))
@@ -368,19 +505,19 @@ class StepService:
 
     # ----- messages from step commands
 
-    def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
+    def on_from_stream(self, node: NodeName, envelope: protocol.FromStream, blob: bytes) -> None:
         """Handle a message of the step command on a stream of `node` (HEAD: of the controller).
 
         A refusal is answered with StepEnded and its error. No exception is raised.
         """
-        origin = (node, said.stream)
+        origin = (node, envelope.stream)
         try:
-            message = protocol.from_json(said.message)
+            message = protocol.from_json(envelope.message)
             match message:
                 case protocol.StepRequest():
-                    self._on_request(origin, said, message)
+                    self._on_request(origin, envelope, message)
                 case protocol.StepAsked():
-                    self._on_asked(origin, said)
+                    self._on_asked(origin, envelope)
                 case protocol.Input() | protocol.OutputAck():
                     self._pass_on(origin, message, blob)
                 case protocol.StepSignal():
@@ -423,7 +560,7 @@ class StepService:
             run.started = True
             run.ready = run.ready or report.status != protocol.CLAIMED
             run.released = run.released or report.status == protocol.STARTED
-            self._go_if_ready(step, [run] if step.gone else step.runs.values())
+            self._go_if_ready(step, [run] if step.released else step.runs.values())
             self._tell_started(step)
             return True
         take_end(step, run, report)
@@ -455,8 +592,8 @@ class StepService:
         self._welcomed.add(node)
         for origin, job_id in self._streams_of(node):
             self._ports.reply(origin, _waiting(job_id, ""), b"")
-        said = {report.token: report for report in step_reports(inventory)}
-        for report in said.values():
+        reported = {report.token: report for report in step_reports(inventory)}
+        for report in reported.values():
             if self._steps.of_token(node, report.token) is None:
                 find_again(self._ports, self._steps, node, report)
             self.on_report(node, report)
@@ -464,7 +601,7 @@ class StepService:
             run = step.runs.get(node)
             if run is None or run.ended:
                 continue
-            if run.token not in said:
+            if run.token not in reported:
                 self._absent(step, run)
             elif step.ending:
                 self._ports.send(node, self._end_step(run, "ending"), b"")
@@ -538,7 +675,7 @@ class StepService:
 
     # ----- requests
 
-    def _on_request(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+    def _on_request(self, origin: Origin, envelope: protocol.FromStream, request: protocol.StepRequest) -> None:
         if request.version != protocol.VERSION:
             raise RequestError(
                 f"cannot start the step: this hrun speaks version {request.version}, the controller {protocol.VERSION}"
@@ -546,15 +683,15 @@ class StepService:
         if self._is_busy(origin):
             raise ProtocolError("cannot start a second step on one connection")
         if "resize" in request.options:
-            resize(self._ports, origin, said, request)
+            resize(self._ports, origin, envelope, request)
         elif "attach" in request.options:
-            self._attach(origin, said, request)
+            self._attach(origin, envelope, request)
         elif request.job_id and "test-only" in request.options:
-            self._test(origin, request, permitted_job(self._ports, origin, said, JobId(request.job_id)))
+            self._test(origin, request, permitted_job(self._ports, origin, envelope, JobId(request.job_id)))
         elif request.job_id:
-            self._enqueue(origin, request, permitted_job(self._ports, origin, said, JobId(request.job_id)))
+            self._enqueue(origin, request, permitted_job(self._ports, origin, envelope, JobId(request.job_id)))
         elif origin[0] == HEAD:
-            job_id = self._ports.allocate(request, said.uid)
+            job_id = self._ports.allocate(request, envelope.uid)
             self._held[job_id] = Waiting(origin, request)
             self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
         else:
@@ -571,9 +708,9 @@ class StepService:
         self._ports.reply(origin, _waiting(job.id, text), b"")
         self._refuse(origin, "")
 
-    def _attach(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+    def _attach(self, origin: Origin, envelope: protocol.FromStream, request: protocol.StepRequest) -> None:
         """Send the output of a running step to `origin`."""
-        step = attachable(self._ports, self._steps, origin, said, request)
+        step = attachable(self._ports, self._steps, origin, envelope, request)
         self._ports.reply(origin, step.started(), b"")
         self._watching.add(origin, step)
 
@@ -622,7 +759,7 @@ class StepService:
             ntasks=sum(place.tasks.count for place in places),
             started_at_s=self._ports.now_s(),
             asked_by=waiting.origin,
-            told=True,
+            announced=True,
             kill_on_bad_exit=options.kill_on_bad_exit,
         )
         plan = StepPlan(number=step.number, tasks=tuple(place.tasks for place in places), options=options)
@@ -649,8 +786,8 @@ class StepService:
         """Start these tasks if all nodes of the step are ready or running; may be repeated."""
         if step.ending or step.finished or len(step.nodes) < 2 or set(step.runs) != set(step.nodes):
             return
-        step.gone = all(run.ready or run.ended for run in step.runs.values())
-        for run in runs if step.gone else ():
+        step.released = all(run.ready or run.ended for run in step.runs.values())
+        for run in runs if step.released else ():
             if not run.released and not run.ended:
                 self._ports.send(run.node, protocol.Go(token=run.token), b"")
 
@@ -659,10 +796,12 @@ class StepService:
 
         This happens once the step cannot be requested again.
         """
-        sure = step.gone or step.finished or (len(step.nodes) < 2 and any(run.started for run in step.runs.values()))
-        if step.told or step.again or not sure or step.origin is None or not step.is_whole:
+        sure = (
+            step.released or step.finished or (len(step.nodes) < 2 and any(run.started for run in step.runs.values()))
+        )
+        if step.announced or step.again or not sure or step.origin is None or not step.is_whole:
             return
-        step.told = True
+        step.announced = True
         self._ports.reply(step.origin, step.started(), b"")
 
     def _record(self, step: Step) -> None:
@@ -766,13 +905,13 @@ class StepService:
         if step.found and not step.ending and missing is not None:
             self._absent(step, missing)
 
-    def _on_asked(self, origin: Origin, said: protocol.FromStream) -> None:
+    def _on_asked(self, origin: Origin, envelope: protocol.FromStream) -> None:
         """Tell a step command that reconnects the state of its request."""
         step = self._steps.of_origin(origin)
         if step is None and self._is_busy(origin):
             return
         if step is None:
-            step = asked_before(self._ports, origin, said)
+            step = asked_before(self._ports, origin, envelope)
             if step is None:
                 self._ports.reply(origin, ASK_AGAIN, b"")
                 return
@@ -782,7 +921,7 @@ class StepService:
         if step.finished:
             self._tell_started(step)
             self._ports.reply(origin, step.end(), b"")
-        elif step.told:
+        elif step.announced:
             self._ports.reply(origin, step.started(), b"")
         else:
             self._tell_started(step)

@@ -1,25 +1,121 @@
-"""One step as the controller follows it: its part on each node, its end, and its row.
+"""The steps of a controller: each one's place in its job, its part on each node, its end, and its row.
 
-It knows neither the job's other steps nor the recipients of messages. Only `StepService` changes these
-values.
+Only `StepService` changes these values.
+
+Rules: concurrent steps never share a CPU. They never share a GPU that one of them requested by
+number. Overlapping steps (srun's --overlap) are exempt. A step that requests no GPUs sees all GPUs
+that the job has on its nodes. A finished step is still found by its tokens and its origin until that
+stream closes, because output may still arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypedDict
 
 from hpcnode.wire import protocol
-from hpcsched.model.ids import NodeName
+from hpcsched.errors import RequestError
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, JobState
+from hpcsched.model.resources import Share
 from hpcsched.state.transaction import StepRecord
-from hpcsched.steps.placement import Place
-
-# ----- resource usage of a step as its nodes measured it, as columns of its row
-
+from hpcsched.steps.layout import NodeTasks, lay_out
+from hpcsched.steps.request import StepOptions
 
 _MOST = 2.0**53  # larger values from a node are rejected: inexact as floats, and sums must fit in SQLite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A step's part of one node; other steps cannot use the `held_*` resources meanwhile."""
+
+    tasks: NodeTasks
+    cpus: int
+    mem_mib: int
+    gpus: tuple[int, ...]
+    held_cpus: int
+    held_gpus: tuple[int, ...]
+
+
+def place_step(job: Job, options: StepOptions, busy: Sequence[Place]) -> tuple[Place, ...] | None:
+    """Return the step's place in `job` beside the `busy` places of its running steps.
+
+    None: the step must wait.
+
+    Raises: RequestError: it would not fit even if no other step of the job ran.
+    """
+    full = lay_out(job.shares, options.shape)
+    alone = _places(job.shares, full, options, {})
+    if options.overlap:
+        return alone
+    used_cpus: dict[NodeName, int] = {}
+    used_gpus: dict[NodeName, set[int]] = {}
+    for place in busy:
+        node = place.tasks.node
+        used_cpus[node] = used_cpus.get(node, 0) + place.held_cpus
+        used_gpus.setdefault(node, set()).update(place.held_gpus)
+    free = [replace(share, cpus=max(0, share.cpus - used_cpus.get(share.node, 0))) for share in job.shares]
+    try:
+        layout = lay_out(free, options.shape)
+        if sum(part.count for part in layout) != sum(part.count for part in full):
+            return None
+        return _places(job.shares, layout, options, used_gpus)
+    except RequestError:
+        return None
+
+
+def _places(
+    shares: Sequence[Share],
+    layout: Sequence[NodeTasks],
+    options: StepOptions,
+    used_gpus: Mapping[NodeName, set[int]],
+) -> tuple[Place, ...]:
+    by_node = {share.node: share for share in shares}
+    places = []
+    left = options.gpus_total
+    for part in layout:
+        share = by_node[part.node]
+        cpus = min(part.cpus or part.count * options.shape.cpus_per_task, share.cpus)
+        free = [gpu for gpu in share.gpus if gpu not in used_gpus.get(part.node, ())]
+        wanted = _gpus_wanted(options, part.count)
+        if wanted is None and left is not None:
+            wanted = min(left, len(free))
+            left -= wanted
+        if wanted is not None and wanted > len(free):
+            raise RequestError(
+                f"cannot give the step {wanted} GPUs on {part.node}: the job has {len(share.gpus)} there"
+            )
+        places.append(
+            Place(
+                tasks=part,
+                cpus=cpus,
+                mem_mib=_memory(options, share, cpus),
+                gpus=share.gpus if wanted is None else tuple(free[:wanted]),
+                held_cpus=0 if options.overlap else cpus,
+                held_gpus=() if options.overlap or wanted is None else tuple(free[:wanted]),
+            )
+        )
+    if left:
+        held = sum(len(share.gpus) for share in shares)
+        raise RequestError(f"cannot give the step {options.gpus_total} GPUs: the job has {held}")
+    return tuple(places)
+
+
+def _gpus_wanted(options: StepOptions, count: int) -> int | None:
+    if options.gpus_per_task is not None:
+        return options.gpus_per_task * count
+    return options.gpus_per_node
+
+
+def _memory(options: StepOptions, share: Share, cpus: int) -> int:
+    wanted = options.mem_mib
+    if wanted is None and options.mem_per_cpu_mib is not None:
+        wanted = options.mem_per_cpu_mib * cpus
+    if wanted is not None and share.mem_mib and wanted > share.mem_mib:
+        raise RequestError(f"cannot give the step {wanted} MiB on {share.node}: the job has {share.mem_mib} MiB there")
+    return wanted or share.mem_mib
 
 
 class Used(TypedDict):
@@ -34,10 +130,10 @@ class Used(TypedDict):
 
 def used(usages: Iterable[Mapping[str, float]]) -> Used:
     """Return the step's resource usage, from the reports of its nodes."""
-    told = list(usages)
+    reported = list(usages)
 
     def values(name: str) -> list[float]:
-        return [one[name] for one in told if name in one and 0 <= one[name] <= _MOST]
+        return [usage[name] for usage in reported if name in usage and 0 <= usage[name] <= _MOST]
 
     return Used(
         cpu_user_s=float(sum(found)) if (found := values("cpu_user_s")) else None,
@@ -93,8 +189,8 @@ class Step:
     runs: dict[NodeName, StepPart] = field(default_factory=dict)
     kill_on_bad_exit: bool = False
     found: bool = False  # recovered after a restart of the controller
-    told: bool = False  # its step command knows that the step has its nodes
-    gone: bool = False  # its tasks were released: all nodes were ready
+    announced: bool = False  # its step command knows that the step has its nodes
+    released: bool = False  # its tasks were released: all nodes were ready
     ending: bool = False
     # Its step command has gone, as with mpirun's daemons, which lose theirs after a normal end.
     left: bool = False
@@ -245,3 +341,122 @@ def _take_codes(step: Step, run: StepPart, report: protocol.Report) -> None:
     if report.out_of_memory:
         step.state = step.state or "OUT_OF_MEMORY"
         step.error = step.error or f"the step was ended on {run.node}: it used more memory than it has there"
+
+
+class StepTable:
+    """All steps. Iteration gives a copy of the running ones: the table may change meanwhile."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[JobId, int, int], Step] = {}
+        self._by_token: dict[str, tuple[Step, StepPart]] = {}
+        self._by_origin: dict[Origin, Step] = {}
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(list(self._running.values()))
+
+    def add(self, step: Step) -> None:
+        """Add a step; call it again when the step gets another run."""
+        if not step.finished:
+            self._running[(step.job.id, step.job.attempt, step.number)] = step
+        for run in step.runs.values():
+            self._by_token[run.token] = (step, run)
+        if step.origin is not None:
+            self._by_origin[step.origin] = step
+
+    def is_over(self, step: Step) -> None:
+        """Mark the step as no longer running."""
+        self._running.pop((step.job.id, step.job.attempt, step.number), None)
+        if step.origin is None:
+            self.forget(step)
+
+    def forget(self, step: Step) -> None:
+        """Remove the step: no more messages can arrive for it."""
+        for run in step.runs.values():
+            self._by_token.pop(run.token, None)
+
+    def leave(self, origin: Origin) -> Step | None:
+        """Remove the origin that has gone, and return its step."""
+        return self._by_origin.pop(origin, None)
+
+    def running(self, job_id: JobId, attempt: int, number: int) -> Step | None:
+        """Return the running step of this number."""
+        return self._running.get((job_id, attempt, number))
+
+    def of_job(self, job_id: JobId) -> list[Step]:
+        """Return the job's running steps."""
+        return [step for step in self if step.job.id == job_id]
+
+    def find(self, token: str) -> tuple[Step, StepPart] | None:
+        """Return the step of a token, and its run."""
+        return self._by_token.get(token)
+
+    def of_token(self, node: NodeName, token: str) -> tuple[Step, StepPart] | None:
+        """Return the step of a token and its run, if the token was made for this node."""
+        found = self.find(token)
+        return found if found is not None and found[1].node == node else None
+
+    def of_origin(self, origin: Origin) -> Step | None:
+        """Return the step that `origin` requested, even if it has finished."""
+        return self._by_origin.get(origin)
+
+    def asked_for(self, node: NodeName) -> list[tuple[Origin, Step]]:
+        """Return the steps requested on `node` or with tasks there, with their origins."""
+        return [(origin, step) for origin, step in self._by_origin.items() if origin[0] == node or node in step.runs]
+
+
+# ----- queues of steps that wait for CPUs of their job, in the order of their requests
+# `StepService` decides which step may start.
+
+
+class Waiting(NamedTuple):
+    """A request of the step command behind `origin`.
+
+    `options` None: they are read when its job has its nodes.
+    """
+
+    origin: Origin
+    request: protocol.StepRequest
+    options: StepOptions | None = None
+
+
+class StepQueues:
+    """A queue for each job that has waiting steps."""
+
+    def __init__(self) -> None:
+        self._queues: dict[JobId, deque[Waiting]] = {}
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._queues
+
+    def add(self, job_id: JobId, waiting: Waiting) -> None:
+        """Add a step at the end of its job's queue."""
+        self._queues.setdefault(job_id, deque()).append(waiting)
+
+    def first(self, job_id: JobId) -> Waiting | None:
+        """Return the first waiting step of the job; None: no step of the job waits."""
+        return self._queues[job_id][0] if job_id in self._queues else None
+
+    def take_first(self, job_id: JobId) -> None:
+        """Remove the first step from the job's queue, which must not be empty."""
+        self._queues[job_id].popleft()
+        self._clear(job_id)
+
+    def take_all(self, job_id: JobId) -> list[Waiting]:
+        """Remove all steps of the job from its queue and return them."""
+        return list(self._queues.pop(job_id, ()))
+
+    def drop(self, origin: Origin) -> list[JobId]:
+        """Remove the waiting steps of `origin`; return their jobs."""
+        jobs = list(dict.fromkeys(job_id for at, job_id in self.origins() if at == origin))
+        for job_id in jobs:
+            self._queues[job_id] = deque(waiting for waiting in self._queues[job_id] if waiting.origin != origin)
+            self._clear(job_id)
+        return jobs
+
+    def origins(self) -> list[tuple[Origin, JobId]]:
+        """Return the origins of waiting steps, each with its job."""
+        return [(waiting.origin, job_id) for job_id, queue in self._queues.items() for waiting in queue]
+
+    def _clear(self, job_id: JobId) -> None:
+        if not self._queues[job_id]:
+            del self._queues[job_id]

@@ -47,6 +47,7 @@ from hpcsched.controller.views.history import history_text, outages_of
 from hpcsched.controller.views.queue import Reading
 from hpcsched.controller.views.start_estimate import first_waiting, why_words
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
+from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
 from hpcsched.model.codec import value_to_json
 from hpcsched.model.ids import NodeName
@@ -58,7 +59,6 @@ from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
-from hpcsched.steps.files import job_files
 from hpcsched.store.backup import back_up
 from hpcsched.store.rows import HistoryQuery
 

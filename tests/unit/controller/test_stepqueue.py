@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcnode.wire import protocol
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.steps.table import StepQueues, Waiting
+from hpcsched.steps.step import StepQueues, Waiting
 
 ONE, TWO = JobId(1), JobId(2)
 
