@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 
-from hpcsched.cli.admin.slurm_path import COMMANDS, ensure_directory
+from hpcsched.cli.admin.shell import COMMANDS, ensure_directory
 from hpcsched.loopback.cluster import LocalCluster
 from tests.bench.figures import Figure, from_samples
 

@@ -13,7 +13,7 @@ from conftest import QUICK
 from waiting import wait_until
 
 from hpcsched import client
-from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.cli.admin.shell import ensure_directory
 from hpcsched.loopback.cluster import LocalCluster
 
 SHOW = "ulimit -Sn; ulimit -Ss; ulimit -Sc"

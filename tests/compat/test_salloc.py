@@ -9,7 +9,7 @@ import subprocess
 from clientrun import Client
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.cli.admin.shell import ensure_directory
 from hpcsched.loopback.cluster import LocalCluster
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from clientrun import Client
 
-from hpcsched.cli.admin.slurm_path import COMMANDS
+from hpcsched.cli.admin.shell import COMMANDS
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "strigger"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from clientrun import Client
 
-from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.cli.admin.shell import ensure_directory
 from hpcsched.loopback.cluster import LocalCluster
 
 

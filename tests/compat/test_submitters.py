@@ -12,7 +12,7 @@ import pytest
 from clientrun import Client
 from waiting import wait_until
 
-from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.cli.admin.shell import ensure_directory
 from hpcsched.loopback.cluster import LocalCluster
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli.admin import slurm_path
+from hpcsched.cli.admin import shell
 
 SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
     "scripts"
@@ -48,10 +48,10 @@ def imported(module: str) -> set[str]:
 
 def module_of(name: str) -> str:
     """Return the module of a command, of ours or with a name of Slurm's."""
-    return (slurm_path.COMMANDS.get(name) or SCRIPTS[name]).partition(":")[0]
+    return (shell.COMMANDS.get(name) or SCRIPTS[name]).partition(":")[0]
 
 
-@pytest.mark.parametrize("name", [*FAST, *slurm_path.COMMANDS])
+@pytest.mark.parametrize("name", [*FAST, *shell.COMMANDS])
 def test_a_command_imports_nothing_heavy(name: str) -> None:
     modules = imported(module_of(name))
     roots = {module.partition(".")[0] for module in modules}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli.admin import completion
+from hpcsched.cli.admin import shell
 from hpcsched.commands import queue
 from hpcsched.errors import ConfigError
 from hpcsched.jobscript.options import OPTIONS
@@ -17,7 +17,7 @@ from hpcsched.jobscript.options import OPTIONS
 @pytest.fixture
 def bash(tmp_path: Path):
     """Return a function that completes a line in bash; hqueue and hinfo say what they are asked."""
-    (tmp_path / "script").write_text(completion.text_for("bash"))
+    (tmp_path / "script").write_text(shell.text_for("bash"))
     for name in ("hqueue", "hinfo"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho "12 10_3 {name}:$*" | tr " " "\\n"\n')
         (tmp_path / name).chmod(0o755)
@@ -67,7 +67,7 @@ def test_a_value_joined_to_its_option_is_completed_as_zsh_has_it(bash) -> None:
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
 def test_zsh_takes_the_functions_of_bash(tmp_path: Path) -> None:
-    (tmp_path / "script").write_text(completion.text_for("zsh"))
+    (tmp_path / "script").write_text(shell.text_for("zsh"))
     code = "source ./script && print $_comps[squeue] && whence -w _hpcsched_complete"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_zsh_takes_the_functions_of_bash(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
 def test_fish_completes_options_jobs_and_first_words(tmp_path: Path) -> None:
-    (tmp_path / "script").write_text(completion.text_for("fish"))
+    (tmp_path / "script").write_text(shell.text_for("fish"))
     (tmp_path / "hqueue").write_text("#!/bin/sh\necho 12 10_3 | tr ' ' '\\n'\n")
     (tmp_path / "hqueue").chmod(0o755)
     lines = ("hqueue --sta", "hcancel 1", "hctl susp", "srun --kill")
@@ -95,7 +95,7 @@ def test_fish_completes_options_jobs_and_first_words(tmp_path: Path) -> None:
 
 
 def test_fish_has_every_option_of_a_command() -> None:
-    lines = completion.text_for("fish").splitlines()
+    lines = shell.text_for("fish").splitlines()
     mine = [line for line in lines if line.startswith("complete -c hqueue ")]
     assert {line.split(" -l ")[1].split()[0] for line in mine if " -l " in line} == {
         one.name for one in queue.HQUEUE.options
@@ -104,11 +104,9 @@ def test_fish_has_every_option_of_a_command() -> None:
 
 
 def test_it_is_written_where_the_shell_looks(tmp_path: Path) -> None:
-    assert (
-        completion.install_for("bash", {"HOME": str(tmp_path)}) == tmp_path / ".local/share/bash-completion/completions"
-    )
-    assert (tmp_path / ".local/share/bash-completion/completions/hsub").read_text() == completion.text_for("bash")
-    assert completion.install_for("fish", {"HOME": str(tmp_path)}) == tmp_path / ".config/fish/completions"
+    assert shell.install_for("bash", {"HOME": str(tmp_path)}) == tmp_path / ".local/share/bash-completion/completions"
+    assert (tmp_path / ".local/share/bash-completion/completions/hsub").read_text() == shell.text_for("bash")
+    assert shell.install_for("fish", {"HOME": str(tmp_path)}) == tmp_path / ".config/fish/completions"
     assert (tmp_path / ".config/fish/completions/squeue.fish").exists()
     with pytest.raises(ConfigError, match=r"source <\(hpcsched completion zsh\)"):
-        completion.install_for("zsh", {"HOME": str(tmp_path)})
+        shell.install_for("zsh", {"HOME": str(tmp_path)})
