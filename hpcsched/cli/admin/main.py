@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     "completion": ("hpcsched.cli.admin.shell:completion", "Print shell completion for bash, zsh or fish."),
     "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
-    "demo": ("hpcsched.cli.admin.demo:demo", "Show a small cluster at work on this machine, then remove it."),
+    "demo": ("hpcsched.demo.show:demo", "Show a small cluster at work on this machine, then remove it."),
 }
 
 
