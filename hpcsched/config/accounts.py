@@ -1,24 +1,246 @@
-"""Build accounts, users, QOS, licences and fair share from hpcsched.toml, checked.
+"""Accounts, users, QOS, licences, limits and fair share: their keys in hpcsched.toml, and their values, checked.
 
-Accounts name parents and users. Users name default accounts. Both name QOS. QOS name the QOS that
-they may preempt. An unknown name, or a cycle of parents, is a ConfigError that lists the known
-names.
+Accounts name parents and users. Users name default accounts. Both name QOS. QOS name the QOS that they may preempt. An unknown
+name, or a cycle of parents, is a ConfigError that lists the known names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcsched.config.account_keys import ACCOUNT, FAIRSHARE, LICENSES, QOS, USER
-from hpcsched.config.keys import table_of, values_of
-from hpcsched.config.kinds import BadValue
+from hpcsched.config.keys import (
+    PARTITION,
+    SECTIONS,
+    USER_NAME,
+    WEIGHTS,
+    BadValue,
+    Key,
+    memory_mib,
+    number,
+    one_of,
+    optional,
+    seconds,
+    table_of,
+    time_limit,
+    values_of,
+    whole,
+    word,
+    words,
+)
 from hpcsched.errors import ConfigError
-from hpcsched.model.accounting import Account, Accounting, Fairness, Limits, PreemptMode, Qos, UserRules
+from hpcsched.model.accounting import (
+    BILLING,
+    CPU,
+    EVERYBODY,
+    GPU,
+    LICENSE,
+    MEM,
+    NODE,
+    Account,
+    Accounting,
+    Fairness,
+    Limits,
+    PreemptMode,
+    Qos,
+    Tres,
+    UserRules,
+)
 from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.node import Partition
 from hpcsched.model.text import nearest
+
+UNSET = -1
+_MOST = 2**31
+_TYPED_GPU = re.compile(re.escape(GPU) + r":[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
+_LICENSE = re.compile(re.escape(LICENSE) + r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?\Z")
+_SUMMED = (CPU, MEM, GPU, BILLING)  # only the usage of these is accumulated
+
+
+def limit(value: Any) -> int | None:
+    """Return a count; -1 in the file means unlimited (None)."""
+    if type(value) is not int or not UNSET <= value <= 10**9:
+        raise BadValue("wants a whole number, -1 for no limit")
+    return None if value == UNSET else value
+
+
+def tres(value: Any) -> Tres:
+    """Return resource counts, from a text as ``"cpu=64,mem=512G,gpu=4"`` or a table."""
+    return tuple((name, _amount(name, given)) for name, given in _pairs(value))
+
+
+def tres_minutes(value: Any) -> Tres:
+    """Return resources times minutes; only resources whose usage is accumulated."""
+    found = tres(value)
+    for name, _ in found:
+        if name not in _SUMMED:
+            raise BadValue(f"wants only {', '.join(_SUMMED)}: of others no minutes are kept")
+    return found
+
+
+def tres_weights(value: Any) -> tuple[tuple[str, float], ...]:
+    """Return resource factors, from ``"cpu=1,mem=0.25,gpu=4"`` or a table; memory is in GiB."""
+    weights = []
+    for name, given in _pairs(value):
+        if name == BILLING:
+            raise BadValue("wants no weight of billing: it is the sum of the others")
+        if name == MEM and isinstance(given, str):
+            given = given.rstrip("Gg")
+        if isinstance(given, str) and _NUMBER.match(given):
+            given = float(given)
+        if type(given) not in (int, float) or not 0 <= given <= _MOST:
+            raise BadValue(f"wants a number for {name}, zero or more")
+        weights.append((name, float(given)))
+    return tuple(weights)
+
+
+def members(value: Any) -> tuple[str, ...]:
+    """Return a list of users; "*" means the users that no account names."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise BadValue("wants a list of user names")
+    for item in value:
+        if item != EVERYBODY and not USER_NAME.match(item):
+            raise BadValue(f"wants user names, or {EVERYBODY!r}; {item[:63]!r} is none")
+    return tuple(dict.fromkeys(value))
+
+
+def shares(value: Any) -> int | tuple[tuple[str, int], ...]:
+    """Return shares: a number, or a table with a number for each account."""
+    if isinstance(value, dict):
+        return tuple((word(name), whole(0, 2**31)(count)) for name, count in value.items())
+    return whole(0, 2**31)(value)
+
+
+def _pairs(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, str):
+        parts = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+        given = [(name.strip(), amount.strip()) for name, _, amount in parts]
+    elif isinstance(value, Mapping):
+        given = list(value.items())
+    else:
+        raise BadValue('wants resources as "cpu=64,mem=512G,gpu=4"')
+    found = [(_tres_name(name), amount) for name, amount in given]
+    if len({name for name, _ in found}) != len(found):
+        raise BadValue("names a resource twice")
+    return found
+
+
+def _tres_name(name: str) -> str:
+    low = name.lower()
+    if low == "gpu" or low.startswith("gpu:"):
+        low = f"gres/{low}"
+    if low in (CPU, MEM, NODE, GPU, BILLING) or _TYPED_GPU.match(low):
+        return low
+    if low.startswith(LICENSE) and _LICENSE.match(name):
+        return name
+    raise BadValue(f"knows no resource {name[:63]!r}; there are cpu, mem, node, gpu, gpu:TYPE, billing, license/NAME")
+
+
+def _amount(name: str, given: Any) -> int:
+    if name == MEM:
+        return memory_mib(given)
+    if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= 12:
+        given = int(given)
+    if type(given) is not int or not 0 <= given <= 10**12:
+        raise BadValue(f"wants a whole number for {name}")
+    return given
+
+
+# fmt: off
+LIMITS = (
+    Key("max_jobs", limit, UNSET, "The most jobs of one user that may run at once. -1: no limit."),
+    Key("max_submit_jobs", limit, UNSET, "The most jobs of one user that may wait and run; more are refused. -1: no limit."),
+    Key("max_wall", time_limit, "UNLIMITED", "The longest time limit that a job here may have."),
+    Key("max_tres_per_job", tres, "", 'The most that one job may have, as "cpu=64,mem=512G,gpu=4".'),
+    Key("max_tres_per_user", tres, "", "The most that the running jobs of one user may have in all."),
+    Key("max_tres_mins_per_job", tres_minutes, "",
+        'The most that one job may ask for, resources times its time limit in minutes, as "cpu=10000,gpu=500".'),
+    Key("grp_jobs", limit, UNSET, "The most jobs that may run at once, all users'. -1: no limit."),
+    Key("grp_submit_jobs", limit, UNSET, "The most jobs that may wait and run, all users'; more are refused. -1: no limit."),
+    Key("grp_tres", tres, "", "The most that all running jobs may have in all."),
+    Key("grp_tres_mins", tres_minutes, "",
+        "The most that all jobs may use, resources times minutes: what was used of late, as it decays, and what the time "
+        "limits of running jobs allow them."),
+)
+
+ACCOUNT = (
+    Key("parent", optional(word), "", "The account that it is a part of. Empty: none."),
+    Key("shares", whole(0, 2**31), 1, "Its part of the cluster, against its siblings' shares."),
+    Key("users", members, [],
+        'Its users. "*": all users that no account lists. The first account that lists a user is the default one.'),
+    Key("priority", whole(0, 2**31), 0, "What the association's part of a priority comes from."),
+    Key("qos", words, [],
+        "The QOS that its jobs may have: others are closed to them. Empty: as its parent; in the end normal alone."),
+    Key("default_qos", optional(word), "", "The QOS of jobs that name none. Empty: as its parent."),
+    *LIMITS,
+)
+
+USER = (
+    Key("default_account", optional(word), "", "The account of jobs that name none. Empty: the first that has the user."),
+    Key("shares", shares, 1, "The part of the account, against those of its other users; { physics = 2 } is in that account."),
+    Key("priority", limit, UNSET, "What the association's part of a priority comes from. -1: the account's."),
+    Key("qos", words, [], "The QOS that the user's jobs may have. Empty: as the account."),
+    Key("default_qos", optional(word), "", "The QOS of jobs that name none. Empty: the account's."),
+    *(key for key in LIMITS if key.name in ("max_jobs", "max_submit_jobs", "max_wall", "max_tres_per_job",
+                                            "max_tres_per_user", "max_tres_mins_per_job", "grp_tres_mins")),
+)
+
+QOS = (
+    Key("priority", whole(0, 2**31), 0, "What the QOS part of a priority comes from."),
+    Key("usage_factor", number(0, _MOST), 1.0, "What its jobs use is charged so many times. 0: nothing is charged."),
+    Key("preempt", words, [], "Its waiting jobs may take the place of running jobs of these QOS."),
+    Key("preempt_mode", optional(one_of(*PreemptMode)), "",
+        "What happens to its own jobs that are preempted: requeue, cancel, checkpoint (signal, grace time, then requeue), "
+        "suspend, off. Empty: as the scheduler's preempt_mode."),
+    Key("grace_time_s", seconds(), 0,
+        "How long its jobs have from the signal that they are preempted to their end. 0: as the scheduler's "
+        "preempt_grace_time_s with mode checkpoint, else kill_wait_s."),
+    Key("exempt_time_s", seconds(), 0,
+        "For so long after their start its jobs are not preempted. 0: as the scheduler's preempt_exempt_time_s."),
+    *LIMITS,
+)
+
+PARTITION_LIMITS = tuple(key for key in LIMITS if key.name not in ("max_wall", "grp_tres_mins"))
+
+BILLING_WEIGHTS = Key("billing", tres_weights, "",
+                      'What is charged for a second of each resource here, as "cpu=1,mem=0.25,gpu=4" (memory by the GiB). '
+                      "Empty: the scheduler's billing.")
+
+PARTITION_RULES = (
+    Key("priority_job_factor", whole(0, 2**31), 1,
+        "What the partition's part of a priority comes from, against the highest of all partitions."),
+    Key("allow_accounts", words, [], "The accounts whose jobs may come here, with all below them. Empty: every account's."),
+    Key("allow_qos", words, [], "The QOS whose jobs may come here. Empty: of every QOS, or none."),
+)
+
+LICENSES = Key("NAME", whole(0, 10**9), 0, "How many of the licence all jobs may have at once.")
+
+FAIRSHARE = (
+    Key("algorithm", one_of(*Fairness), Fairness.FAIR_TREE.value,
+        "fair-tree: who has had least of a share comes first, level by level of the accounts; classic: a factor from shares "
+        "and usage up to the root."),
+    Key("half_life", time_limit, "7-00:00:00", "After so long what was used counts half. UNLIMITED: it counts for ever."),
+    Key("damping", number(0.001, _MOST), 1.0, "classic alone: the factor is 2 to the minus (usage / shares / damping)."),
+    Key("billing", tres_weights, "cpu=1",
+        'What is charged for a second of each resource, as "cpu=1,mem=0.25,gpu=4" (memory by the GiB); of node and '
+        "license/NAME too."),
+)
+
+TRES_WEIGHTS = Key("tres", tres_weights, "",
+                   "Weights of single resources, each times the part of the cluster's that a job asks for, as "
+                   '"cpu=100,gpu=1000"; of license/NAME too.')
+# fmt: on
+
+ALL_WEIGHTS = (*WEIGHTS, TRES_WEIGHTS)
+ALL_PARTITION = (*PARTITION, *PARTITION_RULES, BILLING_WEIGHTS, *PARTITION_LIMITS)
+ALL_SECTIONS = SECTIONS | {"scheduler.weights": ALL_WEIGHTS, "fairshare": FAIRSHARE}
+
+
+# ----- reading them from hpcsched.toml, checked
+
 
 TABLES = ("fairshare", "accounts", "users", "qos", "licenses")
 

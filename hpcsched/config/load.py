@@ -22,10 +22,18 @@ from typing import Any
 
 from hpcnode.wire import gate
 from hpcsched import paths
-from hpcsched.config.account_keys import ALL_PARTITION, ALL_WEIGHTS
-from hpcsched.config.accounts import TABLES, accounting_of, check_partitions, limits_from
-from hpcsched.config.keys import CLUSTER, CONTROLLER, NODE, SCHEDULER, SWITCH, refuse_unknown, table_of, values_of
-from hpcsched.config.kinds import LOCAL_HOST
+from hpcsched.config.accounts import ALL_PARTITION, ALL_WEIGHTS, TABLES, accounting_of, check_partitions, limits_from
+from hpcsched.config.keys import (
+    CLUSTER,
+    CONTROLLER,
+    LOCAL_HOST,
+    NODE,
+    SCHEDULER,
+    SWITCH,
+    refuse_unknown,
+    table_of,
+    values_of,
+)
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import NODE_NAME, NodeName

@@ -9,9 +9,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from hpcsched.config.account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config.keys import NODE, SWITCH
-from hpcsched.config.kinds import Key, toml_value
+from hpcsched.config.accounts import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
+from hpcsched.config.keys import NODE, SWITCH, Key, toml_value
 from hpcsched.errors import ConfigError
 
 _HEAD = """\

@@ -45,7 +45,7 @@ def make_link(
 
 def dial_for(spec: NodeSpec, config: Config) -> Dial:
     """Return the Dial for this node: SSH, or a local one if the node is this machine."""
-    from hpcsched.config.kinds import LOCAL_HOST
+    from hpcsched.config.keys import LOCAL_HOST
     from hpcsched.launch.local import local_dial
 
     if spec.host == LOCAL_HOST:

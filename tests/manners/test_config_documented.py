@@ -13,9 +13,8 @@ from hpcsched.cli.admin.init import init
 from hpcsched.cli.admin.main import COMMANDS, hpcsched_command
 from hpcsched.cli.admin.node import node
 from hpcsched.cli.hhealth import COMMAND as HHEALTH
-from hpcsched.config.account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config.keys import NODE, SWITCH
-from hpcsched.config.kinds import REQUIRED, Key
+from hpcsched.config.accounts import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
+from hpcsched.config.keys import NODE, REQUIRED, SWITCH, Key
 from hpcsched.config.template import default_config
 
 REPOSITORY = Path(hpcsched.__file__).parent.parent

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcsched.config import kinds
+from hpcsched.config.keys import toml_value
 from hpcsched.config.load import Config, load_config, load_node, natural_order
 from hpcsched.config.template import default_config, render_config, render_node
 from hpcsched.errors import ConfigError
@@ -36,7 +36,7 @@ def write(tmp_path: Path) -> Write:
 
 def node(**keys: Any) -> str:
     given = {"host": "h.example", "host_key": HOST_KEY, "cpus": 4, "memory": "8G"} | keys
-    return "".join(f"{key} = {kinds.toml_value(value)}\n" for key, value in given.items() if value is not None)
+    return "".join(f"{key} = {toml_value(value)}\n" for key, value in given.items() if value is not None)
 
 
 def load(path: Path) -> Config:
@@ -275,7 +275,7 @@ def test_sections_with_names_of_their_own_are_written(write: Write) -> None:
 
 def _text_of(chosen: Mapping[str, Mapping[str, object]]) -> str:
     return "".join(
-        f"[{name}]\n" + "".join(f"{key} = {kinds.toml_value(value)}\n" for key, value in values.items())
+        f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
         for name, values in chosen.items()
     )
 
