@@ -7,15 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hpcsched import client, paths
+from hpcsched import client, health, paths
 from hpcsched.cli.output import print_json, run_command, wants_colour
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import HpcschedError, PermissionDeniedError
-from hpcsched.health import head
-from hpcsched.health import nodes as node_checks
-from hpcsched.health.nodes import check_node
-from hpcsched.health.report import Check, Status, worst
+from hpcsched.health import Check, Status, check_node, worst
 from hpcsched.launch.visit import ShareProbe, share_probe
 from hpcsched.listing.text import GREEN, RED, YELLOW, clean, painted
 
@@ -49,9 +46,9 @@ def _work(words: Words) -> int:
     try:
         checks, views = look()
         if words.has("drain"):
-            done += _drain(node_checks.to_drain(views, checks))
+            done += _drain(health.to_drain(views, checks))
         if words.has("resume"):
-            done += _resume(node_checks.to_resume(views, checks))
+            done += _resume(health.to_resume(views, checks))
     except HpcschedError as error:
         checks = [Check(name="hhealth", status=Status.UNKNOWN, text=str(error))]
     if words.has("json"):
@@ -68,9 +65,9 @@ def look() -> tuple[list[Check], list[Json]]:
     started = time.time(), time.monotonic()
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     database = config.controller.state_dir / paths.DATABASE_FILE
-    share = head.check_share(config.share) if config.share else None
-    controller = head.check_controller()
-    checks = [head.check_database(database), *([share] if share else []), controller]
+    share = health.check_share(config.share) if config.share else None
+    controller = health.check_controller()
+    checks = [health.check_database(database), *([share] if share else []), controller]
     views: list[Json] = []
     if controller.status is Status.CRITICAL:
         text = "cannot be asked: the controller does not answer"
@@ -82,10 +79,10 @@ def look() -> tuple[list[Check], list[Json]]:
             views = _ask(None)
             checks.append(Check(name="share of the nodes", status=Status.UNKNOWN, text=str(error)))
         checks += [check for view in views for check in check_node(view, time.time())]
-    clock = head.check_clock(
+    clock = health.check_clock(
         wall_s=(started[0], time.time()),
         monotonic_s=(started[1], time.monotonic()),
-        last_commit_s=head.last_change_s(database),
+        last_commit_s=health.last_change_s(database),
     )
     return [*checks, clock], views
 
@@ -108,14 +105,14 @@ def _ask(share: ShareProbe | None) -> list[Json]:
 def _drain(nodes: dict[str, str]) -> list[str]:
     done = []
     for node, why in nodes.items():
-        client.call("POST", "/v1/nodes/drain", {"nodes": node, "why": why, "by": node_checks.BY})
+        client.call("POST", "/v1/nodes/drain", {"nodes": node, "why": why, "by": health.BY})
         done.append(f"drained {node}: {why}")
     return done
 
 
 def _resume(nodes: list[str]) -> list[str]:
     for node in nodes:
-        client.call("POST", "/v1/nodes/resume", {"nodes": node, "only_by": node_checks.BY})
+        client.call("POST", "/v1/nodes/resume", {"nodes": node, "only_by": health.BY})
     return [f"resumed {node}" for node in nodes]
 
 

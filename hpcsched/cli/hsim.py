@@ -496,6 +496,6 @@ def _archived(database: str, operands: Sequence[str]) -> tuple[Snapshot, Policy]
     if operands:
         raise UsageError("cannot tell which snapshot: name a file of hctl snapshot, or --database=FILE, not both")
     from hpcsched.config.load import load_config  # only this needs the controller's code
-    from hpcsched.controller.views.archived import archived
+    from hpcsched.controller.views.history import archived
 
     return archived(Path(database), load_config(paths.find_config_dir(os.environ, os.getuid())))

@@ -26,9 +26,9 @@ from hpcsched.config.load import Config, load_config
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.nodes.edits import refused_edits
 from hpcsched.controller.nodes.links import Fleet, monotonic_s
+from hpcsched.controller.nodes.loss import lose_gone_nodes
 from hpcsched.controller.recovery import node_of, policy_of, settings_changed, unknown_users
 from hpcsched.controller.relay import Relaying
-from hpcsched.controller.requests.nodes import lose_gone_nodes
 from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import RETRY_S, Controller

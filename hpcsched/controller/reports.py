@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcnode.wire import protocol
 from hpcsched.controller.messages import claim_token
-from hpcsched.controller.node_loss import (
+from hpcsched.controller.nodes.loss import (
     can_start_elsewhere,
     end_lost,
     give_back,

@@ -20,9 +20,8 @@ from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
-from hpcsched.controller.node_loss import miss_node, note_condition
 from hpcsched.controller.nodes import edits, orphans
-from hpcsched.controller.nodes.unreachable import Silences, end_silent
+from hpcsched.controller.nodes.loss import Silences, end_silent, miss_node, note_condition
 from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Waits
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
 from hpcsched.controller.requests import crontabs, reservations, triggers
@@ -31,7 +30,7 @@ from hpcsched.controller.requests.jobs import SignalJob, place_of
 from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_of, next_time_s, warn_at_s
 from hpcsched.controller.training import Trainings
 from hpcsched.controller.usage_ledger import Books
-from hpcsched.controller.views.start_estimate import first_start
+from hpcsched.controller.views.queue import first_start
 from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError, report_fault
 from hpcsched.lifecycle.effects import LAUNCHES, Effect, EffectKind, effects_of
 from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted

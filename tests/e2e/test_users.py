@@ -18,7 +18,7 @@ from hpcsched.cli.admin import daemon
 from hpcsched.cli.admin.main import hpcsched_command, run
 from hpcsched.commands.options import FAILED
 from hpcsched.errors import HpcschedError
-from hpcsched.health.head import check_database
+from hpcsched.health import check_database
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import JobSpec

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from hpcnode.wire import protocol
 from hpcsched.controller.nodes import edits as safeguards
 from hpcsched.controller.nodes.edits import spool_of
+from hpcsched.controller.nodes.loss import remove_node
 from hpcsched.controller.requests import jobs
-from hpcsched.controller.requests.nodes import remove_node
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from hpcnode.wire import protocol
 from hpcsched.config.load import Config, build_config
 from hpcsched.controller.nodes import edits as safeguards
+from hpcsched.controller.nodes.loss import lose_gone_nodes
 from hpcsched.controller.recovery import load_state, node_of
-from hpcsched.controller.requests.nodes import lose_gone_nodes
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import Controller
 from hpcsched.errors import HpcschedError, InvariantError, UnavailableError, reported_faults

@@ -17,7 +17,7 @@ from hpcnode.agent import ledger
 from hpcnode.os import process
 from hpcnode.wire import protocol
 from hpcsched.controller import reports, tick
-from hpcsched.controller.nodes import edits, unreachable
+from hpcsched.controller.nodes import edits, loss
 from hpcsched.controller.nodes import edits as spools
 from hpcsched.store.store import Store
 from simulation import chaos, stories
@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant("the inventory of another spool is proof", _instead(spools, "why_refused", _listens_to_every_spool)),
     Mutant("a lost shepherd's step is started again", _instead(ledger.Ledger, "shepherd_gone", _starts_again)),
     Mutant("a launch is sent before its commit", _instead(tick.Controller, "_commit", _sends_before_the_commit)),
-    Mutant("a job is replaced on a timeout", _instead(unreachable, "proof_after_s", _replaced_on_a_timeout)),
-    Mutant("what a silent node was sent is never launched", _instead(unreachable, "is_gathered", _is_never_gathered)),
+    Mutant("a job is replaced on a timeout", _instead(loss, "proof_after_s", _replaced_on_a_timeout)),
+    Mutant("what a silent node was sent is never launched", _instead(loss, "is_gathered", _is_never_gathered)),
     Mutant(
         "reports on older attempts are believed",
         _instead(reports, "on_batch_report", _believes_every_report),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.controller import preemption
-from hpcsched.controller.requests import jobs, suspension, update
+from hpcsched.controller.requests import jobs, running_jobs, update
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
@@ -71,10 +71,10 @@ class People:
         self._on_jobs("hold", name, lambda tx, refs: jobs.hold(tx, ANN, refs))
 
     def suspend(self, name: str) -> None:
-        self._on_jobs("suspend", name, lambda tx, refs: suspension.suspend(tx, ROOT, refs))
+        self._on_jobs("suspend", name, lambda tx, refs: running_jobs.suspend(tx, ROOT, refs))
 
     def go_on(self, name: str) -> None:
-        self._on_jobs("resume", name, lambda tx, refs: suspension.resume(tx, ROOT, refs))
+        self._on_jobs("resume", name, lambda tx, refs: running_jobs.resume(tx, ROOT, refs))
 
     def resize(self, name: str, count: int) -> None:
         """Have the jobs go on with so many nodes."""
@@ -132,7 +132,7 @@ class People:
                 self._ask(f"release {ref}", lambda tx, _, ref=ref: jobs.release(tx, ANN, [ref]), lambda _: None)
             elif job.state is JobState.SUSPENDED and job.suspended_for is None:
                 ref = str(job.id)
-                self._ask(f"resume {ref}", lambda tx, _, ref=ref: suspension.resume(tx, ROOT, [ref]), lambda _: None)
+                self._ask(f"resume {ref}", lambda tx, _, ref=ref: running_jobs.resume(tx, ROOT, [ref]), lambda _: None)
 
     def _ask(self, what: str, work: Work, told: Told, heard: Callable[[], None] = lambda: None) -> None:
         self.waiting += 1

@@ -20,7 +20,7 @@ from typing import Any
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.controller.messages import claim_token
-from hpcsched.controller.node_loss import end_lost
+from hpcsched.controller.nodes.loss import end_lost
 from hpcsched.controller.reports import Answer, end_orphan
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.lifecycle.events import Adopted, Claimed, Started

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from hpcsched.api.identity import Asker
-from hpcsched.controller.node_loss import lose_node, what_became
+from hpcsched.controller.nodes.loss import lose_node, what_became
 from hpcsched.controller.requests.admission import (
     admit,
     check_account,

@@ -32,20 +32,24 @@ from hpcsched.controller import usage_ledger
 from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.nodes.links import Fleet
-from hpcsched.controller.requests import crontabs, suspension, triggers
+from hpcsched.controller.nodes.loss import remove_node
+from hpcsched.controller.requests import crontabs, running_jobs, triggers
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.requests import reservations as reserving
 from hpcsched.controller.requests.job_ids import find_jobs, listed_of
-from hpcsched.controller.requests.nodes import remove_node
 from hpcsched.controller.requests.reservations import read_wish
-from hpcsched.controller.requests.steps import act_on_steps, sort_out
+from hpcsched.controller.requests.running_jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
-from hpcsched.controller.views.accounts import license_views, priority_views, share_views
-from hpcsched.controller.views.events_text import tell
-from hpcsched.controller.views.history import history_text, outages_of
-from hpcsched.controller.views.queue import Reading
-from hpcsched.controller.views.start_estimate import first_waiting, why_words
+from hpcsched.controller.views.history import history_text, outages_of, tell
+from hpcsched.controller.views.queue import (
+    Reading,
+    first_waiting,
+    license_views,
+    priority_views,
+    share_views,
+    why_words,
+)
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
@@ -575,8 +579,8 @@ class ControllerBackend(Reading):
 _WORK = {
     "hold": requests.hold,
     "release": requests.release,
-    "suspend": suspension.suspend,
-    "resume": suspension.resume,
+    "suspend": running_jobs.suspend,
+    "resume": running_jobs.resume,
 }
 
 

@@ -1,21 +1,23 @@
-"""Answer queue queries: select the jobs, and format the lines that show them.
+"""The queue as users see it: its lines, the priorities and shares behind its order, and why and when a job starts.
 
-For squeue, selection is lenient: of several job ids it shows those that exist, and for an unknown
-name it shows no jobs. For hpcsched's own commands it is strict, because an unknown name is more
-likely mistyped.
+For squeue, selection is lenient: of several job ids it shows those that exist, and for an unknown name it shows no jobs. For
+hpcsched's own commands it is strict, because an unknown name is more likely mistyped. Reads the cluster and changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hpcsched.api.connection_limits import Breaks
 from hpcsched.api.identity import Asker, is_account
 from hpcsched.api.jobview import JobView, elapsed_s, job_view, jobs_text, json_text
 from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
+from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing import queue
 from hpcsched.listing.formats import Look
@@ -23,9 +25,156 @@ from hpcsched.listing.jobs import SPECIAL_EXIT, index_ranges
 from hpcsched.listing.queue import Listing, QueueRow, make_listing, ranks_of, row_of
 from hpcsched.listing.text import DIM, painted, split_list
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
-from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, components_of
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, Reason, components_of
 from hpcsched.model.text import whole_number
+from hpcsched.sched.explain import WhatIf, explain, in_words
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.preempt.plan import full_plan
+from hpcsched.sched.queue.fairshare import ShareUsage, UsedResources, share_usages
+from hpcsched.sched.queue.priority import Breakdown, breakdown_of, scale_of
+from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.state.cluster import ClusterState
+
+Json = dict[str, Any]
+
+
+# ----- why a job waits and when it will start, by the scheduler itself
+# Pure: it works on a snapshot. It may run in its own thread, so that a long queue delays only the client that asked.
+
+
+def first_waiting(jobs: Sequence[Job]) -> Job:
+    """Return the array task to explain: the first that waits, if any."""
+    return next((job for job in jobs if job.state is JobState.PENDING), jobs[0])
+
+
+def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
+    """Return why a job waits, as text lines and as values; empty if it would start now."""
+    found = explain(snapshot, policy, full_plan(snapshot, policy), job_id)
+    if found is None:
+        return {}
+    return {
+        "lines": in_words(found, snapshot.now_s).splitlines(),
+        "needs": found.needs,
+        "position": found.position,
+        "ahead": list(found.ahead),
+        "nodes": dict(found.nodes),
+        "nearest": list(found.nearest),
+        "expected_start_s": found.expected_start_s,
+        "expected_place": asdict(found.place) if found.place is not None else None,
+        "smaller": list(found.smaller or ()),
+    }
+
+
+def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
+    """Return when and where a job of the snapshot would start, and why not at once.
+
+    The job was not submitted.
+    """
+    job = next(job for job in snapshot.pending if job.id == job_id)
+    made = full_plan(snapshot, policy)
+    answer: Json = {
+        "job_id": job_id,
+        "partition": job.partition,
+        "start_s": None,
+        "nodes": [],
+        "node_list": "",
+        "cpus": 0,
+    }
+    for start in made.starts:
+        if start.job_id == job_id:
+            nodes = [share.node for share in start.shares]
+            answer |= {"start_s": snapshot.now_s, "nodes": nodes, "node_list": compress_hostlist(nodes)}
+            answer |= {"cpus": sum(share.cpus for share in start.shares), "partition": start.partition}
+            text = f"would start at once on {answer['node_list']} in partition {start.partition}"
+            return answer | {"reason": "None", "text": text}
+    wait = made.waits[job_id]
+    answer |= {"reason": wait.reason.value, "start_s": wait.expected_start_s}
+    place = WhatIf(snapshot, policy, job).place() if wait.reason in (Reason.RESOURCES, Reason.PRIORITY) else None
+    if place is not None:
+        answer |= {"start_s": place.start_s, "nodes": list(place.nodes), "node_list": compress_hostlist(place.nodes)}
+        answer |= {"cpus": place.cpus, "partition": place.partition}
+    return answer | {"text": f"would wait in partition {job.partition} ({wait.reason}): {wait.detail}"}
+
+
+# ----- priorities, licences and fair share as JSON (version 1), for `hprio`, `hctl` and `hshare`
+
+
+WEIGHED = ("age", "assoc", "fairshare", "size", "partition", "qos")
+
+
+def priority_views(snapshot: Snapshot, policy: Policy, wanted: Iterable[JobId]) -> Json:
+    """Return the priority of each waiting job of `wanted`, with its components."""
+    scale = scale_of(snapshot)
+    ids = set(wanted)
+    jobs = []
+    for job in snapshot.pending:
+        for view in (job, *job.others):
+            if job.id in ids:
+                parts = breakdown_of(view, snapshot.partitions.get(view.partition), scale, policy)
+                jobs.append(_priority_view(view, parts))
+    weights = {name: getattr(policy, f"weight_{name}") for name in ("site", *WEIGHED)}
+    return {"jobs": jobs, "weights": {**weights, "tres": dict(policy.weights_tres)}}
+
+
+def _priority_view(job: PendingJob, parts: Breakdown) -> Json:
+    factors = dict(parts.factors)
+    return {
+        "id": job.id,
+        "display_id": job.display_id,
+        "user": job.user,
+        "account": job.account,
+        "qos": job.qos,
+        "partition": job.partition,
+        "priority": parts.total,
+        "fixed": parts.fixed,
+        "weighted": {name: getattr(parts, name) for name in ("site", *WEIGHED, "tres")},
+        "nice": parts.nice,
+        "factors": {name: factors[name] for name in WEIGHED if name in factors},
+        "tres_factors": {name: part for name, part in factors.items() if name not in WEIGHED},
+    }
+
+
+def license_views(cluster: ClusterState) -> list[Json]:
+    """Return the licences, with the number of each that jobs hold now."""
+    used: Counter[str] = Counter()
+    for job in cluster.active_jobs():
+        used.update(dict(job.spec.licenses))
+    return [
+        {"name": name, "total": total, "used": used[name], "free": max(0, total - used[name])}
+        for name, total in cluster.config.accounting.licenses
+    ]
+
+
+def share_views(cluster: ClusterState, now_s: float) -> Json:
+    """Return the tree of accounts and users, root first, with shares, usage and factors."""
+    accounting = cluster.config.accounting
+    used = used_now(cluster, now_s)
+    lines = share_usages(accounting, charged(cluster, now_s))
+    return {
+        "algorithm": accounting.fairness.value,
+        "half_life_s": accounting.half_life_s,
+        "shares": [_share_view(line, used, cluster) for line in lines],
+    }
+
+
+def _share_view(line: ShareUsage, used: list[UsedResources], cluster: ClusterState) -> Json:
+    view = asdict(line)
+    # None (null in JSON) if nothing is used yet.
+    view["level_fs"] = None if math.isinf(line.level_fs) else line.level_fs
+    amounts: dict[str, float] = {}
+    for row in used:
+        if _is_usage_of(row, line, cluster):
+            for name, amount in row.amounts:
+                amounts[name] = amounts.get(name, 0.0) + amount
+    return view | {"tres_seconds": amounts}
+
+
+def _is_usage_of(row: UsedResources, line: ShareUsage, cluster: ClusterState) -> bool:
+    if line.user:
+        return (row.account, row.user) == line.association
+    return not line.account or cluster.config.accounting.is_part_of(row.account, (line.account,))
+
 
 # ----- cached rows of the queue's text: only rows of changed jobs are formatted again
 #

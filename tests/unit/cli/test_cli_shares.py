@@ -11,7 +11,7 @@ from unit.controller.cluster import ANN, BOB, Cluster
 
 from hpcsched import client
 from hpcsched.cli import hprio, hshare
-from hpcsched.controller.views.accounts import priority_views, share_views
+from hpcsched.controller.views.queue import priority_views, share_views
 from hpcsched.model.accounting import Account, Accounting, Qos, UserRules
 
 LAB = Accounting(

@@ -13,7 +13,7 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 from hpcsched.api.identity import Asker
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.requests.update import update
-from hpcsched.controller.views.accounts import license_views
+from hpcsched.controller.views.queue import license_views
 from hpcsched.errors import PermissionDeniedError, RequestError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
 from hpcsched.model.spec import ArraySpec

@@ -12,7 +12,7 @@ from unit.controller.cluster import Cluster
 from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.timers import ClockMark, mark_of
-from hpcsched.controller.views.events_text import tell
+from hpcsched.controller.views.history import tell
 from hpcsched.lifecycle.clocks import limit_at_s, ran_s
 from hpcsched.model.job import JobState
 

@@ -11,8 +11,8 @@ import pytest
 from cluster import ROOT, Cluster
 
 from hpcsched.controller.nodes.edits import as_before, jobs_held, refused_edits
+from hpcsched.controller.nodes.loss import LEAVING, lose_gone_nodes, remove_node
 from hpcsched.controller.requests.jobs import drain, fence, requeue
-from hpcsched.controller.requests.nodes import LEAVING, lose_gone_nodes, remove_node
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState

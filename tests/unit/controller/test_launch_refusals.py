@@ -10,11 +10,10 @@ from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views, why_waiting
 from hpcsched.controller.messages import claim_token
-from hpcsched.controller.node_loss import LAUNCH_TRIES
+from hpcsched.controller.nodes.loss import LAUNCH_TRIES
 from hpcsched.controller.recovery import node_of
 from hpcsched.controller.requests import jobs
-from hpcsched.health.nodes import check_node
-from hpcsched.health.report import Status
+from hpcsched.health import Status, check_node
 from hpcsched.lifecycle.node import LAUNCH_FAILURES
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState, Reason

@@ -14,7 +14,7 @@ from hpcsched.api.views import in_a_sentence, why_waiting
 from hpcsched.controller import preemption
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, update
-from hpcsched.controller.views.events_text import tell
+from hpcsched.controller.views.history import tell
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 

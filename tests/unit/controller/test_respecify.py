@@ -13,7 +13,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import requeue
 from hpcsched.controller.requests.update import update
-from hpcsched.controller.views.events_text import tell
+from hpcsched.controller.views.history import tell
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState

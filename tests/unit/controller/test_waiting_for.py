@@ -13,8 +13,8 @@ from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import hold, release
 from hpcsched.controller.requests.update import update
-from hpcsched.controller.views.events_text import tell
-from hpcsched.controller.views.start_estimate import first_waiting
+from hpcsched.controller.views.history import tell
+from hpcsched.controller.views.queue import first_waiting
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState, Reason

@@ -1,7 +1,7 @@
-"""Cancel or signal one step of a running job, and nothing else of the job: `hcancel 12.0`.
+"""Suspend and resume running jobs, and cancel or signal single steps of them: `hcancel 12.0`.
 
-`12.batch` is the batch script: to end it is to end the job. Knows how steps are named, not how they
-are ended. Source: scancel(1).
+`12.batch` is the batch script: to end it is to end the job. Knows how steps are named, not how they are ended. Messages to nodes
+follow from the state. Source: scancel(1).
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from typing import NamedTuple
 
 from hpcsched.api.identity import Asker
 from hpcsched.controller.requests.job_ids import find_jobs, matches
-from hpcsched.controller.requests.jobs import Outcome
+from hpcsched.controller.requests.jobs import Outcome, each_job
 from hpcsched.controller.tick import StepListener
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
+from hpcsched.lifecycle.events import Resumed, Suspended
+from hpcsched.lifecycle.job import can
+from hpcsched.model.job import Job
 from hpcsched.model.text import whole_number
 from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
 
 _STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
 
@@ -72,3 +76,31 @@ def act_on_steps(
             outcome.refuse(f"{reference}.{number}", error)
         else:
             outcome.jobs.append(jobs[0].id)
+
+
+def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+    """Suspend the named running jobs. They keep their resources."""
+
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
+        asker.must_be_admin("suspend a job")
+        if not can(job, Suspended):
+            raise RequestError(f"cannot suspend job {job.display_id}: it is {job.state}")
+        tx.record(Suspended(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+
+    return each_job(tx, asker, references, {}, "suspend", one)
+
+
+def resume(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+    """Resume the named suspended jobs."""
+
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
+        asker.must_be_admin("resume a job")
+        if not can(job, Resumed):
+            raise RequestError(f"cannot resume job {job.display_id}: it is {job.state}, not SUSPENDED")
+        if job.suspended_for is not None:
+            raise RequestError(
+                f"cannot resume job {job.display_id}: job {job.suspended_for} has its cpus; it goes on when they are free"
+            )
+        tx.record(Resumed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+
+    return each_job(tx, asker, references, {}, "resume", one)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from hpcnode.agent import helpers
-from hpcsched.health import head, nodes
-from hpcsched.health.nodes import check_node
-from hpcsched.health.report import Check, Status, worst
+from hpcsched import health
+from hpcsched.health import Check, Status, check_node, worst
 from hpcsched.launch.visit import problem_of, question, share_probe
 
 NOW_S = 1_800_000_000.0
@@ -130,22 +129,22 @@ def test_the_worst_is_what_is_known_to_be_broken() -> None:
 
 def test_only_failing_nodes_that_answer_are_drained() -> None:
     bad = checks_with(Status.OK, Status.CRITICAL)
-    assert nodes.to_drain([view()], bad) == {"n1": "hhealth: c1: t"}
-    assert nodes.to_drain([view()], checks_with(Status.WARN, Status.UNKNOWN)) == {}
-    assert nodes.to_drain([view(drained=True)], bad) == {}
-    assert nodes.to_drain([view(link="down")], bad) == {}
-    assert nodes.to_drain([view(name="n2")], bad) == {}
+    assert health.to_drain([view()], bad) == {"n1": "hhealth: c1: t"}
+    assert health.to_drain([view()], checks_with(Status.WARN, Status.UNKNOWN)) == {}
+    assert health.to_drain([view(drained=True)], bad) == {}
+    assert health.to_drain([view(link="down")], bad) == {}
+    assert health.to_drain([view(name="n2")], bad) == {}
 
 
 def test_only_what_hhealth_drained_is_resumed_and_only_when_well() -> None:
     mine = view(drained=True, drained_by="hhealth")
-    assert nodes.to_resume([mine], checks_with(Status.OK, Status.WARN)) == ["n1"]
-    assert nodes.to_resume([mine], checks_with(Status.OK, Status.UNKNOWN)) == []
-    assert nodes.to_resume([mine], checks_with(Status.CRITICAL)) == []
-    assert nodes.to_resume([mine], []) == []
-    assert nodes.to_resume([mine | {"link": "down"}], checks_with(Status.OK)) == []
-    assert nodes.to_resume([view(drained=True, drained_by="ada")], checks_with(Status.OK)) == []
-    assert nodes.to_resume([view(drained_by="hhealth")], checks_with(Status.OK)) == []
+    assert health.to_resume([mine], checks_with(Status.OK, Status.WARN)) == ["n1"]
+    assert health.to_resume([mine], checks_with(Status.OK, Status.UNKNOWN)) == []
+    assert health.to_resume([mine], checks_with(Status.CRITICAL)) == []
+    assert health.to_resume([mine], []) == []
+    assert health.to_resume([mine | {"link": "down"}], checks_with(Status.OK)) == []
+    assert health.to_resume([view(drained=True, drained_by="ada")], checks_with(Status.OK)) == []
+    assert health.to_resume([view(drained_by="hhealth")], checks_with(Status.OK)) == []
 
 
 def database(path: Path) -> Path:
@@ -159,27 +158,27 @@ def database(path: Path) -> Path:
 
 def test_a_database(tmp_path: Path) -> None:
     path = database(tmp_path / "d b?.db")  # a name that a URI has to quote
-    check = head.check_database(path)
+    check = health.check_database(path)
     assert (check.status, check.text.split(";")[0]) == (Status.OK, "whole")
     assert check.numbers["free_mib"] > 0
     data = bytearray(path.read_bytes())
     data[20_000:21_000] = os.urandom(1000)
     path.write_bytes(data)
-    check = head.check_database(path)
+    check = health.check_database(path)
     assert check.status is Status.CRITICAL
     assert "damaged" in check.text or "malformed" in check.text  # by which page SQLite meets first
     path.write_bytes(b"this is no database " * 100)
-    assert head.check_database(path).status is Status.CRITICAL
+    assert health.check_database(path).status is Status.CRITICAL
     path.unlink()
-    assert "is not there" in head.check_database(path).text
+    assert "is not there" in health.check_database(path).text
 
 
 def test_a_share(tmp_path: Path) -> None:
-    check = head.check_share(str(tmp_path))
+    check = health.check_share(str(tmp_path))
     assert check.status in (Status.OK, Status.WARN)  # the disk of whoever runs this may be full
     assert "write, fsync, link, rename" in check.text
     assert list(tmp_path.iterdir()) == []
-    check = head.check_share(str(tmp_path / "gone"))
+    check = health.check_share(str(tmp_path / "gone"))
     assert (check.status, check.text) == (
         Status.CRITICAL,
         f"{tmp_path / 'gone'}: open fails: No such file or directory",
@@ -192,7 +191,7 @@ def test_a_share_that_cannot_do_it_all(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, call, fail)
-    assert head.probe_directory(tmp_path) == f"{call} fails: Operation not supported"
+    assert health.probe_directory(tmp_path) == f"{call} fails: Operation not supported"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,15 +200,15 @@ def test_a_share_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     forever = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: forever.wait(60))
-    monkeypatch.setattr(head, "SHARE_S", 0.05)
-    check = head.check_share(str(tmp_path))
+    monkeypatch.setattr(health, "SHARE_S", 0.05)
+    check = health.check_share(str(tmp_path))
     forever.set()
     assert check.status is Status.CRITICAL
     assert "hangs" in check.text
 
 
 def clock(wall_s: tuple[float, float], monotonic_s: tuple[float, float], commit_s: float | None) -> Check:
-    return head.check_clock(wall_s=wall_s, monotonic_s=monotonic_s, last_commit_s=commit_s)
+    return health.check_clock(wall_s=wall_s, monotonic_s=monotonic_s, last_commit_s=commit_s)
 
 
 def test_a_clock() -> None:
