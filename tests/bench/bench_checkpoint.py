@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint import ProcessWriter, RetentionPolicy, claim
+from hpctrain.checkpoint.writing.files import claim
+from hpctrain.checkpoint.writing.publish import RetentionPolicy
+from hpctrain.checkpoint.writing.writer import ProcessWriter
 from tests.bench.checkpoint_world import NO_JOB, World, facts
 from tests.bench.figures import Figure, from_samples
 

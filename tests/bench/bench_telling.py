@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from hpctrain.batch import Batch, Phases
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.examples.chargpt_run import Gpt
-from hpctrain.exchange.scaling import RankTimes
+from hpctrain.exchange.balance import RankTimes
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress

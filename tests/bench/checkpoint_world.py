@@ -9,18 +9,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hpctrain.checkpoint import (
-    CheckpointFacts,
-    CheckpointReport,
-    GradientLog,
-    ProcessWriter,
-    RestoredCheckpoint,
-    RetentionPolicy,
-    claim,
-    replay_through,
-    restore_newest,
-)
+from hpctrain.checkpoint.manifest import CheckpointFacts
+from hpctrain.checkpoint.replay import replay_through
+from hpctrain.checkpoint.restore import RestoredCheckpoint, restore_newest
+from hpctrain.checkpoint.writing.files import claim
+from hpctrain.checkpoint.writing.gradient_log import GradientLog
+from hpctrain.checkpoint.writing.maker import CheckpointReport
+from hpctrain.checkpoint.writing.publish import RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import layout_of
+from hpctrain.checkpoint.writing.writer import ProcessWriter
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.env import JobFacts
 from hpctrain.examples.chargpt_run import Gpt

@@ -26,17 +26,14 @@ import numpy as np  # noqa: E402
 from losing_disk import why_not  # noqa: E402
 from share_disk import ShareDisk  # noqa: E402
 
-from hpctrain.checkpoint import claim, restore_newest  # noqa: E402
-from hpctrain.checkpoint.format.manifest import CheckpointFacts, checkpoint_names  # noqa: E402
-from hpctrain.checkpoint.format.step_log import LoggedStep, Taken  # noqa: E402
-from hpctrain.checkpoint.reading.restore import Gradients, Replay, read_checkpoint  # noqa: E402
+from hpctrain.checkpoint.manifest import CheckpointFacts, LoggedStep, Taken, checkpoint_names  # noqa: E402
+from hpctrain.checkpoint.restore import Gradients, Replay, read_checkpoint, restore_newest  # noqa: E402
 from hpctrain.checkpoint.writing import local_fallback  # noqa: E402
 from hpctrain.checkpoint.writing.buffers import Buffer, lay_out  # noqa: E402
-from hpctrain.checkpoint.writing.fence import Claim  # noqa: E402
+from hpctrain.checkpoint.writing.files import Claim, claim  # noqa: E402
 from hpctrain.checkpoint.writing.maker import WriteOrder, WriterSetup  # noqa: E402
 from hpctrain.checkpoint.writing.process import CheckpointKeeper  # noqa: E402
-from hpctrain.checkpoint.writing.publish import Published  # noqa: E402
-from hpctrain.checkpoint.writing.retain import RetentionPolicy  # noqa: E402
+from hpctrain.checkpoint.writing.publish import Published, RetentionPolicy  # noqa: E402
 from hpctrain.env import JobFacts  # noqa: E402
 from hpctrain.errors import NoCheckpointError, PublishError, StaleAttemptError  # noqa: E402
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from test_train_process_writer import KeptWorld
 
-from hpctrain.checkpoint import ProcessWriter
+from hpctrain.checkpoint.writing.writer import ProcessWriter
 
 if __name__ == "__main__":
     world = KeptWorld(Path(sys.argv[1]))

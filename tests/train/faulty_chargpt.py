@@ -31,11 +31,11 @@ import hpctrain.loop
 import hpctrain.run
 from hpctrain.checkpoint.writing import files
 from hpctrain.elastic.member import Membership
+from hpctrain.env import StopRequest
 from hpctrain.examples import chargpt_run
 from hpctrain.examples.chargpt import main
 from hpctrain.report.metrics import MetricsFile
 from hpctrain.run import Run
-from hpctrain.signals import StopRequest
 
 
 def die_in_data_file(number: int) -> None:

@@ -14,19 +14,13 @@ from hypothesis import strategies as st
 from ranks import HERE, finish, python, started
 from thread_writer import ThreadWriter
 
-from hpctrain.checkpoint import (
-    CheckpointFacts,
-    CheckpointReport,
-    Claim,
-    Retention,
-    RetentionPolicy,
-    claim,
-    restore_newest,
-)
-from hpctrain.checkpoint.format import chunks as packing
-from hpctrain.checkpoint.format.manifest import from_bytes
-from hpctrain.checkpoint.reading.restore import checkpoint_names, read_chain
-from hpctrain.checkpoint.writing import fence, files
+from hpctrain.checkpoint import chunks as packing
+from hpctrain.checkpoint.manifest import CheckpointFacts, from_bytes
+from hpctrain.checkpoint.restore import checkpoint_names, read_chain, restore_newest
+from hpctrain.checkpoint.writing import files
+from hpctrain.checkpoint.writing.files import Claim, claim
+from hpctrain.checkpoint.writing.maker import CheckpointReport
+from hpctrain.checkpoint.writing.publish import Retention, RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.env import JobFacts
 from hpctrain.errors import DamagedError, MismatchError, NoCheckpointError, PublishError, StaleAttemptError
@@ -484,5 +478,5 @@ def test_a_claim_that_an_old_listing_does_not_have_is_passed_over(
         assert len(looked) < 10, "it looks again and again"
         return []
 
-    monkeypatch.setattr(fence.os, "listdir", listed)
+    monkeypatch.setattr(files.os, "listdir", listed)
     assert claim(tmp_path, NO_JOB, now_s=0.0).attempt == 1

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HERE, finish, python, started
 
-from hpctrain.checkpoint import CheckpointReport
-from hpctrain.checkpoint.format.chunks import ITEM_BYTES
-from hpctrain.checkpoint.format.manifest import checkpoint_names
-from hpctrain.checkpoint.format.tree import flattened, grown, keepable
+from hpctrain.checkpoint.chunks import ITEM_BYTES
+from hpctrain.checkpoint.manifest import checkpoint_names
 from hpctrain.checkpoint.script import Checkpointer, Trees
+from hpctrain.checkpoint.tree import flattened, grown, keepable
+from hpctrain.checkpoint.writing.maker import CheckpointReport
 from hpctrain.errors import EXIT_REQUEUE, MismatchError, TrainError
 from hpctrain.report.heartbeat import Heartbeat
 

@@ -18,9 +18,8 @@ from test_train_gradlog import World
 import hpctrain.checkpoint.__main__ as checkpoint_main
 from hpctrain.checkpoint import Checkpointer
 from hpctrain.checkpoint.__main__ import main
-from hpctrain.checkpoint.format.manifest import Manifest, checkpoint_names
-from hpctrain.checkpoint.reading import export
-from hpctrain.checkpoint.writing.retain import RetentionPolicy, prune
+from hpctrain.checkpoint.manifest import Manifest, checkpoint_names
+from hpctrain.checkpoint.writing.publish import RetentionPolicy, prune
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -84,7 +83,7 @@ def test_verify_skips_checkpoints_that_a_run_removes_meanwhile(
 def test_an_export_looks_again_where_a_run_has_gone_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run" / "checkpoints"
     write(run, [1, 2])
-    reading = export.exported
+    reading = checkpoint_main.exported
     gone_on = []
 
     def going_on(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
@@ -93,7 +92,7 @@ def test_an_export_looks_again_where_a_run_has_gone_on(tmp_path: Path, monkeypat
             prune(run, RetentionPolicy(keep=1), ())
         return reading(directory, name, everything=everything)
 
-    monkeypatch.setattr(export, "exported", going_on)
+    monkeypatch.setattr(checkpoint_main, "exported", going_on)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.pt")]) == 0
     assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["w"], state(4)["model.w"])
 

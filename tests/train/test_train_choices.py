@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import HERE, Ended, needs_mpi, run_mpi, run_plain
 
-from hpctrain.checkpoint.reading.restore import checkpoint_names
+from hpctrain.checkpoint.restore import checkpoint_names
 from hpctrain.report.metrics import read_metrics
 
 TINY = HERE / "tiny.py"

@@ -13,12 +13,11 @@ from ranks import HERE, finish, python, started
 from test_train_gradlog import World, assert_alike
 from test_train_process_writer import WITH_WAITING, KeptWorld, newest
 
-from hpctrain.checkpoint.format.chunks import digest
+from hpctrain.checkpoint.chunks import digest
 from hpctrain.checkpoint.writing import snapshot
 from hpctrain.checkpoint.writing import writer as background
 from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer, CopyProgress, lay_out
-from hpctrain.checkpoint.writing.packer import AHEAD, Packer, Wanted
-from hpctrain.checkpoint.writing.publish import _collect
+from hpctrain.checkpoint.writing.publish import AHEAD, Packer, Wanted, _collect
 from hpctrain.errors import PublishError
 
 CHUNK_BYTES = 4096

@@ -16,11 +16,11 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from hpctrain.comm.base import SingleCommunicator
+from hpctrain.env import StopRequest
 from hpctrain.errors import TrainError
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import options_from
 from hpctrain.run import Run, start
-from hpctrain.signals import StopRequest
 
 INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(INPUTS, (INPUTS[:, 0] > 0).long())

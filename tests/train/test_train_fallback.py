@@ -12,12 +12,12 @@ import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
 from waiting import PATIENCE_S
 
-from hpctrain.checkpoint import Claim, claim
-from hpctrain.checkpoint.format.manifest import checkpoint_names
+from hpctrain.checkpoint.manifest import checkpoint_names
 from hpctrain.checkpoint.writing import files, local_fallback
+from hpctrain.checkpoint.writing.files import Claim, claim
 from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup
 from hpctrain.checkpoint.writing.process import CheckpointKeeper
-from hpctrain.checkpoint.writing.retain import RetentionPolicy
+from hpctrain.checkpoint.writing.publish import RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, layout_of
 from hpctrain.errors import PublishError
 

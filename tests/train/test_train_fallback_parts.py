@@ -12,13 +12,13 @@ import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
 from test_train_fallback import failing
 
-from hpctrain.checkpoint import claim
-from hpctrain.checkpoint.format.manifest import checkpoint_names
+from hpctrain.checkpoint.manifest import checkpoint_names
 from hpctrain.checkpoint.writing import local_fallback
+from hpctrain.checkpoint.writing.files import claim
 from hpctrain.checkpoint.writing.group import Endpoint, First, Other
 from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup
 from hpctrain.checkpoint.writing.process import CheckpointKeeper
-from hpctrain.checkpoint.writing.retain import Retention, RetentionPolicy
+from hpctrain.checkpoint.writing.publish import Retention, RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, layout_of, share_of
 
 SECRET = b"s" * 32

@@ -12,26 +12,19 @@ import torch
 from ranks import HERE, needs_mpi, run_mpi
 from thread_writer import ThreadWriter
 
-from hpctrain.checkpoint import (
-    CheckpointFacts,
-    CheckpointReport,
-    CheckpointWriter,
-    Claim,
-    GradientLog,
-    RestoredCheckpoint,
-    Retention,
-    RetentionPolicy,
-    claim,
-    replay_through,
-    restore_newest,
-)
-from hpctrain.checkpoint.format.chunks import digest
-from hpctrain.checkpoint.format.manifest import checkpoint_names, from_bytes
-from hpctrain.checkpoint.reading import reader, replay
-from hpctrain.checkpoint.reading import replay as replay_in_memory
+from hpctrain.checkpoint import replay, restore
+from hpctrain.checkpoint import replay as replay_in_memory
+from hpctrain.checkpoint.chunks import digest
+from hpctrain.checkpoint.manifest import CheckpointFacts, checkpoint_names, from_bytes
+from hpctrain.checkpoint.replay import replay_through
+from hpctrain.checkpoint.restore import RestoredCheckpoint, restore_newest
 from hpctrain.checkpoint.writing import files, gradient_log
-from hpctrain.checkpoint.writing.publish import Published
+from hpctrain.checkpoint.writing.files import Claim, claim
+from hpctrain.checkpoint.writing.gradient_log import GradientLog
+from hpctrain.checkpoint.writing.maker import CheckpointReport
+from hpctrain.checkpoint.writing.publish import Published, Retention, RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import layout_of
+from hpctrain.checkpoint.writing.writer import CheckpointWriter
 from hpctrain.env import JobFacts
 from hpctrain.errors import NoCheckpointError
 from hpctrain.loop import live_tensors
@@ -304,8 +297,8 @@ def test_steps_with_another_layout_of_gradients_are_replayed(
 
 def test_a_long_restore_prints_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     World(tmp_path).run(4)
-    monkeypatch.setattr(reader, "TOLD_S", 0.0)
-    monkeypatch.setattr(reader, "TOLD_BYTES", 0)
+    monkeypatch.setattr(restore, "TOLD_S", 0.0)
+    monkeypatch.setattr(restore, "TOLD_BYTES", 0)
     again = World(tmp_path)
     again.restore()
     told = [re.sub(r"\d+ MB", "? MB", line) for line in again.warnings]

@@ -10,7 +10,7 @@ import pytest
 from ranks import finish, needs_mpi, python, run_mpi, started
 from test_train_gradlog import TINY, WITH_WAITING
 
-from hpctrain.checkpoint.interval import BELIEVED_S, Interval, between_interruptions_s, claims_at_s
+from hpctrain.checkpoint.writing.writer import BELIEVED_S, Interval, between_interruptions_s, claims_at_s
 
 
 def test_reported_steps_are_kept() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import HERE, Ended, needs_mpi, run_mpi, run_plain
 
-from hpctrain.checkpoint.reading.restore import checkpoint_names
+from hpctrain.checkpoint.restore import checkpoint_names
 
 LEAVING = HERE / "leaving.py"
 

@@ -14,7 +14,7 @@ import torch
 from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.comm.base import SingleCommunicator, check_contiguous
 from hpctrain.errors import MissingPackageError, PeerLost, TrainError
-from hpctrain.exchange.replicas import hand_over
+from hpctrain.exchange.agreement import hand_over
 from hpctrain.run import prepare_model, report_unmet
 
 PLAIN = argparse.Namespace(recompute=False, compile=None)
@@ -66,7 +66,7 @@ def test_a_state_is_transferred_with_any_memory_layout(elastic: bool) -> None:
 
 
 def test_a_rank_interrupted_in_a_transfer_keeps_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.exchange.replicas.PIECE_BYTES", 64)
+    monkeypatch.setattr("hpctrain.exchange.agreement.PIECE_BYTES", 64)
     said: list[torch.Tensor] = []
     source, mine = unusual(7.0), unusual(1.0)
     with torch.no_grad():

@@ -14,10 +14,13 @@ from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, stat
 from test_train_gradlog import TINY, WITH_WAITING, World, assert_alike, kinds_in, told
 from thread_writer import ThreadWriter
 
-from hpctrain.checkpoint import CheckpointReport, GradientLog, Retention, RetentionPolicy, claim
-from hpctrain.checkpoint.format.manifest import checkpoint_names, from_bytes
+from hpctrain.checkpoint.manifest import checkpoint_names, from_bytes
 from hpctrain.checkpoint.writing import files
+from hpctrain.checkpoint.writing.files import claim
+from hpctrain.checkpoint.writing.gradient_log import GradientLog
 from hpctrain.checkpoint.writing.group import Endpoint, First, Other
+from hpctrain.checkpoint.writing.maker import CheckpointReport
+from hpctrain.checkpoint.writing.publish import Retention, RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import TensorPiece, share_of
 
 SECRET = b"s" * 32

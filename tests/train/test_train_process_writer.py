@@ -14,10 +14,11 @@ from ranks import HERE, finish, python, started
 from test_train_gradlog import NO_JOB, World, assert_alike, kinds
 from waiting import PATIENCE_S, wait_until
 
-from hpctrain.checkpoint import Claim, ProcessWriter, RetentionPolicy, claim
-from hpctrain.checkpoint.format.manifest import checkpoint_names
+from hpctrain.checkpoint.manifest import checkpoint_names
 from hpctrain.checkpoint.writing.buffers import Buffer, BufferChannel, lay_out
-from hpctrain.checkpoint.writing.publish import Published
+from hpctrain.checkpoint.writing.files import Claim, claim
+from hpctrain.checkpoint.writing.publish import Published, RetentionPolicy
+from hpctrain.checkpoint.writing.writer import ProcessWriter
 from hpctrain.errors import StaleAttemptError
 
 WITH_WAITING = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parent)]).strip(os.pathsep)}

@@ -11,11 +11,11 @@ import torch
 
 from hpctrain.batch import Batch, validation_loss
 from hpctrain.comm.base import SingleCommunicator
+from hpctrain.env import StopRequest
 from hpctrain.errors import TrainError
+from hpctrain.loop import SKIPPED_STEPS, StepProfiler
 from hpctrain.options import add_options
-from hpctrain.report.profiling import SKIPPED_STEPS, StepProfiler
 from hpctrain.run import Run
-from hpctrain.signals import StopRequest
 
 INPUTS = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
 

@@ -13,9 +13,8 @@ import pytest
 from ranks import HERE, needs_mpi, run_mpi
 
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.data import staging
-from hpctrain.data.dataset import PAGE_BYTES, Dataset, DatasetWriter, Shard, new_directory
-from hpctrain.data.staging import stage, staged
+from hpctrain.data import dataset
+from hpctrain.data.dataset import PAGE_BYTES, Dataset, DatasetWriter, Shard, new_directory, stage, staged
 from hpctrain.errors import DamagedError
 
 
@@ -71,7 +70,7 @@ def test_without_room_the_share_is_read_and_a_line_reports_it(
     share: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "SPARE_BYTES", 1 << 60)
+        patched.setattr(dataset, "SPARE_BYTES", 1 << 60)
         where, lines = staged(share, tmp_path / "disk", SingleCommunicator())
         assert where == share
         assert len(lines) == 1

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from hpctrain.data import prepare
 from hpctrain.data.__main__ import main
 from hpctrain.data.dataset import Dataset
-from hpctrain.data.prepare import documents, is_validation
+from hpctrain.data.prepare import documents, is_validation, tokenizer_from, train_tokenizer
 from hpctrain.errors import DamagedError, TrainError
 
 tokenizers = pytest.importorskip("tokenizers")
-
-from hpctrain.data.tokenizer import tokenizer_from, train_tokenizer  # noqa: E402
 
 LINES = [f"the {word} number {number} is {number * number}\n" for number in range(300) for word in ("first", "other")]
 TOKENIZER = train_tokenizer(LINES, 400)

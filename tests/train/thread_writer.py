@@ -8,12 +8,14 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import hpctrain.run
-from hpctrain.checkpoint import CheckpointReport, CheckpointWriter, Claim, RestoredCheckpoint, Retention
-from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.restore import RestoredCheckpoint
+from hpctrain.checkpoint.writing.files import Claim
 from hpctrain.checkpoint.writing.group import First, Other
-from hpctrain.checkpoint.writing.maker import Maker, WriteOrder, WriterState
-from hpctrain.checkpoint.writing.publish import Published
+from hpctrain.checkpoint.writing.maker import CheckpointReport, Maker, WriteOrder, WriterState
+from hpctrain.checkpoint.writing.publish import Published, Retention
 from hpctrain.checkpoint.writing.snapshot import TensorSnapshot
+from hpctrain.checkpoint.writing.writer import CheckpointWriter
 
 
 class ThreadWriter(CheckpointWriter):

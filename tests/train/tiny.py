@@ -18,7 +18,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from hpctrain.checkpoint import CheckpointWriter
+from hpctrain.checkpoint.writing.writer import CheckpointWriter
 from hpctrain.optim import precision
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options

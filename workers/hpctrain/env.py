@@ -1,8 +1,11 @@
-"""Rank, world size and job of this process, from the launcher's environment variables.
+"""This process in its job: rank, world size and job from the environment variables, and requests to stop.
 
 Knows the variables of MPI launchers (Open MPI, MPICH's hydra, PMIx), of torchrun and `hrun`, and the job's facts from
 the scheduler.  Does not start MPI or import torch, so a call is cheap and has no effect.
 Rules: an MPI launcher wins over RANK and WORLD_SIZE, because these may be inherited from an outer launch.
+A stop is requested by SIGTERM, SIGUSR1, or the script's call of `run.stop()`: training ends after the current step, with a
+checkpoint.  The handler only records the signal; a second one has no further effect (SIGKILL follows if the step takes too
+long).  Python delivers signals to the main thread; in another thread, for example of a notebook, the handlers are not changed.
 Sources: torchrun's "Environment Variables"; Open MPI's `mpirun(1)`; hydra's PMI-1 environment.
 """
 
@@ -10,9 +13,13 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
 
 from hpctrain.errors import MissingPackageError, TrainError
 
@@ -122,3 +129,29 @@ def _first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | N
         except ValueError:
             raise TrainError(f"cannot tell which rank this is: {name}={text!r} is not a number") from None
     return None
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """A context that records stop signals, and restores the old handlers at its end."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.by_script = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)

@@ -17,32 +17,34 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpctrain.batch import Batch, Passes, Phases, StepBatch, Validation, pieces_of, validation_loss
-from hpctrain.checkpoint import CheckpointFacts, CheckpointReport, CheckpointWriter, NextCheckpoint
-from hpctrain.checkpoint.interval import Interval
+from hpctrain.checkpoint.manifest import CheckpointFacts
 from hpctrain.checkpoint.writing.gradient_log import GradientLog, own_of_first
+from hpctrain.checkpoint.writing.maker import CheckpointReport
 from hpctrain.checkpoint.writing.snapshot import State, share_of
+from hpctrain.checkpoint.writing.writer import CheckpointWriter, Interval, NextCheckpoint
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
 from hpctrain.data.prefetch import Prefetcher, Span
+from hpctrain.env import StopRequest
 from hpctrain.errors import PeerLost, TrainError
-from hpctrain.exchange.balance import Balance
+from hpctrain.exchange.agreement import Replicas
+from hpctrain.exchange.balance import Balance, RankTimes, TimesSinceMeeting
 from hpctrain.exchange.buckets import GradientBuckets
-from hpctrain.exchange.replicas import Replicas
-from hpctrain.exchange.scaling import RankTimes, TimesSinceMeeting
 from hpctrain.exchange.sync import LocalSteps, Sync
 from hpctrain.optim.adamw import clip_factor, multiply
 from hpctrain.optim.torch_optim import Optimizer, TorchSchedule
 from hpctrain.optim.zero import ShardedOptimizer
-from hpctrain.report.profiling import StepProfiler
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
 from hpctrain.settings import TrainSettings
-from hpctrain.signals import StopRequest
 
 # With a target time, so many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
@@ -621,3 +623,60 @@ def gradient_log(
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     log = GradientLog(model, buckets.groups, buckets.flats, step, state_bytes, optimizer.settings(), rank, size)
     return log if grads_bytes and log.most_steps >= every else None
+
+
+SKIPPED_STEPS = 3
+
+
+class StepProfiler:
+    """Traces `steps` steps of this rank, after the first `SKIPPED_STEPS`; 0: no step."""
+
+    def __init__(self, steps: int, path: Path) -> None:
+        self._left = steps
+        self._skip = SKIPPED_STEPS
+        self._path = path
+        self._profiler: Any = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the current step is traced, which makes it slower."""
+        return self._profiler is not None
+
+    def step_begins(self) -> None:
+        """Start the trace, if this is its first step."""
+        if not self._left or self._profiler is not None:
+            return
+        if self._skip:
+            self._skip -= 1
+            return
+        import torch.profiler  # noqa: PLC0415 (only who wants it waits for its import)
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def step_ended(self) -> Path | None:
+        """Write the trace after its last step; return its path if that was now, else None."""
+        if self._profiler is None:
+            return None
+        self._left -= 1
+        return self._write() if self._left <= 0 else None
+
+    def _write(self) -> Path | None:
+        profiler, self._profiler, self._left = self._profiler, None, 0
+        if profiler is None:
+            return None
+        profiler.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+        return self._path
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Write the incomplete trace when the steps end, or an error ends them."""
+        try:
+            yield
+        finally:
+            self._write()

@@ -46,37 +46,36 @@ from torch.utils.checkpoint import checkpoint
 
 import hpctrain.comm
 from hpctrain.batch import Batch, MeanLoss, Validation
-from hpctrain.checkpoint import (
-    CheckpointWriter,
-    Claim,
-    ProcessWriter,
-    RestoredCheckpoint,
-    RetentionPolicy,
-    claim,
-    replay_through,
-    restore_newest,
-)
-from hpctrain.checkpoint.format.manifest import checkpoint_names
-from hpctrain.checkpoint.interval import Interval, claims_at_s
-from hpctrain.checkpoint.reading.restore import Replay
-from hpctrain.checkpoint.writing.files import write_draft
+from hpctrain.checkpoint.manifest import checkpoint_names
+from hpctrain.checkpoint.replay import replay_through
+from hpctrain.checkpoint.restore import Replay, RestoredCheckpoint, restore_newest
+from hpctrain.checkpoint.writing.files import Claim, claim, write_draft
 from hpctrain.checkpoint.writing.group import Endpoint
 from hpctrain.checkpoint.writing.local_fallback import bring_host_parts, publish_kept
+from hpctrain.checkpoint.writing.publish import RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import layout_of
+from hpctrain.checkpoint.writing.writer import CheckpointWriter, Interval, ProcessWriter, claims_at_s
 from hpctrain.comm import Communicator, connect
 from hpctrain.comm.elastic_group import ElasticCommunicator
 from hpctrain.comm.hosts import own_addresses
-from hpctrain.data.dataset import Dataset
+from hpctrain.data.dataset import Dataset, staged
 from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
-from hpctrain.data.staging import staged
 from hpctrain.data.torchdata import TorchSource, in_order, source_for
-from hpctrain.env import job_facts, rank_info
+from hpctrain.env import StopRequest, job_facts, rank_info
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
-from hpctrain.exchange.agreement import agree, announce_end, data_facts, facts_of, gather_from_all, hash_of
-from hpctrain.exchange.replicas import check_replicas, hand_over
+from hpctrain.exchange.agreement import (
+    agree,
+    announce_end,
+    check_replicas,
+    data_facts,
+    facts_of,
+    gather_from_all,
+    hand_over,
+    hash_of,
+)
 from hpctrain.exchange.sync import Sync, make_sync
-from hpctrain.loop import LoopSetup, TrainingLoop, live_tensors, seed_step
+from hpctrain.loop import LoopSetup, StepProfiler, TrainingLoop, live_tensors, seed_step
 from hpctrain.optim.precision import Precision, loss_scale_for
 from hpctrain.optim.schedule import EpochEnd
 from hpctrain.optim.torch_optim import Optimizer, TorchSchedule, guarded, optimizer_for
@@ -84,7 +83,6 @@ from hpctrain.optim.zero import ShardedOptimizer, check_elementwise
 from hpctrain.options import options_from
 from hpctrain.report.heartbeat import Heartbeat
 from hpctrain.report.metrics import check_writers
-from hpctrain.report.profiling import StepProfiler
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress, progress_from
 from hpctrain.report.reporter import Goodput, Reporter, RunRecord
 from hpctrain.settings import (
@@ -96,7 +94,6 @@ from hpctrain.settings import (
     check_validation,
     settings_of,
 )
-from hpctrain.signals import StopRequest
 
 # ----- the model before the training: checks, recomputing, compiling
 # Rules: in place; weights keep their names, so checkpoints fit with and without these options.

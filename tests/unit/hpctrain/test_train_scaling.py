@@ -7,7 +7,7 @@ import torch
 
 from hpctrain import batch as phases_module
 from hpctrain.batch import Phases
-from hpctrain.exchange.scaling import WARM_STEPS, RankTimes, Scaling, TimesSinceMeeting
+from hpctrain.exchange.balance import WARM_STEPS, RankTimes, Scaling, TimesSinceMeeting
 
 
 def fed(step_s: float, own_s: tuple[float, ...], wait_s: tuple[float, ...], steps: int = 100) -> Scaling:

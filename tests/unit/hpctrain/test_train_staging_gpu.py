@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.comm.base import Background, Work
-from hpctrain.comm.staging import Staging
+from hpctrain.comm.mpi import Staging
 from hpctrain.errors import TrainError
 
 

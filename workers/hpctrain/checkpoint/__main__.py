@@ -3,13 +3,17 @@
 `python -m hpctrain.checkpoint list|verify|prune|export DIRECTORY ...`.
 
 `hctl checkpoint` runs it.  Does not know jobs.
+Rules of an export: it needs no model, because logged steps are replayed by the optimizer that the log describes.  A file
+appears as a whole.  Tensors have the model's own names without a prefix, unless all tensors are exported.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -18,9 +22,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format.manifest import Manifest, checkpoint_names
-from hpctrain.checkpoint.reading.restore import read_chain, read_checkpoint, verify_log
-from hpctrain.checkpoint.writing.retain import RetentionPolicy, prune
+import torch
+
+from hpctrain.checkpoint.manifest import Manifest, checkpoint_names
+from hpctrain.checkpoint.replay import can_replay_in_memory, replay_in_memory
+from hpctrain.checkpoint.restore import read_chain, read_checkpoint, verify_log
+from hpctrain.checkpoint.writing.files import write_draft
+from hpctrain.checkpoint.writing.gradient_log import difference, probe_of
+from hpctrain.checkpoint.writing.publish import Published, RetentionPolicy, prune
+from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, of_model
+from hpctrain.env import require
 from hpctrain.errors import DamagedError, TrainError
 
 
@@ -199,8 +210,6 @@ def _is_whole(directory: Path, name: str) -> bool:
 
 
 def _export(directory: Path, options: argparse.Namespace) -> int:
-    from hpctrain.checkpoint.reading.export import check_place, exported, write_export  # noqa: PLC0415 (the others need no torch.save)
-
     check_place(options.file)
     wanted = _wanted(directory, options.step)
     while wanted:
@@ -233,6 +242,86 @@ def _wanted(directory: Path, step: int | None) -> list[str]:
     if not wanted:
         raise TrainError(f"cannot find a checkpoint{_of(step)} in {directory}: there are {', '.join(names[:9])}")
     return wanted
+
+
+# Prefixes of a model's tensors: of hpctrain's loop and Hugging Face's Trainer, a script's own loop, Lightning.
+BEFORE = ("model.", "parts.model.", "state_dict.")
+
+
+def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Return a checkpoint after its logged steps.
+
+    The model's tensors by its own names, or all tensors.
+
+    Raises:
+        DamagedError: it is damaged, or only the program that took its steps can replay them.
+        TrainError: none of its tensors has a model's prefix.
+    """
+    published = read_checkpoint(directory, name)
+    snapshot = published.snapshot
+    assert isinstance(snapshot, TensorSnapshot)
+    tensors = snapshot.named()
+    if published.logs:
+        _take_again(directory, published, tensors)
+    if not everything:
+        tensors = _weights(tensors)
+    return published.manifest, {name: one.clone() for name, one in tensors.items()}
+
+
+def check_place(path: Path) -> None:
+    """Check that the file can be created; reading the checkpoint takes a while.
+
+    Raises:
+        TrainError: tells why it cannot.
+    """
+    if path.is_dir():
+        raise TrainError(
+            f"cannot export to {path}: it is a directory; name a file in it, like {path / 'model.safetensors'}"
+        )
+    if not path.parent.is_dir():
+        raise TrainError(f"cannot export to {path}: there is no directory {path.parent}")
+
+
+def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    """Write the tensors to a file.
+
+    Safetensors by the suffix `.safetensors`, else by torch.save.
+    """
+    if path.suffix == ".safetensors":
+        require("safetensors")
+        from safetensors.torch import save  # noqa: PLC0415 (an optional package)
+
+        content = save(tensors, {"step": str(manifest.facts.step), "checkpoint": manifest.name})
+    else:
+        buffer = io.BytesIO()
+        torch.save(tensors, buffer)
+        content = buffer.getvalue()
+    os.replace(write_draft(path, content), path)
+
+
+def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for before in BEFORE:
+        if found := {name.removeprefix(before): one for name, one in tensors.items() if name.startswith(before)}:
+            return found
+    raise TrainError(
+        f"cannot tell which of {len(tensors)} tensors are the model's: none is called {', '.join(BEFORE)}...; use --all "
+        "to export all"
+    )
+
+
+def _take_again(directory: Path, published: Published, tensors: dict[str, torch.Tensor]) -> None:
+    if not can_replay_in_memory(published.logs):
+        raise DamagedError(
+            "its steps can only be taken again by the program that took them: export the step of a base, or resume "
+            "the run and let it end"
+        )
+    replay_in_memory(directory, published.logs, tensors)
+    assert published.manifest.log is not None
+    apart = difference(probe_of(of_model(tensors)), published.manifest.log.probe)
+    if apart:
+        raise DamagedError(
+            f"its logged steps lead to other weights here than where they were taken first (by up to {apart:g})"
+        )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hpctrain.checkpoint.script import Trees, random_state
+from hpctrain.env import StopRequest
 from hpctrain.errors import EXIT_REQUEUE
-from hpctrain.signals import StopRequest
 
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_scheduler": "scheduler.pt"}
 

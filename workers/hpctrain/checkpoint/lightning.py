@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from hpctrain.checkpoint.format.tree import keepable
 from hpctrain.checkpoint.script import Trees
+from hpctrain.checkpoint.tree import keepable
+from hpctrain.env import StopRequest
 from hpctrain.errors import EXIT_REQUEUE
-from hpctrain.signals import StopRequest
 
 # Not needed to resume: values in these that cannot be saved are left out.
 RECORDS = ("hyper_parameters", "datamodule_hyper_parameters")

@@ -27,18 +27,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.format.manifest import CheckpointFacts, checkpoint_names
-from hpctrain.checkpoint.format.tree import flattened, grown
-from hpctrain.checkpoint.reading.restore import RestoredCheckpoint, restore_newest
-from hpctrain.checkpoint.writing.fence import Claim, claim
+from hpctrain.checkpoint.manifest import CheckpointFacts, checkpoint_names
+from hpctrain.checkpoint.restore import RestoredCheckpoint, restore_newest
+from hpctrain.checkpoint.tree import flattened, grown
+from hpctrain.checkpoint.writing.files import Claim, claim
 from hpctrain.checkpoint.writing.maker import CheckpointReport
-from hpctrain.checkpoint.writing.retain import RetentionPolicy
+from hpctrain.checkpoint.writing.publish import RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import TensorSnapshot
 from hpctrain.checkpoint.writing.writer import ProcessWriter
-from hpctrain.env import job_facts, rank_info
+from hpctrain.env import StopRequest, job_facts, rank_info
 from hpctrain.errors import EXIT_REQUEUE, MismatchError
 from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
-from hpctrain.signals import StopRequest
 
 
 class Stateful(Protocol):

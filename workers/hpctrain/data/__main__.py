@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.data.dataset import TOKENIZER, Dataset
-from hpctrain.data.prepare import arrays_in, prepare_arrays, prepare_text
-from hpctrain.data.tokenizer import LEAST_VOCABULARY, tokenizer_from
+from hpctrain.data.prepare import LEAST_VOCABULARY, arrays_in, prepare_arrays, prepare_text, tokenizer_from
 from hpctrain.errors import EXIT_FAILED, TrainError
 from hpctrain.options import positive, share
 

@@ -7,7 +7,7 @@ num_workers, multiprocessing_context and worker_init_fn.  Does not know ranks.
 Rules:
 - A sample depends only on (seed, global index): Python's, NumPy's and torch's CPU generators are seeded with them before
   `dataset[i]` is called.  So augmentation is the same with any number of ranks and workers, and after a restart.
-- The order is that of `hpctrain.data.order`, not of torch's generators: each sample once per epoch.
+- The order is that of `hpctrain.data.sources`, not of torch's generators: each sample once per epoch.
 - Workers die with the process that started them.
 """
 
@@ -28,8 +28,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from hpctrain.data.order import mix, order_of
-from hpctrain.data.sources import Source
+from hpctrain.data.sources import Source, mix, order_of
 from hpctrain.errors import TrainError
 from hpctrain.optim.schedule import EpochEnd
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from hpctrain.data import VOCABULARY, Corpus, Windows, decode, encode, standard_library, windows
 from hpctrain.data.dataset import TOKENIZER, Dataset
+from hpctrain.data.prepare import tokenizer_from
 from hpctrain.data.sources import Tokens
-from hpctrain.data.tokenizer import tokenizer_from
 from hpctrain.errors import TrainError
 from hpctrain.optim.adamw import AdamW
 from hpctrain.run import Run, start

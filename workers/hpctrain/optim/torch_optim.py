@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.format.tree import flattened, grown
+from hpctrain.checkpoint.tree import flattened, grown
 from hpctrain.errors import TrainError
 
 

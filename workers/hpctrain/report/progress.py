@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.checkpoint import CheckpointReport
-from hpctrain.exchange.scaling import RankTimes
+from hpctrain.checkpoint.writing.maker import CheckpointReport
+from hpctrain.exchange.balance import RankTimes
 from hpctrain.optim.precision import LossScale, Precision, loss_scale_for
 from hpctrain.settings import TrainSettings
 

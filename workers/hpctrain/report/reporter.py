@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import CheckpointReport
-from hpctrain.checkpoint.format.manifest import SUFFIX, checkpoint_names, from_bytes
+from hpctrain.checkpoint.manifest import SUFFIX, checkpoint_names, from_bytes
+from hpctrain.checkpoint.writing.maker import CheckpointReport
 from hpctrain.comm import Communicator
+from hpctrain.env import StopRequest
 from hpctrain.errors import EXIT_REQUEUE, DamagedError
-from hpctrain.exchange.scaling import RankTimes, Scaling
+from hpctrain.exchange.balance import RankTimes, Scaling
 from hpctrain.loop import TrainingLoop
 from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
 from hpctrain.report.metrics import MetricsFile, Writers
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
 from hpctrain.settings import TrainSettings, epochs_text
-from hpctrain.signals import StopRequest
 
 # ----- goodput: the share of a run's time in steps that count, over all attempts
 # Each line of metrics.jsonl carries it.  The time begins with the run's first attempt, and includes restarts and waiting in

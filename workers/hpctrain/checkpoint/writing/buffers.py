@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.checkpoint.format.chunks import ITEM_BYTES
+from hpctrain.checkpoint.chunks import ITEM_BYTES
 from hpctrain.errors import PublishError
 
 # ----- the copy progress of a buffer: one thread fills it in order, others read the filled part

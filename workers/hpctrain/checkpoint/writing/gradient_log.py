@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from hpctrain.checkpoint.format.step_log import LoggedStep, StepLog, Taken
+from hpctrain.checkpoint.manifest import LoggedStep, StepLog, Taken
 from hpctrain.checkpoint.writing.snapshot import TensorPiece, TensorSnapshot, layout_of, share_of
 
 PROBED = 4  # recorded numbers per tensor

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, digest
-from hpctrain.checkpoint.format.manifest import (
+from hpctrain.checkpoint.chunks import CHUNK_BYTES, digest
+from hpctrain.checkpoint.manifest import (
     SUFFIX,
     CheckpointFacts,
     checkpoint_name,
@@ -35,7 +35,7 @@ from hpctrain.checkpoint.format.manifest import (
 )
 from hpctrain.checkpoint.writing import files
 from hpctrain.checkpoint.writing.buffers import Buffer
-from hpctrain.checkpoint.writing.fence import Claim
+from hpctrain.checkpoint.writing.files import Claim
 from hpctrain.checkpoint.writing.publish import (
     WrittenPart,
     data_file_name,

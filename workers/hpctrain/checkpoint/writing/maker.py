@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
-from hpctrain.checkpoint.format.manifest import CheckpointFacts
-from hpctrain.checkpoint.format.step_log import Taken
+from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.manifest import CheckpointFacts, Taken
 from hpctrain.checkpoint.writing.buffers import FULL, Buffer
-from hpctrain.checkpoint.writing.fence import Claim
+from hpctrain.checkpoint.writing.files import Claim
 from hpctrain.checkpoint.writing.group import Endpoint, First, Lost, Other
-from hpctrain.checkpoint.writing.packer import threads
 from hpctrain.checkpoint.writing.publish import (
     Footing,
     PackedLog,
     Published,
+    Retention,
+    RetentionPolicy,
     WrittenPart,
     estimated_bytes,
     footing_of,
@@ -33,10 +33,10 @@ from hpctrain.checkpoint.writing.publish import (
     part_from_json,
     part_to_json,
     publish,
+    threads,
     write_log,
     write_part,
 )
-from hpctrain.checkpoint.writing.retain import Retention, RetentionPolicy
 from hpctrain.errors import PublishError, StaleAttemptError
 
 

@@ -21,12 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from hpctrain.checkpoint.format.manifest import CheckpointFacts
+from hpctrain.checkpoint.manifest import CheckpointFacts
 from hpctrain.checkpoint.writing import local_fallback
 from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer, BufferChannel
 from hpctrain.checkpoint.writing.group import First, Other
 from hpctrain.checkpoint.writing.maker import CheckpointReport, Maker, WriteOrder, WriterSetup, WriterState
-from hpctrain.checkpoint.writing.retain import Retention
+from hpctrain.checkpoint.writing.publish import Retention
 from hpctrain.errors import PublishError, StaleAttemptError
 
 NICE = 5  # the trainer has priority

@@ -1,45 +1,221 @@
-"""Write a rank's part of a checkpoint, and publish the parts of all ranks.
+"""Write a rank's part of a checkpoint, publish the parts of all ranks, and remove old checkpoints.
 
 Knows the parent by its name and its chunks' hashes; does not know torch, threads or models.
 Rules: data files are durable before the manifest that names them appears; the fence is checked in between.
+Packing: chunks are hashed and packed in several threads, and placed one after another.  An unchanged chunk is not stored, a
+changed one in the smallest packing, each content once.  A base is packed only if that is faster than writing the saved bytes;
+every so many chunks both are measured.
+Retention: a chain is a base with all its increments, and is removed as a whole, in two phases.  First a manifest is renamed, so
+that no reader starts on it; the next pass, at least one base later, removes its data and then the renamed manifest.  A crash
+leaves work for the next pass, but never a manifest without its data.  Leftovers of dead writers are removed too, if their
+attempt is fenced and two passes have seen them.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format.chunks import (
+from hpctrain.checkpoint.chunks import (
     CHUNK_BYTES,
     ITEM_BYTES,
+    Chunk,
+    Packing,
     PieceEntry,
+    digest,
     hashes_of,
     joined,
     pack,
     piece_from_json,
     piece_to_json,
 )
-from hpctrain.checkpoint.format.manifest import (
+from hpctrain.checkpoint.manifest import (
     LATEST,
     SUFFIX,
     CheckpointFacts,
     DataFile,
     Manifest,
     Parent,
+    StepEntry,
+    StepLog,
+    Taken,
     checkpoint_name,
+    checkpoint_names,
     checksum_of,
+    from_bytes,
+    order_of,
     to_bytes,
 )
-from hpctrain.checkpoint.format.step_log import StepEntry, StepLog, Taken
-from hpctrain.checkpoint.writing import fence, files
-from hpctrain.checkpoint.writing.buffers import Buffer
-from hpctrain.checkpoint.writing.packer import Packer, Wanted
+from hpctrain.checkpoint.writing import files
+from hpctrain.checkpoint.writing.buffers import Buffer, CopyProgress, TensorSlot
+from hpctrain.errors import DamagedError
 
 DATA_MAGIC = b"HPCTDAT1"
 SAMPLED = 8  # one chunk of so many is packed to estimate the size of all
+
+
+THREADS = 4
+AHEAD = 2 * THREADS  # chunks that are being packed
+PACKED_ANYWAY = 16  # one chunk of so many is packed at any cost, to measure
+KNOWN_BYTES = 32 << 20  # written bytes after which the write speed is known
+Pieces = Generator[bytes | memoryview, None, tuple[PieceEntry, ...]]
+
+
+def threads() -> int:
+    """Return the number of packing threads: one per core of this process, up to a limit."""
+    return max(1, min(THREADS, len(os.sched_getaffinity(0))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A tensor or piece to store; `hashes` (by offset) and `old` are the parent's content."""
+
+    slot: TensorSlot
+    content: memoryview
+    copy_progress: CopyProgress  # of the buffer
+    hashes: Mapping[int, str] = field(default_factory=dict)
+    old: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    chunk: Chunk
+    stored: bytes | memoryview | None
+    cpu_s: float  # of packing, without hashing
+    alike: tuple[object, ...] = ()  # chunks with an equal value have the same stored bytes
+
+
+class Packer:
+    """Packs the content of one data file, which begins with `at` other bytes."""
+
+    def __init__(self, chunk_bytes: int, at: int, pool: Executor, *, frugal: bool = True) -> None:
+        """Prepare a packer; `frugal`: pack every chunk that gets smaller, at any cost of time."""
+        self._chunk_bytes, self._at, self._pool = chunk_bytes, at, pool
+        self._stored_before: dict[tuple[object, ...], Chunk] = {}
+        self._worth = None if frugal else _Worth()
+
+    def run(self, wanted: Iterable[Wanted]) -> Pieces:
+        """Yield the content of the data file in order, and return the entries of the pieces."""
+        heads: list[TensorSlot] = []
+        chunks: list[list[Chunk]] = []
+        waiting: deque[tuple[int, Future[_Packed]]] = deque()
+        for one, low in self._tasks(wanted, heads, chunks):
+            waiting.append((len(heads) - 1, self._begin(one, low)))
+            if len(waiting) > AHEAD:
+                yield from self._finish(waiting.popleft(), chunks)
+        while waiting:
+            yield from self._finish(waiting.popleft(), chunks)
+        return tuple(
+            PieceEntry(name=slot.name, dtype=slot.dtype, shape=slot.whole, low=slot.low_bytes, chunks=tuple(found))
+            for slot, found in zip(heads, chunks, strict=True)
+        )
+
+    def _tasks(
+        self, wanted: Iterable[Wanted], heads: list[TensorSlot], chunks: list[list[Chunk]]
+    ) -> Iterator[tuple[Wanted, int]]:
+        for one in wanted:
+            heads.append(one.slot)
+            chunks.append([])
+            for low in range(0, one.slot.bytes, self._chunk_bytes):
+                one.copy_progress.wait(one.slot.at + min(low + self._chunk_bytes, one.slot.bytes))
+                yield one, low
+
+    def _begin(self, one: Wanted, low: int) -> Future[_Packed]:
+        high = low + self._chunk_bytes
+        before = one.old[low:high] if one.old is not None else None
+        known = one.hashes.get(one.slot.low_bytes + low)
+        plain = self._worth is not None and not self._worth.asks()
+        return self._pool.submit(_packed, one.content[low:high], ITEM_BYTES[one.slot.dtype], known, before, plain)
+
+    def _finish(
+        self, waiting: tuple[int, Future[_Packed]], chunks: list[list[Chunk]]
+    ) -> Generator[bytes | memoryview, None, None]:
+        index, future = waiting
+        packed = future.result()
+        chunk, stored = self._placed(packed)
+        chunks[index].append(chunk)
+        if stored is None:
+            return
+        started_s = time.perf_counter()
+        yield stored
+        if self._worth is not None:
+            self._worth.note(packed, len(stored), time.perf_counter() - started_s)
+
+    def _placed(self, packed: _Packed) -> tuple[Chunk, bytes | memoryview | None]:
+        chunk, stored = packed.chunk, packed.stored
+        if stored is None:
+            return chunk, None
+        known = self._stored_before.get(packed.alike)
+        if known is not None:
+            return known, None
+        placed = Chunk(bytes=chunk.bytes, hash=chunk.hash, packing=chunk.packing, at=self._at, stored=len(stored))
+        self._at += len(stored)
+        if packed.alike:
+            self._stored_before[packed.alike] = placed
+        return placed, stored
+
+
+class _Worth:
+    """Decides whether packing saves more writing time than it takes."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._raw_bytes = self._saved_bytes = self._written_bytes = 0
+        self._cpu_s = self._write_s = 0.0
+
+    def asks(self) -> bool:
+        """Return whether to pack the next chunk."""
+        self._number += 1
+        if self._number % PACKED_ANYWAY == 1 or self._written_bytes < KNOWN_BYTES or not self._raw_bytes:
+            return True
+        per_byte_s = self._write_s / self._written_bytes
+        return self._saved_bytes * per_byte_s > self._cpu_s
+
+    def note(self, packed: _Packed, stored_bytes: int, write_s: float) -> None:
+        """Learn from a chunk that was written."""
+        self._written_bytes += stored_bytes
+        self._write_s += write_s
+        if packed.cpu_s:
+            self._raw_bytes += packed.chunk.bytes
+            self._saved_bytes += packed.chunk.bytes - stored_bytes
+            self._cpu_s += packed.cpu_s
+
+
+def _packed(
+    content: memoryview, item_bytes: int, hash_before: str | None, before: memoryview | None, plain: bool
+) -> _Packed:
+    hash_now = digest(content)
+    if hash_now == hash_before:
+        return _Packed(chunk=Chunk(bytes=len(content), hash=hash_now, packing=Packing.SAME), stored=None, cpu_s=0.0)
+    started_s = time.thread_time()
+    packing, stored = (Packing.RAW, content) if plain else pack(content, item_bytes, before)
+    spent_s = 0.0 if plain else time.thread_time() - started_s
+    chunk = Chunk(bytes=len(content), hash=hash_now, packing=packing)
+    return _Packed(chunk=chunk, stored=stored, cpu_s=spent_s, alike=_alike(chunk, item_bytes, hash_before))
+
+
+def _alike(chunk: Chunk, item_bytes: int, hash_before: str | None) -> tuple[object, ...]:
+    """Return what the stored bytes depend on, so that tied tensors are stored once.
+
+    Empty: unknown.
+    """
+    match chunk.packing:
+        case Packing.RAW:
+            return chunk.hash, chunk.bytes, chunk.packing
+        case Packing.PLANES:
+            return chunk.hash, chunk.bytes, chunk.packing, item_bytes
+        case Packing.DELTA if hash_before is not None:
+            return chunk.hash, chunk.bytes, chunk.packing, item_bytes, hash_before
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +349,7 @@ def estimated_bytes(snapshot: Buffer, old: Buffer, chunk_bytes: int = CHUNK_BYTE
 
 
 def write_part(
-    claim: fence.Claim,
+    claim: files.Claim,
     snapshot: Buffer,
     facts: CheckpointFacts,
     parent: Footing | None,
@@ -197,7 +373,7 @@ def write_part(
     return WrittenPart(data=data, parent_name=parent.name if parent else None, pieces=tuple(found), steps=())
 
 
-def write_log(claim: fence.Claim, packed: PackedLog, facts: CheckpointFacts, parent: Footing) -> WrittenPart:
+def write_log(claim: files.Claim, packed: PackedLog, facts: CheckpointFacts, parent: Footing) -> WrittenPart:
     """Write this rank's part of an increment that is a log of gradients on `parent`.
 
     Raises: as `write_part`.
@@ -207,7 +383,7 @@ def write_log(claim: fence.Claim, packed: PackedLog, facts: CheckpointFacts, par
 
 
 def publish(
-    claim: fence.Claim,
+    claim: files.Claim,
     facts: CheckpointFacts,
     parts: Sequence[WrittenPart],
     parent: Footing | None,
@@ -237,7 +413,7 @@ def publish(
     path = claim.directory / (name + SUFFIX)
     draft = files.write_draft(path, content)
     try:
-        fence.check(claim)
+        files.check_claim(claim)
         files.commit(draft, path)
     finally:
         files.remove(draft)
@@ -303,8 +479,8 @@ def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buff
         )
 
 
-def _write(claim: fence.Claim, facts: CheckpointFacts, content: Iterable[bytes | memoryview]) -> DataFile:
-    fence.check(claim)
+def _write(claim: files.Claim, facts: CheckpointFacts, content: Iterable[bytes | memoryview]) -> DataFile:
+    files.check_claim(claim)
     path = claim.directory / data_file_name(checkpoint_name(facts.step, facts.attempt))
     size_bytes = files.write_new(path, _after_magic(content), direct=True)
     files.sync_directory(claim.directory)
@@ -325,3 +501,114 @@ def _collect(
             into.append(next(made))
         except StopIteration as end:
             return end.value
+
+
+DOOMED = ".doomed"
+# Data files and drafts have the attempt in their names.
+LEFTOVER = re.compile(
+    r"(?:data-|part-)?(step-\d{10,}\.a(\d{4,}))(?:-[0-9a-f]+\.bin|\.r\d+\.json|(?:\.r\d+)?\.json\.[0-9a-f]+\.tmp)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPolicy:
+    """The chains to keep: the newest `keep`, and one per `every_s` seconds (0: none)."""
+
+    keep: int
+    every_s: float = 0.0
+
+    def kept(self, written_at_s: Mapping[str, float]) -> set[str]:
+        """Return the chains to keep, given newest first with the time of their base."""
+        names = list(written_at_s)
+        kept = names[: max(1, self.keep)]
+        if self.every_s > 0:
+            first_of: dict[float, str] = {}
+            for name in reversed(names):
+                first_of.setdefault(written_at_s[name] // self.every_s, name)
+            kept += first_of.values()
+        return set(kept)
+
+
+class Retention:
+    """Applies the policy: one pass after each base."""
+
+    def __init__(self, claim: files.Claim, policy: RetentionPolicy, distrusted: Collection[str] = ()) -> None:
+        self._claim = claim
+        self._policy = policy
+        self._distrusted = frozenset(distrusted)  # damaged at the start: they do not count as kept
+        self._seen_unused: frozenset[str] = frozenset()
+
+    def sweep(self) -> list[str]:
+        """Finish the last pass, begin the next one, and return the names of removed files.
+
+        Raises:
+            StaleAttemptError: a later attempt has taken over; nothing was changed.
+        """
+        files.check_claim(self._claim)
+        directory = self._claim.directory
+        removed = remove_doomed(directory)
+        doom(directory, self._policy, self._distrusted)
+        unused = self._leftovers(directory)
+        removed += [name for name in sorted(unused & self._seen_unused) if files.remove(directory / name)]
+        self._seen_unused = unused
+        return removed
+
+    def _leftovers(self, directory: Path) -> frozenset[str]:
+        """Return files that no manifest can refer to: of checkpoints that were never published."""
+        names = os.listdir(directory)
+        published = {name.removesuffix(DOOMED).removesuffix(SUFFIX) for name in names}
+        found = ((LEFTOVER.fullmatch(name), name) for name in names)
+        return frozenset(
+            name for match, name in found if match and match[1] not in published and int(match[2]) < self._claim.attempt
+        )
+
+
+def prune(directory: Path, policy: RetentionPolicy, damaged: Collection[str]) -> list[str]:
+    """Remove now what the policy does not keep, and return the names of removed files.
+
+    `damaged` chains do not count as kept.  For people: readers begin with the newest chains, which stay.
+    """
+    doom(directory, policy, damaged)
+    return remove_doomed(directory)
+
+
+def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) -> None:
+    """Rename the manifests that the policy does not keep, so that no reader starts on them."""
+    manifests = _readable(directory)
+    newest: dict[str, tuple[int, int]] = {}
+    for name, manifest in manifests.items():
+        if name not in distrusted:
+            newest[manifest.base] = max(newest.get(manifest.base, (-1, -1)), order_of(name) or (-1, -1))
+    bases = sorted(newest, key=lambda base: newest[base], reverse=True)
+    times = {base: manifests[base].facts.written_at_s if base in manifests else 0.0 for base in bases}
+    kept = policy.kept(times)
+    # Newest first, so that no manifest ever lacks its parent.
+    for name in sorted(manifests, key=lambda name: order_of(name) or (), reverse=True):
+        if manifests[name].base in newest and manifests[name].base not in kept:
+            with suppress(FileNotFoundError):  # another process does the same
+                os.rename(directory / (name + SUFFIX), directory / (name + SUFFIX + DOOMED))
+    files.sync_directory(directory)
+
+
+def remove_doomed(directory: Path) -> list[str]:
+    """Remove renamed manifests, and those of their files that no other one refers to."""
+    doomed = sorted(name for name in os.listdir(directory) if name.endswith(DOOMED))
+    used = {data.file for manifest in _readable(directory).values() for data in manifest.data} if doomed else set()
+    removed = []
+    for name in doomed:
+        try:
+            data = [one.file for one in from_bytes((directory / name).read_bytes()).data]
+        except (DamagedError, FileNotFoundError):
+            data = []  # its data files become leftovers
+        removed += [gone for gone in (*data, name) if gone not in used and files.remove(directory / gone)]
+    return removed
+
+
+def _readable(directory: Path) -> dict[str, Manifest]:
+    manifests = {}
+    for name in checkpoint_names(directory):
+        try:
+            manifests[name] = from_bytes((directory / (name + SUFFIX)).read_bytes())
+        except (DamagedError, FileNotFoundError):
+            continue  # unreadable: neither use nor remove it
+    return manifests

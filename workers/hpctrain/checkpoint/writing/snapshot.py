@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, ITEM_BYTES
+from hpctrain.checkpoint.chunks import CHUNK_BYTES, ITEM_BYTES
 from hpctrain.checkpoint.writing.buffers import Buffer, Layout, TensorSlot, lay_out_pieces
 from hpctrain.errors import MismatchError, TrainError
 

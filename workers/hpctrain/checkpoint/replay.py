@@ -18,11 +18,9 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.format.chunks import ITEM_BYTES, TensorEntry
-from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.checkpoint.format.step_log import StepEntry, StepLog
-from hpctrain.checkpoint.reading.reader import ChunkReader, Placed, ReadProgress, finish, placed
-from hpctrain.checkpoint.reading.restore import Gradients, Replay
+from hpctrain.checkpoint.chunks import ITEM_BYTES, TensorEntry
+from hpctrain.checkpoint.manifest import Manifest, StepEntry, StepLog
+from hpctrain.checkpoint.restore import ChunkReader, Gradients, Placed, ReadProgress, Replay, finish, placed
 from hpctrain.checkpoint.writing.gradient_log import device_facts, difference, probe_of, replay_steps
 from hpctrain.checkpoint.writing.publish import Published
 from hpctrain.checkpoint.writing.snapshot import LiveMemory, TensorSnapshot, in_one_piece, of_model

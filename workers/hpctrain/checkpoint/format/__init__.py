@@ -1,1 +1,0 @@
-"""The format of checkpoints: manifests, chunks, logs of gradients, nested state."""
