@@ -13,9 +13,8 @@ import socket
 from pathlib import Path
 
 from hpcnode.wire import protocol
-from hpcsched.api.connection_limits import Doors, read_less
+from hpcsched.api.connection_limits import Doors, Listener, listening_socket, read_less
 from hpcsched.api.identity import peer_uid
-from hpcsched.api.listener import Listener, listening_socket
 from hpcsched.controller.stepping import Stepping
 from hpcsched.errors import report_fault
 from hpcsched.steps.step import HEAD

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcsched import paths
-from hpcsched.api.connection_limits import Doors
-from hpcsched.api.listener import listening_socket
+from hpcsched.api.connection_limits import Doors, listening_socket
 from hpcsched.config.load import Config
 from hpcsched.controller.lock import StateLock
 from hpcsched.controller.nodes.edits import gone_notes

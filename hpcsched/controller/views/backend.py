@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import hpcsched
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker, asker_of, is_account, uid_of
-from hpcsched.api.jobview import job_view
 from hpcsched.api.views import (
     failure_view,
     how_it_ended,
     in_a_sentence,
+    job_view,
     node_views,
     partition_views,
     refused_on,

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from hpcsched.api.connection_limits import Breaks
 from hpcsched.api.identity import Asker, user_name
-from hpcsched.api.jobview import job_view, jobs_text, json_text
-from hpcsched.api.views import step_view, training_view
+from hpcsched.api.views import job_view, jobs_text, json_text, step_view, training_view
 from hpcsched.config.load import Config
 from hpcsched.controller.recovery import load_state, node_of, policy_of
 from hpcsched.controller.tick import Controller

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hpcsched.api.connection_limits import Breaks
 from hpcsched.api.identity import Asker, is_account
-from hpcsched.api.jobview import JobView, elapsed_s, job_view, jobs_text, json_text
+from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text
 from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
 from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.errors import NotFoundError, RequestError

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpcnode.wire import gate
 from hpcsched.api import web
-from hpcsched.api.bodies import Bodies
 from hpcsched.api.connection_limits import Breaks, Doors, Turns
 from hpcsched.api.identity import Asker, asker_of, peer_uid
-from hpcsched.api.jobview import json_text
-from hpcsched.api.views import VERSION
+from hpcsched.api.views import VERSION, json_text
+from hpcsched.api.web import Bodies
 from hpcsched.commands.call import OwnProcessError
 from hpcsched.controller.views.queue import Reading
 from hpcsched.errors import (

@@ -14,7 +14,7 @@ import pytest
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.bodies import Bodies
+from hpcsched.api.web import Bodies
 from hpcsched.controller.views.routes import MAX_JOBS, make_server
 from hpcsched.errors import RequestError
 

@@ -14,7 +14,7 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.api.jobview import VALUES, JobView, job_view
+from hpcsched.api.views import VALUES, JobView, job_view
 from hpcsched.lifecycle.events import EndRequested
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import JobState

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, played
 
-from hpcsched.api import listener as listening
-from hpcsched.api.connection_limits import Doors, bounds
-from hpcsched.api.listener import Listener
+from hpcsched.api import connection_limits as listening
+from hpcsched.api.connection_limits import Doors, Listener, bounds
 
 
 class Greeter(asyncio.Protocol):

@@ -11,8 +11,7 @@ import pytest
 from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.api.jobview import job_view
-from hpcsched.api.views import in_a_sentence, node_views, why_waiting
+from hpcsched.api.views import in_a_sentence, job_view, node_views, why_waiting
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, running_jobs
 from hpcsched.controller.views.history import tell

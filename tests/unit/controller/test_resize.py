@@ -9,8 +9,7 @@ import pytest
 from cluster import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.api.jobview import job_view
-from hpcsched.api.views import in_a_sentence, why_waiting
+from hpcsched.api.views import in_a_sentence, job_view, why_waiting
 from hpcsched.controller import preemption
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, update

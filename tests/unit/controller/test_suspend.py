@@ -8,7 +8,7 @@ import pytest
 from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.api.jobview import elapsed_s
+from hpcsched.api.views import elapsed_s
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, running_jobs
 from hpcsched.model.ids import NodeName

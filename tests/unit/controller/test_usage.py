@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit.controller.cluster import BOB, ROOT, Cluster
 
-from hpcsched.api.jobview import job_view
+from hpcsched.api.views import job_view
 from hpcsched.controller import usage_ledger
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, running_jobs
