@@ -25,7 +25,7 @@ from waiting import PATIENCE_S, wait_until
 
 import hpcsched
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
-from hpcsched.loopback import sshd
+from hpcsched.loopback import nodes as loopback
 from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes, write_ssh_config
 
 MIB = 1024 * 1024
@@ -41,7 +41,7 @@ SPAWNS += "; os.posix_spawn('/bin/true', ['true'], {}, file_actions=[opening]); 
 @pytest.fixture(scope="module", params=[pytest.param("sshd", marks=pytest.mark.sshd), "embedded"])
 def server(request: pytest.FixtureRequest) -> str:
     if request.param == "sshd" and os.environ.get("CI") != "true":  # there, a missing sshd is a failure
-        problem = sshd.why_no_sshd(_own_name())
+        problem = loopback.why_no_sshd(_own_name())
         if problem is not None:
             pytest.skip(f"NOT TESTED behind sshd: {problem}")
     return request.param
@@ -496,13 +496,13 @@ def _interpreter_for_nobody(environment: dict[str, str]) -> str:
 
 
 def test_sshd_that_is_asked_for_and_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sshd, "find_sshd", lambda: None)
+    monkeypatch.setattr(loopback, "find_sshd", lambda: None)
     with pytest.raises(ConfigError, match="apt-get install openssh-server"):
         start_nodes(tmp_path, ["n1"], server="sshd")
 
 
 def test_without_sshd_the_embedded_server_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sshd, "find_sshd", lambda: None)
+    monkeypatch.setattr(loopback, "find_sshd", lambda: None)
     with start_nodes(tmp_path, ["n1"]) as nodes:
         assert nodes.server == "embedded"
         assert run(nodes.nodes["n1"], "echo hello")[1] == b"hello\n"
@@ -520,7 +520,7 @@ def test_an_unknown_node_is_refused_with_the_known_ones(cluster: LoopbackNodes) 
 
 
 @pytest.mark.sshd
-@pytest.mark.skipif(sshd.why_no_sshd(_own_name()) is not None, reason="NOT TESTED: no sshd that works here")
+@pytest.mark.skipif(loopback.why_no_sshd(_own_name()) is not None, reason="NOT TESTED: no sshd that works here")
 @pytest.mark.parametrize(
     ("extra", "why"),
     [("NoSuchOption yes", "NoSuchOption"), ("PubkeyAuthentication no", "BadAuthenticationType")],
@@ -529,7 +529,7 @@ def test_an_unknown_node_is_refused_with_the_known_ones(cluster: LoopbackNodes) 
 def test_a_node_that_does_not_start_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, why: str
 ) -> None:
-    monkeypatch.setattr(sshd, "CONFIG", f"{extra}\n{sshd.CONFIG}")
+    monkeypatch.setattr(loopback, "CONFIG", f"{extra}\n{loopback.CONFIG}")
     with pytest.raises(UnavailableError, match=f"(?s)cannot start node 'n1' on port.*{why}"):
         start_nodes(tmp_path, ["n1"], server="sshd")
     assert _pids_that_mention(str(tmp_path)) == []

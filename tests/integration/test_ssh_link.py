@@ -27,7 +27,7 @@ from hpcsched.launch.hostkeys import make_key
 from hpcsched.launch.link import LinkTimes
 from hpcsched.launch.pipe import Abort
 from hpcsched.launch.ssh import peek_host_key
-from hpcsched.loopback import sshd
+from hpcsched.loopback import nodes as loopback
 from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes
 from hpcsched.model.node import NodeSpec
 
@@ -76,7 +76,7 @@ def spec(request: pytest.FixtureRequest, clusters: Clusters, tmp_path: Path) -> 
 
 def usable(server: str) -> str:
     if server == "sshd" and os.environ.get("CI") != "true":  # there, a missing sshd is a failure
-        problem = sshd.why_no_sshd(pwd.getpwuid(os.geteuid()).pw_name)
+        problem = loopback.why_no_sshd(pwd.getpwuid(os.geteuid()).pw_name)
         if problem is not None:
             pytest.skip(f"NOT TESTED behind sshd: {problem}")
     return server
