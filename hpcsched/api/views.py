@@ -16,8 +16,8 @@ from typing import Any
 
 from hpcsched.api.identity import Asker
 from hpcsched.config.load import natural_order
-from hpcsched.jobscript.dependency import terms_text
 from hpcsched.jobscript.patterns import JobFiles, job_files
+from hpcsched.jobscript.values import terms_text
 from hpcsched.lifecycle.clocks import cut_at_s, limit_at_s, ran_s, suspended_s
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.job import OUTPUT_FULL, can_do_without, lease_end_s, refusal_words

@@ -32,9 +32,7 @@ from hpcsched.commands.submit import (
     write_options,
 )
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
-from hpcsched.jobscript.layers import is_set, last
-from hpcsched.jobscript.options import OPTIONS
-from hpcsched.jobscript.scan import CommandLine
+from hpcsched.jobscript.options import OPTIONS, CommandLine, is_set, last
 from hpcsched.listing.jobs import ENDED_STATES
 from hpcsched.listing.text import clean, start_words
 from hpcsched.model.codec import spec_to_json

@@ -19,10 +19,8 @@ from hpcsched.commands.options import FAILED, UsageError
 from hpcsched.commands.options import explained as explained_by_us
 from hpcsched.commands.slurm import NO_CONTACT, explained, refuse_other_clusters
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
-from hpcsched.jobscript.build import Built
-from hpcsched.jobscript.layers import is_set, last
-from hpcsched.jobscript.scan import CommandLine, parse_command_line
-from hpcsched.jobscript.submission import Layers, SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.build import Built, Layers, SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.options import CommandLine, is_set, last, parse_command_line
 from hpcsched.listing.text import clean
 
 STDIN = ("-", "/dev/stdin")

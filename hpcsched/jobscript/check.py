@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.dependency import MAX_DEPENDENCIES
-from hpcsched.jobscript.export import MAX_ENV_BYTES, MAX_VARIABLES, why_not_a_variable
 from hpcsched.jobscript.script import check_script
 from hpcsched.jobscript.values import (
     GPU_TYPE,
@@ -21,10 +19,14 @@ from hpcsched.jobscript.values import (
     MAX_ARRAY_INDEX,
     MAX_ARRAY_TASKS,
     MAX_COUNT,
+    MAX_DEPENDENCIES,
+    MAX_ENV_BYTES,
     MAX_LICENSES,
     MAX_NICE,
     MAX_PRIORITY,
+    MAX_VARIABLES,
     short,
+    why_not_a_variable,
 )
 from hpcsched.model.hostlist import MAX_NAMES
 from hpcsched.model.ids import NODE_NAME

@@ -1,12 +1,19 @@
-"""The options of a job, in one table: `hsub --help`, the man page, directives and the environment follow it.
+"""The options of a job, in one table; how words, script lines and variables give them, and which place wins.
 
-Knows how an option is spelled and how its value is parsed, not its effect on a job (`hpcsched.jobscript.build`). An option with
-a `variable` may also be given as ``HSUB_variable`` or ``SBATCH_variable``. Sources: sbatch(1) of Slurm 22.05 to 25.05.
+`hsub --help`, the man page, directives and the environment follow the table. It says how an option is spelled and how its value
+is parsed, not its effect on a job (`hpcsched.jobscript.build`). An option with a `variable` may also be given as
+``HSUB_variable`` or ``SBATCH_variable``.
+
+Rules: the command line wins over the environment, and that over the lines of the script; in the environment, ``HSUB_x`` wins over
+``SBATCH_x``. An option in a higher layer replaces the values of lower layers, and options that exclude it (``--mem`` on the
+command line removes ``--mem-per-cpu`` of the script). Only mail types add up.
+
+Sources: sbatch(1) of Slurm 22.05 to 25.05, also "INPUT ENVIRONMENT VARIABLES".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -14,8 +21,8 @@ from typing import Any
 
 from hpcsched.errors import RequestError, UsageError
 from hpcsched.jobscript import values
-from hpcsched.jobscript.dependency import checked_dependency
-from hpcsched.jobscript.export import parse_export
+from hpcsched.jobscript.values import checked_dependency, parse_export, parse_yes_no, short
+from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_mem_mib, parse_signal_spec
 
 
@@ -289,3 +296,197 @@ def refuse_if_unsupported(option: ScriptOption) -> None:
     """Raise RequestError for an option that Slurm knows and that cannot be ignored."""
     if option.use is Use.REFUSED:
         raise RequestError(f"cannot take --{option.name}: {option.help}")
+
+
+# ----- options in words, as getopt_long(3) reads them: of the command line, and of the lines of a script
+# ``--name=value``, ``--name value``, ``-N2``, ``-N 2``, clusters (``-HQ``, ``-HN2``), unambiguous beginnings of long names; the
+# first word that is no option ends them, ``--`` as well.
+
+
+MAX_WORDS = 100_000
+
+Settings = dict[str, list[str]]
+"""Options by long name with their values in order; what was given last stands last. A flag has the value ""."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """What the words behind `hsub` say: its options, the script's file (None: read standard input), its arguments."""
+
+    options: Settings
+    script: str | None
+    args: tuple[str, ...]
+    further: tuple[Settings, ...] = ()  # the options of the components behind the first one: A : B
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Return what `argv` (without the command's name) says; a word ``:`` divides the components of a heterogeneous job.
+
+    What follows the script belongs to it. Raises RequestError for an unknown option, with the nearest known ones, and
+    for a value that is missing, not taken or unreadable.
+    """
+    argv = list(argv)
+    options, end = scan_options(argv)
+    further: list[Settings] = []
+    while argv[end : end + 1] == [":"]:
+        end += 1
+        more, taken = scan_options(argv[end:])
+        for name in [
+            name for name in more if find_option(name).use is Use.COMMAND
+        ]:  # wherever it stands, it is for all
+            options[name] = more.pop(name)
+        further.append(more)
+        end += taken
+    rest = tuple(argv[end:])
+    if rest and "wrap" in options:
+        raise RequestError(f"cannot take a script and its arguments ({short(rest[0])}) beside --wrap")
+    return CommandLine(options=options, script=rest[0] if rest else None, args=rest[1:], further=tuple(further))
+
+
+def scan_options(words: Sequence[str]) -> tuple[Settings, int]:
+    """Return the options that `words` begin with, and the index of the first word behind them. Raises RequestError."""
+    if len(words) > MAX_WORDS:
+        raise RequestError(f"cannot read {len(words)} words: the most is {MAX_WORDS}")
+    settings: Settings = {}
+    at = 0
+    while at < len(words):
+        word = words[at]
+        if word == "--":
+            return settings, at + 1
+        if not word.startswith("-") or word == "-":
+            break
+        following = words[at + 1] if at + 1 < len(words) else None
+        at += 1
+        if word.startswith("--"):
+            at += _long(word[2:], following, settings)
+        else:
+            at += _cluster(word[1:], following, settings)
+    return settings, at
+
+
+def _long(text: str, following: str | None, settings: Settings) -> int:
+    """Take ``name`` or ``name=value``; return how many of the following words it took."""
+    name, equals, value = text.partition("=")
+    option = find_option(name)
+    refuse_if_unsupported(option)
+    if equals:
+        if not option.takes_value:
+            raise RequestError(f"cannot give --{option.name} the value {short(value)}: it takes none")
+        put(settings, option, value)
+        return 0
+    if option.bare is not None:
+        put(settings, option, option.bare)
+        return 0
+    if following is None:
+        raise UsageError(
+            f"cannot take --{option.name} without a value: write {option.spelling}",
+            getopt=f"option '--{option.name}' requires an argument",
+        )
+    put(settings, option, following)
+    return 1
+
+
+def _cluster(letters: str, following: str | None, settings: Settings) -> int:
+    """Take ``HN2`` of ``-HN2``; return how many of the following words it took."""
+    for at, letter in enumerate(letters):
+        option = find_short(letter)
+        refuse_if_unsupported(option)
+        if not option.takes_value or option.bare is not None:
+            put(settings, option, option.bare or "")
+            continue
+        value = letters[at + 1 :]
+        if value:
+            put(settings, option, value)
+            return 0
+        if following is None:
+            raise UsageError(
+                f"cannot take -{letter} without a value: write {option.spelling}",
+                getopt=f"option requires an argument -- '{letter}'",
+            )
+        put(settings, option, following)
+        return 1
+    return 0
+
+
+def put(settings: Settings, option: ScriptOption, value: str) -> None:
+    """Record `value` as the last one of `option`, once its reader has found nothing wrong with it."""
+    option.parse(value)
+    if option.sets:
+        settings.pop(option.sets, None)
+        settings[option.sets] = ["no"]
+        return
+    given = settings.pop(option.name, [])
+    given.append(value)
+    settings[option.name] = given
+
+
+# ----- options in variables, and which place wins
+
+
+PREFIXES = ("SBATCH_", "HSUB_")  # a later one wins
+_EXCLUSIVE = (("mem", "mem-per-cpu", "mem-per-gpu"),)
+_ADDS_UP = frozenset({"mail-type"})
+
+
+def environment_options(environ: Mapping[str, str]) -> Settings:
+    """Return the options that ``SBATCH_*`` and ``HSUB_*`` variables give. Raises RequestError naming the variable.
+
+    An empty variable is as good as none for an option that needs a value.
+    """
+    layers = [_with_prefix(prefix, environ) for prefix in PREFIXES]
+    return merge_layers(*layers)
+
+
+def _with_prefix(prefix: str, environ: Mapping[str, str]) -> Settings:
+    settings: Settings = {}
+    for variable, option in by_variable().items():
+        value = environ.get(prefix + variable)
+        if value is None or (not value and option.bare is None):
+            continue
+        try:
+            _put_variable(settings, option, value)
+        except RequestError as error:
+            raise RequestError(f"cannot use {prefix}{variable}={short(value)}: {error}") from None
+    return settings
+
+
+def _put_variable(settings: Settings, option: ScriptOption, value: str) -> None:
+    if option.takes_value or option.name == "verbose":
+        for _ in range(min(whole_number(value), 9) if option.name == "verbose" and value.isdigit() else 1):
+            put(settings, option, value)
+    elif option.name in ("requeue", "no-requeue") or parse_yes_no(value):  # for these two, to be set is enough
+        put(settings, option, "")
+
+
+def merge_layers(*layers: Mapping[str, Sequence[str]]) -> Settings:
+    """Return the options of all `layers`, the lowest first. Raises RequestError if one layer contradicts itself."""
+    merged: Settings = {}
+    for layer in layers:
+        for group in _EXCLUSIVE:
+            _clear_group(group, layer, merged)
+        for name, given in layer.items():
+            before = merged.pop(name, [])
+            merged[name] = [*before, *given] if name in _ADDS_UP else list(given)
+    return merged
+
+
+def _clear_group(group: Sequence[str], layer: Mapping[str, Sequence[str]], merged: Settings) -> None:
+    given = [name for name in group if name in layer]
+    if len(given) > 1:
+        both = " and ".join(f"--{name}" for name in given)
+        raise RequestError(f"cannot take both {both}: they exclude each other")
+    if given:
+        for name in group:
+            merged.pop(name, None)
+
+
+def last(options: Mapping[str, Sequence[str]], name: str) -> str | None:
+    """Return the value that counts of an option, None if it was not given."""
+    values = options.get(name)
+    return values[-1] if values else None
+
+
+def is_set(options: Mapping[str, Sequence[str]], name: str) -> bool:
+    """Say whether a flag is on."""
+    value = last(options, name)
+    return value is not None and bool(by_name()[name].parse(value))

@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.options import by_name
-from hpcsched.jobscript.scan import Settings, put
+from hpcsched.jobscript.options import Settings, by_name, put
 from hpcsched.jobscript.values import parse_count, short
 from hpcsched.model.text import whole_number
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript import pbs
-from hpcsched.jobscript.options import find_option
-from hpcsched.jobscript.scan import Settings, scan_options
+from hpcsched.jobscript.options import Settings, find_option, scan_options
 from hpcsched.jobscript.values import short
 
 MAX_SCRIPT_BYTES = 4 << 20

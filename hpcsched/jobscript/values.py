@@ -7,6 +7,8 @@ Sources: sbatch(1).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,9 +17,9 @@ from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.resources import ANY_GPU, GpuRequest
-from hpcsched.model.spec import ArraySpec
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
 from hpcsched.model.text import whole_number
-from hpcsched.model.units import UNLIMITED_S, parse_mem_mib, parse_time_s
+from hpcsched.model.units import MINUTE_S, UNLIMITED_S, parse_mem_mib, parse_time_s
 
 MAX_COUNT = 1_000_000  # of nodes, tasks, cpus
 MAX_ARRAY_TASKS = 100_000
@@ -325,3 +327,225 @@ def parse_text(text: str) -> str:
 def short(text: str) -> str:
     """Return `text` quoted for a message, cut if it is long."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+# ----- ``--dependency``: the jobs that a job waits for, parsed and formatted
+# Of terms joined by ``,`` all must be satisfied, of terms joined by ``?`` one; ``after:12+5`` is five minutes after the start of
+# 12, ``afterok:12_3`` is about that task of array 12 alone. The number of jobs is bounded.
+
+
+MAX_DEPENDENCIES = 1_000
+
+_JOB_ID = re.compile(r"([0-9]{1,18})(?:_([0-9]{1,9}))?(?:\+([0-9]{1,7}))?\Z")
+
+
+def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
+    """Return the terms of ``afterok:12:13,after:14+5``, and whether one of them is enough (joined by ``?``)."""
+    any_one = "?" in text
+    if any_one and "," in text:
+        raise RequestError(f"cannot read dependency {short(text)}: join terms by ',' (all) or by '?' (any), not both")
+    terms = [term.strip() for term in text.split("?" if any_one else ",")]
+    if terms == [""]:
+        return (), False
+    if text.count(":") + len(terms) > 2 * MAX_DEPENDENCIES:
+        raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
+    dependencies = [dependency for term in terms for dependency in _dependency_term(term, text)]
+    if sum(len(one.job_ids) or 1 for one in dependencies) > MAX_DEPENDENCIES:
+        raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
+    return tuple(dependencies), any_one
+
+
+def with_job_ids(text: str, find: Callable[[str], int]) -> str:
+    """Return a dependency's `text` with the names of jobs, and ``last``, replaced by the ids that `find` returns."""
+    parts = re.split(r"([,?:+])", text)
+    for at in range(2, len(parts), 2):
+        word = parts[at].strip()
+        if parts[at - 1] == ":" and word and not _JOB_ID.match(word):
+            parts[at] = str(find(word))
+    return "".join(parts)
+
+
+def checked_dependency(text: str) -> str:
+    """Return `text` if it reads as a dependency, whichever job a name in it means. Raises RequestError."""
+    parse_dependency(with_job_ids(text, lambda name: 1))
+    return text
+
+
+def _dependency_term(term: str, text: str) -> list[Dependency]:
+    """Return one term as dependencies: one for each delay and task that it names."""
+    word, *ids = term.split(":")
+    try:
+        kind = DependencyKind(word.strip().lower())
+    except ValueError:
+        known = ", ".join(DependencyKind)
+        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is none of {known}") from None
+    if kind is DependencyKind.SINGLETON:
+        if ids:
+            raise RequestError(f"cannot read dependency {short(text)}: singleton takes no job ids")
+        return [Dependency(kind=kind)]
+    if not ids:
+        raise RequestError(f"cannot read dependency {short(text)}: {word} needs job ids, as {word}:12:13")
+    alike: dict[tuple[int, int | None], list[int]] = {}
+    for word in ids:
+        job_id, task, delay_s = _dependency_id(word, kind, text)
+        alike.setdefault((delay_s, task), []).append(job_id)
+    return [
+        Dependency(kind=kind, job_ids=tuple(found), delay_s=delay, task=task) for (delay, task), found in alike.items()
+    ]
+
+
+def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int | None, int]:
+    """Return job (or array) id, task and delay of ``12_3+5``."""
+    match = _JOB_ID.match(word.strip())
+    if match is None or whole_number(match.group(1)) == 0:
+        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is not a job id, as 12 or 12_3")
+    if match.group(3) and kind is not DependencyKind.AFTER:
+        raise RequestError(f"cannot read dependency {short(text)}: only after takes +minutes")
+    task = whole_number(match.group(2)) if match.group(2) else None
+    return whole_number(match.group(1)), task, whole_number(match.group(3) or "0") * MINUTE_S
+
+
+def dependency_text(spec: JobSpec) -> str:
+    """Return the dependencies of `spec` as squeue's %E shows them: ``afterok:12:13,after:14+5``; "" for none."""
+    return terms_text(spec.dependency, any_one=spec.dependency_any)
+
+
+def terms_text(terms: Iterable[Dependency], *, any_one: bool) -> str:
+    """Return the terms as they are written: joined by ``?`` if any one of them is enough."""
+    return ("?" if any_one else ",").join(map(_term_text, terms))
+
+
+def _term_text(one: Dependency) -> str:
+    task = f"_{one.task}" if one.task is not None else ""
+    delay = f"+{one.delay_s // MINUTE_S}" if one.delay_s else ""
+    return ":".join([one.kind.value, *(f"{job_id}{task}{delay}" for job_id in one.job_ids)])
+
+
+# ----- ``--export``: the variables of the submitter's environment that a job gets
+# Rules: ``ALL`` (the default) takes all, ``NONE`` and ``NIL`` none, a list the names in it; ``NAME=value`` sets one,
+# ``ALL,NAME=value`` does both. Variables that describe a job in which `hsub` itself runs are not taken, and values that cannot be
+# variables of a job are left out with a note. The submitter's umask and resource limits are always taken. Without the
+# submitter's PATH, a job has the PATH of the node, with the directories of Slurm's commands in front if the submitter has them.
+# Knows nothing of what the scheduler adds later (`hpcsched.steps.environment`). Source: execve(2), "Limits".
+
+
+MAX_VARIABLES = 10_000
+MAX_ENV_BYTES = 1 << 20
+MAX_STRING_BYTES = 128 << 10  # NAME=value and its NUL: what Linux lets one string of an environment have
+
+UMASK = "SLURM_UMASK"
+NODE_PATH = "/usr/local/bin:/usr/bin:/bin"
+_SLURM_PATH = re.compile(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
+
+_NAME = re.compile(r"[^=\x00-\x20\x7f]+\Z")
+
+# What a job sets for itself says nothing of the jobs that are submitted from within it.
+_OF_A_JOB = re.compile(
+    r"SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_|HPCSCHED_(?!CONFIG\Z|API\Z)|SRUN_|PMIX?_|PRTE_|OMPI_|HYDRA_(?!FULL_ERROR\Z)"
+)
+# fmt: off
+_OF_A_TASK = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+})
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What ``--export`` asks for: everything, or `names`; and what it sets itself."""
+
+    everything: bool
+    names: tuple[str, ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
+
+
+def parse_export(text: str) -> Export:
+    """Return what the text of ``--export`` asks for. Quotes keep commas in a value. Raises RequestError."""
+    everything, nothing = False, False
+    names: list[str] = []
+    values: dict[str, str] = {}
+    for item in _items(text):
+        name, equals, value = item.partition("=")
+        if not equals and name.upper() == "ALL":
+            everything = True
+        elif not equals and name.upper() in ("NONE", "NIL"):
+            nothing = True
+        elif _NAME.match(name) is None:
+            raise RequestError(f"cannot export {short(name)}: it cannot be a variable's name")
+        elif equals:
+            values[name] = value
+        else:
+            names.append(name)
+    if nothing and everything:
+        raise RequestError(f"cannot read --export={short(text)}: it asks for both ALL and NONE")
+    return Export(everything=everything, names=tuple(names), values=tuple(values.items()))
+
+
+def _items(text: str) -> list[str]:
+    """Return what stands between the commas of `text` that are not in quotes, without the quotes."""
+    items: list[str] = []
+    current: list[str] = []
+    quote = ""
+    for char in text:
+        if quote and char == quote:
+            quote = ""
+        elif not quote and char in "'\"":
+            quote = char
+        elif not quote and char == ",":
+            items.append("".join(current).strip())
+            current = []
+        else:
+            current.append(char)
+    if quote:
+        raise RequestError(f"cannot read --export={short(text)}: it has a {quote} without its second one")
+    items.append("".join(current).strip())
+    return [item for item in items if item]
+
+
+def _names_to_take(export: Export, environ: Mapping[str, str]) -> list[str]:
+    """Return the names in `environ` that `export` asks for; within a job, without the variables of that job."""
+    if not export.everything:
+        return [name for name in export.names if name in environ and name != "_"]
+    within_job = "HPCSCHED_JOB_ID" in environ or "SLURM_JOB_ID" in environ
+    # bash's $_ names the command that ran hsub.
+    return [name for name in environ if name != "_" and not (within_job and _is_of_a_job(name))]
+
+
+def exported(export: Export, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that the job takes along, and notes on those of `environ` that it cannot."""
+    taken: dict[str, str] = {}
+    left_out: list[str] = []
+    for name in _names_to_take(export, environ):
+        value = environ[name]
+        if why_not_a_variable(name, value):
+            left_out.append(name)
+        else:
+            taken[name] = value
+    taken.update(export.values)
+    for name in (UMASK, rlimits.VARIABLE):
+        if name in environ:
+            taken[name] = environ[name]
+    slurm = [path for path in environ.get("PATH", "").split(":") if _SLURM_PATH.search(path)]
+    if slurm and "PATH" not in taken:
+        taken["PATH"] = ":".join([*slurm, NODE_PATH])
+    return taken, [f"left out of the environment: {short(name)} is not UTF-8, or too long" for name in left_out]
+
+
+def _is_of_a_job(name: str) -> bool:
+    return name in _OF_A_TASK or _OF_A_JOB.match(name) is not None
+
+
+def why_not_a_variable(name: str, value: str) -> str:
+    """Return why no program can be given ``name=value``, or "" if one can."""
+    if not name or "=" in name or "\0" in name or "\n" in name:
+        return f"{short(name)} cannot be a variable's name"
+    if "\0" in value:
+        return f"the value of {short(name)} has a NUL"
+    try:
+        size = len(name.encode()) + len(value.encode()) + 2
+    except UnicodeEncodeError:
+        return f"{short(name)} is not UTF-8"
+    if size > MAX_STRING_BYTES:
+        return f"{short(name)} has {size} bytes, the most is {MAX_STRING_BYTES}"
+    return ""

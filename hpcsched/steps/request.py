@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 from hpcnode.commands import options as stepoptions
 from hpcnode.wire import gate, protocol
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.values import (
     Gres,
     parse_array,
     parse_count,
+    parse_dependency,
     parse_distribution,
     parse_distribution_text,
     parse_gpus,

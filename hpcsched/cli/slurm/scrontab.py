@@ -126,9 +126,9 @@ def _install(text: str, user: str) -> None:
 
 def _job(line: CronLine, user: str) -> Json:
     """Return the job of an entry. Raises RequestError with the number of the line."""
-    from hpcsched.jobscript.scan import parse_command_line
-    from hpcsched.jobscript.submission import SubmissionWords as Submitted
-    from hpcsched.jobscript.submission import build_submission, read_layers
+    from hpcsched.jobscript.build import SubmissionWords as Submitted
+    from hpcsched.jobscript.build import build_submission, read_layers
+    from hpcsched.jobscript.options import parse_command_line
     from hpcsched.model.codec import spec_to_json
 
     try:

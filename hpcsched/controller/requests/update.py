@@ -18,9 +18,8 @@ from hpcsched.controller.requests.reservations import check_use
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.build import DIRECT
 from hpcsched.jobscript.check import check_spec, check_time_min
-from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.options import find_option
-from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, short
+from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, parse_dependency, short
 from hpcsched.lifecycle.clocks import ran_s
 from hpcsched.lifecycle.events import Changed
 from hpcsched.lifecycle.job import can

@@ -22,7 +22,7 @@ from hpcsched.config.load import Config
 from hpcsched.controller.recovery import load_state, node_of, policy_of
 from hpcsched.controller.tick import Controller
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.dependency import terms_text
+from hpcsched.jobscript.values import terms_text
 from hpcsched.lifecycle.events import (
     Adopted,
     Allocated,

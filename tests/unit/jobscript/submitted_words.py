@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcsched.jobscript.build import Built
-from hpcsched.jobscript.scan import parse_command_line
-from hpcsched.jobscript.submission import SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.build import Built, SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.options import parse_command_line
 
 WORDS: dict[str, Any] = {
     "command": "sbatch",

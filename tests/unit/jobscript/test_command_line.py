@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.layers import environment_options, is_set, last, merge_layers
-from hpcsched.jobscript.options import ALL_OPTIONS, OPTIONS, Use, by_name, by_short, find_option
-from hpcsched.jobscript.scan import parse_command_line
+from hpcsched.jobscript.options import (
+    ALL_OPTIONS,
+    OPTIONS,
+    Use,
+    by_name,
+    by_short,
+    environment_options,
+    find_option,
+    is_set,
+    last,
+    merge_layers,
+    parse_command_line,
+)
 
 
 @pytest.mark.parametrize(

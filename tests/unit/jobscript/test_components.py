@@ -6,7 +6,7 @@ import pytest
 from submitted_words import built
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.scan import parse_command_line
+from hpcsched.jobscript.options import parse_command_line
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.spec import JobSpec
 

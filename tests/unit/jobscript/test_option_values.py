@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.dependency import dependency_text, parse_dependency, with_job_ids
-from hpcsched.jobscript.export import Export, exported, parse_export
 from hpcsched.jobscript.options import ALL_OPTIONS
 from hpcsched.jobscript.values import (
+    Export,
+    dependency_text,
+    exported,
     parse_array,
+    parse_dependency,
     parse_exclusive,
+    parse_export,
     parse_gpus,
     parse_gres,
     parse_limit_s,
@@ -25,6 +28,7 @@ from hpcsched.jobscript.values import (
     parse_path,
     parse_priority,
     parse_yes_no,
+    with_job_ids,
 )
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
