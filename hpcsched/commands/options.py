@@ -12,8 +12,9 @@ itself takes 8), and it supports neither abbreviated options nor these optional 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from hpcnode.commands.getopt_long import OptionReader, SlurmOption
 from hpcsched.errors import HpcschedError
 from hpcsched.errors import UsageError as UsageError
 from hpcsched.listing.text import nearest as nearest
@@ -25,7 +26,9 @@ HELP_WIDTH = 100
 HELP_COLUMN = 28
 
 
-class Option(namedtuple("Option", "name short metavar help bare aliases", defaults=("", "", "", None, ()))):
+class Option(
+    SlurmOption, namedtuple("Option", "name short metavar help bare aliases", defaults=("", "", "", None, ()))
+):
     """One option. `metavar` "" takes no value.
 
     `bare` is the value if the option is given without one, None if a value is required.
@@ -39,13 +42,6 @@ class Option(namedtuple("Option", "name short metavar help bare aliases", defaul
     help: str
     bare: str | None
     aliases: tuple[str, ...]
-
-    @property
-    def spelling(self) -> str:
-        """Return the option as a help text shows it: ``-t, --states=LIST``."""
-        value = f"={self.metavar}" if self.metavar else ""
-        value = f"[{value}]" if value and self.bare is not None else value
-        return (f"-{self.short}, " if self.short else "") + f"--{self.name}{value}"
 
 
 class Command(namedtuple("Command", "name usage about options notes accepted", defaults=((), ()))):
@@ -106,56 +102,43 @@ def read_words(command: Command, argv: Sequence[str]) -> Words:
 
     Raises UsageError with the nearest known options.
     """
-    words = Words(given={}, operands=[])
-    pending = iter(argv)
-    for word in pending:
-        if word == "--":
-            words.operands.extend(pending)
-        elif word.startswith("--"):
-            _read_long(command, word[2:], pending, words)
-        elif word.startswith("-") and word != "-":
-            _read_cluster(command, word[1:], pending, words)
-        else:
-            words.operands.append(word)
-    return words
+    reader = _CommandWords(command)
+    operands = reader.read(argv)
+    return Words(given=reader.given, operands=operands)
 
 
-def _read_long(command: Command, text: str, pending: Iterable[str], words: Words) -> None:
-    name, equals, value = text.partition("=")
-    option = find_option(command, name)
-    if equals and not option.metavar:
-        raise UsageError(
+class _CommandWords(OptionReader):
+    """The options of a command; they may follow operands."""
+
+    takes_operands = True
+
+    def __init__(self, command: Command) -> None:
+        self.given: dict[str, list[str]] = {}
+        self._command = command
+
+    def find(self, name: str) -> Option:
+        return find_option(self._command, name)
+
+    def find_letter(self, letter: str) -> Option:
+        option = next((option for option in _known(self._command) if option.short == letter), None)
+        if option is None:
+            raise UsageError(_unknown_letter(self._command, letter), getopt=f"invalid option -- '{letter}'")
+        return option
+
+    def take(self, option: Option, value: str | None) -> None:
+        self.given.setdefault(option.name, []).append((option.bare or "") if value is None else value)
+
+    def takes_none(self, option: Option, value: str) -> UsageError:
+        return UsageError(
             f"cannot give --{option.name} the value {value[:60]!r}: it takes none",
             getopt=f"option '--{option.name}' doesn't allow an argument",
         )
-    if not equals:
-        value = _following(option, pending)
-    words.given.setdefault(option.name, []).append(value)
 
-
-def _read_cluster(command: Command, letters: str, pending: Iterable[str], words: Words) -> None:
-    for at, letter in enumerate(letters, start=1):
-        option = next((option for option in _known(command) if option.short == letter), None)
-        if option is None:
-            raise UsageError(_unknown_letter(command, letter), getopt=f"invalid option -- '{letter}'")
-        rest = letters[at:]
-        if option.metavar and rest:
-            words.given.setdefault(option.name, []).append(rest)
-            return
-        words.given.setdefault(option.name, []).append(_following(option, pending))
-
-
-def _following(option: Option, pending: Iterable[str]) -> str:
-    """Return the value of an option that has none in its own word."""
-    if not option.metavar or option.bare is not None:
-        return option.bare or ""
-    value = next(iter(pending), None)
-    if value is None:
-        raise UsageError(
+    def needs_value(self, option: Option, spelled: str) -> UsageError:
+        return UsageError(
             f"cannot take --{option.name} without a value: write {option.spelling}",
             getopt=f"option '--{option.name}' requires an argument",
         )
-    return value
 
 
 def _known(command: Command) -> tuple[Option, ...]:

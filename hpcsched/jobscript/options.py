@@ -19,6 +19,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from hpcnode.commands.getopt_long import OptionReader, SlurmOption
 from hpcsched.errors import RequestError, UsageError
 from hpcsched.jobscript import values
 from hpcsched.jobscript.values import checked_dependency, parse_export, parse_yes_no, short
@@ -34,7 +35,7 @@ class Use(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptOption:
+class ScriptOption(SlurmOption):
     """One option. `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one."""
 
     name: str
@@ -49,17 +50,6 @@ class ScriptOption:
     sets: str = ""  # the name of the option that this one gives `bare` to: --no-requeue sets requeue
     repeats: bool = False  # every value counts, not only the last
     in_script: bool = True
-
-    @property
-    def takes_value(self) -> bool:
-        return bool(self.metavar)
-
-    @property
-    def spelling(self) -> str:
-        """Return the option as a help text shows it: ``-N, --nodes=MIN[-MAX]``."""
-        value = f"={self.metavar}" if self.metavar else ""
-        value = f"[{value}]" if value and self.bare is not None else value
-        return (f"-{self.short}, " if self.short else "") + f"--{self.name}{value}"
 
 
 def _job(name: str, short: str = "", metavar: str = "", *, help: str, **more: Any) -> ScriptOption:
@@ -292,10 +282,11 @@ def find_short(letter: str) -> ScriptOption:
     raise UsageError(f"cannot understand -{letter}: no such option; {hint}", getopt=f"invalid option -- '{letter}'")
 
 
-def refuse_if_unsupported(option: ScriptOption) -> None:
-    """Raise RequestError for an option that Slurm knows and that cannot be ignored."""
+def _supported(option: ScriptOption) -> ScriptOption:
+    """Return the option. Raises RequestError for one that Slurm knows and that cannot be ignored."""
     if option.use is Use.REFUSED:
         raise RequestError(f"cannot take --{option.name}: {option.help}")
+    return option
 
 
 # ----- options in words, as getopt_long(3) reads them: of the command line, and of the lines of a script
@@ -325,87 +316,56 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     What follows the script belongs to it. Raises RequestError for an unknown option, with the nearest known ones, and
     for a value that is missing, not taken or unreadable.
     """
-    argv = list(argv)
-    options, end = scan_options(argv)
+    options, rest = scan_options(argv)
     further: list[Settings] = []
-    while argv[end : end + 1] == [":"]:
-        end += 1
-        more, taken = scan_options(argv[end:])
-        for name in [
-            name for name in more if find_option(name).use is Use.COMMAND
-        ]:  # wherever it stands, it is for all
+    while rest[:1] == [":"]:
+        more, rest = scan_options(rest[1:])
+        for name in [name for name in more if find_option(name).use is Use.COMMAND]:  # in any place it is for all
             options[name] = more.pop(name)
         further.append(more)
-        end += taken
-    rest = tuple(argv[end:])
     if rest and "wrap" in options:
         raise RequestError(f"cannot take a script and its arguments ({short(rest[0])}) beside --wrap")
-    return CommandLine(options=options, script=rest[0] if rest else None, args=rest[1:], further=tuple(further))
+    return CommandLine(options=options, script=rest[0] if rest else None, args=tuple(rest[1:]), further=tuple(further))
 
 
-def scan_options(words: Sequence[str]) -> tuple[Settings, int]:
-    """Return the options that `words` begin with, and the index of the first word behind them. Raises RequestError."""
+def scan_options(words: Sequence[str]) -> tuple[Settings, list[str]]:
+    """Return the options that `words` begin with, and the words behind them. Raises RequestError."""
     if len(words) > MAX_WORDS:
         raise RequestError(f"cannot read {len(words)} words: the most is {MAX_WORDS}")
-    settings: Settings = {}
-    at = 0
-    while at < len(words):
-        word = words[at]
-        if word == "--":
-            return settings, at + 1
-        if not word.startswith("-") or word == "-":
-            break
-        following = words[at + 1] if at + 1 < len(words) else None
-        at += 1
-        if word.startswith("--"):
-            at += _long(word[2:], following, settings)
-        else:
-            at += _cluster(word[1:], following, settings)
-    return settings, at
+    reader = _JobWords()
+    rest = reader.read(words)
+    return reader.settings, rest
 
 
-def _long(text: str, following: str | None, settings: Settings) -> int:
-    """Take ``name`` or ``name=value``; return how many of the following words it took."""
-    name, equals, value = text.partition("=")
-    option = find_option(name)
-    refuse_if_unsupported(option)
-    if equals:
-        if not option.takes_value:
-            raise RequestError(f"cannot give --{option.name} the value {short(value)}: it takes none")
-        put(settings, option, value)
-        return 0
-    if option.bare is not None:
-        put(settings, option, option.bare)
-        return 0
-    if following is None:
-        raise UsageError(
-            f"cannot take --{option.name} without a value: write {option.spelling}",
-            getopt=f"option '--{option.name}' requires an argument",
+class _JobWords(OptionReader):
+    """The options of a job, before its script."""
+
+    def __init__(self) -> None:
+        self.settings: Settings = {}
+
+    def find(self, name: str) -> ScriptOption:
+        return _supported(find_option(name))
+
+    def find_letter(self, letter: str) -> ScriptOption:
+        return _supported(find_short(letter))
+
+    def joins(self, rest: str) -> bool:
+        return False
+
+    def take(self, option: ScriptOption, value: str | None) -> None:
+        put(self.settings, option, (option.bare or "") if value is None else value)
+
+    def takes_none(self, option: ScriptOption, value: str) -> RequestError:
+        return RequestError(f"cannot give --{option.name} the value {values.short(value)}: it takes none")
+
+    def needs_value(self, option: ScriptOption, spelled: str) -> UsageError:
+        is_letter = not spelled.startswith("--")
+        return UsageError(
+            f"cannot take {spelled} without a value: write {option.spelling}",
+            getopt=f"option requires an argument -- '{spelled[1:]}'"
+            if is_letter
+            else f"option '{spelled}' requires an argument",
         )
-    put(settings, option, following)
-    return 1
-
-
-def _cluster(letters: str, following: str | None, settings: Settings) -> int:
-    """Take ``HN2`` of ``-HN2``; return how many of the following words it took."""
-    for at, letter in enumerate(letters):
-        option = find_short(letter)
-        refuse_if_unsupported(option)
-        if not option.takes_value or option.bare is not None:
-            put(settings, option, option.bare or "")
-            continue
-        value = letters[at + 1 :]
-        if value:
-            put(settings, option, value)
-            return 0
-        if following is None:
-            raise UsageError(
-                f"cannot take -{letter} without a value: write {option.spelling}",
-                getopt=f"option requires an argument -- '{letter}'",
-            )
-        put(settings, option, following)
-        return 1
-    return 0
 
 
 def put(settings: Settings, option: ScriptOption, value: str) -> None:
@@ -451,7 +411,7 @@ def _with_prefix(prefix: str, environ: Mapping[str, str]) -> Settings:
 
 
 def _put_variable(settings: Settings, option: ScriptOption, value: str) -> None:
-    if option.takes_value or option.name == "verbose":
+    if option.metavar or option.name == "verbose":
         for _ in range(min(whole_number(value), 9) if option.name == "verbose" and value.isdigit() else 1):
             put(settings, option, value)
     elif option.name in ("requeue", "no-requeue") or parse_yes_no(value):  # for these two, to be set is enough

@@ -185,9 +185,9 @@ def _read_line(line: str) -> Settings | None:
     words = split_directive(line[len(next(word for word in _WORDS if line.startswith(word))) :])
     if words in (["hetjob"], ["packjob"]):
         return None
-    found, end = scan_options(words)
-    if end < len(words):
-        raise RequestError(f"cannot understand {short(words[end])}: it is neither an option nor the value of one")
+    found, rest = scan_options(words)
+    if rest:
+        raise RequestError(f"cannot understand {short(rest[0])}: it is neither an option nor the value of one")
     for name in found:
         if not find_option(name).in_script:
             raise RequestError(f"cannot take --{name} from a script: it is for the command line")

@@ -107,7 +107,7 @@ def commands() -> list[Completed]:
     for name, module in _SLURMS.items():
         found.append(_of_table(getattr(importlib.import_module(f"hpcsched.cli.{module}"), name.upper()).command))
     for name in ("hsub", "sbatch"):
-        given = tuple((one.name, one.short, one.takes_value, one.help) for one in jobscript.OPTIONS)
+        given = tuple((one.name, one.short, bool(one.metavar), one.help) for one in jobscript.OPTIONS)
         found.append(Completed(name, given))
     for names, options in ((("hrun", "srun"), stepoptions.OPTIONS), (("halloc", "salloc"), halloc.OPTIONS)):
         shown = tuple(

@@ -1,20 +1,19 @@
 """The options of hrun: one table for the parser and for --help.
 
-The grammar is getopt_long's: options end at the first other word (the command) or at ``--``. Short options may be joined
-(``-N2 -n4``, ``-lu``), long ones abbreviated as long as that is unambiguous. An optional value follows ``=``, or a short option
-directly. Slurm's options without effect here are accepted; unknown options are rejected with their nearest neighbours.
+The grammar is getopt_long's (`getopt_long`): options end at the first other word (the command) or at ``--``. An optional value
+follows ``=``, or a short option directly. Slurm's options without effect here are accepted; unknown options are rejected with
+their nearest neighbours.
 
 Sources: srun(1), getopt(3).
 """
 
 from __future__ import annotations
 
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from hpcnode.commands import slurm_text
+from hpcnode.commands.getopt_long import FLAG, OPTIONAL, VALUE, OptionReader
 from hpcnode.os import rlimits
-
-FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
 
 _INPUT = ("SLURM_STDINMODE",)
 
@@ -224,24 +223,42 @@ def parse(words: Sequence[str], options: Sequence[StepOption] = OPTIONS) -> Tupl
 
     Raises OptionError.
     """
-    values: Values = {}
-    long = {option.name: option for option in options}
-    short = {option.short: option for option in options if option.short}
-    at = 0
-    while at < len(words):
-        word = words[at]
-        if word == "--":
-            at += 1
-            break
-        if word == "-" or not word.startswith("-"):
-            break
-        following = words[at + 1] if at + 1 < len(words) else None
-        at += (
-            _long(long, word[2:], following, values)
-            if word.startswith("--")
-            else _cluster(short, word[1:], following, values)
-        )
-    return values, list(words[at:])
+    reader = _StepWords(options)
+    command = reader.read(words)
+    return reader.values, command
+
+
+class _StepWords(OptionReader):
+    """The options of a step command, by long name; the last value counts."""
+
+    skips_equals = True
+
+    def __init__(self, options: Sequence[StepOption]) -> None:
+        self.values: Values = {}
+        self._long_names = {option.name: option for option in options}
+        self._by_letter = {option.short: option for option in options if option.short}
+
+    def find(self, name: str) -> StepOption:
+        return _find(self._long_names, name)
+
+    def find_letter(self, letter: str) -> StepOption:
+        option = self._by_letter.get(letter)
+        if option is None:
+            known = " ".join(sorted(self._by_letter))
+            raise OptionError("unknown option -%s: the short options are %s" % (letter, known), see_help=True)
+        return option
+
+    def joins(self, rest: str) -> bool:
+        return rest[:1].isdigit()
+
+    def take(self, option: StepOption, value: Optional[str]) -> None:
+        self.values[option.name] = True if value is None else value
+
+    def takes_none(self, option: StepOption, value: str) -> OptionError:
+        return OptionError("option --%s takes no value" % option.name)
+
+    def needs_value(self, option: StepOption, spelled: str) -> OptionError:
+        return OptionError("option %s needs a value: %s" % (spelled, option.metavar))
 
 
 def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[StepOption] = OPTIONS) -> Values:
@@ -350,46 +367,6 @@ def _signature(option: StepOption) -> str:
     short = "-%s, " % option.short if option.short else "    "
     value = {FLAG: "", VALUE: "=" + option.metavar, OPTIONAL: "[=%s]" % option.metavar}[option.kind]
     return short + "--" + option.name + (value if option.metavar else "")
-
-
-def _long(known: Mapping[str, StepOption], text: str, following: Union[str, None], values: Values) -> int:
-    """Read the option ``--text``; return how many words it has."""
-    name, equals, value = text.partition("=")
-    option = _find(known, name)
-    if option.kind == FLAG:
-        if equals:
-            raise OptionError("option --%s takes no value" % option.name)
-        values[option.name] = True
-        return 1
-    if equals or option.kind == OPTIONAL:
-        values[option.name] = value if equals else True
-        return 1
-    return 1 + _following(option, "--" + option.name, following, values)
-
-
-def _cluster(known: Mapping[str, StepOption], letters: str, following: Union[str, None], values: Values) -> int:
-    for at, letter in enumerate(letters):
-        option = known.get(letter)
-        if option is None:
-            raise OptionError(
-                "unknown option -%s: the short options are %s" % (letter, " ".join(sorted(known))), see_help=True
-            )
-        rest = letters[at + 1 :]
-        if option.kind == FLAG or (option.kind == OPTIONAL and not rest[:1].isdigit()):
-            values[option.name] = True
-            continue
-        if rest:
-            values[option.name] = rest[1:] if rest.startswith("=") else rest
-            return 1
-        return 1 + _following(option, "-" + letter, following, values)
-    return 1
-
-
-def _following(option: StepOption, shown: str, following: Union[str, None], values: Values) -> int:
-    if following is None:
-        raise OptionError("option %s needs a value: %s" % (shown, option.metavar))
-    values[option.name] = following
-    return 1
 
 
 def _find(options: Mapping[str, StepOption], name: str) -> StepOption:
