@@ -301,6 +301,9 @@ class Daemon:
     def monotonic_s(self) -> float:
         return monotonic_s()
 
+    def processor_s(self) -> float:
+        return time.process_time()
+
     def boot_clock(self) -> tuple[str, float]:
         return self._boot_id, time.clock_gettime(time.CLOCK_BOOTTIME)
 

@@ -357,24 +357,27 @@ class Planning:
 #
 # A plan is made in slices. After each slice, other work gets as much time as the slice took. After
 # the last slice it gets three times as long as the whole plan took. That time includes making the
-# snapshot and applying the result.
+# snapshot and applying the result. It is processor time: on a busy machine a plan waits for the
+# processor, and the next one must not wait three times longer for that.
 
 
 PAUSE_MAX_S = 0.5
 
 
 class Pace:
-    """The pace of planning, by a monotonic clock."""
+    """The pace of planning, by a monotonic clock and the processor time of this process."""
 
-    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+    def __init__(self, monotonic_s: Callable[[], float], processor_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
+        self._processor_s = processor_s
         self._next_s = 0.0
         self._began_s = 0.0
+        self._used_before_s = 0.0
         self._spent_s = 0.0  # on the plan under way
 
     def begin_turn(self) -> float:
         """Begin a turn and return 0.0, or return the seconds until one may begin."""
-        self._began_s = self._monotonic_s()
+        self._began_s, self._used_before_s = self._monotonic_s(), self._processor_s()
         return max(0.0, self._next_s - self._began_s)
 
     def turn_s(self) -> float:
@@ -386,7 +389,7 @@ class Pace:
 
         `whole`: the plan was finished in this turn.
         """
-        pause_s = self.turn_s()
+        pause_s = min(self.turn_s(), self._processor_s() - self._used_before_s)
         self._spent_s += pause_s
         if whole:
             pause_s, self._spent_s = min(3 * self._spent_s, PAUSE_MAX_S), 0.0

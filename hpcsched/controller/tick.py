@@ -117,6 +117,9 @@ class Ports(Protocol):
     def monotonic_s(self) -> float:
         """Return a monotonic time. It measures planning time and how long a node is silent."""
 
+    def processor_s(self) -> float:
+        """Return the processor time of this process. It measures how much planning takes from other work."""
+
     def run_trigger(self, trigger: Trigger) -> None:
         """Run the program of a trigger as the user who set it."""
 
@@ -177,7 +180,7 @@ class Controller:
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
         self._planning = Planning(ports.monotonic_s)
-        self._pace = Pace(ports.monotonic_s)
+        self._pace = Pace(ports.monotonic_s, ports.processor_s)
         self._waits = Waits()
         self._plan_failures = 0  # consecutive
         self._plan_again_s = 0.0  # when to plan again, monotonic

@@ -8,6 +8,7 @@ loop therefore never waits for a network, and a call that hangs in a library cos
 Rules:
 - `send` refuses while the link is not up: orders to a node are repeated after each Welcome.
 - A silent link is pinged. A link that is silent for too long is ended, with the reason as text.
+- Frames that are queued in one turn of the loop are sent in one write.
 - A node that reads nothing is disconnected too, once MAX_UNSENT_BYTES are queued for it.
 - The first reconnect comes after 1 s. The pause then doubles each time, with jitter, while the link
   is open. Its maximum is 5 s for a node that was up within the last hour (it may be booting), and
@@ -115,9 +116,13 @@ class NodeLink:
         """
         if self._session is None or self._up_since_s is None:
             return False
-        if not self._session.queue(protocol.encode(message, blob)):
+        session = self._session
+        queued = session.queue(protocol.encode(message, blob))
+        if queued is None:
             self._fail(f"it takes nothing: {MAX_UNSENT_BYTES >> 20} MiB wait to be sent")
             return False
+        if queued:
+            self._loop.call_soon(session.send_queued)
         return True
 
     def close(self) -> None:
@@ -238,21 +243,32 @@ class _Session:
         self._unread = threading.Semaphore(MAX_UNREAD_CHUNKS)
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
+        self._flush_is_due = False  # `send_queued` will be called
         self._wake = threading.Condition()
         self._ended = False
 
     def start(self) -> None:
         self._thread("receive", self._receive_all)
 
-    def queue(self, frame: bytes) -> bool:
-        """Give a frame to the sender; return False if too much is queued."""
+    def queue(self, frame: bytes) -> bool | None:
+        """Queue a frame for the sender; return None if too much is queued.
+
+        True: the caller must call `send_queued` once all frames of the present turn of the loop are queued. The sender
+        is not woken for each frame, because then it and the loop take the interpreter's lock from each other.
+        """
         with self._wake:
             if self._outbox_bytes + len(frame) > MAX_UNSENT_BYTES:
-                return False
+                return None
             self._outbox.append(frame)
             self._outbox_bytes += len(frame)
+            is_first, self._flush_is_due = not self._flush_is_due, True
+        return is_first
+
+    def send_queued(self) -> None:
+        """Wake the sender."""
+        with self._wake:
+            self._flush_is_due = False
             self._wake.notify()
-        return True
 
     def stop_sending(self) -> None:
         """Let the threads end; queued frames are dropped."""
@@ -315,7 +331,7 @@ class _Session:
     def _next_frames(self) -> bytes:
         """Wait for frames and return all that fit in one write; b"" at the end."""
         with self._wake:
-            while not self._outbox and not self._ended:
+            while (not self._outbox or self._flush_is_due) and not self._ended:
                 self._wake.wait()
             if self._ended:
                 return b""
