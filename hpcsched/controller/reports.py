@@ -101,6 +101,10 @@ def _on_batch_start(tx: Transaction, job: Job, node: NodeName, report: protocol.
 
 
 def _on_batch_end(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
+    if job.started_at_s is None and can(job, Started):  # it was short: its agent reports the end alone
+        ran_s = _ran_s(report)
+        began_ago_s = None if ran_s is None else ran_s + (report.ago_s or 0.0)
+        job = tx.record(Started(job_id=job.id, at_s=tx.now_s, ran_s=began_ago_s))
     elsewhere = report.unexecuted and job.state in ON_NODES and can_start_elsewhere(tx, job, node)
     saved_step = step_to_resume(tx, job, report)
     ended = tx.record(

@@ -1,4 +1,8 @@
-"""The controller under load and at rest: submissions, launches, latency, idle cost."""
+"""The controller under load and at rest: submissions, launches, latency, idle cost.
+
+A queue of no-op jobs shows whether anything waits that could run: all nodes are on this machine, so its processors should be
+busy until the queue is empty. The floor of a job's processor time is a shell that does nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,74 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcsched import client
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import ArraySpec, JobSpec
+from tests.bench.bench_node import shell_cost
 from tests.bench.figures import Figure, from_samples
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 NODES = ("n1", "n2", "n3", "n4")
+EIGHT = tuple(f"n{number}" for number in range(1, 9))
 
 
 def run(quick: bool) -> list[Figure]:
     """Measure a cluster of four nodes."""
     count = 200 if quick else 1000
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LocalCluster(Path(directory), EIGHT, cpus=8, mem_mib=8192) as cluster,
+    ):
+        queue = [queued(cluster, 1000) for _ in range(1 if quick else 3)]
     with tempfile.TemporaryDirectory() as directory, LocalCluster(Path(directory), NODES, cpus=8) as cluster:
         return [
+            *queue_figures(queue),
             *idle(cluster, 5.0 if quick else 20.0),
             latency(cluster, 10 if quick else 30),
             *submissions(cluster, 400 if quick else 2000),
             *throughput(cluster, f"{count} no-op jobs", [_noop(cluster) for _ in range(count)], count),
             *throughput(cluster, f"array of {count} no-ops", [_noop(cluster, array=_array(count))], count),
         ]
+
+
+class Drain(NamedTuple):
+    """What it took to run a queue of jobs."""
+
+    jobs_per_s: float
+    busy: float  # the part of the processors' time
+    cpu_ms: float  # of a job, on the whole machine
+
+
+def queued(cluster: LocalCluster, count: int) -> Drain:
+    """Release `count` no-op jobs that are queued, and wait for their end."""
+    first = cluster.api("GET", "/v1/ping")["counts"].get("COMPLETED", 0) + 1
+    _submit(cluster, [_noop(cluster, hold=True) for _ in range(count)])
+    cpu_before_s, started_s = _machine_cpu_s(), time.perf_counter()
+    cluster.run("hctl", "release", *map(str, range(first, first + count)))
+    _wait_until_idle(cluster)
+    took_s, cpu_s = time.perf_counter() - started_s, _machine_cpu_s() - cpu_before_s
+    return Drain(jobs_per_s=count / took_s, busy=cpu_s / took_s / (os.cpu_count() or 1), cpu_ms=cpu_s / count * 1000)
+
+
+def queue_figures(drains: list[Drain]) -> list[Figure]:
+    """Return the figures of queues that were run."""
+    what = "1,000 no-op jobs queued, 8 nodes"
+    shell_ms = shell_cost() * 1000
+    return [
+        from_samples(f"{what}: released -> ended", [one.jobs_per_s for one in drains], "jobs/s", bar=">= 250 /s"),
+        from_samples(f"{what}: processors busy", [100 * one.busy for one in drains], "%", bar=">= 90 %"),
+        from_samples(
+            f"{what}: CPU of each",
+            [one.cpu_ms for one in drains],
+            "ms",
+            bar="<= 7 ms",
+            floor=shell_ms,
+            floor_name=f"a shell that does nothing ({shell_ms:.2f} ms)",
+        ),
+    ]
 
 
 def idle(cluster: LocalCluster, for_s: float) -> list[Figure]:

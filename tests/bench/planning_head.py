@@ -83,6 +83,9 @@ class Head:
     def monotonic_s(self) -> float:
         return time.monotonic()
 
+    def processor_s(self) -> float:
+        return time.process_time()
+
     def boot_clock(self) -> tuple[str, float]:
         return "", 0.0
 

@@ -190,9 +190,13 @@ class Controller:
         return [m for m, _ in self.messages if isinstance(m, protocol.Report) and m.token == token]
 
     def wait_status(self, token: str, *statuses: str, timeout_s: float = PATIENCE_S) -> protocol.Report:
-        """Return the first report of the token with one of these statuses."""
+        """Return the first report of the token with one of these statuses.
+
+        The start of a batch step that ended at once is not reported by itself: then its end will do.
+        """
+        wanted = {*statuses, protocol.ENDED} if protocol.STARTED in statuses else statuses
         return self.wait(
-            lambda m: isinstance(m, protocol.Report) and m.token == token and m.status in statuses, timeout_s
+            lambda m: isinstance(m, protocol.Report) and m.token == token and m.status in wanted, timeout_s
         )
 
     def final(self, token: str, timeout_s: float = PATIENCE_S) -> protocol.Report:

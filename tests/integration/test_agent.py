@@ -38,9 +38,14 @@ def lines(path: Path) -> list[str]:
 def test_a_script_runs_and_its_end_is_reported_until_it_is_acknowledged(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = controller.launch(
-        "echo $1 from $PWD; echo bad >&2; exit 7", argv=["hello"], token=new_token(), work_dir=str(work), stdout="out"
+        "until [ -e go ]; do sleep 0.01; done; echo $1 from $PWD; echo bad >&2; exit 7",
+        argv=["hello"],
+        token=new_token(),
+        work_dir=str(work),
+        stdout="out",
     )
     started = controller.wait_status(token, protocol.STARTED)
+    (work / "go").touch()
     ended = controller.final(token)
     assert (ended.status, ended.codes, ended.signals, ended.timed_out) == (protocol.ENDED, [7], [0], False)
     assert ended.seq > started.seq

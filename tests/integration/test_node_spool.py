@@ -13,7 +13,7 @@ from agent_client import launch_of
 from hpcnode.os import account
 from hpcnode.os.durable import read_object, write_durably
 from hpcnode.os.faults import CrashPoints, crash_points
-from hpcnode.spool import DoneLog, Epochs, Spool
+from hpcnode.spool import DoneLog, Epochs, Found, Spool
 from hpcnode.wire.protocol import Token, read_token
 
 
@@ -225,7 +225,7 @@ def test_a_file_system_without_hard_links_has_a_lock(tmp_path: Path, monkeypatch
     assert spool.read(text).launch is not None
 
 
-def test_files_of_removed_records_are_written_anew(tmp_path: Path) -> None:
+def test_a_removed_entry_is_used_again_with_its_files_written_anew(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     first, second, third = (launch_of(token(job=job)) for job in (1, 2, 3))
     owner = (os.getuid(), os.getgid())
@@ -236,7 +236,7 @@ def test_files_of_removed_records_are_written_anew(tmp_path: Path) -> None:
     assert spool.claim(first, b"#!/bin/sh\n", "boot", owner)
     spool.write_started(first.token, {"status": "started", "long": "x" * 5000})
     spool.write_final(first.token, {"status": "ended"})
-    used = {inode(first.token, "started"), inode(first.token, "final")}
+    used = [inode(first.token, name) for name in ("", "spec", "started", "final")]
     spool.remove([first.token])
     assert spool.claim(second, b"#!/bin/sh\n", "boot", owner)
     assert (spool.read(second.token).started, spool.read(second.token).final) == (None, None)
@@ -244,7 +244,8 @@ def test_files_of_removed_records_are_written_anew(tmp_path: Path) -> None:
     assert (spool.read(second.token).started, spool.read(second.token).final) == ({"status": "started"}, None)
     spool.write_final(second.token, {"status": "ended", "why": "by itself"})
     assert spool.read(second.token).final == {"status": "ended", "why": "by itself"}
-    assert {inode(second.token, "started"), inode(second.token, "final")} == used
+    assert [inode(second.token, name) for name in ("", "spec", "started", "final")] == used
+    assert spool.read(second.token).launch == second
     spool.remove([second.token])
     again = Spool(str(tmp_path), CrashPoints())
     assert again.load() == []
@@ -253,7 +254,31 @@ def test_files_of_removed_records_are_written_anew(tmp_path: Path) -> None:
     assert sorted(os.listdir(again.entry(third.token))) == ["spec"]
 
 
-def test_few_files_are_kept_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_token_that_had_the_entry_before_count_as_missing(tmp_path: Path) -> None:
+    """As after a power failure that took a rename of `remove`, but not the new name of the entry."""
+    spool = Spool(str(tmp_path), CrashPoints())
+    first, second = (launch_of(token(job=job)) for job in (1, 2))
+    assert spool.claim(first, b"", "boot", (os.getuid(), os.getgid()))
+    spool.write_started(first.token, {"status": "started"})
+    spool.write_final(first.token, {"status": "ended"})
+    os.rename(spool.entry(first.token), spool.entry(second.token))
+    assert spool.read(second.token) == Found(second.token, None, "", None, None)
+
+
+def test_a_token_with_an_entry_is_not_claimed_again_from_a_spare_one(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    first, second, third = (launch_of(token(job=job)) for job in (1, 2, 3))
+    owner = (os.getuid(), os.getgid())
+    assert spool.claim(first, b"", "boot", owner)
+    spool.remove([first.token])
+    assert spool.revoke(second.token, {"status": "revoked"})
+    assert not spool.claim(second, b"", "boot", owner)
+    assert spool.read(second.token).final == {"status": "revoked"}
+    assert spool.claim(third, b"", "boot", owner)
+    assert os.listdir(spool.spare) == []
+
+
+def test_few_entries_are_kept_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcnode.spool.MAX_SPARE", 2)
     spool = Spool(str(tmp_path), CrashPoints())
     tokens = [token(job=job) for job in (1, 2, 3)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcnode.agent.agent import FORGET_S, IDLE_S, TICK_S
+from hpcnode.agent.agent import FORGET_S, IDLE_S, START_REPORT_S, TICK_S
 from hpcnode.agent.ledger import REPEAT_S, Ledger
 from hpcnode.lease import Renewals
 from hpcnode.os.account import UserAccount
@@ -39,7 +39,7 @@ class SimAgent(Process):
         self.connection: Connection | None = None
         self.welcomed = False
         self.clients: dict[int, Any] = {}  # stream -> step command
-        self._tick_set = self._forget_set = self._idle_set = False
+        self._starts_set = self._tick_set = self._forget_set = self._idle_set = False
         machine.agent = self
         machine.started(self)
 
@@ -201,6 +201,9 @@ class SimAgent(Process):
     def _after_turn(self) -> None:
         agenda = self.sim.agenda
         self.renewals.keep_on(self.welcomed)
+        if self.ledger.has_unreported_starts and not self._starts_set:
+            self._starts_set = True
+            agenda.later(START_REPORT_S, self, self.do, self._report_starts)
         if self.ledger.waits and not self._tick_set:
             self._tick_set = True
             agenda.later(TICK_S, self, self.do, self._tick)
@@ -210,6 +213,10 @@ class SimAgent(Process):
         if self.connection is None and not self._idle_set and self.ledger.is_idle:
             self._idle_set = True
             agenda.later(IDLE_S, self, self.do, self._idle)
+
+    def _report_starts(self) -> None:
+        self._starts_set = False
+        self.ledger.report_starts()
 
     def _tick(self) -> None:
         self._tick_set = False

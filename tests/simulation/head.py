@@ -365,6 +365,9 @@ class Head(Process):
     def monotonic_s(self) -> float:
         return self.sim.agenda.now_s
 
+    def processor_s(self) -> float:
+        return self.sim.agenda.now_s
+
     def boot_clock(self) -> tuple[str, float]:
         return "head", self.sim.agenda.now_s
 

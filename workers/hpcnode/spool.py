@@ -11,7 +11,7 @@
     ROOT/spool/identity       which spool this is, see `identity_of`
     ROOT/spool/done_log[.1]   ended and acknowledged tokens, see `DoneLog`
     ROOT/jobs/TOKEN           the batch script; its user may read and run it
-    ROOT/spare                files of removed entries, for reuse
+    ROOT/spare/TOKEN          removed entries, for reuse
 
 What is durable when, and why that is enough for "never twice":
 - A claim need not survive a power failure by itself: nothing was released before `started` is durable, and nothing runs after a
@@ -22,10 +22,11 @@ What is durable when, and why that is enough for "never twice":
 - An epoch is durable before an order of that controller is carried out.
 - An entry is removed only after its final report was acknowledged and the done log has its token.
 
-Some file systems are slow to create files (ext4 searches recently deleted inodes). So the files of `started` and `final` of a
-removed entry are reused by a later one, as `started.new` and `final.new`. These names are never read; the files are emptied,
-written and synced before they get their final name. After a power failure a spare file might still have its old name as well.
-So a new agent uses no spare files that it finds, and scripts and specs, which are not synced, are never reused.
+Some file systems are slow to create files (ext4 searches recently deleted inodes), so a removed entry is used again by a later
+token, with its files: `claim` writes `spec`, then gives the entry its name. The other files wait as `started.new` and
+`final.new`, which are never read, and are emptied, written and synced before they get their final name. After a power failure
+a file might still have its old name or content. So each file says its token, a file of another token counts as missing, and a
+new agent uses no spare entries that it finds. Scripts belong to their user, who may hold them open: they are never reused.
 
 It knows nothing of processes, sockets and clocks. Its directories are 0700 and the agent's own, `jobs` is 0711. No job's user
 can make or replace a name in them, so paths are safe here.
@@ -167,8 +168,8 @@ SEQ_BLOCK = 1_000_000
 TRY_BYTES = 64 << 10  # size of an entry with a script
 MAX_FORMER_INCARNATIONS = 64
 KEPT = frozenset({"spec", "lock", "started", "final"})
-RECORDS = ("started", "final")
-MAX_SPARE = 256  # files
+REUSED = ("spec", "started", "final")
+MAX_SPARE = 128  # entries
 
 
 class Found(NamedTuple):
@@ -244,31 +245,31 @@ class Spool:
         """
         entry = self.entry(launch.token)
         self._faults.reached("claim.before")
-        try:
-            os.mkdir(entry, 0o700)
-        except FileExistsError:
+        spare = self._take_spare() if launch.step != protocol.ALLOC else None
+        if spare is None:
+            try:
+                os.mkdir(entry, 0o700)
+            except FileExistsError:
+                return False
+        elif os.path.exists(entry):  # only the agent makes entries, so nothing comes between this and the rename
+            self._spare_names.append(os.path.basename(spare))
             return False
+        folder = spare or entry
         self._faults.reached("claim.made")
         if script:
             self._keep_script(launch.token, script, owner)
         spec = dict(protocol.to_json(launch), boot_id=boot)
-        write_plainly(os.path.join(entry, "spec.new"), to_bytes(spec), 0o600)
-        os.rename(os.path.join(entry, "spec.new"), os.path.join(entry, "spec"))
+        write_plainly(os.path.join(folder, "spec.new"), to_bytes(spec), 0o600, new=False)
+        os.rename(os.path.join(folder, "spec.new"), os.path.join(folder, "spec"))
+        if spare is not None:
+            os.rename(spare, entry)
         self._faults.reached("claim.written")
-        if launch.step != protocol.ALLOC:
-            self._reuse_files(entry)
         return True
 
-    def _reuse_files(self, entry: str) -> None:
-        """Move spare files to the temporary names of the entry's records, if there are any."""
-        for record in RECORDS:
-            self._spare_names = self._spare_names or os.listdir(self.spare)
-            if not self._spare_names:
-                return
-            try:
-                os.rename(os.path.join(self.spare, self._spare_names.pop()), os.path.join(entry, record + ".new"))
-            except OSError:
-                return  # then the record's writer creates one
+    def _take_spare(self) -> Optional[str]:
+        """Return the path of an entry to reuse, None if there is none."""
+        self._spare_names = self._spare_names or os.listdir(self.spare)
+        return os.path.join(self.spare, self._spare_names.pop()) if self._spare_names else None
 
     def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int]) -> None:
         path = self.script(token)
@@ -302,7 +303,7 @@ class Spool:
     def write_started(self, token: str, record: Dict[str, Any]) -> None:
         """Make durable which processes run, and with them the claim."""
         self._faults.reached("started.before")
-        write_durably(self.entry(token), "started", to_bytes(record), parents=(self.path,))
+        write_durably(self.entry(token), "started", to_bytes(dict(record, token=token)), parents=(self.path,))
         self._faults.reached("started.after")
 
     def write_final(self, token: str, record: Dict[str, Any]) -> None:
@@ -311,7 +312,7 @@ class Spool:
         entry = self.entry(token)
         if not os.path.exists(os.path.join(entry, "final")):
             named = os.path.exists(os.path.join(entry, "started"))  # then the entry's name is durable already
-            write_durably(entry, "final", to_bytes(record), parents=() if named else (self.path,))
+            write_durably(entry, "final", to_bytes(dict(record, token=token)), parents=() if named else (self.path,))
         self._faults.reached("final.after")
 
     def renew(self, token: str, asked_s: float) -> None:
@@ -329,24 +330,33 @@ class Spool:
 
     def read(self, token: str) -> Found:
         """Return the entry of a token on disk."""
-        entry = self.entry(token)
-        launch, boot = self._read_spec(entry)
+        launch, boot = self._read_spec(token)
         return Found(
             token=token,
             launch=launch,
             boot_id=boot,
-            started=read_object(os.path.join(entry, "started")),
-            final=read_object(os.path.join(entry, "final")),
+            started=self._read_file(token, "started"),
+            final=self._read_file(token, "final"),
         )
 
     def read_launch(self, token: str) -> Optional[protocol.Launch]:
         """Return the launch of a claimed token, None if its entry has none."""
-        return self._read_spec(self.entry(token))[0]
+        return self._read_spec(token)[0]
 
-    def _read_spec(self, entry: str) -> Tuple[Optional[protocol.Launch], str]:
-        spec = read_object(os.path.join(entry, "spec"))
-        boot = spec.pop("boot_id", "") if spec else ""
-        return _launch(spec), boot
+    def _read_spec(self, token: str) -> Tuple[Optional[protocol.Launch], str]:
+        spec = self._read_file(token, "spec")
+        if spec is None:
+            return None, ""
+        boot = spec.pop("boot_id", "")
+        return _launch(dict(spec, token=token)), boot
+
+    def _read_file(self, token: str, name: str) -> Optional[Dict[str, Any]]:
+        """Return the object in a file of the entry, without its token.
+
+        None: it is missing, was cut off, or is of a token that had the entry before.
+        """
+        found = read_object(os.path.join(self.entry(token), name))
+        return found if found is not None and found.pop("token", None) == token else None
 
     def open_lock(self, token: str) -> int:
         """Return a descriptor of the entry's lock file for the caller to lock.
@@ -369,7 +379,7 @@ class Spool:
     def load(self) -> List[Found]:
         """Return all entries. Remove empty ones: their agent died before it reported anything."""
         for name in os.listdir(self.spare):
-            os.unlink(os.path.join(self.spare, name))
+            _remove_folder(os.path.join(self.spare, name))
         names = [name for name in sorted(os.listdir(self.path)) if read_token(name) is not None]
         empty = {name for name in names if not KEPT.intersection(os.listdir(self.entry(name)))}
         for name in empty:
@@ -395,27 +405,35 @@ class Spool:
         """
         room = MAX_SPARE - len(os.listdir(self.spare))
         for token in tokens:
-            self._remove(token, keep_records=room > 0)
-            room -= len(RECORDS)
+            self._remove(token, reuse=room > 0)
+            room -= 1
         self._faults.reached("forget.after")
 
-    def _remove(self, token: str, keep_records: bool = False) -> None:
+    def _remove(self, token: str, reuse: bool = False) -> None:
         entry = self.entry(token)
         try:
             os.unlink(self.script(token))
         except FileNotFoundError:
             pass  # a step has none
+        if not reuse:
+            _remove_folder(entry)
+            return
         for name in os.listdir(entry):
-            if keep_records and name in RECORDS:
-                os.rename(os.path.join(entry, name), os.path.join(self.spare, "%s.%s" % (token, name)))
+            if name in REUSED:
+                os.rename(os.path.join(entry, name), os.path.join(entry, name + ".new"))
             else:
                 os.unlink(os.path.join(entry, name))
-        os.rmdir(entry)
+        os.rename(entry, os.path.join(self.spare, token))
 
 
-def _launch(spec: Optional[Dict[str, Any]]) -> Optional[protocol.Launch]:
-    if spec is None:
-        return None
+def _remove_folder(path: str) -> None:
+    """Remove a directory and its files."""
+    for name in os.listdir(path):
+        os.unlink(os.path.join(path, name))
+    os.rmdir(path)
+
+
+def _launch(spec: Dict[str, Any]) -> Optional[protocol.Launch]:
     try:
         launch = protocol.from_json(spec)
     except protocol.WireError:

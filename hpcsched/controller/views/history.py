@@ -330,6 +330,9 @@ class _Nowhere:
 
     def run_trigger(self, trigger: Trigger) -> None: ...
 
+    def processor_s(self) -> float:
+        return 0.0
+
     def monotonic_s(self) -> float:
         return 0.0
 

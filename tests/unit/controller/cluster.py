@@ -55,6 +55,9 @@ class FakePorts:
     def monotonic_s(self) -> float:
         return 0.0
 
+    def processor_s(self) -> float:
+        return 0.0
+
     def boot_clock(self) -> tuple[str, float]:
         return self.boot
 

@@ -199,11 +199,13 @@ class World:
         self.ledger.launch(launch(text, **fields), b"#!/bin/sh\n" if ".batch." in text else b"")
         return text
 
-    def started(self, text: str) -> None:
+    def started(self, text: str, reported: bool = True) -> None:
         identity = (7, 1, self.boot_id)
         record = TasksStarted(7, 999.0, 999.0, [identity], identity, self.boot_id, self.now_s, 1001)
         self.spool.entries[text]["started"] = record_of(record)
         self.ledger.shepherd_started(text, record)
+        if reported:
+            self.ledger.report_starts()
 
     def ended(self, text: str, code: int = 0) -> None:
         record = TasksEnded("ended", 1001.0, "", pid=7, started_at_s=999.0, codes=[code], signals=[0])

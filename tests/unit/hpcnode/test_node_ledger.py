@@ -29,6 +29,18 @@ def test_a_launch_is_claimed_started_reported_and_forgotten() -> None:
     assert (world.statuses(text)[-1], world.shepherds.starts) == ("revoked", [text])
 
 
+def test_a_batch_step_that_ends_at_once_is_reported_once() -> None:
+    world = World()
+    short, longer = world.launch(token()), world.launch(token(job=2))
+    world.started(short, reported=False)
+    world.started(longer, reported=False)
+    assert world.ledger.has_unreported_starts
+    world.ended(short)
+    world.ledger.report_starts()
+    assert (world.statuses(short), world.statuses(longer)) == (["ended"], ["started"])
+    assert not world.ledger.has_unreported_starts
+
+
 def test_every_report_has_a_higher_number_also_after_a_restart() -> None:
     world = World()
     text = world.launch(token())

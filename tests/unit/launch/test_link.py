@@ -39,6 +39,7 @@ class Loop:
     def __init__(self) -> None:
         self.now_s = 1000.0
         self._timers: list[Timer] = []
+        self._soon: list[Callable[[], None]] = []
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def time(self) -> float:
@@ -48,6 +49,9 @@ class Loop:
         timer = Timer(self.now_s + delay_s, call)
         self._timers.append(timer)
         return timer
+
+    def call_soon(self, call: Callable[..., None], *args: Any) -> None:
+        self._soon.append(lambda: call(*args))
 
     def call_soon_threadsafe(self, call: Callable[..., None], *args: Any) -> None:
         self._calls.put(lambda: call(*args))
@@ -60,6 +64,12 @@ class Loop:
             except queue.Empty:
                 raise AssertionError(f"waited {PATIENCE_S:g} s for {what}") from None
 
+    def turn(self) -> None:
+        """Run what the link itself has asked for."""
+        calls, self._soon = self._soon, []
+        for call in calls:
+            call()
+
     def waiting_s(self) -> list[float]:
         """Return in how many seconds each timer is due."""
         return [timer.due_s - self.now_s for timer in self._timers if not timer.cancelled]
@@ -71,6 +81,7 @@ class Loop:
             self._timers.remove(timer)
             if not timer.cancelled:
                 timer.call()
+        self.turn()
 
 
 class FakePipe:
@@ -308,13 +319,27 @@ def test_what_waits_is_sent_in_one_write() -> None:
     bench.hear(1)
     pipe.may_write.clear()
     assert bench.link.send(protocol.Ping(request=0))
+    bench.loop.turn()
     first = pipe.writes.get(timeout=PATIENCE_S)
     for number in (1, 2, 3):
         assert bench.link.send(protocol.Ping(request=number))
+    bench.loop.turn()
     pipe.may_write.set()
     framer = protocol.Framer()
     assert [m.request for m, _ in framer.feed(first)] == [0]
     assert [m.request for m, _ in framer.feed(pipe.writes.get(timeout=PATIENCE_S))] == [1, 2, 3]
+
+
+def test_frames_of_one_turn_of_the_loop_are_sent_in_one_write() -> None:
+    pipe = FakePipe()
+    bench = LinkBench(pipe)
+    bench.link.start()
+    bench.hear(1)
+    for number in (1, 2, 3):
+        assert bench.link.send(protocol.Ping(request=number))
+    assert pipe.writes.empty()
+    bench.loop.turn()
+    assert [m.request for m, _ in protocol.Framer().feed(pipe.writes.get(timeout=PATIENCE_S))] == [1, 2, 3]
 
 
 def test_too_much_that_waits_ends_the_link() -> None:

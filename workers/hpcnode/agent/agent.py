@@ -59,6 +59,7 @@ RENAMED_S = 0.3  # until the connection of a controller that uses another node n
 HIGH_WATER = 8 << 20  # bytes unsent to the controller; above it the shepherds are paused
 LOW_WATER = 1 << 20
 ACCOUNT_AGE_S = 60.0
+START_REPORT_S = 0.02  # a batch step that ends sooner is reported once
 
 
 class AgentError(Exception):
@@ -67,6 +68,11 @@ class AgentError(Exception):
 
 class Agent:
     """One agent, from its lock to its end."""
+
+    _idle_timer: Optional[Timer] = None
+    _tick_timer: Optional[Timer] = None
+    _starts_timer: Optional[Timer] = None
+    _forget_timer: Optional[Timer] = None
 
     def __init__(self, *, root: str, cluster: str, node: str, idle_s: float, environ: Mapping[str, str]) -> None:
         self.root = root
@@ -115,9 +121,6 @@ class Agent:
         self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not known yet
         self._watchers: Dict[str, List[protocol.Address]] = {}  # other readers of the output of a token
         self._paused = False
-        self._idle_timer: Optional[Timer] = None
-        self._tick_timer: Optional[Timer] = None
-        self._forget_timer: Optional[Timer] = None
 
     def run(self, ready_fd: int) -> None:
         """Serve until the agent is not needed any more.
@@ -287,6 +290,8 @@ class Agent:
         """Send a message if a controller is connected; return whether one is."""
         if self._controller is None or not self._welcomed or self._controller.closed:
             return False
+        if not isinstance(message, protocol.Report):
+            self._ledger.report_starts()  # what a job asks for must not arrive before the job's start
         self._controller.send(protocol.encode(message, blob))
         return True
 
@@ -502,6 +507,8 @@ class Agent:
         """Set timers that the turn made necessary; pause or resume the shepherds."""
         self._flow()
         self._renewals.keep_on(self._welcomed)
+        if self._ledger.has_unreported_starts and self._starts_timer is None:
+            self._starts_timer = self._loop.later(START_REPORT_S, self._report_starts)
         if self._ledger.waits and self._tick_timer is None:
             self._tick_timer = self._loop.later(TICK_S, self._tick)
         if self._ledger.to_forget >= FORGET_AT_ONCE:
@@ -527,6 +534,10 @@ class Agent:
         if (unsent > HIGH_WATER) != self._paused and (unsent > HIGH_WATER or unsent < LOW_WATER):
             self._paused = not self._paused
             self._shepherds.pause(self._paused)
+
+    def _report_starts(self) -> None:
+        self._starts_timer = None
+        self._ledger.report_starts()
 
     def _tick(self) -> None:
         self._tick_timer = None

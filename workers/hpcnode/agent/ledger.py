@@ -10,6 +10,7 @@ except through its arguments. So tests can drive it on simulated ones.
 Rules:
 - A token starts at most once. The claim is exclusive. A second shepherd is started only if the lock of the first is free and it
   has not written `started`, because then nothing was released.
+- The start of a batch step is reported a moment later (`report_starts`), so that a very short one is reported once, as ended.
 - A final state never changes. A batch step's end is reported after all other steps of its job on this node have ended.
 - An older attempt is gone before a newer attempt of the same job starts here.
 - A launch with a lease starts only under a lease that was renewed on the connection that brought the launch (see `lease`).
@@ -305,6 +306,9 @@ class Ledger:
         self._gone: List[_Gone] = []
         self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its suspended attempt
         self._to_forget: Dict[str, None] = {}
+        self._unreported: Dict[
+            str, None
+        ] = {}  # batch steps whose start is reported soon, unless they have ended by then
         self._stuck: Set[str] = set()  # neither final nor supervised: `tick` checks again
 
     # ----- start
@@ -548,7 +552,23 @@ class Ledger:
         entry = self.entries.get(token)
         if entry is not None and entry.status == protocol.CLAIMED:
             entry.status, entry.record = protocol.STARTED, record_of(started)
-            self._publish(entry)
+            if entry.key.step == protocol.BATCH:
+                self._unreported[token] = None
+            else:
+                self._publish(entry)
+
+    @property
+    def has_unreported_starts(self) -> bool:
+        """Whether `report_starts` has something to report."""
+        return bool(self._unreported)
+
+    def report_starts(self) -> None:
+        """Report the batch steps that have started since the last call and have not ended."""
+        tokens, self._unreported = self._unreported, {}
+        for token in tokens:
+            entry = self.entries.get(token)
+            if entry is not None and entry.status == protocol.STARTED:
+                self._publish(entry)
 
     def shepherd_ready(self, token: str) -> None:
         """Note that all tasks are ready and wait for Go."""

@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,9 @@ from hpcnode.wire.message import Message, WireError
 
 IDLE = b"i"
 MAX_ORDER = 128 << 10
+GC_THRESHOLD = (
+    20_000  # objects; a short step makes fewer, and a collection writes to, and so copies, pages shared with the agent
+)
 
 
 class StepOrder(NamedTuple):
@@ -62,6 +66,7 @@ def member_main(setting: Setting, control: socket.socket) -> NoReturn:
         os.setsid()
         process.close_all_but([control.fileno()])
         process.become_subreaper()
+        gc.set_threshold(GC_THRESHOLD)
         _supervise_steps(setting, control)
         code = 0
     except BaseException:

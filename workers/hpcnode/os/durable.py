@@ -56,9 +56,13 @@ def write_durably(folder: str, name: str, data: bytes, parents: Iterable[str] = 
         sync_folder(path)
 
 
-def write_plainly(path: str, data: bytes, mode: int) -> None:
-    """Write a new file that must outlive this process, but not a power failure."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+def write_plainly(path: str, data: bytes, mode: int, new: bool = True) -> None:
+    """Write a file that must outlive this process, but not a power failure.
+
+    `new`: no file may have this path; else the file is emptied before.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, mode)
     try:
         write_all(fd, data)
     finally:
