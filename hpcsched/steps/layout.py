@@ -86,17 +86,22 @@ def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
     if len(usable) < low:
         raise RequestError(_too_few_nodes(shares, candidates, shape, low))
     chosen = _choose(usable, shape, room, ntasks, low, high)
+    return _distribute(chosen, shape, [room[share.node] for share in chosen], ntasks)
+
+
+def _distribute(
+    shares: Sequence[Share], shape: StepShape, most: list[int], ntasks: int | None
+) -> tuple[NodeTasks, ...]:
+    """Return the tasks of each of `shares`, at most `most`; `ntasks` None: as many as by default."""
     if ntasks is None:
-        counts = [_default_tasks(share, shape, room[share.node]) for share in chosen]
-        return _number(chosen, counts) if shape.plane is None else _deal(chosen, counts, sum(counts), shape.plane)
-    if shape.plane is not None and sum(room[share.node] for share in chosen) >= ntasks:
-        return _deal(chosen, [room[share.node] for share in chosen], ntasks, shape.plane)
-    dealt = _block(
-        [room[share.node] for share in chosen], ntasks, [share.cpus // shape.cpus_per_task for share in chosen]
-    )
+        counts = [_default_tasks(share, shape, count) for share, count in zip(shares, most, strict=True)]
+        return _number(shares, counts) if shape.plane is None else _deal(shares, counts, sum(counts), shape.plane)
+    if shape.plane is not None and sum(most) >= ntasks:
+        return _deal(shares, most, ntasks, shape.plane)
+    dealt = _block(most, ntasks, [share.cpus // shape.cpus_per_task for share in shares])
     if dealt is None:
-        raise RequestError(_too_many_tasks(chosen, shape, ntasks, sum(room[share.node] for share in chosen)))
-    return _number(chosen, dealt)
+        raise RequestError(_too_many_tasks(shares, shape, ntasks, sum(most)))
+    return _number(shares, dealt)
 
 
 def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple[NodeTasks, ...]:

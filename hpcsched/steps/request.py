@@ -12,7 +12,7 @@ Source: srun(1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -340,21 +340,27 @@ def _shape(given: _Given, job: Job) -> StepShape:
     if given_parts:
         parts = [
             replace(_simple_shape(part, _default_cpus(job, at) if at is not None else 1), component=at)
-            for part, its in zip(given_parts, groups, strict=True)
-            for at in its
+            for part, components in zip(given_parts, groups, strict=True)
+            for at in components
         ]
-    else:  # one program in several components: one part for each
-        cpus_said = bool(given.text("cpus-per-task"))
-        parts = [
-            replace(shape, component=at, cpus_per_task=shape.cpus_per_task if cpus_said else _default_cpus(job, at))
-            for at in groups[0]
-            if len(groups[0]) > 1
-        ]
+    else:
+        parts = _parts_by_component(shape, groups[0], job, own_cpus=bool(given.text("cpus-per-task")))
     return replace(
         shape,
         hosts=parse_node_names(",".join(hosts)) and tuple(NodeName(host) for host in hosts),
         parts=tuple(replace(part, overcommit=shape.overcommit, plane=shape.plane) for part in parts),
     )
+
+
+def _parts_by_component(
+    shape: StepShape, components: Sequence[int | None], job: Job, *, own_cpus: bool
+) -> list[StepShape]:
+    """Return one part for each component, if one program runs in several."""
+    if len(components) <= 1:
+        return []
+    if own_cpus:
+        return [replace(shape, component=at) for at in components]
+    return [replace(shape, component=at, cpus_per_task=_default_cpus(job, at)) for at in components]
 
 
 def _named_group(given: _Given, job: Job) -> int:

@@ -354,16 +354,21 @@ def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: proto
     if step is None and report.stream_to is None:
         return  # no step command can be waiting for it
     if step is None:
-        row = next((row for row in ports.recorded(job.id, job.attempt) if row.step == token.step), None)
-        step = (restored(job, row) if row is not None else None) or _reported_step(
-            job, int(token.step), report, row
-        )  # int: of a token
-        # An agent answers with CloseStream if that stream no longer exists.
-        if step.origin is not None and not step.finished:
-            ports.reply(step.origin, protocol.StepWaiting(job_id=job.id, text=""), b"")
+        step = _recovered(ports, job, token.step, report)
     if step.found and not step.finished and node not in step.runs:
         step.runs[node] = StepPart(node=node, token=report.token)
     steps.add(step)
+
+
+def _recovered(ports: StepPorts, job: Job, number: str, report: protocol.Report) -> Step:
+    """Return the step of this number of `job`, by its row or else by `report`, and greet its step command."""
+    row = next((row for row in ports.recorded(job.id, job.attempt) if row.step == number), None)
+    step = restored(job, row) if row is not None else None
+    step = step or _reported_step(job, int(number), report, row)  # int: of a token
+    # An agent answers with CloseStream if that stream no longer exists.
+    if step.origin is not None and not step.finished:
+        ports.reply(step.origin, protocol.StepWaiting(job_id=job.id, text=""), b"")
+    return step
 
 
 def asked_before(ports: StepPorts, origin: Origin, envelope: protocol.FromStream) -> Step | None:

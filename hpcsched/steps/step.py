@@ -79,22 +79,19 @@ def _places(
         share = by_node[part.node]
         cpus = min(part.cpus or part.count * options.shape.cpus_per_task, share.cpus)
         free = [gpu for gpu in share.gpus if gpu not in used_gpus.get(part.node, ())]
-        wanted = _gpus_wanted(options, part.count)
+        wanted = options.gpus_per_node if options.gpus_per_task is None else options.gpus_per_task * part.count
         if wanted is None and left is not None:
             wanted = min(left, len(free))
             left -= wanted
-        if wanted is not None and wanted > len(free):
-            raise RequestError(
-                f"cannot give the step {wanted} GPUs on {part.node}: the job has {len(share.gpus)} there"
-            )
+        own = _own_gpus(share, free, wanted)
         places.append(
             Place(
                 tasks=part,
                 cpus=cpus,
                 mem_mib=_memory(options, share, cpus),
-                gpus=share.gpus if wanted is None else tuple(free[:wanted]),
+                gpus=share.gpus if own is None else own,
                 held_cpus=0 if options.overlap else cpus,
-                held_gpus=() if options.overlap or wanted is None else tuple(free[:wanted]),
+                held_gpus=() if options.overlap else own or (),
             )
         )
     if left:
@@ -103,10 +100,13 @@ def _places(
     return tuple(places)
 
 
-def _gpus_wanted(options: StepOptions, count: int) -> int | None:
-    if options.gpus_per_task is not None:
-        return options.gpus_per_task * count
-    return options.gpus_per_node
+def _own_gpus(share: Share, free: list[int], wanted: int | None) -> tuple[int, ...] | None:
+    """Return the first `wanted` of the `free` GPUs of `share`; None: the step requests none by number."""
+    if wanted is None:
+        return None
+    if wanted > len(free):
+        raise RequestError(f"cannot give the step {wanted} GPUs on {share.node}: the job has {len(share.gpus)} there")
+    return tuple(free[:wanted])
 
 
 def _memory(options: StepOptions, share: Share, cpus: int) -> int:
