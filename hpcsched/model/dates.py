@@ -35,15 +35,15 @@ def parse_when(text: str, now_s: float, *, past: bool = False) -> float:
     or a dash between, ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting)
     that of today or this year. Raises RequestError.
     """
-    lowered = text.strip().lower()
-    if len(lowered) > 80:
+    spelled = text.strip().lower()
+    if len(spelled) > 80:
         raise RequestError(f"cannot read time {_short(text)}: it is too long")
-    if relative := _RELATIVE.match(lowered):
+    if relative := _RELATIVE.match(spelled):
         return now_s + _relative_s(relative, text)
-    if epoch := _EPOCH.match(lowered):
+    if epoch := _EPOCH.match(spelled):
         return float(epoch.group(1))
     now = datetime.fromtimestamp(now_s)
-    date, clock = _date_and_clock(lowered, now, text)
+    date, clock = _date_and_clock(spelled, now, text)
     try:
         return _resolve(date, clock, now, past=past).timestamp()
     except (ValueError, OverflowError) as error:
@@ -63,11 +63,11 @@ def _relative_s(match: re.Match[str], text: str) -> int:
     return -seconds if sign == "-" else seconds
 
 
-def _date_and_clock(lowered: str, now: datetime, text: str) -> tuple[_Date | None, _Clock | None]:
-    """Return the date and the time of day that the words of `lowered` give, each at most once."""
+def _date_and_clock(spelled: str, now: datetime, text: str) -> tuple[_Date | None, _Clock | None]:
+    """Return the date and the time of day that the words of `spelled` give, each at most once."""
     date: _Date | None = None
     clock: _Clock | None = None
-    words = re.sub(r"\s+([ap]m)\b", r"\1", lowered).split()  # 4:00 PM is one word
+    words = re.sub(r"\s+([ap]m)\b", r"\1", spelled).split()  # 4:00 PM is one word
     for word in [part for whole in words for part in _parted(whole, now)]:
         new_date, new_clock = _read_word(word, now)
         if new_date is None and new_clock is None or date and new_date or clock and new_clock:

@@ -105,18 +105,18 @@ def occurrences(reservation: Reservation, from_s: float, until_s: float) -> Iter
         start_s = _next_start_s(here, start_s)
 
 
-def clash(one: Reservation, other: Reservation, from_s: float) -> Interval | None:
+def clash(reservation: Reservation, other: Reservation, from_s: float) -> Interval | None:
     """Return the first interval, not over at `from_s`, in which both reserve a node they have in common; None: never.
 
     For two that repeat, a fortnight is enough.
     """
-    if set(one.nodes).isdisjoint(other.nodes):
+    if set(reservation.nodes).isdisjoint(other.nodes):
         return None
-    latest_s = min((one_end for one_end in (_last_s(one), _last_s(other)) if one_end is not None), default=None)
-    until_s = latest_s if latest_s is not None else max(one.start_s, other.start_s, from_s) + 2 * MAX_PERIOD_S
-    theirs = list(occurrences(other, from_s, until_s))
-    for start_s, end_s in occurrences(one, from_s, until_s):
-        for other_start_s, other_end_s in theirs:
+    latest_s = min((last_s for last_s in (_last_s(reservation), _last_s(other)) if last_s is not None), default=None)
+    until_s = latest_s if latest_s is not None else max(reservation.start_s, other.start_s, from_s) + 2 * MAX_PERIOD_S
+    others = list(occurrences(other, from_s, until_s))
+    for start_s, end_s in occurrences(reservation, from_s, until_s):
+        for other_start_s, other_end_s in others:
             if start_s < other_end_s and other_start_s < end_s:
                 return max(start_s, other_start_s), min(end_s, other_end_s)
     return None

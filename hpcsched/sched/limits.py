@@ -495,4 +495,4 @@ def _has_limits(snapshot: Snapshot) -> bool:
         *accounting.qos,
         *snapshot.partitions.values(),
     )
-    return any(one.limits != NO_LIMITS for one in limited)
+    return any(holder.limits != NO_LIMITS for holder in limited)

@@ -484,9 +484,9 @@ def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView])
 
 def no_licenses(wanted: LicenseCounts, free: Mapping[str, int], there: Mapping[str, int]) -> Wait:
     """Return the wait for licences: their names, and how many of each are free."""
-    gone = [name for name, _ in wanted if name not in there]
-    if gone:
-        return Wait(reason=Reason.LICENSES, detail=f"the cluster has no licence {gone[0]!r} any more")
+    unknown = [name for name, _ in wanted if name not in there]
+    if unknown:
+        return Wait(reason=Reason.LICENSES, detail=f"the cluster has no licence {unknown[0]!r} any more")
     short = [
         f"{count} of the {there[name]} licences {name}, of which {max(0, free[name])} are free now"
         for name, count in wanted

@@ -407,13 +407,13 @@ def as_running(
     shares: tuple[Share, ...],
     now_s: float,
     reservations: Iterable[Reservation] = (),
-    lowered_s: int | None = None,
+    time_limit_s: int | None = None,
 ) -> RunningJob:
     """Return the job as a running job that starts now on `shares`.
 
-    `lowered_s`: its time limit. It is exempt from immediate preemption.
+    `time_limit_s`: its time limit. It is exempt from immediate preemption.
     """
-    limit_s = lowered_s if lowered_s is not None else known_limit_s(job.request.time_limit_s)
+    limit_s = time_limit_s if time_limit_s is not None else known_limit_s(job.request.time_limit_s)
     limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
     ends_s = min(limit_ends_s, cut_short_s(job, {each.name: each for each in reservations}))
     alike = {name: getattr(job, name) for name in _ALIKE}

@@ -100,11 +100,11 @@ class Pool:
     def _expire(self, now_s: float) -> None:
         """Count the processors of jobs past their limit as free, before they end."""
         ends = self.ends
-        gone = 0
-        while gone < len(ends) and ends[gone][0] <= now_s:
-            self.free += ends[gone][2]
-            gone += 1
-        del ends[:gone]
+        expired = 0
+        while expired < len(ends) and ends[expired][0] <= now_s:
+            self.free += ends[expired][2]
+            expired += 1
+        del ends[:expired]
 
     def _wait(self, job: Waiting) -> None:
         self.queue.append(job)
@@ -286,9 +286,9 @@ class Steps:
 
     def forget(self, now_s: float) -> None:
         """Remove the steps that are over."""
-        gone = bisect_right(self.times_s, now_s) - 1
-        if gone > 0:
-            del self.times_s[:gone], self.free[:gone]
+        over = bisect_right(self.times_s, now_s) - 1
+        if over > 0:
+            del self.times_s[:over], self.free[:over]
         self.times_s[0] = now_s
 
     def earliest(self, procs: int, length_s: float, from_s: float = -NEVER_S) -> float:

@@ -68,15 +68,15 @@ class SchedulingPass:
         """
         placement, depth = self.placement, self.policy.backfill_depth
         queue = placement.queues.of(job)
-        behind = queue.head is not None or not first
-        hopeless = behind and not placement.slots.is_due(job.id) and self._is_hopeless(job, queue)
+        is_behind_head = queue.head is not None or not first
+        hopeless = is_behind_head and not placement.slots.is_due(job.id) and self._is_hopeless(job, queue)
         if hopeless and 0 < depth <= len(placement.groups):
             return False
         parts: list[NodePart] | None = None
         end_s = placement.run_times.end_s(job, placement.timeline.now_s)
         if not hopeless and (job.lowers or placement.has_licenses(job, end_s)):
             parts, end_s = placement.now(job, end_s)
-            self._failed_tries += parts is None and behind
+            self._failed_tries += parts is None and is_behind_head
         if parts is not None:
             return self.give(job, parts, end_s)
         never = placement.never(job, queue)
@@ -137,8 +137,8 @@ class SchedulingPass:
         shares = with_overcommit(job.request.shape, shares)
         asked_s = placement.run_times.limit_s(job)
         limit_s = round(end_s - now_s) if job.lowers else asked_s
-        lowered_s = limit_s if limit_s < asked_s else None
-        self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=lowered_s))
+        time_limit_s = limit_s if limit_s < asked_s else None
+        self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=time_limit_s))
         self.limits.started(job, held)
         if job.licenses:
             placement.licenses.take(job.licenses, now_s, end_s)

@@ -66,7 +66,7 @@ def metrics_of(jobs: Sequence[TraceJob], starts_s: Sequence[float], procs: int) 
     by_user: dict[int, list[float]] = {}
     for job, slowdown in zip(jobs, slowdowns, strict=True):
         by_user.setdefault(job.user, []).append(slowdown)
-    user_slowdowns = {user: _mean(its) for user, its in sorted(by_user.items())}
+    user_slowdowns = {user: _mean(values) for user, values in sorted(by_user.items())}
     last_s = max((start_s + job.run_s for job, start_s in zip(jobs, starts_s, strict=True)), default=0.0)
     makespan_s = last_s - min((job.submit_s for job in jobs), default=0.0)
     used = sum(job.run_s * job.procs for job in jobs)

@@ -198,8 +198,10 @@ def with_users(users: Mapping[str, str], ours: Mapping[str, str]) -> dict[str, s
     The scheduler's names are always removed from `users`, so that no value of another job or step
     remains. Exception: the user's MASTER_ADDR and MASTER_PORT override ours.
     """
-    kept = {name: value for name, value in users.items() if _RESERVED.match(name) is None}
-    return kept | {name: value for name, value in ours.items() if name not in _USERS_CHOICE or name not in kept}
+    users_own = {name: value for name, value in users.items() if _RESERVED.match(name) is None}
+    return users_own | {
+        name: value for name, value in ours.items() if name not in _USERS_CHOICE or name not in users_own
+    }
 
 
 def with_propagated(env: Mapping[str, str], wanted: frozenset[str]) -> dict[str, str]:
@@ -269,19 +271,19 @@ def _components(job: Job) -> dict[str, str]:
         return {}
     components = components_of(job)
     facts = {"HET_SIZE": str(len(components))}
-    for at, one in enumerate(components):
-        its = {
-            "JOB_ID": str(one.number),
-            "JOB_NAME": one.spec.name,
-            "JOB_PARTITION": one.partition or one.spec.partition,
-            **_nodes(one),
-            **_memory(one),
-            **_gpus_asked(one),
-            **_tasks_asked(one),
+    for at, part in enumerate(components):
+        values = {
+            "JOB_ID": str(part.number),
+            "JOB_NAME": part.spec.name,
+            "JOB_PARTITION": part.partition or part.spec.partition,
+            **_nodes(part),
+            **_memory(part),
+            **_gpus_asked(part),
+            **_tasks_asked(part),
         }
         if job.account:
-            its["JOB_ACCOUNT"] = job.account
-        facts |= {f"{name}_HET_GROUP_{at}": value for name, value in its.items()}
+            values["JOB_ACCOUNT"] = job.account
+        facts |= {f"{name}_HET_GROUP_{at}": value for name, value in values.items()}
     return facts
 
 
@@ -349,7 +351,7 @@ def _gpus_asked(job: Job) -> dict[str, str]:
 
 
 def _gpu_text(requests: Iterable[GpuRequest]) -> str:
-    return ",".join(f"{one.type}:{one.count}" if one.type else str(one.count) for one in requests)
+    return ",".join(f"{request.type}:{request.count}" if request.type else str(request.count) for request in requests)
 
 
 def _gpus_on_node(gpus: Sequence[int]) -> dict[str, str]:

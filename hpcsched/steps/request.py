@@ -239,8 +239,13 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
         distribution=given.value("distribution", parse_distribution_text) or "",
         requeue=False,
         components=tuple(
-            JobSpec(name=one.text("job-name") or name, script="", work_dir=request.work_dir, **_asked_of_nodes(one))
-            for one in _listed(given.text("components"), COMPONENT_OPTIONS)
+            JobSpec(
+                name=component.text("job-name") or name,
+                script="",
+                work_dir=request.work_dir,
+                **_asked_of_nodes(component),
+            )
+            for component in _listed(given.text("components"), COMPONENT_OPTIONS)
         ),
         **_asked_of_nodes(given),
     )
@@ -332,8 +337,8 @@ def _shape(given: _Given, job: Job) -> StepShape:
     """Return the step's shape. Its parts (srun A : B), if any, are lists of options as JSON."""
     given_parts = _listed(given.text("parts"), PART_OPTIONS)
     groups = [
-        _groups(one, job, at if given_parts else _named_group(one, job))
-        for at, one in enumerate(given_parts or [given])
+        _groups(part, job, at if given_parts else _named_group(part, job))
+        for at, part in enumerate(given_parts or [given])
     ]
     shape = replace(_simple_shape(given, _default_cpus(job, groups[0][0])), component=groups[0][0])
     hosts = tuple(host for host in given.text("hosts").split(",") if host)
@@ -410,9 +415,9 @@ def _listed(text: str, known: frozenset[str]) -> list[_Given]:
         parts = gate.read_json(text.encode())
     except gate.GateError:
         parts = None
-    if not isinstance(parts, list) or not all(isinstance(one, dict) and one.keys() <= known for one in parts):
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and part.keys() <= known for part in parts):
         raise RequestError("cannot start the step: its parts are no list of options that a part may have")
-    return [_Given(one) for one in parts]
+    return [_Given(part) for part in parts]
 
 
 def _simple_shape(given: _Given, cpus: int) -> StepShape:

@@ -252,21 +252,21 @@ def may_launch(job: Job, node: NodeName | None = None) -> bool:
 # The format is JSON, because only controllers read it.
 
 
-_KEPT = ("kill_on_bad_exit", "finished", "again", "error")
+_STATE_FIELDS = ("kill_on_bad_exit", "finished", "again", "error")
 
 
-def keep(step: Step, row: StepRecord) -> StepRecord:
+def with_state(step: Step, row: StepRecord) -> StepRecord:
     """Return `row` with the state of `step` to keep.
 
     `row` is unchanged if the step is known only from its nodes' reports.
     """
     if step.asked_by is None or any(run.place is None for run in step.runs.values()):
         return row
-    kept: dict[str, Any] = {"asked_by": step.asked_by, "runs": [_run_fields(run) for run in step.in_rank_order()]}
-    for name in _KEPT:
+    state: dict[str, Any] = {"asked_by": step.asked_by, "runs": [_run_fields(run) for run in step.in_rank_order()]}
+    for name in _STATE_FIELDS:
         if getattr(step, name):
-            kept[name] = getattr(step, name)
-    return replace(row, kept=json.dumps(kept, separators=(",", ":")))
+            state[name] = getattr(step, name)
+    return replace(row, kept=json.dumps(state, separators=(",", ":")))
 
 
 def asked_by(row: StepRecord) -> Origin | None:
@@ -282,13 +282,13 @@ def restored(job: Job, row: StepRecord) -> Step | None:
     origin = asked_by(row)
     if row.kept is None or origin is None:
         return None
-    kept = json.loads(row.kept)
-    gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
-    runs = [_run_of(fields) for fields in kept["runs"]]
+    state = json.loads(row.kept)
+    is_gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
+    runs = [_run_of(fields) for fields in state["runs"]]
     return Step(
         job=job,
         number=int(row.step),  # int: of our own row
-        origin=None if gone else origin,
+        origin=None if is_gone else origin,
         asked_by=origin,
         name=row.name,
         nodes=tuple(NodeName(node) for node in row.nodes),
@@ -296,9 +296,9 @@ def restored(job: Job, row: StepRecord) -> Step | None:
         started_at_s=row.started_at_s or 0.0,
         runs={run.node: run for run in runs},
         found=True,
-        ending=gone,
-        state="CANCELLED" if gone else "",
-        **{name: kept[name] for name in _KEPT if name in kept},
+        ending=is_gone,
+        state="CANCELLED" if is_gone else "",
+        **{name: state[name] for name in _STATE_FIELDS if name in state},
     )
 
 
@@ -387,19 +387,19 @@ def _reported_step(job: Job, number: int, report: protocol.Report, row: StepReco
     """Return a step that is known only from a node's report and its row."""
     assert report.stream_to is not None
     origin = (NodeName(report.stream_to.node), report.stream_to.stream)
-    gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
+    is_gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
     nodes = row.nodes if row is not None else [share.node for share in job.shares]
     return Step(
         job=job,
         number=number,
-        origin=None if gone else origin,
+        origin=None if is_gone else origin,
         name=row.name if row is not None else "",
         nodes=tuple(NodeName(node) for node in nodes),
         ntasks=row.ntasks if row is not None else 0,
         started_at_s=(row.started_at_s if row is not None else None) or report.at_s,
         found=True,
-        ending=gone,
-        state="CANCELLED" if gone else "",
+        ending=is_gone,
+        state="CANCELLED" if is_gone else "",
     )
 
 
@@ -810,7 +810,7 @@ class StepService:
         self._ports.reply(step.origin, step.started(), b"")
 
     def _record(self, step: Step) -> None:
-        self._ports.record(keep(step, row_of(step, ended_at_s=self._ports.now_s() if step.finished else None)))
+        self._ports.record(with_state(step, row_of(step, ended_at_s=self._ports.now_s() if step.finished else None)))
 
     def _next_number(self, job: Job) -> int:
         key = (job.id, job.attempt)

@@ -119,7 +119,7 @@ class Story:
         views = {job.id: job for job in self.world.pending}
         now_s = self.world.now_s
         started = [
-            as_running(views[start.job_id], start.shares, now_s, lowered_s=start.time_limit_s)
+            as_running(views[start.job_id], start.shares, now_s, time_limit_s=start.time_limit_s)
             for start in self.made.starts
         ]
         pending = tuple(job for job in self.world.pending if job.id not in starts)

@@ -132,15 +132,15 @@ def is_alike(shape: Shape, required: frozenset[int]) -> bool:
 
 def share_of(shape: Shape) -> Shape:
     """Return the least share of each node, as a shape for one node."""
-    one = shape.nodes_max == 1
+    single = shape.nodes_max == 1
     return replace(
         shape,
         nodes_min=1,
         nodes_max=1,
         ntasks=None,
-        tasks_min=shape.ntasks if one and shape.ntasks is not None else shape.tasks_min,
-        gpus_per_node=shape.gpus_total if one and shape.gpus_total else shape.gpus_per_node,
-        gpus_total=() if one else shape.gpus_total,
+        tasks_min=shape.ntasks if single and shape.ntasks is not None else shape.tasks_min,
+        gpus_per_node=shape.gpus_total if single and shape.gpus_total else shape.gpus_per_node,
+        gpus_total=() if single else shape.gpus_total,
         features=(),
         alike=(),
         counts=(),

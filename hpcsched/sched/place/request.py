@@ -112,7 +112,7 @@ def shape_of(spec: JobSpec, partition: Partition) -> Shape:
     Raises: RequestError, see `request_of`.
     """
     if spec.components:
-        return whole_of([_shape_of(one, partition) for one in (spec, *spec.components)])
+        return whole_of([_shape_of(component, partition) for component in (spec, *spec.components)])
     return _shape_of(spec, partition)
 
 

@@ -172,9 +172,9 @@ def _promised(job: RunningJob, rules: PreemptRules, now_s: float) -> list[Gift]:
 
 
 def _without(snapshot: Snapshot, gifts: Sequence[Gift]) -> Snapshot:
-    gone = {(job.id, share.node) for job, share in gifts}
+    given = {(job.id, share.node) for job, share in gifts}
     running = tuple(
-        replace(job, shares=tuple(share for share in job.shares if (job.id, share.node) not in gone))
+        replace(job, shares=tuple(share for share in job.shares if (job.id, share.node) not in given))
         for job in snapshot.running
     )
     return replace(snapshot, running=running)

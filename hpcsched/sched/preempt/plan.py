@@ -90,31 +90,31 @@ class _Stages:
         given_up: list[JobId] = []
         reserved = {job.id: job for job in self._in_order(job for job in self.snapshot.pending if job.reserved_shares)}
         now_s = self.snapshot.now_s
-        blocks = {
+        reserved_for = {
             job.id: as_running(job, job.reserved_shares, now_s, self.snapshot.reservations) for job in reserved.values()
         }
         others = tuple(job for job in self.snapshot.pending if job.id not in reserved)
         running = self.snapshot.running
         for job in reserved.values():
-            block = blocks.pop(job.id)
-            snapshot = replace(self.snapshot, running=(*running, *blocks.values()), pending=(job,))
+            block = reserved_for.pop(job.id)
+            snapshot = replace(self.snapshot, running=(*running, *reserved_for.values()), pending=(job,))
             start = start_of(self.make(snapshot, self.policy), job.id)
             if start is not None:
                 starts.append(start)
                 running = (*running, started(self.snapshot, job, start))
             elif self._will_fit(snapshot, job):
                 waits[job.id] = self._waits_for_ends(job)
-                blocks[job.id] = block
+                reserved_for[job.id] = block
             else:
                 given_up.append(job.id)
                 others = (*others, job)
-        self.snapshot = replace(self.snapshot, running=(*running, *blocks.values()), pending=others)
+        self.snapshot = replace(self.snapshot, running=(*running, *reserved_for.values()), pending=others)
         return starts, waits, given_up
 
     def _will_fit(self, snapshot: Snapshot, job: PendingJob) -> bool:
         """Say whether `job` starts once all ending jobs have ended."""
-        lasting = replace(snapshot, running=tuple(other for other in snapshot.running if not other.ending))
-        return start_of(self.make(lasting, self.policy), job.id) is not None
+        after = replace(snapshot, running=tuple(other for other in snapshot.running if not other.ending))
+        return start_of(self.make(after, self.policy), job.id) is not None
 
     def _waits_for_ends(self, job: PendingJob) -> Wait:
         nodes = {share.node for share in job.reserved_shares}

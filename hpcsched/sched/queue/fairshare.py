@@ -125,11 +125,11 @@ def tree_of(accounting: Accounting, charged: Mapping[Association, float]) -> Bra
 
 def _account(accounting: Accounting, name: str, shares: int, users: Mapping[str, list[Branch]]) -> Branch:
     below = [_account(accounting, sub.name, sub.shares, users) for sub in accounting.accounts if sub.parent == name]
-    gone = []
+    removed = []
     if not name:  # the usage of accounts that are no longer configured counts at the root
         known = {"", *(account.name for account in accounting.accounts)}
-        gone = [replace(user, shares=0) for other, own in users.items() if other not in known for user in own]
-    own = sorted([*users.get(name, ()), *gone], key=lambda branch: (branch.user, branch.account))
+        removed = [replace(user, shares=0) for other, own in users.items() if other not in known for user in own]
+    own = sorted([*users.get(name, ()), *removed], key=lambda branch: (branch.user, branch.account))
     children = (*own, *below)
     return Branch(account=name, shares=shares, usage=sum(child.usage for child in children), children=children)
 
@@ -273,12 +273,12 @@ def decay(elapsed_s: float, half_life_s: float | None) -> float:
     return 1.0 if half_life_s is None else 2.0 ** (-max(0.0, elapsed_s) / half_life_s)
 
 
-def integral(lasting_s: float, half_life_s: float | None) -> float:
-    """Return the decayed usage of one unit during the last `lasting_s` seconds."""
-    lasting_s = max(0.0, lasting_s)
+def integral(length_s: float, half_life_s: float | None) -> float:
+    """Return the decayed usage of one unit during the last `length_s` seconds."""
+    length_s = max(0.0, length_s)
     if half_life_s is None:
-        return lasting_s
-    return -half_life_s / math.log(2) * math.expm1(-lasting_s / half_life_s * math.log(2))
+        return length_s
+    return -half_life_s / math.log(2) * math.expm1(-length_s / half_life_s * math.log(2))
 
 
 def at(used: UsedResources, now_s: float, half_life_s: float | None) -> UsedResources:

@@ -345,9 +345,9 @@ def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: flo
         return None
     reservation = reservations.get(job.reservation)
     if reservation is None or reservation.is_over(now_s):
-        gone = f"its reservation {job.reservation!r} is over or was deleted"
+        why = f"its reservation {job.reservation!r} is over or was deleted"
         way = f"hctl update {job.display_id} ReservationName= lets it run without"
-        return Wait(reason=Reason.RESERVATION_DELETED, detail=f"{gone}; {way}")
+        return Wait(reason=Reason.RESERVATION_DELETED, detail=f"{why}; {way}")
     if now_s < reservation.start_s:
         detail = f"its reservation {job.reservation!r} begins in {format_time_s(int(reservation.start_s - now_s))}"
         return Wait(reason=Reason.RESERVATION, detail=detail, expected_start_s=reservation.start_s)
