@@ -1,7 +1,7 @@
 """Health checks of the cluster: of the head node, and of each node. Each gives a status, one line and numbers.
 
-`hpcsched.cli.hhealth` runs them. Each check of the head tests its object directly, without other code of hpcsched: the file
-through SQLite, the share through the calls that checkpoints depend on. A thread, never the caller, waits for a share that hangs.
+`hpcsched.cli.hhealth` runs them. Each check of the head tests its object directly: the file
+through SQLite's own check, the share through the calls that checkpoints depend on. A thread, never the caller, waits for a share that hangs.
 
 The checks of nodes are pure. `view` is one node of the API's ``GET /v1/nodes?probe=1``: its configuration, the state of its link,
 and in `facts` the results of hpcnode.agent.probe, with the controller's times of the request and the answer.
@@ -115,7 +115,7 @@ def check_database(path: Path) -> Check:
     free_mib = space.f_bavail * space.f_frsize // MIB
     wal_mib = _size(path.with_name(path.name + "-wal")) // MIB
     numbers = {"size_mib": _size(path) / MIB, "wal_mib": wal_mib, "free_mib": free_mib}
-    if found != ["ok"]:
+    if found:
         text = f"{path} is damaged: {'; '.join(found)[:200]}; stop the controller and restore a backup"
         return Check(name="database", status=Status.CRITICAL, text=text, numbers=numbers)
     status = max(
@@ -126,10 +126,12 @@ def check_database(path: Path) -> Check:
 
 
 def _quick_check(path: Path) -> list[str]:
+    from hpcsched.store.engine import connected_to, damage_in  # SQLAlchemy: only this check needs it
+
     deadline_s = time.monotonic() + DATABASE_S
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+    with closing(connected_to(path.absolute(), "ro")) as connection:
         connection.set_progress_handler(lambda: time.monotonic() > deadline_s, 100_000)
-        return [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]
+        return damage_in(connection, "quick_check", 5)
 
 
 def _database_error(error: Exception) -> Status:

@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,6 @@ CLOCK_LOOK_S = 30.0  # look again this often: a clock change can bring a time of
 EXIT_DAMAGED = 1  # the exit code of a refused start
 CHECK_S = 5.0  # a start waits this long for the database check
 EXIT_INVARIANT = 70  # EX_SOFTWARE of sysexits.h: the cluster state is inconsistent
-# After the nodes are connected: the modules of `hacct` and similar commands are slow to import.
-AT_LEISURE_S = 2.0
 # The state holds many objects without cycles, so scanning all of them for garbage is slow and finds
 # nothing.
 GC_THRESHOLD = (100_000, 20, 50)
@@ -177,7 +174,6 @@ class Daemon:
             given_up = self.store.given_up()
             self.controller.ask(lambda tx: lose_gone_nodes(tx, given_up), self._gone_nodes_lost, keep=True)
             self.wake(0.0)
-            loop.call_later(AT_LEISURE_S, lambda: loop.run_in_executor(None, import_module, "hpcsched.store.queries"))
             await self._stop.wait()
             log.info("stopping; jobs run on")
         finally:

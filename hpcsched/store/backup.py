@@ -21,13 +21,19 @@ import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
-from hpcsched.store.engine import APPLICATION_ID, open_database
-from hpcsched.store.migrations import MIGRATIONS
+from hpcsched.store.engine import (
+    connected_to,
+    copy_into,
+    damage_in,
+    make_single_file,
+    open_database,
+    transaction,
+    why_unusable,
+)
+from hpcsched.store.store import Store
 
-BUSY_S = 5.0
 MAX_IDS_BETWEEN = 10_000  # left unused if it is not known how many ids were given since the backup
 
 
@@ -77,9 +83,8 @@ def back_up(database: Path, target: Path) -> int:
 
 
 def _copy(database: Path, part: Path) -> None:
-    with closing(_connected(database, "ro")) as source, closing(_connected(part, "rw")) as copy:
-        source.backup(copy)
-        copy.execute("PRAGMA journal_mode=DELETE")  # a single file, which can be copied
+    with closing(connected_to(database, "ro")) as source, closing(connected_to(part, "rw")) as copy:
+        copy_into(source, copy)
         _check_whole(copy, part)
 
 
@@ -91,8 +96,9 @@ def contents_of(path: Path) -> Contents:
     if not path.is_file():
         raise ConfigError(f"cannot read the database {path}: there is no such file")
     try:
-        with closing(_connected(path, "ro")) as connection:
-            _check_ours(connection, path)
+        with closing(connected_to(path, "ro")) as connection:
+            if why := why_unusable(connection):
+                raise ConfigError(f"cannot use {path}: {why}")
             _check_whole(connection, path)
             return _contents(connection)
     except sqlite3.Error as error:
@@ -100,10 +106,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def _contents(connection: sqlite3.Connection) -> Contents:
-    # SQLAlchemy: the controller imports this module only for backups
-    from hpcsched.store.queries import Seldom
-
-    incarnation, jobs, unfinished, last_job_id, at_s = Seldom(connection).counts()
+    incarnation, jobs, unfinished, last_job_id, at_s = Store(connection).counts()
     return Contents(
         incarnation=incarnation,
         last_job_id=last_job_id,
@@ -160,9 +163,7 @@ def _present(database: Path) -> Contents | None:
 
 
 def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: float, strays: str) -> str:
-    """Migrate the copy and mark it: new incarnation, no node seen yet, no id used twice."""
-    from hpcsched.store.queries import Seldom
-
+    """Mark the copy: new incarnation, no node seen yet, no id used twice."""
     open_database(fresh).close()
     incarnation = secrets.token_hex(8)
     facts = {
@@ -172,11 +173,10 @@ def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: fl
         "last_job_id": str(last_job_id),
         "strays": strays,
     }
-    with closing(_connected(fresh, "rw")) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        Seldom(connection).mark_restored(facts)
-        connection.execute("COMMIT")
-        connection.execute("PRAGMA journal_mode=DELETE")
+    with closing(connected_to(fresh, "rw")) as connection:
+        with transaction(connection):
+            Store(connection).mark_restored(facts)
+        make_single_file(connection)
     return incarnation
 
 
@@ -184,9 +184,9 @@ def _put_aside(database: Path, kept: Path, *, whole: bool) -> None:
     """Link the present database, with all its files, to a second name."""
     wal, kept_wal = (path.with_name(path.name + "-wal") for path in (database, kept))
     if whole:
-        with closing(_connected(database, "rw")) as connection:
-            (mode,) = connection.execute("PRAGMA journal_mode=DELETE").fetchone()  # merges its log
-        if mode != "delete":
+        with closing(connected_to(database, "rw")) as connection:
+            merged = make_single_file(connection)
+        if not merged:
             raise UnavailableError(f"cannot restore {database}: something reads the present one; end it and try again")
     elif wal.exists():
         os.replace(wal, kept_wal)  # SQLite would apply a log of another database to this one
@@ -195,22 +195,8 @@ def _put_aside(database: Path, kept: Path, *, whole: bool) -> None:
     _sync(database.parent)
 
 
-def _connected(path: Path, mode: str) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(str(path))}?mode={mode}", uri=True, isolation_level=None, timeout=BUSY_S)
-
-
-def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
-    (owner,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if owner != APPLICATION_ID:
-        raise ConfigError(f"cannot use {path}: it is no database of hpcsched")
-    if version > len(MIGRATIONS):
-        raise ConfigError(f"cannot use {path}: it has schema {version}, this hpcsched knows up to {len(MIGRATIONS)}")
-
-
 def _check_whole(connection: sqlite3.Connection, path: Path) -> None:
-    found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(5)")]
-    if found != ["ok"]:
+    if found := damage_in(connection, "integrity_check", 5):
         raise ConfigError(f"cannot use {path}: it is damaged: {'; '.join(found)[:300]}")
 
 

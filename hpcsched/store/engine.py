@@ -1,9 +1,12 @@
-"""Open the database file: pragmas, migrations, incarnation and epoch.
+"""Open the database, run statements and transactions: all that depends on which database it is.
 
-The driver's own transaction handling is off: this module sends BEGIN and COMMIT.
+Statements are SQLAlchemy Core. `Statement` compiles one once; the driver runs the text. What only
+SQLite has (PRAGMA, BEGIN and COMMIT, its backup, its checks of a file) is in this module. The
+driver's own transaction handling is off.
 
-Sources: SQLite's documentation of WAL and of ``PRAGMA synchronous``; Python's of `sqlite3`
-(``isolation_level``).
+Sources: SQLite's documentation of WAL, of ``PRAGMA synchronous``, of its online backup API and of the
+files of a database in WAL mode; Python's of `sqlite3` (``isolation_level``); SQLAlchemy's of
+``Compiled``.
 """
 
 from __future__ import annotations
@@ -11,21 +14,112 @@ from __future__ import annotations
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
-from sqlite3 import Connection
+from sqlite3 import Connection, Cursor
 from typing import Any
 from urllib.parse import quote
 
+from sqlalchemy import BindParameter, Table, bindparam, select
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects.sqlite import Insert, insert
+from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.sql import ClauseElement, Select
+from sqlalchemy.sql.compiler import SQLCompiler
+
 from hpcsched.errors import ConfigError, UnavailableError
-from hpcsched.store.migrations import MIGRATIONS
+from hpcsched.store.schema import meta, metadata
 
 APPLICATION_ID = 0x68706373  # "hpcs": distinguishes our file from another program's
+SCHEMA = 1  # version of hpcsched.store.schema, in SQLite's user_version
+
+# ----- statements
+
+_DIALECT = sqlite.dialect()  # PostgreSQL's has the same `insert(...).on_conflict_do_update`
+
+Row = Mapping[str, Any]
+
+
+class Statement:
+    """A statement of SQLAlchemy Core, compiled at its first use. Values are bound by name.
+
+    `columns`: the columns that an INSERT or UPDATE sets to values, if not all.
+    """
+
+    def __init__(self, core: ClauseElement, columns: Iterable[str] | None = None) -> None:
+        self.core = core
+        self._columns = None if columns is None else list(columns)
+
+    @cached_property
+    def _compiled(self) -> tuple[str, list[str], Row]:
+        """Return the text, the names of its places in order, and the values of those that are constant."""
+        compiled = self.core.compile(
+            dialect=_DIALECT, column_keys=self._columns, compile_kwargs={"render_postcompile": True}
+        )
+        assert isinstance(compiled, SQLCompiler)
+        constants = {
+            name: value
+            for name, value in compiled.params.items()
+            if value is not None and name not in (self._columns or ())
+        }
+        return str(compiled), list(compiled.positiontup or ()), constants
+
+    @cached_property
+    def _row(self) -> Callable[[Iterable[Any]], Any]:
+        assert isinstance(self.core, Select)
+        row: Any = namedtuple("Row", list(self.core.selected_columns.keys()))  # type: ignore[misc]  # made of the columns
+        return row._make
+
+    def run(self, connection: Connection, values: Row | None = None) -> Cursor:
+        """Run the statement once."""
+        text, names, constants = self._compiled
+        values = {**constants, **(values or {})}
+        return connection.execute(text, [values[name] for name in names])
+
+    def run_many(self, connection: Connection, rows: Iterable[Row]) -> None:
+        """Run the statement for each of these rows."""
+        text, names, constants = self._compiled
+        if constants:
+            rows = ({**constants, **row} for row in rows)
+        pick: Callable[[Row], Any] = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)
+        connection.executemany(text, map(pick, rows))
+
+    def rows(self, connection: Connection, values: Row | None = None) -> list[Any]:
+        """Return the rows of a query; their values are attributes, named as the columns."""
+        return list(map(self._row, self.run(connection, values)))
+
+    def value(self, connection: Connection, values: Row | None = None) -> Any:
+        """Return the first value of the first row; None if there is no row."""
+        row = self.run(connection, values).fetchone()
+        return None if row is None else row[0]
+
+
+def upsert(table: Table) -> Insert:
+    """Return the statement that writes a row, or replaces the row with the same primary key."""
+    made = insert(table)
+    keys = table.primary_key.columns.keys()
+    changes = {column.name: made.excluded[column.name] for column in table.columns if column.name not in keys}
+    return made.on_conflict_do_update(index_elements=keys, set_=changes)
+
+
+def place(name: str) -> BindParameter[Any]:
+    """Return the place of a value that is bound when the statement runs."""
+    return bindparam(name, required=False)
+
+
+PUT_META = Statement(upsert(meta))
+_META = Statement(select(meta.c.value).where(meta.c.key == place("name")))
+_NEW_META = Statement(insert(meta).on_conflict_do_nothing())
+
+# ----- open
 
 
 def open_database(path: Path | None, *, make: bool = False) -> Connection:
-    """Open the database at `path` (None: a new one in memory) and migrate it to this version.
+    """Open the database at `path` (None: a new one in memory) and make its tables if it is new.
 
     A missing file is created only with `make`. A controller that starts with an empty database by
     mistake would treat all processes on its nodes as strays.
@@ -38,8 +132,8 @@ def open_database(path: Path | None, *, make: bool = False) -> Connection:
             # Private from the first byte: the file holds scripts and environments.
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600))
         connection = _connected(":memory:" if path is None else f"file:{quote(str(path))}", _PRAGMAS)
-        with _transaction(connection):
-            _migrate(connection, path, make=make or path is None)
+        with transaction(connection):
+            _prepare(connection, path, make=make or path is None)
     except FileNotFoundError as error:
         raise _missing(path, "it is not there") from error
     except OSError as error:
@@ -87,21 +181,6 @@ def open_read_only(path: Path) -> Connection:
         raise UnavailableError(f"cannot open the database {path}: {error}") from error
 
 
-def damage_of(connection: Connection) -> str:
-    """Return the damage in the structure of the database, "" if there is none.
-
-    It reads the whole file: call it in a thread. The check ends early, without a result, if another
-    thread calls `connection.interrupt`.
-    """
-    try:
-        found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
-    except sqlite3.OperationalError:  # interrupted; or an unreadable disk, which other reads report
-        return ""
-    except sqlite3.DatabaseError as error:
-        found = [str(error)]
-    return "" if found == ["ok"] else " ".join(" ".join(found).split())[:300]
-
-
 @contextmanager
 def writing(connection: Connection) -> Iterator[Connection]:
     """Run the block as a transaction: on disk at its end, or rolled back.
@@ -110,7 +189,7 @@ def writing(connection: Connection) -> Iterator[Connection]:
     about the values.
     """
     try:
-        with _transaction(connection):
+        with transaction(connection):
             yield connection
     except (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError):
         raise  # the values are wrong: a retry would fail too
@@ -132,8 +211,9 @@ def reading(connection: Connection) -> Iterator[Connection]:
 
 
 @contextmanager
-def _transaction(connection: Connection) -> Iterator[None]:
-    connection.execute("BEGIN")
+def transaction(connection: Connection) -> Iterator[None]:
+    """Run the block as a transaction. Raises sqlite3.Error."""
+    connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")
@@ -164,33 +244,93 @@ def _connected(target: str, pragmas: tuple[str, ...]) -> Connection:
     return connection
 
 
-def _migrate(connection: Connection, path: Path | None, *, make: bool) -> None:
-    version = _value(connection, "PRAGMA user_version")
-    owner = _value(connection, "PRAGMA application_id")
+def _prepare(connection: Connection, path: Path | None, *, make: bool) -> None:
+    """Check that the database is ours, and make the tables in an empty one."""
+    version, owner = _pragma(connection, "user_version"), _pragma(connection, "application_id")
     if owner not in (0, APPLICATION_ID) or (owner == 0 and version):
         raise ConfigError(f"cannot use {path}: it is a database of another program")
     if owner == 0 and not make:
         raise _missing(path, "it is empty")
-    if version > len(MIGRATIONS):
+    if version > SCHEMA:
         raise ConfigError(
-            f"cannot open the database {path}: it has schema {version}, this hpcsched knows up to {len(MIGRATIONS)}; "
+            f"cannot open the database {path}: it has schema {version}, this hpcsched knows up to {SCHEMA}; "
             "install the version that wrote it, or a newer one"
         )
-    for migration in MIGRATIONS[version:]:
-        migration(connection)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
-    connection.execute("INSERT OR IGNORE INTO meta (key, value) VALUES ('incarnation', ?)", (secrets.token_hex(8),))
+    if version < SCHEMA:
+        for table in metadata.sorted_tables:
+            connection.execute(str(CreateTable(table).compile(dialect=_DIALECT)))
+            for index in table.indexes:
+                connection.execute(str(CreateIndex(index).compile(dialect=_DIALECT)))
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+    _NEW_META.run(connection, {"key": "incarnation", "value": secrets.token_hex(8)})
 
 
-def _value(connection: Connection, query: str, *values: object) -> Any:
-    """Return the single value of a query, None if it has no row."""
-    row = connection.execute(query, values).fetchone()
-    return None if row is None else row[0]
+def _pragma(connection: Connection, name: str) -> Any:
+    return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+# ----- maintenance of a file
+
+
+BUSY_S = 5.0
+
+
+def connected_to(path: Path, mode: str) -> Connection:
+    """Return a connection to a database file; `mode` is "ro" or "rw". Raises sqlite3.Error."""
+    target = f"file:{quote(str(path))}?mode={mode}"
+    return sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_S)
+
+
+def copy_into(source: Connection, copy: Connection) -> None:
+    """Copy a whole database, in use or not, into `copy`, which becomes a single file."""
+    source.backup(copy)
+    make_single_file(copy)
+
+
+def make_single_file(connection: Connection) -> bool:
+    """Merge the log into the database file; return whether it worked: nothing else reads the file."""
+    return bool(_pragma(connection, "journal_mode=DELETE") == "delete")
+
+
+def why_unusable(connection: Connection) -> str:
+    """Return why the database cannot be used by this version, "" if it can. Reads no rows."""
+    version, owner = _pragma(connection, "user_version"), _pragma(connection, "application_id")
+    if owner != APPLICATION_ID:
+        return "it is no database of hpcsched"
+    return "" if version <= SCHEMA else f"it has schema {version}, this hpcsched knows up to {SCHEMA}"
+
+
+def damage_in(connection: Connection, check: str, most: int) -> list[str]:
+    """Return the damage that SQLite finds, at most `most` lines. It reads the whole file.
+
+    `check` is "quick_check" or "integrity_check" (indices too). Raises sqlite3.Error.
+    """
+    found = [str(row[0]) for row in connection.execute(f"PRAGMA {check}({most})")]
+    return [] if found == ["ok"] else found
+
+
+def damage_of(connection: Connection) -> str:
+    """Return the damage in the structure of the database, "" if there is none.
+
+    It reads the whole file: call it in a thread. The check ends early, without a result, if another
+    thread calls `connection.interrupt`.
+    """
+    try:
+        found = damage_in(connection, "quick_check", 3)
+    except sqlite3.OperationalError:  # interrupted; or an unreadable disk, which other reads report
+        return ""
+    except sqlite3.DatabaseError as error:
+        found = [str(error)]
+    return " ".join(" ".join(found).split())[:300]
+
+
+# ----- who the database is: its incarnation and epoch
 
 
 def _meta(connection: Connection, key: str) -> str | None:
-    return _value(connection, "SELECT value FROM meta WHERE key = ?", key)
+    value: str | None = _META.value(connection, {"name": key})
+    return value
 
 
 def incarnation(connection: Connection) -> str:
@@ -220,7 +360,7 @@ def raise_epoch(connection: Connection) -> int:
     """Return an epoch for this start of the controller: higher than all before, on disk."""
     with writing(connection):
         epoch = current_epoch(connection) + 1
-        connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('epoch', ?)", (str(epoch),))
+        PUT_META.run(connection, {"key": "epoch", "value": str(epoch)})
     return epoch
 
 

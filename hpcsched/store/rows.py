@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
 from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, share_from_data, share_to_data
 from hpcsched.model.codec import SpecReader
 from hpcsched.model.cron import CronEntry, Crontab
-from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal, TrainingStatus
 from hpcsched.model.node import Node, reach_of
 from hpcsched.model.reservation import Flag, Reservation
@@ -20,26 +19,6 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger, TriggerEvent
 from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord
-
-ADOPTED = "adopted:"  # keys of the table meta
-PARTITION = "partition:"  # the state that an admin set
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryQuery:
-    """A query of `hacct`; None or empty: no restriction.
-
-    Times bound the job's life, as sacct's -S and -E do.
-    """
-
-    job_ids: tuple[int, ...] = ()
-    users: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    start_s: float | None = None
-    end_s: float | None = None
-    limit: int = 10_000
-
 
 # ----- a job: columns that store an attribute unchanged, and columns that store it as text
 
@@ -109,44 +88,6 @@ def job_of(row: Any, spec: JobSpec) -> Job:
     values["hold"] = Hold(row.hold)
     values["requeue_wanted"] = bool(row.requeue_wanted)
     return Job(**values)
-
-
-def submitted_job_of(row: Sequence[Any], spec: JobSpec, same: dict[str, str]) -> Job:
-    """Return the job of the columns `SUBMITTED`; the other columns are as in `AS_SUBMITTED`.
-
-    `same`: names seen so far, so that equal strings share one object.
-    """
-    job_id, spec_id, array_job_id, array_task_id, uid, user, at_s, hold, priority, nice, limit_s, partition, *times = (
-        row
-    )
-    return Job(
-        id=job_id,
-        spec_id=spec_id,
-        spec=spec,
-        uid=uid,
-        user=same.setdefault(user, user),
-        submitted_at_s=at_s,
-        array_job_id=array_job_id,
-        array_task_id=array_task_id,
-        hold=_HOLDS[hold],
-        priority_set=priority,
-        nice=nice,
-        time_limit_s=limit_s,
-        partition=same.setdefault(partition, partition),
-        eligible_at_s=times[0],
-        not_before_s=times[1],
-    )
-
-
-SUBMITTED = (
-    "id", "spec_id", "array_job_id", "array_task_id", "uid", "user", "submitted_at_s", "hold", "priority_set", "nice",
-    "time_limit_s", "partition", "eligible_at_s", "not_before_s",
-)  # fmt: skip
-_HOLDS = {hold.value: hold for hold in Hold}
-_SAMPLE = Job(id=JobId(1), spec_id=1, spec=JobSpec(name="", script="", work_dir=""), uid=0, user="", submitted_at_s=0.0)
-AS_SUBMITTED = {
-    column: value for column, value in job_row(_SAMPLE).items() if column not in (*SUBMITTED, "name", "account")
-}  # the columns of an unchanged job; columns that the spec has as well are not compared
 
 
 def specs_of(rows: Iterable[tuple[int, str]]) -> dict[int, JobSpec]:

@@ -1,13 +1,11 @@
-"""The tables for SQLAlchemy Core; `migrations/` creates them.
+"""The tables, for SQLAlchemy Core.
 
-Times are Unix seconds (REAL). Lists and composite values are JSON text. Statements that must not
-wait for SQLAlchemy have the names from `hpcsched.store.columns`. A test compares both with the
-database.
+Times are Unix seconds. Lists and composite values are JSON text.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text
+from sqlalchemy import BigInteger, Column, Float, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text
 
 metadata = MetaData()
 
@@ -16,6 +14,7 @@ meta = Table(
     metadata,
     Column("key", Text, primary_key=True),
     Column("value", Text, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 specs = Table(
@@ -36,7 +35,7 @@ jobs = Table(
     "jobs",
     metadata,
     Column("id", Integer, primary_key=True),
-    Column("spec_id", Integer, nullable=False),
+    Column("spec_id", Integer, ForeignKey("specs.id"), nullable=False),
     Column("array_job_id", Integer),
     Column("array_task_id", Integer),
     Column("name", Text, nullable=False),  # of the spec, repeated here for searches of the history
@@ -164,9 +163,10 @@ steps = Table(
     Column("cpu_user_s", Float),
     Column("cpu_system_s", Float),
     Column("max_rss_kib", Integer),  # of the task with the highest value
-    Column("disk_read_bytes", Integer),
-    Column("disk_write_bytes", Integer),
+    Column("disk_read_bytes", BigInteger),
+    Column("disk_write_bytes", BigInteger),
     Column("kept", Text),  # JSON of hpcsched.steps.service
+    sqlite_with_rowid=False,
 )
 
 requests = Table(
@@ -176,6 +176,7 @@ requests = Table(
     Column("request_id", Text, primary_key=True),
     Column("job_ids", Text, nullable=False),
     Column("at_s", Float, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 usage = Table(
@@ -186,6 +187,7 @@ usage = Table(
     Column("qos", Text, primary_key=True),
     Column("at_s", Float, nullable=False),
     Column("amounts", Text, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 training = Table(
@@ -217,6 +219,7 @@ failures = Table(
     Column("at_s", Float, nullable=False),
     Column("echo", Integer, nullable=False),
     Column("text", Text, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 reservations = Table(

@@ -3,21 +3,22 @@
 A `WriteBatch` has all changes of one tick. `commit` writes it in one transaction. If it returns,
 the whole batch is on disk. If it raises, no part of it is.
 
-Reads at the start and writes of every tick use SQLite directly, in this module. All other
-statements are in `hpcsched.store.queries`, which is imported on first use.
+Lists of ids are bound in parts, so that their length is not limited.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from sqlite3 import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from hpcsched.lifecycle.events import JobEvent, NodeLost, to_data
-from hpcsched.lifecycle.node import NodeEvent, node_event_to_data
+from sqlalchemy import BindParameter, ColumnElement, and_, delete, func, null, or_, select, update
+
+from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
+from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
@@ -28,37 +29,75 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord, WriteBatch
-from hpcsched.store import columns
-from hpcsched.store.engine import reading, writing
+from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (
-    ADOPTED,
-    AS_SUBMITTED,
-    PARTITION,
-    SUBMITTED,
-    HistoryQuery,
     crontab_of,
+    crontab_row,
+    failure_of,
+    failure_row,
     job_of,
     job_row,
     node_row,
     reservation_of,
+    reservation_row,
     specs_of,
+    step_of,
     step_row,
-    submitted_job_of,
     training_of,
     training_row,
     trigger_of,
+    trigger_row,
     usage_row,
     used_of,
 )
-from hpcsched.store.statements import Putting, Row, insert, select, upsert
+from hpcsched.store.schema import (
+    crontabs,
+    events,
+    failures,
+    jobs,
+    meta,
+    node_events,
+    nodes,
+    requests,
+    reservations,
+    scripts,
+    specs,
+    steps,
+    training,
+    triggers,
+    usage,
+)
 
-if TYPE_CHECKING:
-    from hpcsched.store.queries import Outage, Seldom
-
-CLOCK = "clock"  # keys of the table meta
-CLUSTER_ID = "cluster_id"
+ADOPTED = "adopted:"  # keys of the table meta
+CLOCK = "clock"
 CLUSTER = "cluster"
+CLUSTER_ID = "cluster_id"
 GIVEN_UP = "given-up:"
+PARTITION = "partition:"  # the state that an admin set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryQuery:
+    """A query of `hacct`; None or empty: no restriction.
+
+    Times bound the job's life, as sacct's -S and -E do.
+    """
+
+    job_ids: tuple[int, ...] = ()
+    users: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    start_s: float | None = None
+    end_s: float | None = None
+    limit: int = 10_000
+
+
+class Outage(NamedTuple):
+    """A period without answers from a node, in Unix seconds; `end_s` None: not ended."""
+
+    node: str
+    start_s: float
+    end_s: float | None
 
 
 class PastRun(NamedTuple):
@@ -82,17 +121,27 @@ class Store:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    @cached_property
-    def seldom(self) -> Seldom:
-        """Return the infrequent statements."""
-        from hpcsched.store.queries import Seldom  # SQLAlchemy: a start must not wait for it
+    def close(self) -> None:
+        """Close the database file."""
+        self.connection.close()
 
-        return Seldom(self.connection)
-
-    def _rows(self, table: Any, rest: str = "", values: Any = ()) -> list[Any]:
-        """Return whole rows of `table` (in `hpcsched.store.columns`); `rest` follows its name."""
+    def _rows(self, statement: Statement, values: Row | None = None) -> list[Any]:
         with reading(self.connection) as connection:
-            return list(map(table._make, connection.execute(f"{select(table)} {rest}", values)))
+            return statement.rows(connection, values)
+
+    def _rows_of(self, statement: Statement, ids: Iterable[int]) -> list[Any]:
+        """Return the rows for all `ids`, which `statement` has in its places."""
+        return [row for part in _parts(ids) for row in self._rows(statement, part)]
+
+    def _value(self, statement: Statement, values: Row | None = None) -> Any:
+        with reading(self.connection) as connection:
+            return statement.value(connection, values)
+
+    def _write(self, statement: Statement, rows: Iterable[Row]) -> None:
+        with writing(self.connection) as connection:
+            statement.run_many(connection, rows)
+
+    # ----- a tick
 
     def commit(self, batch: WriteBatch) -> None:
         """Write `batch` to disk, all or nothing.
@@ -101,71 +150,52 @@ class Store:
         """
         with writing(self.connection) as connection:
             _write_jobs(connection, batch)
-            tables: tuple[tuple[Putting, Callable[[Any], Row], dict[Any, Any]], ...] = (
-                (_PUT_NODES, node_row, batch.nodes),
-                (_PUT_STEPS, step_row, batch.steps),
-                (_PUT_USAGE, usage_row, batch.usage),
-                (_PUT_TRAINING, training_row, batch.training),
-            )
-            for statement, row_of, changed in tables:
-                if changed:
-                    statement.put(connection, map(row_of, changed.values()))
+            _put(connection, _PUT_NODE, node_row, batch.nodes.values())
+            _put(connection, _PUT_STEP, step_row, batch.steps.values())
+            _put(connection, _PUT_USAGE, usage_row, batch.usage.values())
+            _put(connection, _PUT_TRAINING, training_row, batch.training.values())
+            _put(connection, _NEW_FAILURE, failure_row, batch.failures)
+            _put(connection, _NEW_REQUEST, _request_row, batch.requests)
+            _put(connection, PUT_META, _meta_row, _facts(batch))
             if over := _attempts_over(batch):
-                connection.executemany(_END_STEPS, over)
-                connection.executemany(_DROP_KEPT, [(job_id, attempt) for _, _, job_id, attempt in over])
-            facts = {PARTITION + name: state.value for name, state in batch.partitions.items()}
-            if batch.clock:
-                facts[CLOCK] = batch.clock
-            if facts:
-                connection.executemany(_PUT_META, facts.items())
-            for uid, request, ids, at_s in batch.requests:
-                connection.execute(insert(columns.Requests), (uid, request, json.dumps(ids), at_s))
-            self._write_seldom(batch)
+                _END_STEPS.run_many(connection, over)
+                _FORGET_STEPS.run_many(connection, over)
+            _replace(connection, _DELETE_RESERVATION, _NEW_RESERVATION, reservation_row, batch.reservations)
+            _replace(connection, _DELETE_CRONTAB, _NEW_CRONTAB, crontab_row, batch.crontabs)
+            _replace(connection, _DELETE_TRIGGER, _NEW_TRIGGER, trigger_row, batch.triggers)
 
-    def _write_seldom(self, batch: WriteBatch) -> None:
-        if batch.failures:
-            self.seldom.put_failures(batch.failures)
-        for name, reservation in batch.reservations.items():
-            self.seldom.put_reservation(name, reservation)
-        for uid, crontab in batch.crontabs.items():
-            self.seldom.put_crontab(uid, crontab)
-        for number, trigger in batch.triggers.items():
-            self.seldom.put_trigger(number, trigger)
-        if batch.adopted:
-            self.seldom.put_adopted(batch.adopted)
+    # ----- scripts
 
     def script(self, spec: JobSpec) -> bytes | None:
         """Return the script of `spec`, empty if it has none; None: deleted or damaged."""
         if spec.script or not spec.script_sha256:
             return spec.script.encode("utf-8", "surrogateescape")
-        with reading(self.connection) as connection:
-            row = connection.execute("SELECT text FROM scripts WHERE sha256 = ?", (spec.script_sha256,)).fetchone()
-        if row is None or sha256(row[0]).hexdigest() != spec.script_sha256:
-            return None
-        return bytes(row[0])
+        text = self._value(_SCRIPT, {"hash": spec.script_sha256})
+        return bytes(text) if text is not None and sha256(text).hexdigest() == spec.script_sha256 else None
 
     def script_hashes(self) -> list[str]:
         """Return the hashes of all stored scripts."""
-        with reading(self.connection) as connection:
-            return [row[0] for row in connection.execute("SELECT sha256 FROM scripts")]
+        return [row.sha256 for row in self._rows(_SCRIPT_HASHES)]
 
     def delete_scripts(self, hashes: Iterable[str]) -> None:
         """Delete the texts of these scripts. Raises UnavailableError if that fails."""
-        with writing(self.connection) as connection:
-            connection.executemany("DELETE FROM scripts WHERE sha256 = ?", ((one,) for one in hashes))
+        self._write(_DELETE_SCRIPT, ({"hash": one} for one in hashes))
+
+    # ----- jobs and their history
 
     def load_jobs(self, ended_after_s: float) -> list[Job]:
         """Return all unfinished jobs, and those that ended after `ended_after_s`, by id."""
         values = {"after_s": ended_after_s}
         with reading(self.connection) as connection:
-            specs = specs_of(connection.execute(_SPECS_OF.format(f"SELECT spec_id FROM jobs WHERE {_LIVE}"), values))
-            same: dict[str, str] = {}
-            jobs = [
-                submitted_job_of(row, specs[row[1]], same) for row in connection.execute(_AS_SUBMITTED, AS_SUBMITTED)
-            ]
-        others = self._rows(columns.Jobs, f"WHERE {_LIVE} AND NOT ({_IS_AS_SUBMITTED})", values | AS_SUBMITTED)
-        jobs += [job_of(row, specs[row.spec_id]) for row in others]
-        return sorted(jobs, key=lambda job: job.id)
+            by_id = specs_of(_SPECS_OF_LIVE.run(connection, values))
+            found = [job_of(row, by_id[row.spec_id]) for row in _LIVE_JOBS.rows(connection, values)]
+        return sorted(found, key=lambda job: job.id)
+
+    def jobs(self, job_ids: Iterable[int]) -> list[Job]:
+        """Return these jobs, by id."""
+        rows = self._rows_of(_JOBS, job_ids)
+        by_id = specs_of(self._rows_of(_SPECS, {row.spec_id for row in rows}))
+        return sorted([job_of(row, by_id[row.spec_id]) for row in rows], key=lambda job: job.id)
 
     def history(self, query: HistoryQuery) -> list[Job]:
         """Return the jobs that match `query`, by id, at most `query.limit` (the newest)."""
@@ -173,60 +203,55 @@ class Store:
 
     def history_ids(self, query: HistoryQuery) -> list[int]:
         """Return the ids of the jobs that `history` returns. It may read the rows of all jobs."""
-        with reading(self.connection):
-            return self.seldom.history_ids(query)
-
-    def jobs(self, job_ids: Iterable[int]) -> list[Job]:
-        """Return these jobs, by id."""
-        with reading(self.connection):
-            return self.seldom.jobs(job_ids)
-
-    def load_nodes(self) -> dict[str, Any]:
-        """Return the stored part of each node, by name (see `rows.node_row`)."""
-        return {row.name: row for row in self._rows(columns.Nodes)}
-
-    def load_usage(self) -> list[UsedResources]:
-        """Return the usage that has been charged so far."""
-        return list(map(used_of, self._rows(columns.Usage)))
-
-    def load_training(self, job_ids: Iterable[int]) -> dict[int, TrainingStatus]:
-        """Return the last training status of these jobs, by job."""
-        rows = self._rows(columns.Training, _JOB_IN_LIST, (json.dumps(list(job_ids)),))
-        return {row.job_id: training_of(row) for row in rows}
-
-    def load_failures(self, job_id: int, attempt: int) -> list[RankFailure]:
-        """Return the failures of ranks in this attempt, the first cause first."""
-        with reading(self.connection):
-            return self.seldom.failures(job_id, attempt)
+        found = select(jobs.c.id).where(*_conditions(query)).order_by(jobs.c.id.desc()).limit(query.limit)
+        if not query.job_ids:
+            return [row.id for row in self._rows(Statement(found))][::-1]
+        of_these = Statement(found.where(or_(jobs.c.id.in_(_PLACES), jobs.c.array_job_id.in_(_PLACES))))
+        ids = sorted({row.id for row in self._rows_of(of_these, query.job_ids)})
+        return ids[max(0, len(ids) - query.limit) :]
 
     def past_runs(self, states: Iterable[JobState], limit: int) -> list[PastRun]:
         """Return the last jobs that ended in `states`, the oldest first."""
-        values = {"states": json.dumps([state.value for state in states]), "limit": limit}
-        with reading(self.connection) as connection:
-            return [PastRun(*row) for row in reversed(connection.execute(_PAST_RUNS, values).fetchall())]
+        # The index of end times finds the last jobs. SQLite would sort all that ended in these
+        # states if their index could be used; it cannot for an expression.
+        ended = jobs.c.state.concat("").in_([state.value for state in states])
+        rows = self._rows(Statement(_PAST_RUNS.where(ended).limit(limit)))
+        return [PastRun._make((*row[:-1], _cpus(row.shares))) for row in reversed(rows)]
 
     def first_submitted_s(self) -> float | None:
         """Return the submission time of the first job of all; None: there is none."""
-        with reading(self.connection) as connection:
-            row = connection.execute("SELECT submitted_at_s FROM jobs ORDER BY id LIMIT 1").fetchone()
-            return row[0] if row is not None else None
+        found: float | None = self._value(_FIRST_SUBMITTED)
+        return found
 
-    def load_crontabs(self) -> list[Crontab]:
-        """Return all crontabs, by uid."""
-        return list(map(crontab_of, self._rows(columns.Crontabs, "ORDER BY uid")))
+    def held_on(self, node: str) -> list[int]:
+        """Return the jobs with an allocation on `node`, by id."""
+        return [row.id for row in self._rows(_HELD_NODES) if node in json.loads(row.held_nodes)]
 
-    def load_triggers(self) -> list[Trigger]:
-        """Return all triggers, by number."""
-        return list(map(trigger_of, self._rows(columns.Triggers, "ORDER BY id")))
+    def last_ids(self) -> tuple[int, int]:
+        """Return the highest job id and spec id ever given."""
+        # Of a restored database: ids that were given after the backup.
+        given = int(self._meta("last_job_id") or 0)
+        return max(self._value(_LAST_JOB) or 0, given), self._value(_LAST_SPEC) or 0
 
-    def load_reservations(self) -> list[Reservation]:
-        """Return all reservations, by name."""
-        return list(map(reservation_of, self._rows(columns.Reservations, "ORDER BY name")))
+    def request_jobs(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
+        """Return the jobs that this request created (of an array: its first task's).
+
+        None: the request is unknown.
+        """
+        job_ids = self._value(_REQUEST, {"of_uid": uid, "of_request": request_id})
+        return None if job_ids is None else {job.id: job.spec for job in self.jobs(json.loads(job_ids))}
+
+    def load_events(self, job_id: int) -> list[JobEvent]:
+        """Return the job's events in order (for an array task: also the array's submission)."""
+        rows = self._rows(_EVENTS, {"of_job": job_id})
+        return [from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)) for row in rows]
+
+    # ----- steps and training
 
     def load_steps(self, job_ids: Iterable[int]) -> list[StepRecord]:
         """Return the steps of these jobs, all attempts, in order."""
-        with reading(self.connection):
-            return self.seldom.steps(job_ids)
+        found = map(step_of, self._rows_of(_STEPS, job_ids))
+        return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))
 
     def attempt_steps(self, job_id: int, attempt: int) -> list[StepRecord]:
         """Return the steps of one attempt, in order."""
@@ -234,190 +259,358 @@ class Store:
 
     def last_step(self, job_id: int, attempt: int) -> int:
         """Return the highest step number of the attempt, -1 if it has none."""
-        with reading(self.connection):
-            return self.seldom.last_step(job_id, attempt)
+        names = [row.step for row in self._rows(_STEP_NAMES, {"of_job": job_id, "of_attempt": attempt})]
+        return max((int(name) for name in names if name.isdigit()), default=-1)
 
-    def load_events(self, job_id: int) -> list[JobEvent]:
-        """Return the job's events in order (for an array task: also the array's submission)."""
-        with reading(self.connection):
-            return self.seldom.events(job_id)
+    def load_training(self, job_ids: Iterable[int]) -> dict[int, TrainingStatus]:
+        """Return the last training status of these jobs, by job."""
+        return {row.job_id: training_of(row) for row in self._rows_of(_TRAINING, job_ids)}
+
+    def load_failures(self, job_id: int, attempt: int) -> list[RankFailure]:
+        """Return the failures of ranks in this attempt, the first cause first."""
+        return list(map(failure_of, self._rows(_FAILURES, {"of_job": job_id, "of_attempt": attempt})))
+
+    # ----- nodes
+
+    def load_nodes(self) -> dict[str, Any]:
+        """Return the stored part of each node, by name (see `rows.node_row`)."""
+        return {row.name: row for row in self._rows(_NODES)}
 
     def load_node_events(self, node: str) -> list[NodeEvent]:
         """Return the node's events in order."""
-        with reading(self.connection):
-            return self.seldom.node_events(node)
+        rows = self._rows(_NODE_EVENTS, {"of_node": node})
+        return [node_event_from_data(row.kind, row.node, row.at_s, json.loads(row.data)) for row in rows]
 
     def outages(self, after_s: float, before_s: float) -> list[Outage]:
-        """Return when nodes did not answer between the two times."""
-        with reading(self.connection):
-            return self.seldom.outages(after_s, before_s)
+        """Return when nodes did not answer between the two times; an unfinished outage has no end."""
+        down_s: dict[str, float] = {}
+        found = []
+        for node, kind, at_s in self._rows(_DOWN_AND_UP):
+            if kind == NodeDown.__name__:
+                down_s.setdefault(node, at_s)  # a second event of a node that is down: only its cause has changed
+            elif node in down_s:
+                found.append(Outage(node, down_s.pop(node), at_s))
+        found += [Outage(node, start_s, None) for node, start_s in down_s.items()]
+        return [one for one in found if one.start_s < before_s and (one.end_s is None or one.end_s > after_s)]
 
-    def request_jobs(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
-        """Return the jobs that this request created (of an array: its first task's).
+    # ----- the rest of the cluster
 
-        None: the request is unknown.
-        """
-        query = "SELECT job_ids FROM requests WHERE uid = ? AND request_id = ?"
-        with reading(self.connection) as connection:
-            row = connection.execute(query, (uid, request_id)).fetchone()
-            return None if row is None else specs_of(connection.execute(_SPECS_OF_JOBS, row))
+    def load_usage(self) -> list[UsedResources]:
+        """Return the usage that has been charged so far."""
+        return list(map(used_of, self._rows(_USAGE)))
+
+    def load_crontabs(self) -> list[Crontab]:
+        """Return all crontabs, by uid."""
+        return list(map(crontab_of, self._rows(_CRONTABS)))
+
+    def load_triggers(self) -> list[Trigger]:
+        """Return all triggers, by number."""
+        return list(map(trigger_of, self._rows(_TRIGGERS)))
+
+    def load_reservations(self) -> list[Reservation]:
+        """Return all reservations, by name."""
+        return list(map(reservation_of, self._rows(_RESERVATIONS)))
+
+    # ----- single facts
+
+    def _meta(self, key: str) -> str:
+        return str(self._value(_META, {"of_key": key}) or "")
+
+    def _facts(self, prefix: str) -> dict[str, str]:
+        """Return the facts whose keys begin with `prefix`, without it."""
+        return {row.key.removeprefix(prefix): row.value for row in self._rows(_META_FROM, {"prefix": prefix})}
 
     def adopted(self) -> set[str]:
         """Return the tokens from before a restore whose jobs continue by an admin's order."""
-        rows = self._rows(columns.Meta, f"WHERE key GLOB '{ADOPTED}*'")
-        return {row.key.removeprefix(ADOPTED) for row in rows}
+        return set(self._facts(ADOPTED))
+
+    def partition_states(self) -> dict[str, PartitionState]:
+        """Return the partition states that admins set, by name."""
+        return {name: PartitionState(state) for name, state in self._facts(PARTITION).items()}
+
+    def clock(self) -> str:
+        """Return the last record of the head node's clocks; "" if there is none."""
+        return self._meta(CLOCK)
 
     def cluster(self) -> str:
         """Return the name of the cluster of this database; "" if it was never recorded."""
-        rows = list(self._rows(columns.Meta, f"WHERE key = '{CLUSTER}'"))
-        return str(rows[0].value) if rows else ""
-
-    def cluster_id(self) -> str:
-        """Return the random id of the cluster of this database; "" if it was never recorded."""
-        rows = list(self._rows(columns.Meta, f"WHERE key = '{CLUSTER_ID}'"))
-        return str(rows[0].value) if rows else ""
-
-    def put_cluster_id(self, cluster_id: str) -> None:
-        """Write the id of the cluster. Raises UnavailableError."""
-        with writing(self.connection) as connection:
-            connection.execute(_PUT_META, (CLUSTER_ID, cluster_id))
+        return self._meta(CLUSTER)
 
     def put_cluster(self, name: str) -> None:
         """Write the name of the cluster. Raises UnavailableError."""
-        with writing(self.connection) as connection:
-            connection.execute(_PUT_META, (CLUSTER, name))
+        self._write(PUT_META, [_meta_row((CLUSTER, name))])
+
+    def cluster_id(self) -> str:
+        """Return the random id of the cluster of this database; "" if it was never recorded."""
+        return self._meta(CLUSTER_ID)
+
+    def put_cluster_id(self, cluster_id: str) -> None:
+        """Write the id of the cluster. Raises UnavailableError."""
+        self._write(PUT_META, [_meta_row((CLUSTER_ID, cluster_id))])
 
     def given_up(self) -> dict[str, str]:
         """Return the nodes that an admin removed with their jobs while no controller ran.
 
         The values are the admins' names.
         """
-        rows = self._rows(columns.Meta, f"WHERE key GLOB '{GIVEN_UP}*'")
-        return {row.key.removeprefix(GIVEN_UP): row.value for row in rows}
+        return self._facts(GIVEN_UP)
 
     def give_up(self, node: str, by: str) -> None:
         """Record that an admin removed a node with its jobs. Raises UnavailableError."""
-        with writing(self.connection) as connection:
-            connection.execute(_PUT_META, (GIVEN_UP + node, by))
+        self._write(PUT_META, [_meta_row((GIVEN_UP + node, by))])
 
     def forget_given_up(self) -> None:
         """Delete these records: their jobs have been ended. Raises UnavailableError."""
-        with writing(self.connection) as connection:
-            connection.execute(f"DELETE FROM meta WHERE key GLOB '{GIVEN_UP}*'")
+        self._write(_DELETE_META_FROM, [{"prefix": GIVEN_UP}])
 
-    def held_on(self, node: str) -> list[int]:
-        """Return the jobs with an allocation on `node`, by id."""
-        query = f"SELECT id FROM jobs WHERE {_ACTIVE} AND ? IN (SELECT value FROM json_each(held_nodes)) ORDER BY id"
-        with reading(self.connection) as connection:
-            return [row[0] for row in connection.execute(query, (node,))]
+    # ----- backups
 
-    def partition_states(self) -> dict[str, PartitionState]:
-        """Return the partition states that admins set, by name."""
-        rows = self._rows(columns.Meta, f"WHERE key GLOB '{PARTITION}*'")
-        return {row.key.removeprefix(PARTITION): PartitionState(row.value) for row in rows}
+    def counts(self) -> tuple[str, int, int, int, float]:
+        """Return incarnation, jobs, unfinished jobs, highest job id and time of the last event.
 
-    def clock(self) -> str:
-        """Return the last record of the head node's clocks; "" if there is none."""
-        rows = list(self._rows(columns.Meta, f"WHERE key = '{CLOCK}'"))
-        return str(rows[0].value) if rows else ""
+        Raises sqlite3.Error.
+        """
+        known, unfinished = _JOB_COUNTS.rows(self.connection)[0]
+        at_s = _LAST_EVENT.value(self.connection)
+        return self._meta("incarnation"), known, unfinished, self.last_ids()[0], float(at_s or 0.0)
 
-    def last_ids(self) -> tuple[int, int]:
-        """Return the highest job id and spec id ever given."""
-        with reading(self.connection) as connection:
-            job_id, spec_id, given = connection.execute(_LAST_IDS).fetchone()
-        return max(job_id or 0, int(given or 0)), spec_id or 0
+    def mark_restored(self, facts: dict[str, str]) -> None:
+        """Write the facts of a restored incarnation, and delete the old ones: no node is seen.
 
-    def close(self) -> None:
-        """Close the database file."""
-        self.connection.close()
+        It belongs to the open transaction. Raises sqlite3.Error.
+        """
+        PUT_META.run_many(self.connection, map(_meta_row, facts.items()))
+        # It becomes the database of the cluster for which it is restored.
+        _DELETE_META_FROM.run_many(self.connection, [{"prefix": CLUSTER_ID}, {"prefix": ADOPTED}])
+        _FORGET_BOOTS.run(self.connection)
 
+
+# ----- statements
+
+_PART = 500
+_PLACES: list[BindParameter[int | None]] = [place(f"id{i}") for i in range(_PART)]
+
+
+def _parts(ids: Iterable[int]) -> Iterator[Row]:
+    """Yield the values of `_PLACES` for all `ids`, in parts."""
+    listed = list(ids)
+    for at in range(0, len(listed), _PART):
+        part: Sequence[int | None] = listed[at : at + _PART]
+        yield {f"id{i}": part[i] if i < len(part) else None for i in range(_PART)}
+
+
+_META = Statement(select(meta.c.value).where(meta.c.key == place("of_key")))
+_META_FROM = Statement(select(meta).where(meta.c.key.startswith(place("prefix"))))
+_DELETE_META_FROM = Statement(delete(meta).where(meta.c.key.startswith(place("prefix"))))
+
+_NEW_SPEC = Statement(insert(specs))
+_SPECS = Statement(select(specs).where(specs.c.id.in_(_PLACES)))
+_LAST_SPEC = Statement(select(func.max(specs.c.id)))
+
+_NEW_SCRIPT = Statement(insert(scripts).on_conflict_do_nothing())
+_SCRIPT = Statement(select(scripts.c.text).where(scripts.c.sha256 == place("hash")))
+_SCRIPT_HASHES = Statement(select(scripts.c.sha256))
+_DELETE_SCRIPT = Statement(delete(scripts).where(scripts.c.sha256 == place("hash")))
+
+_ACTIVE = sorted(state.value for state in ACTIVE)
+_UNFINISHED = jobs.c.state.in_([JobState.PENDING.value, *_ACTIVE])
+# In this form it uses two indices: a start reads nothing of the history.
+_LIVE = or_(_UNFINISHED, jobs.c.ended_at_s > place("after_s"))
+_LIVE_JOBS = Statement(select(jobs).where(_LIVE))
+_SPECS_OF_LIVE = Statement(select(specs).where(specs.c.id.in_(select(jobs.c.spec_id).where(_LIVE))))
+_PUT_JOB = Statement(upsert(jobs))
+_JOBS = Statement(select(jobs).where(jobs.c.id.in_(_PLACES)))
+_PAST_RUNS = (
+    select(
+        jobs.c.id,
+        jobs.c.uid,
+        func.coalesce(jobs.c.eligible_at_s, jobs.c.submitted_at_s).label("since_s"),
+        jobs.c.started_at_s,
+        jobs.c.ended_at_s,
+        func.coalesce(jobs.c.asked_limit_s, jobs.c.time_limit_s).label("limit_s"),
+        jobs.c.shares,
+    )
+    .where(jobs.c.ended_at_s.is_not(None), jobs.c.started_at_s.is_not(None))
+    .order_by(jobs.c.ended_at_s.desc(), jobs.c.id.desc())
+)
+_FIRST_SUBMITTED = Statement(select(jobs.c.submitted_at_s).order_by(jobs.c.id).limit(1))
+_HELD_NODES = Statement(select(jobs.c.id, jobs.c.held_nodes).where(jobs.c.state.in_(_ACTIVE)).order_by(jobs.c.id))
+_LAST_JOB = Statement(select(func.max(jobs.c.id)))
+_JOB_COUNTS = Statement(
+    select(func.count().label("known"), func.count().filter(_UNFINISHED).label("unfinished")).select_from(jobs)
+)
+# The tasks of a new array differ in two columns.
+_TASK = func.json_each(place("tasks")).table_valued("key", "value")
+_TASK_COLUMNS = {"id": place("id") + _TASK.c.key, "array_task_id": _TASK.c.value}
+_NEW_ARRAY = Statement(
+    insert(jobs).from_select(
+        [column.name for column in jobs.columns],
+        select(*[_TASK_COLUMNS.get(column.name, place(column.name)) for column in jobs.columns]),
+    )
+)
+
+_NEW_EVENT = Statement(insert(events), ("at_s", "job_id", "kind", "data"))
+_ARRAY_ID = select(jobs.c.array_job_id).where(jobs.c.id == place("of_job")).scalar_subquery()
+_EVENTS = Statement(
+    select(events)
+    .where(
+        or_(
+            and_(events.c.job_id == place("of_job"), or_(events.c.kind != "Submitted", _ARRAY_ID.is_(None))),
+            and_(events.c.job_id == _ARRAY_ID, events.c.kind == "Submitted"),
+        )
+    )
+    .order_by(events.c.seq)
+)
+_LAST_EVENT = Statement(select(func.max(events.c.at_s)))
+
+_NEW_REQUEST = Statement(insert(requests))
+_REQUEST = Statement(
+    select(requests.c.job_ids).where(requests.c.uid == place("of_uid"), requests.c.request_id == place("of_request"))
+)
+
+_PUT_STEP = Statement(upsert(steps))
+_STEPS = Statement(select(steps).where(steps.c.job_id.in_(_PLACES)))
+_OF_ATTEMPT = and_(steps.c.job_id == place("of_job"), steps.c.attempt == place("of_attempt"))
+_STEP_NAMES = Statement(select(steps.c.step).where(_OF_ATTEMPT))
+_END_STEPS = Statement(update(steps).where(_OF_ATTEMPT, steps.c.state == "RUNNING"), ("state", "ended_at_s"))
+_FORGET_STEPS = Statement(update(steps).where(_OF_ATTEMPT, steps.c.kept.is_not(None)).values(kept=null()))
+
+_PUT_TRAINING = Statement(upsert(training))
+_TRAINING = Statement(select(training).where(training.c.job_id.in_(_PLACES)))
+
+_NEW_FAILURE = Statement(insert(failures).on_conflict_do_nothing())  # only the first report of a rank counts
+_FAILURES = Statement(
+    select(failures)
+    .where(failures.c.job_id == place("of_job"), failures.c.attempt == place("of_attempt"))
+    .order_by(failures.c.echo, failures.c.at_s, failures.c.rank)
+)
+
+_PUT_NODE = Statement(upsert(nodes))
+_NODES = Statement(select(nodes))
+_FORGET_BOOTS = Statement(update(nodes).values(boot_id=""))
+_NEW_NODE_EVENT = Statement(insert(node_events), ("at_s", "node", "kind", "data"))
+_NODE_EVENTS = Statement(select(node_events).where(node_events.c.node == place("of_node")).order_by(node_events.c.seq))
+_DOWN_AND_UP = Statement(
+    select(node_events.c.node, node_events.c.kind, node_events.c.at_s)
+    .where(node_events.c.kind.in_([NodeDown.__name__, NodeUp.__name__]))
+    .order_by(node_events.c.seq)
+)
+
+_PUT_USAGE = Statement(upsert(usage))
+_USAGE = Statement(select(usage))
+
+_NEW_RESERVATION = Statement(insert(reservations))
+_DELETE_RESERVATION = Statement(delete(reservations).where(reservations.c.name == place("of")))
+_RESERVATIONS = Statement(select(reservations).order_by(reservations.c.name))
+
+_NEW_CRONTAB = Statement(insert(crontabs))
+_DELETE_CRONTAB = Statement(delete(crontabs).where(crontabs.c.uid == place("of")))
+_CRONTABS = Statement(select(crontabs).order_by(crontabs.c.uid))
+
+_NEW_TRIGGER = Statement(insert(triggers))
+_DELETE_TRIGGER = Statement(delete(triggers).where(triggers.c.id == place("of")))
+_TRIGGERS = Statement(select(triggers).order_by(triggers.c.id))
+
+
+def _conditions(query: HistoryQuery) -> list[ColumnElement[bool]]:
+    """Return the conditions of a query, except its job ids."""
+    where: list[ColumnElement[bool]] = [
+        column.in_(wanted)
+        for column, wanted in ((jobs.c.user, query.users), (jobs.c.state, query.states), (jobs.c.name, query.names))
+        if wanted
+    ]
+    if query.start_s is not None:
+        where.append(or_(jobs.c.ended_at_s.is_(None), jobs.c.ended_at_s >= query.start_s))
+    if query.end_s is not None:
+        where.append(jobs.c.submitted_at_s <= query.end_s)
+    return where
+
+
+def _cpus(shares: str) -> int:
+    return sum(share[1] for share in json.loads(shares))
+
+
+# ----- writing a batch
 
 _TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
-_PUT_SPEC = insert(columns.Specs)
-_PUT_SCRIPT = insert(columns.Scripts, "INSERT OR IGNORE")
-_PUT_EVENT = "INSERT INTO events (at_s, job_id, kind, data) VALUES (?, ?, ?, ?)"
-_PUT_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
-_PUT_NODE_EVENT = "INSERT INTO node_events (at_s, node, kind, data) VALUES (?, ?, ?, ?)"
-_PUT_JOBS = Putting(columns.Jobs, upsert(columns.Jobs, ["id"]))
-_PUT_NODES = Putting(columns.Nodes, upsert(columns.Nodes, ["name"]))
-_PUT_STEPS = Putting(columns.Steps, upsert(columns.Steps, ["job_id", "attempt", "step"]))
-_PUT_USAGE = Putting(columns.Usage, upsert(columns.Usage, ["account", "user", "qos"]))
-_PUT_TRAINING = Putting(columns.Training, upsert(columns.Training, ["job_id"]))
-_END_STEPS = "UPDATE steps SET state = ?, ended_at_s = ? WHERE job_id = ? AND attempt = ? AND state = 'RUNNING'"
-_DROP_KEPT = "UPDATE steps SET kept = NULL WHERE job_id = ? AND attempt = ? AND kept IS NOT NULL"
-# The tasks of a new array differ in two columns. SQLite copies their rows from one, six times as
-# fast.
-_ARRAY_COLUMNS = {"id": ":id + key", "array_task_id": "value"}
-_PUT_ARRAY = "INSERT INTO jobs ({}) SELECT {} FROM json_each(:tasks)".format(
-    ", ".join(columns.Jobs._fields), ", ".join(_ARRAY_COLUMNS.get(name, f":{name}") for name in columns.Jobs._fields)
-)
 
-_ACTIVE = "state IN ({})".format(", ".join(f"'{state}'" for state in sorted(ACTIVE)))
-# In this form it uses two indices: a start reads nothing of the history.
-_LIVE = "(state IN ({}) OR ended_at_s > :after_s)".format(
-    ", ".join(f"'{state}'" for state in (JobState.PENDING, *ACTIVE))
-)
-# Most waiting jobs are unchanged since submission: only a quarter of their columns has information.
-_IS_AS_SUBMITTED = " AND ".join(f"{name} IS :{name}" for name in AS_SUBMITTED)
-_AS_SUBMITTED = f"SELECT {', '.join(SUBMITTED)} FROM jobs WHERE {_IS_AS_SUBMITTED}"
-_JOB_IN_LIST = "WHERE job_id IN (SELECT value FROM json_each(?))"
-_SPECS_OF = "SELECT id, spec FROM specs WHERE id IN ({})"
-_SPECS_OF_JOBS = """SELECT jobs.id, specs.spec FROM jobs JOIN specs ON specs.id = jobs.spec_id
-    WHERE jobs.id IN (SELECT value FROM json_each(?)) ORDER BY jobs.id"""
-# The index of end times finds the last jobs; + stops SQLite from sorting all that ended in these
-# states.
-_PAST_RUNS = """SELECT id, uid, coalesce(eligible_at_s, submitted_at_s), started_at_s, ended_at_s,
-    coalesce(asked_limit_s, time_limit_s),
-    (SELECT coalesce(sum(json_extract(share.value, '$[1]')), 0) FROM json_each(jobs.shares) AS share) FROM jobs
-    WHERE ended_at_s IS NOT NULL AND started_at_s IS NOT NULL AND +state IN (SELECT value FROM json_each(:states))
-    ORDER BY ended_at_s DESC, id DESC LIMIT :limit"""
-# `last_job_id` of a restored database: ids that were given after the backup.
-_LAST_IDS = """SELECT (SELECT max(id) FROM jobs), (SELECT max(id) FROM specs),
-    (SELECT value FROM meta WHERE key = 'last_job_id')"""
+
+def _put(connection: Connection, statement: Statement, row_of: Callable[[Any], Row], changed: Iterable[Any]) -> None:
+    if changed:
+        statement.run_many(connection, map(row_of, changed))
+
+
+def _replace(
+    connection: Connection,
+    delete_one: Statement,
+    insert_one: Statement,
+    row_of: Callable[[Any], Row],
+    one_by_key: dict[Any, Any],
+) -> None:
+    """Write the value of each key; None: only delete the old one."""
+    for key, one in one_by_key.items():
+        delete_one.run(connection, {"of": key})
+        if one is not None:
+            insert_one.run(connection, row_of(one))
 
 
 def _write_jobs(connection: Connection, batch: WriteBatch) -> None:
     """Write jobs, after the rows that they refer to."""
-    if batch.specs:
-        connection.executemany(_PUT_SPEC, ((key, _TO_JSON(spec_to_json(spec))) for key, spec in batch.specs.items()))
-    if batch.scripts:
-        connection.executemany(_PUT_SCRIPT, batch.scripts.items())
-    if batch.jobs:
-        _put_jobs(connection, batch)
-    if batch.events:
-        connection.executemany(_PUT_EVENT, map(_event_values, batch.events))
-    if batch.node_events:
-        connection.executemany(_PUT_NODE_EVENT, map(_node_event_values, batch.node_events))
-
-
-def _put_jobs(connection: Connection, batch: WriteBatch) -> None:
+    _put(connection, _NEW_SPEC, _spec_row, batch.specs.items())
+    _put(connection, _NEW_SCRIPT, _script_row, batch.scripts.items())
     made = {job.id: job for tasks in batch.arrays for job in tasks}
     for tasks in batch.arrays:
-        row = job_row(tasks[0]) | {"tasks": json.dumps([task.array_task_id for task in tasks])}
-        connection.execute(_PUT_ARRAY, row)
-    changed = [job for job in batch.jobs.values() if made.get(job.id) is not job]
-    if changed:
-        _PUT_JOBS.put(connection, map(job_row, changed))
+        indices = json.dumps([task.array_task_id for task in tasks])
+        _NEW_ARRAY.run(connection, {**job_row(tasks[0]), "tasks": indices})
+    _put(connection, _PUT_JOB, job_row, [job for job in batch.jobs.values() if made.get(job.id) is not job])
+    _put(connection, _NEW_EVENT, _event_row, batch.events)
+    _put(connection, _NEW_NODE_EVENT, _node_event_row, batch.node_events)
 
 
-def _attempts_over(batch: WriteBatch) -> list[tuple[str, float | None, JobId, int]]:
-    """Return the attempts that have released their last node: state, end, job and attempt.
+def _attempts_over(batch: WriteBatch) -> list[Row]:
+    """Return the attempts that have released their last node, with their end.
 
     Their steps without a reported end have ended with the attempt: no report will come.
     """
     lost = {event.job_id for event in batch.events if isinstance(event, NodeLost)}
-    over = []
+    over: list[Row] = []
     for job in batch.jobs.values():
         again = job.state is JobState.PENDING and job.attempt > 0
         if job.allocated_at_s is not None and (again or job.state in FINAL):
             state = JobState.NODE_FAIL if job.id in lost else JobState.CANCELLED if again else job.state
-            over.append((state.value, job.ended_at_s, job.id, job.attempt - again))
+            of = {"of_job": job.id, "of_attempt": job.attempt - again}
+            over.append(of | {"state": state.value, "ended_at_s": job.ended_at_s})
     return over
 
 
-def _node_event_values(event: NodeEvent) -> tuple[float, str, str, str]:
-    return event.at_s, event.node, type(event).__name__, _TO_JSON(node_event_to_data(event))
+def _facts(batch: WriteBatch) -> list[tuple[str, str]]:
+    facts = [(PARTITION + name, state.value) for name, state in batch.partitions.items()]
+    facts += [(ADOPTED + token, "") for token in batch.adopted]
+    return [*facts, (CLOCK, batch.clock)] if batch.clock else facts
 
 
-def _event_values(event: JobEvent) -> tuple[float, int, str, str]:
-    return event.at_s, event.job_id, type(event).__name__, _TO_JSON(to_data(event))
+def _meta_row(fact: tuple[str, str]) -> Row:
+    return {"key": fact[0], "value": fact[1]}
+
+
+def _spec_row(spec: tuple[int, JobSpec]) -> Row:
+    return {"id": spec[0], "spec": _TO_JSON(spec_to_json(spec[1]))}
+
+
+def _script_row(script: tuple[str, bytes]) -> Row:
+    return {"sha256": script[0], "text": script[1]}
+
+
+def _event_row(event: JobEvent) -> Row:
+    kind, data = type(event).__name__, _TO_JSON(to_data(event))
+    return {"at_s": event.at_s, "job_id": event.job_id, "kind": kind, "data": data}
+
+
+def _node_event_row(event: NodeEvent) -> Row:
+    kind, data = type(event).__name__, _TO_JSON(node_event_to_data(event))
+    return {"at_s": event.at_s, "node": event.node, "kind": kind, "data": data}
+
+
+def _request_row(request: tuple[int, str, list[int], float]) -> Row:
+    uid, request_id, job_ids, at_s = request
+    return {"uid": uid, "request_id": request_id, "job_ids": json.dumps(job_ids), "at_s": at_s}

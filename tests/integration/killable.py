@@ -33,8 +33,7 @@ from hpcsched.model.codec import spec_to_json
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.spec import ArraySpec, JobSpec
 from hpcsched.store.engine import open_read_only
-from hpcsched.store.rows import HistoryQuery
-from hpcsched.store.store import Store
+from hpcsched.store.store import HistoryQuery, Store
 
 Cluster = TypeVar("Cluster", bound="KillableCluster")
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}

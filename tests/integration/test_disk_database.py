@@ -19,8 +19,7 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.backup import contents_of
 from hpcsched.store.engine import current_epoch, open_database, raise_epoch
-from hpcsched.store.rows import HistoryQuery
-from hpcsched.store.store import Store
+from hpcsched.store.store import HistoryQuery, Store
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

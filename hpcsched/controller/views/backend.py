@@ -64,7 +64,7 @@ from hpcsched.model.units import parse_signal
 from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.backup import back_up
-from hpcsched.store.rows import HistoryQuery
+from hpcsched.store.store import HistoryQuery
 
 Json = dict[str, Any]
 T = TypeVar("T")

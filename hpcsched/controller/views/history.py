@@ -68,8 +68,7 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import StepRecord
 from hpcsched.store.backup import back_up, contents_of
 from hpcsched.store.engine import incarnation, open_database, open_read_only
-from hpcsched.store.rows import HistoryQuery
-from hpcsched.store.store import Store
+from hpcsched.store.store import HistoryQuery, Store
 
 PART_JOBS = 500  # read at a time
 

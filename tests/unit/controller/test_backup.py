@@ -97,7 +97,7 @@ def test_a_damaged_database_is_replaced_and_its_log_does_not_get_into_the_new_on
 
 
 def test_a_database_that_somebody_reads_is_not_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcsched.store.backup.BUSY_S", 0.05)
+    monkeypatch.setattr("hpcsched.store.engine.BUSY_S", 0.05)
     cluster = Cluster("n1", path=tmp_path / "h.db")
     cluster.submit()
     back_up(tmp_path / "h.db", tmp_path / "copy")

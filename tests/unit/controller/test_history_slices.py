@@ -13,8 +13,7 @@ from waiting import PATIENCE_S, played
 
 from hpcsched.api import connection_limits
 from hpcsched.controller.views import history
-from hpcsched.store.rows import HistoryQuery
-from hpcsched.store.store import Store
+from hpcsched.store.store import HistoryQuery, Store
 
 
 @played

@@ -20,7 +20,7 @@ from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.model.spec import ArraySpec
 from hpcsched.state.transaction import Transaction
-from hpcsched.store.rows import HistoryQuery
+from hpcsched.store.store import HistoryQuery
 
 
 def test_a_job_is_queued_launched_and_over() -> None:
