@@ -22,7 +22,7 @@ the batch step runs, stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace as replace_value
 
 from hpcsched.errors import InvariantError
@@ -57,8 +57,8 @@ from hpcsched.lifecycle.events import (
     Suspended,
 )
 from hpcsched.model.codec import spec_from_json, spec_to_json
-from hpcsched.model.frozen import replace
-from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.frozen import copies, replace
+from hpcsched.model.ids import NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason, Refusal
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
@@ -93,8 +93,11 @@ SUSPENDED = JobState.SUSPENDED
 COMPLETING = JobState.COMPLETING
 
 
-def submitted_jobs(event: Submitted, spec: JobSpec) -> tuple[Job, ...]:
-    """Return the job that `event` makes, or all tasks of its array, with consecutive ids."""
+def submitted_jobs(event: Submitted, spec: JobSpec, ids: Iterable[int] | None = None) -> Sequence[Job]:
+    """Return the job that `event` makes, or all tasks of its array, with consecutive ids.
+
+    With `ids`: only the tasks of these ids.
+    """
     first = Job(
         id=event.job_id,
         spec_id=event.spec_id,
@@ -113,9 +116,9 @@ def submitted_jobs(event: Submitted, spec: JobSpec) -> tuple[Job, ...]:
     )
     if spec.array is None:
         return (first,)
-    return tuple(
-        replace(first, id=JobId(event.job_id + i), array_task_id=index) for i, index in enumerate(spec.array.indices)
-    )
+    indices = spec.array.indices
+    ids = range(event.job_id, event.job_id + len(indices)) if ids is None else ids
+    return copies(first, ("id", "array_task_id"), [(job_id, indices[job_id - event.job_id]) for job_id in ids])
 
 
 def apply(job: Job, event: JobEvent) -> Job:

@@ -12,7 +12,7 @@ Source: Python's data model (object.__class__, __slots__).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import FrozenInstanceError, dataclass, fields
 from functools import cache
 from typing import Any, NoReturn, TypeVar, dataclass_transform
@@ -54,14 +54,39 @@ def replace(value: T, **changes: Any) -> T:
     return draft
 
 
+def copies(value: T, names: tuple[str, ...], changes: Iterable[tuple[Any, ...]]) -> list[T]:
+    """Return copies of `value`, of a class that `frozen` has made; each of `changes` has the values of fields `names`."""
+    cls: Any = type(value)
+    made: list[T] = _bulk_copier(cls, names)(value, changes)
+    return made
+
+
 @cache
 def _copier(cls: Any) -> Callable[[Any], Any]:
     """Return a function that returns the draft of a copy: its assignments written out, as those of a dataclass's `__init__`."""
     lines = [f"    draft.{field.name} = value.{field.name}" for field in fields(cls)]
-    scope: dict[str, Any] = {"new": object.__new__, "cls": cls.__base__}
-    exec("\n".join(("def copy(value):", "    draft = new(cls)", *lines, "    return draft")), scope)  # noqa: S102
-    copy: Callable[[Any], Any] = scope["copy"]
-    return copy
+    return _function("copy(value)", ["    draft = new(base)", *lines, "    return draft"], cls)
+
+
+@cache
+def _bulk_copier(cls: Any, names: tuple[str, ...]) -> Callable[[Any, Any], Any]:
+    """Return a function that returns copies. It reads the fields that they have in common once."""
+    common = [field.name for field in fields(cls) if field.name not in names]
+    head = [*[f"    {name}_ = value.{name}" for name in common], "    copies = []", "    append = copies.append"]
+    loop = [f"    for {', '.join(f'{name}_' for name in names)} in changes:", "        draft = new(base)"]
+    body = [f"        draft.{field.name} = {field.name}_" for field in fields(cls)]
+    return _function(
+        "copy(value, changes)",
+        [*head, *loop, *body, "        draft.__class__ = cls", "        append(draft)", "    return copies"],
+        cls,
+    )
+
+
+def _function(signature: str, lines: list[str], cls: Any) -> Callable[..., Any]:
+    scope: dict[str, Any] = {"new": object.__new__, "base": cls.__base__, "cls": cls}
+    exec("\n".join((f"def {signature}:", *lines)), scope)  # noqa: S102
+    made: Callable[..., Any] = scope["copy"]
+    return made
 
 
 def _set(self: object, name: str, value: object) -> NoReturn:

@@ -7,7 +7,7 @@ change and its commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -62,7 +62,8 @@ class WriteBatch:
     specs: dict[int, JobSpec] = field(default_factory=dict)
     scripts: dict[str, bytes] = field(default_factory=dict)  # by hash
     jobs: dict[JobId, Job] = field(default_factory=dict)
-    arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as submitted
+    # New jobs as submitted; of an array all tasks.
+    submitted: list[Sequence[Job]] = field(default_factory=list)
     events: list[JobEvent] = field(default_factory=list)
     node_events: list[NodeEvent] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -152,8 +153,7 @@ class Transaction:
         if script:
             self.batch.scripts[spec.script_sha256] = script
         self.batch.events.append(event)
-        if spec.array is not None:
-            self.batch.arrays.append(jobs)
+        self.batch.submitted.append(jobs)
         self._jobs_before |= dict.fromkeys(job.id for job in jobs)
         self.batch.jobs |= cluster.add(jobs)
         return list(jobs)
@@ -331,7 +331,7 @@ class Transaction:
         self.batch.specs |= inner.batch.specs
         self.batch.scripts |= inner.batch.scripts
         self.batch.jobs |= inner.batch.jobs
-        self.batch.arrays += inner.batch.arrays
+        self.batch.submitted += inner.batch.submitted
         self.batch.events += inner.batch.events
         self.batch.node_events += inner.batch.node_events
         self.batch.nodes |= inner.batch.nodes

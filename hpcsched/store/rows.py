@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, share_from_data, share_to_data
+from hpcsched.lifecycle.events import (
+    Submitted,
+    dependency_from_data,
+    dependency_to_data,
+    share_from_data,
+    share_to_data,
+)
+from hpcsched.lifecycle.job import submitted_jobs
 from hpcsched.model.codec import SpecReader
 from hpcsched.model.cron import CronEntry, Crontab
-from hpcsched.model.ids import NodeName
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal, TrainingStatus
 from hpcsched.model.node import Node, reach_of
 from hpcsched.model.reservation import Flag, Reservation
@@ -88,6 +95,36 @@ def job_of(row: Any, spec: JobSpec) -> Job:
     values["hold"] = Hold(row.hold)
     values["requeue_wanted"] = bool(row.requeue_wanted)
     return Job(**values)
+
+
+def submission_row(tasks: Sequence[Job]) -> dict[str, Any]:
+    """Return the row of table `submissions` for a new job, or for all tasks of a new array."""
+    first = tasks[0]
+    return {
+        "id": first.id,
+        "last_id": tasks[-1].id,
+        "spec_id": first.spec_id,
+        "name": first.spec.name,
+        "uid": first.uid,
+        "user": first.user,
+        "submitted_at_s": first.submitted_at_s,
+        "partition": first.partition,
+        "time_limit_s": first.time_limit_s,
+    }
+
+
+def submitted_of(row: Any, spec: JobSpec, ids: Sequence[int]) -> Sequence[Job]:
+    """Return these jobs of a row of table `submissions`, as they were submitted."""
+    event = Submitted(
+        job_id=JobId(row.id),
+        at_s=row.submitted_at_s,
+        spec_id=row.spec_id,
+        uid=row.uid,
+        user=row.user,
+        partition=row.partition,
+        time_limit_s=row.time_limit_s,
+    )
+    return submitted_jobs(event, spec, ids)
 
 
 def specs_of(rows: Iterable[tuple[int, str]]) -> dict[int, JobSpec]:

@@ -31,6 +31,22 @@ scripts = Table(
     Column("text", LargeBinary, nullable=False),
 )
 
+# Waiting jobs that have not changed since they were submitted: they have no row in `jobs`. A row here
+# is a job, or all tasks of an array, of which those that have changed are in `jobs`.
+submissions = Table(
+    "submissions",
+    metadata,
+    Column("id", Integer, primary_key=True),  # of the job, or of the array's first task
+    Column("last_id", Integer, nullable=False),
+    Column("spec_id", Integer, ForeignKey("specs.id"), nullable=False),
+    Column("name", Text, nullable=False),  # of the spec, repeated here for searches of the history
+    Column("uid", Integer, nullable=False),
+    Column("user", Text, nullable=False),
+    Column("submitted_at_s", Float, nullable=False),
+    Column("partition", Text, nullable=False),
+    Column("time_limit_s", Integer),
+)
+
 jobs = Table(
     "jobs",
     metadata,

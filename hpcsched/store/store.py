@@ -1,5 +1,9 @@
 """Read the controller's state, commit its changes, and search the history.
 
+A job that waits as it was submitted has no row of its own: it is in a row of `submissions`, which it
+shares with the other tasks of its array. At its first change it gets a row in `jobs`; from then on
+that row counts. The last one deletes the row of the submission.
+
 A `WriteBatch` has all changes of one tick. `commit` writes it in one transaction. If it returns,
 the whole batch is on disk. If it raises, no part of it is.
 
@@ -15,7 +19,7 @@ from hashlib import sha256
 from sqlite3 import Connection
 from typing import Any, NamedTuple
 
-from sqlalchemy import BindParameter, ColumnElement, and_, delete, func, null, or_, select, update
+from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, null, or_, select, update
 
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
@@ -43,6 +47,8 @@ from hpcsched.store.rows import (
     specs_of,
     step_of,
     step_row,
+    submission_row,
+    submitted_of,
     training_of,
     training_row,
     trigger_of,
@@ -63,6 +69,7 @@ from hpcsched.store.schema import (
     scripts,
     specs,
     steps,
+    submissions,
     training,
     triggers,
     usage,
@@ -120,6 +127,8 @@ class Store:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        # Of each row of `submissions`: the jobs without a row of their own.
+        self._unchanged: dict[int, set[int]] = {}
 
     def close(self) -> None:
         """Close the database file."""
@@ -148,8 +157,18 @@ class Store:
 
         Raises UnavailableError if that fails (disk full, I/O error).
         """
+        new = {tasks[0].id: _unchanged(tasks, batch) for tasks in batch.submitted}
+        changed = [job for job in batch.jobs.values() if job.id not in new.get(_submission(job), ())]
+        first = self._first_changes(changed)
         with writing(self.connection) as connection:
-            _write_jobs(connection, batch)
+            _put(connection, _NEW_SPEC, _spec_row, batch.specs.items())
+            _put(connection, _NEW_SCRIPT, _script_row, batch.scripts.items())
+            _put(connection, _NEW_SUBMISSION, submission_row, [made for made in batch.submitted if new[made[0].id]])
+            _put(connection, _PUT_JOB, job_row, changed)
+            spent = [{"of_id": number} for number, ids in first.items() if len(ids) == len(self._unchanged[number])]
+            _DELETE_SUBMISSION.run_many(connection, spent)
+            _put(connection, _NEW_EVENT, _event_row, batch.events)
+            _put(connection, _NEW_NODE_EVENT, _node_event_row, batch.node_events)
             _put(connection, _PUT_NODE, node_row, batch.nodes.values())
             _put(connection, _PUT_STEP, step_row, batch.steps.values())
             _put(connection, _PUT_USAGE, usage_row, batch.usage.values())
@@ -163,6 +182,20 @@ class Store:
             _replace(connection, _DELETE_RESERVATION, _NEW_RESERVATION, reservation_row, batch.reservations)
             _replace(connection, _DELETE_CRONTAB, _NEW_CRONTAB, crontab_row, batch.crontabs)
             _replace(connection, _DELETE_TRIGGER, _NEW_TRIGGER, trigger_row, batch.triggers)
+        self._unchanged |= {number: ids for number, ids in new.items() if ids}
+        for number, ids in first.items():
+            self._unchanged[number] -= ids
+            if not self._unchanged[number]:
+                del self._unchanged[number]
+
+    def _first_changes(self, changed: Iterable[Job]) -> dict[int, set[int]]:
+        """Return those of the changed jobs that have no row of their own yet, by submission."""
+        first: dict[int, set[int]] = {}
+        for job in changed:
+            number = _submission(job)
+            if job.id in self._unchanged.get(number, ()):
+                first.setdefault(number, set()).add(job.id)
+        return first
 
     # ----- scripts
 
@@ -189,13 +222,32 @@ class Store:
         with reading(self.connection) as connection:
             by_id = specs_of(_SPECS_OF_LIVE.run(connection, values))
             found = [job_of(row, by_id[row.spec_id]) for row in _LIVE_JOBS.rows(connection, values)]
+        self._unchanged = {}
+        for row, ids in self._submitted(_SUBMISSIONS):
+            found += submitted_of(row, by_id[row.spec_id], ids)
+            self._unchanged[row.id] = set(ids)
         return sorted(found, key=lambda job: job.id)
+
+    def _submitted(self, statement: Statement, values: Row | None = None) -> list[tuple[Any, Sequence[int]]]:
+        """Return rows of `submissions`, and of each the jobs without a row of their own."""
+        rows = self._rows(statement, values)  # first: a job that changes meanwhile has a row
+        changed = {row.id for row in self._rows(_CHANGED)} if rows else set()
+        return [(row, [job_id for job_id in _ids_of(row) if job_id not in changed]) for row in rows]
 
     def jobs(self, job_ids: Iterable[int]) -> list[Job]:
         """Return these jobs, by id."""
-        rows = self._rows_of(_JOBS, job_ids)
-        by_id = specs_of(self._rows_of(_SPECS, {row.spec_id for row in rows}))
-        return sorted([job_of(row, by_id[row.spec_id]) for row in rows], key=lambda job: job.id)
+        wanted = set(job_ids)
+        bounds = {"first": min(wanted, default=0), "last": max(wanted, default=0)}
+        submitted = self._rows(_SUBMISSIONS_BETWEEN, bounds)  # first: a job that changes meanwhile has a row
+        rows = self._rows_of(_JOBS, wanted)
+        missing = wanted.difference([row.id for row in rows])
+        waiting = [(row, ids) for row in submitted if (ids := sorted(missing.intersection(_ids_of(row))))]
+        spec_ids = {row.spec_id for row in rows} | {row.spec_id for row, _ in waiting}
+        by_id = specs_of(self._rows_of(_SPECS, spec_ids))
+        found = [job_of(row, by_id[row.spec_id]) for row in rows]
+        for row, ids in waiting:
+            found += submitted_of(row, by_id[row.spec_id], ids)
+        return sorted(found, key=lambda job: job.id)
 
     def history(self, query: HistoryQuery) -> list[Job]:
         """Return the jobs that match `query`, by id, at most `query.limit` (the newest)."""
@@ -203,12 +255,24 @@ class Store:
 
     def history_ids(self, query: HistoryQuery) -> list[int]:
         """Return the ids of the jobs that `history` returns. It may read the rows of all jobs."""
+        ids = self._waiting_ids(query)  # first: a job that changes meanwhile has a row
         found = select(jobs.c.id).where(*_conditions(query)).order_by(jobs.c.id.desc()).limit(query.limit)
         if not query.job_ids:
-            return [row.id for row in self._rows(Statement(found))][::-1]
-        of_these = Statement(found.where(or_(jobs.c.id.in_(_PLACES), jobs.c.array_job_id.in_(_PLACES))))
-        ids = sorted({row.id for row in self._rows_of(of_these, query.job_ids)})
-        return ids[max(0, len(ids) - query.limit) :]
+            ids.update([row.id for row in self._rows(Statement(found))])
+        else:
+            of_these = Statement(found.where(or_(jobs.c.id.in_(_PLACES), jobs.c.array_job_id.in_(_PLACES))))
+            ids.update([row.id for row in self._rows_of(of_these, query.job_ids)])
+        return sorted(ids)[max(0, len(ids) - query.limit) :]
+
+    def _waiting_ids(self, query: HistoryQuery) -> set[int]:
+        """Return the ids of the matching jobs without a row of their own."""
+        if query.states and JobState.PENDING.value not in query.states:
+            return set()
+        found = select(submissions).where(*_conditions(query, submissions))
+        wanted, ids = set(query.job_ids), set[int]()
+        for row, waiting in self._submitted(Statement(found)):
+            ids.update(waiting if not wanted or row.id in wanted else wanted.intersection(waiting))
+        return ids
 
     def past_runs(self, states: Iterable[JobState], limit: int) -> list[PastRun]:
         """Return the last jobs that ended in `states`, the oldest first."""
@@ -220,8 +284,8 @@ class Store:
 
     def first_submitted_s(self) -> float | None:
         """Return the submission time of the first job of all; None: there is none."""
-        found: float | None = self._value(_FIRST_SUBMITTED)
-        return found
+        found = [row for statement in (_FIRST_JOB, _FIRST_SUBMISSION) for row in self._rows(statement)]
+        return min(found).submitted_at_s if found else None
 
     def held_on(self, node: str) -> list[int]:
         """Return the jobs with an allocation on `node`, by id."""
@@ -231,7 +295,8 @@ class Store:
         """Return the highest job id and spec id ever given."""
         # Of a restored database: ids that were given after the backup.
         given = int(self._meta("last_job_id") or 0)
-        return max(self._value(_LAST_JOB) or 0, given), self._value(_LAST_SPEC) or 0
+        job_id = max(self._value(_LAST_JOB) or 0, self._value(_LAST_SUBMITTED) or 0, given)
+        return job_id, self._value(_LAST_SPEC) or 0
 
     def request_jobs(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
         """Return the jobs that this request created (of an array: its first task's).
@@ -371,8 +436,10 @@ class Store:
         Raises sqlite3.Error.
         """
         known, unfinished = _JOB_COUNTS.rows(self.connection)[0]
+        waiting = sum(len(ids) for _, ids in self._submitted(_SUBMISSIONS))
         at_s = _LAST_EVENT.value(self.connection)
-        return self._meta("incarnation"), known, unfinished, self.last_ids()[0], float(at_s or 0.0)
+        last_id, _ = self.last_ids()
+        return self._meta("incarnation"), known + waiting, unfinished + waiting, last_id, float(at_s or 0.0)
 
     def mark_restored(self, facts: dict[str, str]) -> None:
         """Write the facts of a restored incarnation, and delete the old ones: no node is seen.
@@ -387,7 +454,7 @@ class Store:
 
 # ----- statements
 
-_PART = 500
+_PART = 100
 _PLACES: list[BindParameter[int | None]] = [place(f"id{i}") for i in range(_PART)]
 
 
@@ -417,7 +484,9 @@ _UNFINISHED = jobs.c.state.in_([JobState.PENDING.value, *_ACTIVE])
 # In this form it uses two indices: a start reads nothing of the history.
 _LIVE = or_(_UNFINISHED, jobs.c.ended_at_s > place("after_s"))
 _LIVE_JOBS = Statement(select(jobs).where(_LIVE))
-_SPECS_OF_LIVE = Statement(select(specs).where(specs.c.id.in_(select(jobs.c.spec_id).where(_LIVE))))
+_SPECS_OF_LIVE = Statement(
+    select(specs).where(specs.c.id.in_(select(jobs.c.spec_id).where(_LIVE).union_all(select(submissions.c.spec_id))))
+)
 _PUT_JOB = Statement(upsert(jobs))
 _JOBS = Statement(select(jobs).where(jobs.c.id.in_(_PLACES)))
 _PAST_RUNS = (
@@ -433,24 +502,33 @@ _PAST_RUNS = (
     .where(jobs.c.ended_at_s.is_not(None), jobs.c.started_at_s.is_not(None))
     .order_by(jobs.c.ended_at_s.desc(), jobs.c.id.desc())
 )
-_FIRST_SUBMITTED = Statement(select(jobs.c.submitted_at_s).order_by(jobs.c.id).limit(1))
+_FIRST_JOB = Statement(select(jobs.c.id, jobs.c.submitted_at_s).order_by(jobs.c.id).limit(1))
 _HELD_NODES = Statement(select(jobs.c.id, jobs.c.held_nodes).where(jobs.c.state.in_(_ACTIVE)).order_by(jobs.c.id))
 _LAST_JOB = Statement(select(func.max(jobs.c.id)))
 _JOB_COUNTS = Statement(
     select(func.count().label("known"), func.count().filter(_UNFINISHED).label("unfinished")).select_from(jobs)
 )
-# The tasks of a new array differ in two columns.
-_TASK = func.json_each(place("tasks")).table_valued("key", "value")
-_TASK_COLUMNS = {"id": place("id") + _TASK.c.key, "array_task_id": _TASK.c.value}
-_NEW_ARRAY = Statement(
-    insert(jobs).from_select(
-        [column.name for column in jobs.columns],
-        select(*[_TASK_COLUMNS.get(column.name, place(column.name)) for column in jobs.columns]),
-    )
+
+_NEW_SUBMISSION = Statement(insert(submissions))
+_DELETE_SUBMISSION = Statement(delete(submissions).where(submissions.c.id == place("of_id")))
+_SUBMISSIONS = Statement(select(submissions))
+_SUBMISSIONS_BETWEEN = Statement(
+    select(submissions).where(submissions.c.id <= place("last"), submissions.c.last_id >= place("first"))
 )
+_FIRST_SUBMISSION = Statement(
+    select(submissions.c.id, submissions.c.submitted_at_s).order_by(submissions.c.id).limit(1)
+)
+_LAST_SUBMITTED = Statement(select(func.max(submissions.c.last_id)))
+_NUMBERS = select(submissions.c.id)
+_CHANGED = Statement(select(jobs.c.id).where(or_(jobs.c.array_job_id.in_(_NUMBERS), jobs.c.id.in_(_NUMBERS))))
 
 _NEW_EVENT = Statement(insert(events), ("at_s", "job_id", "kind", "data"))
-_ARRAY_ID = select(jobs.c.array_job_id).where(jobs.c.id == place("of_job")).scalar_subquery()
+_ARRAY_ID = func.coalesce(
+    select(jobs.c.array_job_id).where(jobs.c.id == place("of_job")).scalar_subquery(),
+    select(submissions.c.id)
+    .where(submissions.c.id < place("of_job"), submissions.c.last_id >= place("of_job"))
+    .scalar_subquery(),
+)
 _EVENTS = Statement(
     select(events)
     .where(
@@ -512,18 +590,24 @@ _DELETE_TRIGGER = Statement(delete(triggers).where(triggers.c.id == place("of"))
 _TRIGGERS = Statement(select(triggers).order_by(triggers.c.id))
 
 
-def _conditions(query: HistoryQuery) -> list[ColumnElement[bool]]:
-    """Return the conditions of a query, except its job ids."""
-    where: list[ColumnElement[bool]] = [
-        column.in_(wanted)
-        for column, wanted in ((jobs.c.user, query.users), (jobs.c.state, query.states), (jobs.c.name, query.names))
-        if wanted
-    ]
-    if query.start_s is not None:
-        where.append(or_(jobs.c.ended_at_s.is_(None), jobs.c.ended_at_s >= query.start_s))
+def _conditions(query: HistoryQuery, table: Table = jobs) -> list[ColumnElement[bool]]:
+    """Return the conditions of a query on the columns of `table`, except its job ids."""
+    where: list[ColumnElement[bool]] = []
+    if query.users:
+        where.append(table.c.user.in_(query.users))
+    if query.names:
+        where.append(table.c.name.in_(query.names))
     if query.end_s is not None:
-        where.append(jobs.c.submitted_at_s <= query.end_s)
+        where.append(table.c.submitted_at_s <= query.end_s)
+    if query.states and table is jobs:
+        where.append(jobs.c.state.in_(query.states))
+    if query.start_s is not None and table is jobs:
+        where.append(or_(jobs.c.ended_at_s.is_(None), jobs.c.ended_at_s >= query.start_s))
     return where
+
+
+def _ids_of(submission: Any) -> range:
+    return range(submission.id, submission.last_id + 1)
 
 
 def _cpus(shares: str) -> int:
@@ -554,17 +638,14 @@ def _replace(
             insert_one.run(connection, row_of(one))
 
 
-def _write_jobs(connection: Connection, batch: WriteBatch) -> None:
-    """Write jobs, after the rows that they refer to."""
-    _put(connection, _NEW_SPEC, _spec_row, batch.specs.items())
-    _put(connection, _NEW_SCRIPT, _script_row, batch.scripts.items())
-    made = {job.id: job for tasks in batch.arrays for job in tasks}
-    for tasks in batch.arrays:
-        indices = json.dumps([task.array_task_id for task in tasks])
-        _NEW_ARRAY.run(connection, {**job_row(tasks[0]), "tasks": indices})
-    _put(connection, _PUT_JOB, job_row, [job for job in batch.jobs.values() if made.get(job.id) is not job])
-    _put(connection, _NEW_EVENT, _event_row, batch.events)
-    _put(connection, _NEW_NODE_EVENT, _node_event_row, batch.node_events)
+def _submission(job: Job) -> JobId:
+    """Return the id of the job's submission: its own, or that of its array's first task."""
+    return job.id if job.array_job_id is None else job.array_job_id
+
+
+def _unchanged(tasks: Sequence[Job], batch: WriteBatch) -> set[int]:
+    """Return the new jobs that the rest of the batch has not changed."""
+    return {task.id for task in tasks if batch.jobs.get(task.id) is task}
 
 
 def _attempts_over(batch: WriteBatch) -> list[Row]:

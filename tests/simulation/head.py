@@ -86,17 +86,11 @@ class Database:
         self._raw.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", rows)
 
     def _highest_id(self) -> int:
-        jobs, floor = self._raw.execute(
-            "SELECT (SELECT coalesce(max(id), 0) FROM jobs), "
-            "(SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'last_job_id')"
-        ).fetchone()
-        return max(jobs, floor)
+        return self.store.last_ids()[0]
 
     def has_jobs(self, job_ids: list[int]) -> bool:
-        """Return whether all these jobs have a row."""
-        marks = ",".join("?" * len(job_ids))
-        found = self._raw.execute(f"SELECT count(*) FROM jobs WHERE id IN ({marks})", job_ids)  # noqa: S608
-        return bool(found.fetchone()[0] == len(job_ids)) and not self._raw.in_transaction
+        """Return whether all these jobs are committed."""
+        return len(self.store.jobs(job_ids)) == len(job_ids) and not self._raw.in_transaction
 
 
 class SimStore(Store):

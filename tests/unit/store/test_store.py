@@ -88,7 +88,10 @@ def test_jobs_as_submitted_and_others_come_back_in_their_order(database: sqlite3
 
 def test_a_start_reads_nothing_of_the_history(database: sqlite3.Connection) -> None:
     store = Store(database)
+    waiting = batch_of(job(2))
+    waiting.submitted = [(waiting.jobs[JobId(2)],)]
     store.commit(batch_of(job(1)))
+    store.commit(waiting)
     asked: list[str] = []
     database.set_trace_callback(asked.append)
     store.load_jobs(ended_after_s=T0)
@@ -96,7 +99,7 @@ def test_a_start_reads_nothing_of_the_history(database: sqlite3.Connection) -> N
     database.set_trace_callback(None)
     plans = [row[3] for query in asked for row in database.execute("EXPLAIN QUERY PLAN " + query)]
     assert [plan for plan in plans if plan.startswith("SCAN jobs") or "SCAN specs" in plan or "ORDER BY" in plan] == []
-    assert len(asked) == 3
+    assert len(asked) == 5
 
 
 def test_the_columns_are_those_of_the_database(database: sqlite3.Connection) -> None:
@@ -230,7 +233,7 @@ def test_a_new_array_comes_back_as_its_tasks_and_with_what_happened_to_them_at_o
     start = Allocated(job_id=JobId(12), at_s=T0 + 1, token="t", epoch=1, shares=(share(),))
     started = apply(tasks[1], start)
     batch = batch_of(tasks[0], started, tasks[2])
-    batch.arrays = [tasks]
+    batch.submitted = [tasks]
     store.commit(batch)
     assert store.load_jobs(ended_after_s=T0) == [tasks[0], started, tasks[2]]
 
