@@ -187,6 +187,8 @@ class Controller:
         self._not_started: dict[JobId, _NotStarted] = {}
         self._timer_at_s: float | None = None  # the next begin time or time limit
         self._next_purge_s = 0.0
+        # New jobs that the memory has not read yet, and when they changed.
+        self._unnoted: list[tuple[Job, float]] = []
         self._unread: set[JobId] = set()  # jobs whose scripts could not be read from disk
         self._unreadable = ""  # why they could not be read
         self._unknown_deleted = False  # unused scripts from before this start are deleted
@@ -438,6 +440,9 @@ class Controller:
 
         Raises: InvariantError.
         """
+        unnoted, self._unnoted = self._unnoted, []
+        for job, at_s in unnoted:
+            _guarded(f"note job {job.id}", partial(self._memory.note, job, at_s))
         inbox, self._inbox = [_Asked(*item) for item in self._inbox], []
         tx = Transaction(self.cluster, now_s)
         turn = self._do(tx, inbox)
@@ -467,9 +472,13 @@ class Controller:
         if turn.many:  # answer a large request before the plan is made
             self._ports.wake(0.0)
         unread, self._unread = self._unread, set()
-        for job in tx.batch.jobs.values():
-            after = partial(self._after, self.cluster.jobs.get(job.id, job), now_s)
-            _guarded(f"act on the change of job {job.id}", after)
+        changed = [self.cluster.jobs.get(job.id, job) for job in tx.batch.jobs.values()]
+        if turn.many:  # and before the memory reads it
+            new = {job.id: job for job in changed if _is_new(job)}
+            self._unnoted = [(job, now_s) for job in new.values()]
+            changed = [job for job in changed if job.id not in new]
+        for job in changed:
+            _guarded(f"act on the change of job {job.id}", partial(self._after, job, now_s))
         _guarded("warn jobs of their end", lambda: self._warn(now_s))
         for job_id in unread - tx.batch.jobs.keys() & self.cluster.active.keys():
             self._perform(self.cluster.jobs[job_id])
@@ -555,7 +564,7 @@ class Controller:
     def _after(self, job: Job, now_s: float) -> None:
         """Run the effects of a changed job, and tell its listeners."""
         self._memory.note(job, now_s)
-        if job.state is JobState.PENDING and not job.attempt:
+        if _is_new(job):
             return  # no node or listener knows it yet
         self.training.changed(job)
         if job.state is not JobState.CONFIGURING:
@@ -827,6 +836,10 @@ class Controller:
             if unused[PURGE_SCRIPTS:]:
                 self._next_purge_s = now_s + RETRY_S
                 self._ports.wake(RETRY_S)
+
+
+def _is_new(job: Job) -> bool:
+    return job.state is JobState.PENDING and not job.attempt
 
 
 def _guarded(what: str, work: Callable[[], Any]) -> Any:

@@ -158,7 +158,8 @@ class Store:
         Raises UnavailableError if that fails (disk full, I/O error).
         """
         new = {tasks[0].id: _unchanged(tasks, batch) for tasks in batch.submitted}
-        changed = [job for job in batch.jobs.values() if job.id not in new.get(_submission(job), ())]
+        unchanged = set[int]().union(*new.values())
+        changed = [job for job_id, job in batch.jobs.items() if job_id not in unchanged]
         first = self._first_changes(changed)
         with writing(self.connection) as connection:
             _put(connection, _NEW_SPEC, _spec_row, batch.specs.items())
@@ -176,7 +177,7 @@ class Store:
             _put(connection, _NEW_FAILURE, failure_row, batch.failures)
             _put(connection, _NEW_REQUEST, _request_row, batch.requests)
             _put(connection, PUT_META, _meta_row, _facts(batch))
-            if over := _attempts_over(batch):
+            if over := _attempts_over(changed, batch.events):
                 _END_STEPS.run_many(connection, over)
                 _FORGET_STEPS.run_many(connection, over)
             _replace(connection, _DELETE_RESERVATION, _NEW_RESERVATION, reservation_row, batch.reservations)
@@ -648,14 +649,14 @@ def _unchanged(tasks: Sequence[Job], batch: WriteBatch) -> set[int]:
     return {task.id for task in tasks if batch.jobs.get(task.id) is task}
 
 
-def _attempts_over(batch: WriteBatch) -> list[Row]:
+def _attempts_over(changed: Iterable[Job], events: Iterable[JobEvent]) -> list[Row]:
     """Return the attempts that have released their last node, with their end.
 
     Their steps without a reported end have ended with the attempt: no report will come.
     """
-    lost = {event.job_id for event in batch.events if isinstance(event, NodeLost)}
+    lost = {event.job_id for event in events if isinstance(event, NodeLost)}
     over: list[Row] = []
-    for job in batch.jobs.values():
+    for job in changed:
         again = job.state is JobState.PENDING and job.attempt > 0
         if job.allocated_at_s is not None and (again or job.state in FINAL):
             state = JobState.NODE_FAIL if job.id in lost else JobState.CANCELLED if again else job.state
