@@ -1,7 +1,7 @@
 """Health checks of the cluster: of the head node, and of each node. Each gives a status, one line and numbers.
 
-`hpcsched.cli.hhealth` runs them. Each check of the head tests its object directly: the file
-through SQLite's own check, the share through the calls that checkpoints depend on. A thread, never the caller, waits for a share that hangs.
+`hpcsched.cli.hhealth` runs them. Each check of the head tests its object directly: the file through SQLite's own check, the
+share through the calls that checkpoints depend on. A thread, never the caller, waits for a share that hangs.
 
 The checks of nodes are pure. `view` is one node of the API's ``GET /v1/nodes?probe=1``: its configuration, the state of its link,
 and in `facts` the results of hpcnode.agent.probe, with the controller's times of the request and the answer.

@@ -314,7 +314,7 @@ def _changes(event: Changed) -> str:
 
 # ----- the cluster in a database file, as the planner saw it at the last event
 # For questions about a backup, or about the database of a controller that is down. Nodes and partitions are those of the
-# configuration; a node answers unless it was drained. The file is only read: a temporary copy is migrated if need be.
+# configuration; a node answers unless it was drained. The file is only read: a temporary copy is opened.
 
 
 class _Nowhere:
