@@ -440,9 +440,7 @@ class Controller:
 
         Raises: InvariantError.
         """
-        unnoted, self._unnoted = self._unnoted, []
-        for job, at_s in unnoted:
-            _guarded(f"note job {job.id}", partial(self._memory.note, job, at_s))
+        self._note_new_jobs()
         inbox, self._inbox = [_Asked(*item) for item in self._inbox], []
         tx = Transaction(self.cluster, now_s)
         turn = self._do(tx, inbox)
@@ -472,13 +470,7 @@ class Controller:
         if turn.many:  # answer a large request before the plan is made
             self._ports.wake(0.0)
         unread, self._unread = self._unread, set()
-        changed = [self.cluster.jobs.get(job.id, job) for job in tx.batch.jobs.values()]
-        if turn.many:  # and before the memory reads it
-            new = {job.id: job for job in changed if _is_new(job)}
-            self._unnoted = [(job, now_s) for job in new.values()]
-            changed = [job for job in changed if job.id not in new]
-        for job in changed:
-            _guarded(f"act on the change of job {job.id}", partial(self._after, job, now_s))
+        self._act_on_changes(tx, later=turn.many)
         _guarded("warn jobs of their end", lambda: self._warn(now_s))
         for job_id in unread - tx.batch.jobs.keys() & self.cluster.active.keys():
             self._perform(self.cluster.jobs[job_id])
@@ -560,6 +552,21 @@ class Controller:
         for item in inbox:
             if not item.keep:
                 _guarded("answer a request", partial(item.done, error))
+
+    def _act_on_changes(self, tx: Transaction, *, later: bool) -> None:
+        """Act on the changed jobs. With `later`, the memory reads new jobs in the next tick."""
+        changed = [self.cluster.jobs.get(job.id, job) for job in tx.batch.jobs.values()]
+        if later:
+            new = {job.id: job for job in changed if _is_new(job)}
+            self._unnoted = [(job, tx.now_s) for job in new.values()]
+            changed = [job for job in changed if job.id not in new]
+        for job in changed:
+            _guarded(f"act on the change of job {job.id}", partial(self._after, job, tx.now_s))
+
+    def _note_new_jobs(self) -> None:
+        unnoted, self._unnoted = self._unnoted, []
+        for job, at_s in unnoted:
+            _guarded(f"note job {job.id}", partial(self._memory.note, job, at_s))
 
     def _after(self, job: Job, now_s: float) -> None:
         """Run the effects of a changed job, and tell its listeners."""
