@@ -285,14 +285,13 @@ def _table(shown: Sequence[HistoryColumn], rows: Sequence[HistoryRow], header: b
 
 
 def _in_width(column: HistoryColumn, text: str) -> str:
-    """Return `text` in the width of the column, if it has one.
+    """Return `text` in the width of the column, if it has one, or cut to its greatest width.
 
     Like in sacct, truncated text ends in a +.
     """
-    if not column.width:
-        return text
-    cut = text if len(text) <= column.width else text[: column.width - 1] + "+"
-    return fitted(cut, column.width, right=column.right)
+    most = column.width or column.most
+    cut = text if not most or len(text) <= most else text[: most - 1] + "+"
+    return fitted(cut, column.width, right=column.right) if column.width else cut
 
 
 # ----- sacct: Slurm's columns and widths; root sees the jobs of all users, and a day begins at midnight

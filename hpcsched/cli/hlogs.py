@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.cli.output import note, run_command
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.errors import UnavailableError
+from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.errors import NotFoundError, UnavailableError
 from hpcsched.listing.jobs import ENDED_STATES
 from hpcsched.listing.text import clean, when_text
 
@@ -47,22 +47,23 @@ def _work(words: Words) -> int:
         raise UsageError("cannot tell which output to print: name one job; see hlogs --help")
     reference, stream = words.operands[0], "err" if words.has("err") else "out"
     follow = words.has("follow")
-    told = _tell_failures(reference)
-    offset = 0
-    if words.has("lines"):
-        offset = _print_last_lines(reference, stream, int(words.number("lines", 0)))
-    _print_from(reference, stream, offset, follow=follow)
-    if follow and not told:
-        _tell_failures(reference)
+    job = _report_failures(reference)
+    has_ended = job["state"] in ENDED_STATES
+    try:
+        offset = _print_last_lines(reference, stream, int(words.number("lines", 0))) if words.has("lines") else 0
+        _print_from(reference, stream, offset, follow=follow)
+    except NotFoundError:
+        if not has_ended or job["started_at_s"] is not None:
+            raise
+        return FAILED  # the reason has been printed
+    if follow and not has_ended:
+        _report_failures(reference)
     return 0
 
 
-def _tell_failures(reference: str) -> bool:
-    """Print on stderr why an ended job and its ranks failed, the first cause first.
-
-    Return whether the job has ended.
-    """
-    job = client.call("GET", client.job_path(reference))["jobs"][0]
+def _report_failures(reference: str) -> Json:
+    """Print on stderr why an ended job and its ranks failed, the first cause first. Return the job."""
+    job: Json = client.call("GET", client.job_path(reference))["jobs"][0]
     failures = job.get("failures", ())
     if job["state"] in ENDED_STATES and job["started_at_s"] is None:
         detail = f": {clean(job['reason_detail'])}" if job["reason_detail"] else ""
@@ -78,7 +79,7 @@ def _tell_failures(reference: str) -> bool:
         if number == 0:
             for line in lines[:-1]:
                 _say(f"    {line}")
-    return job["state"] in ENDED_STATES
+    return job
 
 
 def _say(text: str) -> None:
@@ -140,7 +141,7 @@ def _print_from(reference: str, stream: str, offset: int, *, follow: bool) -> No
         job = client.call("GET", client.job_path(reference))["jobs"][0]
         if job["started_at_s"] is not None:
             note(COMMAND.name, f"nothing has been written to {clean(part.path)}")
-        elif job["state"] not in ENDED_STATES:  # of an ended job, `_tell_failures` has printed it
+        elif job["state"] not in ENDED_STATES:  # of an ended job, `_report_failures` has printed it
             _say(_why_nothing(job))
 
 
@@ -155,16 +156,16 @@ def _why_nothing(job: Json) -> str:
 
 def _part(reference: str, stream: str, offset: int, *, follow: bool, patient: bool) -> client.LogChunk:
     """Return the next piece; if `patient`, wait for a controller or node that does not answer."""
-    told = False
+    has_noted = False
     while True:
         try:
             return client.fetch_log(reference, stream=stream, offset=offset, wait_s=FOLLOW_WAIT_S if follow else 0)
         except UnavailableError as error:
             if not patient:
                 raise
-            if not told:
+            if not has_noted:
                 note(COMMAND.name, f"{clean(error)}; waiting for it")
-            told = True
+            has_noted = True
             time.sleep(RECONNECT_S)
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import click
 
 from hpcsched import client, paths
+from hpcsched.config.load import Config, load_config
 from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
 from hpcsched.listing.text import clean
 from hpcsched.model.units import format_time_s
@@ -32,8 +33,6 @@ def up() -> None:
     if running is not None:
         click.echo(f"hpcschedd is already running (process {running['pid']})")
         return
-    from hpcsched.config.load import load_config
-
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     log = config.controller.state_dir / LOG_FILE
     with open_log(log) as stream:
@@ -84,7 +83,7 @@ def _nodes_that_answer() -> list[str]:
     down = [f"  {node['name']} does not answer: {clean(node['link_why'])}" for node in nodes if node["link"] == "down"]
     waited = [f"  {', '.join(unknown)}: no answer within {NODES_S:g} s; see hinfo -N"] if unknown else []
     count = sum(node["link"] == "up" for node in nodes)
-    return [f"{count} of {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} answer", *down, *waited]
+    return [f"{count} of {len(nodes)} {'node answers' if len(nodes) == 1 else 'nodes answer'}", *down, *waited]
 
 
 def open_log(log: Path) -> BinaryIO:
@@ -157,41 +156,31 @@ def status(as_json: bool) -> None:
         click.echo(json.dumps(answer))
         return
     click.echo(f"cluster {answer['cluster']}: hpcschedd {answer['hpcsched']} runs (process {answer['pid']})")
-    click.echo(f"  up for  {_duration(answer['now_s'] - answer['started_at_s'])}, epoch {answer['epoch']}")
+    click.echo(f"  up for  {format_time_s(int(answer['now_s'] - answer['started_at_s']))}, epoch {answer['epoch']}")
     click.echo(f"  nodes   {_counts(answer['nodes'])}")
     click.echo(f"  jobs    {_counts(answer['counts'])}")
     for note in answer.get("not_taken", ()):
         click.echo(f"! {note}")
-    wrong = _wrong_with_files()
+    config, wrong = _config_on_disk()
+    if config is not None and (log := config.controller.state_dir / LOG_FILE).exists():
+        click.echo(f"  log     {log}")
     if wrong:
         click.echo(
             f"  the configuration on disk is invalid; the controller still uses the previous one: {clean(wrong)}"
         )
 
 
-def _wrong_with_files() -> str:
-    """Return the error in the configuration files.
-
-    "" if there is none, or if we may not read them.
-    """
-    from hpcsched.config.load import load_config
-
+def _config_on_disk() -> tuple[Config | None, str]:
+    """Return the configuration, None if we may not read it, and the error in its files, "" if there is none."""
     config_dir = paths.find_config_dir(os.environ, os.getuid())
-    if not os.access(config_dir / paths.CONFIG_FILE, os.R_OK):
-        return ""
     try:
-        load_config(config_dir)
+        return (load_config(config_dir) if os.access(config_dir / paths.CONFIG_FILE, os.R_OK) else None), ""
     except ConfigError as error:
-        return str(error)
-    return ""
+        return None, str(error)
 
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {state.lower()}" for state, count in sorted(counts.items())) or "none"
-
-
-def _duration(seconds: float) -> str:
-    return format_time_s(int(seconds))
 
 
 def _ping() -> dict[str, Any] | None:

@@ -30,10 +30,10 @@ class HistoryRow(namedtuple("HistoryRow", "job step")):
     step: Json | None
 
 
-class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms", defaults=(0, 10))):
+class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms most", defaults=(0, 10, 0))):
     """A requested column.
 
-    `width` 0 is as wide as the content, `slurms` is sacct's default width.
+    `width` 0 is as wide as the content, but at most `most` if that is not 0; `slurms` is sacct's default width.
     """
 
     __slots__ = ()
@@ -43,6 +43,7 @@ class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms", 
     right: bool
     width: int
     slurms: int
+    most: int
 
 
 def job_rows(job: Json, *, steps: bool) -> list[HistoryRow]:
@@ -444,7 +445,7 @@ _COLUMNS = (
     HistoryColumn("MaxDiskRead", _moved("disk_read_bytes", each=True), True, slurms=12),
     HistoryColumn("MaxDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=12),
     HistoryColumn("MaxRSS", _max_rss, True),
-    HistoryColumn("Meaning", _meaning, False),
+    HistoryColumn("Meaning", _meaning, False, most=60),
     HistoryColumn("MemEff", _part(mem_part), True),
     HistoryColumn("NCPUS", _alloc_cpus, True),
     HistoryColumn("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True, slurms=8),

@@ -1,4 +1,4 @@
-"""`hpcsched down` stops the process that has the controller's socket, whether it answers or not."""
+"""`hpcsched up`, `down` and `status`: the process that has the controller's socket, whether it answers or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_api import FakeApi, node
 
+from hpcsched.cli.admin import daemon
 from hpcsched.cli.admin.main import hpcsched_command, run
 
 # Listens as a controller does whose event loop is busy: connections come in, nobody reads them.
@@ -45,3 +47,25 @@ def test_a_socket_that_cannot_be_reached_is_not_taken_for_a_controller_that_does
     monkeypatch.setenv("HPCSCHED_API", str(tmp_path / "file" / "api.sock"))
     assert run(hpcsched_command, "hpcsched", ["down"]) == 1
     assert "Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("count", "line"), [(1, "1 of 1 node answers"), (2, "2 of 2 nodes answer")])
+def test_up_counts_the_nodes_that_answer(api: FakeApi, count: int, line: str) -> None:
+    api.answers["GET /v1/nodes"] = {"nodes": [node(f"n{number}") for number in range(count)]}
+    assert daemon._nodes_that_answer() == [line]
+
+
+def test_status_names_the_log_of_the_controller(
+    api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.answers["GET /v1/ping"] = {
+        "cluster": "lab", "hpcsched": "0.1.0", "pid": 7, "now_s": 16.0, "started_at_s": 1.0, "epoch": 1, "nodes": {},
+        "counts": {},
+    }  # fmt: skip
+    monkeypatch.setenv("HPCSCHED_CONFIG", str(tmp_path))
+    (tmp_path / "hpcsched.toml").write_text(f'[controller]\nstate_dir = "{tmp_path}"\n')
+    assert run(hpcsched_command, "hpcsched", ["status"]) == 0
+    assert "log" not in capsys.readouterr().out
+    (tmp_path / "hpcschedd.log").touch()
+    assert run(hpcsched_command, "hpcsched", ["status"]) == 0
+    assert f"  log     {tmp_path}/hpcschedd.log\n" in capsys.readouterr().out

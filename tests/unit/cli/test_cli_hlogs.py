@@ -139,3 +139,13 @@ def test_why_there_is_no_output_is_said_once(
     api.answers["GET /v1/log"] = log_answer(b"", offset=0, size=0, ended=True)
     assert hlogs.main(["12"]) == 0
     assert capsys.readouterr().err == f"hlogs: {said}\n"
+
+
+def test_the_reason_of_a_job_that_could_not_be_started_is_printed_once(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.answers["GET /v1/job/12"] = {"jobs": [job(started_at_s=None, state="FAILED", reason_detail="no user")]}
+    refusal = "cannot show the output of job 12 on n1: no user"
+    api.answers["GET /v1/log"] = (404, {"error": refusal, "kind": "NotFoundError"})
+    assert hlogs.main(["12"]) == 1
+    assert capsys.readouterr().err == "hlogs: job 12 ended (FAILED) before it started: no user\n"

@@ -445,3 +445,14 @@ def test_h_alone_says_how_to_get_help_on_a_terminal(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert hqueue.main(["-h"]) == 0
     assert capsys.readouterr().err == "hqueue: -h leaves the header out, as in Slurm; for help: hqueue --help\n"
+
+
+def test_hacct_cuts_a_long_meaning_unless_a_program_reads_it(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "a long story " * 20
+    api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": [ended(exit_code=0, reason_detail=why) | {"steps": []}]}
+    assert hacct.main(["-n", "-o", "Meaning"]) == 0
+    assert capsys.readouterr().out == why[:59] + "+\n"
+    assert hacct.main(["-n", "-o", "Meaning%300"]) == 0
+    assert capsys.readouterr().out.strip() == why.strip()
+    assert hacct.main(["-nP", "-o", "Meaning"]) == 0
+    assert capsys.readouterr().out == why + "\n"
