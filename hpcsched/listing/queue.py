@@ -1,7 +1,7 @@
-"""The queue as lines of text: which columns, in which order. What squeue and hqueue print.
+"""The queue as lines of text: its columns, and in which order. What squeue and hqueue print.
 
 Rendered by the controller, so that only the text has to travel and a row that has not changed is not written again. A job is
-the JSON object of the API. Source: squeue(1), --sort, --array, --long.
+the JSON object of the API. Source: squeue(1), -o, -O, --sort, --array, --long.
 """
 
 from __future__ import annotations
@@ -12,14 +12,218 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from hpcsched.errors import UsageError
+from hpcsched.listing import formats
 from hpcsched.listing.formats import Cell, FormatField, Look, cell_text, format_lines, header_text
-from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
-from hpcsched.listing.jobs import ACTIVE_STATES, ENDED_STATES, Job, end_s, start_s
+from hpcsched.listing.jobs import (
+    ACTIVE_STATES,
+    ENDED_STATES,
+    Job,
+    array_text,
+    checkpoint_text,
+    end_s,
+    exit_text,
+    goodput_text,
+    gres_of_node,
+    id_text,
+    is_waiting,
+    loss_text,
+    memory_asked,
+    nodes_or_reason,
+    rate_text,
+    reason,
+    shown_state,
+    start_s,
+    step_text,
+    time_left,
+    training,
+    tres_text,
+    why,
+)
 from hpcsched.listing.text import DIM, GREEN, RED, YELLOW, columns
+from hpcsched.model.units import format_mem, format_time_s
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:
     from typing import Any
+
+# ----- the columns: each with its own name, squeue's letter, header and long names, and how it is written
+
+
+_MAX_PRIORITY = 2**32 - 1
+
+
+def _of(key: str, none: str = "") -> Callable[[Job, Look], str]:
+    def text(job: Job, look: Look) -> str:
+        value = job.get(key)
+        return none if value is None or value == "" else str(value)
+
+    return text
+
+
+def _one(text: str) -> Callable[[Job, Look], str]:
+    """Return the writer of what is the same for every job here."""
+    return lambda job, look: text
+
+
+def _listed(key: str) -> Callable[[Job, Look], str]:
+    return lambda job, look: ",".join(job.get(key) or ()) or ""
+
+
+def _group(job: Job) -> str:
+    import grp  # these two only where a group is asked for
+    import pwd
+
+    try:
+        return grp.getgrgid(pwd.getpwnam(job["user"]).pw_gid).gr_name
+    except KeyError:
+        return str(job["uid"])
+
+
+def _gid(job: Job) -> str:
+    import pwd
+
+    try:
+        return str(pwd.getpwnam(job["user"]).pw_gid)
+    except KeyError:
+        return str(job["uid"])
+
+
+def _licenses(job: Job) -> str:
+    return ",".join(f"{name}:{count}" for name, count in (job.get("licenses") or {}).items()) or "(null)"
+
+
+def _share(job: Job) -> str:
+    return f"{(job['priority'] or 0) / _MAX_PRIORITY:.14f}"
+
+
+def _pending_s(job: Job, look: Look) -> str:
+    until_s = job["started_at_s"] or job["ended_at_s"] or look.now_s
+    return str(int(max(0, until_s - job["submitted_at_s"])))
+
+
+def _soon(job: Job) -> str:
+    """Return when a waiting job is expected to start, to the minute: of this year, so that the text holds at any time."""
+    at_s = job["expected_start_s"] if is_waiting(job) else None
+    return "-" if at_s is None else time.strftime("%m-%dT%H:%M", time.localtime(at_s))
+
+
+# fmt: off
+FIELDS = (
+    FormatField("id", "i", "JOBID", lambda job, look: id_text(job), True, ("jobarrayid",)),
+    FormatField("rawid", "A", "JOBID", _of("id"), True, ("jobid",)),
+    FormatField("array", "F", "ARRAY_JOB_ID", lambda job, look: str(job["array_job_id"] or job["id"]), True, ("arrayjobid",)),
+    FormatField("task", "K", "ARRAY_TASK_ID", lambda job, look: array_text(job), True, ("arraytaskid",)),
+    FormatField("hetjob", "", "HET_JOB_ID", _of("het_job_id", "N/A"), True, ("hetjobid",)),
+    FormatField("hetoffset", "", "HET_JOB_OFFSET", _of("het_offset", "N/A"), True, ("hetjoboffset",)),
+    FormatField("hetids", "", "HET_JOB_ID_SET", _of("het_job_ids", "N/A"), False, ("hetjobidset",)),
+    FormatField("partition", "P", "PARTITION", _of("partition"), True, ("partition",)),
+    FormatField("name", "j", "NAME", _of("name"), True, ("name",)),
+    FormatField("user", "u", "USER", _of("user"), True, ("username",)),
+    FormatField("uid", "U", "UID", _of("uid"), True, ("userid",)),
+    FormatField("group", "g", "GROUP", lambda job, look: _group(job), False, ("groupname",)),
+    FormatField("gid", "G", "GROUP", lambda job, look: _gid(job), True, ("groupid",)),
+    FormatField("account", "a", "ACCOUNT", _of("account", "(null)"), False, ("account",)),
+    FormatField("st", "t", "ST", _of("state_short"), True, ("statecompact",)),
+    FormatField("state", "T", "STATE", lambda job, look: shown_state(job), True, ("state",)),
+    FormatField("time", "M", "TIME", lambda job, look: format_time_s(job["elapsed_s"]), True, ("timeused",)),
+    FormatField("limit", "l", "TIME_LIMIT", lambda job, look: format_time_s(job["time_limit_s"]), True, ("timelimit",)),
+    FormatField("left", "L", "TIME_LEFT", lambda job, look: time_left(job), True, ("timeleft",)),
+    FormatField("nodes", "D", "NODES", _of("num_nodes"), True, ("numnodes",)),
+    FormatField("cpus", "C", "CPUS", _of("num_cpus"), True, ("numcpus",)),
+    FormatField("tasks", "", "TASKS", _of("num_tasks"), True, ("numtasks",)),
+    FormatField("cpuspertask", "", "CPUS_PER_TASK", _of("cpus_per_task"), True, ("cpus-per-task",)),
+    FormatField("mincpus", "c", "MIN_CPUS", _of("mincpus", "1"), True, ("mincpus",)),
+    FormatField("mem", "m", "MIN_MEMORY", lambda job, look: memory_asked(job), True, ("minmemory",)),
+    FormatField("tmp", "d", "MIN_TMP_DISK", lambda job, look: format_mem(job.get("tmp_mib") or 0), True, ("mintmpdisk",)),
+    FormatField("gres", "b", "TRES_PER_NODE", lambda job, look: gres_of_node(job), False, ("tres-per-node", "gres")),
+    FormatField("gpus", "", "GPUS", _of("gpus"), True),
+    FormatField("tres", "", "TRES_ALLOC", lambda job, look: tres_text(job, billing=True), False, ("tres-alloc", "tres")),
+    FormatField("nodelist", "N", "NODELIST", _of("node_list"), False, ("nodelist", "nodes")),
+    FormatField("where", "R", "NODELIST(REASON)", lambda job, look: nodes_or_reason(job), False, ("reasonlist",)),
+    FormatField("reason", "r", "REASON", lambda job, look: reason(job), False, ("reason",)),
+    FormatField("why", "", "WHY", lambda job, look: why(job)),
+    FormatField("eta", "", "ETA", lambda job, look: look.date(job["expected_start_s"])),
+    FormatField("within", "", "LIMIT", lambda job, look: format_time_s(job["time_limit_s"]), True),
+    FormatField("starts", "", "ETA", lambda job, look: _soon(job)),
+    FormatField("start", "S", "START_TIME", lambda job, look: look.date(start_s(job)), False, ("starttime",)),
+    FormatField("end", "e", "END_TIME", lambda job, look: look.date(end_s(job)), False, ("endtime",)),
+    FormatField("submitted", "V", "SUBMIT_TIME", lambda job, look: look.date(job["submitted_at_s"]), False, ("submittime",)),
+    FormatField("eligible", "", "ELIGIBLE_TIME", lambda job, look: look.date(job["eligible_at_s"]), False,
+          ("eligibletime", "accruetime")),
+    FormatField("deadline", "", "DEADLINE", lambda job, look: look.date(job.get("deadline_at_s")), False, ("deadline",)),
+    FormatField("waited", "", "PENDING_TIME", _pending_s, True, ("pendingtime",)),
+    FormatField("exit", "", "EXIT_CODE", lambda job, look: exit_text(job) if job["state"] in ENDED_STATES else "N/A", False,
+          ("exit-code", "exitcode")),
+    FormatField("qos", "q", "QOS", _of("qos", "normal"), False, ("qos",)),
+    FormatField("priority", "Q", "PRIORITY", _of("priority", "0"), True, ("prioritylong",)),
+    FormatField("share", "p", "PRIORITY", lambda job, look: _share(job), True, ("priority",)),
+    FormatField("nice", "y", "NICE", _of("nice"), True, ("nice",)),
+    FormatField("dependency", "E", "DEPENDENCY", _of("dependency", "(null)"), False, ("dependency",)),
+    FormatField("reservation", "v", "RESERVATION", _of("reservation", "(null)"), False, ("reservation",)),
+    FormatField("features", "f", "FEATURES", _of("constraint", "(null)"), False, ("feature", "features")),
+    FormatField("prefer", "", "PREFER", _of("prefer", "(null)"), False, ("prefer",)),
+    FormatField("licenses", "W", "LICENSES", lambda job, look: _licenses(job), False, ("licenses",)),
+    FormatField("asked", "n", "REQ_NODES", _listed("asked_nodes"), False, ("reqnodes",)),
+    FormatField("excluded", "x", "EXC_NODES", _listed("excluded_nodes"), False, ("excnodes",)),
+    FormatField("scheduled", "Y", "SCHEDNODES", _one("(null)"), False, ("schednodes",)),
+    FormatField("batchhost", "B", "EXEC_HOST", lambda job, look: job["nodes"][0] if job["nodes"] else "n/a", False,
+          ("batchhost",)),
+    FormatField("submithost", "", "ALLOC_SID", _of("submit_host", "N/A"), False, ("allocsid", "allocnodes")),
+    FormatField("shared", "h", "OVER_SUBSCRIBE", lambda job, look: "NO" if job["exclusive"] else "OK", False,
+          ("oversubscribe", "shared")),
+    FormatField("contiguous", "O", "CONTIGUOUS", lambda job, look: str(int(bool(job.get("contiguous")))), True, ("contiguous",)),
+    FormatField("sockets", "H", "SOCKETS_PER_NODE", _one("*"), True, ("sockets",)),
+    FormatField("cores", "I", "CORES_PER_SOCKET", _one("*"), True, ("cores",)),
+    FormatField("threads", "J", "THREADS_PER_CORE", _one("*"), True, ("threads",)),
+    FormatField("sct", "z", "S:C:T", _one("*:*:*"), True, ("sct",)),
+    FormatField("corespec", "X", "CORE_SPEC", _one("N/A"), True, ("corespec",)),
+    FormatField("wckey", "w", "WCKEY", _one("(null)"), False, ("wckey",)),
+    FormatField("comment", "k", "COMMENT", _of("comment", "(null)"), False, ("comment",)),
+    FormatField("command", "o", "COMMAND", _of("command", "(null)"), False, ("command",)),
+    FormatField("dir", "Z", "WORK_DIR", _of("work_dir", "(null)"), False, ("workdir",)),
+    FormatField("stdin", "", "STDIN", _of("stdin", "/dev/null"), False, ("stdin",)),
+    FormatField("stdout", "", "STDOUT", _of("stdout", "(null)"), False, ("stdout",)),
+    FormatField("stderr", "", "STDERR", _of("stderr", "(null)"), False, ("stderr",)),
+    FormatField("step", "", "STEP", lambda job, look: step_text(job), True),
+    FormatField("loss", "", "LOSS", lambda job, look: loss_text(job), True),
+    FormatField("rate", "", "SAMPLES/S", lambda job, look: rate_text(job), True),
+    FormatField("trained", "", "TRAINED", lambda job, look: look.date(training(job).get("ends_at_s"))),
+    FormatField("goodput", "", "GOODPUT", lambda job, look: goodput_text(job), True),
+    FormatField("checkpoint", "", "CHECKPOINT", lambda job, look: checkpoint_text(job, look.now_s)),
+    FormatField("restarts", "", "RESTARTS", _of("restarts"), True, ("restartcnt",)),
+    FormatField("requeue", "", "REQUEUE", lambda job, look: "1" if job["requeue"] else "0", True, ("requeue",)),
+)
+# fmt: on
+
+
+def _only_long() -> tuple[FormatField, ...]:
+    """Return columns that Slurm's --Format has and that say nothing here: asked for by tools that show all there are."""
+    nothing = {
+        "N/A": "admin_comment system_comment associd batchflag boardsperblock burstbuffer burstbufferstate cluster "
+        "clusterfeature container delayboot derivedec lastschedeval maxcpus maxnodes mcslabel mem-per-tres mintime network "
+        "ntperboard ntpercore ntpernode ntpersocket origin originraw preempttime profile reboot reqswitch resizetime resvport "
+        "selectjobinfo siblingsactive siblingsactiveraw siblingsviable siblingsviableraw sperboard statereason tres-bind "
+        "tres-freq tres-per-job tres-per-socket tres-per-step tres-per-task cpus-per-tres wait4switch"
+    }
+    return tuple(
+        FormatField("", "", name.upper().replace("-", "_"), _one(text), False, (name,))
+        for text, names in nothing.items()
+        for name in names.split()
+    )
+
+
+def parse_format(text: str) -> list[Cell]:
+    """Return the places of a format, of names or of percent signs. Raises UsageError for a column that there is not."""
+    return formats.parse_percent(text, FIELDS) if "%" in text else formats.parse_names(text, FIELDS)
+
+
+def parse_long_format(text: str) -> list[Cell]:
+    """Return the places of a format as -O takes it. Raises UsageError."""
+    return formats.parse_long(text, (*FIELDS, *_only_long()))
+
+
+# ----- which jobs, in which order, and how wide
+
 
 # In the order in which Slurm numbers them, by which it sorts.
 _STATE_ORDER = (

@@ -19,7 +19,7 @@ import pytest
 
 from hpcsched.cli import hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, htunnel, hwhy
 from hpcsched.jobscript.options import OPTIONS
-from hpcsched.listing.jobfields import FIELDS
+from hpcsched.listing.queue import FIELDS
 from hpctrain.elastic.__main__ import make_parser
 from hpctrain.options import add_options
 

@@ -354,10 +354,10 @@ def _job_text(text: Callable[[Json], str]) -> Callable[[HistoryRow], str]:
 
 
 def _group(job: Json, *, number: bool) -> str:
-    from hpcsched.listing import jobfields  # rarely needed
+    from hpcsched.listing import queue
 
     name = "gid" if number else "group"
-    return next(field for field in jobfields.FIELDS if field.name == name).text(job, Look(0.0))
+    return next(field for field in queue.FIELDS if field.name == name).text(job, Look(0.0))
 
 
 def _moved(key: str, *, each: bool = False) -> Callable[[HistoryRow], str]:

@@ -15,9 +15,8 @@ from fake_api import NOW_S, ended, job, running, task
 from hpcsched.commands.queue import DEFAULT_COLUMNS
 from hpcsched.errors import UsageError
 from hpcsched.listing.formats import Look, format_lines, relative_text
-from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
 from hpcsched.listing.jobs import detail_lines, index_ranges, memory_asked, memory_in_all
-from hpcsched.listing.queue import make_listing, queue_text, row_of
+from hpcsched.listing.queue import FIELDS, make_listing, parse_format, parse_long_format, queue_text, row_of
 
 LOOK = Look(NOW_S)
 
