@@ -26,7 +26,7 @@ from hpcsched.cli.render.acct_fields import (
     mem_part,
     slurms_columns,
 )
-from hpcsched.cli.render.slurm_json import print_accounting
+from hpcsched.cli.render.records import print_accounting
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, split_list

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hpcsched import client
 from hpcsched.cli.output import complain, outlive_its_end, print_json, run_command
-from hpcsched.cli.render import job_fields, show_text
+from hpcsched.cli.render import records
+from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
 from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.errors import NotFoundError, RequestError
@@ -374,36 +375,36 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
     answers = [client.call("GET", client.job_path(reference)) for operand in rest for reference in split_list(operand)]
     answers = answers or [client.call("GET", "/v1/jobs")]
     answer = {**answers[0], "jobs": [job for one in answers for job in one["jobs"]]}
-    return _print_records(answer, "jobs", job_fields.hctl_lines, words)
+    return _print_records(answer, "jobs", records.hctl_lines, words)
 
 
 def _show_node(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/nodes")
     answer["nodes"] = _chosen(answer["nodes"], expand_hostlist(",".join(rest)), "Invalid node name specified")
-    return _print_records(answer, "nodes", show_text.node_lines, words)
+    return _print_records(answer, "nodes", records.node_lines, words)
 
 
 def _show_partition(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/partitions")
     names = [name for word in rest for name in split_list(word)]
     answer["partitions"] = _chosen(answer["partitions"], names, "invalid partition name specified")
-    return _print_records(answer, "partitions", show_text.partition_lines, words)
+    return _print_records(answer, "partitions", records.partition_lines, words)
 
 
-def _chosen(records: Sequence[Json], names: Sequence[str], refusal: str) -> list[Json]:
-    by_name = {record["name"]: record for record in records}
+def _chosen(known: Sequence[Json], names: Sequence[str], refusal: str) -> list[Json]:
+    by_name = {record["name"]: record for record in known}
     for name in names:
         if name not in by_name:
             raise NotFoundError(f"{refusal}: {clean(name[:60])}; there are: {', '.join(by_name) or 'none'}")
-    return [by_name[name] for name in names] if names else list(records)
+    return [by_name[name] for name in names] if names else list(known)
 
 
-def _print_records(answer: Json, key: str, lines: Callable[[Json], list[show_text.Words]], words: Words) -> int:
+def _print_records(answer: Json, key: str, lines: Callable[[Json], list[records.Words]], words: Words) -> int:
     if words.has("json"):
         print_json(answer)
         return 0
     one_line = words.has("oneliner")
-    print("\n".join(show_text.record_text(lines(record), one_line=one_line) for record in answer[key]))
+    print("\n".join(records.record_text(lines(record), one_line=one_line) for record in answer[key]))
     return 0
 
 
@@ -422,7 +423,7 @@ def _show_licenses(rest: Sequence[str], words: Words) -> int:
     if not answer["licenses"] and not words.has("json"):
         print("No licenses configured")
         return 0
-    return _print_records(answer, "licenses", show_text.license_lines, words)
+    return _print_records(answer, "licenses", records.license_lines, words)
 
 
 _ACCOUNTING_FIELDS = {
@@ -442,14 +443,12 @@ _FIELD_NAMES = {"parentname": "Parent", "share": "Shares", "qos": "QOS", "defaul
 
 def _show_accounting(kind: str) -> Callable[[Sequence[str], Words], int]:
     def show(rest: Sequence[str], words: Words) -> int:
-        from hpcsched.cli.slurm.sacctmgr import RECORDS
-
         title, fields = _ACCOUNTING_FIELDS[kind]
         names = [name for word in rest for name in split_list(word)]
-        records = _chosen(RECORDS[kind](), names, f"there is no {kind} of that name")
-        answer: Json = {"version": 1, f"{kind}s": records}
+        chosen = _chosen(RECORDS[kind](), names, f"there is no {kind} of that name")
+        answer: Json = {"version": 1, f"{kind}s": chosen}
 
-        def lines(one: Json) -> list[show_text.Words]:
+        def lines(one: Json) -> list[records.Words]:
             limits = [(_FIELD_NAMES[field], one[field]) for field in _LIMIT_FIELDS if one.get(field) not in (None, "")]
             return [
                 [(title, one["name"])],
@@ -467,7 +466,7 @@ def _show_config(rest: Sequence[str], words: Words) -> int:
     if words.has("json"):
         print_json(answer)
     else:
-        sys.stdout.write(show_text.config_text(answer["config"]))
+        sys.stdout.write(records.config_text(answer["config"]))
     return 0
 
 

@@ -321,7 +321,7 @@ def _look_sinfo(words: Words) -> int:
         partitions = [partition for partition in partitions if partition["name"] in wanted]
     nodes = [node for node in answer["nodes"] if _is_shown_by_sinfo(node, words, partitions)]
     if words.has("json"):
-        from hpcsched.cli.render.slurm_json import print_nodes  # polling does not need it
+        from hpcsched.cli.render.records import print_nodes
 
         print_nodes(nodes)
         return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli.output import print_json
@@ -53,9 +52,9 @@ def _tres_text(tres: Sequence[tuple[str, int]]) -> str:
 
 def _limits(limits: Json | None) -> Json:
     """Return the limits of an account, a user or a QOS by Slurm's columns; "" without a limit."""
-    found: dict[str, Any] = limits or {}
+    found: Json = limits or {}
 
-    def number(name: str) -> Any:
+    def number(name: str) -> object:
         value = found.get(name)
         return "" if value is None else value
 

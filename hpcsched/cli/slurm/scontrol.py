@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.output import outlive_its_end, print_json
-from hpcsched.cli.render import job_fields, show_text, slurm_json
+from hpcsched.cli.render import records
 from hpcsched.cli.slurm import run_face
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.cli.slurm.sstat import running_steps
@@ -135,9 +135,9 @@ def _show(rest: Sequence[str], words: Words) -> int:
     return _ENTITIES[found]([value, *rest[1:]] if value else rest[1:], words)
 
 
-def _print(records: Sequence[list[show_text.Words]], words: Words) -> int:
-    for lines in records:
-        print(show_text.record_text(lines, one_line=words.has("oneliner")))
+def _print(shown: Sequence[list[records.Words]], words: Words) -> int:
+    for lines in shown:
+        print(records.record_text(lines, one_line=words.has("oneliner")))
     return 0
 
 
@@ -147,11 +147,11 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
     answers = answers or [client.call("GET", "/v1/jobs")]
     jobs = [job for one in answers for job in one["jobs"]]
     if words.has("json"):
-        return slurm_json.print_jobs({**answers[0], "jobs": jobs})
+        return records.print_jobs({**answers[0], "jobs": jobs})
     if not jobs:
         print("No jobs in the system")
         return 0
-    return _print([job_fields.scontrol_lines(job, detailed=words.has("details")) for job in _folded(jobs)], words)
+    return _print([records.scontrol_lines(job, detailed=words.has("details")) for job in _folded(jobs)], words)
 
 
 def _folded(jobs: Sequence[Json]) -> list[Json]:
@@ -198,16 +198,16 @@ def _show_chosen(answer: Json, key: str, wanted: Sequence[str], what: str, words
 
 def _print_json(key: str, chosen: Sequence[Json]) -> None:
     if key == "nodes":
-        slurm_json.print_nodes(chosen)
+        records.print_nodes(chosen)
     else:
-        slurm_json.print_partitions(chosen, client.call("GET", "/v1/nodes")["nodes"])
+        records.print_partitions(chosen, client.call("GET", "/v1/nodes")["nodes"])
 
 
-def _lines(key: str, one: Json) -> list[show_text.Words]:
+def _lines(key: str, one: Json) -> list[records.Words]:
     if key == "nodes":
-        return show_text.scontrol_node_lines(one)
+        return records.scontrol_node_lines(one)
     nodes = client.call("GET", "/v1/nodes")["nodes"]
-    return show_text.scontrol_partition_lines(one, [node for node in nodes if node["name"] in one["nodes"]])
+    return records.scontrol_partition_lines(one, [node for node in nodes if node["name"] in one["nodes"]])
 
 
 def _show_step(rest: Sequence[str], words: Words) -> int:
@@ -215,7 +215,7 @@ def _show_step(rest: Sequence[str], words: Words) -> int:
     _, steps = running_steps(wanted)
     if wanted and not steps:
         raise NotFoundError(INVALID_JOB)
-    return _print([show_text.step_lines(step) for step in steps], words)
+    return _print([records.step_lines(step) for step in steps], words)
 
 
 def _show_reservation(rest: Sequence[str], words: Words) -> int:
@@ -244,7 +244,7 @@ def _show_licenses(rest: Sequence[str], words: Words) -> int:
     if not answer["licenses"]:
         print("No licenses configured in Slurm.")
         return 0
-    return _print([show_text.license_lines(one) for one in answer["licenses"]], words)
+    return _print([records.license_lines(one) for one in answer["licenses"]], words)
 
 
 def _show_config(rest: Sequence[str], words: Words) -> int:
