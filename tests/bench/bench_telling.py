@@ -17,12 +17,12 @@ import torch.nn.functional as F
 
 from hpctrain.batch import Batch, Phases
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.examples.chargpt import Gpt
 from hpctrain.exchange.balance import RankTimes
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
-from hpctrain.report.reporter import Goodput, Reporter, RunRecord
+from hpctrain.report.reporter import Goodput, Reporter, ReporterSetup, RunRecord
 from hpctrain.settings import settings_of
 from tests.bench.figures import Figure, from_samples
 
@@ -76,17 +76,19 @@ def teller(out: Path) -> Callable[[], None]:
     comm = SingleCommunicator()
     goodput = Goodput(began_at_s=time.time())
     told = Reporter(
-        options,
-        "bench",
-        comm,
-        identity,
-        TrainingProgress(),
-        model,
-        {},
-        ["n1", "n2"],
-        settings,
-        goodput,
-        RunRecord(options.out),
+        ReporterSetup(
+            options=options,
+            name="bench",
+            comm=comm,
+            identity=identity,
+            progress=TrainingProgress(),
+            model=model,
+            environ={},
+            hosts=["n1", "n2"],
+            settings=settings,
+            goodput=goodput,
+            record=RunRecord(options.out),
+        )
     )
     phases, batch = Phases(model), Batch(0, 1, 1, 1.0)
     count = 0

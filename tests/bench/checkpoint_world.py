@@ -20,7 +20,7 @@ from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.checkpoint.writing.writer import ProcessWriter
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.env import JobFacts
-from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.examples.chargpt import Gpt
 from hpctrain.exchange.sync import make_sync
 from hpctrain.loop import live_tensors
 from hpctrain.optim.adamw import AdamW, clip_factor, multiply

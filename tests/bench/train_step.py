@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.comm import connect
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.examples.chargpt import Gpt
 from hpctrain.exchange.sync import make_sync
 from hpctrain.optim.adamw import clip_factor, multiply
 

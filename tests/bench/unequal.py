@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.examples.chargpt import Gpt
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
 from hpctrain.run import start

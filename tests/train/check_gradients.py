@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm import connect
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.data import shares
-from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.examples.chargpt import Gpt
 from hpctrain.exchange.buckets import GradientBuckets
 
 BATCH, CONTEXT = 7, 16

@@ -32,7 +32,7 @@ import hpctrain.run
 from hpctrain.checkpoint.writing import files
 from hpctrain.elastic.member import Membership
 from hpctrain.env import StopRequest
-from hpctrain.examples import chargpt_run
+from hpctrain.examples import chargpt
 from hpctrain.examples.chargpt import main
 from hpctrain.report.metrics import MetricsFile
 from hpctrain.run import Run
@@ -161,10 +161,10 @@ def await_stop() -> None:
 
 def loss_is_nan() -> None:
     rank, number = map(int, arguments)
-    real = chargpt_run.mean_loss
+    real = chargpt.mean_loss
     poisoned: list[bool] = []
     at_step(rank, number, lambda: poisoned.append(True))
-    chargpt_run.mean_loss = lambda *of: real(*of) * (float("nan") if poisoned else 1.0)
+    chargpt.mean_loss = lambda *of: real(*of) * (float("nan") if poisoned else 1.0)
 
 
 if __name__ == "__main__":

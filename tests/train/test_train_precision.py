@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.batch import Batch, StepBatch, pieces_of
 from hpctrain.errors import TrainError
-from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.examples.chargpt import Gpt
 from hpctrain.optim import precision
 from hpctrain.optim.adamw import clip_factor, multiply
 from hpctrain.optim.precision import LossScale, Precision, loss_scale_for

@@ -119,6 +119,14 @@ def require(*modules: str) -> None:
         )
 
 
+def require_or_exit(program: str, *modules: str) -> None:
+    """Check that modules are installed, before the imports of a script; end it with the message of `require` if not."""
+    try:
+        require(*modules)
+    except MissingPackageError as error:
+        sys.exit(f"{program}: {error}")
+
+
 def _first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     for name in names:
         text = environ.get(name)

@@ -84,7 +84,7 @@ from hpctrain.options import options_from
 from hpctrain.report.heartbeat import Heartbeat
 from hpctrain.report.metrics import check_writers
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress, progress_from
-from hpctrain.report.reporter import Goodput, Reporter, RunRecord
+from hpctrain.report.reporter import Goodput, Reporter, ReporterSetup, RunRecord
 from hpctrain.settings import (
     DEFAULT_BATCH,
     TrainSettings,
@@ -702,8 +702,21 @@ class Run:
             self._record.follow(goodput)
             return None
         self._record.look_for_checkpoint(self._distrusted)
-        facts = identity, progress, task.model, self._environ, hosts, task.settings, goodput
-        reporter = self._current_reporter = Reporter(self._options, self._name, self.comm, *facts, self._record)
+        reporter = self._current_reporter = Reporter(
+            ReporterSetup(
+                options=self._options,
+                name=self._name,
+                comm=self.comm,
+                identity=identity,
+                progress=progress,
+                model=task.model,
+                environ=self._environ,
+                hosts=hosts,
+                settings=task.settings,
+                goodput=goodput,
+                record=self._record,
+            )
+        )
         if self._last_step is not None:
             reporter.report_missed(*self._last_step)
         if advice := sync.advice():

@@ -15,9 +15,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hpctrain.env import require
-from hpctrain.errors import EXIT_FAILED, TrainError
+from hpctrain.env import require_or_exit
+
+require_or_exit("digits", "torch", "numpy", "blake3", "numcodecs", "sklearn")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+
+from hpctrain.data import Rows
+from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
+from hpctrain.run import start
 
 TEST_SHARE = 5  # every fifth digit is for the test
 
@@ -27,25 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="digits", description="Train a small network to read handwritten digits.")
     add_options(parser, batch=64, lr=3e-3, steps=300, warmup=20, schedule="cosine", clip=1.0)
     options = parser.parse_args(arguments)
-    try:
-        require("torch", "numpy", "blake3", "numcodecs", "sklearn")
-    except TrainError as error:
-        print(f"digits: {error}", file=sys.stderr)
-        return EXIT_FAILED
     return run(options)
 
 
 def run(options: argparse.Namespace) -> int:
     """Train on this rank; every rank calls it."""
-    import numpy as np  # noqa: PLC0415 (heavy: after the check)
-    import torch  # noqa: PLC0415
-    import torch.nn.functional as F  # noqa: PLC0415
-    from sklearn.datasets import load_digits  # noqa: PLC0415
-
-    from hpctrain.data import Rows  # noqa: PLC0415
-    from hpctrain.optim.adamw import AdamW  # noqa: PLC0415
-    from hpctrain.run import start  # noqa: PLC0415
-
     with start(options, "digits") as here:
         digits = load_digits()
         images_NCHW, names_N = digits.images.astype(np.float32)[:, None] / 16, digits.target.astype(np.int64)

@@ -168,45 +168,50 @@ class RunRecord:
                     return
 
 
-PACE = 0.1  # weight of the newest step in the moving average
+NEWEST_WEIGHT = 0.1  # weight of the newest step in the moving average
 BAR_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReporterSetup:
+    """What a reporter reports of, and where. `hosts`: of each rank."""
+
+    options: argparse.Namespace
+    name: str
+    comm: Communicator
+    identity: RunIdentity
+    progress: TrainingProgress
+    model: torch.nn.Module
+    environ: Mapping[str, str]
+    hosts: Sequence[str]
+    settings: TrainSettings
+    goodput: Goodput
+    record: RunRecord
 
 
 class Reporter:
     """Rank 0's reports of a run, for people and programs."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        name: str,
-        comm: Communicator,
-        identity: RunIdentity,
-        progress: TrainingProgress,
-        model: torch.nn.Module,
-        environ: Mapping[str, str],
-        hosts: Sequence[str],
-        settings: TrainSettings,
-        goodput: Goodput,
-        record: RunRecord,
-    ) -> None:
-        self._options, self._comm, self._identity, self._goodput = options, comm, identity, goodput
-        self._heartbeat = Heartbeat(environ)
-        self._file, self._last_checkpoint = record.file, record.last_checkpoint
-        self._settings, self._epoch_samples = settings, settings.batches.epoch_samples
+    def __init__(self, setup: ReporterSetup) -> None:
+        options, name, comm, progress = setup.options, setup.name, setup.comm, setup.progress
+        self._options, self._comm, self._identity, self._goodput = options, comm, setup.identity, setup.goodput
+        self._heartbeat = Heartbeat(setup.environ)
+        self._file, self._last_checkpoint = setup.record.file, setup.record.last_checkpoint
+        self._settings, self._epoch_samples = setup.settings, setup.settings.batches.epoch_samples
         self._last: StepReport | None = None
         self._bar: Bar | None = None
-        self._scaling = Scaling(hosts)
+        self._scaling = Scaling(setup.hosts)
         self._writers = Writers(options.log, options.out, name, {"ranks": comm.size, **_plain(vars(options))})
-        self._pace_s = self._pace_samples = 0.0  # moving averages: seconds and samples of a step
+        self._mean_step_s = self._mean_samples = 0.0  # moving averages of the steps
         self._resumed_from: int | None = progress.step or None
-        count = sum(parameter.numel() for parameter in model.parameters())
+        count = sum(parameter.numel() for parameter in setup.model.parameters())
         start = f"resumed from step {progress.step}" if progress.step else "a fresh start"
         print(
             f"{name}: {count / 1e6:.2f} M parameters, {comm.size} rank{'s' * (comm.size > 1)} over {comm.name}, "
-            f"attempt {identity.attempt}, {start}",
+            f"attempt {setup.identity.attempt}, {start}",
             flush=True,
         )
-        print(f"{name}: {settings.described(progress.total_steps)}", flush=True)
+        print(f"{name}: {setup.settings.described(progress.total_steps)}", flush=True)
         if progress.step:
             self._send_first_heartbeat(progress)
         if options.progress and can_show_bar():
@@ -225,11 +230,13 @@ class Reporter:
             )
         last = report.step == report.total_steps
         self._last = report
-        weight = PACE if self._pace_s else 1.0
-        self._pace_s += (report.step_s - self._pace_s) * weight
-        self._pace_samples += (sum(report.shares) - self._pace_samples) * weight
+        weight = NEWEST_WEIGHT if self._mean_step_s else 1.0
+        self._mean_step_s += (report.step_s - self._mean_step_s) * weight
+        self._mean_samples += (sum(report.shares) - self._mean_samples) * weight
         if self._bar is not None:
-            self._bar.step(report, self._epoch_text(report), self._left_s(report), self._pace_samples / self._pace_s)
+            self._bar.step(
+                report, self._epoch_text(report), self._left_s(report), self._mean_samples / self._mean_step_s
+            )
         shown = report.step % self._options.print_every == 0 and self._bar is None
         if last or report.val_loss is not None or shown:
             print(self._text(report), flush=True)
@@ -269,7 +276,7 @@ class Reporter:
 
     def _left_s(self, report: StepReport) -> float | None:
         """Return the seconds until the last step, by the average of recent steps."""
-        return (report.total_steps - report.step) * self._pace_s if report.total_steps else None
+        return (report.total_steps - report.step) * self._mean_step_s if report.total_steps else None
 
     def report_done(self, step: int) -> None:
         """Print that no steps are left."""
@@ -292,13 +299,13 @@ class Reporter:
 
     def _send_heartbeat(self, report: StepReport) -> None:
         """Send a heartbeat."""
-        rate = 1.0 / self._pace_s
+        rate = 1.0 / self._mean_step_s
         self._heartbeat.send(
             HeartbeatStatus(
                 step=report.step,
                 total_steps=report.total_steps or 0,
                 loss=report.loss,
-                samples_per_s=rate * self._pace_samples,
+                samples_per_s=rate * self._mean_samples,
                 steps_per_s=rate,
                 checkpoint_step=self._last_checkpoint.step,
                 checkpoint_at_s=self._last_checkpoint.at_s,
