@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from operator import attrgetter
 from typing import Any
 
@@ -15,8 +16,9 @@ from hpcsched.lifecycle.events import (
     share_to_data,
 )
 from hpcsched.lifecycle.job import submitted_jobs
-from hpcsched.model.codec import SpecReader
+from hpcsched.model.codec import spec_from_json, spec_to_short_json
 from hpcsched.model.cron import CronEntry, Crontab
+from hpcsched.model.frozen import replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal, TrainingStatus
 from hpcsched.model.node import Node, reach_of
@@ -26,6 +28,10 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger, TriggerEvent
 from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord
+
+_TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
+
+Env = tuple[tuple[str, str], ...]
 
 # ----- a job: columns that store an attribute unchanged, and columns that store it as text
 
@@ -127,10 +133,34 @@ def submitted_of(row: Any, spec: JobSpec, ids: Sequence[int]) -> Sequence[Job]:
     return submitted_jobs(event, spec, ids)
 
 
-def specs_of(rows: Iterable[tuple[int, str]]) -> dict[int, JobSpec]:
+def env_row(env: Env) -> dict[str, Any]:
+    """Return the row of table `environments`."""
+    text = json.dumps(env)
+    return {"sha256": sha256(text.encode("utf-8", "surrogateescape")).hexdigest(), "env": text}
+
+
+def env_of(row: Any) -> Env:
+    """Return the environment of a row of table `environments`."""
+    return tuple([(name, value) for name, value in json.loads(row.env)])
+
+
+def spec_row(spec_id: int, spec: JobSpec, env_sha256: str) -> dict[str, Any]:
+    """Return the row of table `specs`."""
+    own = spec_to_short_json(replace(spec, env=()))
+    return {"id": spec_id, "spec": _TO_JSON(own), "env_sha256": env_sha256}
+
+
+def specs_of(rows: Iterable[Any], environments: Mapping[str, Env]) -> dict[int, JobSpec]:
     """Return the specifications by id; equal ones (a script submitted repeatedly) are shared."""
-    read = SpecReader().read
-    return {spec_id: read(text) for spec_id, text in rows}
+    specs: dict[int, JobSpec] = {}
+    known: dict[tuple[str, str], JobSpec] = {}
+    for spec_id, text, env_sha256 in rows:
+        spec = known.get((text, env_sha256))
+        if spec is None:
+            spec = spec_from_json(json.loads(text))
+            spec = known[text, env_sha256] = replace(spec, env=environments[env_sha256]) if env_sha256 else spec
+        specs[spec_id] = spec
+    return specs
 
 
 def node_row(node: Node) -> dict[str, Any]:

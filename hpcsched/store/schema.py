@@ -17,11 +17,20 @@ meta = Table(
     sqlite_with_rowid=False,
 )
 
+# Environments of jobs, each once: they are most of a specification, and jobs of a user share them.
+environments = Table(
+    "environments",
+    metadata,
+    Column("sha256", Text, primary_key=True),
+    Column("env", Text, nullable=False),  # JSON of JobSpec.env
+)
+
 specs = Table(
     "specs",
     metadata,
     Column("id", Integer, primary_key=True),
-    Column("spec", Text, nullable=False),
+    Column("spec", Text, nullable=False),  # without its environment and fields that have their default
+    Column("env_sha256", Text, nullable=False),  # "": an empty environment
 )
 
 scripts = Table(

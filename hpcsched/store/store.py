@@ -13,7 +13,7 @@ Lists of ids are bound in parts, so that their length is not limited.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from sqlite3 import Connection
@@ -23,7 +23,6 @@ from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, 
 
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
-from hpcsched.model.codec import spec_to_json
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, RankFailure, TrainingStatus
@@ -37,6 +36,8 @@ from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, readi
 from hpcsched.store.rows import (
     crontab_of,
     crontab_row,
+    env_of,
+    env_row,
     failure_of,
     failure_row,
     job_of,
@@ -44,6 +45,7 @@ from hpcsched.store.rows import (
     node_row,
     reservation_of,
     reservation_row,
+    spec_row,
     specs_of,
     step_of,
     step_row,
@@ -58,6 +60,7 @@ from hpcsched.store.rows import (
 )
 from hpcsched.store.schema import (
     crontabs,
+    environments,
     events,
     failures,
     jobs,
@@ -138,7 +141,7 @@ class Store:
         with reading(self.connection) as connection:
             return statement.rows(connection, values)
 
-    def _rows_of(self, statement: Statement, ids: Iterable[int]) -> list[Any]:
+    def _rows_of(self, statement: Statement, ids: Iterable[object]) -> list[Any]:
         """Return the rows for all `ids`, which `statement` has in its places."""
         return [row for part in _parts(ids) for row in self._rows(statement, part)]
 
@@ -162,7 +165,7 @@ class Store:
         changed = [job for job_id, job in batch.jobs.items() if job_id not in unchanged]
         first = self._first_changes(changed)
         with writing(self.connection) as connection:
-            _put(connection, _NEW_SPEC, _spec_row, batch.specs.items())
+            _put_specs(connection, batch.specs)
             _put(connection, _NEW_SCRIPT, _script_row, batch.scripts.items())
             _put(connection, _NEW_SUBMISSION, submission_row, [made for made in batch.submitted if new[made[0].id]])
             _put(connection, _PUT_JOB, job_row, changed)
@@ -221,7 +224,7 @@ class Store:
         """Return all unfinished jobs, and those that ended after `ended_after_s`, by id."""
         values = {"after_s": ended_after_s}
         with reading(self.connection) as connection:
-            by_id = specs_of(_SPECS_OF_LIVE.run(connection, values))
+            by_id = self._specs(_SPECS_OF_LIVE.rows(connection, values))
             found = [job_of(row, by_id[row.spec_id]) for row in _LIVE_JOBS.rows(connection, values)]
         self._unchanged = {}
         for row, ids in self._submitted(_SUBMISSIONS):
@@ -244,11 +247,16 @@ class Store:
         missing = wanted.difference([row.id for row in rows])
         waiting = [(row, ids) for row in submitted if (ids := sorted(missing.intersection(_ids_of(row))))]
         spec_ids = {row.spec_id for row in rows} | {row.spec_id for row, _ in waiting}
-        by_id = specs_of(self._rows_of(_SPECS, spec_ids))
+        by_id = self._specs(self._rows_of(_SPECS, spec_ids))
         found = [job_of(row, by_id[row.spec_id]) for row in rows]
         for row, ids in waiting:
             found += submitted_of(row, by_id[row.spec_id], ids)
         return sorted(found, key=lambda job: job.id)
+
+    def _specs(self, rows: Sequence[Any]) -> dict[int, JobSpec]:
+        """Return the specifications of these rows, by id."""
+        hashes = {row.env_sha256 for row in rows if row.env_sha256}
+        return specs_of(rows, {row.sha256: env_of(row) for row in self._rows_of(_ENVIRONMENTS, hashes)})
 
     def history(self, query: HistoryQuery) -> list[Job]:
         """Return the jobs that match `query`, by id, at most `query.limit` (the newest)."""
@@ -456,14 +464,14 @@ class Store:
 # ----- statements
 
 _PART = 100
-_PLACES: list[BindParameter[int | None]] = [place(f"id{i}") for i in range(_PART)]
+_PLACES: list[BindParameter[Any]] = [place(f"id{i}") for i in range(_PART)]
 
 
-def _parts(ids: Iterable[int]) -> Iterator[Row]:
+def _parts(ids: Iterable[object]) -> Iterator[Row]:
     """Yield the values of `_PLACES` for all `ids`, in parts."""
     listed = list(ids)
     for at in range(0, len(listed), _PART):
-        part: Sequence[int | None] = listed[at : at + _PART]
+        part: Sequence[object] = listed[at : at + _PART]
         yield {f"id{i}": part[i] if i < len(part) else None for i in range(_PART)}
 
 
@@ -471,6 +479,8 @@ _META = Statement(select(meta.c.value).where(meta.c.key == place("of_key")))
 _META_FROM = Statement(select(meta).where(meta.c.key.startswith(place("prefix"))))
 _DELETE_META_FROM = Statement(delete(meta).where(meta.c.key.startswith(place("prefix"))))
 
+_NEW_ENVIRONMENT = Statement(insert(environments).on_conflict_do_nothing())
+_ENVIRONMENTS = Statement(select(environments).where(environments.c.sha256.in_(_PLACES)))
 _NEW_SPEC = Statement(insert(specs))
 _SPECS = Statement(select(specs).where(specs.c.id.in_(_PLACES)))
 _LAST_SPEC = Statement(select(func.max(specs.c.id)))
@@ -649,6 +659,15 @@ def _unchanged(tasks: Sequence[Job], batch: WriteBatch) -> set[int]:
     return {task.id for task in tasks if batch.jobs.get(task.id) is task}
 
 
+def _put_specs(connection: Connection, specs: Mapping[int, JobSpec]) -> None:
+    environments = {env: env_row(env) for env in {spec.env for spec in specs.values()} if env}
+    hashes = {env: row["sha256"] for env, row in environments.items()}
+    _NEW_ENVIRONMENT.run_many(connection, environments.values())
+    _NEW_SPEC.run_many(
+        connection, [spec_row(spec_id, spec, hashes.get(spec.env, "")) for spec_id, spec in specs.items()]
+    )
+
+
 def _attempts_over(changed: Iterable[Job], events: Iterable[JobEvent]) -> list[Row]:
     """Return the attempts that have released their last node, with their end.
 
@@ -673,10 +692,6 @@ def _facts(batch: WriteBatch) -> list[tuple[str, str]]:
 
 def _meta_row(fact: tuple[str, str]) -> Row:
     return {"key": fact[0], "value": fact[1]}
-
-
-def _spec_row(spec: tuple[int, JobSpec]) -> Row:
-    return {"id": spec[0], "spec": _TO_JSON(spec_to_json(spec[1]))}
 
 
 def _script_row(script: tuple[str, bytes]) -> Row:

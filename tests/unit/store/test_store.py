@@ -246,6 +246,18 @@ def test_equal_specifications_are_one_value_after_loading(database: sqlite3.Conn
     assert (first.spec.name, third.spec.name) == ("same", "no")
 
 
+def test_jobs_share_the_row_of_their_environment(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    env = (("HOME", "/home/ann"), ("NAME", "\udcff\u00e9"))
+    store.commit(batch_of(job(1, spec=spec(name="one", env=env)), job(2, spec=spec(name="two", env=tuple(env)))))
+    store.commit(batch_of(job(3, spec=spec(name="three", env=env)), job(4, spec=spec(env=()))))
+    first, second, third, fourth = store.load_jobs(ended_after_s=T0)
+    assert first.spec.env == env
+    assert first.spec.env is second.spec.env is third.spec.env
+    assert fourth.spec.env == ()
+    assert database.execute("SELECT count(*) FROM environments").fetchone() == (1,)
+
+
 def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqlite3.Connection) -> None:
     store = Store(database)
     made = {number: job(number) for number in (4, 5)}
