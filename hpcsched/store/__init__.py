@@ -1,6 +1,6 @@
-"""The database. SQLAlchemy Core and SQL are used only here.
+"""The database. SQLAlchemy is used only here.
 
 It is one SQLite file with one writer, the controller. Events and the rows that they changed are
 written in one transaction. The transaction is on disk (WAL, ``synchronous=FULL``) before any client
-gets an answer.
+gets an answer. `rows` has the tables, `store` the statements, `engine` what only SQLite has.
 """

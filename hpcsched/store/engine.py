@@ -32,10 +32,10 @@ from sqlalchemy.sql import ClauseElement, Select
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from hpcsched.errors import ConfigError, UnavailableError
-from hpcsched.store.schema import meta, metadata
+from hpcsched.store.rows import meta, metadata
 
 APPLICATION_ID = 0x68706373  # "hpcs": distinguishes our file from another program's
-SCHEMA = 1  # version of hpcsched.store.schema, in SQLite's user_version
+SCHEMA = 1  # version of the tables, in SQLite's user_version
 
 # ----- statements
 

@@ -48,15 +48,15 @@ def test_the_engine_has_only_what_core_cannot_say() -> None:
 FOR_POSTGRESQL = """
 from sqlalchemy.dialects import postgresql, sqlite
 sqlite.insert, sqlite.Insert, sqlite.dialect = postgresql.insert, postgresql.Insert, postgresql.dialect
-from hpcsched.store import engine, schema, store
+from hpcsched.store import engine, rows, store
 from sqlalchemy.schema import CreateIndex, CreateTable
 statements = [one for module in (engine, store) for one in vars(module).values() if isinstance(one, engine.Statement)]
 query = store.HistoryQuery(job_ids=(1,), users=("a",), states=("FAILED",), names=("b",), start_s=1.0, end_s=2.0)
-for table in (schema.jobs, schema.submissions):
+for table in (rows.jobs, rows.submissions):
     statements.append(engine.Statement(store.select(table.c.id).where(*store._conditions(query, table))))
 for statement in statements:
     assert str(statement.core.compile(dialect=postgresql.dialect(), compile_kwargs={"render_postcompile": True}))
-for table in schema.metadata.sorted_tables:
+for table in rows.metadata.sorted_tables:
     assert str(CreateTable(table).compile(dialect=postgresql.dialect()))
     assert all(str(CreateIndex(index).compile(dialect=postgresql.dialect())) for index in table.indexes)
 print(len(statements))

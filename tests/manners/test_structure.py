@@ -15,7 +15,7 @@ MOST_MODULES_OF_A_FOLDER = 20
 MOST_LINES_OF_A_FUNCTION = 50
 MOST_CLASS_NAMES_USED_TWICE = 15
 # Ratchets, to be lowered when the code allows it: the bars are 350 modules and 0 functions.
-MOST_MODULES = 449
+MOST_MODULES = 345
 MOST_LONG_FUNCTIONS = 0
 
 

@@ -18,7 +18,7 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.state.transaction import StepRecord, WriteBatch
-from hpcsched.store import schema
+from hpcsched.store import rows
 from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch, reading
 from hpcsched.store.store import HistoryQuery, Store
 
@@ -104,8 +104,8 @@ def test_a_start_reads_nothing_of_the_history(database: sqlite3.Connection) -> N
 
 def test_the_columns_are_those_of_the_database(database: sqlite3.Connection) -> None:
     names = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert set(schema.metadata.tables) == names
-    for name, table in schema.metadata.tables.items():
+    assert set(rows.metadata.tables) == names
+    for name, table in rows.metadata.tables.items():
         found = {row[1]: row[2:] for row in database.execute(f"PRAGMA table_info({name})")}
         assert set(found) == set(table.columns.keys()), name
         for column in table.columns:
