@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import signal
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,70 @@ def test_files_of_the_token_that_had_the_entry_before_count_as_missing(tmp_path:
     spool.write_final(first.token, {"status": "ended"})
     os.rename(spool.entry(first.token), spool.entry(second.token))
     assert spool.read(second.token) == Found(second.token, None, "", None, None)
+
+
+def script_inodes(spool: Spool, *owners: int) -> list[int]:
+    """Claim and remove a token with a script for each owner; return the inodes of the scripts."""
+    inodes = []
+    for owner in owners:
+        launch = launch_of(token(job=len(os.listdir(spool.spare)) + 1000 + owner))
+        assert spool.claim(launch, b"#!/bin/sh\n# %d\n" % owner, "boot", (owner, owner))
+        about = os.stat(spool.script(launch.token))
+        assert (about.st_uid, about.st_mode & 0o7777) == (owner, 0o500)
+        assert Path(spool.script(launch.token)).read_text() == f"#!/bin/sh\n# {owner}\n"
+        inodes.append(about.st_ino)
+        spool.remove([launch.token])
+    return inodes
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to users")
+def test_a_script_is_written_into_the_file_of_an_earlier_one_of_the_same_user_only(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    first, again = script_inodes(spool, 1001, 1001)
+    assert first == again
+    with open(next((tmp_path / "spare").glob("1001.*/script"))) as old:
+        (other,) = script_inodes(spool, 1002)
+        assert other != first
+        assert old.read() == "#!/bin/sh\n# 1001\n"  # whoever holds it sees nothing of the other user
+
+
+@pytest.mark.parametrize("change", ["link", "attribute"])
+def test_a_script_that_its_user_has_given_another_name_is_not_reused(tmp_path: Path, change: str) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    launch, later = (launch_of(token(job=job)) for job in (1, 2))
+    owner = (os.getuid(), os.getgid())
+    assert spool.claim(launch, b"#!/bin/sh\n", "boot", owner)
+    path = spool.script(launch.token)
+    if change == "link":
+        os.link(path, tmp_path / "mine")
+    else:
+        os.chmod(path, 0o700)
+        try:
+            os.setxattr(path, "user.mine", b"1")
+        except OSError:
+            pytest.skip("this file system has no attributes")
+    spool.remove([launch.token])
+    assert os.listdir(spool.spare)[0].startswith("-1.")
+    assert spool.claim(later, b"#!/bin/sh\n# later\n", "boot", owner)
+    if change == "link":
+        assert (tmp_path / "mine").read_bytes() == b"#!/bin/sh\n"
+
+
+def test_a_script_on_which_its_user_holds_a_lease_is_not_waited_for(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    launch, later = (launch_of(token(job=job)) for job in (1, 2))
+    owner = (os.getuid(), os.getgid())
+    assert spool.claim(launch, b"#!/bin/sh\n", "boot", owner)
+    fd = os.open(spool.script(launch.token), os.O_RDONLY)
+    handler = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        spool.remove([launch.token])
+        assert spool.claim(later, b"#!/bin/sh\n# later\n", "boot", owner)
+        assert Path(spool.script(later.token)).read_bytes() == b"#!/bin/sh\n# later\n"
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, handler)
 
 
 def test_a_token_with_an_entry_is_not_claimed_again_from_a_spare_one(tmp_path: Path) -> None:

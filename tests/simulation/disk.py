@@ -14,6 +14,7 @@ import io
 import os
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from hpcnode import lease, spool
@@ -146,7 +147,7 @@ class SimOs:
 
     O_RDONLY, O_WRONLY, O_RDWR, O_CREAT, O_EXCL = os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_EXCL
     O_TRUNC, O_APPEND, O_NOFOLLOW, O_CLOEXEC = os.O_TRUNC, os.O_APPEND, os.O_NOFOLLOW, os.O_CLOEXEC
-    O_DIRECTORY = os.O_DIRECTORY
+    O_DIRECTORY, O_NONBLOCK = os.O_DIRECTORY, os.O_NONBLOCK
 
     def __init__(self) -> None:
         self.disks: dict[str, Disk] = {}
@@ -165,7 +166,19 @@ class SimOs:
         return 1000
 
     def chmod(self, path: str, mode: int) -> None:
+        self.lstat(path)
+
+    def fchmod(self, fd: int, mode: int) -> None:
         pass
+
+    def lstat(self, path: str) -> SimpleNamespace:
+        disk, parts = self.split(path)
+        if disk.find(parts) is None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return SimpleNamespace(st_uid=self.geteuid(), st_nlink=1)
+
+    def listxattr(self, path: str, follow_symlinks: bool = True) -> list[str]:
+        return []
 
     def makedirs(self, path: str, mode: int = 0o777, exist_ok: bool = False) -> None:
         disk, parts = self.split(path)

@@ -11,7 +11,7 @@
     ROOT/spool/identity       which spool this is, see `identity_of`
     ROOT/spool/done_log[.1]   ended and acknowledged tokens, see `DoneLog`
     ROOT/jobs/TOKEN           the batch script; its user may read and run it
-    ROOT/spare/TOKEN          removed entries, for reuse
+    ROOT/spare/UID.TOKEN      removed entries, for reuse, with the script of that user, if there was one
 
 What is durable when, and why that is enough for "never twice":
 - A claim need not survive a power failure by itself: nothing was released before `started` is durable, and nothing runs after a
@@ -26,7 +26,9 @@ Some file systems are slow to create files (ext4 searches recently deleted inode
 token, with its files: `claim` writes `spec`, then gives the entry its name. The other files wait as `started.new` and
 `final.new`, which are never read, and are emptied, written and synced before they get their final name. After a power failure
 a file might still have its old name or content. So each file says its token, a file of another token counts as missing, and a
-new agent uses no spare entries that it finds. Scripts belong to their user, who may hold them open: they are never reused.
+new agent uses no spare entries that it finds. A script belongs to its user, who may hold it open, so it is reused for the same
+user only, and not if it has another name (a link of the user's) or attributes. The user may also hold a lease on it, so that an
+open for writing would wait: then a new file is made. Source: fcntl(2), F_SETLEASE.
 
 It knows nothing of processes, sockets and clocks. Its directories are 0700 and the agent's own, `jobs` is 0711. No job's user
 can make or replace a name in them, so paths are safe here.
@@ -170,6 +172,7 @@ MAX_FORMER_INCARNATIONS = 64
 KEPT = frozenset({"spec", "lock", "started", "final"})
 REUSED = ("spec", "started", "final")
 MAX_SPARE = 128  # entries
+NOBODY = -1  # the user of a spare entry without a script
 
 
 class Found(NamedTuple):
@@ -245,7 +248,7 @@ class Spool:
         """
         entry = self.entry(launch.token)
         self._faults.reached("claim.before")
-        spare = self._take_spare() if launch.step != protocol.ALLOC else None
+        spare = self._take_spare(owner[0] if script else NOBODY) if launch.step != protocol.ALLOC else None
         if spare is None:
             try:
                 os.mkdir(entry, 0o700)
@@ -257,7 +260,7 @@ class Spool:
         folder = spare or entry
         self._faults.reached("claim.made")
         if script:
-            self._keep_script(launch.token, script, owner)
+            self._keep_script(launch.token, script, owner, spare)
         spec = dict(protocol.to_json(launch), boot_id=boot)
         write_plainly(os.path.join(folder, "spec.new"), to_bytes(spec), 0o600, new=False)
         os.rename(os.path.join(folder, "spec.new"), os.path.join(folder, "spec"))
@@ -266,14 +269,25 @@ class Spool:
         self._faults.reached("claim.written")
         return True
 
-    def _take_spare(self) -> Optional[str]:
-        """Return the path of an entry to reuse, None if there is none."""
+    def _take_spare(self, uid: int) -> Optional[str]:
+        """Return the path of an entry to reuse, None if there is none. The script in it, if any, is of this user."""
         self._spare_names = self._spare_names or os.listdir(self.spare)
-        return os.path.join(self.spare, self._spare_names.pop()) if self._spare_names else None
+        if not self._spare_names:
+            return None
+        mine = "%d." % uid
+        name = next((name for name in reversed(self._spare_names) if name.startswith(mine)), self._spare_names[-1])
+        self._spare_names.remove(name)
+        spare = os.path.join(self.spare, name)
+        if not name.startswith((mine, "%d." % NOBODY)):
+            os.unlink(os.path.join(spare, "script"))
+        return spare
 
-    def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int]) -> None:
+    def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int], spare: Optional[str]) -> None:
         path = self.script(token)
-        write_plainly(path, script, 0o500)
+        if spare is None or not _rewrite(os.path.join(spare, "script"), script):
+            write_plainly(path, script, 0o500)
+        else:
+            os.rename(os.path.join(spare, "script"), path)
         if os.geteuid() == 0:
             os.chown(path, *owner, follow_symlinks=False)
 
@@ -410,20 +424,46 @@ class Spool:
         self._faults.reached("forget.after")
 
     def _remove(self, token: str, reuse: bool = False) -> None:
-        entry = self.entry(token)
-        try:
-            os.unlink(self.script(token))
-        except FileNotFoundError:
-            pass  # a step has none
+        entry, script = self.entry(token), self.script(token)
+        uid = _only_owner(script) if reuse else NOBODY
+        if uid != NOBODY:
+            os.rename(script, os.path.join(entry, "script"))
+        else:
+            _unlink(script)  # a step has none
         if not reuse:
             _remove_folder(entry)
             return
         for name in os.listdir(entry):
             if name in REUSED:
                 os.rename(os.path.join(entry, name), os.path.join(entry, name + ".new"))
-            else:
+            elif name != "script":
                 os.unlink(os.path.join(entry, name))
-        os.rename(entry, os.path.join(self.spare, token))
+        os.rename(entry, os.path.join(self.spare, "%d.%s" % (uid, token)))
+
+
+def _only_owner(script: str) -> int:
+    """Return the user of a script that can be reused, NOBODY if it cannot, or there is none."""
+    try:
+        about = os.lstat(script)
+        return about.st_uid if about.st_nlink == 1 and not os.listxattr(script, follow_symlinks=False) else NOBODY
+    except OSError:
+        return NOBODY
+
+
+def _rewrite(path: str, data: bytes) -> bool:
+    """Replace what a script contains; remove it and return False if that is not possible at once."""
+    try:
+        os.chmod(path, 0o700)
+        fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        _unlink(path)
+        return False
+    try:
+        write_all(fd, data)
+        os.fchmod(fd, 0o500)
+    finally:
+        os.close(fd)
+    return True
 
 
 def _remove_folder(path: str) -> None:
