@@ -26,7 +26,7 @@ MAX_BLOB_BYTES = 8 << 20
 _HEADER = struct.Struct("!II")
 MAX_FRAME_BYTES = MAX_JSON_BYTES + MAX_BLOB_BYTES + _HEADER.size
 LARGEST = 1 << 63  # whole numbers fit into 64 bits
-Check = Callable[[str, Any], Any]  # (place for the error, JSON) -> value; raises WireError
+Check = Callable[[Any], Any]  # JSON -> value; raises _UnfitError
 
 
 class WireError(Exception):
@@ -118,15 +118,29 @@ def from_fields(cls: Type[M], fields: Dict[str, Any]) -> M:
     """Return the message of this class with these fields (parsed JSON). Raises WireError."""
     if "_checks" not in cls.__dict__:
         cls._checks = {name: _check_of(text) for name, text in cls.__dict__.get("__annotations__", {}).items()}
-    for name in cls.__match_args__:
-        if name not in fields and name not in cls._usual:
+    message = cls.__new__(cls)
+    state, usual_of = message.__dict__, cls._usual
+    read = 0
+    for name, check in cls._checks.items():
+        if name in fields:
+            read += 1
+            try:
+                state[name] = check(fields[name])
+            except _UnfitError as error:
+                raise WireError("cannot read %s: %s %s" % (cls.__name__, name, error)) from None
+        elif name in usual_of:
+            usual = usual_of[name]
+            state[name] = usual.make() if isinstance(usual, _Fresh) else usual
+        else:
             raise WireError("cannot read %s: it has no %s" % (cls.__name__, name))
-    values = {}
-    for name, value in fields.items():
-        if name not in cls._checks:
-            raise WireError("cannot read %s: unknown field %.60r" % (cls.__name__, name))
-        values[name] = cls._checks[name]("%s: %s" % (cls.__name__, name), value)
-    return cls(**values)
+    if read < len(fields):
+        unknown = next(name for name in fields if name not in cls._checks)
+        raise WireError("cannot read %s: unknown field %.60r" % (cls.__name__, unknown))
+    return message
+
+
+class _UnfitError(Exception):
+    """A value that its field cannot have; the text says what is wrong with it."""
 
 
 def _misuse(message: Message, why: str) -> NoReturn:
@@ -139,62 +153,70 @@ def _check_of(annotation: str) -> Check:
     return check
 
 
-def _anything(where: str, value: Any) -> Any:
+def _anything(value: Any) -> Any:
     return value
 
 
 def _exactly(wanted: type) -> Check:
-    def check(where: str, value: Any) -> Any:
+    def check(value: Any) -> Any:
         if type(value) is not wanted:
-            raise WireError("cannot read %s is %s, not %s" % (where, type(value).__name__, wanted.__name__))
+            raise _UnfitError("is %s, not %s" % (type(value).__name__, wanted.__name__))
         return value
 
     return check
 
 
-def _whole(where: str, value: Any) -> Any:
-    if not -LARGEST <= _exactly(int)(where, value) < LARGEST:
-        raise WireError("cannot read %s has more than 64 bits" % where)
+def _whole(value: Any) -> Any:
+    if type(value) is not int:
+        raise _UnfitError("is %s, not int" % type(value).__name__)
+    if not -LARGEST <= value < LARGEST:
+        raise _UnfitError("has more than 64 bits")
     return value
 
 
-def _number(where: str, value: Any) -> Any:
-    return float(_whole(where, value)) if type(value) is int else _exactly(float)(where, value)
+def _number(value: Any) -> Any:
+    if type(value) is float:
+        return value
+    if type(value) is not int:
+        raise _UnfitError("is %s, not float" % type(value).__name__)
+    return float(_whole(value))
 
 
 class _ListOf:
     def __class_getitem__(cls, of: Check) -> Check:
-        def check(where: str, value: Any) -> List[Any]:
+        def check(value: Any) -> List[Any]:
             if type(value) is not list:
-                raise WireError("cannot read %s is not a list" % where)
-            return [of(where, item) for item in value]
+                raise _UnfitError("is not a list")
+            return [of(item) for item in value]
 
         return check
 
 
 class _DictOf:
     def __class_getitem__(cls, of: Tuple[Check, Check]) -> Check:
-        def check(where: str, value: Any) -> Dict[str, Any]:
+        of_value = of[1]
+
+        def check(value: Any) -> Dict[str, Any]:
             if type(value) is not dict:
-                raise WireError("cannot read %s is not an object" % where)
-            return {key: of[1](where, item) for key, item in value.items()}
+                raise _UnfitError("is not an object")
+            return {key: of_value(item) for key, item in value.items()}
 
         return check
 
 
 class _TupleOf:
     def __class_getitem__(cls, of: Tuple[Check, ...]) -> Check:
-        def check(where: str, value: Any) -> Tuple[Any, ...]:
+        def check(value: Any) -> Tuple[Any, ...]:
             if type(value) is not list or len(value) != len(of):
-                raise WireError("cannot read %s has not %d parts" % (where, len(of)))
-            return tuple(part(where, item) for part, item in zip(of, value))
+                raise _UnfitError("has not %d parts" % len(of))
+            return tuple(part(item) for part, item in zip(of, value))
 
         return check
 
 
 class _OptionalOf:
     def __class_getitem__(cls, of: Check) -> Check:
-        return lambda where, value: None if value is None else of(where, value)
+        return lambda value: None if value is None else of(value)
 
 
 _SHAPES: Dict[str, Any] = {
@@ -213,9 +235,9 @@ _SHAPES: Dict[str, Any] = {
 def part(cls: Type[M]) -> Type[M]:
     """Let other messages have fields of this class; a decorator."""
 
-    def check(where: str, value: Any) -> Any:
+    def check(value: Any) -> Any:
         if type(value) is not dict:
-            raise WireError("cannot read %s is not an object" % where)
+            raise _UnfitError("is not an object")
         return from_fields(cls, value)
 
     _SHAPES[cls.__name__] = check
