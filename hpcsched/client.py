@@ -6,8 +6,7 @@ that costs as much as Python's start. For the same reason values are plain tuple
 costs 6 ms), paths are text, and the socket is the interpreter's own (`socket` first creates
 enumerations of some hundred constants). It knows no routes except that of logs.
 
-The server must be root or our own account (SO_PEERCRED, unix(7)): a socket that another user
-created is refused.
+The server must be root or our own account (SO_PEERCRED, unix(7)): a socket that another user created is refused.
 """
 
 from __future__ import annotations
@@ -161,8 +160,7 @@ def fetch_log(
 ) -> LogChunk:
     """Return a piece of a job's output, ``out`` or ``err``, from `offset` on.
 
-    A negative offset counts from the end. It waits up to `wait_s` for data after `offset`. Raises
-    as `call`.
+    A negative offset counts from the end. It waits up to `wait_s` for data after `offset`. Raises as `call`.
     """
     path = query("/v1/log", job=reference, stream=stream, offset=offset, limit=limit_bytes, wait_s=wait_s or None)
     response = request("GET", path, timeout_s=timeout_s + wait_s)
@@ -189,10 +187,7 @@ def request(
     timeout_s: float = TIMEOUT_S,
     where: str | PathLike[str] | None = None,
 ) -> HttpReply:
-    """Send one request and return the whole answer; retry after a rate limit.
-
-    Raises UnavailableError.
-    """
+    """Send one request and return the whole answer; retry after a rate limit. Raises UnavailableError."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         response = _request(method, path, body, timeout_s, where)
@@ -343,10 +338,7 @@ def _reach(sock: socket, where: str, timeout_s: float) -> None:
 
 
 def _read(sock: socket) -> HttpReply:
-    """Return the answer as soon as it is complete.
-
-    It does not wait until the controller closes the connection.
-    """
+    """Return the answer as soon as it is complete. It does not wait until the controller closes the connection."""
     received = bytearray()
     head: tuple[int, dict[str, str]] | None = None
     missing = 1

@@ -1,12 +1,11 @@
 """Locations: the configuration directory, and the paths that follow from it.
 
-As root: /etc/hpcsched, /var/lib/hpcsched, /run/hpcsched. As another user: the XDG directories, each
-with a folder `hpcsched`. `HPCSCHED_CONFIG` names another configuration directory. Its state and
-sockets are then below it, so that two clusters of one user never share them. The keys `state_dir`
-and `run_dir` of hpcsched.toml override all of this.
+As root: /etc/hpcsched, /var/lib/hpcsched, /run/hpcsched. As another user: the XDG directories, each with a folder `hpcsched`.
+`HPCSCHED_CONFIG` names another configuration directory. Its state and sockets are then below it, so that two clusters of one
+user never share them. The keys `state_dir` and `run_dir` of hpcsched.toml override all of this.
 
-A command calls `api_socket` first. That path is computed as text, because importing `pathlib` takes
-a quarter of Python's start. The other functions return a Path.
+A command calls `api_socket` first. That path is computed as text, because importing `pathlib` takes a quarter of Python's
+start. The other functions return a Path.
 
 Source: XDG Base Directory Specification.
 """

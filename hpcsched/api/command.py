@@ -1,18 +1,16 @@
 """Run hsub, hqueue, hcancel and their Slurm names for thin clients: POST /v1/command.
 
-The client sends what it gets from the kernel and its environment: words, script, environment,
-directory, terminal. The answer is the command's output and exit status. A client therefore needs no
-options, no formats and no JSON. The same code runs in the command's own process
-(`hpcsched.commands`).
+The client sends what it gets from the kernel and its environment: words, script, environment, directory, terminal. The answer
+is the command's output and exit status. A client therefore needs no options, no formats and no JSON. The same code runs in the
+command's own process (`hpcsched.commands`).
 
-Rules: nothing that the client sends is trusted. The kernel identifies the caller. A command
-accesses jobs through the API's own routes, with their checks. Input that takes long to parse, and
-commands that need the client's files, terminal or time zone, are left to the client.
+Rules: nothing that the client sends is trusted. The kernel identifies the caller. A command accesses jobs through the API's own
+routes, with their checks. Input that takes long to parse, and commands that need the client's files, terminal or time zone, are
+left to the client.
 
-The answer: ``1 LENGTH`` and ``2 LENGTH`` lines, each followed by that many bytes for standard
-output or error. The last line is ``exit STATUS``. Or the only line is ``script PLACE`` (send the
-script, which is the word at this place, -1: standard input) or ``python`` (run the whole command in
-its own process: nothing was done here).
+The answer: ``1 LENGTH`` and ``2 LENGTH`` lines, each followed by that many bytes for standard output or error. The last line is
+``exit STATUS``. Or the only line is ``script PLACE`` (send the script, which is the word at this place, -1: standard input) or
+``python`` (run the whole command in its own process: nothing was done here).
 """
 
 from __future__ import annotations
@@ -123,10 +121,7 @@ def can_show(environ: Mapping[str, str]) -> bool:
 
 
 async def answer(words: CommandWords, asker: Asker, api: Routed) -> bytes:
-    """Run the command for the client, and return the answer's body.
-
-    Raises RequestError for an unknown command.
-    """
+    """Run the command for the client, and return the answer's body. Raises RequestError for an unknown command."""
     command = _command(words)
     output = Collected()
     caller = Caller(

@@ -76,17 +76,11 @@ class Doors:
         self._connects = Rates(per_s, burst, self._clock)
 
     def request_wait_s(self, uid: int, cost: float = 1.0) -> float | None:
-        """Count a request, as `cost` requests.
-
-        Return None if it may be answered, else the seconds to wait.
-        """
+        """Count a request, as `cost` requests. Return None if it may be answered, else the seconds to wait."""
         return None if uid in self._exempt else self._requests.wait_s(uid, cost)
 
     def pause_s(self, uid: int, size: int) -> float | None:
-        """Count bytes that were read.
-
-        Return the seconds for which to pause reading, if the account sends too fast.
-        """
+        """Count bytes that were read. Return the seconds for which to pause reading, if the account sends too fast."""
         return None if uid in self._exempt else self._bytes.wait_s(uid, size)
 
     def lets_in(self, uid: int) -> bool:
@@ -102,10 +96,7 @@ class Doors:
 
 
 def read_less(transport: asyncio.Transport) -> None:
-    """Limit each read of the connection.
-
-    Many fast senders must not make a turn of the event loop long.
-    """
+    """Limit each read of the connection. Many fast senders must not make a turn of the event loop long."""
     transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
 
 
@@ -117,8 +108,7 @@ def retry_after(wait_s: float) -> str:
 class Turns:
     """Limits how many answers of each account are built at once, so that others come between.
 
-    In total, `most_in_all` are built at once: each may use a time slice in every turn of the event
-    loop.
+    In total, `most_in_all` are built at once: each may use a time slice in every turn of the event loop.
     """
 
     def __init__(self, most: int, most_in_all: int) -> None:
@@ -153,10 +143,7 @@ SLICE_S = 0.025
 
 
 class Breaks:
-    """Says when a slice is over: then call `await breaks.take()`.
-
-    State may have changed after the break.
-    """
+    """Says when a slice is over: then call `await breaks.take()`. State may have changed after the break."""
 
     def __init__(self) -> None:
         self._until_s = time.monotonic() + SLICE_S
@@ -181,10 +168,7 @@ PAUSE_S = 0.2  # when no file is left
 
 
 def listening_socket(path: Path, mode: int) -> socket.socket:
-    """Return the API's socket.
-
-    Clients that connect while the database is read must wait, not be refused.
-    """
+    """Return the API's socket. Clients that connect while the database is read must wait, not be refused."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,12 +1,10 @@
 """Check one large JSON body and split it into its jobs, in a separate program.
 
-The controller's event loop therefore never parses such a body. Standard input is the body. Standard
-output is its parts, each after its length: the object without `jobs`, then each job. Errors go to
-standard error, with exit status 1. A body with too many values is rejected before any of them is
-created.
+The controller's event loop therefore never parses such a body. Standard input is the body. Standard output is its parts, each
+after its length: the object without `jobs`, then each job. Errors go to standard error, with exit status 1. A body with too
+many values is rejected before any of them is created.
 
-Run as ``python -I -S splitbody.py MAX_VALUES MAX_VALUES_OF_PART MAX_JOBS``: it imports nothing of
-hpcsched.
+Run as ``python -I -S splitbody.py MAX_VALUES MAX_VALUES_OF_PART MAX_JOBS``: it imports nothing of hpcsched.
 """
 
 from __future__ import annotations

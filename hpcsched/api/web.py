@@ -1,10 +1,9 @@
 """Serve HTTP/1.1 over a unix socket: routes, requests and responses, parsed by httptools.
 
-A framework would add a tenth of a second to each start of the controller, and most of the cost of a
-small request. Supported: connections that are kept or closed, pipelined requests (answered one
-after the other), ``Expect: 100-continue`` (curl sends it with large bodies). Not supported: TLS,
-and sockets other than unix sockets. The module does not know the requests: handlers answer them,
-and turn their own errors into responses.
+A framework would add a tenth of a second to each start of the controller, and most of the cost of a small request. Supported:
+connections that are kept or closed, pipelined requests (answered one after the other), ``Expect: 100-continue`` (curl sends it
+with large bodies). Not supported: TLS, and sockets other than unix sockets. The module does not know the requests: handlers
+answer them, and turn their own errors into responses.
 
 Sources: RFC 9112 (messages), RFC 9110 (status codes).
 """
@@ -62,8 +61,7 @@ TOO_LARGE = BadRequestError(413, f"cannot read the request: its body has more th
 class Request:
     """One request.
 
-    `peer`: its socket, None for a request that a node passed on. `match_info`: the values of the
-    names in its route's path.
+    `peer`: its socket, None for a request that a node passed on. `match_info`: the values of the names in its route's path.
     """
 
     method: str
@@ -92,10 +90,7 @@ Refusal = Callable[[int, str], Response]
 
 
 class Route(NamedTuple):
-    """The handler of a method and path.
-
-    ``{name}`` in the path matches anything, ``{name:a|b}`` only these values.
-    """
+    """The handler of a method and path. ``{name}`` in the path matches anything, ``{name:a|b}`` only these values."""
 
     method: str
     path: str

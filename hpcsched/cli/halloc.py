@@ -376,10 +376,7 @@ class _Allocation:
 
 
 def _login_environment(how: str | bool) -> dict[str, str]:
-    """Return the environment of a login shell of this user; `how` is [SECONDS][S|L].
-
-    Raises HallocError.
-    """
+    """Return the environment of a login shell of this user; `how` is [SECONDS][S|L]. Raises HallocError."""
     import subprocess  # rarely needed
 
     found = _USER_ENV.fullmatch(how) if isinstance(how, str) else _USER_ENV.fullmatch("")

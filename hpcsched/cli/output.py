@@ -100,10 +100,7 @@ def run_command(
 def guarded(
     name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None, *, explain: Explain | None = None
 ) -> int:
-    """Call `body` with the words of the command line.
-
-    Return its status, or the status of its error.
-    """
+    """Call `body` with the words of the command line. Return its status, or the status of its error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may have characters that the locale lacks
             stream.reconfigure(errors="backslashreplace")

@@ -97,10 +97,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a command.
-
-    `in_own_process`: options that need files, the terminal or the time zone are possible.
-    """
+    """One call of a command. `in_own_process`: options that need files, the terminal or the time zone are possible."""
 
     caller: Caller
     api: Api
@@ -129,9 +126,6 @@ class Call:
 
 
 class Entrance(Protocol):
-    """A command: runs one call and returns its exit status.
-
-    Raises HpcschedError, OwnProcessError, ScriptError.
-    """
+    """A command: runs one call and returns its exit status. Raises HpcschedError, OwnProcessError, ScriptError."""
 
     async def __call__(self, argv: Sequence[str], call: Call) -> int: ...

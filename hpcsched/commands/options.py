@@ -1,12 +1,11 @@
 """Parse a command's options as getopt_long(3) does, from a table, and write its help text.
 
-Options may follow operands. Long options may be abbreviated if that is unambiguous. Letters may be
-combined (``-hl``, ``-o%i``). ``--`` ends the options. Users, and tools that call Slurm's commands,
-rely on all of this. `hsub` has its own table, because its options are those of job scripts
-(`hpcsched.jobscript.options`).
+Options may follow operands. Long options may be abbreviated if that is unambiguous. Letters may be combined (``-hl``,
+``-o%i``). ``--`` ends the options. Users, and tools that call Slurm's commands, rely on all of this. `hsub` has its own table,
+because its options are those of job scripts (`hpcsched.jobscript.options`).
 
-It knows no command and no meaning of a value. click is not used: its import takes 34 ms (Python
-itself takes 8), and it supports neither abbreviated options nor these optional values.
+It knows no command and no meaning of a value. click is not used: its import takes 34 ms (Python itself takes 8), and it
+supports neither abbreviated options nor these optional values.
 """
 
 from __future__ import annotations
@@ -98,10 +97,7 @@ VERSION = Option("version", "V", help="show the version")
 
 
 def read_words(command: Command, argv: Sequence[str]) -> Words:
-    """Return the parsed `argv` (without the command's name).
-
-    Raises UsageError with the nearest known options.
-    """
+    """Return the parsed `argv` (without the command's name). Raises UsageError with the nearest known options."""
     reader = _CommandWords(command)
     operands = reader.read(argv)
     return Words(given=reader.given, operands=operands)

@@ -1,9 +1,8 @@
 """hqueue and squeue: select the jobs and the layout; the API answers with the lines.
 
-hqueue shows the user's own jobs, with a line about other users' jobs. An admin sees all jobs. A
-line counts the jobs that have ended. One job as operand is shown in detail. squeue shows all users'
-jobs in Slurm's formats; variables set its defaults. The controller selects, sorts and writes the
-lines (`hpcsched.listing.queue`).
+hqueue shows the user's own jobs, with a line about other users' jobs. An admin sees all jobs. A line counts the jobs that have
+ended. One job as operand is shown in detail. squeue shows all users' jobs in Slurm's formats; variables set its defaults. The
+controller selects, sorts and writes the lines (`hpcsched.listing.queue`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """hsub and sbatch: submit a script (a file, standard input, or --wrap) as a job.
 
-The options are those of job scripts (`hpcsched.jobscript`). The command line overrides the
-environment, which overrides the script's lines. Every submission has a request id, so that a
-repeated submission after a lost connection creates only one job. sbatch's errors begin with the
-phrases that clients match. Additional information follows.
+The options are those of job scripts (`hpcsched.jobscript`). The command line overrides the environment, which overrides the
+script's lines. Every submission has a request id, so that a repeated submission after a lost connection creates only one job.
+sbatch's errors begin with the phrases that clients match. Additional information follows.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
 
 
 async def submit(argv: Sequence[str], call: Call, setup: Setup, *, request_id: str, now_s: float) -> int:
-    """Run hsub or sbatch; `request_id` is used if the words give none.
-
-    Raises HpcschedError, OwnProcessError.
-    """
+    """Run hsub or sbatch; `request_id` is used if the words give none. Raises HpcschedError, OwnProcessError."""
     if list(argv) == ["--usage"]:
         raise OwnProcessError
     line = parse_words(argv)
@@ -104,10 +100,7 @@ def parse_words(argv: Sequence[str]) -> CommandLine:
 
 
 async def read(line: CommandLine, argv: Sequence[str], call: Call, setup: Setup, now_s: float) -> Submission:
-    """Return the requested job.
-
-    Raises RequestError, OwnProcessError, ScriptError.
-    """
+    """Return the requested job. Raises RequestError, OwnProcessError, ScriptError."""
     wrapped = last(line.options, "wrap") is not None
     from_stdin = line.script is None or line.script in STDIN
     words = SubmissionWords(

@@ -42,10 +42,7 @@ _VALUES = {"jobs": _JOBS, "jobid": _JOBS, "dependency": _JOBS, "partition": _PAR
 
 
 class Completed(namedtuple("Completed", "name options verbs", defaults=((),))):
-    """A command with its options and first words.
-
-    An option is (long name, letter, whether it has a value, help).
-    """
+    """A command with its options and first words. An option is (long name, letter, whether it has a value, help)."""
 
     __slots__ = ()
 

@@ -160,10 +160,7 @@ def _fetch(job_id: str, node: str, source: str, path: Path) -> None:
 
 
 def _run_on(job_id: str, node: str, command: Sequence[str], stdout: int | None = None) -> bytes:
-    """Run a command on one node of the job; return its output, unless it goes to `stdout`.
-
-    Raises RequestError.
-    """
+    """Run a command on one node of the job; return its output, unless it goes to `stdout`. Raises RequestError."""
     import subprocess  # slow to import
 
     step = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap", "--quiet", *command]

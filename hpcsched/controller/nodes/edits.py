@@ -1,14 +1,12 @@
 """Reject configuration edits that point a node's name elsewhere while jobs are held there.
 
-A node's address, account, host key and directory decide which spool its name refers to. So does the
-cluster's name, which is part of the directory. While jobs are held there, such an edit is rejected
-as a whole: at ``hctl reconfigure`` and SIGHUP nothing is changed. A starting controller continues
-with the former values from its database, and reports this, because a cluster that does not start
-because of one node would be worse.
+A node's address, account, host key and directory decide which spool its name refers to. So does the cluster's name, which is
+part of the directory. While jobs are held there, such an edit is rejected as a whole: at ``hctl reconfigure`` and SIGHUP
+nothing is changed. A starting controller continues with the former values from its database, and reports this, because a
+cluster that does not start because of one node would be worse.
 
-A node without a file cannot be reached. At ``hctl reconfigure`` this edit is rejected as well.
-After a start, the node's jobs are held like those of a node that does not answer
-(`hpcsched.controller.requests.nodes`).
+A node without a file cannot be reached. At ``hctl reconfigure`` this edit is rejected as well. After a start, the node's jobs
+are held like those of a node that does not answer (`hpcsched.controller.requests.nodes`).
 
 Knows nothing of connections. It is used before the controller answers, so it imports little.
 """
@@ -66,8 +64,7 @@ def hold_nodes(held: Mapping[NodeName, Sequence[Job]]) -> str:
 def refused_edits(cluster: ClusterState, after: Config, same_machine: Collection[str] = ()) -> list[str]:
     """Return why the configuration `after` cannot be applied: a sentence per edit, or empty.
 
-    `same_machine`: nodes that, according to an admin, only have a new address. Their spool is
-    checked anyway.
+    `same_machine`: nodes that, according to an admin, only have a new address. Their spool is checked anyway.
     """
     held = jobs_held(cluster.active_jobs())
     specs = {spec.name: spec for spec in after.nodes}

@@ -120,10 +120,9 @@ def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
 def note_launch(tx: Transaction, job: Job, node: NodeName, *, executed: bool) -> None:
     """Record that `node` prepared the attempt, or (`executed`) that its script was executed.
 
-    Recent refusals of this job by other nodes then count against those nodes, because the job is
-    not the cause. A node is drained after `LAUNCH_FAILURES` refusals of different jobs with no
-    started job in between. The jobs must be of two users, or one of them an admin's, because a
-    single user could choose a directory that other nodes do not have.
+    Recent refusals of this job by other nodes then count against those nodes, because the job is not the cause. A node is
+    drained after `LAUNCH_FAILURES` refusals of different jobs with no started job in between. The jobs must be of two users, or
+    one of them an admin's, because a single user could choose a directory that other nodes do not have.
     """
     if tx.cluster.nodes[node].launch_failures:
         tx.record_node(NodeLaunchSucceeded(node=node, at_s=tx.now_s, executed=executed))

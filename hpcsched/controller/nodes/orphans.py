@@ -1,15 +1,13 @@
 """Track what nodes still run from before the database was restored.
 
-After `hpcsched restore` nothing of an earlier incarnation is ended automatically, except with
-`--strays=end`, which ends all of it. A job is adopted as a whole if the token of its batch step is
-the same as in the database, and its node reports it as started. Then this is that job, its
-allocation is known, and it continues unchanged. Adoption is automatic; with `--strays=ask` it needs
-an admin's word.
+After `hpcsched restore` nothing of an earlier incarnation is ended automatically, except with `--strays=end`, which ends all of
+it. A job is adopted as a whole if the token of its batch step is the same as in the database, and its node reports it as
+started. Then this is that job, its allocation is known, and it continues unchanged. Adoption is automatic; with `--strays=ask`
+it needs an admin's word.
 
-A launch that is not in the database, or has another token there, has no owner, script or allocation
-here. It is listed (`hctl strays`) until it ends by itself or an admin ends it. A node that runs
-such a launch gets no new jobs meanwhile. The list is kept in memory only, because nodes report
-these launches on every connection.
+A launch that is not in the database, or has another token there, has no owner, script or allocation here. It is listed (`hctl
+strays`) until it ends by itself or an admin ends it. A node that runs such a launch gets no new jobs meanwhile. The list is
+kept in memory only, because nodes report these launches on every connection.
 """
 
 from __future__ import annotations
@@ -69,10 +67,7 @@ def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.R
 
 
 def forget(cluster: ClusterState, node: NodeName, *, gone: protocol.JobGone | None = None, token: str = "") -> bool:
-    """Forget the node's launches of a token, an ended job, or all.
-
-    Return whether any was known.
-    """
+    """Forget the node's launches of a token, an ended job, or all. Return whether any was known."""
     drop = [
         key
         for key, kept in cluster.undecided_launches.items()
@@ -139,8 +134,7 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
 def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]:
     """Adopt these running jobs; return their ids.
 
-    A launch with another token than the database has is refused. "all" means all that can be
-    adopted, if any can.
+    A launch with another token than the database has is refused. "all" means all that can be adopted, if any can.
     """
     asker.must_be_admin("adopt what runs from before the restore")
     references = list(references)

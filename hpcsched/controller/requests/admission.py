@@ -39,10 +39,7 @@ from hpcsched.state.cluster import ClusterState
 
 
 def check_account(cluster: ClusterState, asker: Asker) -> None:
-    """Reject jobs that would run as root or a system account, unless that is allowed.
-
-    Raises: RequestError.
-    """
+    """Reject jobs that would run as root or a system account, unless that is allowed. Raises: RequestError."""
     below = cluster.config.controller.allow_uid_below
     if below == 0 or not any(node.root_agent for node in cluster.nodes.values()):
         return
@@ -76,8 +73,7 @@ def admit(
 
     If the job names no time limit, it gets the longest allowed one.
 
-    Raises: RequestError if limits can never let it start, or it exceeds a limit on the number of
-    jobs.
+    Raises: RequestError if limits can never let it start, or it exceeds a limit on the number of jobs.
     """
     found: list[tuple[Partition, int | None]] = []
     refused: list[str] = []
@@ -259,10 +255,7 @@ def check_dependency(cluster: ClusterState, terms: Iterable[Dependency]) -> None
 
 
 def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependency]) -> list[Job]:
-    """Return the cycle of waiting jobs that `terms` would create, with `job` last.
-
-    Empty if there is no cycle.
-    """
+    """Return the cycle of waiting jobs that `terms` would create, with `job` last. Empty if there is no cycle."""
     came_from: dict[int, Job | None] = {}
     to_see: list[tuple[Job, Job | None]] = [(one, None) for one in _waited_for(cluster, terms)]
     while to_see:
@@ -282,8 +275,7 @@ def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependenc
 def check_deadline(deadline_s: float, limit_s: int | None, from_s: float) -> None:
     """Reject a deadline that a job which starts at `from_s` or later cannot meet.
 
-    `limit_s`: the requested time limit. A limit that was not requested is cut to the time left
-    until the deadline.
+    `limit_s`: the requested time limit. A limit that was not requested is cut to the time left until the deadline.
     """
     if limit_s is not None and limit_s >= UNLIMITED_S:
         raise RequestError("cannot keep a deadline for a job of unlimited time: give --time, or leave it out")

@@ -1,12 +1,11 @@
 """Manage jobs that a command on the head (halloc, salloc) holds while it runs.
 
-Such a job has nodes, and runs only the steps that the command starts. `Shells` does no I/O: it uses
-`ShellPorts`. It does not know steps, nor how a job gets its nodes.
+Such a job has nodes, and runs only the steps that the command starts. `Shells` does no I/O: it uses `ShellPorts`. It does not
+know steps, nor how a job gets its nodes.
 
-Rules: the job belongs to the stream that requested it, and ends when the stream closes, also while
-it waits. With --no-shell it belongs to no stream once it has its nodes. Nothing of this is stored
-on disk: after a restart of the controller no stream claims the job, and the step service releases
-it.
+Rules: the job belongs to the stream that requested it, and ends when the stream closes, also while it waits. With --no-shell it
+belongs to no stream once it has its nodes. Nothing of this is stored on disk: after a restart of the controller no stream
+claims the job, and the step service releases it.
 
 Source: salloc(1).
 """

@@ -1,7 +1,6 @@
 """Resolve job references: `12`, `10_3`, `10_[1-3,7]`, `10` (an array), `last`, a name.
 
-`last` is the job that the user submitted last. A component of a heterogeneous job is `12+1`, or its
-own number, 13.
+`last` is the job that the user submitted last. A component of a heterogeneous job is `12+1`, or its own number, 13.
 """
 
 from __future__ import annotations

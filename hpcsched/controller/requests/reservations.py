@@ -70,10 +70,7 @@ class Wish:
 
 
 def read_wish(changes: Mapping[str, str], now_s: float) -> Wish:
-    """Return what the changes ask for.
-
-    Raises: RequestError.
-    """
+    """Return what the changes ask for. Raises: RequestError."""
     values: dict[str, str] = {}
     signs: dict[str, str] = {}
     for word, value in changes.items():

@@ -1,11 +1,9 @@
 """Set, clear and run triggers.
 
-Users set and clear them. The changes of a tick make them due. The daemon runs their programs after
-the commit.
+Users set and clear them. The changes of a tick make them due. The daemon runs their programs after the commit.
 
-A trigger is deleted, or armed again, in the same commit as the change that it waited for. So it
-runs at most once for an event, and not at all if the controller is killed between the commit and
-the program. Source: strigger(1).
+A trigger is deleted, or armed again, in the same commit as the change that it waited for. So it runs at most once for an event,
+and not at all if the controller is killed between the commit and the program. Source: strigger(1).
 """
 
 from __future__ import annotations
@@ -51,10 +49,7 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
-    """Set a trigger.
-
-    `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent.
-    """
+    """Set a trigger. `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent."""
     cluster = tx.cluster
     try:
         event = TriggerEvent(str(body.get("event")))
@@ -145,10 +140,7 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
 
 
 def keep_up(tx: Transaction) -> list[Trigger]:
-    """Record which triggers had their event; return the due ones.
-
-    Their programs run after the commit.
-    """
+    """Record which triggers had their event; return the due ones. Their programs run after the commit."""
     due: list[Trigger] = []
     before = tx.nodes_before()
     for trigger in list(tx.cluster.triggers.values()):
@@ -271,10 +263,7 @@ async def _status_of(command: list[str], uid: int) -> int:
 
 
 def _as_user(account: pwd.struct_passwd) -> dict[str, Any]:
-    """Return Popen arguments that run a process as the account; empty if we already are it.
-
-    Raises: PermissionError.
-    """
+    """Return Popen arguments that run a process as the account; empty if we already are it. Raises: PermissionError."""
     if account.pw_uid == os.geteuid():
         return {}
     if os.geteuid() != 0:

@@ -1,7 +1,6 @@
 """Change jobs after their submission (``hctl update``).
 
-Each change is checked and recorded as one event. `respecify` changes what the job requested in its
-specification.
+Each change is checked and recorded as one event. `respecify` changes what the job requested in its specification.
 """
 
 from __future__ import annotations
@@ -184,10 +183,7 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
 
 
 def _time_limit_s(job: Job, text: str) -> int | None:
-    """Return the requested time limit: ``2:00:00``, or a change such as ``+30``.
-
-    0 is no limit, as in Slurm.
-    """
+    """Return the requested time limit: ``2:00:00``, or a change such as ``+30``. 0 is no limit, as in Slurm."""
     if text[:1] not in "+-" or not text:
         return parse_time_s(text) or None
     if job.time_limit_s is None:
@@ -262,8 +258,7 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
 def _check_raise(cluster: ClusterState, asker: Asker, job: Job, limit_s: int | None) -> None:
     """Reject a time limit that the user may not set.
 
-    A user may not raise the limit of a started job, nor exceed the limits of its partitions and
-    accounts.
+    A user may not raise the limit of a started job, nor exceed the limits of its partitions and accounts.
     """
     if job.state is not JobState.PENDING:
         asker.must_be_admin(f"raise the time limit of job {job.display_id} once it has started")
@@ -290,10 +285,7 @@ def _new_dependency(cluster: ClusterState, job: Job, text: str) -> dict[str, Any
 
 
 def _new_place(cluster: ClusterState, job: Job, changes: dict[str, str]) -> dict[str, str]:
-    """Return the job's new partition, account and QOS.
-
-    Raises: RequestError if the job could never start with them.
-    """
+    """Return the job's new partition, account and QOS. Raises: RequestError if the job could never start with them."""
     values: dict[str, str] = {}
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
     if "account" in changes or "qos" in changes:

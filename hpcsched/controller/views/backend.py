@@ -455,10 +455,7 @@ class ControllerBackend(Reading):
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
 
     async def snapshot(self) -> Json:
-        """Return the cluster as a plan sees it.
-
-        It contains only what hqueue, hinfo and hshare show to every user.
-        """
+        """Return the cluster as a plan sees it. It contains only what hqueue, hinfo and hshare show to every user."""
         snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
         return {"snapshot": await asyncio.to_thread(snapshot_to_json, snapshot, self._controller.policy)}
 
@@ -519,10 +516,7 @@ class ControllerBackend(Reading):
         return {"changed": self._apply_config(same_machine)}
 
     async def backup(self, asker: Asker, path: str) -> Json:
-        """Write a copy of the database to the new file `path`, in a thread.
-
-        Other requests do not wait for it.
-        """
+        """Write a copy of the database to the new file `path`, in a thread. Other requests do not wait for it."""
         # The controller writes with its own rights, so the user who names the file must have them
         # too.
         if asker.uid not in (0, os.getuid()):

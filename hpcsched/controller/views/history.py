@@ -124,10 +124,7 @@ async def history_text(database: Path, cluster: ClusterState, asker: Asker, quer
 
 
 def _ids(store: Store, query: HistoryQuery) -> list[int]:
-    """Return the ids of the requested jobs.
-
-    A number may be that of a component of a heterogeneous job.
-    """
+    """Return the ids of the requested jobs. A number may be that of a component of a heterogeneous job."""
     found = store.history_ids(query)
     for job_id in set(query.job_ids).difference(found):
         before = store.history_ids(replace(query, job_ids=tuple(range(job_id - MAX_COMPONENTS + 1, job_id))))
@@ -197,10 +194,7 @@ def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
 
 
 def sentence(job: Job, event: JobEvent, ending: bool) -> str:
-    """Return a sentence about `event` of `job`.
-
-    `ending`: the attempt was being ended without a requeue.
-    """
+    """Return a sentence about `event` of `job`. `ending`: the attempt was being ended without a requeue."""
     match event:
         case NodeLost():
             return _node_lost(job, event, ending)
@@ -342,8 +336,7 @@ class _Nowhere:
 def archived(database: Path, config: Config) -> tuple[Snapshot, Policy]:
     """Return the cluster in the file `database` and the policy of `config`.
 
-    Raises: ConfigError if the file is not an hpcsched database, UnavailableError if it cannot be
-    read.
+    Raises: ConfigError if the file is not an hpcsched database, UnavailableError if it cannot be read.
     """
     now_s = contents_of(database).last_event_at_s
     with TemporaryDirectory() as directory:

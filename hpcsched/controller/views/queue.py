@@ -67,10 +67,7 @@ def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
 
 
 def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
-    """Return when and where a job of the snapshot would start, and why not at once.
-
-    The job was not submitted.
-    """
+    """Return when and where a job of the snapshot would start, and why not at once. The job was not submitted."""
     job = next(job for job in snapshot.pending if job.id == job_id)
     made = full_plan(snapshot, policy)
     answer: Json = {
@@ -345,10 +342,7 @@ _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 
 async def queue_text(cluster: ClusterState, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
-    """Return the lines for `query`.
-
-    Raises: RequestError.
-    """
+    """Return the lines for `query`. Raises: RequestError."""
     listing = _listing(query)
     jobs = selected(cluster, asker, {name: query[name] for name in query if name not in _LAYOUT})
     ended: list[Job] = []
@@ -408,10 +402,7 @@ def _listing(query: Query) -> Listing:
 
 
 def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
-    """Return the jobs that match the filters.
-
-    Raises: NotFoundError, RequestError.
-    """
+    """Return the jobs that match the filters. Raises: NotFoundError, RequestError."""
     unknown = set(query) - _OTHER - set(_FILTERS)
     if unknown:
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
@@ -494,10 +485,7 @@ class Reading:
         return self._cluster.config.controller.admins
 
     def selected(self, asker: Asker, query: dict[str, str]) -> list[Job]:
-        """Return the jobs that a query of hpcsched's own commands asks for.
-
-        Raises: NotFoundError, RequestError.
-        """
+        """Return the jobs that a query of hpcsched's own commands asks for. Raises: NotFoundError, RequestError."""
         return selected(self._cluster, asker, {"state": "ALL", "strict": "1"} | query)
 
     async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes:

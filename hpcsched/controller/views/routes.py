@@ -276,10 +276,7 @@ class _Routes:
         return answer((await self._backend()).triggers())
 
     async def act_on_triggers(self, request: web.Request) -> web.Response:
-        """Set or clear a trigger.
-
-        Only the head accepts this, because its users may run programs there anyway.
-        """
+        """Set or clear a trigger. Only the head accepts this, because its users may run programs there anyway."""
         body, verb = await self._body(request), request.match_info["verb"]
         if request.uid is not None:
             raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
@@ -373,10 +370,7 @@ def _parsed(text: bytes) -> Json:
 
 
 def _uid_of(request: web.Request) -> int:
-    """Return the uid of the request.
-
-    For a relayed request, the relay names it. Otherwise the kernel does.
-    """
+    """Return the uid of the request. For a relayed request, the relay names it. Otherwise the kernel does."""
     if request.uid is not None:
         return request.uid
     assert request.peer is not None
