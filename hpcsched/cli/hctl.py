@@ -823,10 +823,6 @@ def _reconfigure(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
-def _checkpoint(rest: Sequence[str], words: Words) -> int:
-    return _on_checkpoints(rest, words.has("json"))
-
-
 VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "show": _show,
     "hold": _act("hold"),
@@ -846,7 +842,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "backup": _backup,
     "snapshot": _snapshot,
     "strays": _strays,
-    "checkpoint": _checkpoint,
+    "checkpoint": lambda rest, words: _on_checkpoints(rest, words.has("json")),
 }
 
 # ----- checkpoints: list, verify, prune, export, of a training job or in a directory

@@ -37,10 +37,6 @@ COMMAND = Command(
 )
 
 
-def _level_fs(line: Json) -> str:
-    return "inf" if line["level_fs"] is None else f"{line['level_fs']:.6f}"
-
-
 def _hours(resource: str) -> Callable[[Json], str]:
     return lambda line: f"{line['tres_seconds'].get(resource, 0.0) / 3600:.1f}"
 
@@ -54,7 +50,7 @@ _COLUMNS: dict[str, Callable[[Json], str]] = {
     "NormUsage": lambda line: f"{line['norm_usage']:.6f}",
     "EffectvUsage": lambda line: f"{line['effective_usage']:.6f}",
     "FairShare": lambda line: "" if line["fairshare"] is None else f"{line['fairshare']:.6f}",
-    "LevelFS": _level_fs,
+    "LevelFS": lambda line: "inf" if line["level_fs"] is None else f"{line['level_fs']:.6f}",
     "CPUHours": _hours("cpu"),
     "GPUHours": _hours("gres/gpu"),
 }

@@ -196,16 +196,8 @@ def _state(row: HistoryRow) -> str:
     return f"CANCELLED by {by}" if state == "CANCELLED" and by is not None and not row.step else state
 
 
-def _exit(row: HistoryRow) -> str:
-    return exit_text(row.step or row.job)
-
-
 def _nodes(row: HistoryRow) -> list[str]:
     return row.step["nodes"] if row.step else row.job["nodes"]
-
-
-def _node_list(row: HistoryRow) -> str:
-    return compress_hostlist(_nodes(row)) or "None assigned"
 
 
 def _start_s(row: HistoryRow) -> float | None:
@@ -269,10 +261,6 @@ def _name(row: HistoryRow) -> str:
     return str(row.step["name"] or row.step["step"]) if row.step else str(row.job["name"])
 
 
-def _reason(row: HistoryRow) -> str:
-    return "" if row.step else row.job["reason"] or "None"
-
-
 def _meaning(row: HistoryRow) -> str:
     """Return the meaning of the exit status, and the cause of the end if it is known."""
     if row.step:
@@ -314,10 +302,6 @@ def _amounts(job: Json, mem_mib: int) -> dict[str, str]:
 
 def _in_order(amounts: dict[str, str]) -> str:
     return ",".join(f"{name}={amount}" for name, amount in sorted(amounts.items()))
-
-
-def _req_cpus(row: HistoryRow) -> str:
-    return str(row.job["num_cpus"]) if row.step is None else _alloc_cpus(row)
 
 
 def _cpu_time_s(row: HistoryRow) -> float:
@@ -426,7 +410,7 @@ _COLUMNS = (
     HistoryColumn("ElapsedRaw", lambda row: str(int(_elapsed_s(row))), True),
     HistoryColumn("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True, slurms=19),
     HistoryColumn("End", lambda row: date_text(_end_s(row), "Unknown"), True, slurms=19),
-    HistoryColumn("ExitCode", _exit, True, slurms=8),
+    HistoryColumn("ExitCode", lambda row: exit_text(row.step or row.job), True, slurms=8),
     HistoryColumn("Flags", _job_text(_flags), True, slurms=15),
     HistoryColumn("GID", _job_text(lambda job: _group(job, number=True)), True, slurms=6),
     HistoryColumn("Group", _job_text(lambda job: _group(job, number=False)), True, slurms=9),
@@ -440,15 +424,15 @@ _COLUMNS = (
     HistoryColumn("MemEff", _part(mem_part), True),
     HistoryColumn("NCPUS", _alloc_cpus, True),
     HistoryColumn("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True, slurms=8),
-    HistoryColumn("NodeList", _node_list, True, slurms=15),
+    HistoryColumn("NodeList", lambda row: compress_hostlist(_nodes(row)) or "None assigned", True, slurms=15),
     HistoryColumn("NTasks", lambda row: str(row.step["ntasks"]) if row.step else "", True, slurms=8),
     HistoryColumn("Partition", _only_job("partition"), True),
     HistoryColumn("Planned", lambda row: "" if row.step else _time(_waited_s(row)), True),
     HistoryColumn("PreemptedBy", lambda row: "" if row.step else str(row.job.get("preempted_by") or ""), True),
     HistoryColumn("Priority", _only_job("priority"), True),
     HistoryColumn("QOS", _only_job("qos"), True),
-    HistoryColumn("Reason", _reason, True, slurms=22),
-    HistoryColumn("ReqCPUS", _req_cpus, True, slurms=8),
+    HistoryColumn("Reason", lambda row: "" if row.step else row.job["reason"] or "None", True, slurms=22),
+    HistoryColumn("ReqCPUS", lambda row: str(row.job["num_cpus"]) if row.step is None else _alloc_cpus(row), True, slurms=8),
     HistoryColumn("ReqMem", lambda row: "" if row.step else memory_in_all(row.job), True),
     HistoryColumn("ReqNodes", lambda row: str(row.job["num_nodes"]) if row.step is None else "", True, slurms=8),
     HistoryColumn("ReqTRES", _req_tres, True),

@@ -136,10 +136,6 @@ def _priority(job: Json) -> object:
     return 0 if job["hold"] != "none" else job["priority"]
 
 
-def _licenses(job: Json) -> str:
-    return ",".join(f"{name}:{count}" for name, count in (job.get("licenses") or {}).items())
-
-
 def _tres(job: Json) -> Verbatim:
     return Verbatim(tres_text(job, billing=True))
 
@@ -273,7 +269,7 @@ _TABLE = (
     JobField("ShardsPerJob", lambda job: f"gres/shard:{job['shards']}" if job.get("shards") else None),
     JobField("TresPerNode", lambda job: gres_of_node(job) if job["gpus"] or job.get("shards") else None),
     JobField("tres_per_node", lambda job: gres_of_node(job) if job["gpus"] else "", json_name="tres_per_node"),
-    JobField("Licenses", _licenses),
+    JobField("Licenses", lambda job: ",".join(f"{name}:{count}" for name, count in (job.get("licenses") or {}).items())),
     JobField("TrainStep", _report(step_text)),
     JobField("TrainLoss", _report(loss_text)),
     JobField("TrainSamplesPerSec", _report(rate_text)),

@@ -60,11 +60,7 @@ SCONTROL = Face(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(SCONTROL, _work, argv)
-
-
-def _work(words: Words) -> int:
-    return _run(words.operands, words) if words.operands else _prompt(words)
+    return run_face(SCONTROL, lambda words: _run(words.operands, words) if words.operands else _prompt(words), argv)
 
 
 PROMPT = "scontrol: "
@@ -270,10 +266,6 @@ def _natural(name: str) -> tuple[str, int, str]:
     return head, int(name[len(head) :] or 0), name
 
 
-def _show_hostlist_sorted(rest: Sequence[str], words: Words) -> int:
-    return _show_hostlist(rest, words, in_order=True)
-
-
 def _version(rest: Sequence[str], words: Words) -> int:
     print(f"slurm {SLURM_VERSION}")
     return 0
@@ -300,7 +292,7 @@ _ENTITIES: dict[str, _Work] = {
     "config": _show_config,
     "hostnames": _show_hostnames,
     "hostlist": _show_hostlist,
-    "hostlistsorted": _show_hostlist_sorted,
+    "hostlistsorted": lambda rest, words: _show_hostlist(rest, words, in_order=True),
     "licenses": _show_licenses,
     "lic": _show_licenses,
     "version": _version,
@@ -638,10 +630,6 @@ def _show_slurmd(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
-def _resume(rest: Sequence[str], words: Words) -> int:
-    return _act("resume")(rest, words)
-
-
 def _ping(rest: Sequence[str], words: Words) -> int:
     try:
         print(ping_line())
@@ -675,7 +663,7 @@ VERBS: dict[str, _Work] = {
     "requeue": _requeue,
     "requeuehold": _requeue_hold,
     "suspend": _act("suspend"),
-    "resume": _resume,
+    "resume": _act("resume"),
     "top": _top,
     "wait_job": _wait_job,
     "write": _write,
