@@ -64,7 +64,7 @@ class Doors:
         exempt: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.crowd = ConnectionLimits(limits or bounds())
+        self.limits = ConnectionLimits(limits or bounds())
         self._exempt = frozenset({0, os.getuid()}) if exempt is None else exempt
         self._clock = clock
         self._bytes = Rates(BYTES_PER_S, BYTES_AT_ONCE, clock)

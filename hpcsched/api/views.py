@@ -111,7 +111,7 @@ def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> 
             return job.reason, _starting(job), None
         if job.state is JobState.SUSPENDED:
             return job.reason, _standing_still(job), None
-        if any(cluster.job_of_former(kept.token) is job for kept in cluster.undecided_launches.values()):
+        if any(cluster.job_of_former(launch.token) is job for launch in cluster.undecided_launches.values()):
             return job.reason, _UNDECIDED, None
     return job.reason, reason_detail(job, asker), None
 
@@ -248,9 +248,12 @@ def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None)
 def node_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
     """Return all nodes, with the allocated resources and the reservation of each."""
     active = sorted(
-        (one for one in cluster.reservations.values() if one.is_active(now_s)), key=lambda one: one.is_maintenance
+        (reservation for reservation in cluster.reservations.values() if reservation.is_active(now_s)),
+        key=lambda reservation: reservation.is_maintenance,
     )
-    reserved = {name: one for one in active for name in one.nodes}  # maintenance overrides the others
+    reserved = {
+        name: reservation for reservation in active for name in reservation.nodes
+    }  # maintenance overrides the others
     shares = [(job.id, share) for job in cluster.active_jobs() for share in job.holding]
     return [
         _node_view(node, [item for item in shares if item[1].node == node.name], cluster, reserved.get(node.name))
@@ -298,26 +301,26 @@ def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: R
     }
 
 
-def reservation_view(one: Reservation, cluster: ClusterState, now_s: float) -> dict[str, Any]:
+def reservation_view(reservation: Reservation, cluster: ClusterState, now_s: float) -> dict[str, Any]:
     """Return a reservation, with the jobs that use it."""
     return {
-        "name": one.name,
-        "state": "ACTIVE" if one.is_active(now_s) else "INACTIVE",
-        "start_s": one.start_s,
-        "end_s": one.end_s,
-        "duration_s": one.duration_s,
-        "nodes": list(one.nodes),
-        "node_list": compress_hostlist(one.nodes),
-        "cpus": sum(cluster.nodes[name].spec.cpus for name in one.nodes if name in cluster.nodes),
-        "node_count": one.node_count,
-        "features": one.features,
-        "partition": one.partition,
-        "users": list(one.users),
-        "accounts": list(one.accounts),
-        "flags": [flag.value for flag in one.flags],
-        "made_by": one.made_by,
-        "made_at_s": one.made_at_s,
-        "jobs": [job.id for job in cluster.using(one.name)],
+        "name": reservation.name,
+        "state": "ACTIVE" if reservation.is_active(now_s) else "INACTIVE",
+        "start_s": reservation.start_s,
+        "end_s": reservation.end_s,
+        "duration_s": reservation.duration_s,
+        "nodes": list(reservation.nodes),
+        "node_list": compress_hostlist(reservation.nodes),
+        "cpus": sum(cluster.nodes[name].spec.cpus for name in reservation.nodes if name in cluster.nodes),
+        "node_count": reservation.node_count,
+        "features": reservation.features,
+        "partition": reservation.partition,
+        "users": list(reservation.users),
+        "accounts": list(reservation.accounts),
+        "flags": [flag.value for flag in reservation.flags],
+        "made_by": reservation.made_by,
+        "made_at_s": reservation.made_at_s,
+        "jobs": [job.id for job in cluster.using(reservation.name)],
     }
 
 

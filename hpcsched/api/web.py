@@ -239,10 +239,10 @@ class Connection(asyncio.Protocol):
         self._peer: socket.socket = transport.get_extra_info("socket")
         self._uid = peer_uid(self._peer)
         read_less(transport)
-        self._crowd = self._server.doors.crowd
+        self._limits = self._server.doors.limits
         self._server.connections.add(self)
         self._heard_s = self._loop.time()
-        if not self._crowd.comes(self._uid, self):
+        if not self._limits.comes(self._uid, self):
             self._transport.abort()
         self._idle_timer = self._loop.call_later(IDLE_S, self._look_idle)
 
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
         if self._throttle is not None:
             self._throttle.cancel()
         self._server.connections.discard(self)
-        self._crowd.goes(self._uid, self)
+        self._limits.goes(self._uid, self)
         if self._task is not None and self._reads_only:
             self._task.cancel()
         # A handler that still runs is not cancelled: its request is completed.
@@ -340,18 +340,18 @@ class Connection(asyncio.Protocol):
         if held_bytes == self._counted_bytes:
             return
         self._counted_bytes = held_bytes
-        if not self._crowd.may_hold(self._uid, self, held_bytes) and not self._refused:
+        if not self._limits.may_hold(self._uid, self, held_bytes) and not self._refused:
             why = f"cannot read the request: uid {self._uid} sends more than {UNPARSED_BYTES >> 20} MiB at once"
             self._refuse(BadRequestError(429, why, {"Retry-After": "1"}))
 
     def _hear(self) -> None:
         self._heard_s = self._loop.time()
-        self._crowd.is_heard(self._uid, self)
+        self._limits.is_heard(self._uid, self)
 
     def eof_received(self) -> bool:
         """Handle the end of the client's data: it may still read, so its requests are answered."""
         self._asks_no_more = True
-        if _has_gone(self._peer):
+        if _has_disconnected(self._peer):
             self.drop()
         return self._task is not None or bool(self._waiting)
 
@@ -480,7 +480,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         head = head_of(response, keep=keep)
-        if not self._crowd.may_send(self._uid, self, len(head) + len(response.body)):
+        if not self._limits.may_send(self._uid, self, len(head) + len(response.body)):
             log.warning("uid %d does not read its answers: one of its connections is ended", self._uid)
             self.drop()
             return
@@ -506,7 +506,7 @@ def head_of(response: Response, *, keep: bool) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
 
-def _has_gone(peer: socket.socket) -> bool:
+def _has_disconnected(peer: socket.socket) -> bool:
     """Return whether the client, which has ended sending, has also stopped reading."""
     looking = select.poll()
     looking.register(peer.fileno(), 0)

@@ -213,7 +213,7 @@ def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
         end_s=parse_when(words.last("endtime"), now_s, past=True) if words.has("endtime") else None,
     )
     answer = client.call("GET", path)
-    jobs = [job for job in answer["jobs"] if not wanted or any(_is_meant(job, one) for one in wanted)]
+    jobs = [job for job in answer["jobs"] if not wanted or any(_is_meant(job, reference) for reference in wanted)]
     return {**answer, "jobs": sorted(_filtered(jobs, words), key=lambda job: job["id"])}
 
 

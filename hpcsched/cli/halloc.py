@@ -116,7 +116,7 @@ OPTIONS = (
 _RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_")
 _USER_ENV = re.compile("([0-9]{0,4})([SsLl]?)")
 USER_ENV_S = 10
-_SAID_AFTER_S = 0.5
+_REPORTED_AFTER_S = 0.5
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU)
 
@@ -229,8 +229,8 @@ class _Allocation:
         signal.set_wakeup_fd(wakeup_in.fileno(), warn_on_full_buffer=False)
         self._signals: list[int] = []
         self._child = 0
-        told = values.get("kill-command")
-        self._end_signal = parse_signal(told) if isinstance(told, str) else signal.SIGTERM if told else signal.SIGHUP
+        given = values.get("kill-command")
+        self._end_signal = parse_signal(given) if isinstance(given, str) else signal.SIGTERM if given else signal.SIGHUP
 
     def run(self) -> int:
         path = sockets.steps_socket(os.environ, os.getuid())
@@ -292,17 +292,17 @@ class _Allocation:
                 if left_s <= 0:
                     raise HallocError("Unable to allocate resources: Requested nodes are busy")
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-            said = self._next(timeout_s)
-            if isinstance(said, protocol.JobAllocated):
-                return said
-            if isinstance(said, protocol.StepEnded):
-                first = self._face.refused(said.error)
+            message = self._next(timeout_s)
+            if isinstance(message, protocol.JobAllocated):
+                return message
+            if isinstance(message, protocol.StepEnded):
+                first = self._face.refused(message.error)
                 if first:
                     _complain(self._face, first, 1)
-                raise HallocError(said.error)
-            if isinstance(said, protocol.StepWaiting):
-                text, timeout_s = said.text, _SAID_AFTER_S
-            elif said is None and text:
+                raise HallocError(message.error)
+            if isinstance(message, protocol.StepWaiting):
+                text, timeout_s = message.text, _REPORTED_AFTER_S
+            elif message is None and text:
                 self._say(text)
                 text, timeout_s = "", None
             if any(number != signal.SIGCHLD for number in self._signals):
@@ -319,9 +319,10 @@ class _Allocation:
         if not data:
             self._hang_up()
             raise HallocError("lost the connection to the controller: the job has ended")
-        said = [message for message, _ in self._framer.feed(data)]
+        messages = [message for message, _ in self._framer.feed(data)]
         return next(
-            (message for message in said if not isinstance(message, protocol.StepWaiting)), said[0] if said else None
+            (message for message in messages if not isinstance(message, protocol.StepWaiting)),
+            messages[0] if messages else None,
         )
 
     def _hold(self, allocated: protocol.JobAllocated) -> int:
@@ -342,10 +343,10 @@ class _Allocation:
                 select.select([self._wakeup], [], [])
                 self._wakeup.recv(512)
                 continue
-            said = self._next(None)
-            if isinstance(said, protocol.StepEnded):
+            message = self._next(None)
+            if isinstance(message, protocol.StepEnded):
                 revoked = True
-                _complain(self._face, said.error, 1)
+                _complain(self._face, message.error, 1)
                 self._hang_up()
 
     def _environment(self, allocated: protocol.JobAllocated) -> dict[str, str]:
@@ -384,15 +385,15 @@ def _login_environment(how: str | bool) -> dict[str, str]:
         raise HallocError(f"cannot read --get-user-env={str(how)[:40]}: write [SECONDS][S|L]")
     account = pwd.getpwuid(os.getuid())
     few = {"HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name, "SHELL": account.pw_shell}
-    kept = {name: os.environ[name] for name in ("PATH", "TERM", "HPCSCHED_CONFIG") if name in os.environ}
+    own = {name: os.environ[name] for name in ("PATH", "TERM", "HPCSCHED_CONFIG") if name in os.environ}
     command = [account.pw_shell or "/bin/sh", *(["-l"] if found[2].upper() != "S" else []), "-c", "env -0"]
     limit_s = whole_number(found[1], "--get-user-env") if found[1] else USER_ENV_S
     try:
-        run = subprocess.run(command, env={**kept, **few}, capture_output=True, timeout=limit_s, check=True, cwd="/")
+        run = subprocess.run(command, env={**own, **few}, capture_output=True, timeout=limit_s, check=True, cwd="/")
     except (OSError, subprocess.SubprocessError) as error:
         raise HallocError(f"cannot get the environment of {account.pw_name}'s login shell: {error}") from None
     pairs = (entry.partition("=") for entry in run.stdout.decode("utf-8", "surrogateescape").split("\0"))
-    return {**kept, **{name: value for name, equals, value in pairs if equals}}
+    return {**own, **{name: value for name, equals, value in pairs if equals}}
 
 
 def _complain(face: Face, text: str, code: int) -> int:

@@ -57,15 +57,15 @@ def _asked(meant: CancelRequest, *, slurms: bool) -> tuple[list[str], int]:
                     _say_over(job, slurms=slurms)
                     status = status if slurms else FAILED
                 continue
-            chosen += [job["display_id"]] if _said_yes("job_id", job["display_id"], job) else []
+            chosen += [job["display_id"]] if _is_confirmed("job_id", job["display_id"], job) else []
     for reference in steps:
         jobs = client.call("GET", client.query("/v1/jobs", id=reference.partition(".")[0], **wanted))["jobs"]
         for job in jobs[:1]:
-            chosen += [reference] if _said_yes("step_id", reference, job) else []
+            chosen += [reference] if _is_confirmed("step_id", reference, job) else []
     return chosen, status
 
 
-def _said_yes(what: str, reference: str, job: Json) -> bool:
+def _is_confirmed(what: str, reference: str, job: Json) -> bool:
     print(
         f"Cancel {what}={reference} name={clean(job['name'])} partition={clean(job['partition'])} [y/n]? ",
         end="",

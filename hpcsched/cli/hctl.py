@@ -74,7 +74,7 @@ def fetch(names: Sequence[str]) -> Json:
     """Return the controller's answer with the named reservations, by default all."""
     answer = client.call("GET", "/v1/reservations")
     wanted = [name for word in names for name in split_list(word)]
-    by_name = {one["name"]: one for one in answer["reservations"]}
+    by_name = {reservation["name"]: reservation for reservation in answer["reservations"]}
     for name in wanted:
         if name not in by_name:
             raise NotFoundError(f"Reservation {clean(name[:60])} not found; there are: {', '.join(by_name) or 'none'}")
@@ -82,31 +82,31 @@ def fetch(names: Sequence[str]) -> Json:
     return answer
 
 
-def reservation_lines(one: Json) -> list[RecordWords]:
+def reservation_lines(reservation: Json) -> list[RecordWords]:
     """Return a reservation as ``scontrol show reservation`` does."""
-    flags = [*one["flags"], *([] if one["node_count"] else ["SPEC_NODES"])]
+    flags = [*reservation["flags"], *([] if reservation["node_count"] else ["SPEC_NODES"])]
     return [
         [
-            ("ReservationName", one["name"]),
-            ("StartTime", date_text(one["start_s"])),
-            ("EndTime", date_text(one["end_s"])),
-            ("Duration", format_time_s(one["duration_s"], full=True)),
+            ("ReservationName", reservation["name"]),
+            ("StartTime", date_text(reservation["start_s"])),
+            ("EndTime", date_text(reservation["end_s"])),
+            ("Duration", format_time_s(reservation["duration_s"], full=True)),
         ],
         [
-            ("Nodes", one["node_list"]),
-            ("NodeCnt", len(one["nodes"])),
-            ("CoreCnt", one["cpus"]),
-            ("Features", one["features"]),
-            ("PartitionName", one["partition"]),
+            ("Nodes", reservation["node_list"]),
+            ("NodeCnt", len(reservation["nodes"])),
+            ("CoreCnt", reservation["cpus"]),
+            ("Features", reservation["features"]),
+            ("PartitionName", reservation["partition"]),
             ("Flags", ",".join(flags)),
         ],
-        [("TRES", f"cpu={one['cpus']}")],
+        [("TRES", f"cpu={reservation['cpus']}")],
         [
-            ("Users", ",".join(one["users"])),
+            ("Users", ",".join(reservation["users"])),
             ("Groups", ""),
-            ("Accounts", ",".join(one["accounts"])),
+            ("Accounts", ",".join(reservation["accounts"])),
             ("Licenses", ""),
-            ("State", one["state"]),
+            ("State", reservation["state"]),
             ("MaxStartDelay", ""),
         ],
     ]
@@ -117,14 +117,14 @@ def table(reservations: Sequence[Json], *, header: bool) -> str:
     headers = ["RESV_NAME", "STATE", "START_TIME", "END_TIME", "DURATION", "NODELIST"]
     rows = [
         [
-            clean(one["name"]),
-            one["state"],
-            date_text(one["start_s"]),
-            date_text(one["end_s"]),
-            format_time_s(one["duration_s"], full=True),
-            one["node_list"],
+            clean(reservation["name"]),
+            reservation["state"],
+            date_text(reservation["start_s"]),
+            date_text(reservation["end_s"]),
+            format_time_s(reservation["duration_s"], full=True),
+            reservation["node_list"],
         ]
-        for one in reservations
+        for reservation in reservations
     ]
     return columns(headers if header else [], rows)
 
@@ -368,7 +368,7 @@ def _show(rest: Sequence[str], words: Words) -> int:
 def _show_job(rest: Sequence[str], words: Words) -> int:
     answers = [client.call("GET", client.job_path(reference)) for operand in rest for reference in split_list(operand)]
     answers = answers or [client.call("GET", "/v1/jobs")]
-    answer = {**answers[0], "jobs": [job for one in answers for job in one["jobs"]]}
+    answer = {**answers[0], "jobs": [job for reply in answers for job in reply["jobs"]]}
     return _print_records(answer, "jobs", records.hctl_lines, words)
 
 
@@ -442,11 +442,13 @@ def _show_accounting(kind: str) -> Callable[[Sequence[str], Words], int]:
         chosen = _chosen(RECORDS[kind](), names, f"there is no {kind} of that name")
         answer: Json = {"version": 1, f"{kind}s": chosen}
 
-        def lines(one: Json) -> list[records.Words]:
-            limits = [(_FIELD_NAMES[field], one[field]) for field in _LIMIT_FIELDS if one.get(field) not in (None, "")]
+        def lines(record: Json) -> list[records.Words]:
+            limits = [
+                (_FIELD_NAMES[field], record[field]) for field in _LIMIT_FIELDS if record.get(field) not in (None, "")
+            ]
             return [
-                [(title, one["name"])],
-                [(_FIELD_NAMES[field], one[field]) for field in fields if one.get(field) not in (None, "")],
+                [(title, record["name"])],
+                [(_FIELD_NAMES[field], record[field]) for field in fields if record.get(field) not in (None, "")],
                 limits or [("Limits", "none")],
             ]
 
@@ -651,15 +653,15 @@ def _drain(rest: Sequence[str], words: Words) -> int:
         raise UsageError(
             "cannot drain a node: give the reason, it is what others will see: hctl drain n1 'fan is loud'"
         )
-    return _said(client.call("POST", "/v1/nodes/drain", {"nodes": rest[0], "why": why}), "drained", words)
+    return _print_nodes(client.call("POST", "/v1/nodes/drain", {"nodes": rest[0], "why": why}), "drained", words)
 
 
 def _resume(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the nodes")
-    return _said(client.call("POST", "/v1/nodes/resume", {"nodes": ",".join(rest)}), "resumed", words)
+    return _print_nodes(client.call("POST", "/v1/nodes/resume", {"nodes": ",".join(rest)}), "resumed", words)
 
 
-def _said(answer: Json, what: str, words: Words) -> int:
+def _print_nodes(answer: Json, what: str, words: Words) -> int:
     if words.has("json"):
         print_json(answer)
     elif answer["nodes"]:
@@ -778,12 +780,14 @@ def _list_strays(words: Words) -> int:
     if words.has("json"):
         print_json(answer)
         return 0
-    for one in answer["strays"]:
+    for stray in answer["strays"]:
         whose = (
-            f"job {one['job_id']} ({clean(one['name'])} of {clean(one['user'])})" if one["adoptable"] else "not known"
+            f"job {stray['job_id']} ({clean(stray['name'])} of {clean(stray['user'])})"
+            if stray["adoptable"]
+            else "not known"
         )
-        since = date_text(one["since_s"])
-        print(f"{clean(one['token'])}  {one['status']} on {clean(one['node'])} since {since}, {whose}")
+        since = date_text(stray["since_s"])
+        print(f"{clean(stray['token'])}  {stray['status']} on {clean(stray['node'])} since {since}, {whose}")
     if not answer["strays"]:
         print("No stray jobs")
     return 0
@@ -804,9 +808,9 @@ def _reset(rest: Sequence[str], words: Words) -> int:
     if words.has("json"):
         print_json(answer)
         return 0
-    for one in answer["reset"]:
+    for usage in answer["reset"]:
         print(
-            f"usage of {clean(one['user'])}{' in ' + clean(one['account']) if one['account'] else ''} is 0 from now on"
+            f"usage of {clean(usage['user'])}{' in ' + clean(usage['account']) if usage['account'] else ''} is 0 from now on"
         )
     if not answer["reset"]:
         print("nobody has used anything")
@@ -913,19 +917,23 @@ def _of_job(reference: str, verb: str) -> str:
     """Return the directory of the job's checkpoints: as reported, else found by its claims."""
     job, *others = client.call("GET", client.job_path(reference))["jobs"]
     if others:
-        some = ", ".join(one["display_id"] for one in (job, *others)[:SOME])
+        some = ", ".join(task["display_id"] for task in (job, *others)[:SOME])
         raise UsageError(f"cannot tell which of {1 + len(others)} jobs {reference} means: name one, as {some}")
-    told = (job.get("training") or {}).get("directory")
-    if told and _claimed_by(told, str(job["id"])):
-        return str(told)
-    found = [one for one in _directories(job["work_dir"], DEEP) if _claimed_by(one, str(job["id"]))]
+    reported = (job.get("training") or {}).get("directory")
+    if reported and _claimed_by(reported, str(job["id"])):
+        return str(reported)
+    found = [directory for directory in _directories(job["work_dir"], DEEP) if _claimed_by(directory, str(job["id"]))]
     if len(found) == 1:
         return found[0]
     places = f"more than one directory in {job['work_dir']} has some: {', '.join(found)}"
     why = places if found else f"no directory in {job['work_dir']} has any of it"
-    said = f"in {told}, which its program named, are none of it" if told else "its program has not said where they are"
+    first = (
+        f"in {reported}, which its program named, are none of it"
+        if reported
+        else "its program has not said where they are"
+    )
     raise NotFoundError(
-        f"cannot find the checkpoints of job {reference}: {said}, and {why}; "
+        f"cannot find the checkpoints of job {reference}: {first}, and {why}; "
         f"name the directory: hctl checkpoint {verb} DIRECTORY"
     )
 

@@ -56,12 +56,12 @@ def _look(words: Words, call: Call) -> int:
         return finish(show(words, call))
     reference = one_job(words)
     print_json(
-        _one(reference) if reference else client.call("GET", client.query("/v1/jobs", **filters(words, call.caller)))
+        _job(reference) if reference else client.call("GET", client.query("/v1/jobs", **filters(words, call.caller)))
     )
     return 0
 
 
-def _one(reference: str) -> Json:
+def _job(reference: str) -> Json:
     """Return the API's answer about a job, without script and environment."""
     answer = client.call("GET", client.job_path(reference))
     hidden = ("script", "script_args", "env")

@@ -156,7 +156,7 @@ def _compare(words: Words, operands: Sequence[str]) -> int:
     if picture is not None:
         _draw(done, picture)
     if words.has("json"):
-        print_json({"trace": trace.name, "policies": [_json(one) for one in done]})
+        print_json({"trace": trace.name, "policies": [_json(job) for job in done]})
     else:
         print(_table(done), end="")
     return 0
@@ -227,16 +227,16 @@ def _table(done: Sequence[Simulation]) -> str:
     headers = ("POLICY", "SLOWDOWN", "WAIT_MEAN", "WAIT_P95", "WAIT_MAX", "UTILIZATION", "FAIRNESS", "JOBS/S")
     rows = [
         (
-            one.policy,
-            f"{one.metrics.bounded_slowdown_mean:.2f}",
-            f"{one.metrics.wait_mean_s:.0f}",
-            f"{one.metrics.wait_p95_s:.0f}",
-            f"{one.metrics.wait_max_s:.0f}",
-            f"{one.metrics.utilization * 100:.2f}%",
-            f"{one.metrics.user_fairness_jain:.3f}",
-            f"{one.jobs_per_s:.0f}",
+            job.policy,
+            f"{job.metrics.bounded_slowdown_mean:.2f}",
+            f"{job.metrics.wait_mean_s:.0f}",
+            f"{job.metrics.wait_p95_s:.0f}",
+            f"{job.metrics.wait_max_s:.0f}",
+            f"{job.metrics.utilization * 100:.2f}%",
+            f"{job.metrics.user_fairness_jain:.3f}",
+            f"{job.jobs_per_s:.0f}",
         )
-        for one in done
+        for job in done
     ]
     return columns(headers, rows, right=range(1, 8))
 
@@ -270,14 +270,14 @@ def replay(words: Words, operands: Sequence[str]) -> int:
     plans += [(other, full_plan(snapshot, other)) for other in _policies(words, policy)]
     views: list[Json] = [
         {
-            "policy": NAMES[one.backfill],
+            "policy": NAMES[plan.backfill],
             "jobs": _planned(made, snapshot),
             "preemptions": [
                 {"job_id": item.job_id, "victims": [victim.job_id for victim in item.victims]}
                 for item in made.preemptions
             ],
         }
-        for one, made in plans
+        for plan, made in plans
     ]
     if words.has("json"):
         differences = [_differences(views[0]["jobs"], view["jobs"]) for view in views[1:]]
@@ -287,7 +287,10 @@ def replay(words: Words, operands: Sequence[str]) -> int:
     for view in views[1:]:
         changed = _differences(views[0]["jobs"], view["jobs"])
         print(f"\nWith policy {view['policy']} {len(changed)} of {len(snapshot.pending)} jobs fare differently:")
-        rows = [(clean(one["job"]), clean(one["user"]), _fate(one["was"]), _fate(one["is"])) for one in changed]
+        rows = [
+            (clean(change["job"]), clean(change["user"]), _fate(change["was"]), _fate(change["is"]))
+            for change in changed
+        ]
         print(columns(("JOBID", "USER", "WAS", "IS"), rows), end="")
     return 0
 
@@ -311,9 +314,9 @@ def _differences(before: Sequence[Json], after: Sequence[Json]) -> list[Json]:
     """Return the jobs that start in one plan alone, elsewhere, or at another time."""
     keys = ("start_s", "nodes", "reason")
     return [
-        {"job_id": one["job_id"], "job": one["job"], "user": one["user"], "was": one, "is": other}
-        for one, other in zip(before, after, strict=True)
-        if any(one[key] != other[key] for key in keys)
+        {"job_id": job["job_id"], "job": job["job"], "user": job["user"], "was": job, "is": other}
+        for job, other in zip(before, after, strict=True)
+        if any(job[key] != other[key] for key in keys)
     ]
 
 
@@ -340,7 +343,7 @@ def whatif(words: Words, operands: Sequence[str]) -> int:
     """Print how today's queue would fare with other nodes and policies, beside how it will as things are."""
     snapshot, policy = _load_snapshot(words, operands, "whatif")
     variants = _variants(words, snapshot, policy)
-    found = [forecast(one.snapshot, one.policy, predict=words.has("predict")) for one in variants]
+    found = [forecast(variant.snapshot, variant.policy, predict=words.has("predict")) for variant in variants]
     shown = _shown(words, snapshot)
     if words.has("json"):
         jobs = [_starts(job, found) for job in shown]
@@ -349,27 +352,31 @@ def whatif(words: Words, operands: Sequence[str]) -> int:
         return 0
     print(_variants_table(variants, found), end="")
     if shown:
-        rows = [(clean(job.display_id), clean(job.user), *(_start_text(job, one) for one in found)) for job in shown]
-        print("\n" + columns(("JOBID", "USER", TODAY.upper(), *(one.name for one in variants[1:])), rows), end="")
+        rows = [
+            (clean(job.display_id), clean(job.user), *(_start_text(job, outcome) for outcome in found)) for job in shown
+        ]
+        print(
+            "\n" + columns(("JOBID", "USER", TODAY.upper(), *(variant.name for variant in variants[1:])), rows), end=""
+        )
     elif words.has("jobs"):
         print(f"\nNo job of {clean(words.last('jobs')[:60])} waits.")
     return 0
 
 
 def _variants(words: Words, snapshot: Snapshot, policy: Policy) -> list[Variant]:
-    changed, said = snapshot, []
+    changed, title = snapshot, []
     if words.has("remove-node"):
         names = _known(expand_hostlist(",".join(words.given["remove-node"])), snapshot)
         changed = without_nodes(changed, names)
-        said.append(f"-{compress_hostlist(sorted(names))}")
+        title.append(f"-{compress_hostlist(sorted(names))}")
     for text in words.given.get("add-nodes", ()):
         changed = with_nodes(changed, _new_nodes(text, changed))
-        said.append(f"+{text}")
+        title.append(f"+{text}")
     found = [Variant(TODAY, snapshot, policy)]
-    if said:
-        found.append(Variant(" ".join(said), changed, policy))
+    if title:
+        found.append(Variant(" ".join(title), changed, policy))
     for other in _policies(words, policy):
-        found.append(Variant(" ".join([*said, NAMES[other.backfill]]), changed, other))
+        found.append(Variant(" ".join([*title, NAMES[other.backfill]]), changed, other))
     return found
 
 
@@ -425,8 +432,8 @@ def _figures(variant: Variant, found: Forecast) -> Json:
 
 
 def _starts(job: PendingJob, found: Sequence[Forecast]) -> Json:
-    starts_s = [one.starts_s.get(job.id) for one in found]
-    reasons = [one.left[job.id].reason.value if job.id in one.left else None for one in found]
+    starts_s = [outcome.starts_s.get(job.id) for outcome in found]
+    reasons = [outcome.left[job.id].reason.value if job.id in outcome.left else None for outcome in found]
     return {"job_id": job.id, "job": job.display_id, "user": job.user, "starts_s": starts_s, "left": reasons}
 
 
@@ -440,15 +447,15 @@ def _start_text(job: PendingJob, found: Forecast) -> str:
 def _variants_table(variants: Sequence[Variant], found: Sequence[Forecast]) -> str:
     headers = ("VARIANT", "START", "LEFT", "WAIT_MEAN", "WAIT_MAX", "EMPTY_IN", "ENDED_IN", "UTILIZATION")
     rows = []
-    for variant, one in zip(variants, found, strict=True):
-        figures = _figures(variant, one)
+    for variant, outcome in zip(variants, found, strict=True):
+        figures = _figures(variant, outcome)
         spans_s = (
             figures["wait_mean_s"],
             figures["wait_max_s"],
-            one.empty_at_s - one.now_s,
-            one.ended_at_s - one.now_s,
+            outcome.empty_at_s - outcome.now_s,
+            outcome.ended_at_s - outcome.now_s,
         )
-        used = f"{one.utilization * 100:.1f}%" if one.utilization is not None else "-"
+        used = f"{outcome.utilization * 100:.1f}%" if outcome.utilization is not None else "-"
         name = f"{variant.name} ({figures['policy']})" if variant.name == TODAY else variant.name
         rows.append((name, str(figures["started"]), str(figures["left"]), *map(_span, spans_s), used))
     return columns(headers, rows, right=range(1, len(headers)))

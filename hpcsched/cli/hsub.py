@@ -111,14 +111,14 @@ def _test(setup: Setup, request: Submission) -> int:
 def wait_for(setup: Setup, job_id: int) -> int:
     """Wait until the job (of an array: all its tasks) is over; return the highest exit code."""
     pause_s = FIRST_POLL_S
-    told = False
+    has_noted = False
     while True:
         try:
             jobs = _look(job_id)
         except UnavailableError as error:  # the job goes on without the controller
-            if not told:
+            if not has_noted:
                 note(setup.name, f"{error}; waiting for it")
-            told = True
+            has_noted = True
         else:
             if all(job["state"] in ENDED_STATES for job in jobs):
                 return _exit_status(setup, jobs)
@@ -204,8 +204,8 @@ def _read_each(
     requests = []
     for path in paths:
         try:
-            one = CommandLine(options=line.options, script=path, args=(), further=line.further)
-            request = finish(read(one, [*words, path], call, setup, time.time()))
+            single = CommandLine(options=line.options, script=path, args=(), further=line.further)
+            request = finish(read(single, [*words, path], call, setup, time.time()))
         except RequestError as error:
             raise RequestError(f"{clean(path)}: {error}; nothing was submitted") from None
         write_notes([f"{path}: {text}" for text in request.built.notes], request.options, call, setup)
@@ -219,9 +219,11 @@ def _about(error: HpcschedError, paths: Sequence[str], at: int, request_id: str)
     there = (
         f"the first {at} of {len(paths)} scripts are in the queue" if at else "no script is known to be in the queue"
     )
-    said = type(error)(f"{where}{error}; {there}: to submit the others, and none twice, add --request-id={request_id}")
-    said.by_controller = error.by_controller
-    return said
+    explained = type(error)(
+        f"{where}{error}; {there}: to submit the others, and none twice, add --request-id={request_id}"
+    )
+    explained.by_controller = error.by_controller
+    return explained
 
 
 def _print(jobs: Sequence[Json], *, quiet: bool, parsable: bool) -> None:

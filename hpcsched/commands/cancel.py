@@ -168,8 +168,8 @@ def _done_text(job_ids: Sequence[object], signum: int | None) -> str:
 
 def _complaints(refused: Sequence[Json], words: Words) -> tuple[list[str], bool]:
     """Return hcancel's messages about refusals, and whether hcancel fails because of them."""
-    told = [refusal for refusal in refused if not (words.has("quiet") and _is_over(refusal))]
-    return [clean(refusal["error"]) for refusal in told], bool(told)
+    shown = [refusal for refusal in refused if not (words.has("quiet") and _is_over(refusal))]
+    return [clean(refusal["error"]) for refusal in shown], bool(shown)
 
 
 def _slurm_complaints(refused: Sequence[Json], words: Words) -> tuple[list[str], bool]:

@@ -153,10 +153,10 @@ def find_option(command: Command, name: str) -> Option:
         some = [f"--{option.name}" for option in found]
         raise UsageError(
             f"cannot tell which option --{name} is: it could be {', '.join(some)}",
-            getopt=f"option '--{name}' is ambiguous; possibilities: " + " ".join(f"'{one}'" for one in some),
+            getopt=f"option '--{name}' is ambiguous; possibilities: " + " ".join(f"'{word}'" for word in some),
         )
     near = nearest(name, [option.name for option in command.options])
-    hint = f"did you mean {' or '.join('--' + one for one in near)}?" if near else f"see {command.name} --help"
+    hint = f"did you mean {' or '.join('--' + word for word in near)}?" if near else f"see {command.name} --help"
     raise UsageError(
         f"cannot understand {'--' + name[:60]!r}: no such option; {hint}",
         getopt=f"unrecognized option '--{name[:60]}'",

@@ -46,9 +46,9 @@ class Face(namedtuple("Face", "command contact")):
 
 def with_usage(face: Face) -> Command:
     """Return the face's command with ``--usage``, its options in Slurm's order."""
-    options = {one.name: one for one in (*face.command.options, USAGE)}
+    options = {option.name: option for option in (*face.command.options, USAGE)}
     command: Command = face.command._replace(
-        options=tuple(options[one] for one in slurm_text.ordered(face.command.name, options))
+        options=tuple(options[name] for name in slurm_text.ordered(face.command.name, options))
     )
     return command
 
@@ -57,9 +57,9 @@ def usage_text(name: str, options: Iterable[Option | JobOption], *operands: str)
     """Return the output of ``--usage``: each option with its value in brackets, in order. The order is Slurm's."""
     known = {option.name: option for option in options}
     words = [
-        slurm_text.usage_word(one.name, one.short, one.metavar)
-        for one in map(known.get, slurm_text.ordered(name, known))
-        if one
+        slurm_text.usage_word(option.name, option.short, option.metavar)
+        for option in map(known.get, slurm_text.ordered(name, known))
+        if option
     ]
     return slurm_text.usage_text(name, [*words, *operands])
 

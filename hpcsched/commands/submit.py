@@ -73,7 +73,7 @@ def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
     text, status = explained(name, error, f"{name}: error")
     words = [slurms for ours, slurms in _BEFORE if ours in str(error)]
     file = str(error).removeprefix(_BEFORE[0][0]).rpartition(": ")[0]
-    return "\n".join([*(f"{name}: error: {said.format(file)}" for said in words), text]), status
+    return "\n".join([*(f"{name}: error: {phrase.format(file)}" for phrase in words), text]), status
 
 
 async def submit(argv: Sequence[str], call: Call, setup: Setup, *, request_id: str, now_s: float) -> int:

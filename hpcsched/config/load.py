@@ -451,11 +451,11 @@ def _parse(path: Path, text: str) -> Mapping[str, Any]:
     except RecursionError:
         raise ConfigError(f"cannot read {path}: it is nested too deep") from None
     except ValueError as error:  # TOMLDecodeError, GateError, and int()'s error for thousands of digits
-        raise ConfigError(f"cannot read {path}: {_said_twice(text, str(error)) or error}") from None
+        raise ConfigError(f"cannot read {path}: {_given_twice(text, str(error)) or error}") from None
     return values
 
 
-def _said_twice(text: str, error: str) -> str:
+def _given_twice(text: str, error: str) -> str:
     """Return the two lines of the TOML `text` with the same key, and the remedy. "" if `error` is a different one."""
     match = re.search(r"\(at line (\d+), ", error)
     lines = text.splitlines()

@@ -82,7 +82,7 @@ class _Stream(asyncio.Protocol):
 
     def __init__(self, heads: HeadStreams, number: int) -> None:
         self._heads = heads
-        self._crowd = heads.doors.crowd
+        self._limits = heads.doors.limits
         self._number = number
         self._framer = protocol.Framer(protocol.MAX_COMMAND_BYTES, protocol.MAX_COMMAND_VALUES)
         # A waiting frame, parsed or not.
@@ -102,14 +102,14 @@ class _Stream(asyncio.Protocol):
         self._heads.streams[self._number] = self
         self._began_s = self._loop.time()
         self._timer = self._loop.call_later(FRAME_S, self._look)
-        if not self._crowd.comes(self._uid, self):
+        if not self._limits.comes(self._uid, self):
             self._end(f"uid {self._uid} has too many step commands connected")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
         if self._waits is not None:
             self._waits.cancel()
-        self._crowd.goes(self._uid, self)
+        self._limits.goes(self._uid, self)
         del self._heads.streams[self._number]
         if self._heads.stepping is not None:
             self._heads.stepping.on_stream_closed((HEAD, self._number))
@@ -139,7 +139,7 @@ class _Stream(asyncio.Protocol):
         if self._transport.is_closing():
             return
         frame = protocol.encode(message, blob)
-        if self.unread_bytes > MAX_UNSENT_BYTES or not self._crowd.may_send(self._uid, self, len(frame)):
+        if self.unread_bytes > MAX_UNSENT_BYTES or not self._limits.may_send(self._uid, self, len(frame)):
             log.warning("cutting off a step command of uid %d that does not read what it asked for", self._uid)
             self.drop()
             return
@@ -150,7 +150,7 @@ class _Stream(asyncio.Protocol):
                 self.close()
 
     def data_received(self, data: bytes) -> None:
-        self._crowd.is_heard(self._uid, self)
+        self._limits.is_heard(self._uid, self)
         if not self._framer.pending_bytes:
             self._began_s = self._loop.time()
         self._framer.push(data)
@@ -191,7 +191,7 @@ class _Stream(asyncio.Protocol):
             why = str(report_fault(error, f"serve a step command of uid {self._uid}"))
             self.send(protocol.StepEnded(codes=[], signals=[], error=why), b"")
             return
-        if not self._crowd.may_hold(self._uid, self, self._framer.pending_bytes):
+        if not self._limits.may_hold(self._uid, self, self._framer.pending_bytes):
             self._end(f"uid {self._uid} sends too much at once")
 
     def _may(self, frame: tuple[protocol.Message | bytes, bytes], cost: float) -> bool:

@@ -58,8 +58,8 @@ class Relaying:
             return
         wait_s = self._doors.request_wait_s(job.uid)
         asked = _RelayedRequest()
-        if wait_s is not None or not self._doors.crowd.may_hold(job.uid, asked, len(body)):
-            self._doors.crowd.goes(job.uid, asked)
+        if wait_s is not None or not self._doors.limits.may_hold(job.uid, asked, len(body)):
+            self._doors.limits.goes(job.uid, asked)
             self._send_away(node, said.stream, job.uid, wait_s or 0)
             return
         task = asyncio.get_running_loop().create_task(self._work(node, said.stream, job, request, body))
@@ -78,7 +78,7 @@ class Relaying:
 
     def _over(self, task: asyncio.Task[None], uid: int, asked: _RelayedRequest) -> None:
         self._tasks.discard(task)
-        self._doors.crowd.goes(uid, asked)
+        self._doors.limits.goes(uid, asked)
 
     async def _work(self, node: NodeName, stream: int, job: Job, request: protocol.ApiRequest, body: bytes) -> None:
         path, _, query = request.path.partition("?")

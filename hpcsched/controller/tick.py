@@ -258,7 +258,7 @@ class Controller:
             case protocol.JobGone():
                 self.ask(lambda tx: self._on_job_gone(tx, node, message), _log_failure, keep=True)
                 ended = self.orphans.pop((node, message.incarnation, message.job_id), None)
-                if orphans.forget(self.cluster, node, gone=message) or ended is not None:
+                if orphans.forget(self.cluster, node, ended=message) or ended is not None:
                     self.replan()
             case _:
                 raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")

@@ -164,7 +164,7 @@ class _Service:
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
-        self.kept = False
+        self.is_kept = False
         self.controller: Identity | None = None  # the last one started
 
     def answer(self, line: bytes) -> Json:
@@ -197,7 +197,7 @@ class _Service:
                 os.kill(pid, signal.SIGKILL)
                 return {"pid": pid}
             case "keep":
-                self.kept = True
+                self.is_kept = True
             case _:
                 return {"error": f"cannot {action}: unknown, or the nodes have not been started"}
         return {}
@@ -224,7 +224,7 @@ def main() -> None:
             for line in sys.stdin.buffer:
                 sys.stdout.buffer.write(json.dumps(service.answer(line)).encode() + b"\n")
                 sys.stdout.buffer.flush()
-        while service.kept:
+        while service.is_kept:
             signal.pause()
     except _Ended:
         pass

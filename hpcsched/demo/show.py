@@ -236,7 +236,7 @@ def perform(options: DemoOptions) -> int:
         cluster = demo_cluster(base, options.server)
         keeper: ClusterKeeper | None = None
         story: Story | None = None
-        kept = False
+        is_kept = False
         try:
             check_mpirun(cluster.env["PATH"])
             keeper = ClusterKeeper(base, options.server)
@@ -248,7 +248,7 @@ def perform(options: DemoOptions) -> int:
             show_results(stage, cluster, result)
             if options.keep:
                 keeper.ask("keep")
-                kept = True
+                is_kept = True
                 stage.heading("the cluster is up; to use it, here or in another terminal:")
                 stage.show(how_to_use(cluster))
             return 0
@@ -261,7 +261,7 @@ def perform(options: DemoOptions) -> int:
             report_failure(error, cluster, story.result.job_id if story is not None else 0)
             return 1
         finally:
-            if not kept:
+            if not is_kept:
                 _clean_up(stage, keeper, base)
 
 
@@ -456,5 +456,5 @@ def closing_rows(result: StoryResult) -> list[tuple[str, str]]:
 
 
 def _sizes(made: Sequence[SavedCheckpoint], name: str) -> str:
-    size = sum(one.size_bytes for one in made) / max(1, len(made))
+    size = sum(checkpoint.size_bytes for checkpoint in made) / max(1, len(made))
     return f"{len(made)} {name} of {size_text(size)}" if made else f"no {name}"

@@ -85,15 +85,15 @@ def _check_components(spec: JobSpec) -> None:
         )
     if spec.elastic:
         raise RequestError("cannot let a heterogeneous job shrink and grow: leave out --elastic")
-    for number, one in enumerate((spec, *spec.components)):
-        if number and one.components:
+    for number, component in enumerate((spec, *spec.components)):
+        if number and component.components:
             raise RequestError(f"cannot divide component {number} into components")
-        if one.switches:
+        if component.switches:
             raise RequestError(
                 f"cannot keep component {number} within switches: leave out --switches, or submit a job of its own"
             )
         if number:
-            check_spec(one)
+            check_spec(component)
 
 
 def check_time_min(time_min_s: int | None, time_limit_s: int | None) -> None:
@@ -284,18 +284,18 @@ def _check_array(array: ArraySpec) -> None:
 
 
 def _check_dependencies(dependencies: tuple[Dependency, ...]) -> None:
-    if sum(len(one.job_ids) or 1 for one in dependencies) > MAX_DEPENDENCIES:
+    if sum(len(dependency.job_ids) or 1 for dependency in dependencies) > MAX_DEPENDENCIES:
         raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
-    for one in dependencies:
-        if bool(one.job_ids) == (one.kind is DependencyKind.SINGLETON):
-            raise RequestError(f"cannot depend on jobs by {one.kind.value}: it takes ids, and singleton none")
-        for job_id in one.job_ids:
+    for dependency in dependencies:
+        if bool(dependency.job_ids) == (dependency.kind is DependencyKind.SINGLETON):
+            raise RequestError(f"cannot depend on jobs by {dependency.kind.value}: it takes ids, and singleton none")
+        for job_id in dependency.job_ids:
             _check_range("dependency", job_id, 1, 1 << 60)
-        if one.delay_s and one.kind is not DependencyKind.AFTER:
-            raise RequestError(f"cannot read dependency {one.kind.value}: only after takes +minutes")
-        _check_range("dependency", one.delay_s, 0, UNLIMITED_S)
-        if one.task is not None:
-            _check_range("dependency", one.task, 0, MAX_ARRAY_INDEX)
+        if dependency.delay_s and dependency.kind is not DependencyKind.AFTER:
+            raise RequestError(f"cannot read dependency {dependency.kind.value}: only after takes +minutes")
+        _check_range("dependency", dependency.delay_s, 0, UNLIMITED_S)
+        if dependency.task is not None:
+            _check_range("dependency", dependency.task, 0, MAX_ARRAY_INDEX)
 
 
 def _check_signal(signal: SignalSpec) -> None:

@@ -254,7 +254,7 @@ def find_option(name: str) -> ScriptOption:
             some = [f"--{full}" for full in sorted(found)[:6]]
             raise UsageError(
                 f"cannot tell which option --{name} is: it could be {', '.join(some)}",
-                getopt=f"option '--{name}' is ambiguous; possibilities: " + " ".join(f"'{one}'" for one in some),
+                getopt=f"option '--{name}' is ambiguous; possibilities: " + " ".join(f"'{word}'" for word in some),
             )
         import difflib  # here, because a command that is not mistyped starts faster without it
 

@@ -82,7 +82,7 @@ def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
         if letter == "%" and not width:
             return "%%" if keep else "%"
         if letter not in values:
-            return _kept(match[0], letter, keep)
+            return _left(match[0], letter, keep)
         value = values[letter]
         if isinstance(value, int):
             return str(value).zfill(min(whole_number(width or "0"), MAX_WIDTH))
@@ -92,7 +92,7 @@ def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
     return _PATTERN.sub(value_of, pattern)
 
 
-def _kept(text: str, letter: str, keep: bool) -> str:
+def _left(text: str, letter: str, keep: bool) -> str:
     """Return a pattern that nothing is filled in for: left to the next pass, or as plain text that survives it."""
     if not keep or letter in _ON_THE_NODE:
         return text

@@ -350,7 +350,7 @@ def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
     if text.count(":") + len(terms) > 2 * MAX_DEPENDENCIES:
         raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
     dependencies = [dependency for term in terms for dependency in _dependency_term(term, text)]
-    if sum(len(one.job_ids) or 1 for one in dependencies) > MAX_DEPENDENCIES:
+    if sum(len(dependency.job_ids) or 1 for dependency in dependencies) > MAX_DEPENDENCIES:
         raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
     return tuple(dependencies), any_one
 
@@ -415,10 +415,10 @@ def terms_text(terms: Iterable[Dependency], *, any_one: bool) -> str:
     return ("?" if any_one else ",").join(map(_term_text, terms))
 
 
-def _term_text(one: Dependency) -> str:
-    task = f"_{one.task}" if one.task is not None else ""
-    delay = f"+{one.delay_s // MINUTE_S}" if one.delay_s else ""
-    return ":".join([one.kind.value, *(f"{job_id}{task}{delay}" for job_id in one.job_ids)])
+def _term_text(dependency: Dependency) -> str:
+    task = f"_{dependency.task}" if dependency.task is not None else ""
+    delay = f"+{dependency.delay_s // MINUTE_S}" if dependency.delay_s else ""
+    return ":".join([dependency.kind.value, *(f"{job_id}{task}{delay}" for job_id in dependency.job_ids)])
 
 
 # ----- ``--export``: the variables of the submitter's environment that a job gets

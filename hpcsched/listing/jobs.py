@@ -115,28 +115,28 @@ def training(job: Job) -> Job:
 
     The words of an earlier attempt say nothing of this one's speed and end.
     """
-    told = job.get("training") or {}  # of the controller before this one: none
+    report = job.get("training") or {}  # of the controller before this one: none
     if is_of_earlier_attempt(job):
-        told = told | dict.fromkeys(("loss", "samples_per_s", "steps_per_s", "ends_at_s"))
-    return told
+        report = report | dict.fromkeys(("loss", "samples_per_s", "steps_per_s", "ends_at_s"))
+    return report
 
 
 def is_of_earlier_attempt(job: Job) -> bool:
     """Return whether the known progress is that of an earlier attempt, and this one has not reported yet."""
-    told = job.get("training") or {}
-    return told.get("attempt", job.get("attempt")) != job.get("attempt")
+    report = job.get("training") or {}
+    return report.get("attempt", job.get("attempt")) != job.get("attempt")
 
 
 def step_text(job: Job) -> str:
     """Return the step that a training job has done, of how many."""
-    told = training(job)
-    if not told:
+    report = training(job)
+    if not report:
         return "N/A"
-    return f"{told['step']}/{told['total_steps']}" if told["total_steps"] else str(told["step"])
+    return f"{report['step']}/{report['total_steps']}" if report["total_steps"] else str(report["step"])
 
 
 def loss_text(job: Job) -> str:
-    """Return the last loss that a training job has told."""
+    """Return the last loss that a training job has report."""
     loss = training(job).get("loss")
     return "N/A" if loss is None else f"{loss:.4g}"
 
@@ -155,11 +155,13 @@ def goodput_text(job: Job) -> str:
 
 def checkpoint_text(job: Job, now_s: float) -> str:
     """Return the step of a training job's last checkpoint and its age."""
-    told = training(job)
-    if not told.get("checkpoint_step"):
+    report = training(job)
+    if not report.get("checkpoint_step"):
         return "N/A"
-    at_s = told["checkpoint_at_s"]
-    return str(told["checkpoint_step"]) + (f" ({format_time_s(max(0, now_s - at_s))} ago)" if at_s is not None else "")
+    at_s = report["checkpoint_at_s"]
+    return str(report["checkpoint_step"]) + (
+        f" ({format_time_s(max(0, now_s - at_s))} ago)" if at_s is not None else ""
+    )
 
 
 def time_left(job: Job) -> str:

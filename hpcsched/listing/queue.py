@@ -60,7 +60,7 @@ def _of(key: str, none: str = "") -> Callable[[Job, Look], str]:
     return text
 
 
-def _one(text: str) -> Callable[[Job, Look], str]:
+def _always(text: str) -> Callable[[Job, Look], str]:
     """Return the writer of what is the same for every job here."""
     return lambda job, look: text
 
@@ -165,19 +165,19 @@ FIELDS = (
     FormatField("licenses", "W", "LICENSES", lambda job, look: _licenses(job), False, ("licenses",)),
     FormatField("asked", "n", "REQ_NODES", _listed("asked_nodes"), False, ("reqnodes",)),
     FormatField("excluded", "x", "EXC_NODES", _listed("excluded_nodes"), False, ("excnodes",)),
-    FormatField("scheduled", "Y", "SCHEDNODES", _one("(null)"), False, ("schednodes",)),
+    FormatField("scheduled", "Y", "SCHEDNODES", _always("(null)"), False, ("schednodes",)),
     FormatField("batchhost", "B", "EXEC_HOST", lambda job, look: job["nodes"][0] if job["nodes"] else "n/a", False,
           ("batchhost",)),
     FormatField("submithost", "", "ALLOC_SID", _of("submit_host", "N/A"), False, ("allocsid", "allocnodes")),
     FormatField("shared", "h", "OVER_SUBSCRIBE", lambda job, look: "NO" if job["exclusive"] else "OK", False,
           ("oversubscribe", "shared")),
     FormatField("contiguous", "O", "CONTIGUOUS", lambda job, look: str(int(bool(job.get("contiguous")))), True, ("contiguous",)),
-    FormatField("sockets", "H", "SOCKETS_PER_NODE", _one("*"), True, ("sockets",)),
-    FormatField("cores", "I", "CORES_PER_SOCKET", _one("*"), True, ("cores",)),
-    FormatField("threads", "J", "THREADS_PER_CORE", _one("*"), True, ("threads",)),
-    FormatField("sct", "z", "S:C:T", _one("*:*:*"), True, ("sct",)),
-    FormatField("corespec", "X", "CORE_SPEC", _one("N/A"), True, ("corespec",)),
-    FormatField("wckey", "w", "WCKEY", _one("(null)"), False, ("wckey",)),
+    FormatField("sockets", "H", "SOCKETS_PER_NODE", _always("*"), True, ("sockets",)),
+    FormatField("cores", "I", "CORES_PER_SOCKET", _always("*"), True, ("cores",)),
+    FormatField("threads", "J", "THREADS_PER_CORE", _always("*"), True, ("threads",)),
+    FormatField("sct", "z", "S:C:T", _always("*:*:*"), True, ("sct",)),
+    FormatField("corespec", "X", "CORE_SPEC", _always("N/A"), True, ("corespec",)),
+    FormatField("wckey", "w", "WCKEY", _always("(null)"), False, ("wckey",)),
     FormatField("comment", "k", "COMMENT", _of("comment", "(null)"), False, ("comment",)),
     FormatField("command", "o", "COMMAND", _of("command", "(null)"), False, ("command",)),
     FormatField("dir", "Z", "WORK_DIR", _of("work_dir", "(null)"), False, ("workdir",)),
@@ -206,7 +206,7 @@ def _only_long() -> tuple[FormatField, ...]:
         "tres-freq tres-per-job tres-per-socket tres-per-step tres-per-task cpus-per-tres wait4switch"
     }
     return tuple(
-        FormatField("", "", name.upper().replace("-", "_"), _one(text), False, (name,))
+        FormatField("", "", name.upper().replace("-", "_"), _always(text), False, (name,))
         for text, names in nothing.items()
         for name in names.split()
     )
@@ -278,7 +278,7 @@ def parse_order(text: str) -> list[tuple[FormatField, bool]]:
     keys = []
     for word in filter(None, text.split(",")):
         name = word.lstrip("+-")
-        field = next((one for one in (*FIELDS, _PHASE) if name and name in (one.letter, one.name)), None)
+        field = next((known for known in (*FIELDS, _PHASE) if name and name in (known.letter, known.name)), None)
         if field is None:
             raise UsageError(
                 f"Invalid sort specification: {word[:60]}; write squeue's letters or columns: -S name or -S -time"

@@ -337,11 +337,11 @@ class Machine:
                 return
             assert supervisor.stdin is not None
             assert supervisor.stdout is not None
-            said, _ = supervisor.communicate(timeout=SWITCH_S)
+            printed, _ = supervisor.communicate(timeout=SWITCH_S)
         if supervisor.returncode != 0:
             raise UnavailableError(
                 f"cannot switch node {self.name!r} off: its supervisor ended with {supervisor.returncode},"
-                f" saying {said.decode().strip()!r}; processes may be left"
+                f" saying {printed.decode().strip()!r}; processes may be left"
             )
 
     def release(self) -> None:
@@ -544,8 +544,8 @@ def _version() -> tuple[int, int]:
     sshd = find_sshd()
     assert sshd is not None
     # Before 9.2 sshd has no -V, but its error message has the version.
-    said = subprocess.run([sshd, "-V"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    found = re.search(r"OpenSSH_(\d+)\.(\d+)", said.stderr + said.stdout)
+    version = subprocess.run([sshd, "-V"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    found = re.search(r"OpenSSH_(\d+)\.(\d+)", version.stderr + version.stdout)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 

@@ -175,10 +175,10 @@ def _place_configuration(source: Path, config_dir: Path, aside: str, undo: ExitS
     try:
         config_dir.mkdir(mode=public, parents=True, exist_ok=True)
         for name in PLACES:
-            place, kept = config_dir / name, config_dir / f"{name}.{aside}"
+            place, former = config_dir / name, config_dir / f"{name}.{aside}"
             if place.exists():
-                os.rename(place, kept)
-                undo.callback(os.rename, kept, place)
+                os.rename(place, former)
+                undo.callback(os.rename, former, place)
             if (source / name).exists():
                 undo.callback(_remove, place)
         for path in configuration_files(source):

@@ -162,7 +162,7 @@ def _make_state(config: Config, undo: ExitStack) -> Path:
 def _make_dir(path: Path, mode: int, undo: ExitStack) -> None:
     """Create a directory and its missing parents."""
     try:
-        for above in reversed([one for one in path.parents if not one.exists()]):
+        for above in reversed([parent for parent in path.parents if not parent.exists()]):
             above.mkdir()
             undo.callback(_remove_dir, above)
         if not path.is_dir():

@@ -104,15 +104,17 @@ def commands() -> list[Completed]:
     for name, module in _SLURMS.items():
         found.append(_of_table(getattr(importlib.import_module(f"hpcsched.cli.{module}"), name.upper()).command))
     for name in ("hsub", "sbatch"):
-        given = tuple((one.name, one.short, bool(one.metavar), one.help) for one in jobscript.OPTIONS)
+        given = tuple((option.name, option.short, bool(option.metavar), option.help) for option in jobscript.OPTIONS)
         found.append(Completed(name, given))
     for names, options in ((("hrun", "srun"), stepoptions.OPTIONS), (("halloc", "salloc"), halloc.OPTIONS)):
         shown = tuple(
-            (one.name, one.short, one.kind == stepoptions.VALUE, one.help) for one in options if not one.accepted
+            (option.name, option.short, option.kind == stepoptions.VALUE, option.help)
+            for option in options
+            if not option.accepted
         )
         found += [Completed(name, shown) for name in names]
     verbs = {"hctl": hctl.VERBS, "scontrol": scontrol.VERBS}
-    found = [one._replace(verbs=tuple(verbs.get(one.name, ()))) for one in found]
+    found = [command._replace(verbs=tuple(verbs.get(command.name, ()))) for command in found]
     return [*found, Completed("hpcsched", (), tuple(main.COMMANDS))]
 
 
@@ -172,20 +174,22 @@ complete -o bashdefault -F _hpcsched_complete {names}
 
 
 def _bash(found: Sequence[Completed]) -> str:
-    options = [f"    {one.name}) echo '{' '.join(_spellings(one))}' ;;" for one in found]
+    options = [f"    {command.name}) echo '{' '.join(_spellings(command))}' ;;" for command in found]
     values = [
-        f"    {one.name}:--{name}{f'|{one.name}:-{short}' if short else ''}) ask='{_VALUES[name]}' ;;"
-        for one in found
-        for name, short, has_value, _ in one.options
+        f"    {command.name}:--{name}{f'|{command.name}:-{short}' if short else ''}) ask='{_VALUES[name]}' ;;"
+        for command in found
+        for name, short, has_value, _ in command.options
         if has_value and name in _VALUES
     ]
     return _BASH.format(
         options="\n".join(options),
-        verbs="\n".join(f"    {one.name}) echo '{' '.join(one.verbs)}' ;;" for one in found if one.verbs),
+        verbs="\n".join(
+            f"    {command.name}) echo '{' '.join(command.verbs)}' ;;" for command in found if command.verbs
+        ),
         values="\n".join(values),
         jobs="|".join(_TAKE_JOBS),
         ask_jobs=_JOBS,
-        names=" ".join(one.name for one in found),
+        names=" ".join(command.name for command in found),
     )
 
 
@@ -198,17 +202,21 @@ def _spellings(command: Completed) -> list[str]:
 
 def _fish(found: Sequence[Completed]) -> str:
     lines = ["# Completion of hpcsched's commands, made by: hpcsched completion"]
-    for one in found:
-        for name, short, has_value, text in one.options:
-            words = [f"complete -c {one.name} -l {name}", *([f"-s {short}"] if short else []), f"-d {_quoted(text)}"]
+    for command in found:
+        for name, short, has_value, text in command.options:
+            words = [
+                f"complete -c {command.name} -l {name}",
+                *([f"-s {short}"] if short else []),
+                f"-d {_quoted(text)}",
+            ]
             if has_value:
                 words.append(f"-x -a '({_VALUES[name]} 2>/dev/null)'" if name in _VALUES else "-r")
             lines.append(" ".join(words))
-        if one.verbs:
+        if command.verbs:
             first = "test (count (commandline -opc)) -eq 1"
-            lines.append(f"complete -c {one.name} -f -n '{first}' -a '{' '.join(one.verbs)}'")
-        if one.name in _TAKE_JOBS:
-            lines.append(f"complete -c {one.name} -f -a '({_JOBS} 2>/dev/null)'")
+            lines.append(f"complete -c {command.name} -f -n '{first}' -a '{' '.join(command.verbs)}'")
+        if command.name in _TAKE_JOBS:
+            lines.append(f"complete -c {command.name} -f -a '({_JOBS} 2>/dev/null)'")
     return "\n".join(lines) + "\n"
 
 

@@ -221,7 +221,7 @@ def _elapsed_s(row: HistoryRow) -> float:
 
 def _cpu_s(row: HistoryRow, *keys: str) -> float:
     """Return the CPU time of a step, or for a job the sum of its steps, in seconds."""
-    steps = [row.step] if row.step else [one.step for one in job_rows(row.job, steps=True)[1:] if one.step]
+    steps = [row.step] if row.step else [line.step for line in job_rows(row.job, steps=True)[1:] if line.step]
     return sum(step[key] or 0.0 for step in steps for key in keys)
 
 
@@ -316,7 +316,7 @@ def _waited_s(row: HistoryRow) -> float:
 
 def _derived_exit(row: HistoryRow) -> str:
     """Return the highest exit code of the job's steps except the batch step."""
-    steps = [one.step for one in job_rows(row.job, steps=True)[1:] if one.step and one.step["step"] != "batch"]
+    steps = [line.step for line in job_rows(row.job, steps=True)[1:] if line.step and line.step["step"] != "batch"]
     return f"{max((step['exit_code'] or 0 for step in steps), default=0)}:0"
 
 
@@ -486,5 +486,5 @@ _OTHERS = (
 
 def slurms_columns(cluster: str) -> tuple[HistoryColumn, ...]:
     """Return all columns of sacct, and ours; `cluster` is the name of the cluster."""
-    others = [one._replace(text=lambda row: cluster) if one.name == "Cluster" else one for one in _OTHERS]
+    others = [other._replace(text=lambda row: cluster) if other.name == "Cluster" else other for other in _OTHERS]
     return tuple(sorted((*_COLUMNS, *others), key=lambda column: column.name.lower()))

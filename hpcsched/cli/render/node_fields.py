@@ -121,7 +121,7 @@ def _slashes(counts: Callable[[Sequence[Node]], tuple[int, ...]], of: int = 4) -
     return lambda group, look: "/".join(map(str, counts(group.nodes)[:of]))
 
 
-def _one(text: str) -> Callable[[NodeGroup, Look], str]:
+def _always(text: str) -> Callable[[NodeGroup, Look], str]:
     return lambda group, look: text
 
 
@@ -140,22 +140,22 @@ def _default_time(partition: Partition) -> str:
 # fmt: off
 # Fields that separate groups: those of partitions (then lines are per partition), and texts of nodes.
 _OF_PARTITION = (
-    FormatField("partition", "P", "PARTITION", _partition(lambda one: one["name"] + "*" * one["default"]),
+    FormatField("partition", "P", "PARTITION", _partition(lambda partition: partition["name"] + "*" * partition["default"]),
           longs=("partition",)),
-    FormatField("partitionname", "R", "PARTITION", _partition(lambda one: one["name"]), longs=("partitionname",)),
+    FormatField("partitionname", "R", "PARTITION", _partition(lambda partition: partition["name"]), longs=("partitionname",)),
     FormatField("avail", "a", "AVAIL", _partition(avail_text), longs=("available",)),
     FormatField("limit", "l", "TIMELIMIT", _partition(_limit), longs=("time",)),
     FormatField("usual", "L", "DEFAULTTIME", _partition(_default_time), longs=("defaulttime",)),
-    FormatField("tier", "p", "PRIO_TIER", _partition(lambda one: str(one["priority_tier"])), longs=("prioritytier",)),
-    FormatField("factor", "I", "PRIO_JOB_FACTOR", _partition(lambda one: str(one["priority_job_factor"])),
+    FormatField("tier", "p", "PRIO_TIER", _partition(lambda partition: str(partition["priority_tier"])), longs=("prioritytier",)),
+    FormatField("factor", "I", "PRIO_JOB_FACTOR", _partition(lambda partition: str(partition["priority_job_factor"])),
           longs=("priorityjobfactor",)),
-    FormatField("groups", "g", "GROUPS", _one("all"), longs=("groups",)),
-    FormatField("root", "r", "ROOT", _one("no"), longs=("root",)),
-    FormatField("size", "s", "JOB_SIZE", _one("1-infinite"), longs=("size",)),
-    FormatField("shared", "h", "OVERSUBSCRIBE", _one("NO"), longs=("oversubscribe", "share")),
-    FormatField("most", "B", "MAX_CPUS_PER_NODE", _one("UNLIMITED"), longs=("maxcpuspernode",)),
-    FormatField("preempt", "M", "PREEMPT_MODE", _one("OFF"), longs=("preemptmode",)),
-    FormatField("from", "S", "ALLOCNODES", _one("all"), longs=("allocnodes",)),
+    FormatField("groups", "g", "GROUPS", _always("all"), longs=("groups",)),
+    FormatField("root", "r", "ROOT", _always("no"), longs=("root",)),
+    FormatField("size", "s", "JOB_SIZE", _always("1-infinite"), longs=("size",)),
+    FormatField("shared", "h", "OVERSUBSCRIBE", _always("NO"), longs=("oversubscribe", "share")),
+    FormatField("most", "B", "MAX_CPUS_PER_NODE", _always("UNLIMITED"), longs=("maxcpuspernode",)),
+    FormatField("preempt", "M", "PREEMPT_MODE", _always("OFF"), longs=("preemptmode",)),
+    FormatField("from", "S", "ALLOCNODES", _always("all"), longs=("allocnodes",)),
 )
 _OF_NODE = (
     FormatField("state", "T", "STATE", _each(lambda node: state_text(node, short=False)), longs=("statelong",)),
@@ -188,19 +188,19 @@ _OF_GROUP = (
     FormatField("allocmem", "", "ALLOCMEM", _least(lambda node: node["mem_alloc_mib"]), True, ("allocmem",)),
     FormatField("free", "e", "FREE_MEM", _least(lambda node: node["mem_mib"] - node["mem_alloc_mib"]), True, ("freemem",)),
     FormatField("disk", "d", "TMP_DISK", _least(lambda node: node.get("tmp_mib") or 0), True, ("disk",)),
-    FormatField("load", "O", "CPU_LOAD", _one("N/A"), True, ("cpusload",)),
+    FormatField("load", "O", "CPU_LOAD", _always("N/A"), True, ("cpusload",)),
     FormatField("weight", "w", "WEIGHT", _least(lambda node: node["weight"]), True, ("weight",)),
-    FormatField("sockets", "X", "SOCKETS", _one("1"), True, ("sockets",)),
+    FormatField("sockets", "X", "SOCKETS", _always("1"), True, ("sockets",)),
     FormatField("cores", "Y", "CORES", _least(lambda node: node["cpus"]), True, ("cores",)),
-    FormatField("threads", "Z", "THREADS", _one("1"), True, ("threads",)),
+    FormatField("threads", "Z", "THREADS", _always("1"), True, ("threads",)),
     FormatField("sct", "z", "S:C:T", lambda group, look: f"1:{_least(lambda node: node['cpus'])(group, look)}:1", True,
           ("socketcorethread",)),
-    FormatField("version", "v", "VERSION", _one("23.02.7"), longs=("version",)),
-    FormatField("cluster", "V", "CLUSTER", _one("N/A"), longs=("cluster",)),
+    FormatField("version", "v", "VERSION", _always("23.02.7"), longs=("version",)),
+    FormatField("cluster", "V", "CLUSTER", _always("N/A"), longs=("cluster",)),
     FormatField("port", "", "PORT", lambda group, look: str(group.nodes[0]["port"] or 22) if group.nodes else "n/a",
           True, ("port",)),
-    FormatField("comment", "", "COMMENT", _one("(null)"), longs=("comment",)),
-    FormatField("extra", "", "EXTRA", _one("(null)"), longs=("extra",)),
+    FormatField("comment", "", "COMMENT", _always("(null)"), longs=("comment",)),
+    FormatField("extra", "", "EXTRA", _always("(null)"), longs=("extra",)),
 )
 # fmt: on
 FIELDS = (*_OF_PARTITION, *_OF_NODE, *_BY_NAME, *_OF_GROUP)

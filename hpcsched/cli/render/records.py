@@ -491,9 +491,12 @@ def partition_lines(partition: Json) -> list[Words]:
     ]
 
 
-def license_lines(one: Json) -> list[Words]:
+def license_lines(license: Json) -> list[Words]:
     """Return the lines of a licence, like ``scontrol show licenses``."""
-    return [[("LicenseName", one["name"])], [("Total", one["total"]), ("Used", one["used"]), ("Free", one["free"])]]
+    return [
+        [("LicenseName", license["name"])],
+        [("Total", license["total"]), ("Used", license["used"]), ("Free", license["free"])],
+    ]
 
 
 def config_text(config: Json) -> str:
@@ -782,7 +785,10 @@ def print_nodes(nodes: Sequence[Json]) -> None:
 def print_partitions(partitions: Sequence[Json], nodes: Sequence[Json]) -> None:
     """Print the partitions; `nodes` are all nodes of the cluster."""
     by_name = {node["name"]: node for node in nodes}
-    shown = [_partition(one, [by_name[name] for name in one["nodes"] if name in by_name]) for one in partitions]
+    shown = [
+        _partition(partition, [by_name[name] for name in partition["nodes"] if name in by_name])
+        for partition in partitions
+    ]
     print_json({"meta": meta(), "partitions": shown, "warnings": [], "errors": []})
 
 
@@ -836,22 +842,25 @@ def _node(node: Json) -> Json:
     }
 
 
-def _partition(one: Json, nodes: list[Json]) -> Json:
+def _partition(partition: Json, nodes: list[Json]) -> Json:
     return {
-        "name": one["name"],
-        "nodes": {"allowed_allocation": "", "configured": one["node_list"], "total": len(nodes)},
-        "accounts": {"allowed": ",".join(one["allow_accounts"]), "deny": ""},
+        "name": partition["name"],
+        "nodes": {"allowed_allocation": "", "configured": partition["node_list"], "total": len(nodes)},
+        "accounts": {"allowed": ",".join(partition["allow_accounts"]), "deny": ""},
         "groups": {"allowed": ""},
-        "qos": {"allowed": ",".join(one["allow_qos"]), "deny": "", "assigned": ""},
-        "tres": {"billing_weights": "", "configured": tres_of_nodes(one, nodes)},
-        "cpus": {"task_binding": 0, "total": one["cpus"]},
+        "qos": {"allowed": ",".join(partition["allow_qos"]), "deny": "", "assigned": ""},
+        "tres": {"billing_weights": "", "configured": tres_of_nodes(partition, nodes)},
+        "cpus": {"task_binding": 0, "total": partition["cpus"]},
         "defaults": {
-            "time": limit_minutes(one["default_time_s"]) if one["default_time_s"] else number(None),
+            "time": limit_minutes(partition["default_time_s"]) if partition["default_time_s"] else number(None),
             "job": "",
         },
-        "maximums": {"nodes": {"set": True, "infinite": True, "number": 0}, "time": limit_minutes(one["max_time_s"])},
+        "maximums": {
+            "nodes": {"set": True, "infinite": True, "number": 0},
+            "time": limit_minutes(partition["max_time_s"]),
+        },
         "minimums": {"nodes": 0},
-        "priority": {"job_factor": one["priority_job_factor"], "tier": one["priority_tier"]},
-        "partition": {"state": [one.get("state") or ("UP" if one["up"] else "DOWN")]},
-        "flags": ["DEFAULT"] if one["default"] else [],
+        "priority": {"job_factor": partition["priority_job_factor"], "tier": partition["priority_tier"]},
+        "partition": {"state": [partition.get("state") or ("UP" if partition["up"] else "DOWN")]},
+        "flags": ["DEFAULT"] if partition["default"] else [],
     }

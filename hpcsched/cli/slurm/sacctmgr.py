@@ -34,14 +34,14 @@ def _accounting() -> Json:
 
 
 def _named(records: Sequence[Json], name: str) -> Json:
-    return next((one for one in records if one["name"] == name), {})
+    return next((record for record in records if record["name"] == name), {})
 
 
 def _shares() -> list[Json]:
     """Return the lines of the fair-share tree, always with one for the current user."""
     lines = list(client.call("GET", "/v1/shares")["shares"])
     me = client.my_name()
-    if not any(one["user"] == me for one in lines):
+    if not any(line["user"] == me for line in lines):
         lines.append({"account": "", "user": me, "shares": 1})
     return lines
 
@@ -78,7 +78,7 @@ def _limits(limits: Json | None) -> Json:
 
 def _associations() -> list[Json]:
     cluster, accounting = own_cluster(), _accounting()
-    every_qos = ",".join(sorted({"normal", *(one["name"] for one in accounting.get("qos", ()))}))
+    every_qos = ",".join(sorted({"normal", *(qos["name"] for qos in accounting.get("qos", ()))}))
     rows = []
     for share in _shares():
         account = _named(accounting.get("accounts", ()), share["account"])
@@ -108,34 +108,36 @@ def _association(share: Json, account: Json, user: Json, every_qos: str) -> Json
 
 
 def _users() -> list[Json]:
-    return [one | {"name": one["user"]} for one in _associations() if one["user"]]
+    return [association | {"name": association["user"]} for association in _associations() if association["user"]]
 
 
 def _accounts() -> list[Json]:
-    rows = [one | {"name": one["account"]} for one in _associations() if not one["user"]]
-    return rows or [one | {"user": "", "name": one["account"]} for one in _associations()[:1]]
+    rows = [
+        association | {"name": association["account"]} for association in _associations() if not association["user"]
+    ]
+    return rows or [association | {"user": "", "name": association["account"]} for association in _associations()[:1]]
 
 
 def _qos() -> list[Json]:
     configured = _accounting().get("qos", ())
-    names = ["normal", *(one["name"] for one in configured if one["name"] != "normal")]
+    names = ["normal", *(qos["name"] for qos in configured if qos["name"] != "normal")]
     rows: list[Json] = []
     for name in names:
-        one = _named(configured, name)
+        qos = _named(configured, name)
         rows.append(
             {
                 "name": name,
                 "id": len(rows) + 1,
-                "priority": one.get("priority", 0),
-                "gracetime": _clock(one.get("grace_time_s", 0)),
-                "preempt": ",".join(one.get("preempt", ())),
-                "preemptexempttime": _clock(one["exempt_time_s"]) if one.get("exempt_time_s") else "",
-                "preemptmode": one.get("preempt_mode") or "cluster",
+                "priority": qos.get("priority", 0),
+                "gracetime": _clock(qos.get("grace_time_s", 0)),
+                "preempt": ",".join(qos.get("preempt", ())),
+                "preemptexempttime": _clock(qos["exempt_time_s"]) if qos.get("exempt_time_s") else "",
+                "preemptmode": qos.get("preempt_mode") or "cluster",
                 "flags": "",
                 "usagethres": "",
-                "usagefactor": f"{one.get('usage_factor', 1.0):.6f}",
+                "usagefactor": f"{qos.get('usage_factor', 1.0):.6f}",
                 "descr": name,
-                **_limits(one.get("limits")),
+                **_limits(qos.get("limits")),
             }
         )
     return rows
@@ -160,12 +162,12 @@ def _reservations() -> list[Json]:
     return [
         {
             "cluster": cluster,
-            "name": one["name"],
+            "name": reservation["name"],
             "tres": "",
-            "timestart": date_text(one["start_s"]),
-            "timeend": date_text(one["end_s"]),
+            "timestart": date_text(reservation["start_s"]),
+            "timeend": date_text(reservation["end_s"]),
         }
-        for one in client.call("GET", "/v1/reservations")["reservations"]
+        for reservation in client.call("GET", "/v1/reservations")["reservations"]
     ]
 
 
@@ -269,7 +271,7 @@ def _work(words: Words) -> int:
     fields, conditions = _read(rest[1:])
     if entity in ("user", "account") and (words.has("associations") or conditions.pop("withassoc", None) is not None):
         fields = fields or split_list(f"{_DEFAULTS[entity]},{_DEFAULTS['association']}")
-    records = [one for one in RECORDS[entity]() if _is_meant(one, conditions)]
+    records = [record for record in RECORDS[entity]() if _is_meant(record, conditions)]
     if words.has("json"):
         print_json({f"{entity}s": records, "errors": [], "warnings": []})
     else:
@@ -311,10 +313,10 @@ def _read(rest: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return fields, conditions
 
 
-def _is_meant(one: Json, conditions: dict[str, list[str]]) -> bool:
+def _is_meant(record: Json, conditions: dict[str, list[str]]) -> bool:
     for name, wanted in conditions.items():
         key = _ALIASES.get(name, name)
-        if key in one and str(one[key]) not in wanted:
+        if key in record and str(record[key]) not in wanted:
             return False
     return True
 
@@ -324,7 +326,7 @@ def _is_meant(one: Json, conditions: dict[str, list[str]]) -> bool:
 
 def _print(records: Sequence[Json], fields: Sequence[str], words: Words) -> None:
     columns = [_column(word) for word in fields]
-    lines = [[clean(one.get(key, "")) for _, key, _, _ in columns] for one in records]
+    lines = [[clean(record.get(key, "")) for _, key, _, _ in columns] for record in records]
     header = [] if words.has("noheader") else [[name for name, _, _, _ in columns]]
     if words.has("parsable") or words.has("parsable2"):
         end = "|" if words.has("parsable") else ""

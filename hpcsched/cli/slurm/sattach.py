@@ -82,11 +82,11 @@ class _Attached(Front):
         self._layout = words.has("layout")
         self._filters = {1: words.last("output-filter") or "all", 2: words.last("error-filter") or "all"}
 
-    def on_started(self, said: protocol.StepStarted) -> None:
+    def on_started(self, started: protocol.StepStarted) -> None:
         if self._layout:
-            print(layout(said))
+            print(layout(started))
             self.client.give_up("that was all")
-        width = len(str(sum(len(ranks) for _, ranks, _ in said.parts()) - 1))
+        width = len(str(sum(len(ranks) for _, ranks, _ in started.parts()) - 1))
         for fd, wanted in self._filters.items():
             # The layout does not include output of the tasks.
             self.client.outlets[fd] = self._streams(Outlet(fd), "none" if self._layout else wanted, width)
@@ -102,9 +102,9 @@ class _Attached(Front):
         return stream_of
 
 
-def layout(said: protocol.StepStarted) -> str:
+def layout(started: protocol.StepStarted) -> str:
     """Return the tasks of each node, in Slurm's format."""
-    parts = said.parts()
+    parts = started.parts()
     nodes = " ".join(node for node, _, _ in parts)
     lines = [
         "Job step layout:",

@@ -135,7 +135,7 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
     references = [reference for operand in rest for reference in split_list(operand)]
     answers = [client.call("GET", client.job_path(reference)) for reference in references]
     answers = answers or [client.call("GET", "/v1/jobs")]
-    jobs = [job for one in answers for job in one["jobs"]]
+    jobs = [job for answer in answers for job in answer["jobs"]]
     if words.has("json"):
         return records.print_jobs({**answers[0], "jobs": jobs})
     if not jobs:
@@ -171,13 +171,13 @@ def _show_partition(rest: Sequence[str], words: Words) -> int:
 
 
 def _show_chosen(answer: Json, key: str, wanted: Sequence[str], what: str, words: Words) -> int:
-    by_name = {one["name"]: one for one in answer[key]}
+    by_name = {record["name"]: record for record in answer[key]}
     missing = [name for name in wanted if name not in by_name]
     chosen = [by_name[name] for name in wanted if name in by_name] if wanted else list(answer[key])
     if words.has("json"):
         _print_json(key, chosen)
     else:
-        _print([_lines(key, one) for one in chosen], words)
+        _print([_lines(key, record) for record in chosen], words)
     for name in missing:
         print(f"{what} {clean(name)} not found")
     return FAILED if missing else 0
@@ -190,11 +190,11 @@ def _print_json(key: str, chosen: Sequence[Json]) -> None:
         records.print_partitions(chosen, client.call("GET", "/v1/nodes")["nodes"])
 
 
-def _lines(key: str, one: Json) -> list[records.Words]:
+def _lines(key: str, record: Json) -> list[records.Words]:
     if key == "nodes":
-        return records.scontrol_node_lines(one)
+        return records.scontrol_node_lines(record)
     nodes = client.call("GET", "/v1/nodes")["nodes"]
-    return records.scontrol_partition_lines(one, [node for node in nodes if node["name"] in one["nodes"]])
+    return records.scontrol_partition_lines(record, [node for node in nodes if node["name"] in record["nodes"]])
 
 
 def _show_step(rest: Sequence[str], words: Words) -> int:
@@ -211,7 +211,7 @@ def _show_reservation(rest: Sequence[str], words: Words) -> int:
         print_json(answer)
         return 0
     wanted = [name for word in rest for name in split_list(word)]
-    by_name = {one["name"]: one for one in answer["reservations"]}
+    by_name = {reservation["name"]: reservation for reservation in answer["reservations"]}
     for name in wanted:
         if name not in by_name:
             print(f"Reservation {clean(name)} not found")
@@ -219,19 +219,21 @@ def _show_reservation(rest: Sequence[str], words: Words) -> int:
     chosen = [by_name[name] for name in wanted] if wanted else answer["reservations"]
     if not chosen:
         print("No reservations in the system")
-    return _print([hctl.reservation_lines(one) for one in chosen], words)
+    return _print([hctl.reservation_lines(reservation) for reservation in chosen], words)
 
 
 def _show_licenses(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/licenses")
     if words.has("json"):
         names = {"name": "LicenseName", "total": "Total", "used": "Used", "free": "Free"}
-        print_json({"licenses": [{names.get(key, key): one[key] for key in one} for one in answer["licenses"]]})
+        print_json(
+            {"licenses": [{names.get(key, key): license[key] for key in license} for license in answer["licenses"]]}
+        )
         return 0
     if not answer["licenses"]:
         print("No licenses configured in Slurm.")
         return 0
-    return _print([records.license_lines(one) for one in answer["licenses"]], words)
+    return _print([records.license_lines(license) for license in answer["licenses"]], words)
 
 
 def _show_config(rest: Sequence[str], words: Words) -> int:
@@ -464,11 +466,11 @@ def _write_resized(job: Json, words: Words) -> None:
         "TASKS_PER_NODE": tasks_per_node_text([share["tasks"] for share in shares]),
     }
     pairs = [(f"{prefix}_{name}", value) for prefix in ("SLURM", "HPCSCHED") for name, value in facts.items()]
-    gone = [f"{prefix}_{name}" for prefix in ("SLURM", "HPCSCHED") for name in ("NPROCS", "NTASKS")]
+    removed = [f"{prefix}_{name}" for prefix in ("SLURM", "HPCSCHED") for name in ("NPROCS", "NTASKS")]
     path = f"slurm_job_{job['id']}_resize"
     for ending, form in (("sh", 'export {}="{}"\n'), ("csh", 'setenv {} "{}"\n')):
         unset = "unset" if ending == "sh" else "unsetenv"
-        text = "".join(form.format(*pair) for pair in pairs) + "".join(f"{unset} {name}\n" for name in gone)
+        text = "".join(form.format(*pair) for pair in pairs) + "".join(f"{unset} {name}\n" for name in removed)
         try:
             with open(f"{path}.{ending}", "w") as stream:
                 os.fchmod(stream.fileno(), 0o755)
@@ -542,9 +544,9 @@ def _listpids(rest: Sequence[str], words: Words) -> int:
     job, _, step = (rest[0] if rest else "").partition(".")
     rows = []
     for pid, env in _processes():
-        its = (env["SLURM_JOB_ID"], env.get("SLURM_STEP_ID", "batch"))
-        if job in ("", "*", its[0]) and step in ("", its[1]):
-            rows.append((pid, *its, env.get("SLURM_LOCALID", "-"), env.get("SLURM_PROCID", "-")))
+        ids = (env["SLURM_JOB_ID"], env.get("SLURM_STEP_ID", "batch"))
+        if job in ("", "*", ids[0]) and step in ("", ids[1]):
+            rows.append((pid, *ids, env.get("SLURM_LOCALID", "-"), env.get("SLURM_PROCID", "-")))
     if job not in ("", "*") and not rows:
         print(f"Job {clean(rest[0])} does not exist on this node.", file=sys.stderr)
         return FAILED
@@ -582,8 +584,8 @@ def _notify(rest: Sequence[str], words: Words) -> int:
 
     message = clean(" ".join(rest[1:]))
     script = f"printf '%s\\n' {shlex.quote(message)} >> {shlex.quote(job['stderr'])}"
-    one = ["--nodes=1", "--ntasks=1", "--overlap", "--quiet", f"--nodelist={job['nodes'][0]}", f"--jobid={job['id']}"]
-    return hrun.main([*one, "sh", "-c", script])
+    step = ["--nodes=1", "--ntasks=1", "--overlap", "--quiet", f"--nodelist={job['nodes'][0]}", f"--jobid={job['id']}"]
+    return hrun.main([*step, "sh", "-c", script])
 
 
 def _help(rest: Sequence[str], words: Words) -> int:
@@ -597,11 +599,11 @@ def _show_assoc_mgr(rest: Sequence[str], words: Words) -> int:
     for title, name, key in (("User Records", "user", "UserName"), ("Association Records", "association", "Name"),
                              ("QOS Records", "qos", "QOS")):  # fmt: skip
         print(f"{title}\n")
-        for one in RECORDS[name]():
+        for record in RECORDS[name]():
             shown = " ".join(
-                f"{field}={clean(value)}" for field, value in one.items() if field != "name" and value != ""
+                f"{field}={clean(value)}" for field, value in record.items() if field != "name" and value != ""
             )
-            print(f"{key}={clean(one['name'])}\n    {shown}")
+            print(f"{key}={clean(record['name'])}\n    {shown}")
         print()
     return 0
 

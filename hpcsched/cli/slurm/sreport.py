@@ -287,7 +287,7 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
     unit, write = scale
     by_tres = words.has("tres")
     columns = [*texts, *([ReportColumn("TRES Name", 15)] if by_tres else []), *values]
-    whole = {name: sum(numbers[0] for _, one, numbers in rows if one == name) for name in tres}
+    whole = {name: sum(numbers[0] for _, row, numbers in rows if row == name) for name in tres}
     table = []
     for names, tres_name, numbers in rows:
         total = numbers[-1] if len(values) > 2 else whole[tres_name]
@@ -309,6 +309,6 @@ def _print_table(table: Sequence[Sequence[str]], columns: Sequence[ReportColumn]
             print("|".join(cells) + tail)
         return
     for at, cells in enumerate(table):
-        print("".join(f"{cell[: one.width]:>{one.width}} " for cell, one in zip(cells, columns, strict=True)))
+        print("".join(f"{cell[: column.width]:>{column.width}} " for cell, column in zip(cells, columns, strict=True)))
         if at == 0 and not words.has("noheader"):
             print("".join("-" * column.width + " " for column in columns))

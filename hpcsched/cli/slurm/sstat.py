@@ -77,7 +77,7 @@ def _steps(words: Words) -> list[Json]:
     _, steps = running_steps(wanted)
     if not steps:
         raise NotFoundError(f"{INVALID_JOB}: no running steps found for job {wanted[0]}")
-    if not words.has("allsteps") and not any("." in one for one in wanted):
+    if not words.has("allsteps") and not any("." in reference for reference in wanted):
         last = {step["job"]["id"]: step for step in steps}
         return list(last.values())
     return list(steps)

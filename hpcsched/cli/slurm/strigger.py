@@ -106,11 +106,11 @@ def _nodes(words: Words) -> list[str]:
 def _chosen(words: Words) -> list[Json]:
     targets = {*_nodes(words), *([words.last("jobid")] if words.has("jobid") else [])}
     return [
-        one
-        for one in client.call("GET", "/v1/triggers")["triggers"]
-        if (not words.has("id") or str(one["id"]) == words.last("id"))
-        and (not targets or one["target"] in targets)
-        and words.last("user") in ("", one["user"])
+        trigger
+        for trigger in client.call("GET", "/v1/triggers")["triggers"]
+        if (not words.has("id") or str(trigger["id"]) == words.last("id"))
+        and (not targets or trigger["target"] in targets)
+        and words.last("user") in ("", trigger["user"])
     ]
 
 
@@ -119,12 +119,12 @@ def _get(words: Words) -> int:
         print(
             f"{'TRIG_ID':>7} {'RES_TYPE':>8} {'RES_ID':>7} {'TYPE':>11} {'OFFSET':>6} {'USER':>8} {'FLAGS':>5} PROGRAM"
         )
-    for one in _chosen(words):
-        offset = -one["offset_s"] if one["event"] == "time" else one["offset_s"]
-        flags, program = "PERM" if one["permanent"] else "", clean(" ".join(one["program"]))
+    for trigger in _chosen(words):
+        offset = -trigger["offset_s"] if trigger["event"] == "time" else trigger["offset_s"]
+        flags, program = "PERM" if trigger["permanent"] else "", clean(" ".join(trigger["program"]))
         print(
-            f"{one['id']:>7} {one['type']:>8} {clean(one['target']):>7} {one['event']:>11} {offset:>6} "
-            f"{clean(one['user']):>8} {flags:>5} {program}"
+            f"{trigger['id']:>7} {trigger['type']:>8} {clean(trigger['target']):>7} {trigger['event']:>11} {offset:>6} "
+            f"{clean(trigger['user']):>8} {flags:>5} {program}"
         )
     return 0
 
@@ -132,6 +132,6 @@ def _get(words: Words) -> int:
 def _clear(words: Words) -> int:
     if not any(words.has(name) for name in ("id", "jobid", "node", "user")):
         raise UsageError("cannot clear triggers: give --id, --jobid, --node or --user")
-    for one in _chosen(words) or [{"id": int(words.number("id", 0))}]:
-        client.call("POST", "/v1/triggers/clear", {"id": one["id"]})
+    for trigger in _chosen(words) or [{"id": int(words.number("id", 0))}]:
+        client.call("POST", "/v1/triggers/clear", {"id": trigger["id"]})
     return 0

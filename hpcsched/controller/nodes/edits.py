@@ -40,14 +40,14 @@ def jobs_held(jobs: Iterable[Job]) -> dict[NodeName, list[Job]]:
     return held
 
 
-def words_for(jobs: Sequence[Job], one: str = "", many: str = "") -> str:
+def words_for(jobs: Sequence[Job], singular: str = "", many: str = "") -> str:
     """Return the first jobs in words with a verb, such as ``jobs 12, 13 and 4 more run``.
 
-    `one` and `many` are the verb's forms for one job and for several.
+    `singular` and `many` are the verb's forms for one job and for several.
     """
     shown = ", ".join(job.display_id for job in jobs[:NAMED_JOBS])
     more = f" and {len(jobs) - NAMED_JOBS} more" if len(jobs) > NAMED_JOBS else ""
-    return f"job {shown} {one}".rstrip() if len(jobs) == 1 else f"jobs {shown}{more} {many}".rstrip()
+    return f"job {shown} {singular}".rstrip() if len(jobs) == 1 else f"jobs {shown}{more} {many}".rstrip()
 
 
 def held_there(jobs: Sequence[Job]) -> str:
@@ -57,7 +57,7 @@ def held_there(jobs: Sequence[Job]) -> str:
 
 def hold_nodes(held: Mapping[NodeName, Sequence[Job]]) -> str:
     """Return ``job 12 holds nodes`` for the result of `jobs_held`."""
-    jobs = {job.id: job for its in held.values() for job in its}
+    jobs = {job.id: job for of_node in held.values() for job in of_node}
     return words_for(list(jobs.values()), "holds nodes", "hold nodes")
 
 
@@ -174,14 +174,14 @@ class SpoolIdentity(NamedTuple):
 
 def spool_of(welcome: protocol.Welcome) -> SpoolIdentity:
     """Return the spool of an agent; an agent without identities does not name one."""
-    said = welcome.facts.get("spool")
-    if not isinstance(said, Mapping) or not said.get("id"):
+    spool = welcome.facts.get("spool")
+    if not isinstance(spool, Mapping) or not spool.get("id"):
         return SpoolIdentity()
-    machine, hardware = said.get("machine"), said.get("hardware")
+    machine, hardware = spool.get("machine"), spool.get("hardware")
     return SpoolIdentity(
-        id=_digest(said["id"], machine, said.get("inode")),
+        id=_digest(spool["id"], machine, spool.get("inode")),
         hardware=_digest(machine, hardware) if hardware else "",
-        upgraded=said.get("upgraded") is True,
+        upgraded=spool.get("upgraded") is True,
     )
 
 

@@ -111,7 +111,7 @@ def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
             continue
         names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
         left = [cluster.nodes[name] for name in names if name in cluster.nodes and name not in tried]
-        open_nodes = [node_view(one) for one in left if one.link is Link.UP and not one.drained]
+        open_nodes = [node_view(candidate) for candidate in left if candidate.link is Link.UP and not candidate.drained]
         if impossible_shape(shape_of(job.spec, partition), open_nodes, partition) is None:
             return True
     return False
@@ -151,7 +151,7 @@ def _count_failure(tx: Transaction, job: Job, refusal: Refusal) -> None:
     )
     node = tx.record_node(NodeLaunchFailed(node=refusal.node, at_s=tx.now_s, failure=failure))
     failures = node.launch_failures
-    credible = any(one.by_admin for one in failures) or len({one.uid for one in failures}) > 1
+    credible = any(failed.by_admin for failed in failures) or len({failed.uid for failed in failures}) > 1
     if len(failures) == LAUNCH_FAILURES and credible and not node.drained:
         why = f"{LAUNCH_FAILURES} jobs in a row (the last: {job.display_id}) could not be started here, and could elsewhere: "
         why += failure.why

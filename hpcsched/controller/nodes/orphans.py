@@ -66,19 +66,19 @@ def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.R
     return True
 
 
-def forget(cluster: ClusterState, node: NodeName, *, gone: protocol.JobGone | None = None, token: str = "") -> bool:
+def forget(cluster: ClusterState, node: NodeName, *, ended: protocol.JobGone | None = None, token: str = "") -> bool:
     """Forget the node's launches of a token, an ended job, or all. Return whether any was known."""
     drop = [
         key
-        for key, kept in cluster.undecided_launches.items()
+        for key, launch in cluster.undecided_launches.items()
         if key[0] == node
         and (not token or key[1] == token)
-        and (gone is None or (kept.token.incarnation, int(kept.token.job_id)) == (gone.incarnation, gone.job_id))
+        and (ended is None or (launch.token.incarnation, int(launch.token.job_id)) == (ended.incarnation, ended.job_id))
     ]
     for key in drop:
         del cluster.undecided_launches[key]
-    if gone is not None:
-        cluster.to_kill.discard((node, gone.incarnation, gone.job_id))
+    if ended is not None:
+        cluster.to_kill.discard((node, ended.incarnation, ended.job_id))
     return bool(drop)
 
 
@@ -95,8 +95,8 @@ def held_back(cluster: ClusterState, ending: Iterable[tuple[NodeName, str, int]]
         restored = [job_id for job_id in cluster.pending if job_id <= cluster.restored_last_id]
         return dict.fromkeys(restored, Wait(reason=Reason.NODE_LOST, detail=text))
     asked = {
-        kept.token.job_id: f"node {node} runs it from before the database was restored; an admin decides: hctl strays"
-        for (node, _), kept in cluster.undecided_launches.items()
+        launch.token.job_id: f"node {node} runs it from before the database was restored; an admin decides: hctl strays"
+        for (node, _), launch in cluster.undecided_launches.items()
     }
     asked |= {
         JobId(job_id): f"node {node} is ending what it ran of the job before"
@@ -116,18 +116,18 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
         {
             "token": text,
             "node": node,
-            "incarnation": kept.token.incarnation,
-            "job_id": int(kept.token.job_id),
-            "attempt": kept.token.attempt,
-            "step": kept.token.step,
-            "status": kept.report.status,
-            "since_s": kept.report.started_at_s or kept.report.at_s,
+            "incarnation": launch.token.incarnation,
+            "job_id": int(launch.token.job_id),
+            "attempt": launch.token.attempt,
+            "step": launch.token.step,
+            "status": launch.report.status,
+            "since_s": launch.report.started_at_s or launch.report.at_s,
             "adoptable": job is not None,
             "name": job.spec.name if job is not None else None,
             "user": job.user if job is not None else None,
         }
-        for (node, text), kept in cluster.undecided_launches.items()
-        for job in [cluster.job_of_former(kept.token)]
+        for (node, text), launch in cluster.undecided_launches.items()
+        for job in [cluster.job_of_former(launch.token)]
     ]
 
 
@@ -172,8 +172,8 @@ def _adopt(tx: Transaction, job: Job, by_uid: int | None) -> None:
         tx.record(Started(job_id=job.id, at_s=tx.now_s))
     tx.decided(
         key
-        for key, kept in tx.cluster.undecided_launches.items()
-        if kept.token.job_id == job.id and tx.cluster.job_of_former(kept.token) is not None
+        for key, launch in tx.cluster.undecided_launches.items()
+        if launch.token.job_id == job.id and tx.cluster.job_of_former(launch.token) is not None
     )
 
 
@@ -201,8 +201,8 @@ def _named(cluster: ClusterState, references: Iterable[str]) -> list[LaunchToken
     found: dict[str, LaunchToken] = {}
     for reference in references:
         meant = [
-            kept.token
-            for (_, text), kept in cluster.undecided_launches.items()
+            launch.token
+            for (_, text), launch in cluster.undecided_launches.items()
             if reference == "all" or text == reference or text.startswith(reference.rstrip(".") + ".")
         ]
         if not meant:

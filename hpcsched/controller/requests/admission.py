@@ -257,18 +257,18 @@ def check_dependency(cluster: ClusterState, terms: Iterable[Dependency]) -> None
 def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependency]) -> list[Job]:
     """Return the cycle of waiting jobs that `terms` would create, with `job` last. Empty if there is no cycle."""
     came_from: dict[int, Job | None] = {}
-    to_see: list[tuple[Job, Job | None]] = [(one, None) for one in _waited_for(cluster, terms)]
+    to_see: list[tuple[Job, Job | None]] = [(waited, None) for waited in _waited_for(cluster, terms)]
     while to_see:
-        one, parent = to_see.pop()
-        if one.id in came_from or one.state in FINAL:
+        waited, parent = to_see.pop()
+        if waited.id in came_from or waited.state in FINAL:
             continue
-        came_from[one.id] = parent
-        if one.id == job.id:
-            way = [one]
+        came_from[waited.id] = parent
+        if waited.id == job.id:
+            way = [waited]
             while (before := came_from[way[-1].id]) is not None:
                 way.append(before)
             return way[::-1]
-        to_see += [(other, one) for other in _waited_for(cluster, one.dependency)]
+        to_see += [(other, waited) for other in _waited_for(cluster, waited.dependency)]
     return []
 
 

@@ -80,7 +80,7 @@ def _keep_up_entry(tx: Transaction, uid: int, at: int) -> None:
     if _is_live(tx, entry):
         return
     if job is not None and job.state is JobState.CANCELLED and job.ended_by_uid is not None:
-        left = tuple(one for one in crontab.entries if one is not entry)
+        left = tuple(other for other in crontab.entries if other is not entry)
         tx.set_crontab(uid, replace(crontab, text=with_disabled(crontab.text, entry.number), entries=left))
         return
     changed = _submitted(tx, asker_of(uid, ()), entry)
@@ -118,8 +118,8 @@ def view(crontab: Crontab | None) -> dict[str, Any]:
     if crontab is None:
         return {"text": "", "entries": []}
     shown = [
-        {"line": one.number, "schedule": one.schedule, "job_id": one.job_id or None, "problem": one.problem}
-        for one in crontab.entries
+        {"line": entry.number, "schedule": entry.schedule, "job_id": entry.job_id or None, "problem": entry.problem}
+        for entry in crontab.entries
     ]
     return {"text": crontab.text, "entries": shown, "user": crontab.user}
 

@@ -46,10 +46,10 @@ class Shells:
         """Return whether the job is one of these."""
         return job_id in self._jobs
 
-    def request(self, origin: Origin, uid: int, said: Mapping[str, object]) -> None:
+    def request(self, origin: Origin, uid: int, request: Mapping[str, object]) -> None:
         """Request a job; a refusal is answered with StepEnded and its error."""
         try:
-            message = protocol.from_json(said)
+            message = protocol.from_json(request)
             if not isinstance(message, protocol.StepRequest) or message.version != protocol.VERSION:
                 raise ProtocolError("cannot allocate a job: this command and the controller are of different versions")
             if origin[0] != HEAD:

@@ -53,7 +53,7 @@ LONGEST_S = 365 * DAY_S  # the duration of UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ReservationOptions:
     """The requested changes; None is no change. `signs` has + or - for changes to lists."""
 
     start_s: int | None = None
@@ -69,7 +69,7 @@ class Wish:
     signs: Mapping[str, str]
 
 
-def read_wish(changes: Mapping[str, str], now_s: float) -> Wish:
+def read_options(changes: Mapping[str, str], now_s: float) -> ReservationOptions:
     """Return what the changes ask for. Raises: RequestError."""
     values: dict[str, str] = {}
     signs: dict[str, str] = {}
@@ -83,7 +83,7 @@ def read_wish(changes: Mapping[str, str], now_s: float) -> Wish:
             raise RequestError(f"cannot write {word[:60]}=: only users, accounts, nodes and flags are added to")
         values[name] = value
         signs |= {name: sign} if sign else {}
-    return Wish(
+    return ReservationOptions(
         start_s=int(parse_when(values["start"], now_s)) if "start" in values else None,
         end_s=int(parse_when(values["end"], now_s)) if "end" in values else None,
         duration_s=_duration_s(values["duration"]) if "duration" in values else None,
@@ -121,31 +121,31 @@ def _node_words(text: str) -> tuple[str, ...]:
     return ("ALL",) if text.strip().upper() == "ALL" else tuple(expand_hostlist(text))
 
 
-def wished(known: Reservation, wish: Wish) -> Reservation:
-    """Return `known` with the changes of `wish`, except for its nodes."""
-    flags = [flag for flag in combined([flag.value for flag in known.flags], wish, "flags") if flag != NODES_NAMED]
+def with_options(known: Reservation, options: ReservationOptions) -> Reservation:
+    """Return `known` with the changes of `options`, except for its nodes."""
+    flags = [flag for flag in combined([flag.value for flag in known.flags], options, "flags") if flag != NODES_NAMED]
     unknown = [flag for flag in flags if flag not in Flag.__members__]
     if unknown:
         raise RequestError(f"cannot set flag {unknown[0][:60]!r}: there are {', '.join(Flag)}")
     return replace(
         known,
-        users=combined(known.users, wish, "users"),
-        accounts=combined(known.accounts, wish, "accounts"),
+        users=combined(known.users, options, "users"),
+        accounts=combined(known.accounts, options, "accounts"),
         flags=tuple(Flag(flag) for flag in flags),
-        partition=wish.partition if wish.partition is not None else known.partition,
-        features=wish.features if wish.features is not None else known.features,
-        node_count=0 if wish.nodes is not None else wish.node_count or known.node_count,
+        partition=options.partition if options.partition is not None else known.partition,
+        features=options.features if options.features is not None else known.features,
+        node_count=0 if options.nodes is not None else options.node_count or known.node_count,
     )
 
 
-def combined(known: Sequence[str], wish: Wish, name: str) -> tuple[str, ...]:
+def combined(known: Sequence[str], options: ReservationOptions, name: str) -> tuple[str, ...]:
     """Return a list after the change: unchanged, replaced, extended or reduced."""
-    given: tuple[str, ...] | None = getattr(wish, name)
+    given: tuple[str, ...] | None = getattr(options, name)
     if given is None:
         return tuple(known)
-    if wish.signs.get(name) == "+":
+    if options.signs.get(name) == "+":
         return tuple(dict.fromkeys((*known, *given)))
-    return tuple(word for word in known if word not in given) if wish.signs.get(name) == "-" else given
+    return tuple(word for word in known if word not in given) if options.signs.get(name) == "-" else given
 
 
 MAX_RESERVATIONS = 1_000
@@ -163,32 +163,32 @@ def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str])
         raise RequestError(f"cannot create reservation {name!r}: there is one of that name already")
     if len(cluster.reservations) >= MAX_RESERVATIONS:
         raise RequestError(f"cannot create a reservation: there are {MAX_RESERVATIONS}, which is the most")
-    wish = read_wish(changes, tx.now_s)
-    if wish.signs:
+    options = read_options(changes, tx.now_s)
+    if options.signs:
         raise RequestError("cannot create a reservation with += or -=: they change one that is there")
-    start_s = int(wish.start_s if wish.start_s is not None else tx.now_s)
-    if wish.end_s is None and wish.duration_s is None:
+    start_s = int(options.start_s if options.start_s is not None else tx.now_s)
+    if options.end_s is None and options.duration_s is None:
         raise RequestError("cannot create a reservation: say how long, Duration=2:00:00, or until when, EndTime=")
-    end_s = wish.end_s if wish.end_s is not None else start_s + (wish.duration_s or 0)
+    end_s = options.end_s if options.end_s is not None else start_s + (options.duration_s or 0)
     made = Reservation(name=name, start_s=start_s, end_s=end_s, nodes=(), made_by=asker.user, made_at_s=tx.now_s)
-    return _settle(tx, wished(made, wish), wish)
+    return _settle(tx, with_options(made, options), options)
 
 
 def update(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
     """Change a reservation; fields that are not named stay as they are."""
     asker.must_be_admin("change a reservation")
     known = find(tx.cluster, name)
-    wish = read_wish(changes, tx.now_s)
+    options = read_options(changes, tx.now_s)
     if not changes:
         raise RequestError(f"cannot change reservation {name!r}: say what, as EndTime=now+2hours")
-    start_s = int(wish.start_s) if wish.start_s is not None else known.start_s
-    if wish.end_s is not None:
-        end_s = wish.end_s
-    elif wish.duration_s is not None:
-        end_s = start_s + wish.duration_s
+    start_s = int(options.start_s) if options.start_s is not None else known.start_s
+    if options.end_s is not None:
+        end_s = options.end_s
+    elif options.duration_s is not None:
+        end_s = start_s + options.duration_s
     else:
-        end_s = known.end_s if wish.start_s is None else start_s + known.duration_s
-    return _settle(tx, wished(replace(known, start_s=start_s, end_s=end_s), wish), wish)
+        end_s = known.end_s if options.start_s is None else start_s + known.duration_s
+    return _settle(tx, with_options(replace(known, start_s=start_s, end_s=end_s), options), options)
 
 
 def delete(tx: Transaction, asker: Asker, name: str) -> None:
@@ -222,7 +222,9 @@ def _keep_up_one(tx: Transaction, reservation: Reservation) -> None:
 
 def next_turn_s(cluster: ClusterState, now_s: float) -> float | None:
     """Return when the next reservation begins or ends, or None."""
-    times_s = (time_s for one in cluster.reservations.values() for time_s in (one.start_s, one.end_s))
+    times_s = (
+        time_s for reservation in cluster.reservations.values() for time_s in (reservation.start_s, reservation.end_s)
+    )
     return min((time_s for time_s in times_s if time_s > now_s), default=None)
 
 
@@ -258,12 +260,12 @@ def check_use(cluster: ClusterState, user: str, account: str, name: str, now_s: 
 # ----- check whether a reservation is possible
 
 
-def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
+def _settle(tx: Transaction, wanted: Reservation, options: ReservationOptions) -> Reservation:
     """Check the whole reservation, choose its nodes, and record it."""
     cluster, before = tx.cluster, tx.cluster.reservations.get(wanted.name)
     _check_people(cluster, wanted)
     wanted = _check_times(wanted, before, tx.now_s)
-    wanted = replace(wanted, nodes=_nodes(cluster, wanted, before, wish, tx.now_s))
+    wanted = replace(wanted, nodes=_nodes(cluster, wanted, before, options, tx.now_s))
     moved = before is None or (before.nodes, before.start_s, before.end_s) != (
         wanted.nodes,
         wanted.start_s,
@@ -275,7 +277,7 @@ def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
     busy = _busy(cluster, wanted, tx.now_s) if moved and Flag.IGNORE_JOBS not in wanted.flags else {}
     if busy:
         nodes = compress_hostlist(name for name in wanted.nodes if name in busy)
-        jobs = _named({job.id: job for its in busy.values() for job in its}.values())
+        jobs = _named({job.id: job for on_node in busy.values() for job in on_node}.values())
         raise RequestError(
             f"cannot reserve {nodes}: Requested nodes are busy: {jobs} may run beyond the beginning; Flags=IGNORE_JOBS "
             "reserves them all the same"
@@ -324,50 +326,52 @@ def _check_times(wanted: Reservation, before: Reservation | None, now_s: float) 
 
 
 def _nodes(
-    cluster: ClusterState, wanted: Reservation, before: Reservation | None, wish: Wish, now_s: float
+    cluster: ClusterState, wanted: Reservation, before: Reservation | None, options: ReservationOptions, now_s: float
 ) -> tuple[NodeName, ...]:
     """Return the reservation's nodes: the named ones, or as many available ones as requested."""
-    its = [*cluster.nodes] if not wanted.partition else [*cluster.partitions[wanted.partition].nodes]
-    if wish.nodes is not None and wish.node_count is not None:
+    candidates = [*cluster.nodes] if not wanted.partition else [*cluster.partitions[wanted.partition].nodes]
+    if options.nodes is not None and options.node_count is not None:
         raise RequestError("cannot take both Nodes= and NodeCnt=: name the nodes, or say how many")
-    if wish.nodes is not None:
-        return _named_nodes(its, wanted, before, wish)
-    if wish.node_count is None and before is not None and not (wish.features or wish.partition):
+    if options.nodes is not None:
+        return _named_nodes(candidates, wanted, before, options)
+    if options.node_count is None and before is not None and not (options.features or options.partition):
         return before.nodes
     if not wanted.node_count:
         raise RequestError("cannot reserve: say which nodes, Nodes=n[1-2] or Nodes=ALL, or how many, NodeCnt=2")
-    return _chosen_nodes(cluster, its, wanted, before, now_s)
+    return _chosen_nodes(cluster, candidates, wanted, before, now_s)
 
 
 def _named_nodes(
-    its: Sequence[NodeName], wanted: Reservation, before: Reservation | None, wish: Wish
+    candidates: Sequence[NodeName], wanted: Reservation, before: Reservation | None, options: ReservationOptions
 ) -> tuple[NodeName, ...]:
-    words = tuple(its) if wish.nodes == ("ALL",) else combined(before.nodes if before else (), wish, "nodes")
+    words = (
+        tuple(candidates) if options.nodes == ("ALL",) else combined(before.nodes if before else (), options, "nodes")
+    )
     for name in words:
-        if name not in its:
+        if name not in candidates:
             where = f"partition {wanted.partition!r} does not have it" if wanted.partition else "there is no such node"
             raise NotFoundError(f"cannot reserve node {name[:60]}: Invalid node name specified: {where}")
     if not words:
         raise RequestError("cannot reserve no node at all")
-    return tuple(name for name in its if name in words)
+    return tuple(name for name in candidates if name in words)
 
 
 def _chosen_nodes(
-    cluster: ClusterState, its: Iterable[NodeName], wanted: Reservation, before: Reservation | None, now_s: float
+    cluster: ClusterState, candidates: Iterable[NodeName], wanted: Reservation, before: Reservation | None, now_s: float
 ) -> tuple[NodeName, ...]:
     """Choose nodes that answer, have the features, and are not reserved by others.
 
     Nodes that the reservation already had come first.
     """
     features = parse_features(wanted.features)
-    its = [name for name in its if matches(features, cluster.nodes[name].spec.features)]
+    candidates = [name for name in candidates if matches(features, cluster.nodes[name].spec.features)]
     what = f"{plural(wanted.node_count, 'node')}{f' with feature {wanted.features}' if wanted.features else ''}"
-    if len(its) < wanted.node_count:
+    if len(candidates) < wanted.node_count:
         where = f"partition {wanted.partition!r}" if wanted.partition else "the cluster"
-        raise RequestError(f"cannot reserve {what}: Node count specification invalid: {where} has {len(its)}")
+        raise RequestError(f"cannot reserve {what}: Node count specification invalid: {where} has {len(candidates)}")
     able: list[tuple[bool, int, int, NodeName]] = []
     lacks: list[str] = []
-    for place, name in enumerate(its):
+    for place, name in enumerate(candidates):
         node = cluster.nodes[name]
         alone = replace(wanted, nodes=(name,))
         if node.link is Link.DOWN or node.drained:
@@ -382,7 +386,7 @@ def _chosen_nodes(
         why = f"; {'; '.join(lacks[:SHOWN])}" if lacks else ""
         raise RequestError(f"cannot reserve {what}: Requested nodes are busy: {len(able)} can be reserved then{why}")
     chosen = {name for *_, name in sorted(able)[: wanted.node_count]}
-    return tuple(name for name in its if name in chosen)
+    return tuple(name for name in candidates if name in chosen)
 
 
 def _overlapped(cluster: ClusterState, wanted: Reservation, now_s: float) -> str:

@@ -78,19 +78,19 @@ def act_on_steps(
 def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
     """Suspend the named running jobs. They keep their resources."""
 
-    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
+    def suspend_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
         asker.must_be_admin("suspend a job")
         if not can(job, Suspended):
             raise RequestError(f"cannot suspend job {job.display_id}: it is {job.state}")
         tx.record(Suspended(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
 
-    return each_job(tx, asker, references, {}, "suspend", one)
+    return each_job(tx, asker, references, {}, "suspend", suspend_job)
 
 
 def resume(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
     """Resume the named suspended jobs."""
 
-    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
+    def resume_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
         asker.must_be_admin("resume a job")
         if not can(job, Resumed):
             raise RequestError(f"cannot resume job {job.display_id}: it is {job.state}, not SUSPENDED")
@@ -100,4 +100,4 @@ def resume(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
             )
         tx.record(Resumed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
 
-    return each_job(tx, asker, references, {}, "resume", one)
+    return each_job(tx, asker, references, {}, "resume", resume_job)

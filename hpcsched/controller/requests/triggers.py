@@ -56,7 +56,7 @@ def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
     except ValueError:
         known = ", ".join(TriggerEvent)
         raise RequestError(f"cannot set a trigger for {str(body.get('event'))[:40]!r}: there are {known}") from None
-    mine = sum(one.uid == asker.uid for one in cluster.triggers.values())
+    mine = sum(trigger.uid == asker.uid for trigger in cluster.triggers.values())
     if len(cluster.triggers) >= MAX_TRIGGERS or mine >= MAX_TRIGGERS_PER_USER:
         raise RequestError(
             f"cannot set a trigger: you have {mine} of at most {MAX_TRIGGERS_PER_USER}, all users together "
@@ -108,34 +108,34 @@ def _program(words: Any) -> tuple[str, ...]:
 def clear(tx: Transaction, asker: Asker, number: int | None, target: str, user: str) -> list[int]:
     """Delete triggers by number, by job or node, or by user; return their numbers."""
     wanted = [
-        one
-        for one in tx.cluster.triggers.values()
-        if (number is None or one.id == number) and target in ("", one.target) and user in ("", one.user)
+        trigger
+        for trigger in tx.cluster.triggers.values()
+        if (number is None or trigger.id == number) and target in ("", trigger.target) and user in ("", trigger.user)
     ]
-    mine = [one for one in wanted if asker.admin or one.uid == asker.uid]
+    mine = [trigger for trigger in wanted if asker.admin or trigger.uid == asker.uid]
     if not wanted:
         raise NotFoundError("cannot clear a trigger: there is no such one; see strigger --get")
     if not mine:
         raise PermissionDeniedError(f"cannot clear trigger {wanted[0].id}: it belongs to {wanted[0].user}")
-    for one in mine:
-        tx.set_trigger(one.id, None)
-    return [one.id for one in mine]
+    for trigger in mine:
+        tx.set_trigger(trigger.id, None)
+    return [trigger.id for trigger in mine]
 
 
 def views(cluster: ClusterState) -> list[dict[str, Any]]:
     """Return all triggers as JSON."""
     return [
         {
-            "id": one.id,
-            "type": "job" if one.is_of_job else "node",
-            "target": one.target,
-            "event": one.event.value,
-            "offset_s": one.offset_s,
-            "user": one.user,
-            "permanent": one.is_permanent,
-            "program": list(one.program),
+            "id": trigger.id,
+            "type": "job" if trigger.is_of_job else "node",
+            "target": trigger.target,
+            "event": trigger.event.value,
+            "offset_s": trigger.offset_s,
+            "user": trigger.user,
+            "permanent": trigger.is_permanent,
+            "program": list(trigger.program),
         }
-        for one in cluster.triggers.values()
+        for trigger in cluster.triggers.values()
     ]
 
 

@@ -87,8 +87,8 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
     check_spec(spec)
     if job.state is JobState.PENDING:
         _check_place(tx, replace(job, spec=spec))
-    said = spec_to_json(spec)
-    changed = tx.respecify(job, {name: said[name] for name in fields}, by_uid=by_uid, spec_id=made.get(job.spec_id))
+    whole = spec_to_json(spec)
+    changed = tx.respecify(job, {name: whole[name] for name in fields}, by_uid=by_uid, spec_id=made.get(job.spec_id))
     made[job.spec_id] = changed.spec_id
     return changed
 
@@ -162,7 +162,7 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
         wrong = ", ".join(sorted(unknown)) or "nothing"
         raise RequestError(f"cannot change {wrong}{near or ': can change ' + ', '.join(known)}")
 
-    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
+    def update_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Changed):
             raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
         anew = {name: text for name, text in changes.items() if name in OPTIONS}
@@ -179,7 +179,7 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
         if bounds is not None:
             keep_within(tx, job, *bounds, asker.uid)
 
-    return each_job(tx, asker, references, {}, "change", one)
+    return each_job(tx, asker, references, {}, "change", update_job)
 
 
 def _time_limit_s(job: Job, text: str) -> int | None:
@@ -279,7 +279,7 @@ def _new_dependency(cluster: ClusterState, job: Job, text: str) -> dict[str, Any
     check_dependency(cluster, terms)
     circle = dependency_circle(cluster, job, terms)
     if circle:
-        way = " which waits for ".join(f"job {one.display_id}" for one in circle)
+        way = " which waits for ".join(f"job {waiting.display_id}" for waiting in circle)
         raise RequestError(f"cannot have job {job.display_id} wait for {way}: that is a circle, none could ever start")
     return {"dependency": terms, "dependency_any": any_one}
 

@@ -35,9 +35,9 @@ from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.nodes.loss import remove_node
 from hpcsched.controller.requests import crontabs, running_jobs, triggers
 from hpcsched.controller.requests import jobs as requests
-from hpcsched.controller.requests import reservations as reserving
+from hpcsched.controller.requests import reservations as reservation_requests
 from hpcsched.controller.requests.job_ids import find_jobs, listed_of
-from hpcsched.controller.requests.reservations import read_wish
+from hpcsched.controller.requests.reservations import read_options
 from hpcsched.controller.requests.running_jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
@@ -148,7 +148,7 @@ class ControllerBackend(Reading):
     def job(self, asker: Asker, reference: str) -> Json:
         now_s = self._clock()
         jobs = self._find(asker, reference)
-        listed = [one for job in jobs for one in listed_of(job, reference)]
+        listed = [component for job in jobs for component in listed_of(job, reference)]
         script = self._script_of(asker, jobs)
         views = [job_view(job, self._cluster, asker, now_s, whole=True, script=script) for job in listed]
         if len(jobs) == 1 and asker.owns(jobs[0]):
@@ -184,7 +184,7 @@ class ControllerBackend(Reading):
                     return old
             raise
 
-    def _one(self, asker: Asker, reference: str) -> Job:
+    def _single_job(self, asker: Asker, reference: str) -> Job:
         jobs = self._find(asker, reference)
         if len(jobs) > 1:
             raise RequestError(
@@ -193,7 +193,7 @@ class ControllerBackend(Reading):
         return jobs[0]
 
     def story(self, asker: Asker, reference: str) -> Json:
-        job = self._one(asker, reference)
+        job = self._single_job(asker, reference)
         asker.must_own(job, "tell the story of")
         events = self._controller.store.load_events(job.id)
         now_s = self._clock()
@@ -212,7 +212,7 @@ class ControllerBackend(Reading):
             "reason": reason.value,
             "expected_start_s": expected_s,
             "job": job.display_id,
-            "waiting": sum(one.state is JobState.PENDING for one in jobs),
+            "waiting": sum(task.state is JobState.PENDING for task in jobs),
             "of": len(jobs),
         }
         if job.state in FINAL and asker.owns(job) and (resumes := resumes_words(job, self._training(job))):
@@ -284,7 +284,7 @@ class ControllerBackend(Reading):
         return {"outages": await asyncio.to_thread(outages_of, self._database, query)}
 
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart:
-        job = self._one(asker, reference)
+        job = self._single_job(asker, reference)
         asker.must_own(job, "read the output of")
         if stream not in ("out", "err"):
             raise RequestError(f"cannot read stream {stream!r}: there are out and err")
@@ -357,9 +357,9 @@ class ControllerBackend(Reading):
         if not isinstance(nodes, str) or not nodes:
             raise RequestError('cannot do that: the body must have {"nodes": "n[1-2]"}')
         if verb == "fence":
-            gone = self._cluster.gone_nodes()
+            removed = self._cluster.gone_nodes()
             fenced = await self._change(lambda tx: requests.fence(tx, asker, nodes, why))
-            self._fleet.retry(requests.find_nodes(self._cluster, nodes, gone))
+            self._fleet.retry(requests.find_nodes(self._cluster, nodes, removed))
             return fenced.as_json()
         if verb == "remove":
             force = body.get("force") is True
@@ -372,7 +372,7 @@ class ControllerBackend(Reading):
     def reservations(self) -> Json:
         now_s = self._clock()
         found = [at(reservation, now_s) for reservation in self._cluster.reservations.values()]
-        return {"now_s": now_s, "reservations": [reservation_view(one, self._cluster, now_s) for one in found]}
+        return {"now_s": now_s, "reservations": [reservation_view(job, self._cluster, now_s) for job in found]}
 
     async def update_partition(self, asker: Asker, body: Json) -> Json:
         name, state = body.get("name"), body.get("state")
@@ -387,10 +387,10 @@ class ControllerBackend(Reading):
             raise RequestError('cannot do that: the body must be {"name": text, "changes": {name: text}}')
         texts = {str(key): str(value) for key, value in changes.items()}
         if verb == "delete":
-            await self._change(lambda tx: reserving.delete(tx, asker, name))
+            await self._change(lambda tx: reservation_requests.delete(tx, asker, name))
             return {"name": name}
         self._check_people(texts)
-        work = reserving.create if verb == "create" else reserving.update
+        work = reservation_requests.create if verb == "create" else reservation_requests.update
         made = await self._change(lambda tx: work(tx, asker, name, texts))
         return {"name": made.name, "reservation": reservation_view(made, self._cluster, self._clock())}
 
@@ -398,9 +398,9 @@ class ControllerBackend(Reading):
         """Reject a reservation for unknown users, because no user could use it."""
         known = {
             *(job.user for job in self._cluster.jobs.values()),
-            *(one.name for one in self._cluster.config.accounting.users),
+            *(user.name for user in self._cluster.config.accounting.users),
         }
-        for name in read_wish(changes, self._clock()).users or ():
+        for name in read_options(changes, self._clock()).users or ():
             if name not in known and not is_account(name):
                 raise RequestError(
                     f"cannot reserve for user {name[:60]!r}: Invalid user specified: there is no such account"
@@ -471,7 +471,7 @@ class ControllerBackend(Reading):
             )
         found = await self._change(lambda tx: usage_ledger.reset(tx, asker, accounts, users))
         self._controller.reconfigured()
-        log.info("%s reset the usage of %s", asker.user, ", ".join("/".join(one) for one in found) or "nobody")
+        log.info("%s reset the usage of %s", asker.user, ", ".join("/".join(job) for job in found) or "nobody")
         return {"reset": [{"account": account, "user": user} for account, user in found]}
 
     def licenses(self) -> Json:

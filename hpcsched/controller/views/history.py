@@ -141,9 +141,11 @@ def _views(part: _HistorySlice, cluster: ClusterState, asker: Asker, now_s: floa
     for step in part.steps:
         steps.setdefault(step.job_id, []).append(step_view(step))
     for job in part.jobs:
-        for one in components_of(cluster.jobs.get(job.id, job)):
-            view = job_view(one, cluster, asker, now_s)
-            view["steps"] = [step for step in steps.get(job.id, []) if one.component is None or _is_in(step, one)]
+        for component in components_of(cluster.jobs.get(job.id, job)):
+            view = job_view(component, cluster, asker, now_s)
+            view["steps"] = [
+                step for step in steps.get(job.id, []) if component.component is None or _is_in(step, component)
+            ]
             if view["training"] is None and asker.owns(job):
                 view["training"] = training_view(part.training.get(job.id))
             yield view
@@ -181,7 +183,7 @@ def _history_query(query: Json) -> HistoryQuery:
 
 def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
     """Return the events, each with its time, its kind and a sentence."""
-    told = []
+    lines = []
     # True if the attempt was ended without a requeue: then a lost node does not requeue the job.
     ending = False
     for event in events:
@@ -189,8 +191,8 @@ def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
             ending = not event.requeue
         elif isinstance(event, Requeued | Allocated):
             ending = False
-        told.append({"at_s": event.at_s, "kind": type(event).__name__, "text": sentence(job, event, ending)})
-    return told
+        lines.append({"at_s": event.at_s, "kind": type(event).__name__, "text": sentence(job, event, ending)})
+    return lines
 
 
 def sentence(job: Job, event: JobEvent, ending: bool) -> str:

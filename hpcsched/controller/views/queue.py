@@ -183,18 +183,18 @@ def _is_usage_of(row: UsedResources, line: ShareUsage, cluster: ClusterState) ->
 # Formatting a long queue takes long, so other requests are answered in between.
 
 
-MOST_KEPT = 4  # layouts and users
+MOST_CACHED = 4  # layouts and users
 # Of a waiting job: fields that a plan may change.
-_SAID = ("reason", "reason_detail", "expected_start_s", "priority")
+_PLAN_FIELDS = ("reason", "reason_detail", "expected_start_s", "priority")
 
 
-class _Kept(NamedTuple):
-    """A cached row and its inputs; `said` has the plan's fields that the row shows."""
+class _CachedRow(NamedTuple):
+    """A cached row and its inputs; `shown` has the plan's fields that the row shows."""
 
     job: Job
     wait: object
     priority: int | None
-    said: tuple[tuple[str, Any], ...]
+    shown: tuple[tuple[str, Any], ...]
     row: QueueRow
 
 
@@ -212,18 +212,18 @@ class QueueRows:
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
-        self._kept: dict[tuple[object, ...], dict[int, _Kept]] = {}
+        self._cached: dict[tuple[object, ...], dict[int, _CachedRow]] = {}
         self._settings: tuple[object, ...] = ()
 
     async def rows(
         self, jobs: Iterable[Job], listing: Listing, layout: tuple[object, ...], asker: Asker, look: Look
     ) -> list[QueueRow]:
         """Return the rows of `jobs`; `layout` identifies the settings of `listing`."""
-        kept = self._table((*layout, asker, look.time_format))
+        table = self._table((*layout, asker, look.time_format))
         singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
         breaks, rows = Breaks(), []
         for job in singles:
-            rows.append(self._row(job, listing, kept, asker, look))
+            rows.append(self._row(job, listing, table, asker, look))
             if breaks.due():
                 await breaks.take()
         for tasks in folds:
@@ -237,19 +237,19 @@ class QueueRows:
             rows.append(row_of(view, listing, look))
         return rows
 
-    def _table(self, key: tuple[object, ...]) -> dict[int, _Kept]:
+    def _table(self, key: tuple[object, ...]) -> dict[int, _CachedRow]:
         settings = (self._cluster.config, self._cluster.partitions)
         if len(self._settings) != 2 or any(a is not b for a, b in zip(settings, self._settings, strict=True)):
-            self._kept, self._settings = {}, settings
-        table = self._kept.pop(key, {})
+            self._cached, self._settings = {}, settings
+        table = self._cached.pop(key, {})
         if len(table) > 2 * len(self._cluster.jobs):  # most rows are of jobs that were purged
             table = {}
-        while len(self._kept) >= MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[key] = table  # most recently used last
+        while len(self._cached) >= MOST_CACHED:
+            del self._cached[next(iter(self._cached))]
+        self._cached[key] = table  # most recently used last
         return table
 
-    def _row(self, job: Job, listing: Listing, table: dict[int, _Kept], asker: Asker, look: Look) -> QueueRow:
+    def _row(self, job: Job, listing: Listing, table: dict[int, _CachedRow], asker: Asker, look: Look) -> QueueRow:
         cluster = self._cluster
         view = JobView(job, cluster, asker, look[0])
         if job.state in ACTIVE:
@@ -260,7 +260,7 @@ class QueueRows:
             known = None
         if known is not None and known.wait is wait and known.priority == priority:
             return known.row
-        if known is not None and all([view[name] == value for name, value in known.said]):
+        if known is not None and all([view[name] == value for name, value in known.shown]):
             row = known.row._replace(ranks=ranks_of(view, listing, look))
             table[job.id] = known._replace(wait=wait, priority=priority, row=row)
             return row
@@ -272,16 +272,16 @@ class QueueRows:
         wait: object,
         priority: int | None,
         listing: Listing,
-        table: dict[int, _Kept],
+        table: dict[int, _CachedRow],
         look: Look,
     ) -> QueueRow:
         watched = _Watched(*look)
         row = row_of(view, listing, watched, ranked=False)
-        said = tuple([(name, view[name]) for name in _SAID if name in view])
+        shown = tuple([(name, view[name]) for name in _PLAN_FIELDS if name in view])
         if listing.order:
             row = row._replace(ranks=ranks_of(view, listing, watched))
         if "timed" not in watched.__dict__:
-            table[view.job.id] = _Kept(view.job, wait, priority, said, row)
+            table[view.job.id] = _CachedRow(view.job, wait, priority, shown, row)
         return row
 
 
@@ -341,7 +341,7 @@ _LAYOUT = frozenset(
 _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 
-async def queue_text(cluster: ClusterState, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
+async def queue_text(cluster: ClusterState, rows: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
     """Return the lines for `query`. Raises: RequestError."""
     listing = _listing(query)
     jobs = selected(cluster, asker, {name: query[name] for name in query if name not in _LAYOUT})
@@ -350,7 +350,7 @@ async def queue_text(cluster: ClusterState, kept: QueueRows, asker: Asker, query
         ended, jobs = [job for job in jobs if job.state in FINAL], [job for job in jobs if job.state not in FINAL]
     look = Look(now_s, query.get("time_format", ""))
     layout = tuple(query.get(name, "") for name in ("format", "long", "order", "fit", "colour"))
-    text = queue.queue_text(await kept.rows(jobs, listing, layout, asker, look), listing, look)
+    text = queue.queue_text(await rows.rows(jobs, listing, layout, asker, look), listing, look)
     text += _ended(cluster, ended, now_s, colour=listing.colour)
     seen = asker.admin and query.get("whose") == "default"
     return text + (_others(cluster, [*jobs, *ended], colour=listing.colour) if query.get("others") and not seen else "")
@@ -410,7 +410,11 @@ def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
     if query.get("id"):
         jobs = _numbered(cluster, asker, query["id"], strict=strict)
     else:
-        jobs = [one for job in cluster.jobs.values() for one in (components_of(job) if job.spec.components else (job,))]
+        jobs = [
+            component
+            for job in cluster.jobs.values()
+            for component in (components_of(job) if job.spec.components else (job,))
+        ]
     states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
     wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
     jobs = [job for job in jobs if job.state in states or (wants_special and is_special(job))]
@@ -441,7 +445,7 @@ def _numbered(cluster: ClusterState, asker: Asker, text: str, *, strict: bool) -
     for reference in references:
         try:
             meant = find_jobs(cluster, reference, asker.uid)
-            found |= {one.number: one for job in meant for one in listed_of(job, reference)}
+            found |= {component.number: component for job in meant for component in listed_of(job, reference)}
         except NotFoundError:
             if strict or len(references) == 1:  # of several ids, squeue shows those that exist
                 raise

@@ -112,7 +112,7 @@ def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], door
         web.post("/v1/backup", routes.backup),
         web.post("/v1/{verb:cancel|hold|release|requeue|suspend|resume|update}", routes.act),
     ]
-    routed = web.Router(web.Route(one.method, one.path, _with_errors(one.handler)) for one in found)
+    routed = web.Router(web.Route(route.method, route.path, _with_errors(route.handler)) for route in found)
     routes.router = routed
     return web.Server(routed, _refusal, doors)
 

@@ -119,7 +119,7 @@ def test_few_layouts_are_kept() -> None:
     cluster.submit(hold=True)
     for width in range(1, 20):
         text_of(cluster, kept, {"format": f"%{width}i"}, T0)
-    assert len(kept._kept) == queue.MOST_KEPT
+    assert len(kept._cached) == queue.MOST_CACHED
 
 
 def test_a_row_that_shows_nothing_of_what_the_next_plan_says_is_sorted_anew_and_not_written(written: list[int]) -> None:
