@@ -25,7 +25,7 @@ from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.fairshare import UsedResources, at, charge_of, plus, weights_of
-from hpcsched.state.cluster import ClusterState, UndecidedLaunch
+from hpcsched.state.cluster import ClusterState
 from hpcsched.state.scripts import set_apart
 
 K = TypeVar("K")
@@ -84,6 +84,17 @@ class WriteBatch:
     def __bool__(self) -> bool:
         return bool(self.events) or any(getattr(self, name) for name in self.__slots__)
 
+    def add(self, later: WriteBatch) -> None:
+        """Add the changes of a later batch, which count."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(later, name)
+            if isinstance(mine, dict):
+                mine.update(theirs)
+            elif isinstance(mine, list):
+                mine.extend(theirs)
+            elif theirs:
+                setattr(self, name, theirs)
+
 
 class Transaction:
     """One tick's changes to the cluster, to be committed as one `WriteBatch`, or undone.
@@ -106,13 +117,9 @@ class Transaction:
         self._commit = commit
         self.batch = WriteBatch()
         self._jobs_before: dict[JobId, Job | None] = {}
-        self._nodes_before: dict[NodeName, Node] = {}
-        self._usage_before: dict[tuple[str, str, str], UsedResources | None] = {}
-        self._reservations_before: dict[str, Reservation | None] = {}
+        # By table of the cluster and key: the first value of what was changed; None: it was not there.
+        self._before: dict[tuple[str, Any], Any] = {}
         self._partitions_before: tuple[dict[str, Partition], dict[str, PartitionState]] | None = None
-        self._crontabs_before: dict[int, Crontab | None] = {}
-        self._triggers_before: dict[int, Trigger | None] = {}
-        self._undecided_before: dict[tuple[NodeName, str], UndecidedLaunch] = {}
         self._ids_before = (cluster.last_job_id, cluster.last_spec_id)
 
     def record(self, event: JobEvent) -> Job:
@@ -184,16 +191,14 @@ class Transaction:
         if name not in self.cluster.nodes:
             return before
         node = apply_to_node(before, event)
-        self._nodes_before.setdefault(name, before)
-        self.cluster.nodes[name] = node
+        self._set("nodes", name, node)
         self.batch.nodes[name] = node
         self.batch.node_events.append(event)
         return node
 
     def set_reservation(self, name: str, reservation: Reservation | None) -> None:
         """Set the reservation of this name; None deletes it."""
-        self._reservations_before.setdefault(name, self.cluster.reservations.get(name))
-        _keep(self.cluster.reservations, name, reservation)
+        self._set("reservations", name, reservation)
         self.batch.reservations[name] = reservation
 
     def set_partition_state(self, name: str, state: PartitionState) -> Partition:
@@ -207,19 +212,17 @@ class Transaction:
 
     def set_crontab(self, uid: int, crontab: Crontab | None) -> None:
         """Set the crontab of a user; None deletes it."""
-        self._crontabs_before.setdefault(uid, self.cluster.crontabs.get(uid))
-        _keep(self.cluster.crontabs, uid, crontab)
+        self._set("crontabs", uid, crontab)
         self.batch.crontabs[uid] = crontab
 
     def set_trigger(self, number: int, trigger: Trigger | None) -> None:
         """Set the trigger of this number; None deletes it."""
-        self._triggers_before.setdefault(number, self.cluster.triggers.get(number))
-        _keep(self.cluster.triggers, number, trigger)
+        self._set("triggers", number, trigger)
         self.batch.triggers[number] = trigger
 
     def nodes_before(self) -> dict[NodeName, Node]:
         """Return the nodes that this transaction changed, in their earlier state."""
-        return dict(self._nodes_before)
+        return {key: before for (table, key), before in self._before.items() if table == "nodes"}
 
     def adopt(self, token: str) -> None:
         """Adopt a launch of an earlier incarnation: from now on it belongs to its job."""
@@ -229,12 +232,12 @@ class Transaction:
     def decided(self, keys: Iterable[tuple[NodeName, str]]) -> None:
         """Mark these launches of an earlier incarnation as decided: no admin is asked about them."""
         for key in list(keys):
-            self._undecided_before[key] = self.cluster.undecided_launches.pop(key)
+            self._set("undecided_launches", key, None)
 
     def put_usage(self, used: UsedResources) -> None:
         """Add resource usage to the commit."""
-        self._usage_before.setdefault(used.key, self.cluster.usage.get(used.key))
-        self.cluster.usage[used.key] = self.batch.usage[used.key] = used
+        self._set("usage", used.key, used)
+        self.batch.usage[used.key] = used
 
     def put_step(self, step: StepRecord) -> None:
         """Add a step's row to the commit."""
@@ -269,22 +272,11 @@ class Transaction:
                 self.cluster.drop(job_id)
             else:
                 self.cluster.put(job)
-        self.cluster.nodes.update(self._nodes_before)
+        for (table, key), before in self._before.items():
+            _keep(getattr(self.cluster, table), key, before)
         self.cluster.adopted.difference_update(self.batch.adopted)
-        self.cluster.undecided_launches |= self._undecided_before
-        for key, used in self._usage_before.items():
-            if used is None:
-                del self.cluster.usage[key]
-            else:
-                self.cluster.usage[key] = used
-        for name, reservation in self._reservations_before.items():
-            _keep(self.cluster.reservations, name, reservation)
         if self._partitions_before is not None:
             self.cluster.partitions, self.cluster.partition_states = self._partitions_before
-        for uid, crontab in self._crontabs_before.items():
-            _keep(self.cluster.crontabs, uid, crontab)
-        for number, trigger in self._triggers_before.items():
-            _keep(self.cluster.triggers, number, trigger)
         self.cluster.last_job_id, self.cluster.last_spec_id = self._ids_before
 
     def attempt(self, what: str, work: Callable[[Transaction], Any]) -> Any:
@@ -317,31 +309,9 @@ class Transaction:
     def merge(self, inner: Transaction) -> None:
         """Add the changes of a `savepoint` to this transaction."""
         _add_missing(self._jobs_before, inner._jobs_before)
-        _add_missing(self._nodes_before, inner._nodes_before)
-        _add_missing(self._usage_before, inner._usage_before)
-        _add_missing(self._reservations_before, inner._reservations_before)
-        _add_missing(self._crontabs_before, inner._crontabs_before)
-        _add_missing(self._triggers_before, inner._triggers_before)
+        _add_missing(self._before, inner._before)
         self._partitions_before = self._partitions_before or inner._partitions_before
-        self.batch.partitions |= inner.batch.partitions
-        self.batch.usage |= inner.batch.usage
-        self.batch.crontabs |= inner.batch.crontabs
-        self.batch.triggers |= inner.batch.triggers
-        self._undecided_before |= inner._undecided_before
-        self.batch.specs |= inner.batch.specs
-        self.batch.scripts |= inner.batch.scripts
-        self.batch.jobs |= inner.batch.jobs
-        self.batch.submitted += inner.batch.submitted
-        self.batch.events += inner.batch.events
-        self.batch.node_events += inner.batch.node_events
-        self.batch.nodes |= inner.batch.nodes
-        self.batch.steps |= inner.batch.steps
-        self.batch.requests += inner.batch.requests
-        self.batch.adopted += inner.batch.adopted
-        self.batch.reservations |= inner.batch.reservations
-        self.batch.training |= inner.batch.training
-        self.batch.failures += inner.batch.failures
-        self.batch.clock = inner.batch.clock or self.batch.clock
+        self.batch.add(inner.batch)
 
     def _charge(self, before: Job, after: Job, at_s: float) -> None:
         """Charge the resources that the job released to its user, account and QOS.
@@ -358,6 +328,12 @@ class Transaction:
         used = known or UsedResources(account=account, user=user, qos=before.qos, at_s=at_s)
         self.put_usage(plus(at(used, at_s, accounting.half_life_s), amounts))
 
+    def _set(self, table: str, key: Any, value: Any) -> None:
+        """Set a value in a table of the cluster; None deletes it."""
+        values = getattr(self.cluster, table)
+        self._before.setdefault((table, key), values.get(key))
+        _keep(values, key, value)
+
     def _put(self, job: Job) -> None:
         self._jobs_before.setdefault(job.id, self.cluster.jobs.get(job.id))
         self.cluster.put(job)
@@ -365,8 +341,9 @@ class Transaction:
 
 
 def _add_missing(known: dict[K, V], more: Mapping[K, V]) -> None:
-    for key, value in more.items():
-        known.setdefault(key, value)
+    if known:
+        more = {key: value for key, value in more.items() if key not in known}
+    known.update(more)
 
 
 def _keep(kept: dict[K, V], key: K, value: V | None) -> None:
