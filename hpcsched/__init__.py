@@ -3,16 +3,21 @@
 Follow one job through the code:
 
 1. ``hsub job.sh``           cli/thin.c (or cli/thin.py) sends words, script and environment to the controller
-2. they become a job         api/command.py runs commands/submit.py, jobscript/ reads the options;
-                             api/identity.py (who asks), controller/views/backend.py
-3. it becomes an event       controller/requests/jobs.py, inside a tick: controller/tick.py
-4. the event changes the job lifecycle/job.py, the only table of what may become what
+2. they become a job         api/web.py and api/identity.py (who asks), controller/views/routes.py, api/command.py;
+                             commands/submit.py reads the options by jobscript/build.py and jobscript/script.py;
+                             jobscript/check.py
+3. it becomes an event       controller/views/backend.py puts it into a tick, controller/tick.py;
+                             controller/requests/jobs.py and controller/requests/admission.py
+4. the event changes the job lifecycle/job.py, the only table of what may become what; state/transaction.py
 5. it goes on disk           store/store.py, one commit for all that came in; then the id is answered
-6. a plan gives it nodes     sched/plan.py, pure: snapshot in, plan out
+6. a plan gives it nodes     controller/planning.py: when; sched/plan.py, pure: snapshot in, plan out;
+                             sched/scheduling_pass.py and sched/placement.py: what is free
 7. its launch is sent        lifecycle/effects.py says what must be true, controller/messages.py says it on the wire
-8. over one SSH connection   launch/link.py, launch/ssh.py; the node's code comes along: launch/bundle.py
-9. a node runs it            workers/hpcnode/agent/agent.py claims it in workers/hpcnode/spool.py;
-                             workers/hpcnode/shepherd/shepherd.py supervises it
+8. over one SSH connection   controller/nodes/links.py, launch/link.py, launch/ssh.py
+9. a node runs it            workers/hpcnode/agent/agent.py gets it, workers/hpcnode/agent/ledger.py claims it in
+                             workers/hpcnode/spool.py;
+                             workers/hpcnode/agent/shepherds.py gives it to a shepherd,
+                             workers/hpcnode/shepherd/shepherd.py, which supervises workers/hpcnode/shepherd/task.py
 10. its end comes back       controller/reports.py, matched by token; `hacct` reads store/ again
 """
 

@@ -110,6 +110,11 @@ def test_the_readme_fits_one_screen_and_prose_is_wrapped() -> None:
     assert long == []
 
 
+def test_the_changes_of_a_release_fit_one_screen() -> None:
+    releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert [text.split("\n")[0] for text in releases if len(text.splitlines()) > README_MAX_LINES] == []
+
+
 def test_pages_of_the_site_load_nothing_from_other_hosts() -> None:
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in settings
