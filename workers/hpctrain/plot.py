@@ -54,16 +54,16 @@ def read_curve(path: Path) -> Curve:
     for line in steps:
         if line["attempt"] >= final.get(line["step"], line)["attempt"]:
             final[line["step"]] = line
-    kept = [final[step] for step in sorted(final)]
+    used = [final[step] for step in sorted(final)]
     bases, increments = _checkpoints(lines)
     return Curve(
-        loss=[(line["step"], line["loss"]) for line in kept],
-        validation=[(line["step"], line["val_loss"]) for line in kept if "val_loss" in line],
+        loss=[(line["step"], line["loss"]) for line in used],
+        validation=[(line["step"], line["val_loss"]) for line in used if "val_loss" in line],
         lost=_lost(steps, final),
         restarts=[(line["resumed_from"], line["attempt"]) for line in steps if line.get("resumed_from")],
         bases=bases,
         increments=increments,
-        total_steps=max(kept[-1]["step"], kept[-1].get("total_steps") or 0),
+        total_steps=max(used[-1]["step"], used[-1].get("total_steps") or 0),
     )
 
 

@@ -265,7 +265,7 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
         _take_again(directory, published, tensors)
     if not everything:
         tensors = _weights(tensors)
-    return published.manifest, {name: one.clone() for name, one in tensors.items()}
+    return published.manifest, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def check_place(path: Path) -> None:
@@ -301,7 +301,7 @@ def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor
 
 def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for before in BEFORE:
-        if found := {name.removeprefix(before): one for name, one in tensors.items() if name.startswith(before)}:
+        if found := {name.removeprefix(before): tensor for name, tensor in tensors.items() if name.startswith(before)}:
             return found
     raise TrainError(
         f"cannot tell which of {len(tensors)} tensors are the model's: none is called {', '.join(BEFORE)}...; use --all "
@@ -317,10 +317,10 @@ def _take_again(directory: Path, published: Published, tensors: dict[str, torch.
         )
     replay_in_memory(directory, published.logs, tensors)
     assert published.manifest.log is not None
-    apart = difference(probe_of(of_model(tensors)), published.manifest.log.probe)
-    if apart:
+    largest = difference(probe_of(of_model(tensors)), published.manifest.log.probe)
+    if largest:
         raise DamagedError(
-            f"its logged steps lead to other weights here than where they were taken first (by up to {apart:g})"
+            f"its logged steps lead to other weights here than where they were taken first (by up to {largest:g})"
         )
 
 

@@ -237,8 +237,8 @@ def _zigzag_difference(chunk: memoryview, parent: memoryview, item_bytes: int) -
 
 
 def _unzigzag(values: np.ndarray) -> np.ndarray:
-    one = values.dtype.type(1)
-    return (values >> one) ^ (~(values & one) + one)
+    unit = values.dtype.type(1)
+    return (values >> unit) ^ (~(values & unit) + unit)
 
 
 def _compress(numbers: np.ndarray) -> bytes:

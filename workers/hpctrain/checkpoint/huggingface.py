@@ -51,9 +51,9 @@ class Checkpoints(TrainerCallback):
         self._resumed.mkdir(parents=True, exist_ok=True)
         for name, file in FILES.items():
             torch.save(tree[name], self._resumed / file)
-        kept = tree["random"]
-        states = {"python": kept["python"], "numpy": kept["numpy"], "cpu": kept["torch"]}
-        torch.save(states | ({"cuda": kept["cuda"]} if "cuda" in kept else {}), self._resumed / "rng_state.pth")
+        random = tree["random"]
+        states = {"python": random["python"], "numpy": random["numpy"], "cpu": random["torch"]}
+        torch.save(states | ({"cuda": random["cuda"]} if "cuda" in random else {}), self._resumed / "rng_state.pth")
         (self._resumed / "trainer_state.json").write_text(tree["trainer"])
         return str(self._resumed)
 

@@ -35,7 +35,7 @@ class Checkpoints(Callback):
         self._out, self._every = Path(out), every
         self._stop = StopRequest()
         self._last = 0
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self.status = 0  # the exit status for the scheduler: 0, or 75 to queue the job again
 
     def newest(self) -> str | None:
@@ -99,6 +99,6 @@ class Checkpoints(Callback):
 
     def _tell_once(self, refused: list[str]) -> None:
         for why in refused:
-            if why not in self._told:
+            if why not in self._printed:
                 print(f"checkpoint: {why}; it is left out", flush=True)
-        self._told.update(refused)
+        self._printed.update(refused)

@@ -103,14 +103,14 @@ def _compare(
     now = probe_of(state)
     if now == log.probe:
         return
-    apart = difference(now, log.probe)
+    largest = difference(now, log.probe)
     if here == dict(log.device):
         raise DamagedError(
-            f"its logged steps led to other weights than when they were taken first (by up to {apart:g})"
+            f"its logged steps led to other weights than when they were taken first (by up to {largest:g})"
         )
     warn(
         f"checkpoint {published.manifest.name}: its last steps were taken again on {_words(here)}, first on "
-        f"{_words(log.device)}: weights differ by up to {apart:g}"
+        f"{_words(log.device)}: weights differ by up to {largest:g}"
     )
 
 
@@ -181,7 +181,7 @@ def _take(reader: ChunkReader, run: list[Manifest], tensors: Mapping[str, torch.
         works = []
         for index, names in enumerate(log.order):
             moved = _moved(names, decayed, tensors, log.steps[0].flats[index])
-            for low, parts in _parts([one.step.flats[index] for one in steps]):
+            for low, parts in _parts([taken.step.flats[index] for taken in steps]):
                 works.append(reader.pool.submit(_move, reader, rule, steps, index, low, parts, moved))
         finish(works)
 
@@ -200,19 +200,19 @@ def _move(
     content = reader.memory(sum(chunk.bytes for _, _, chunk in parts[0]))
     grads = torch.frombuffer(content, dtype=getattr(torch, dtype))
     wide, rest = _by_lanes(_overlaps(moved, low, grads))
-    for one, chunks in zip(steps, parts, strict=True):
-        reader.read(one.descriptors, one.manifest, one.step.flats[index], chunks, content, {})
-        if one.step.factor != 1.0:
-            grads.mul_(one.step.factor)
+    for taken, chunks in zip(steps, parts, strict=True):
+        reader.read(taken.descriptors, taken.manifest, taken.step.flats[index], chunks, content, {})
+        if taken.step.factor != 1.0:
+            grads.mul_(taken.step.factor)
         # In one call, not cut further: fewer calls mean less waiting of threads for each other.
         for decayed, stretches in wide.items():
-            rule.move_lanes(stretches, one.step.number, one.step.lr, decayed=decayed)
+            rule.move_lanes(stretches, taken.step.number, taken.step.lr, decayed=decayed)
         for decayed, stretch in rest:
-            rule.move(stretch, one.step.number, one.step.lr, decayed=decayed)
+            rule.move(stretch, taken.step.number, taken.step.lr, decayed=decayed)
 
 
 def _cut(stretch: Stretch, low: int, high: int) -> Stretch:
-    return each_of(stretch, lambda one: one[low:high])
+    return each_of(stretch, lambda tensor: tensor[low:high])
 
 
 def _by_lanes(
@@ -233,12 +233,12 @@ def _by_lanes(
 def _overlaps(moved: list[_Moved], low: int, grads: torch.Tensor) -> Iterator[tuple[bool, Stretch]]:
     """Yield the stretches of parameters for these gradients, and whether they decay."""
     high = low + len(grads)
-    for one in moved[max(0, bisect_right(moved, low, key=lambda one: one.low) - 1) :]:
-        if one.low >= high:
+    for parameter in moved[max(0, bisect_right(moved, low, key=lambda parameter: parameter.low) - 1) :]:
+        if parameter.low >= high:
             break
-        first, last = max(low, one.low), min(high, one.high)
-        weights, mean, square = (tensor[first - one.low : last - one.low] for tensor in one.live)
-        yield one.decayed, (weights, grads[first - low : last - low], mean, square)
+        first, last = max(low, parameter.low), min(high, parameter.high)
+        weights, mean, square = (tensor[first - parameter.low : last - parameter.low] for tensor in parameter.live)
+        yield parameter.decayed, (weights, grads[first - low : last - low], mean, square)
 
 
 def _moved(
@@ -247,9 +247,9 @@ def _moved(
     found, at = [], 0
     for name in names:
         live = [tensors.get(full) for full in (f"model.{name}", f"optim.{name}.exp_avg", f"optim.{name}.exp_avg_sq")]
-        if any(one is None for one in live):
+        if any(tensor is None for tensor in live):
             raise DamagedError(f"its log has gradients of {name!r}, which this model does not have")
-        weights, mean, square = (one.view(-1) for one in live if one is not None)
+        weights, mean, square = (tensor.view(-1) for tensor in live if tensor is not None)
         found.append(_Moved(low=at, high=at + len(weights), decayed=name in decayed, live=(weights, mean, square)))
         at += len(weights)
     if flat.shape != (at,):
@@ -278,7 +278,7 @@ def _runs(logs: tuple[Manifest, ...]) -> Iterator[list[Manifest]]:
     for manifest in logs:
         if manifest.log is None or not manifest.log.steps:
             continue
-        files = sum(len(one.data) for one in [*run, manifest])
+        files = sum(len(log.data) for log in [*run, manifest])
         if run and (files > OPEN_FILES or _kind(run[0].log) != _kind(manifest.log)):
             yield run
             run = []

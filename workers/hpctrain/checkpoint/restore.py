@@ -231,9 +231,9 @@ def finish(works: list[Future[None]]) -> None:
 def _stretches(entry: TensorEntry) -> Iterator[list[Placed]]:
     """Yield a tensor's chunks in groups for several threads."""
     chunks: list[Placed] = []
-    for one in placed(entry):
-        chunks.append(one)
-        (_, first, _), (_, last, chunk) = chunks[0], one
+    for piece in placed(entry):
+        chunks.append(piece)
+        (_, first, _), (_, last, chunk) = chunks[0], piece
         if last + chunk.bytes - first >= STRETCH_BYTES:
             yield chunks
             chunks = []
@@ -347,7 +347,9 @@ def read_checkpoint(
     memory = replay.memory(logs) if replay is not None and logs else None
     into: LiveMemory | TensorSnapshot = memory if memory is not None else TensorSnapshot(layout)
     before: dict[str, TensorEntry] = {}
-    with ChunkReader(directory, ReadProgress(tell, f"reading checkpoint {name}", [one for one, _ in states])) as reader:
+    with ChunkReader(
+        directory, ReadProgress(tell, f"reading checkpoint {name}", [state for state, _ in states])
+    ) as reader:
         for manifest, _ in chain:
             reader.apply(manifest, before, into)
             before = {entry.name: entry for entry in manifest.tensors}

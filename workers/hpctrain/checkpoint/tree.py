@@ -31,7 +31,7 @@ def flattened(tree: object, name: str = "") -> tuple[dict[str, torch.Tensor], ob
 
 def keepable(tree: Mapping[str, object], name: str) -> tuple[dict[str, object], list[str]]:
     """Return the entries of a dictionary that can be saved, and the reasons why others cannot."""
-    kept: dict[str, object] = {}
+    accepted: dict[str, object] = {}
     refused: list[str] = []
     for key, part in tree.items():
         try:
@@ -39,8 +39,8 @@ def keepable(tree: Mapping[str, object], name: str) -> tuple[dict[str, object], 
         except TrainError as error:
             refused.append(str(error))
         else:
-            kept[key] = part
-    return kept, refused
+            accepted[key] = part
+    return accepted, refused
 
 
 def grown(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> object:

@@ -71,9 +71,9 @@ class GlooGroup:
         """Make all current sums fail; may be called by any thread."""
         for name in self._sockets & _sockets():
             for descriptor in _descriptors(name):
-                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-                    one.getpeername()  # listening sockets have no peer: Gloo aborts if they end
-                    one.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.getpeername()  # listening sockets have no peer: Gloo aborts if they end
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class _GlooWork(Work):
@@ -303,12 +303,12 @@ class ElasticCommunicator(Plain):
         peer = reach(self._offer(right, members[self.rank]), until_s, is_broken)
         waiter.join()
         if peer is None or not found:
-            for one in (peer, *found):
-                if one is not None:
-                    one.close()
+            for connection in (peer, *found):
+                if connection is not None:
+                    connection.close()
             return False
-        for one in (peer, found[0]):
-            tune(one)
+        for connection in (peer, found[0]):
+            tune(connection)
         self._tcp_ring = TcpRing(self.rank, self.size, to_right=peer, from_left=found[0])
         self.membership.watch(self.generation, self._tcp_ring.break_off)
         return not self._by_gloo or self._make_group(members)

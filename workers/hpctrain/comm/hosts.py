@@ -81,8 +81,8 @@ def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
     size, rank = comm.Get_size(), comm.Get_rank()
     mine = [0.0] * size
     outgoing, incoming = np.zeros(PROBE_BYTES, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
-    for turn in range(1, size + size % 2):
-        partner = _partner(rank, turn, size + size % 2)
+    for round_number in range(1, size + size % 2):
+        partner = _partner(rank, round_number, size + size % 2)
         comm.Barrier()
         if partner >= size or partner == rank:
             continue
@@ -111,12 +111,12 @@ def best_ring(speeds: Sequence[Sequence[float]]) -> list[int]:
     return best if slowest(best) > UNLIKE * slowest(plain) else plain
 
 
-def _partner(rank: int, turn: int, size: int) -> int:
-    """Return the partner in round `turn` of a tournament (the circle method; even size)."""
+def _partner(rank: int, round_number: int, size: int) -> int:
+    """Return the partner in round `round_number` of a tournament (the circle method; even size)."""
     last = size - 1
     if rank == last:
-        return turn * (size // 2) % last
-    partner = (turn - rank) % last
+        return round_number * (size // 2) % last
+    partner = (round_number - rank) % last
     return last if partner == rank else partner
 
 
@@ -163,13 +163,13 @@ def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
     met = right is not None and bool(found)
     if comm.allreduce(int(met), mpi.MIN):
         assert right is not None
-        for one in (right, found[0]):
-            tune(one)
+        for connection in (right, found[0]):
+            tune(connection)
         return TcpRing(rank, size, to_right=right, from_left=found[0])
     if right is not None:
         right.close()
-    for one in found:
-        one.close()
+    for connection in found:
+        connection.close()
     return None
 
 
@@ -182,7 +182,7 @@ def interfaces() -> dict[str, str]:
     """Return the interface of each IPv4 address of this host, real networks first."""
     names = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in sorted(socket.if_nameindex(), key=lambda one: one[1].startswith(VIRTUAL)):
+        for _, name in sorted(socket.if_nameindex(), key=lambda interface: interface[1].startswith(VIRTUAL)):
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
@@ -247,15 +247,15 @@ def _receive(peer: socket.socket, length: int) -> bytes:
     return got
 
 
-def tune(one: socket.socket) -> None:
+def tune(connection: socket.socket) -> None:
     """Set options for a steady stream between neighbours.
 
     An option that the system refuses is skipped.
     """
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for algorithm in _STEADY:
         try:
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm)
         except OSError:
             continue
         return

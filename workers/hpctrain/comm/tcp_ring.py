@@ -57,8 +57,8 @@ class TcpRing:
         self._rank, self._size = rank, size
         self._right, self._left = to_right, from_left
         self._left_host = _host_of(from_left)
-        for one in (to_right, from_left):
-            one.setblocking(False)
+        for connection in (to_right, from_left):
+            connection.setblocking(False)
         self._begun: deque[_RingSum | None] = deque()  # None: no more sums follow
         self._count = 0
         self._open: dict[int, _RingSum] = {}
@@ -96,7 +96,7 @@ class TcpRing:
         coming, going, hops = total - before, total - mine, self._size - 1
         if not own_part:
             coming, going, hops = coming + total - mine, going + total - after, 2 * hops
-        one = _RingSum(
+        summing = _RingSum(
             number=self._count,
             chunks=chunks,
             least_bytes=min((high - low for chunk in chunks for low, high in _cuts(len(chunk))), default=0),
@@ -107,9 +107,9 @@ class TcpRing:
             then=then,
         )
         self._count += 1
-        self._begun.append(one)
+        self._begun.append(summing)
         self._wake()
-        return one.work
+        return summing.work
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
         """Sum `flat_L` over all ranks, in place."""
@@ -125,8 +125,8 @@ class TcpRing:
         self._begun.append(None)
         self._wake()
         self._thread.join()
-        for one in (self._right, self._left, self._waker, self._wakes):
-            one.close()
+        for end in (self._right, self._left, self._waker, self._wakes):
+            end.close()
 
     def _wake(self) -> None:
         try:
@@ -145,8 +145,8 @@ class TcpRing:
                 link.close()  # the neighbours must not wait for this rank
             while True:
                 self._take_begun()
-                for one in self._open.values():
-                    one.work.end(self._broken)
+                for summing in self._open.values():
+                    summing.work.end(self._broken)
                 self._open.clear()
                 if self._closing:
                     return
@@ -162,11 +162,11 @@ class TcpRing:
             wanted = {self._left: missing_bytes > 0, self._right: bool(self._out)}
             if missing_bytes:
                 self._be_woken_for(missing_bytes)
-            for one, event in ((self._left, select.POLLIN), (self._right, select.POLLOUT)):
-                if wanted[one] and not watched[one]:
-                    poller.register(one, event)
-                elif watched[one] and not wanted[one]:
-                    poller.unregister(one)
+            for connection, event in ((self._left, select.POLLIN), (self._right, select.POLLOUT)):
+                if wanted[connection] and not watched[connection]:
+                    poller.register(connection, event)
+                elif watched[connection] and not wanted[connection]:
+                    poller.unregister(connection)
             watched = wanted
             for fd, _ in poller.poll():
                 if fd == self._wakes.fileno():
@@ -179,7 +179,7 @@ class TcpRing:
                 raise TrainError("cannot sum over hosts: it was broken off")
             self._take_begun()
             self._receive()
-            if self._left_has_ended and any(one.coming_bytes for one in self._open.values()):
+            if self._left_has_ended and any(summing.coming_bytes for summing in self._open.values()):
                 raise TrainError(
                     f"cannot sum over hosts: the rank on {self._left_host} has ended; if it does not print a reason, it was "
                     "killed (for example, for its use of memory)"
@@ -188,24 +188,24 @@ class TcpRing:
 
     def _take_begun(self) -> None:
         while self._begun:
-            one = self._begun.popleft()
-            if one is None:
+            summing = self._begun.popleft()
+            if summing is None:
                 self._closing = True
                 return
-            self._open[one.number] = one
-            first = one.chunks[self._rank - 1]
+            self._open[summing.number] = summing
+            first = summing.chunks[self._rank - 1]
             for low, high in _cuts(len(first)):
-                self._send(one, 0, low, first[low:high])
-            self._progress(one, 0)
+                self._send(summing, 0, low, first[low:high])
+            self._progress(summing, 0)
 
-    def _send(self, one: _RingSum, hops: int, low: int, piece: memoryview) -> None:
+    def _send(self, summing: _RingSum, hops: int, low: int, piece: memoryview) -> None:
         """Put a piece into the queue to the right."""
-        self._out.append((one, [memoryview(HEAD.pack(one.number, hops, low, len(piece))), piece]))
+        self._out.append((summing, [memoryview(HEAD.pack(summing.number, hops, low, len(piece))), piece]))
 
     def _flush(self) -> None:
         """Send as much as the kernel takes."""
         while self._out and not self._full:
-            one, parts = self._out[0]
+            summing, parts = self._out[0]
             try:
                 sent = self._right.sendmsg(parts)
             except BlockingIOError:
@@ -221,7 +221,7 @@ class TcpRing:
                 self._full = True
             else:
                 self._out.popleft()
-            self._progress(one, before - (len(parts[-1]) if parts else 0))
+            self._progress(summing, before - (len(parts[-1]) if parts else 0))
 
     def _receive(self) -> None:
         """Receive from the left until nothing is there, or the sum is not begun here."""
@@ -263,8 +263,8 @@ class TcpRing:
 
     def _find_target(self, piece: _Piece) -> bool:
         """Find the memory for a piece; False while its sum is not begun."""
-        one = self._open.get(piece.number)
-        if one is None:
+        summing = self._open.get(piece.number)
+        if summing is None:
             return False
         turns = self._size - 1
         piece.chunk = (
@@ -272,28 +272,28 @@ class TcpRing:
             if piece.hops < turns
             else (self._rank - 1 - (piece.hops - turns)) % self._size
         )
-        place = one.chunks[piece.chunk][piece.low : piece.low + piece.length]
+        place = summing.chunks[piece.chunk][piece.low : piece.low + piece.length]
         piece.target = self._landing[: piece.length] if piece.hops < turns else place
         return True
 
     def _arrived(self, piece: _Piece) -> None:
         """Add a piece to this rank's chunk unless it is a complete one, then send it on."""
-        one = self._open[piece.number]
-        place = one.chunks[piece.chunk][piece.low : piece.low + piece.length]
+        summing = self._open[piece.number]
+        place = summing.chunks[piece.chunk][piece.low : piece.low + piece.length]
         if piece.hops < self._size - 1:
-            _add(self._landing[: piece.length], place, one.dtype)
-        one.coming_bytes -= piece.length
-        if piece.hops + 1 < one.hops:
-            self._send(one, piece.hops + 1, piece.low, place)
-        self._progress(one, piece.length)
+            _add(self._landing[: piece.length], place, summing.dtype)
+        summing.coming_bytes -= piece.length
+        if piece.hops + 1 < summing.hops:
+            self._send(summing, piece.hops + 1, piece.low, place)
+        self._progress(summing, piece.length)
 
-    def _progress(self, one: _RingSum, by_bytes: int) -> None:
-        one.left_bytes -= by_bytes
-        if one.left_bytes == 0:
-            if one.then is not None:
-                one.then()
-            del self._open[one.number]
-            one.work.end()
+    def _progress(self, summing: _RingSum, by_bytes: int) -> None:
+        summing.left_bytes -= by_bytes
+        if summing.left_bytes == 0:
+            if summing.then is not None:
+                summing.then()
+            del self._open[summing.number]
+            summing.work.end()
 
     def _missing(self) -> int:
         """Return the bytes to wait for until a whole piece is there; 0: none can be processed."""
@@ -302,7 +302,7 @@ class TcpRing:
         if self._piece is not None:
             return self._piece.length - self._piece.has if self._piece.target is not None else 0
         # The next piece may be shorter, and of a sum that is not begun.
-        least = min((one.least_bytes for one in self._open.values() if one.coming_bytes), default=0)
+        least = min((summing.least_bytes for summing in self._open.values() if summing.coming_bytes), default=0)
         return least and HEAD.size - self._head_has + least
 
     def _be_woken_for(self, missing_bytes: int) -> None:

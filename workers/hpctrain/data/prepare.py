@@ -34,7 +34,7 @@ TEXT, VALIDATION, TRAIN = "text", "validation", "train"
 
 
 @dataclass(slots=True)
-class _Filling:
+class _OpenShard:
     """Tokens of a split that do not fill a shard yet."""
 
     parts: list[np.ndarray] = field(default_factory=list)
@@ -62,12 +62,12 @@ def prepare_text(
             tokenizer = train_tokenizer(_first(documents(files, key), LEARNED_BYTES), vocabulary)
         writer = DatasetWriter(draft)
         most = max(1, shard_bytes // tokenizer.dtype.itemsize)
-        filling = {TRAIN: _Filling(), VALIDATION: _Filling()}
+        shards = {TRAIN: _OpenShard(), VALIDATION: _OpenShard()}
         for batch in _batches(documents(files, key)):
             for text, tokens in zip(batch, tokenizer.encode_all(batch), strict=True):
                 split = VALIDATION if is_validation(text.encode(), validation) else TRAIN
-                _add(writer, split, filling[split], np.append(tokens, tokenizer.dtype.type(0)), most)
-        for split, rest in filling.items():
+                _add(writer, split, shards[split], np.append(tokens, tokenizer.dtype.type(0)), most)
+        for split, rest in shards.items():
             _flush(writer, split, rest)
         sizes = writer.finish("tokens", tokenizer.vocabulary, tokenizer.to_bytes())
         if TRAIN not in sizes:
@@ -202,22 +202,22 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _add(writer: DatasetWriter, split: str, filling: _Filling, tokens: np.ndarray, most: int) -> None:
+def _add(writer: DatasetWriter, split: str, shard: _OpenShard, tokens: np.ndarray, most: int) -> None:
     for low in itertools.count(0, most):
         part = tokens[low : low + most]
         if not part.size:
             return
-        if filling.count + part.size > most:
-            _flush(writer, split, filling)
-        filling.parts.append(part)
-        filling.count += part.size
+        if shard.count + part.size > most:
+            _flush(writer, split, shard)
+        shard.parts.append(part)
+        shard.count += part.size
 
 
-def _flush(writer: DatasetWriter, split: str, filling: _Filling) -> None:
-    if filling.count:
-        writer.add(split, {"tokens": np.concatenate(filling.parts)})
-    filling.parts.clear()
-    filling.count = 0
+def _flush(writer: DatasetWriter, split: str, shard: _OpenShard) -> None:
+    if shard.count:
+        writer.add(split, {"tokens": np.concatenate(shard.parts)})
+    shard.parts.clear()
+    shard.count = 0
 
 
 END = "<|end|>"
@@ -239,7 +239,7 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text."""
         encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, dtype=self.dtype) for one in encoded]
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encoded]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens; ends of documents become empty lines."""

@@ -98,13 +98,13 @@ class TorchSource:
 
     def _load_here(self, low: int, high: int) -> Any:
         """Load in this process, and restore its random generators."""
-        kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         try:
             return self._load(low, high)
         finally:
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
-            torch.default_generator.set_state(kept[2])
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.default_generator.set_state(states[2])
 
     def _load(self, low: int, high: int) -> Any:
         indexes = np.arange(low, high, dtype=np.int64)

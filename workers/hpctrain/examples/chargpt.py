@@ -170,10 +170,10 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             block.requires_grad_(False)
         optimizer = AdamW(model.named_parameters())
         data = Windows(text.train, options.seed, options.context)
-        kept = text.validation
+        held_out = text.validation
         validation = None
-        if kept is not None and kept.size > options.context:
-            validation = Validation(model, kept, here.device)
+        if held_out is not None and held_out.size > options.context:
+            validation = Validation(model, held_out, here.device)
         for batch in here.steps(model, optimizer, validation, data):
             inputs_BT, targets_BT = batch.samples
             batch.backward(mean_loss(model, inputs_BT, targets_BT))

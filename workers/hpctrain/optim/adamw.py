@@ -45,20 +45,20 @@ class UpdateRule:
             return
         if not stretch[0].is_contiguous():  # moments have the weights' layout; another layout of gradients costs a copy
             order = sorted(range(stretch[0].dim()), key=stretch[0].stride, reverse=True)
-            stretch = each_of(stretch, lambda one: one.permute(order))
-        flat = each_of(stretch, lambda one: one.contiguous().view(-1))
+            stretch = each_of(stretch, lambda tensor: tensor.permute(order))
+        flat = each_of(stretch, lambda tensor: tensor.contiguous().view(-1))
         whole = flat[0].numel() // LANES * LANES
-        self.move_lanes([each_of(flat, lambda one: one[:whole])], number, lr, decayed=decayed)
+        self.move_lanes([each_of(flat, lambda tensor: tensor[:whole])], number, lr, decayed=decayed)
         if whole < flat[0].numel():
-            padded = each_of(flat, lambda one: torch.zeros(LANES, dtype=one.dtype))
-            for wide, one in zip(padded, flat, strict=True):
-                wide[: one.numel() - whole] = one[whole:]
+            padded = each_of(flat, lambda tensor: torch.zeros(LANES, dtype=tensor.dtype))
+            for wide, tensor in zip(padded, flat, strict=True):
+                wide[: tensor.numel() - whole] = tensor[whole:]
             self.move_lanes([padded], number, lr, decayed=decayed)
-            for wide, one in zip(padded, flat, strict=True):
-                one[whole:] = wide[: one.numel() - whole]
-        for one, moved in zip(stretch, flat, strict=True):
-            if not one.is_contiguous():
-                one.copy_(moved.view(one.shape))
+            for wide, tensor in zip(padded, flat, strict=True):
+                tensor[whole:] = wide[: tensor.numel() - whole]
+        for tensor, moved in zip(stretch, flat, strict=True):
+            if not tensor.is_contiguous():
+                tensor.copy_(moved.view(tensor.shape))
 
     @torch.no_grad()
     def move_lanes(self, stretches: Sequence[Stretch], number: int, lr: float, *, decayed: bool) -> None:

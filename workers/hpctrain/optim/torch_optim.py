@@ -181,7 +181,7 @@ class TorchOptimizer:
 
     def _try_a_step(self) -> None:
         """Allocate the state by a step that moves nothing."""
-        kept = [(p, p.detach().clone(), p.grad) for p in self._named.values()]
+        before = [(p, p.detach().clone(), p.grad) for p in self._named.values()]
         rates = [group["lr"] for group in self.plain.param_groups]
         for parameter in self._named.values():
             parameter.grad = torch.zeros_like(parameter)
@@ -198,7 +198,7 @@ class TorchOptimizer:
             for group, rate in zip(self.plain.param_groups, rates, strict=True):
                 group["lr"] = rate
             with torch.no_grad():
-                for parameter, content, grad in kept:
+                for parameter, content, grad in before:
                     parameter.copy_(content)
                     parameter.grad = grad
 

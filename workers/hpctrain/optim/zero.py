@@ -210,13 +210,13 @@ def check_elementwise(optimizer: Optimizer | torch.optim.Optimizer) -> None:
     whole = torch.nn.Parameter(torch.randn(6, 8))
     parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().view(-1).split((13, 35))]
     try:
-        one, several = _copy_for(optimizer, [whole]), _copy_for(optimizer, parts)
+        on_whole, on_parts = _copy_for(optimizer, [whole]), _copy_for(optimizer, parts)
         for _ in range(PROBE_STEPS):
             whole.grad = torch.randn(6, 8)
             for part, grad in zip(parts, whole.grad.view(-1).split((13, 35)), strict=True):
                 part.grad = grad.clone()
-            one.step()
-            several.step()
+            on_whole.step()
+            on_parts.step()
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise TrainError(
             f"cannot shard {kind}'s state: it cannot take a step with a piece of a matrix ({error}); omit --zero"

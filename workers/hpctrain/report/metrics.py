@@ -48,8 +48,8 @@ class MetricsFile:
 
     def write(self, line: dict[str, object]) -> None:
         """Append one line, without the keys whose value is None."""
-        kept = {name: value for name, value in line.items() if value is not None}
-        self._waiting += json.dumps(kept, separators=(",", ":")).encode() + b"\n"
+        values = {name: value for name, value in line.items() if value is not None}
+        self._waiting += json.dumps(values, separators=(",", ":")).encode() + b"\n"
         if self._clock() >= self._not_before_s:
             self._attempt()
 
@@ -189,8 +189,9 @@ class Writers:
 
 def numbers_of(line: Line) -> dict[str, float]:
     """Return the entries of a line that are numbers worth a curve."""
-    kept = {name: value for name, value in line.items() if name not in SKIPPED}
-    return {name: float(value) for name, value in kept.items() if isinstance(value, int | float)}
+    return {
+        name: float(value) for name, value in line.items() if name not in SKIPPED and isinstance(value, int | float)
+    }
 
 
 def check_writers(names: tuple[str, ...]) -> None:

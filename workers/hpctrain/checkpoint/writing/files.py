@@ -227,10 +227,10 @@ def to_json(value: object) -> bytes:
 
 def _same_file(draft: Path, path: Path) -> bool:
     try:
-        ours, theirs = os.stat(draft), os.stat(path)
+        written, published = os.stat(draft), os.stat(path)
     except FileNotFoundError:
         return False
-    return (ours.st_ino, ours.st_dev) == (theirs.st_ino, theirs.st_dev) and ours.st_nlink >= 2
+    return (written.st_ino, written.st_dev) == (published.st_ino, published.st_dev) and written.st_nlink >= 2
 
 
 def _commit_by_rename(draft: Path, path: Path) -> None:

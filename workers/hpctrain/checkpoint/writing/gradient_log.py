@@ -85,14 +85,14 @@ class GradientLog:
             return None
         state = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
         loose = share_of({name: state[name] for name in self._loose}, self._rank, self._size, own_of_first(self._model))
-        kept = self._loose_spare.pop() if self._loose_spare else TensorSnapshot(layout_of(loose))
-        kept.fill(loose)
+        snapshot = self._loose_spare.pop() if self._loose_spare else TensorSnapshot(layout_of(loose))
+        snapshot.fill(loose)
         return Taken(
             since=since,
             steps=steps,
             order=self._order,
             tied=self._tied,
-            loose=kept,
+            loose=snapshot,
             device=self._device,
             optimizer=self._optimizer,
             probe=probe_of(self._model.state_dict()),
@@ -118,13 +118,17 @@ def _further_names(model: torch.nn.Module, trained: Collection[str]) -> dict[str
     """Return further names of trained parameters (tied weights), each with the first one."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(named[name]): name for name in trained}
-    return {name: first[id(one)] for name, one in named.items() if name not in trained and id(one) in first}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in named.items()
+        if name not in trained and id(parameter) in first
+    }
 
 
 def _part_of(flat: torch.Tensor, rank: int, size: int) -> torch.Tensor | TensorPiece:
     if size == 1:
         return flat
-    low, high = (flat.numel() * one // size for one in (rank, rank + 1))
+    low, high = (flat.numel() * place // size for place in (rank, rank + 1))
     return TensorPiece(part=flat[low:high], low=low, whole=tuple(flat.shape))
 
 
@@ -136,7 +140,7 @@ def replay_steps(
     gradients: Iterator[list[torch.Tensor]],
 ) -> None:
     """Take the steps of a log with the optimizer's step `move(number, lr)`."""
-    kept = {name: parameter.grad for name, parameter in named.items()}
+    before = {name: parameter.grad for name, parameter in named.items()}
     try:
         for step in log.steps:
             for names, flat in zip(log.order, next(gradients), strict=True):
@@ -151,7 +155,7 @@ def replay_steps(
             move(step.number, step.lr)
     finally:
         for name, parameter in named.items():
-            parameter.grad = kept[name]
+            parameter.grad = before[name]
 
 
 @torch.no_grad()
@@ -164,17 +168,17 @@ def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
     return torch.cat(picked).cpu().numpy().tobytes() if picked else b""
 
 
-def difference(one: bytes, other: bytes) -> float:
+def difference(probe: bytes, other: bytes) -> float:
     """Return the largest difference of two probes' numbers.
 
     Infinite if they are of different models.
     """
-    if len(one) != len(other):
+    if len(probe) != len(other):
         return math.inf
-    apart = torch.frombuffer(bytearray(one), dtype=torch.float64) - torch.frombuffer(
+    differences = torch.frombuffer(bytearray(probe), dtype=torch.float64) - torch.frombuffer(
         bytearray(other), dtype=torch.float64
     )
-    return float(apart.abs().nan_to_num(nan=math.inf).max()) if len(one) else 0.0
+    return float(differences.abs().nan_to_num(nan=math.inf).max()) if len(probe) else 0.0
 
 
 def device_facts(model: torch.nn.Module) -> dict[str, object]:

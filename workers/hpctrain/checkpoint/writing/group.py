@@ -58,9 +58,9 @@ class First:
 
     def announce(self, what: dict[str, Any]) -> None:
         """Send the result to all others."""
-        for rank, one in list(self._others.items()):
+        for rank, connection in list(self._others.items()):
             try:
-                _send(one, what)
+                _send(connection, what)
             except OSError:
                 self._drop(rank)
 
@@ -77,28 +77,28 @@ class First:
             missing = self._size - 1 - len(self._others)
             self._listener.settimeout(max(0.001, until_s - time.monotonic()) if missing else 0.001)
             try:
-                one, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except TimeoutError:
                 if missing:
                     raise Lost(f"{missing} of {self._size} ranks' writers have not joined") from None
                 return
             try:
-                one.settimeout(TRY_S)
-                if not hmac.compare_digest(_exactly(one, SECRET_BYTES), self._secret):
+                connection.settimeout(TRY_S)
+                if not hmac.compare_digest(_exactly(connection, SECRET_BYTES), self._secret):
                     raise Lost("a stranger")
-                rank = _receive(one)["rank"]
-                _send(one, {"joined": True})
+                rank = _receive(connection)["rank"]
+                _send(connection, {"joined": True})
             except (OSError, ValueError, KeyError):
-                one.close()
+                connection.close()
                 continue
             self._drop(rank)
-            self._others[rank] = one
+            self._others[rank] = connection
 
     def _hear(self, rank: int, step: int) -> dict[str, Any]:
-        one = self._others[rank]
-        one.settimeout(SILENT_S)
+        connection = self._others[rank]
+        connection.settimeout(SILENT_S)
         try:
-            while (message := _receive(one))["step"] != step:
+            while (message := _receive(connection))["step"] != step:
                 pass  # about an earlier checkpoint, which has failed
         except (OSError, ValueError, KeyError) as error:
             self._drop(rank)

@@ -161,8 +161,10 @@ def keep_part(
     if _record_name(checkpoint_name(facts.step, facts.attempt), rank) in before:
         return  # the same step once more
     part = write_part(Claim(directory=local, attempt=facts.attempt), snapshot, facts, None, pool, chunk_bytes)
-    kept = LocalPart(facts=facts, rank=rank, ranks=ranks, chunk_bytes=chunk_bytes, part=part)
-    files.commit(files.write_draft(local / kept.record_name, _to_bytes(kept)), local / kept.record_name)
+    local_part = LocalPart(facts=facts, rank=rank, ranks=ranks, chunk_bytes=chunk_bytes, part=part)
+    files.commit(
+        files.write_draft(local / local_part.record_name, _to_bytes(local_part)), local / local_part.record_name
+    )
     for name in before:
         _remove(local, name)
 
@@ -196,7 +198,7 @@ def join_parts(mine: Claim) -> list[str]:
         newest = _newest(mine.directory)
         if newest is None or _order(parts[0].checkpoint) > newest:
             first = parts[0]
-            publish(mine, first.facts, [kept.part for kept in parts], None, None, first.chunk_bytes)
+            publish(mine, first.facts, [local_part.part for local_part in parts], None, None, first.chunk_bytes)
             joined.append(first.checkpoint)
     newest = _newest(mine.directory)
     for name, _ in _records(mine.directory):
@@ -215,24 +217,26 @@ def _complete(directory: Path) -> list[list[LocalPart]]:
     found: dict[str, dict[int, LocalPart]] = {}
     for name, _ in _records(directory):
         with suppress(DamagedError):
-            kept = _read(directory / name)
-            found.setdefault(kept.checkpoint, {})[kept.rank] = kept
+            local_part = _read(directory / name)
+            found.setdefault(local_part.checkpoint, {})[local_part.rank] = local_part
     names = sorted(found, key=_order, reverse=True)
     whole = [found[name] for name in names if set(found[name]) == set(range(next(iter(found[name].values())).ranks))]
     return [[parts[rank] for rank in sorted(parts)] for parts in whole]
 
 
 def _bring(local: Path, name: str, directory: Path) -> None:
-    kept = _read(local / name)
+    local_part = _read(local / name)
     newest = _newest(directory)
-    if newest is not None and _order(kept.checkpoint) <= newest:
+    if newest is not None and _order(local_part.checkpoint) <= newest:
         return
-    data = replace(kept.part.data, file=data_file_name(kept.checkpoint))
+    data = replace(local_part.part.data, file=data_file_name(local_part.checkpoint))
     try:
-        pieces = pieces_of(local / kept.part.data.file, data.bytes)
+        pieces = pieces_of(local / local_part.part.data.file, data.bytes)
         files.write_new(directory / data.file, pieces, direct=True)
         files.sync_directory(directory)
-        draft = files.write_draft(directory / name, _to_bytes(replace(kept, part=replace(kept.part, data=data))))
+        draft = files.write_draft(
+            directory / name, _to_bytes(replace(local_part, part=replace(local_part.part, data=data)))
+        )
         try:
             files.commit(draft, directory / name)
         finally:
@@ -309,13 +313,13 @@ def _files_of(record: Path) -> list[str]:
         return []
 
 
-def _to_bytes(kept: LocalPart) -> bytes:
+def _to_bytes(local_part: LocalPart) -> bytes:
     body = {
-        "facts": facts_to_json(kept.facts),
-        "rank": kept.rank,
-        "ranks": kept.ranks,
-        "chunk_bytes": kept.chunk_bytes,
-        "part": part_to_json(kept.part),
+        "facts": facts_to_json(local_part.facts),
+        "rank": local_part.rank,
+        "ranks": local_part.ranks,
+        "chunk_bytes": local_part.chunk_bytes,
+        "part": part_to_json(local_part.part),
     }
     return files.to_json(body | {"checksum": digest(files.to_json(body))}) + b"\n"
 
@@ -326,7 +330,7 @@ def _read(path: Path) -> LocalPart:
         checksum = body.pop("checksum")
         if digest(files.to_json(body)) != checksum:
             raise ValueError("its checksum does not match")
-        kept = LocalPart(
+        local_part = LocalPart(
             facts=facts_from_json(body["facts"]),
             rank=int(body["rank"]),
             ranks=int(body["ranks"]),
@@ -335,7 +339,7 @@ def _read(path: Path) -> LocalPart:
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path.name} is not a record of a part ({error})") from error
-    file = kept.part.data.file
-    if kept.record_name != path.name or "/" in file or file.startswith("."):
+    file = local_part.part.data.file
+    if local_part.record_name != path.name or "/" in file or file.startswith("."):
         raise DamagedError(f"{path.name} describes another file")
-    return kept
+    return local_part

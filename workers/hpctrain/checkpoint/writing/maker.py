@@ -259,7 +259,7 @@ class Maker:
             if failure is not None:
                 raise failure
             assert part is not None
-            parts = [part, *(_part_of_message(rank, one, plan) for rank, one in enumerate(message, 1))]
+            parts = [part, *(_part_of_message(rank, fields, plan) for rank, fields in enumerate(message, 1))]
             made = self._published(order, plan, parts)
             assert self._last is not None
             verdict = {"name": self._last.name, "checksum": self._last.checksum, "by_log": self._by_log}

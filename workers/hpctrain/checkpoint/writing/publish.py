@@ -122,19 +122,19 @@ class Packer:
     def _tasks(
         self, wanted: Iterable[Wanted], heads: list[TensorSlot], chunks: list[list[Chunk]]
     ) -> Iterator[tuple[Wanted, int]]:
-        for one in wanted:
-            heads.append(one.slot)
+        for part in wanted:
+            heads.append(part.slot)
             chunks.append([])
-            for low in range(0, one.slot.bytes, self._chunk_bytes):
-                one.copy_progress.wait(one.slot.at + min(low + self._chunk_bytes, one.slot.bytes))
-                yield one, low
+            for low in range(0, part.slot.bytes, self._chunk_bytes):
+                part.copy_progress.wait(part.slot.at + min(low + self._chunk_bytes, part.slot.bytes))
+                yield part, low
 
-    def _begin(self, one: Wanted, low: int) -> Future[_Packed]:
+    def _begin(self, wanted: Wanted, low: int) -> Future[_Packed]:
         high = low + self._chunk_bytes
-        before = one.old[low:high] if one.old is not None else None
-        known = one.hashes.get(one.slot.low_bytes + low)
+        before = wanted.old[low:high] if wanted.old is not None else None
+        known = wanted.hashes.get(wanted.slot.low_bytes + low)
         plain = self._worth is not None and not self._worth.asks()
-        return self._pool.submit(_packed, one.content[low:high], ITEM_BYTES[one.slot.dtype], known, before, plain)
+        return self._pool.submit(_packed, wanted.content[low:high], ITEM_BYTES[wanted.slot.dtype], known, before, plain)
 
     def _finish(
         self, waiting: tuple[int, Future[_Packed]], chunks: list[list[Chunk]]
@@ -517,16 +517,16 @@ class RetentionPolicy:
     keep: int
     every_s: float = 0.0
 
-    def kept(self, written_at_s: Mapping[str, float]) -> set[str]:
+    def bases_to_keep(self, written_at_s: Mapping[str, float]) -> set[str]:
         """Return the chains to keep, given newest first with the time of their base."""
         names = list(written_at_s)
-        kept = names[: max(1, self.keep)]
+        bases = names[: max(1, self.keep)]
         if self.every_s > 0:
             first_of: dict[float, str] = {}
             for name in reversed(names):
                 first_of.setdefault(written_at_s[name] // self.every_s, name)
-            kept += first_of.values()
-        return set(kept)
+            bases += first_of.values()
+        return set(bases)
 
 
 class Retention:
@@ -581,10 +581,10 @@ def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) 
             newest[manifest.base] = max(newest.get(manifest.base, (-1, -1)), order_of(name) or (-1, -1))
     bases = sorted(newest, key=lambda base: newest[base], reverse=True)
     times = {base: manifests[base].facts.written_at_s if base in manifests else 0.0 for base in bases}
-    kept = policy.kept(times)
+    to_keep = policy.bases_to_keep(times)
     # Newest first, so that no manifest ever lacks its parent.
     for name in sorted(manifests, key=lambda name: order_of(name) or (), reverse=True):
-        if manifests[name].base in newest and manifests[name].base not in kept:
+        if manifests[name].base in newest and manifests[name].base not in to_keep:
             with suppress(FileNotFoundError):  # another process does the same
                 os.rename(directory / (name + SUFFIX), directory / (name + SUFFIX + DOOMED))
     files.sync_directory(directory)
@@ -597,10 +597,10 @@ def remove_doomed(directory: Path) -> list[str]:
     removed = []
     for name in doomed:
         try:
-            data = [one.file for one in from_bytes((directory / name).read_bytes()).data]
+            data = [data_file.file for data_file in from_bytes((directory / name).read_bytes()).data]
         except (DamagedError, FileNotFoundError):
             data = []  # its data files become leftovers
-        removed += [gone for gone in (*data, name) if gone not in used and files.remove(directory / gone)]
+        removed += [file for file in (*data, name) if file not in used and files.remove(directory / file)]
     return removed
 
 

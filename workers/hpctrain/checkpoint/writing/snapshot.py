@@ -38,13 +38,13 @@ def layout_of(state: State) -> Layout:
     Raises:
         TrainError: the format has no name for a tensor's dtype.
     """
-    return lay_out_pieces(_kind(name, one) for name, one in state.items())
+    return lay_out_pieces(_kind(name, value) for name, value in state.items())
 
 
-def _kind(name: str, one: torch.Tensor | TensorPiece) -> tuple[str, str, tuple[int, ...], int, tuple[int, ...]]:
-    if isinstance(one, TensorPiece):
-        return name, _dtype_name(name, one.part), tuple(one.part.shape), one.low, tuple(one.whole)
-    return name, _dtype_name(name, one), tuple(one.shape), 0, tuple(one.shape)
+def _kind(name: str, value: torch.Tensor | TensorPiece) -> tuple[str, str, tuple[int, ...], int, tuple[int, ...]]:
+    if isinstance(value, TensorPiece):
+        return name, _dtype_name(name, value.part), tuple(value.part.shape), value.low, tuple(value.whole)
+    return name, _dtype_name(name, value), tuple(value.shape), 0, tuple(value.shape)
 
 
 def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first: Collection[str] = ()) -> State:
@@ -107,10 +107,10 @@ class TensorSnapshot(Buffer):
         stretch_bytes = max(STRETCH_BYTES, len(self.shared) // MOST_STRETCHES)
         reported = 0
         for slot in self.layout:
-            one = state[slot.name]
+            tensor = state[slot.name]
             at = slot.at
             for there, source in _stretches(
-                self._view(slot), one.part if isinstance(one, TensorPiece) else one, stretch_bytes
+                self._view(slot), tensor.part if isinstance(tensor, TensorPiece) else tensor, stretch_bytes
             ):
                 there.copy_(source)
                 at += there.nbytes
@@ -155,9 +155,11 @@ class LiveMemory:
 
 def in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether all tensors are contiguous on the CPU, and share no memory."""
-    if not all(one.device.type == "cpu" and one.is_contiguous() for one in tensors.values()):
+    if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors.values()):
         return False
-    places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors.values() if one.nbytes)
+    places = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors.values() if tensor.nbytes
+    )
     return all(end <= begin for (_, end), (begin, _) in pairwise(places))
 
 
@@ -173,7 +175,7 @@ def _stretches(
 
 def of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the model's tensors, by its own names."""
-    return {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
 def compare(saved: Layout, live: Layout, source: str) -> None:

@@ -183,8 +183,8 @@ class CheckpointWriter:
 
 
 def _touch(snapshots: Sequence[TensorSnapshot]) -> None:
-    for one in snapshots:
-        one.touch()
+    for snapshot in snapshots:
+        snapshot.touch()
 
 
 CLOSE_S = 20.0
@@ -247,14 +247,14 @@ class ProcessWriter(CheckpointWriter):
         """
         assert self._listener is not None
         port = self._listener.getsockname()[1]
-        secret, several = self._task.secret, tuple(addresses)
-        return [Endpoint(rank=rank, addresses=several, port=port, secret=secret) for rank in range(self._task.ranks)]
+        secret, hosts = self._task.secret, tuple(addresses)
+        return [Endpoint(rank=rank, addresses=hosts, port=port, secret=secret) for rank in range(self._task.ranks)]
 
     def _start(self, task: WriterSetup) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, writers_end = socket.socketpair()
+        with writers_end:
             listener = [self._listener.fileno()] if self._listener else []
-            given = [theirs.fileno(), *listener]
+            given = [writers_end.fileno(), *listener]
             command = [sys.executable, "-P", "-m", "hpctrain.checkpoint.writing.process", *map(str, given)]
             paths = [path or os.getcwd() for path in sys.path]
             self._process = subprocess.Popen(
@@ -264,7 +264,7 @@ class ProcessWriter(CheckpointWriter):
                 start_new_session=True,
                 env=ALLOCATOR | os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             )
-        self._line = BufferChannel(ours)
+        self._line = BufferChannel(own_end)
         self._line.send(task)
 
     def _hand_over(self, order: WriteOrder) -> None:
