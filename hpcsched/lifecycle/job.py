@@ -369,11 +369,7 @@ def _ran(job: Job, event: Exited) -> Job:
 
 def _launch_refused(job: Job, event: LaunchRefused) -> Job:
     ended = replace(
-        job,
-        state=COMPLETING,
-        outcome=JobState.FAILED,
-        exit=ExitStatus(code=1),
-        requeue_wanted=event.requeue,
+        job, state=COMPLETING, outcome=JobState.FAILED, exit=ExitStatus(code=1), requeue_wanted=event.requeue
     )
     return _without_node(_refused_by(ended, event.node, event.why, of_exec=False), event.node, event.at_s)
 

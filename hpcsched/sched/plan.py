@@ -417,12 +417,7 @@ def as_running(
     limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
     ends_s = min(limit_ends_s, cut_short_s(job, {each.name: each for each in reservations}))
     alike = {name: getattr(job, name) for name in _ALIKE}
-    return RunningJob(
-        **alike,
-        shares=shares,
-        began_at_s=now_s,
-        ends_at_s=ends_s if ends_s < NEVER_S else None,
-    )
+    return RunningJob(**alike, shares=shares, began_at_s=now_s, ends_at_s=ends_s if ends_s < NEVER_S else None)
 
 
 def started(snapshot: Snapshot, job: PendingJob, start: Start) -> RunningJob:

@@ -472,11 +472,7 @@ def time_min_s(job: Job) -> int | None:
 
 
 def running_job(
-    job: Job,
-    partitions: Mapping[str, Partition],
-    default: str,
-    now_s: float,
-    reservation: Reservation | None = None,
+    job: Job, partitions: Mapping[str, Partition], default: str, now_s: float, reservation: Reservation | None = None
 ) -> RunningJob:
     """Return the view of a job that holds nodes, in `reservation`."""
     held = set(job.held_nodes)

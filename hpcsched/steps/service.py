@@ -422,11 +422,7 @@ def resize(ports: StepPorts, origin: Origin, envelope: protocol.FromStream, requ
 
 
 def attachable(
-    ports: StepPorts,
-    steps: StepTable,
-    origin: Origin,
-    envelope: protocol.FromStream,
-    request: protocol.StepRequest,
+    ports: StepPorts, steps: StepTable, origin: Origin, envelope: protocol.FromStream, request: protocol.StepRequest
 ) -> Step:
     """Return the running step whose output `origin` may receive.
 

@@ -67,10 +67,7 @@ def place_step(job: Job, options: StepOptions, busy: Sequence[Place]) -> tuple[P
 
 
 def _places(
-    shares: Sequence[Share],
-    layout: Sequence[NodeTasks],
-    options: StepOptions,
-    used_gpus: Mapping[NodeName, set[int]],
+    shares: Sequence[Share], layout: Sequence[NodeTasks], options: StepOptions, used_gpus: Mapping[NodeName, set[int]]
 ) -> tuple[Place, ...]:
     by_node = {share.node: share for share in shares}
     places = []
