@@ -461,15 +461,15 @@ class Watching:
     def add(self, origin: Origin, step: Step) -> None:
         """Send the step's output to `origin` from now on."""
         self._steps[origin] = step
-        self._tell(origin, step, on=True)
+        self._watch_output(origin, step, on=True)
 
     def drop(self, origin: Origin) -> None:
         """Remove `origin`: its connection has closed."""
         step = self._steps.pop(origin, None)
         if step is not None:
-            self._tell(origin, step, on=False)
+            self._watch_output(origin, step, on=False)
 
-    def hears(self, origin: Origin, step: Step) -> bool:
+    def is_watching(self, origin: Origin, step: Step) -> bool:
         """Return whether `origin` listens to the step."""
         return self._steps.get(origin) is step
 
@@ -480,7 +480,7 @@ class Watching:
             del self._steps[origin]
         return origins
 
-    def _tell(self, origin: Origin, step: Step, on: bool) -> None:
+    def _watch_output(self, origin: Origin, step: Step, on: bool) -> None:
         to = protocol.Address(node=origin[0], stream=origin[1])
         for run in step.runs.values():
             if not run.ended:
@@ -562,7 +562,7 @@ class StepService:
             run.ready = run.ready or report.status != protocol.CLAIMED
             run.released = run.released or report.status == protocol.STARTED
             self._go_if_ready(step, [run] if step.released else step.runs.values())
-            self._tell_started(step)
+            self._announce_start(step)
             return True
         take_end(step, run, report)
         if step.error or (step.kill_on_bad_exit and step.went_badly()):
@@ -579,7 +579,7 @@ class StepService:
         if found is None:
             return None
         origin = NodeName(output.to.node), output.to.stream
-        return origin if found[0].origin == origin or self._watching.hears(origin, found[0]) else None
+        return origin if found[0].origin == origin or self._watching.is_watching(origin, found[0]) else None
 
     def node_welcome(self, node: NodeName, inventory: Iterable[Mapping[str, Any]]) -> None:
         """Compare the inventory of `node` (`Welcome.inventory`) with the steps known here.
@@ -792,7 +792,7 @@ class StepService:
             if not run.released and not run.ended:
                 self._ports.send(run.node, protocol.Go(token=run.token), b"")
 
-    def _tell_started(self, step: Step) -> None:
+    def _announce_start(self, step: Step) -> None:
         """Tell the step command of a recovered step that it runs.
 
         This happens once the step cannot be requested again.
@@ -843,7 +843,7 @@ class StepService:
         for listener in self._watching.over(step):
             self._ports.reply(listener, step.end(), b"")
         if step.origin is not None:
-            self._tell_started(step)
+            self._announce_start(step)
             self._ports.reply(step.origin, step.end(), b"")
         if step.owns_job:
             row = row_of(step, ended_at_s=self._ports.now_s())
@@ -920,12 +920,12 @@ class StepService:
             self._end_if_half_there(step)
             self._finish_if_over(step)
         if step.finished:
-            self._tell_started(step)
+            self._announce_start(step)
             self._ports.reply(origin, step.end(), b"")
         elif step.announced:
             self._ports.reply(origin, step.started(), b"")
         else:
-            self._tell_started(step)
+            self._announce_start(step)
 
     def _streams_of(self, node: NodeName) -> list[tuple[Origin, JobId]]:
         """Return the step commands that use `node`, each with its job.
