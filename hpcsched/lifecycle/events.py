@@ -185,11 +185,10 @@ class NodesAdded(JobEvent):
 class Exited(JobEvent):
     """The batch step ended on its node, which has nothing left of the job.
 
-    `requeue`: its exit status asks for a requeue (see `hpcsched.controller.reports`).
-    `ran_s`: how long it ran by the node's clock. `ago_s`: how long ago it ended, because the report may be late. None: unknown.
-    `unexecuted`: why the node could not execute the script, "" if it ran; with `requeue` it is tried on another node.
-    `saved_step`: a rank was killed, and the next attempt resumes from the checkpoint of this step.
-    `output_full`: the file system of its output file was full.
+    `requeue`: its exit status asks for a requeue (see `hpcsched.controller.reports`). `ran_s`: how long it ran by the node's
+    clock. `ago_s`: how long ago it ended, because the report may be late. None: unknown. `unexecuted`: why the node could not
+    execute the script, "" if it ran; with `requeue` it is tried on another node. `saved_step`: a rank was killed, and the next
+    attempt resumes from the checkpoint of this step. `output_full`: the file system of its output file was full.
     """
 
     node: NodeName

@@ -191,8 +191,7 @@ def barred(
 def resolve(accounting: Accounting, user: str, account: str, qos: str) -> tuple[str, str]:
     """Return the account and the QOS of a job of `user` that asks for these ("" for the default ones).
 
-    Without configured accounts, any account name is accepted; without configured QOS, only the normal QOS.
-    Raises RequestError.
+    Without configured accounts, any account name is accepted; without configured QOS, only the normal QOS. Raises RequestError.
     """
     if accounting.accounts:
         account = _account(accounting, user, account)

@@ -34,10 +34,9 @@ _MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
 def parse_time_s(text: str, *, whole_minutes: bool = True) -> int | None:
     """Return the seconds that `text` means as a time limit, None for UNLIMITED, INFINITE and -1.
 
-    ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are, as Slurm does. Also
-    ``90s``, ``5m``, ``1h30m``, ``2d12h``, which Slurm does not know. Slurm keeps limits in whole minutes and rounds up;
-    with `whole_minutes=False` nothing is rounded (durations that are no job's limit).
-    Raises RequestError.
+    ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are, as Slurm does. Also ``90s``,
+    ``5m``, ``1h30m``, ``2d12h``, which Slurm does not know. Slurm keeps limits in whole minutes and rounds up; with
+    `whole_minutes=False` nothing is rounded (durations that are no job's limit). Raises RequestError.
     """
     if text.strip().lower() in _UNLIMITED_WORDS:
         return None

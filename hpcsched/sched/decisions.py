@@ -17,10 +17,7 @@ from hpcsched.sched.snapshot import Promise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Why a job does not start now.
-
-    Slurm's reason, a sentence for users, and the expected start (None: unknown).
-    """
+    """Why a job does not start now. Slurm's reason, a sentence for users, and the expected start (None: unknown)."""
 
     reason: Reason
     detail: str
@@ -41,8 +38,7 @@ class Start:
 class Victim:
     """A running job that is preempted.
 
-    `save_s`: the grace period after the signal, in which the job can save its work; None: no grace
-    period.
+    `save_s`: the grace period after the signal, in which the job can save its work; None: no grace period.
     """
 
     job_id: JobId
@@ -52,10 +48,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """A preemption of `victims` so that `job_id` can start.
-
-    The job starts on `shares`, which are reserved for it.
-    """
+    """A preemption of `victims` so that `job_id` can start. The job starts on `shares`, which are reserved for it."""
 
     job_id: JobId
     shares: tuple[Share, ...]
@@ -66,8 +59,7 @@ class Preemption:
 class Resize:
     """A resize of an elastic job.
 
-    The job is asked to `keep` only these nodes (all nodes: the request is withdrawn), or it gets
-    the nodes `add` in addition.
+    The job is asked to `keep` only these nodes (all nodes: the request is withdrawn), or it gets the nodes `add` in addition.
     """
 
     job_id: JobId

@@ -1,26 +1,23 @@
 """An explanation of why a job waits, in sentences with numbers.
 
-The explanation has the needs of the job, the jobs ahead of it, the resources that each node lacks,
-and the expected start with its cause.
+The explanation has the needs of the job, the jobs ahead of it, the resources that each node lacks, and the expected start with
+its cause.
 
-Reads a snapshot and the plan of that snapshot; decides nothing. For each node it shows the
-resources that are free now. A node that is free for a waiting job is reserved for a job ahead of
-it.
+Reads a snapshot and the plan of that snapshot; decides nothing. For each node it shows the resources that are free now. A node
+that is free for a waiting job is reserved for a job ahead of it.
 
-`WhatIf` answers where and when the job starts, and which smaller request would start now. The jobs
-ahead of it are planned as `plan` does. At its turn, the questions are asked instead of planning the
-job. So the answers are the scheduler's own, not a separate estimate. `easy-sjbf` tries jobs behind
-the first one out of order; here, the jobs ahead are still those of higher priority. `default`
-promises starts out of order; here, all other jobs count as ahead.
+`WhatIf` answers where and when the job starts, and which smaller request would start now. The jobs ahead of it are planned as
+`plan` does. At its turn, the questions are asked instead of planning the job. So the answers are the scheduler's own, not a
+separate estimate. `easy-sjbf` tries jobs behind the first one out of order; here, the jobs ahead are still those of higher
+priority. `default` promises starts out of order; here, all other jobs count as ahead.
 
-To test a smaller request, a plan is made with that request in place of the job. In a large cluster
-that takes too long. There, the request is tested at the turn of the job: if it starts there, it
-really starts, but its effect on the order and on promises is ignored. With `default`, a request
-that would start may be missed. With other policies that is rare.
+To test a smaller request, a plan is made with that request in place of the job. In a large cluster that takes too long. There,
+the request is tested at the turn of the job: if it starts there, it really starts, but its effect on the order and on promises
+is ignored. With `default`, a request that would start may be missed. With other policies that is rare.
 
-A smaller request differs in one thing only: less time, fewer nodes, tasks, cpus or GPUs, less
-memory, or a requirement dropped. If there are few counts, all are tried. If there are many,
-bisection finds the largest count that starts, because a job that fits usually also fits with less.
+A smaller request differs in one thing only: less time, fewer nodes, tasks, cpus or GPUs, less memory, or a requirement dropped.
+If there are few counts, all are tried. If there are many, bisection finds the largest count that starts, because a job that
+fits usually also fits with less.
 """
 
 from __future__ import annotations
@@ -162,10 +159,7 @@ def _basis(place: ExpectedPlace, explanation: Explanation, now_s: float) -> str:
 
 
 def _is_early(job: PendingJob, snapshot: Snapshot) -> bool:
-    """Say whether the job is in a reservation that has not begun.
-
-    Until the reservation begins, no request starts.
-    """
+    """Say whether the job is in a reservation that has not begun. Until the reservation begins, no request starts."""
     own = next((each for each in snapshot.reservations if each.name == job.reservation), None)
     return bool(job.reservation) and (own is None or not own.is_active(snapshot.now_s))
 
@@ -365,8 +359,7 @@ _Count = tuple[Callable[[int], str], int, Callable[[int], Shape]]
 def _counts(shape: Shape) -> Iterator[_Count]:
     """Yield each count of a shape.
 
-    Each item has the spelling of the option, the largest count below the present one, and a
-    function from a count to a shape.
+    Each item has the spelling of the option, the largest count below the present one, and a function from a count to a shape.
     """
     if shape.components:  # an option would not say which component it is for
         return

@@ -1,17 +1,16 @@
 """Limits of accounts, users, QOS and partitions: the rules, and how much of each is used.
 
 A *rule* is one number that one *holder* (an account, a user, a QOS, a partition) sets. A limit that an account sets for each of
-its users applies unless a user, or a nearer account, sets another limit. ``grp_`` limits apply at each account up to the
-root. Limits of partitions use the names of QOS limits, like Slurm's partition QOS.
+its users applies unless a user, or a nearer account, sets another limit. ``grp_`` limits apply at each account up to the root.
+Limits of partitions use the names of QOS limits, like Slurm's partition QOS.
 
-`LimitCounts` counts running jobs, and the jobs that a pass starts, so limits also hold within one
-pass. If the resources of a job depend on its nodes, it is tested twice: first with the least that it
-can get, then with its actual resources. An elastic job that grows is not another job; limits for one
-job apply to all of it.
+`LimitCounts` counts running jobs, and the jobs that a pass starts, so limits also hold within one pass. If the resources of a
+job depend on its nodes, it is tested twice: first with the least that it can get, then with its actual resources. An elastic
+job that grows is not another job; limits for one job apply to all of it.
 
-A limit on resource-minutes counts past usage (`UsageLedger.used`). It also counts the possible
-usage of running jobs until their time limits, as if they had used it already. So a job that starts
-can end within the limit. Source: resource_limits.html, qos.html, job_reason_codes.html of Slurm's documentation.
+A limit on resource-minutes counts past usage (`UsageLedger.used`). It also counts the possible usage of running jobs until
+their time limits, as if they had used it already. So a job that starts can end within the limit. Source: resource_limits.html,
+qos.html, job_reason_codes.html of Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -306,10 +305,7 @@ class LimitCounts:
                 self._count(job, held_by(shares, self._nodes, job.licenses), _limit_s(job))
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return the wait for a limit that `job` breaks with the least that it can get.
-
-        None: it breaks none.
-        """
+        """Return the wait for a limit that `job` breaks with the least that it can get. None: it breaks none."""
         if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
             running = f"{plural(job.array_limit, 'task')} of its array run at a time, its own limit"
             return Wait(reason=Reason.ARRAY_LIMIT, detail=running)

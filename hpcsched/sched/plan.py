@@ -1,11 +1,10 @@
 """The plan: which waiting jobs start now and where, and why the other jobs wait.
 
-Jobs are considered in order (see `queue.priority`). A job that fits starts. The first job of a
-partition that does not fit is its *head*. It gets a reserved slot at its *shadow time*: the earliest
-time at which it fits if every running job runs to its limit. With EASY backfill, a later job starts
-if it fits now and leaves every reserved slot untouched: it ends before the slot, or uses resources
-that the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define
-it, job by job.
+Jobs are considered in order (see `queue.priority`). A job that fits starts. The first job of a partition that does not fit is
+its *head*. It gets a reserved slot at its *shadow time*: the earliest time at which it fits if every running job runs to its
+limit. With EASY backfill, a later job starts if it fits now and leaves every reserved slot untouched: it ends before the slot,
+or uses resources that the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define it, job
+by job.
 
     none          nothing behind a head starts on the nodes of its partition
     easy          one slot for each partition
@@ -14,19 +13,16 @@ it, job by job.
     conservative  the first `Policy.conservative_depth` jobs get slots, which later plans keep: promises
     default       see `guard`
 
-A promise is a start time, and the parts of nodes that the job gets then. A pass begins with all
-promises of the previous pass, in the order of their starts, before it starts other jobs. So no
-promise is delayed while running jobs keep to their limits: a job starts at the promised time, or as
-soon as it fits beside the promises to other jobs. If a job outlasts its limit, or ends slowly, a
-promise moves to a later time on the same nodes. Its original start is remembered, so that the delay
-ends with its cause. A promise lapses if its job changes its request, if the job waits for another
-reason, or if one of its nodes is removed.
+A promise is a start time, and the parts of nodes that the job gets then. A pass begins with all promises of the previous pass,
+in the order of their starts, before it starts other jobs. So no promise is delayed while running jobs keep to their limits: a
+job starts at the promised time, or as soon as it fits beside the promises to other jobs. If a job outlasts its limit, or ends
+slowly, a promise moves to a later time on the same nodes. Its original start is remembered, so that the delay ends with its
+cause. A promise lapses if its job changes its request, if the job waits for another reason, or if one of its nodes is removed.
 
-Pure and deterministic: equal snapshots and policies give equal plans. The state of a pass is in
-`scheduling_pass`. Sources: Lifka, "The ANL/IBM SP scheduling system" (1995); Mu'alem and Feitelson,
-"Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM SP2 with
-backfilling" (2001), where freed resources are assigned in the order of arrival, here in the order of
-the queue.
+Pure and deterministic: equal snapshots and policies give equal plans. The state of a pass is in `scheduling_pass`. Sources:
+Lifka, "The ANL/IBM SP scheduling system" (1995); Mu'alem and Feitelson, "Utilization, predictability, workloads, and user
+runtime estimates in scheduling the IBM SP2 with backfilling" (2001), where freed resources are assigned in the order of
+arrival, here in the order of the queue.
 """
 
 from __future__ import annotations
@@ -118,10 +114,7 @@ class _Backfill:
         self._started_multi: set[JobId] = set()
 
     def look_at(self, job: PendingJob) -> None:
-        """Start `job`, or record why it waits.
-
-        A job that requests several partitions is considered in each.
-        """
+        """Start `job`, or record why it waits. A job that requests several partitions is considered in each."""
         self._current.looked_at += 1
         if job.id in self._current.started_ids:
             return
@@ -138,10 +131,7 @@ class _Backfill:
                 yield
 
     def _look_at_multi(self, job: PendingJob) -> None:
-        """Consider a job in one of its partitions.
-
-        If it waits in two, the wait that ends earlier is kept.
-        """
+        """Consider a job in one of its partitions. If it waits in two, the wait that ends earlier is kept."""
         if job.id in self._started_multi:
             return
         waits = self._current.waits
@@ -225,8 +215,7 @@ def behind_head(display_id: str, partition: str) -> Wait:
 def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], promised_to: Sequence[str] = ()) -> str:
     """Return the needs of a head, and how much of them is free.
 
-    `seats`: nodes that it could have now. `missing`: required nodes that are not free.
-    `promised_to`: jobs with slots there.
+    `seats`: nodes that it could have now. `missing`: required nodes that are not free. `promised_to`: jobs with slots there.
     """
     if promised_to:
         jobs = f"job {promised_to[0]}" if len(promised_to) == 1 else f"jobs {listed(promised_to)}"
@@ -278,10 +267,7 @@ def _end_of_wait(wait: Wait) -> tuple[bool, float]:
 
 
 def _keep_promises(current: SchedulingPass, queue: Sequence[PendingJob]) -> Iterator[None]:
-    """Reserve the promises of the previous pass for the jobs of `queue`.
-
-    Jobs with a promise that is due start.
-    """
+    """Reserve the promises of the previous pass for the jobs of `queue`. Jobs with a promise that is due start."""
     promises = current.snapshot.promises.values()
     views = {(job.id, job.partition): job for job in queue} if promises else {}
     for promise in sorted(promises, key=lambda promise: (promise.start_s, promise.job_id)):
@@ -355,10 +341,7 @@ def _free_from(
 
 
 def _asks_the_same(asked: ResourceRequest, promised: ResourceRequest) -> bool:
-    """Say whether the `promised` request satisfies `asked`.
-
-    After some time, a waiting job accepts more switches.
-    """
+    """Say whether the `promised` request satisfies `asked`. After some time, a waiting job accepts more switches."""
     if asked is promised or asked == promised:
         return True
     return asked.time_limit_s == promised.time_limit_s and asked.shape == replace(promised.shape, switches=0)

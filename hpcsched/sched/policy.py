@@ -16,11 +16,10 @@ from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 class ShortJobs:
     """The limits for short jobs of the policy `default`.
 
-    A short job requests so little work that it starts ahead of all others, even of promises. In
-    logs of real machines, half of the jobs run for less than ten minutes. They are one percent of
-    the work and cause nearly all of the mean slowdown. Most of them request little time, so no
-    prediction is needed to find them. A job that requests less time than it needs is ended at its
-    limit.
+    A short job requests so little work that it starts ahead of all others, even of promises. In logs of real machines, half of
+    the jobs run for less than ten minutes. They are one percent of the work and cause nearly all of the mean slowdown. Most of
+    them request little time, so no prediction is needed to find them. A job that requests less time than it needs is ended at
+    its limit.
     """
 
     limit_s: float = 3600.0  # longest time limit of a short job

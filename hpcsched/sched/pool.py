@@ -1,27 +1,24 @@
 """Backfill on one pool of equal processors, event by event.
 
-The state of the pool is only the number of free processors. The simulator uses this module, because
-it is at least ten times as fast as a snapshot and a `plan` for each event. `plan` does not use it.
-A property test checks that both give the same starts for first come first served, EASY, EASY-SJBF,
-the Slurm-like policy and `default` (which has the same code, `guard`).
+The state of the pool is only the number of free processors. The simulator uses this module, because it is at least ten times as
+fast as a snapshot and a `plan` for each event. `plan` does not use it. A property test checks that both give the same starts
+for first come first served, EASY, EASY-SJBF, the Slurm-like policy and `default` (which has the same code, `guard`).
 `ConservativePool` decides differently from `plan`.
 
-Rules, to the second: the processors of a running job are free again when its time limit is reached,
-or when it ends if that is earlier. The queue is in the order of arrival. EASY: heads start while
-they fit. The first job that does not fit is promised its *shadow time*, the earliest time at which
-it fits by the limits of running jobs. Processors that are free then, beyond its need, are *extra*.
-A later job that fits now starts if it ends by the shadow time, or takes only extra processors.
-EASY-SJBF tries the later jobs in the order of time limits.
+Rules, to the second: the processors of a running job are free again when its time limit is reached, or when it ends if that is
+earlier. The queue is in the order of arrival. EASY: heads start while they fit. The first job that does not fit is promised its
+*shadow time*, the earliest time at which it fits by the limits of running jobs. Processors that are free then, beyond its need,
+are *extra*. A later job that fits now starts if it ends by the shadow time, or takes only extra processors. EASY-SJBF tries the
+later jobs in the order of time limits.
 
-Conservative: every job is promised a start that is never delayed. `Steps` is the number of free
-processors as a step function of time. A new job gets the earliest interval that is free for its
-whole time limit, after all earlier promises. When a job ends early, the waiting jobs are tried in
-the order of arrival. For each trial, the promise of the job is released: the job starts now or keeps
-its promise. So a promise can only improve, as long as no job runs past its limit. A promise becomes
-due exactly when a job ends, because earlier ends have been tried already, so no timer is needed.
+Conservative: every job is promised a start that is never delayed. `Steps` is the number of free processors as a step function
+of time. A new job gets the earliest interval that is free for its whole time limit, after all earlier promises. When a job ends
+early, the waiting jobs are tried in the order of arrival. For each trial, the promise of the job is released: the job starts
+now or keeps its promise. So a promise can only improve, as long as no job runs past its limit. A promise becomes due exactly
+when a job ends, because earlier ends have been tried already, so no timer is needed.
 
-Sources: Lifka, "The ANL/IBM SP scheduling system" (1995); Mu'alem and Feitelson, "Utilization,
-predictability, workloads, and user runtime estimates in scheduling the IBM SP2 with backfilling" (2001).
+Sources: Lifka, "The ANL/IBM SP scheduling system" (1995); Mu'alem and Feitelson, "Utilization, predictability, workloads, and
+user runtime estimates in scheduling the IBM SP2 with backfilling" (2001).
 """
 
 from __future__ import annotations
@@ -261,10 +258,7 @@ class Steps:
         self.free = [free]
 
     def add(self, start_s: float, end_s: float, procs: int) -> None:
-        """Add `procs` free processors over ``[start_s, end_s)``.
-
-        The interval must not begin before the first step.
-        """
+        """Add `procs` free processors over ``[start_s, end_s)``. The interval must not begin before the first step."""
         if end_s <= start_s:
             return
         times_s, free = self.times_s, self.free
@@ -292,10 +286,7 @@ class Steps:
         self.times_s[0] = now_s
 
     def earliest(self, procs: int, length_s: float, from_s: float = -NEVER_S) -> float:
-        """Return the first time at or after `from_s` with `procs` free for `length_s`.
-
-        `NEVER_S`: never.
-        """
+        """Return the first time at or after `from_s` with `procs` free for `length_s`. `NEVER_S`: never."""
         times_s, free = self.times_s, self.free
         start_s = -1.0
         fits = False
@@ -357,10 +348,7 @@ class ConservativePool:
         return self._due(now_s) if self.promises else NO_JOBS
 
     def _due(self, now_s: float) -> list[int]:
-        """Start the jobs that can start now without delaying a promise.
-
-        Promises that are due come first.
-        """
+        """Start the jobs that can start now without delaying a promise. Promises that are due come first."""
         due = sorted(job for job, start_s in self.promises.items() if start_s <= now_s)
         for job in due:
             self._start(job, now_s)

@@ -1,11 +1,10 @@
 """The state of one scheduling pass, with its two actions: start a job, reserve a slot.
 
-`plan` and the policies decide the order. This module applies each decision to the nodes, the
-licences, the limits and the reserved slots, so that every later decision of the pass includes it.
+`plan` and the policies decide the order. This module applies each decision to the nodes, the licences, the limits and the
+reserved slots, so that every later decision of the pass includes it.
 
-Within one pass, free resources only shrink. So a shape that did not fit is not tried again, and the
-seats of a shape are updated only on nodes with a new start. This makes passes over long queues
-cheap.
+Within one pass, free resources only shrink. So a shape that did not fit is not tried again, and the seats of a shape are
+updated only on nodes with a new start. This makes passes over long queues cheap.
 """
 
 from __future__ import annotations
@@ -157,10 +156,7 @@ class SchedulingPass:
         return held_of([(*part.use, types[part.node]) for part in parts], job.licenses)
 
     def _is_hopeless(self, job: PendingJob, queue: PartitionQueue) -> bool:
-        """Say whether a job behind a head cannot start, or the search has reached its limit.
-
-        This is a cheap test.
-        """
+        """Say whether a job behind a head cannot start, or the search has reached its limit. This is a cheap test."""
         depth = self.policy.backfill_depth
         if self.policy.backfill is Backfill.NONE or 0 < depth <= self._failed_tries:
             return True

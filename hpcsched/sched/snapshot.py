@@ -1,13 +1,11 @@
 """The snapshot for a plan: small values made of the controller's jobs and nodes.
 
-A `SnapshotCache` keeps the view of a job while the controller holds the same `Job` value. So a
-snapshot of ten thousand pending jobs costs little more than one look-up per job. Times are Unix
-seconds. No clock, no policy.
+A `SnapshotCache` keeps the view of a job while the controller holds the same `Job` value. So a snapshot of ten thousand pending
+jobs costs little more than one look-up per job. Times are Unix seconds. No clock, no policy.
 
-As JSON, for inspection and for planning it again, a snapshot and its policy are versioned. Jobs have
-only the fields that the planner needs: no scripts, environments or paths. Fields of jobs with their
-default value are left out, because ten thousand jobs have mostly equal fields. Reservations are
-stored; the reserved intervals are computed from them.
+As JSON, for inspection and for planning it again, a snapshot and its policy are versioned. Jobs have only the fields that the
+planner needs: no scripts, environments or paths. Fields of jobs with their default value are left out, because ten thousand
+jobs have mostly equal fields. Reservations are stored; the reserved intervals are computed from them.
 """
 
 from __future__ import annotations
@@ -80,9 +78,8 @@ class NodeView:
 class ElasticSize:
     """The size of a running elastic job.
 
-    `view`: the job as it requested its nodes. `moving`: the job is receiving more nodes. `wanted`:
-    the nodes that it was asked at `wanted_at_s` to keep. `leaving`: nodes that it is giving back.
-    `barred`: nodes that it cannot get again.
+    `view`: the job as it requested its nodes. `moving`: the job is receiving more nodes. `wanted`: the nodes that it was asked
+    at `wanted_at_s` to keep. `leaving`: nodes that it is giving back. `barred`: nodes that it cannot get again.
     """
 
     view: PendingJob
@@ -122,10 +119,7 @@ class RunningJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJob:
-    """A pending job.
-
-    `since_s`: start of its age; None while it waits for something other than resources.
-    """
+    """A pending job. `since_s`: start of its age; None while it waits for something other than resources."""
 
     id: JobId
     display_id: str
@@ -160,10 +154,7 @@ class PendingJob:
 
 
 class PromisedPart(NamedTuple):
-    """The part of a promise on one node.
-
-    It has tasks, and `use`: cpus, memory in MiB and units of the GPU `slots`.
-    """
+    """The part of a promise on one node. It has tasks, and `use`: cpus, memory in MiB and units of the GPU `slots`."""
 
     node: NodeName
     tasks: int
@@ -234,10 +225,7 @@ class Snapshot:
 
 
 class SnapshotCache:
-    """The views of pending jobs, which are kept between snapshots.
-
-    Equal requests and shapes become one object.
-    """
+    """The views of pending jobs, which are kept between snapshots. Equal requests and shapes become one object."""
 
     def __init__(self) -> None:
         self.pending: dict[JobId, tuple[Job, PendingJob]] = {}
@@ -358,10 +346,7 @@ def _running_jobs(
 
 
 def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJob:
-    """Return `job` with its request at `now_s`.
-
-    After its wait for few switches it accepts more.
-    """
+    """Return `job` with its request at `now_s`. After its wait for few switches it accepts more."""
     until_s = switches_matter_until_s(job.since_s, job.switches_wait_s, max_switch_wait_s)
     if not job.request.shape.switches or until_s is None or now_s < until_s:
         return job
@@ -502,10 +487,7 @@ def running_job(
 def _ends_at_s(
     job: Job, partition: Partition | None, began_at_s: float, now_s: float, reservation: Reservation | None
 ) -> float | None:
-    """Return when the job reaches its limit or is cut short; None: never.
-
-    A job that is being ended ends now.
-    """
+    """Return when the job reaches its limit or is cut short; None: never. A job that is being ended ends now."""
     if job.state not in _NOT_ENDING:
         return now_s
     limit_s = job.time_limit_s if job.time_limit_s is not None else job.spec.time_limit_s

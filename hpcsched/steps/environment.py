@@ -1,17 +1,15 @@
 """Build the environment of a job's programs: of the batch step and of other steps.
 
-`job_environment` makes the batch step's, `step_environment` that of any other step. Every variable
-is set twice: as ``HPCSCHED_x``, and as ``SLURM_x`` for programs written for Slurm. The functions
-are pure. They know a node only by its share. They do not know what the node itself adds: PATH,
-HOME, HPCSCHED_SOCKET, CUDA_VISIBLE_DEVICES, the variables of MPI, and the variables that differ
-from task to task.
+`job_environment` makes the batch step's, `step_environment` that of any other step. Every variable is set twice: as
+``HPCSCHED_x``, and as ``SLURM_x`` for programs written for Slurm. The functions are pure. They know a node only by its share.
+They do not know what the node itself adds: PATH, HOME, HPCSCHED_SOCKET, CUDA_VISIBLE_DEVICES, the variables of MPI, and the
+variables that differ from task to task.
 
-Rules: the user's variables never override the scheduler's. A value that the user did not request is
-not set if Slurm does not set it either (``SLURM_NTASKS`` in a batch script makes PyTorch Lightning
-expect `srun`). The variables are documented in man/hpcsched-env.7.
+Rules: the user's variables never override the scheduler's. A value that the user did not request is not set if Slurm does not
+set it either (``SLURM_NTASKS`` in a batch script makes PyTorch Lightning expect `srun`). The variables are documented in
+man/hpcsched-env.7.
 
-Sources: the names that Slurm 22.05.8 set in jobs, recorded; the values are by sbatch(1) and
-srun(1).
+Sources: the names that Slurm 22.05.8 set in jobs, recorded; the values are by sbatch(1) and srun(1).
 """
 
 from __future__ import annotations
@@ -118,10 +116,9 @@ def step_environment(
 ) -> dict[str, str]:
     """Return the variables of step `step` of `job` that are the same on all of its nodes.
 
-    `layout` says which ranks run on which node, in order. `master_addr` is the address of the
-    step's first node as the other nodes reach it. `distribution` is block, cyclic:block, plane=N or
-    arbitrary. `cpus_per_task` and `ntasks_per_node` are the step's own values, or the job's if the
-    step gave none. `node_environment` adds the variables that differ from node to node.
+    `layout` says which ranks run on which node, in order. `master_addr` is the address of the step's first node as the other
+    nodes reach it. `distribution` is block, cyclic:block, plane=N or arbitrary. `cpus_per_task` and `ntasks_per_node` are the
+    step's own values, or the job's if the step gave none. `node_environment` adds the variables that differ from node to node.
     `with_users` adds the user's variables.
     """
     counts = [part.count for part in layout]
@@ -211,10 +208,7 @@ def with_propagated(env: Mapping[str, str], wanted: frozenset[str]) -> dict[str,
 
 
 def master_port(job: Job, step: int) -> int:
-    """Return the rendezvous port of a step's ranks.
-
-    Neighbouring jobs, steps and attempts get different ports.
-    """
+    """Return the rendezvous port of a step's ranks. Neighbouring jobs, steps and attempts get different ports."""
     return MASTER_PORT_LOW + (job.id * 101 + step * 13 + job.attempt * 7) % MASTER_PORTS
 
 

@@ -1,14 +1,12 @@
 """Assign the tasks of a step to the nodes of its job.
 
-The default is Slurm's block distribution: every node gets one task, then the nodes are filled in
-the job's order, as far as their CPUs allow. A cyclic distribution gives tasks to the nodes in turn,
-`plane=N` gives N at a time. An arbitrary one names the node of each task. The parts of a step (srun
-A : B) are laid out one after the other, on separate nodes if there are enough. The module does not
-know other steps: for a step beside others, the caller passes shares with only the free CPUs.
+The default is Slurm's block distribution: every node gets one task, then the nodes are filled in the job's order, as far as
+their CPUs allow. A cyclic distribution gives tasks to the nodes in turn, `plane=N` gives N at a time. An arbitrary one names
+the node of each task. The parts of a step (srun A : B) are laid out one after the other, on separate nodes if there are enough.
+The module does not know other steps: for a step beside others, the caller passes shares with only the free CPUs.
 
-Rules: ranks ascend on each node. In a block distribution they are contiguous, and ascend in the
-job's order of nodes. A step that can never fit into these shares raises RequestError with the
-numbers.
+Rules: ranks ascend on each node. In a block distribution they are contiguous, and ascend in the job's order of nodes. A step
+that can never fit into these shares raises RequestError with the numbers.
 
 Source: srun(1), ``--distribution=block``; `-N3 -n5` on nodes of 4 CPUs gives 3,1,1 on Slurm 22.05.
 """
@@ -105,10 +103,7 @@ def _distribute(
 
 
 def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple[NodeTasks, ...]:
-    """Return the tasks of all parts.
-
-    Each part gets unused nodes, or shares used ones if too few are left.
-    """
+    """Return the tasks of all parts. Each part gets unused nodes, or shares used ones if too few are left."""
     ranks: dict[NodeName, list[int]] = {share.node: [] for share in shares}
     cpus = dict.fromkeys(ranks, 0)
     total = 0

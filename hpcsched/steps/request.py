@@ -1,11 +1,10 @@
 """Parse and check a step's request: the texts of a `StepRequest`.
 
-It also makes the request of a job for hrun outside an allocation. It knows options, but neither
-placement nor messages to nodes. It keeps no state.
+It also makes the request of a job for hrun outside an allocation. It knows options, but neither placement nor messages to
+nodes. It keeps no state.
 
-Rules: the texts come from a user. Every value is checked here, and a rejected value is reported
-with what was expected. Options that only hrun uses are accepted and ignored. Unknown options are
-rejected.
+Rules: the texts come from a user. Every value is checked here, and a rejected value is reported with what was expected. Options
+that only hrun uses are accepted and ignored. Unknown options are rejected.
 
 Source: srun(1).
 """
@@ -162,8 +161,7 @@ class StepOptions:
 def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
     """Return the request of a step of `job`.
 
-    Raises: RequestError: unknown or unreadable options, no command, a relative directory, an
-    invalid environment.
+    Raises: RequestError: unknown or unreadable options, no command, a relative directory, an invalid environment.
     """
     _check_command(request)
     given = _Given(request.options)
@@ -405,10 +403,7 @@ def _group_numbers(text: str) -> tuple[int, ...]:
 
 
 def _listed(text: str, known: frozenset[str]) -> list[_Given]:
-    """Return the parts of a step, or the components of a job.
-
-    They are JSON lists of options, each of them `known`.
-    """
+    """Return the parts of a step, or the components of a job. They are JSON lists of options, each of them `known`."""
     if not text:
         return []
     try:
@@ -454,8 +449,7 @@ def _count(requests: tuple[GpuRequest, ...] | None) -> int | None:
 def _with_own_gpus(options: StepOptions, job: Job) -> StepOptions:
     """Return `options` with the job's GPUs per task, if that distributes all GPUs of the job.
 
-    Other steps see all GPUs: one task per node may be a daemon of mpirun, whose ranks must find
-    their GPUs.
+    Other steps see all GPUs: one task per node may be a daemon of mpirun, whose ranks must find their GPUs.
     """
     each = _count(job.spec.gpus_per_task)
     if not each:

@@ -1,8 +1,7 @@
 """The steps of running jobs: start them, queue them, follow them to their end.
 
-`StepService` supervises every step except the batch step. It does no I/O: it acts through the
-callables in `StepPorts`, its interface to the controller. It does not know how a job gets its nodes,
-what a process is, or how a row is stored on disk.
+`StepService` supervises every step except the batch step. It does no I/O: it acts through the callables in `StepPorts`, its
+interface to the controller. It does not know how a job gets its nodes, what a process is, or how a row is stored on disk.
 
 Rules:
 
@@ -407,10 +406,7 @@ def _reported_step(job: Job, number: int, report: protocol.Report, row: StepReco
 
 
 def resize(ports: StepPorts, origin: Origin, envelope: protocol.FromStream, request: protocol.StepRequest) -> None:
-    """Shrink the job to the requested number of nodes.
-
-    Raises RequestError and the errors of `permitted_job`.
-    """
+    """Shrink the job to the requested number of nodes. Raises RequestError and the errors of `permitted_job`."""
     if not request.job_id:
         raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
     job = permitted_job(ports, origin, envelope, JobId(request.job_id))
@@ -584,11 +580,10 @@ class StepService:
     def node_welcome(self, node: NodeName, inventory: Iterable[Mapping[str, Any]]) -> None:
         """Compare the inventory of `node` (`Welcome.inventory`) with the steps known here.
 
-        Call it after every connection. Unknown steps are recovered if their job's attempt runs, and
-        ended if it does not. Launches that did not arrive are sent again, and so are orders to end.
-        Each step command there, or with tasks there, gets an empty message: it asks for output that
-        was not delivered. If a step command ended together with a killed agent, the next agent
-        answers that the step command no longer exists.
+        Call it after every connection. Unknown steps are recovered if their job's attempt runs, and ended if it does not.
+        Launches that did not arrive are sent again, and so are orders to end. Each step command there, or with tasks there,
+        gets an empty message: it asks for output that was not delivered. If a step command ended together with a killed agent,
+        the next agent answers that the step command no longer exists.
         """
         self._welcomed.add(node)
         for origin, job_id in self._streams_of(node):

@@ -2,10 +2,9 @@
 
 Only `StepService` changes these values.
 
-Rules: concurrent steps never share a CPU. They never share a GPU that one of them requested by
-number. Overlapping steps (srun's --overlap) are exempt. A step that requests no GPUs sees all GPUs
-that the job has on its nodes. A finished step is still found by its tokens and its origin until that
-stream closes, because output may still arrive.
+Rules: concurrent steps never share a CPU. They never share a GPU that one of them requested by number. Overlapping steps
+(srun's --overlap) are exempt. A step that requests no GPUs sees all GPUs that the job has on its nodes. A finished step is
+still found by its tokens and its origin until that stream closes, because output may still arrive.
 """
 
 from __future__ import annotations
@@ -406,10 +405,7 @@ class StepTable:
 
 
 class Waiting(NamedTuple):
-    """A request of the step command behind `origin`.
-
-    `options` None: they are read when its job has its nodes.
-    """
+    """A request of the step command behind `origin`. `options` None: they are read when its job has its nodes."""
 
     origin: Origin
     request: protocol.StepRequest

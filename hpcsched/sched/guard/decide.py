@@ -1,9 +1,8 @@
 """The policy `default`: short jobs first by predicted run time, with bounded waits.
 
-The *bound* is the longest wait so far under plain EASY backfill for the same jobs (`ShadowEasy`).
-It is certain, and it only grows. A job that has waited for a part of the bound is *overdue*. Wide
-jobs count as having waited longer, in proportion to the part of the machine that they need, because
-they wait longest under plain EASY. Jobs start in this order:
+The *bound* is the longest wait so far under plain EASY backfill for the same jobs (`ShadowEasy`). It is certain, and it only
+grows. A job that has waited for a part of the bound is *overdue*. Wide jobs count as having waited longer, in proportion to the
+part of the machine that they need, because they wait longest under plain EASY. Jobs start in this order:
 
 (1) *Short* jobs request very little work (`ShortJobs`). They start ahead of all others, even of
 promises, while no job has waited nearly as long as the bound. A promise can be late because of
@@ -17,27 +16,23 @@ start if they delay no promise.
 size. So every waiting job moves up, and a short one moves up fast. They start if they fit and delay
 no promise.
 
-Jobs wait because others overtake them. So the nearer the longest wait is to the bound, the shorter
-a job must be to be preferred: predicted times beyond `WaitBound.long_s` count alike, and such jobs
-keep their order of arrival.
+Jobs wait because others overtake them. So the nearer the longest wait is to the bound, the shorter a job must be to be
+preferred: predicted times beyond `WaitBound.long_s` count alike, and such jobs keep their order of arrival.
 
-A few recent jobs are promised a start too: the first in the queue get a late start, and the first
-wide one gets an early start. Without these promises, running jobs would still be in their way when
-they become overdue. In the first days of a machine there is no bound. Then a job is overdue after a
-fixed time, and the first recent job is promised a start.
+A few recent jobs are promised a start too: the first in the queue get a late start, and the first wide one gets an early start.
+Without these promises, running jobs would still be in their way when they become overdue. In the first days of a machine there
+is no bound. Then a job is overdue after a fixed time, and the first recent job is promised a start.
 
-A prediction only orders jobs. Promises are computed from requests, so a wrong prediction delays no
-promise. If the requests of a machine are not trusted (`Guard.distrusts`), promises are computed
-from `experience.Needed`, and a job that outlasts its prediction may delay them.
+A prediction only orders jobs. Promises are computed from requests, so a wrong prediction delays no promise. If the requests of
+a machine are not trusted (`Guard.distrusts`), promises are computed from `experience.Needed`, and a job that outlasts its
+prediction may delay them.
 
-Proven: the schedule equals plain EASY's if all jobs are overdue (`Guard.overdue_part` and
-`least_easy_wait_s` are 0, and width does not count), with one promise and no short jobs. Not
-proven: that the longest wait stays below plain EASY's. See
+Proven: the schedule equals plain EASY's if all jobs are overdue (`Guard.overdue_part` and `least_easy_wait_s` are 0, and width
+does not count), with one promise and no short jobs. Not proven: that the longest wait stays below plain EASY's. See
 man/adr/0011-the-guard-of-the-default-policy.md for how often it does not.
 
-Knows nothing of nodes: `on_pool` applies these decisions to a pool of equal processors, `on_nodes`
-to a scheduling pass. If there are several queues, each with a part of the machine, then the rules
-about first jobs apply to each queue.
+Knows nothing of nodes: `on_pool` applies these decisions to a pool of equal processors, `on_nodes` to a scheduling pass. If
+there are several queues, each with a part of the machine, then the rules about first jobs apply to each queue.
 """
 
 from __future__ import annotations
@@ -89,9 +84,8 @@ class Capacity(Protocol[Job]):
 class WaitBound:
     """The state of the guard at one time: when a job is overdue, and how jobs are ranked.
 
-    `easy_wait_s`: longest wait so far under plain EASY. `learning`: the history is too short for
-    that bound. `first_waited_s`: the wait of the first job in the queue. `longest_s`: longest of
-    each user's last runs.
+    `easy_wait_s`: longest wait so far under plain EASY. `learning`: the history is too short for that bound. `first_waited_s`:
+    the wait of the first job in the queue. `longest_s`: longest of each user's last runs.
     """
 
     def __init__(
@@ -124,8 +118,7 @@ class WaitBound:
     def split(self, queue: Iterable[Candidate[Job]]) -> tuple[list[Candidate[Job]], list[Candidate[Job]]]:
         """Return the overdue candidates and the recent ones.
 
-        Overdue ones are ordered by counted wait, the longest first; recent ones keep the order of
-        `queue`.
+        Overdue ones are ordered by counted wait, the longest first; recent ones keep the order of `queue`.
         """
         since_s, bonus_s = self.now_s - self.overdue_after_s, self.bonus_s
         overdue: list[tuple[float, int, Candidate[Job]]] = []
@@ -181,10 +174,7 @@ class WaitBound:
 
 
 def decide(queue: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job]) -> Iterator[None]:
-    """Start candidates of `queue` in `capacity`, and promise others a start.
-
-    Each step decides about one candidate.
-    """
+    """Start candidates of `queue` in `capacity`, and promise others a start. Each step decides about one candidate."""
     started: set[int] = set()
     if bound.short_jobs_go_ahead:
         yield from _start_short(queue, bound, capacity, started)

@@ -1,23 +1,21 @@
 """The experience of a machine: predicted run times, the use of requests, and the longest wait under plain EASY.
 
-Users request far more time than they need, but each user runs the same kind of job again and again.
-So the longest of a user's last few runs is a better estimate than the request. A prediction is
-never longer than the request. It equals the request if the user is unknown or has no history.
+Users request far more time than they need, but each user runs the same kind of job again and again. So the longest of a user's
+last few runs is a better estimate than the request. A prediction is never longer than the request. It equals the request if the
+user is unknown or has no history.
 
-Usually a prediction only orders jobs, and promises are computed from requests. If the jobs of a
-machine use only a small part of the requested processor time (`RequestUse`), requests are useless.
-Then promises are computed from `Needed`, a multiple of the prediction, which is raised when a job
-outlasts it.
+Usually a prediction only orders jobs, and promises are computed from requests. If the jobs of a machine use only a small part
+of the requested processor time (`RequestUse`), requests are useless. Then promises are computed from `Needed`, a multiple of
+the prediction, which is raised when a job outlasts it.
 
-`ShadowEasy` is plain EASY backfill of the same jobs, simulated beside the real schedule, as if on a
-second machine. Its result is the bound of the policy `default`. The run time of a job is known only
-after it has ended on the real machine. So the simulation runs behind the real clock: it advances
-until an end that is not known yet could matter. Its result is certain: the longest wait under plain
-EASY is at least `longest_wait_s`, and only grows. A job is removed once it has started here and
-ended on the real machine, because a daemon runs for years.
+`ShadowEasy` is plain EASY backfill of the same jobs, simulated beside the real schedule, as if on a second machine. Its result
+is the bound of the policy `default`. The run time of a job is known only after it has ended on the real machine. So the
+simulation runs behind the real clock: it advances until an end that is not known yet could matter. Its result is certain: the
+longest wait under plain EASY is at least `longest_wait_s`, and only grows. A job is removed once it has started here and ended
+on the real machine, because a daemon runs for years.
 
-Source: after Tsafrir, Etsion and Feitelson, "Backfilling using system-generated predictions rather
-than user runtime estimates" (2007), which uses the mean of the last two runs.
+Source: after Tsafrir, Etsion and Feitelson, "Backfilling using system-generated predictions rather than user runtime estimates"
+(2007), which uses the mean of the last two runs.
 """
 
 from __future__ import annotations
@@ -55,10 +53,7 @@ class History:
 
 
 class RequestUse:
-    """The part of the requested processor time that ended jobs used.
-
-    The older a job, the lower its weight.
-    """
+    """The part of the requested processor time that ended jobs used. The older a job, the lower its weight."""
 
     def __init__(self) -> None:
         self._jobs = 0
@@ -97,10 +92,7 @@ class Needed:
         return limit_s if longest_s is None else min(limit_s, max(LEAST_NEED_S, self._times * longest_s))
 
     def end_s(self, user: int, began_s: float, limit_end_s: float, now_s: float) -> float:
-        """Return the expected end of a job that began at `began_s`.
-
-        The job reaches its time limit at `limit_end_s`.
-        """
+        """Return the expected end of a job that began at `began_s`. The job reaches its time limit at `limit_end_s`."""
         longest_s = self._longest_s.get(user)
         if longest_s is None:
             return limit_end_s
@@ -117,9 +109,8 @@ class Experience:
 
     Of each user it has the longest of the last few runs.
 
-    `easy_wait_s`: the longest wait so far (see `ShadowEasy`). `began_s`: first submission; None:
-    no job yet. `request_use`: the part of the requested processor time that jobs used (see
-    `RequestUse`).
+    `easy_wait_s`: the longest wait so far (see `ShadowEasy`). `began_s`: first submission; None: no job yet. `request_use`: the
+    part of the requested processor time that jobs used (see `RequestUse`).
     """
 
     longest_runs_s: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -151,8 +142,7 @@ class Expected:
 class ShadowEasy:
     """Plain EASY on a machine of `size` processors, for the jobs submitted so far.
 
-    It advances as far as the run times of jobs are known. A job is identified by its number in the
-    order of submission.
+    It advances as far as the run times of jobs are known. A job is identified by its number in the order of submission.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,13 +1,12 @@
 """The policy `default` in a scheduling pass, for jobs that need more than processors.
 
-The decisions are in `decide`. A job counts as the number of processors that equals its largest
-fraction of cpus, memory or GPUs. An exclusive job counts by its nodes. Partitions of a higher tier
-come first, each tier by itself. A queue is in the order of priorities.
+The decisions are in `decide`. A job counts as the number of processors that equals its largest fraction of cpus, memory or
+GPUs. An exclusive job counts by its nodes. Partitions of a higher tier come first, each tier by itself. A queue is in the order
+of priorities.
 
-Priorities may depend on more than age. Then, while jobs of lower priority wait in a queue, its
-first jobs are treated as under EASY: they start while they fit, and the first that does not fit is
-promised its start before other jobs are considered, even short ones. So jobs that an administrator
-or fair share puts first stay first. Among equals, only the guard decides.
+Priorities may depend on more than age. Then, while jobs of lower priority wait in a queue, its first jobs are treated as under
+EASY: they start while they fit, and the first that does not fit is promised its start before other jobs are considered, even
+short ones. So jobs that an administrator or fair share puts first stay first. Among equals, only the guard decides.
 """
 
 from __future__ import annotations
@@ -207,10 +206,7 @@ class _NodeCapacity:
 
 
 def amount_of(held: Held, machine: Held) -> float:
-    """Return the largest part of one resource of `machine` that `held` takes.
-
-    The unit is cpus of the machine.
-    """
+    """Return the largest part of one resource of `machine` that `held` takes. The unit is cpus of the machine."""
     others = [
         amount / machine[name] * machine[CPU]
         for name, amount in held.items()

@@ -1,10 +1,9 @@
 """Feature expressions such as ``--constraint="a&(b|c)"``: a parser and an evaluator.
 
-An expression is a postfix tuple (``("a", "b", "c", "|", "&")``). It is flat and hashable, and is
-parsed and evaluated without recursion, so the cost of a hostile expression is limited by its
-length. A constraint is an expression that every node must satisfy, and optionally a condition on
-all nodes together: a number of nodes of some kinds (``[a*2&b*1]``, ``a*2``), or all nodes of one
-kind (``[a|b|c]``). Errors contain the position in the text. There is no "not" operator.
+An expression is a postfix tuple (``("a", "b", "c", "|", "&")``). It is flat and hashable, and is parsed and evaluated without
+recursion, so the cost of a hostile expression is limited by its length. A constraint is an expression that every node must
+satisfy, and optionally a condition on all nodes together: a number of nodes of some kinds (``[a*2&b*1]``, ``a*2``), or all
+nodes of one kind (``[a|b|c]``). Errors contain the position in the text. There is no "not" operator.
 
 Knows nothing of nodes or jobs. Syntax: sbatch(1), --constraint.
 """
@@ -32,8 +31,7 @@ _CLOSES = {"(": ")", "[": "]"}
 class Constraint:
     """The kinds of nodes that a job needs.
 
-    Each node satisfies `every`, all nodes satisfy the same one of `alike`, and a number of nodes
-    satisfies each of `counts`.
+    Each node satisfies `every`, all nodes satisfy the same one of `alike`, and a number of nodes satisfies each of `counts`.
     """
 
     every: Expression = ()
@@ -68,8 +66,7 @@ def parse_constraint(text: str) -> Constraint:
 def _only_alike(read: Sequence[tuple[_Token, Constraint]], counts: int, text: str) -> tuple[Expression, ...]:
     """Return the alternatives of the only part that has them.
 
-    Raises: RequestError if two parts have alternatives, if alternatives are combined with counts,
-    or if there are too many.
+    Raises: RequestError if two parts have alternatives, if alternatives are combined with counts, or if there are too many.
     """
     found = [(first, constraint.alike) for first, constraint in read if constraint.alike]
     if len(found) > 1:
@@ -111,8 +108,7 @@ def _read_part(part: list[_Token], text: str) -> Constraint:
 def parse_features(text: str) -> Expression:
     """Return the expression in `text`, which applies to each node separately.
 
-    It is empty for empty text. Raises: RequestError, with the position, if it is malformed or has
-    counts or brackets.
+    It is empty for empty text. Raises: RequestError, with the position, if it is malformed or has counts or brackets.
     """
     tokens = _tokens(text)
     for token in tokens:
@@ -200,10 +196,7 @@ def _all_of(expressions: Sequence[Expression]) -> Expression:
 
 
 def _postfix(tokens: Sequence[_Token], text: str) -> Expression:
-    """Order operators after their operands (Dijkstra's shunting yard).
-
-    `&` binds closer than `|`.
-    """
+    """Order operators after their operands (Dijkstra's shunting yard). `&` binds closer than `|`."""
     out: list[str] = []
     waiting: list[str] = []
     operand_next = True

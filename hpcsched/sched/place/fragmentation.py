@@ -1,18 +1,16 @@
 """Stranded GPUs of a node: free, but of no use to the jobs that are expected.
 
-Expected jobs are assumed to resemble the running and waiting jobs: a *mix* of the most common
-demands. A demand of the mix can use the free GPUs of a node if the free cpus and memory of the node
-suffice for it. All demands together cannot use more GPUs than the free cpus allow, at the ratio of
-cpus to GPUs of the mix. The other free GPUs are stranded. A job goes to the node where it strands
-the fewest additional GPUs. That number is negative if the job takes GPUs that fit no other job.
+Expected jobs are assumed to resemble the running and waiting jobs: a *mix* of the most common demands. A demand of the mix can
+use the free GPUs of a node if the free cpus and memory of the node suffice for it. All demands together cannot use more GPUs
+than the free cpus allow, at the ratio of cpus to GPUs of the mix. The other free GPUs are stranded. A job goes to the node
+where it strands the fewest additional GPUs. That number is negative if the job takes GPUs that fit no other job.
 
 Source: placement by the growth of expected fragmentation is from Weng et al., Beware of
 Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient Descent, USENIX ATC
 2023. The bound by free cpus at the ratio of the mix is ours: it detects that a node runs out of
 cpus long before no job fits.
 
-Pure. Knows nothing of time. Types of GPUs are not distinguished, because a node usually has GPUs of
-one type.
+Pure. Knows nothing of time. Types of GPUs are not distinguished, because a node usually has GPUs of one type.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ _MICRO = 1_000_000
 
 
 class Demand(NamedTuple):
-    """The part of one node that a job takes.
-
-    It is either whole `gpus`, or `shards` of the `shards_of` of one GPU.
-    """
+    """The part of one node that a job takes. It is either whole `gpus`, or `shards` of the `shards_of` of one GPU."""
 
     cpus: int
     mem_mib: int
@@ -93,10 +88,7 @@ class Mix:
 
 
 def mix_of(snapshot: Snapshot) -> Mix | None:
-    """Return the mix of running and pending jobs in `snapshot`.
-
-    None: there are no GPUs, or no job requests any.
-    """
+    """Return the mix of running and pending jobs in `snapshot`. None: there are no GPUs, or no job requests any."""
     slots = {node.name: node.slots for node in snapshot.nodes if node.gpus}
     if not slots:
         return None

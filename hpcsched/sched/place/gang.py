@@ -1,10 +1,9 @@
 """The choice of a gang: all nodes that a job needs, or none.
 
-The test whether a gang fits is exact for node counts, tasks, GPUs and kinds of nodes. Among the gangs
-that fit, the preferred one has as many nodes as the job may have or its tasks need, then nodes of
-similar speed if the job is synchronous, then the fewest switches, then the preferred seats. Speed and
-switches do not count for contiguous jobs and jobs that are spread. If several switches can each hold
-the whole gang, the switch with the fewest seats is taken.
+The test whether a gang fits is exact for node counts, tasks, GPUs and kinds of nodes. Among the gangs that fit, the preferred
+one has as many nodes as the job may have or its tasks need, then nodes of similar speed if the job is synchronous, then the
+fewest switches, then the preferred seats. Speed and switches do not count for contiguous jobs and jobs that are spread. If
+several switches can each hold the whole gang, the switch with the fewest seats is taken.
 
 Knows only seats (see `node_fit`), not time or queues. Sources: topology.conf(5), sbatch(1) --switches and --constraint.
 """
@@ -27,8 +26,7 @@ _Choice = Callable[[Sequence[Seat]], list[Seat] | None]
 def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = frozenset()) -> list[Seat] | None:
     """Return the seats of a gang for `shape`, in the order of nodes; None if it does not fit.
 
-    `seats` are in order of preference. `required`: the nodes of its node list, all of which it
-    gets.
+    `seats` are in order of preference. `required`: the nodes of its node list, all of which it gets.
     """
     for kind in shape.alike or ((),):
         able = [seat for seat in seats if matches(kind, seat.view.features)] if kind else seats
@@ -161,20 +159,14 @@ def _gang(shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: in
 
 
 def _single(shape: Shape, seats: Sequence[Seat]) -> Seat | None:
-    """Return the preferred seat that holds all tasks of `shape`.
-
-    None: there is none, or GPUs count too.
-    """
+    """Return the preferred seat that holds all tasks of `shape`. None: there is none, or GPUs count too."""
     if shape.gpus_total:
         return None
     return next((seat for seat in seats if seat.tasks >= (shape.ntasks or 0)), None)
 
 
 def _seats_it_must_have(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
-    """Return the mandatory seats: on `required` nodes, and of the kinds that `shape` counts.
-
-    None: some are missing.
-    """
+    """Return the mandatory seats: on `required` nodes, and of the kinds that `shape` counts. None: some are missing."""
     listed = [seat for seat in seats if seat.node in required] if required else []
     if len(listed) < len(required):
         return None
@@ -192,9 +184,8 @@ def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) ->
 
     Each seat is counted once. None: there are too few.
 
-    The sets of seats that can be assigned to kinds form a transversal matroid. So a greedy choice
-    is exact and takes the most preferred seats: each seat is added, in order of preference, if the
-    earlier seats can be rearranged to admit it.
+    The sets of seats that can be assigned to kinds form a transversal matroid. So a greedy choice is exact and takes the most
+    preferred seats: each seat is added, in order of preference, if the earlier seats can be rearranged to admit it.
     """
     fits: dict[frozenset[str], list[int]] = {}
     taken: list[list[Seat]] = [[] for _ in counts]
@@ -228,10 +219,7 @@ def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) ->
 def _largest_of_each(
     shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int
 ) -> list[Seat] | None:
-    """Return a gang for tasks and kinds, of the seats with room for most tasks.
-
-    None: even those do not suffice.
-    """
+    """Return a gang for tasks and kinds, of the seats with room for most tasks. None: even those do not suffice."""
     if not shape.counts or shape.ntasks is None:
         return None
     by_size = sorted(seats, key=lambda seat: (seat.node not in required, -seat.tasks, seat))

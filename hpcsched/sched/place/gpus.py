@@ -1,9 +1,8 @@
 """The GPUs of one node: pools of whole GPUs by type, and GPUs divided into shards.
 
-The *slots* of a node are fixed. A vector of *units*, one number for each slot, has the free or the
-taken amounts. So resources can be added, subtracted and compared without knowledge of units. In a
-pool, a unit is one GPU. A GPU with shards is a slot of its own, and its units are the shards; a job
-that takes the whole GPU takes all shards.
+The *slots* of a node are fixed. A vector of *units*, one number for each slot, has the free or the taken amounts. So resources
+can be added, subtracted and compared without knowledge of units. In a pool, a unit is one GPU. A GPU with shards is a slot of
+its own, and its units are the shards; a job that takes the whole GPU takes all shards.
 
 Knows nothing of time, of jobs and of preferences among nodes. Source: gres.conf(5), sharing GRES.
 """
@@ -143,10 +142,7 @@ class FreeGpus:
         return Grant(tuple(sorted(gpus)))
 
     def hold(self, share: Share) -> Units:
-        """Take the GPUs of `share`, and return their units.
-
-        GPUs that the node no longer has count as none.
-        """
+        """Take the GPUs of `share`, and return their units. GPUs that the node no longer has count as none."""
         counts = [0] * len(self._slots)
         for at, slot in enumerate(self._slots):
             if slot.gpu_index < 0:

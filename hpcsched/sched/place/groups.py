@@ -1,11 +1,10 @@
 """Groups of jobs of equal shape: nodes for them now, and their earliest start.
 
-A `ShapeGroup` has the jobs of one shape in one partition (and reservation). Its `Openings` have the
-times at which each node can hold a share of such a job. Groups with equal shares on the same nodes
-use the same `Openings`. A shape is *alike* if any of those nodes will do; then it is enough to
-count nodes. Other shapes have tasks or GPUs to distribute over the free resources of nodes; for
-them, seats are tried. Each component of a heterogeneous job has a group of its own, and
-`ComponentGroup` combines them.
+A `ShapeGroup` has the jobs of one shape in one partition (and reservation). Its `Openings` have the times at which each node
+can hold a share of such a job. Groups with equal shares on the same nodes use the same `Openings`. A shape is *alike* if any of
+those nodes will do; then it is enough to count nodes. Other shapes have tasks or GPUs to distribute over the free resources of
+nodes; for them, seats are tried. Each component of a heterogeneous job has a group of its own, and `ComponentGroup` combines
+them.
 
 Knows nothing of order, policies and wait reasons.
 """
@@ -232,10 +231,7 @@ class ShapeGroup:
         self._fits: dict[tuple[int, NodeResources], Fit | None] = {}
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return the parts of a job of this group that starts now and ends by `end_s`.
-
-        None: it does not fit.
-        """
+        """Return the parts of a job of this group that starts now and ends by `end_s`. None: it does not fit."""
         timeline = self._timeline
         self._forget_if_given()
         if end_s > self.fails_beyond_s:
@@ -254,9 +250,8 @@ class ShapeGroup:
     def place_with(self, own: Sequence[NodePart], own_from_s: float, end_s: float) -> list[NodePart] | None:
         """Return the parts of a job that starts now if its own slot is given up.
 
-        The slot has the `own` parts from `own_from_s` on. None: the job does not fit. If the shape
-        is not alike, only the nodes of the slot are tried. That is exact if `place` has found
-        nothing.
+        The slot has the `own` parts from `own_from_s` on. None: the job does not fit. If the shape is not alike, only the nodes
+        of the slot are tried. That is exact if `place` has found nothing.
         """
         if own_from_s >= end_s:
             return None
@@ -426,10 +421,7 @@ class ShapeGroup:
 
 
 class ComponentGroup:
-    """Heterogeneous jobs of one shape.
-
-    There is a `ShapeGroup` for each component. Components get separate nodes.
-    """
+    """Heterogeneous jobs of one shape. There is a `ShapeGroup` for each component. Components get separate nodes."""
 
     def __init__(self, timeline: Timeline, shape: Shape, groups: Sequence[ShapeGroup]) -> None:
         self.shape = shape
@@ -439,10 +431,7 @@ class ComponentGroup:
         self._groups = groups
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return the parts of a job of these components that starts now and ends by `end_s`.
-
-        None: it does not fit.
-        """
+        """Return the parts of a job of these components that starts now and ends by `end_s`. None: it does not fit."""
         now_s = self._timeline.now_s
         return self._at(now_s, end_s - now_s)
 

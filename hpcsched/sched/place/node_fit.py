@@ -1,10 +1,9 @@
 """Fits of jobs on nodes: how much of a job a node can take, and which fit is best.
 
-The best fit is the tightest one, which leaves the least fragmentation. Preferred are, in this
-order: nodes that the job prefers (--prefer), nodes with a fast link if the job is bound by
-communication, nodes of lower weight, nodes where it strands the fewest GPUs (see `fragmentation`),
-and nodes that are left with the fewest GPUs, cpus and memory. Each node first gets one task, then
-nodes are filled in order (block distribution, as in srun). `gang` chooses the seats of a gang.
+The best fit is the tightest one, which leaves the least fragmentation. Preferred are, in this order: nodes that the job prefers
+(--prefer), nodes with a fast link if the job is bound by communication, nodes of lower weight, nodes where it strands the
+fewest GPUs (see `fragmentation`), and nodes that are left with the fewest GPUs, cpus and memory. Each node first gets one task,
+then nodes are filled in order (block distribution, as in srun). `gang` chooses the seats of a gang.
 
 Pure: works on `NodeResources`; knows nothing of queues and time.
 """
@@ -38,10 +37,7 @@ class Fit(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A node that can take a part of a job.
-
-    Seats order by preference; `node` makes the order unique.
-    """
+    """A node that can take a part of a job. Seats order by preference; `node` makes the order unique."""
 
     preference: tuple[int, ...]
     node: int
@@ -120,10 +116,7 @@ def _link_class(mbps: int) -> int:
 
 
 def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> Seat | None:
-    """Return the seat of `shape` on `node` with `room` free; None if it does not fit.
-
-    `at`: the index of the node.
-    """
+    """Return the seat of `shape` on `node` with `room` free; None if it does not fit. `at`: the index of the node."""
     fit = fit_of(shape, node, types, room)
     return seat_at(shape, at, node, fit) if fit is not None else None
 
@@ -211,10 +204,7 @@ def _layout(shape: Shape, chosen: Sequence[Seat]) -> list[int]:
 
 
 def _spread(total: int, limits: Sequence[int]) -> list[int]:
-    """Return `total` distributed over nodes as evenly as their limits allow.
-
-    The first nodes get more.
-    """
+    """Return `total` distributed over nodes as evenly as their limits allow. The first nodes get more."""
     given = [0] * len(limits)
     total = min(total, sum(limits))
     while total > 0:
@@ -262,8 +252,7 @@ def _shards(
 ) -> Units:
     """Return the shards that `shape` takes.
 
-    They are on the GPU where that strands the fewest GPUs; among equals, on the GPU with the fewest
-    shards left.
+    They are on the GPU where that strands the fewest GPUs; among equals, on the GPU with the fewest shards left.
     """
     asked = shape.shards
     choices: dict[tuple[str, int, int], int] = {}  # GPUs with equally many shards left are equal
@@ -281,10 +270,7 @@ def _shards(
 
 
 class Seating:
-    """The seats of one shape on some nodes, in order of preference.
-
-    Starts of jobs change some of them.
-    """
+    """The seats of one shape on some nodes, in order of preference. Starts of jobs change some of them."""
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         self.ordered = sorted(seats)

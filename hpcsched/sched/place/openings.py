@@ -1,14 +1,13 @@
 """Openings: the times at which each node can hold one share of a shape.
 
-They are updated when shares are taken. Each node has *spans* ``[from, until)`` in which one share
-fits all the time. A job of `length_s` can begin on the node at any `t` with ``from <= t`` and ``t +
-length_s <= until``. Two sorted indices over all spans answer the question for a gang: from which
-time on can a number of nodes hold it? One index has the spans that never end, the other the spans
-that end (*holes*).
+They are updated when shares are taken. Each node has *spans* ``[from, until)`` in which one share fits all the time. A job of
+`length_s` can begin on the node at any `t` with ``from <= t`` and ``t + length_s <= until``. Two sorted indices over all spans
+answer the question for a gang: from which time on can a number of nodes hold it? One index has the spans that never end, the
+other the spans that end (*holes*).
 
-During a pass, shares are usually only taken, so spans only shrink. A search for as many or more
-nodes and as long or longer a time than an earlier search can begin at the result of the earlier
-search. When a slot is released, earlier results are discarded.
+During a pass, shares are usually only taken, so spans only shrink. A search for as many or more nodes and as long or longer a
+time than an earlier search can begin at the result of the earlier search. When a slot is released, earlier results are
+discarded.
 
 Knows nothing of jobs, order and promises, nor of the nodes that a job finally gets.
 """
@@ -60,10 +59,7 @@ class Floors:
 
 
 class Openings:
-    """The spans of `nodes` for one share.
-
-    `closed`: intervals in which a node cannot be used, even if it is free.
-    """
+    """The spans of `nodes` for one share. `closed`: intervals in which a node cannot be used, even if it is free."""
 
     def __init__(
         self, timeline: Timeline, share: Shape, nodes: Sequence[int], closed: Mapping[int, Sequence[Interval]]
@@ -193,10 +189,7 @@ class Openings:
         return found + [(until_s, node) for until_s, from_s, node in later if from_s <= start_s]
 
     def beginning_after(self, start_s: float, length_s: float) -> Iterator[tuple[float, float, int]]:
-        """Yield the spans of at least `length_s` that begin after `start_s`, in order.
-
-        A span is (begin, end, node).
-        """
+        """Yield the spans of at least `length_s` that begin after `start_s`, in order. A span is (begin, end, node)."""
         endless, holes = self._endless, self._holes
         begin = bisect_right(endless, (start_s, LAST))
         later = holes[bisect_left(holes, (start_s + length_s,)) :]

@@ -1,9 +1,8 @@
 """Resource requests of jobs, normalised once: counts instead of options.
 
-The defaults of the partition are applied. A `Shape` has everything except the time limit. Jobs of
-equal shape fit on the same nodes, so the planner tests each shape once. Task counts follow srun(1)
-and sbatch(1): without ``--nodes``, a job takes as many nodes as its tasks need; ``-N3 -n2`` means
-two nodes; ``--ntasks-per-node`` with ``--ntasks`` is a maximum.
+The defaults of the partition are applied. A `Shape` has everything except the time limit. Jobs of equal shape fit on the same
+nodes, so the planner tests each shape once. Task counts follow srun(1) and sbatch(1): without ``--nodes``, a job takes as many
+nodes as its tasks need; ``-N3 -n2`` means two nodes; ``--ntasks-per-node`` with ``--ntasks`` is a maximum.
 
 Knows nothing of nodes and free resources.
 """
@@ -97,8 +96,7 @@ class ResourceRequest:
 def request_of(spec: JobSpec, partition: Partition, *, time_limit_s: int | None = None) -> ResourceRequest:
     """Return the request of a job of `spec` in `partition`.
 
-    `time_limit_s` overrides the limit in `spec`. Whether any node has these resources is not
-    checked.
+    `time_limit_s` overrides the limit in `spec`. Whether any node has these resources is not checked.
 
     Raises: RequestError if options contradict each other or are malformed.
     """

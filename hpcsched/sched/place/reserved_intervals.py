@@ -1,10 +1,9 @@
 """Reserved intervals: nodes that are closed to all jobs outside a reservation.
 
-Permission to use a reservation is checked at submission. This module has only the times at which
-nodes are open to a reservation. A job can use the nodes of its reservation only during that
-reservation, and not while another reservation has them. If its reservation is for maintenance or
-has the flag OVERLAP, other reservations do not close any node to it. Source: reservations.html of
-Slurm's documentation.
+Permission to use a reservation is checked at submission. This module has only the times at which nodes are open to a
+reservation. A job can use the nodes of its reservation only during that reservation, and not while another reservation has
+them. If its reservation is for maintenance or has the flag OVERLAP, other reservations do not close any node to it. Source:
+reservations.html of Slurm's documentation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Elastic jobs: requests to give nodes back for waiting jobs, and grants of idle nodes.
 
-A job with `--elastic` and `--nodes=MIN-MAX` starts with the free nodes, at least MIN. While other
-jobs wait for resources, it may be asked to continue with fewer nodes, never below MIN, if a waiting
-job can start then. The job that began last is asked first, for its last nodes first. It may keep
-the nodes; then it is not asked again for the same waiting job. Until it has answered, or its time
-to answer is over, no other job is asked or preempted for that waiting job. When no job waits,
-elastic jobs get idle nodes, up to MAX, and requests to give nodes back are withdrawn.
+A job with `--elastic` and `--nodes=MIN-MAX` starts with the free nodes, at least MIN. While other jobs wait for resources, it
+may be asked to continue with fewer nodes, never below MIN, if a waiting job can start then. The job that began last is asked
+first, for its last nodes first. It may keep the nodes; then it is not asked again for the same waiting job. Until it has
+answered, or its time to answer is over, no other job is asked or preempted for that waiting job. When no job waits, elastic
+jobs get idle nodes, up to MAX, and requests to give nodes back are withdrawn.
 
 The plan itself tests whether a job fits, see `sched.plan`. Pure.
 """
@@ -93,10 +92,7 @@ def withdrawn(snapshot: Snapshot) -> list[Resize]:
 
 
 def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | None]) -> list[Gift]:
-    """Return the shortest prefix of `gifts` that suffices, without unneeded gifts.
-
-    All gifts together suffice.
-    """
+    """Return the shortest prefix of `gifts` that suffices, without unneeded gifts. All gifts together suffice."""
     counts = range(1, len(gifts))
     fewest = 1 + bisect_left(counts, True, key=lambda count: start(gifts[:count]) is not None)
     enough = list(gifts[:fewest])

@@ -1,21 +1,17 @@
 """Victims: which running jobs may be preempted for a waiting job, how, and the choice with the least lost work.
 
-By QOS, a job outranks another job if its QOS lists the QOS of the other, and not the other way
-round. By partition, it outranks the other if its partition has the higher priority tier. So a job
-is never preempted by a job of its own or a lower rank, or by a job that it could preempt itself,
-because the configuration rejects circles of QOS. Sources: preempt.html of Slurm's documentation,
-sacctmgr(1) Preempt, GraceTime.
+By QOS, a job outranks another job if its QOS lists the QOS of the other, and not the other way round. By partition, it outranks
+the other if its partition has the higher priority tier. So a job is never preempted by a job of its own or a lower rank, or by
+a job that it could preempt itself, because the configuration rejects circles of QOS. Sources: preempt.html of Slurm's
+documentation, sacctmgr(1) Preempt, GraceTime.
 
-No job is preempted without effect. The plan itself is asked whether the job fits without some
-running jobs, with a snapshot without them. So every rule of the plan counts: reservations, limits,
-licences, promises to jobs ahead.
+No job is preempted without effect. The plan itself is asked whether the job fits without some running jobs, with a snapshot
+without them. So every rule of the plan counts: reservations, limits, licences, promises to jobs ahead.
 
-The candidates are sorted in a few orders. Of each order, the shortest prefix that suffices is
-taken, and every job that is not needed is dropped from it. So every victim is needed for the start.
-The set with the least lost work is chosen; of equal sets, the smallest. If there are few
-candidates, every set with less lost work is tried too, so the choice is optimal. In a large
-cluster, the nodes that are cheapest to free are tried first, and the resulting set is verified in
-the whole snapshot.
+The candidates are sorted in a few orders. Of each order, the shortest prefix that suffices is taken, and every job that is not
+needed is dropped from it. So every victim is needed for the start. The set with the least lost work is chosen; of equal sets,
+the smallest. If there are few candidates, every set with less lost work is tried too, so the choice is optimal. In a large
+cluster, the nodes that are cheapest to free are tried first, and the resulting set is verified in the whole snapshot.
 
 Pure: a snapshot and rules in, jobs out.
 """
@@ -54,8 +50,7 @@ def choose(
 ) -> VictimSet | None:
     """Choose victims for `job`; None if preemption does not help.
 
-    `ahead`: jobs that it must not delay. No job is preempted for a job that already fits and only
-    waits for its turn.
+    `ahead`: jobs that it must not delay. No job is preempted for a job that already fits and only waits for its turn.
     """
     candidates = candidates_for(snapshot, policy, job)
     if not candidates:
@@ -81,10 +76,7 @@ def choose(
 def _best(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> VictimSet | None:
-    """Return the victims with the least lost work.
-
-    None: all candidates together do not suffice.
-    """
+    """Return the victims with the least lost work. None: all candidates together do not suffice."""
     candidates = candidates_for(snapshot, policy, job)
     trial = _Trial(snapshot, policy, job, ahead, make)
     if not candidates or trial.start(candidates) is None:
@@ -168,10 +160,7 @@ def without(snapshot: Snapshot, policy: Policy, victims: Iterable[RunningJob]) -
 
 
 def lent(job: RunningJob) -> RunningJob:
-    """Return the job as suspended.
-
-    Other jobs may use its cpus; it keeps its memory and GPUs.
-    """
+    """Return the job as suspended. Other jobs may use its cpus; it keeps its memory and GPUs."""
     return replace(job, runs=False, shares=without_cpus(job.shares), lent_shares=job.shares)
 
 
@@ -270,10 +259,7 @@ def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
 
 
 def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
-    """Return the grace period of `victim`, in which it can save its work.
-
-    None: it is ended like a cancelled job.
-    """
+    """Return the grace period of `victim`, in which it can save its work. None: it is ended like a cancelled job."""
     qos = rules.qos.get(victim.qos)
     if qos is not None and qos.grace_time_s > 0:
         return qos.grace_time_s
@@ -311,8 +297,7 @@ def exempt_s(qos_name: str, rules: PreemptRules) -> float:
 def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
     """Return the work that is lost with `victim`, in seconds times its `weight`.
 
-    That is its work since its last reported checkpoint. It is all its work if it is not requeued,
-    and none if it is suspended.
+    That is its work since its last reported checkpoint. It is all its work if it is not requeued, and none if it is suspended.
     """
     mode = mode_of(victim, rules)
     if mode is PreemptMode.SUSPEND:

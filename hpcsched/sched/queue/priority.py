@@ -35,10 +35,7 @@ STEP_JOBS = 1000  # jobs that get their priority in one step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """The weighted parts of a priority.
-
-    Their sum is `total`, which is limited to 1..HIGHEST.
-    """
+    """The weighted parts of a priority. Their sum is `total`, which is limited to 1..HIGHEST."""
 
     total: int
     site: int = 0
@@ -133,10 +130,7 @@ def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
-    """Return `breakdown_of(...).total`, but faster.
-
-    `part`: the weighted factors that `_shared` returns.
-    """
+    """Return `breakdown_of(...).total`, but faster. `part`: the weighted factors that `_shared` returns."""
     if job.priority_set is not None:
         return job.priority_set
     since_s = job.submitted_at_s if policy.accrue_always else job.since_s
@@ -162,10 +156,7 @@ def in_order(
     policy: Policy,
     found: dict[JobId, int] | None = None,
 ) -> list[PendingJob]:
-    """Return `jobs` in the order in which they are considered.
-
-    Their priorities are added to `found`.
-    """
+    """Return `jobs` in the order in which they are considered. Their priorities are added to `found`."""
     steps = order_in_steps(jobs, partitions, scale, policy, found)
     while True:
         try:

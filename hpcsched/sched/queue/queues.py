@@ -1,14 +1,13 @@
 """The queues of one pass: one for each partition and reservation.
 
-A queue has its answering nodes and its *head*: the first of its jobs that does not fit. Only eligible jobs are in
-it. Holds, begin times, deadlines, dependencies, singletons and reservations keep a job waiting even if resources are free.
+A queue has its answering nodes and its *head*: the first of its jobs that does not fit. Only eligible jobs are in it. Holds,
+begin times, deadlines, dependencies, singletons and reservations keep a job waiting even if resources are free.
 
-Dependencies follow sbatch(1). If the dependency is an array, `afterok` requires that all its tasks
-completed, `afternotok` that all ended and not all completed, `afterany` that all ended, and
-`aftercorr` that the task of the same number completed. ``12_3`` refers to that task alone. A job
-that is no longer known counts as ended long ago with an unknown outcome: `afterok`, `afternotok`
-and `aftercorr` on it are never satisfied. A job never starts if it could not end by its deadline
-even if it started now.
+Dependencies follow sbatch(1). If the dependency is an array, `afterok` requires that all its tasks completed, `afternotok` that
+all ended and not all completed, `afterany` that all ended, and `aftercorr` that the task of the same number completed. ``12_3``
+refers to that task alone. A job that is no longer known counts as ended long ago with an unknown outcome: `afterok`,
+`afternotok` and `aftercorr` on it are never satisfied. A job never starts if it could not end by its deadline even if it
+started now.
 
 `place.reserved_intervals` has the times at which nodes are closed; the reasons, in words, are here.
 """
@@ -79,10 +78,7 @@ class PartitionQueues:
         return self._node_sets[key]
 
     def sharing_nodes(self, queue: PartitionQueue) -> list[PartitionQueue]:
-        """Return the queues of the same reservation that share nodes with `queue`.
-
-        `queue` itself is included.
-        """
+        """Return the queues of the same reservation that share nodes with `queue`. `queue` itself is included."""
         alike = [other for other in self._queues.values() if other.reservation == queue.reservation]
         return [other for other in alike if not set(other.nodes).isdisjoint(queue.nodes)]
 
@@ -110,8 +106,7 @@ def eligible_jobs(
 ) -> Generator[None, None, list[PendingJob]]:
     """Return, in steps, the eligible jobs, once for each partition that they request.
 
-    Only resources and limits keep these jobs waiting. The waits of the other jobs are added to
-    `waits`.
+    Only resources and limits keep these jobs waiting. The waits of the other jobs are added to `waits`.
     """
     eligibility, now_s, partitions = Eligibility(snapshot), snapshot.now_s, snapshot.partitions
     closed = {name: _closed(part) for name, part in partitions.items() if not part.state.starts_jobs}
@@ -166,10 +161,7 @@ class Met(Enum):
 
 
 class Eligibility:
-    """Evaluates the eligibility of the jobs of one snapshot.
-
-    A dependency that several jobs share is evaluated once.
-    """
+    """Evaluates the eligibility of the jobs of one snapshot. A dependency that several jobs share is evaluated once."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -198,10 +190,7 @@ class Eligibility:
         return self._unmet(job) if job.dependency else None
 
     def _too_late(self, job: PendingJob, deadline_at_s: float) -> Wait | None:
-        """Return the wait of a job that cannot end by its deadline, even if it starts now.
-
-        None: it can.
-        """
+        """Return the wait of a job that cannot end by its deadline, even if it starts now. None: it can."""
         least_s = job.time_min_s if job.time_min_s is not None else job.request.time_limit_s or 0
         left_s = deadline_at_s - self._snapshot.now_s
         if least_s <= left_s:
@@ -240,10 +229,7 @@ class Eligibility:
         return [(verdict, "" if verdict is Met.YES else _words(term, job_id, verdict)) for job_id, verdict in met]
 
     def _due_s(self, job: PendingJob) -> float | None:
-        """Return the end of the first delay (``after:12+5``) of a job that has begun.
-
-        None: no delay runs.
-        """
+        """Return the end of the first delay (``after:12+5``) of a job that has begun. None: no delay runs."""
         due = [
             since_s + term.delay_s
             for term in job.dependency
