@@ -177,7 +177,7 @@ class Story:
         self._cluster, self._keeper, self._reader, self._stage, self._plan = cluster, keeper, reader, stage, plan
         self.result = StoryResult()
         self._began_s = time.monotonic()
-        self._told: list[StoryLine] = []
+        self._lines: list[StoryLine] = []
         self._act = ""
         self._power_on_s = 0.0
 
@@ -426,7 +426,7 @@ class Story:
         screen = self._reader.look(self.result.job_id)
         subtitle = f"{self.elapsed_s() // 60:.0f}:{self.elapsed_s() % 60:02.0f}  {self._act}"
         return dataclasses.replace(
-            screen, title="hpcsched demo", subtitle=subtitle, hint="Ctrl-C ends it", story=tuple(self._told)
+            screen, title="hpcsched demo", subtitle=subtitle, hint="Ctrl-C ends it", story=tuple(self._lines)
         )
 
     def elapsed_s(self) -> float:
@@ -439,8 +439,8 @@ class Story:
 
     def say(self, kind: str, text: str) -> None:
         """Add one line to the story."""
-        self._told.append(StoryLine(at_s=self.elapsed_s(), kind=kind, text=text))
-        self._stage.tell(self._told[-1])
+        self._lines.append(StoryLine(at_s=self.elapsed_s(), kind=kind, text=text))
+        self._stage.tell(self._lines[-1])
 
 
 def node_facts(node: dict[str, Any]) -> str:

@@ -228,14 +228,14 @@ class ExitTeller:
     """Reports the end of a command to the client, once."""
 
     def __init__(self, channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
-        self._channel, self._process, self._told = channel, process, False
+        self._channel, self._process, self._has_answered = channel, process, False
 
     def tell_if_ended(self) -> None:
         """Send exit-status or exit-signal, if the command has ended and that was not sent yet."""
-        status = None if self._told else self._process.poll()
+        status = None if self._has_answered else self._process.poll()
         if status is None or self._channel.closed:
             return
-        self._told = True
+        self._has_answered = True
         if status >= 0:
             self._channel.send_exit_status(status)
         else:

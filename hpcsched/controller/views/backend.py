@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import hpcsched
 from hpcnode.wire import protocol
@@ -314,16 +314,14 @@ class ControllerBackend(Reading):
 
     # ----- nodes and the rest
 
-    async def nodes(self, asker: Asker, probe: bool, share: Mapping[str, str]) -> Json:
-        """Return the nodes; `probe` checks each node first.
-
-        `share` is a share probe that each node compares with its own.
-        """
+    async def nodes(self, asker: Asker, query: Mapping[str, str]) -> Json:
+        """Return the nodes. Query: ``probe=1`` checks each node first; each compares the share probe of ``share_``."""
+        share = {name[6:]: query[name] for name in ("share_file", "share_sha256", "share_uid") if name in query}
         if share:
             asker.must_be_admin("have nodes compare the share")
         views = node_views(self._cluster, self._clock())
         up = [view for view in views if view["link"] == Link.UP]
-        if probe:
+        if query.get("probe") == "1":
             await asyncio.gather(*(self._probe(view) for view in up))
         if share and self._cluster.config.share:
             asked = _probe_question(self._cluster.config.share, share)
@@ -372,7 +370,10 @@ class ControllerBackend(Reading):
     def reservations(self) -> Json:
         now_s = self._clock()
         found = [at(reservation, now_s) for reservation in self._cluster.reservations.values()]
-        return {"now_s": now_s, "reservations": [reservation_view(job, self._cluster, now_s) for job in found]}
+        return {
+            "now_s": now_s,
+            "reservations": [reservation_view(reservation, self._cluster, now_s) for reservation in found],
+        }
 
     async def update_partition(self, asker: Asker, body: Json) -> Json:
         name, state = body.get("name"), body.get("state")
@@ -471,7 +472,7 @@ class ControllerBackend(Reading):
             )
         found = await self._change(lambda tx: usage_ledger.reset(tx, asker, accounts, users))
         self._controller.reconfigured()
-        log.info("%s reset the usage of %s", asker.user, ", ".join("/".join(job) for job in found) or "nobody")
+        log.info("%s reset the usage of %s", asker.user, ", ".join(map("/".join, found)) or "nobody")
         return {"reset": [{"account": account, "user": user} for account, user in found]}
 
     def licenses(self) -> Json:
@@ -506,8 +507,10 @@ class ControllerBackend(Reading):
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 
-    async def reconfigure(self, asker: Asker, same_machine: list[str]) -> Json:
+    async def reconfigure(self, asker: Asker, same_machine: object) -> Json:
         """Reread the configuration; `same_machine` names nodes of which only the address changed."""
+        if not _is_texts(same_machine):
+            raise RequestError('cannot reload the configuration: the body must be {"same_machine": [names of nodes]}')
         asker.must_be_admin("reload the configuration")
         for name in same_machine:
             if name not in self._cluster.nodes:
@@ -515,8 +518,10 @@ class ControllerBackend(Reading):
                 raise NotFoundError(f"Invalid node name specified: {name[:60]!r}; there are: {there}")
         return {"changed": self._apply_config(same_machine)}
 
-    async def backup(self, asker: Asker, path: str) -> Json:
+    async def backup(self, asker: Asker, path: object) -> Json:
         """Write a copy of the database to the new file `path`, in a thread. Other requests do not wait for it."""
+        if not isinstance(path, str):
+            raise RequestError('cannot back up: the body must be {"path": absolute path}')
         # The controller writes with its own rights, so the user who names the file must have them
         # too.
         if asker.uid not in (0, os.getuid()):
@@ -588,5 +593,5 @@ def _probe_question(share: str, asked: Mapping[str, str]) -> protocol.ComparePro
         raise RequestError("cannot have nodes compare the share: the request does not name a share probe") from None
 
 
-def _is_texts(value: object) -> bool:
+def _is_texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

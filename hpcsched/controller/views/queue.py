@@ -358,12 +358,12 @@ async def queue_text(cluster: ClusterState, rows: QueueRows, asker: Asker, query
 
 def _ended(cluster: ClusterState, jobs: Sequence[Job], now_s: float, *, colour: bool) -> str:
     """Return the line that summarizes recently ended jobs; "" if there are none."""
-    kept_s = cluster.config.controller.min_job_age_s
-    states = Counter(job.state for job in jobs if (job.ended_at_s or 0.0) >= now_s - kept_s)
+    window_s = cluster.config.controller.min_job_age_s
+    states = Counter(job.state for job in jobs if (job.ended_at_s or 0.0) >= now_s - window_s)
     count = states.total()
     if not count:
         return ""
-    ended = f"{count} job{'s' * (count > 1)} ended in the last {_span(kept_s)}"
+    ended = f"{count} job{'s' * (count > 1)} ended in the last {_span(window_s)}"
     counts = " ".join(f"{number} {state}" for state, number in states.most_common())
     return painted(f"{ended}: {counts} (hqueue -a)", DIM if colour else "") + "\n"
 

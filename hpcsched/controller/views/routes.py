@@ -11,9 +11,9 @@ import asyncio
 import gc
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcnode.wire import gate
 from hpcsched.api import web
@@ -77,44 +77,61 @@ def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], door
     `coming` yields the backend when it is ready.
     """
     routes = _Routes(reader, coming)
+    by = routes.by
+    # fmt: off
     found = [
-        web.get("/v1/ping", routes.ping),
+        web.get("/v1/ping", by(lambda call: call.backend.ping())),
         web.post("/v1/submit", routes.submit),
         web.post("/v1/command", routes.command),
-        web.post("/v1/test", routes.in_turn(routes.test)),
+        web.post("/v1/test",
+                 routes.in_turn(by(lambda call: call.backend.test(call.asker, spec_from_json(call.body.get("job")))))),
         web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
         web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
-        web.get("/v1/job/{ref}", routes.job),
-        web.get("/v1/job/{ref}/story", routes.story),
-        web.get("/v1/job/{ref}/why", routes.in_turn(routes.why)),
-        web.get("/v1/nodes", routes.nodes),
-        web.get("/v1/strays", routes.strays),
-        web.post("/v1/strays/{verb:adopt|end}", routes.act_on_strays),
-        web.post("/v1/nodes/{verb:drain|resume|fence|remove}", routes.act_on_nodes),
-        web.get("/v1/partitions", routes.partitions),
-        web.post("/v1/partitions/update", routes.update_partition),
-        web.get("/v1/priorities", routes.in_turn(routes.priorities)),
-        web.get("/v1/snapshot", routes.in_turn(routes.snapshot)),
-        web.get("/v1/shares", routes.shares),
-        web.post("/v1/usage/reset", routes.reset_usage),
-        web.get("/v1/licenses", routes.licenses),
-        web.get("/v1/crontab", routes.crontab),
-        web.post("/v1/crontab", routes.install_crontab),
-        web.get("/v1/triggers", routes.triggers),
-        web.post("/v1/triggers/{verb:set|clear}", routes.act_on_triggers),
-        web.get("/v1/reservations", routes.reservations),
-        web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
-        web.get("/v1/config", routes.config),
+        web.get("/v1/job/{name}", by(lambda call: call.backend.job(call.asker, call.name))),
+        web.get("/v1/job/{name}/story", by(lambda call: call.backend.story(call.asker, call.name))),
+        web.get("/v1/job/{name}/why", routes.in_turn(by(lambda call: call.backend.why(call.asker, call.name)))),
+        web.get("/v1/nodes", by(lambda call: call.backend.nodes(call.asker, call.query))),
+        web.get("/v1/strays", by(lambda call: call.backend.strays(call.asker))),
+        web.post("/v1/strays/{name:adopt|end}", by(lambda call: call.backend.act_on_strays(call.asker, call.name, call.body))),
+        web.post("/v1/nodes/{name:drain|resume|fence|remove}",
+                 by(lambda call: call.backend.act_on_nodes(call.asker, call.name, call.body))),
+        web.get("/v1/partitions", by(lambda call: call.backend.partitions())),
+        web.post("/v1/partitions/update", by(lambda call: call.backend.update_partition(call.asker, call.body))),
+        web.get("/v1/priorities", routes.in_turn(by(lambda call: call.backend.priorities(call.asker, call.query)))),
+        web.get("/v1/snapshot", routes.in_turn(by(lambda call: call.backend.snapshot()))),
+        web.get("/v1/shares", by(lambda call: call.backend.shares())),
+        web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.asker, call.body))),
+        web.get("/v1/licenses", by(lambda call: call.backend.licenses())),
+        web.get("/v1/crontab", by(lambda call: call.backend.crontab(call.asker, call.query.get("user", "")))),
+        web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.asker, call.body))),
+        web.get("/v1/triggers", by(lambda call: call.backend.triggers())),
+        web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
+        web.get("/v1/reservations", by(lambda call: call.backend.reservations())),
+        web.post("/v1/reservations/{name:create|update|delete}",
+                 by(lambda call: call.backend.act_on_reservation(call.asker, call.name, call.body))),
+        web.get("/v1/config", by(lambda call: call.backend.config(call.asker))),
         web.get("/v1/history", routes.in_turn(routes.history)),
-        web.get("/v1/outages", routes.in_turn(routes.outages)),
+        web.get("/v1/outages", routes.in_turn(by(lambda call: call.backend.outages(call.query)))),
         web.get("/v1/log", routes.log),
-        web.post("/v1/reconfigure", routes.reconfigure),
-        web.post("/v1/backup", routes.backup),
-        web.post("/v1/{verb:cancel|hold|release|requeue|suspend|resume|update}", routes.act),
+        web.post("/v1/reconfigure", by(lambda call: call.backend.reconfigure(call.asker, call.body.get("same_machine") or []))),
+        web.post("/v1/backup", by(lambda call: call.backend.backup(call.asker, call.body.get("path")))),
+        web.post("/v1/{name:cancel|hold|release|requeue|suspend|resume|update}",
+                 by(lambda call: call.backend.act(call.asker, call.name, call.body))),
     ]
+    # fmt: on
     routed = web.Router(web.Route(route.method, route.path, _with_errors(route.handler)) for route in found)
     routes.router = routed
     return web.Server(routed, _refusal, doors)
+
+
+class _Call(NamedTuple):
+    """A request for the backend. `name`: the verb or the job in its path. `body`: of a POST."""
+
+    backend: ControllerBackend
+    asker: Asker
+    name: str
+    query: dict[str, str]
+    body: Json
 
 
 class _Routes:
@@ -135,6 +152,17 @@ class _Routes:
         # A client that disconnects cancels its own request only.
         return await asyncio.shield(self._coming)
 
+    def by(self, work: Callable[[_Call], Json | Awaitable[Json]]) -> web.Handler:
+        """Return the handler that answers with the result of `work`."""
+
+        async def handle(request: web.Request) -> web.Response:
+            body = await self._body(request) if request.method == "POST" else {}
+            name = request.match_info.get("name", "")
+            result = work(_Call(await self._backend(), self._asker(request), name, request.query, body))
+            return answer(result if isinstance(result, dict) else await result)
+
+        return handle
+
     def in_turn(self, handler: web.Handler, *, early: bool = False) -> web.Handler:
         """Return `handler`, limited so that each account waits for its own slow answers.
 
@@ -154,9 +182,6 @@ class _Routes:
         if request.uid is not None:
             return replace(asker_of(request.uid, ()), admin=False)
         return asker_of(_uid_of(request), self._reader.admins())
-
-    async def ping(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).ping())
 
     async def submit(self, request: web.Request) -> web.Response:
         body = await self._body(request)
@@ -210,10 +235,6 @@ class _Routes:
             )
         return await (await self._backend()).submit(self._asker(request), request_id, specs)
 
-    async def test(self, request: web.Request) -> web.Response:
-        spec = spec_from_json((await self._body(request)).get("job"))
-        return answer(await (await self._backend()).test(self._asker(request), spec))
-
     async def jobs(self, request: web.Request) -> web.Response:
         return web.Response(await self._reader.jobs(self._asker(request), request.query))
 
@@ -222,111 +243,15 @@ class _Routes:
         text = await self._reader.queue(self._asker(request), request.query)
         return web.Response(text.encode("utf-8", "replace"), content_type="text/plain; charset=utf-8")
 
-    async def job(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).job(self._asker(request), request.match_info["ref"]))
-
-    async def story(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).story(self._asker(request), request.match_info["ref"]))
-
-    async def why(self, request: web.Request) -> web.Response:
-        return answer(await (await self._backend()).why(self._asker(request), request.match_info["ref"]))
-
-    async def act(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        return answer(await (await self._backend()).act(self._asker(request), request.match_info["verb"], body))
-
-    async def priorities(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).priorities(self._asker(request), request.query))
-
-    async def snapshot(self, request: web.Request) -> web.Response:
-        return answer(await (await self._backend()).snapshot())
-
-    async def shares(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).shares())
-
-    async def reset_usage(self, request: web.Request) -> web.Response:
-        return answer(await (await self._backend()).reset_usage(self._asker(request), await self._body(request)))
-
-    async def licenses(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).licenses())
-
-    async def nodes(self, request: web.Request) -> web.Response:
-        query = request.query
-        share = {
-            name.removeprefix("share_"): query[name]
-            for name in ("share_file", "share_sha256", "share_uid")
-            if name in query
-        }
-        return answer(await (await self._backend()).nodes(self._asker(request), query.get("probe") == "1", share))
-
-    async def act_on_nodes(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        return answer(
-            await (await self._backend()).act_on_nodes(self._asker(request), request.match_info["verb"], body)
-        )
-
-    async def crontab(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).crontab(self._asker(request), request.query.get("user", "")))
-
-    async def install_crontab(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        return answer(await (await self._backend()).install_crontab(self._asker(request), body))
-
-    async def triggers(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).triggers())
-
     async def act_on_triggers(self, request: web.Request) -> web.Response:
         """Set or clear a trigger. Only the head accepts this, because its users may run programs there anyway."""
-        body, verb = await self._body(request), request.match_info["verb"]
+        verb = request.match_info["name"]
         if request.uid is not None:
             raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
-        return answer(await (await self._backend()).act_on_triggers(self._asker(request), verb, body))
-
-    async def reservations(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).reservations())
-
-    async def act_on_reservation(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        return answer(
-            await (await self._backend()).act_on_reservation(self._asker(request), request.match_info["verb"], body)
-        )
-
-    async def partitions(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).partitions())
-
-    async def update_partition(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        return answer(await (await self._backend()).update_partition(self._asker(request), body))
-
-    async def config(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).config(self._asker(request)))
-
-    async def outages(self, request: web.Request) -> web.Response:
-        return answer(await (await self._backend()).outages(request.query))
+        return await self.by(lambda call: call.backend.act_on_triggers(call.asker, verb, call.body))(request)
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._asker(request), request.query))
-
-    async def reconfigure(self, request: web.Request) -> web.Response:
-        same_machine = (await self._body(request)).get("same_machine") or []
-        if not isinstance(same_machine, list) or not all(isinstance(name, str) for name in same_machine):
-            raise RequestError('cannot reload the configuration: the body must be {"same_machine": [names of nodes]}')
-        return answer(await (await self._backend()).reconfigure(self._asker(request), same_machine))
-
-    async def strays(self, request: web.Request) -> web.Response:
-        return answer((await self._backend()).strays(self._asker(request)))
-
-    async def act_on_strays(self, request: web.Request) -> web.Response:
-        body = await self._body(request)
-        return answer(
-            await (await self._backend()).act_on_strays(self._asker(request), request.match_info["verb"], body)
-        )
-
-    async def backup(self, request: web.Request) -> web.Response:
-        path = (await self._body(request)).get("path")
-        if not isinstance(path, str):
-            raise RequestError('cannot back up: the body must be {"path": absolute path}')
-        return answer(await (await self._backend()).backup(self._asker(request), path))
 
     async def log(self, request: web.Request) -> web.Response:
         """Send a part of a job's output; wait up to `wait_s` for more output."""

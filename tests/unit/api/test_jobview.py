@@ -82,7 +82,7 @@ def told(cluster: Cluster, asker: Asker, job_id: int) -> str:
             await backend.why(asker, str(job_id)),
             await backend.history(asker, {}),
             await backend.snapshot(),
-            await backend.nodes(asker, False, {}),
+            await backend.nodes(asker, {}),
             backend.priorities(asker, {}),
         ]
 

@@ -18,7 +18,8 @@ def ask(who: object, share: dict[str, str]) -> None:
     cluster = Cluster("n1")
     tables = {"cluster": {"share": "/srv/share"}}
     cluster.state.config = build_config(tables, [], config_dir=cluster.state.config.config_dir, environ={})
-    asyncio.run(cluster.backend().nodes(who, False, share))  # type: ignore[arg-type]
+    query = {f"share_{name}": value for name, value in share.items()}
+    asyncio.run(cluster.backend().nodes(who, query))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [PROBE, {"file": PROBE["file"]}, {"file": "/etc/shadow"}])
