@@ -521,36 +521,17 @@ def _report(answer: Json, words: Words) -> int:
     return FAILED if answer["errors"] else 0
 
 
-_CHANGES = {  # Slurm's names; case and _ are ignored
-    "numnodes": "num_nodes",
-    "reqnodes": "num_nodes",
-    "numcpus": "num_cpus",
-    "endtime": "end_time",
-    "timelimit": "time_limit",
-    "timemin": "time_min",
-    "sitefactor": "site_factor",
-    "site": "site_factor",
-    "starttime": "begin",
-    "arraytaskthrottle": "array_task_throttle",
-    "reservationname": "reservation",
-    "jobname": "name",
-    "features": "constraint",
-    "reqnodelist": "nodelist",
-    "excnodelist": "exclude",
-    "minmemorynode": "mem",
-    "minmemorycpu": "mem_per_cpu",
-    "mempercpu": "mem_per_cpu",
-    "numtasks": "ntasks",
-    "ntaskspernode": "ntasks_per_node",
-    "cpuspertask": "cpus_per_task",
-    "cpus/task": "cpus_per_task",
-    "mincpusnode": "mincpus",
-    "mintmpdisknode": "tmp",
-    "trespernode": "gres",
-    "mailuser": "mail_user",
-    "mailtype": "mail_type",
-    "workdir": "work_dir",
-}
+# Slurm's names; case and _ are ignored.
+_CHANGES = {
+    "numnodes": "num_nodes", "reqnodes": "num_nodes", "numcpus": "num_cpus", "endtime": "end_time",
+    "timelimit": "time_limit", "timemin": "time_min", "sitefactor": "site_factor", "site": "site_factor",
+    "starttime": "begin", "arraytaskthrottle": "array_task_throttle", "reservationname": "reservation",
+    "jobname": "name", "features": "constraint", "reqnodelist": "nodelist", "excnodelist": "exclude",
+    "minmemorynode": "mem", "minmemorycpu": "mem_per_cpu", "mempercpu": "mem_per_cpu", "numtasks": "ntasks",
+    "ntaskspernode": "ntasks_per_node", "cpuspertask": "cpus_per_task", "cpus/task": "cpus_per_task",
+    "mincpusnode": "mincpus", "mintmpdisknode": "tmp", "trespernode": "gres", "mailuser": "mail_user",
+    "mailtype": "mail_type", "workdir": "work_dir",
+}  # fmt: skip
 
 
 def _create(rest: Sequence[str], words: Words) -> int:

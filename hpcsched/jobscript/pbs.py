@@ -28,14 +28,8 @@ _LSF_HOSTS = re.compile(r"span\[\s*hosts\s*=\s*(\d{1,6})\s*\]")
 
 # Options whose value is that of an option of sbatch.
 _PBS_NAMES = {
-    "-A": "account",
-    "-P": "account",
-    "-d": "chdir",
-    "-D": "chdir",
-    "-J": "array",
-    "-t": "array",
-    "-N": "job-name",
-}
+    "-A": "account", "-P": "account", "-d": "chdir", "-D": "chdir", "-J": "array", "-t": "array", "-N": "job-name",
+}  # fmt: skip
 _BSUB_NAMES = {"-U": "reservation", "-u": "mail-user", "-cwd": "chdir", "-b": "begin"}
 
 Give = Callable[[str, str], None]  # the name of an option, and its value

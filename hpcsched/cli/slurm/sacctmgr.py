@@ -234,24 +234,12 @@ _DEFAULTS = {
     "wckey": "WCKey,Cluster,User",
 }
 _ALIASES = {
-    "acct": "account",
-    "adminlevel": "admin",
-    "def acct": "defaultaccount",
-    "defaultacct": "defaultaccount",
-    "description": "descr",
-    "end": "timeend",
-    "fairshare": "share",
-    "grpsubmitjobs": "grpsubmit",
-    "maxjobspu": "maxjobsperuser",
-    "maxsubmitjobs": "maxsubmit",
-    "maxsubmitpu": "maxsubmitjobsperuser",
-    "maxtresperjob": "maxtres",
-    "maxtrespj": "maxtres",
-    "maxtrespu": "maxtresperuser",
-    "maxwalldurationperjob": "maxwall",
-    "organization": "org",
-    "start": "timestart",
-}
+    "acct": "account", "adminlevel": "admin", "def acct": "defaultaccount", "defaultacct": "defaultaccount",
+    "description": "descr", "end": "timeend", "fairshare": "share", "grpsubmitjobs": "grpsubmit",
+    "maxjobspu": "maxjobsperuser", "maxsubmitjobs": "maxsubmit", "maxsubmitpu": "maxsubmitjobsperuser",
+    "maxtresperjob": "maxtres", "maxtrespj": "maxtres", "maxtrespu": "maxtresperuser",
+    "maxwalldurationperjob": "maxwall", "organization": "org", "start": "timestart",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

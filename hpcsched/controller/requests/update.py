@@ -41,30 +41,14 @@ from hpcsched.state.transaction import Transaction
 
 
 ANY_TIME = frozenset({"name", "comment", "mail_user", "mail_type", "requeue"})
-OPTIONS = {  # changed field: the option that its value is parsed as
-    "name": "job-name",
-    "comment": "comment",
-    "mail_user": "mail-user",
-    "mail_type": "mail-type",
-    "requeue": "requeue",
-    "constraint": "constraint",
-    "cpus_per_task": "cpus-per-task",
-    "exclude": "exclude",
-    "gres": "gres",
-    "licenses": "licenses",
-    "mem": "mem",
-    "mem_per_cpu": "mem-per-cpu",
-    "mincpus": "mincpus",
-    "nodelist": "nodelist",
-    "ntasks": "ntasks",
-    "ntasks_per_node": "ntasks-per-node",
-    "num_cpus": "ntasks",
-    "num_nodes": "nodes",
-    "prefer": "prefer",
-    "switches": "switches",
-    "tmp": "tmp",
-    "work_dir": "chdir",
-}
+# Changed field: the option that its value is parsed as.
+OPTIONS = {
+    "name": "job-name", "comment": "comment", "mail_user": "mail-user", "mail_type": "mail-type",
+    "requeue": "requeue", "constraint": "constraint", "cpus_per_task": "cpus-per-task", "exclude": "exclude",
+    "gres": "gres", "licenses": "licenses", "mem": "mem", "mem_per_cpu": "mem-per-cpu", "mincpus": "mincpus",
+    "nodelist": "nodelist", "ntasks": "ntasks", "ntasks_per_node": "ntasks-per-node", "num_cpus": "ntasks",
+    "num_nodes": "nodes", "prefer": "prefer", "switches": "switches", "tmp": "tmp", "work_dir": "chdir",
+}  # fmt: skip
 _EMPTY: Mapping[str, Any] = {"nodelist": (), "exclude": (), "licenses": ()}  # for an empty value
 
 
@@ -133,24 +117,10 @@ def _check_place(tx: Transaction, job: Job) -> None:
     let_in(cluster, job.user, spec, possible_partitions(cluster, spec, partitions, job.time_limit_s, reservation))
 
 
-CHANGES = frozenset(
-    {
-        "time_limit",
-        "end_time",
-        "partition",
-        "nice",
-        "priority",
-        "begin",
-        "array_task_throttle",
-        "dependency",
-        "deadline",
-        "reservation",
-        "account",
-        "qos",
-        "time_min",
-        "site_factor",
-    }
-)
+CHANGES = frozenset((
+    "time_limit", "end_time", "partition", "nice", "priority", "begin", "array_task_throttle", "dependency",
+    "deadline", "reservation", "account", "qos", "time_min", "site_factor",
+))  # fmt: skip
 
 
 def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:

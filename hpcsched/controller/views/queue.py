@@ -321,23 +321,10 @@ _FILTERS = {
     "reservation": lambda job: (job.reservation,),
     "license": lambda job: tuple(name for name, _ in job.spec.licenses),
 }
-_LAYOUT = frozenset(
-    {
-        "format",
-        "long",
-        "order",
-        "array",
-        "noheader",
-        "dated",
-        "time_format",
-        "fit",
-        "colour",
-        "others",
-        "ended",
-        "fold",
-        "width",
-    }
-)
+_LAYOUT = frozenset((
+    "format", "long", "order", "array", "noheader", "dated", "time_format", "fit", "colour", "others", "ended",
+    "fold", "width",
+))  # fmt: skip
 _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 
