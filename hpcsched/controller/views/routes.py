@@ -77,14 +77,18 @@ def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], door
     `coming` yields the backend when it is ready.
     """
     routes = _Routes(reader, coming)
+    found = [*_gets(routes), *_posts(routes)]
+    routed = web.Router(web.Route(route.method, route.path, _with_errors(route.handler)) for route in found)
+    routes.router = routed
+    return web.Server(routed, _refusal, doors)
+
+
+def _gets(routes: _Routes) -> list[web.Route]:
+    """Return the routes that look at the cluster."""
     by = routes.by
     # fmt: off
-    found = [
+    return [
         web.get("/v1/ping", by(lambda call: call.backend.ping())),
-        web.post("/v1/submit", routes.submit),
-        web.post("/v1/command", routes.command),
-        web.post("/v1/test",
-                 routes.in_turn(by(lambda call: call.backend.test(call.asker, spec_from_json(call.body.get("job")))))),
         web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
         web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
         web.get("/v1/job/{name}", by(lambda call: call.backend.job(call.asker, call.name))),
@@ -92,36 +96,46 @@ def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], door
         web.get("/v1/job/{name}/why", routes.in_turn(by(lambda call: call.backend.why(call.asker, call.name)))),
         web.get("/v1/nodes", by(lambda call: call.backend.nodes(call.asker, call.query))),
         web.get("/v1/strays", by(lambda call: call.backend.strays(call.asker))),
-        web.post("/v1/strays/{name:adopt|end}", by(lambda call: call.backend.act_on_strays(call.asker, call.name, call.body))),
-        web.post("/v1/nodes/{name:drain|resume|fence|remove}",
-                 by(lambda call: call.backend.act_on_nodes(call.asker, call.name, call.body))),
         web.get("/v1/partitions", by(lambda call: call.backend.partitions())),
-        web.post("/v1/partitions/update", by(lambda call: call.backend.update_partition(call.asker, call.body))),
         web.get("/v1/priorities", routes.in_turn(by(lambda call: call.backend.priorities(call.asker, call.query)))),
         web.get("/v1/snapshot", routes.in_turn(by(lambda call: call.backend.snapshot()))),
         web.get("/v1/shares", by(lambda call: call.backend.shares())),
-        web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.asker, call.body))),
         web.get("/v1/licenses", by(lambda call: call.backend.licenses())),
         web.get("/v1/crontab", by(lambda call: call.backend.crontab(call.asker, call.query.get("user", "")))),
-        web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.asker, call.body))),
         web.get("/v1/triggers", by(lambda call: call.backend.triggers())),
-        web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
         web.get("/v1/reservations", by(lambda call: call.backend.reservations())),
-        web.post("/v1/reservations/{name:create|update|delete}",
-                 by(lambda call: call.backend.act_on_reservation(call.asker, call.name, call.body))),
         web.get("/v1/config", by(lambda call: call.backend.config(call.asker))),
         web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/outages", routes.in_turn(by(lambda call: call.backend.outages(call.query)))),
         web.get("/v1/log", routes.log),
+    ]
+    # fmt: on
+
+
+def _posts(routes: _Routes) -> list[web.Route]:
+    """Return the routes that submit, try or change something."""
+    by = routes.by
+    # fmt: off
+    return [
+        web.post("/v1/submit", routes.submit),
+        web.post("/v1/command", routes.command),
+        web.post("/v1/test",
+                 routes.in_turn(by(lambda call: call.backend.test(call.asker, spec_from_json(call.body.get("job")))))),
+        web.post("/v1/strays/{name:adopt|end}", by(lambda call: call.backend.act_on_strays(call.asker, call.name, call.body))),
+        web.post("/v1/nodes/{name:drain|resume|fence|remove}",
+                 by(lambda call: call.backend.act_on_nodes(call.asker, call.name, call.body))),
+        web.post("/v1/partitions/update", by(lambda call: call.backend.update_partition(call.asker, call.body))),
+        web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.asker, call.body))),
+        web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.asker, call.body))),
+        web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
+        web.post("/v1/reservations/{name:create|update|delete}",
+                 by(lambda call: call.backend.act_on_reservation(call.asker, call.name, call.body))),
         web.post("/v1/reconfigure", by(lambda call: call.backend.reconfigure(call.asker, call.body.get("same_machine") or []))),
         web.post("/v1/backup", by(lambda call: call.backend.backup(call.asker, call.body.get("path")))),
         web.post("/v1/{name:cancel|hold|release|requeue|suspend|resume|update}",
                  by(lambda call: call.backend.act(call.asker, call.name, call.body))),
     ]
     # fmt: on
-    routed = web.Router(web.Route(route.method, route.path, _with_errors(route.handler)) for route in found)
-    routes.router = routed
-    return web.Server(routed, _refusal, doors)
 
 
 class _Call(NamedTuple):
