@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from operator import lt
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.script import check_script
@@ -276,7 +277,7 @@ def _check_names(option: str, names: tuple[str, ...]) -> None:
 def _check_array(array: ArraySpec) -> None:
     if not 1 <= len(array.indices) <= MAX_ARRAY_TASKS:
         raise RequestError(f"cannot make an array of {len(array.indices)} tasks: it must be 1 to {MAX_ARRAY_TASKS}")
-    if any(low >= high for low, high in zip(array.indices, array.indices[1:], strict=False)):
+    if not all(map(lt, array.indices, array.indices[1:])):
         raise RequestError("cannot make the array: its indices do not ascend")
     _check_range("array", array.indices[0], 0, MAX_ARRAY_INDEX)
     _check_range("array", array.indices[-1], 0, MAX_ARRAY_INDEX)
