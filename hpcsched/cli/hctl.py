@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from hpcsched import client
+from hpcsched import client, paths
 from hpcsched.cli.output import complain, outlive_its_end, print_json, run_command
 from hpcsched.cli.render import records
 from hpcsched.cli.slurm.sacctmgr import RECORDS
@@ -708,11 +708,10 @@ def _backup(rest: Sequence[str], words: Words) -> int:
 
 
 def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
-    from pathlib import Path  # noqa: PLC0415 - nothing else here needs what a backup does
+    from pathlib import Path  # no other verb needs these: SQLAlchemy, click, the whole configuration
 
-    from hpcsched import paths  # noqa: PLC0415
     from hpcsched.cli.admin.backup import back_up_cluster, contents_in_words
-    from hpcsched.config.load import load_config  # noqa: PLC0415
+    from hpcsched.config.load import load_config
 
     if keep and not (keep.isascii() and keep.isdigit() and int(keep[:6]) >= 1):
         raise UsageError(f"cannot keep {keep[:20]!r} backups: write keep=7, say")

@@ -11,6 +11,7 @@ from hpcsched import client, health, paths
 from hpcsched.cli.output import print_json, run_command, wants_colour
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.config.load import load_config
 from hpcsched.errors import HpcschedError, PermissionDeniedError
 from hpcsched.health import Check, Status, check_node, worst
 from hpcsched.launch.visit import ShareProbe, share_probe
@@ -60,8 +61,6 @@ def _work(words: Words) -> int:
 
 def look() -> tuple[list[Check], list[Json]]:
     """Return all checks, and the controller's view of the nodes, empty if it does not answer."""
-    from hpcsched.config.load import load_config
-
     started = time.time(), time.monotonic()
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     database = config.controller.state_dir / paths.DATABASE_FILE

@@ -15,6 +15,7 @@ from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.output import bar, print_json, run_command, wants_colour
 from hpcsched.cli.render.node_fields import FIELDS, NodeGroup, avail_text, groups_of
+from hpcsched.cli.render.records import print_nodes
 from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
@@ -321,8 +322,6 @@ def _look_sinfo(words: Words) -> int:
         partitions = [partition for partition in partitions if partition["name"] in wanted]
     nodes = [node for node in answer["nodes"] if _is_shown_by_sinfo(node, words, partitions)]
     if words.has("json"):
-        from hpcsched.cli.render.records import print_nodes
-
         print_nodes(nodes)
         return 0
     groups = groups_of(cells, partitions, nodes, each=words.has("Node") or words.has("exact"))

@@ -18,9 +18,11 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from hpcsched import client, paths
+from hpcsched.config.load import load_config
 from hpcsched.config.template import render_config, render_node
 from hpcsched.errors import UnavailableError
 from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes
+from hpcsched.store.engine import create_database
 
 COMMAND_TIMEOUT_S = 120.0
 # Variables of another cluster, or of a job around us: defaults of options, columns, the job's id.
@@ -94,9 +96,6 @@ class LocalCluster:
         self._make_database()
 
     def _make_database(self) -> None:
-        from hpcsched.config.load import load_config
-        from hpcsched.store.engine import create_database
-
         state_dir = load_config(self.config_dir).controller.state_dir
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         create_database(state_dir / paths.DATABASE_FILE)

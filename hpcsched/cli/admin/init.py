@@ -15,6 +15,8 @@ from hpcsched import paths
 from hpcsched.config.load import Config, build_config, load_config, load_nodes
 from hpcsched.config.template import render_config
 from hpcsched.errors import ConfigError
+from hpcsched.launch.hostkeys import make_key
+from hpcsched.store.engine import create_database
 
 
 @click.command()
@@ -125,8 +127,6 @@ def _write_config(config_dir: Path, text: str, undo: ExitStack) -> Config:
 
 
 def _ensure_launch_key(config: Config, undo: ExitStack) -> str:
-    from hpcsched.launch.hostkeys import make_key
-
     public = _public_half(config.launch_key)
     if config.launch_key.exists():
         return public.read_text(encoding="utf-8").strip()
@@ -144,8 +144,6 @@ def _authorized(public_key: str) -> str:
 
 
 def _make_state(config: Config, undo: ExitStack) -> Path:
-    from hpcsched.store.engine import create_database
-
     state_dir = config.controller.state_dir
     _check_state(state_dir)
     _make_dir(state_dir, 0o700, undo)

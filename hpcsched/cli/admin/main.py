@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -61,8 +62,6 @@ class LazyGroup(click.Group):
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
     return f" Did you mean {' or '.join(near)}?" if near else f" Known are {', '.join(known)}."
 

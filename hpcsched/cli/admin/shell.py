@@ -22,6 +22,7 @@ from pathlib import Path
 
 import click
 
+import hpcnode
 import hpcsched
 from hpcsched.cli.admin import main
 from hpcsched.commands.options import Command, Option
@@ -295,8 +296,6 @@ def _places() -> list[Path]:
 
 def _roots() -> list[str]:
     """Return the directories from which our packages are imported."""
-    import hpcnode
-
     return list(dict.fromkeys(str(Path(str(package.__file__)).parents[1]) for package in (hpcsched, hpcnode)))
 
 

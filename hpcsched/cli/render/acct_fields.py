@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from hpcsched.client import Json
 from hpcsched.commands.options import UsageError, nearest, split_list
+from hpcsched.listing import queue
 from hpcsched.listing.formats import Look
 from hpcsched.listing.jobs import ENDED_STATES, exit_text, goodput_text, loss_text, memory_in_all, rate_text, step_text
 from hpcsched.listing.text import date_text
@@ -329,8 +330,6 @@ def _job_text(text: Callable[[Json], str]) -> Callable[[HistoryRow], str]:
 
 
 def _group(job: Json, *, number: bool) -> str:
-    from hpcsched.listing import queue
-
     name = "gid" if number else "group"
     return next(field for field in queue.FIELDS if field.name == name).text(job, Look(0.0))
 

@@ -18,7 +18,10 @@ from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
+from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.options import parse_command_line
 from hpcsched.listing.text import clean
+from hpcsched.model.codec import spec_to_json
 from hpcsched.model.cron import MAX_TEXT_BYTES, CronLine, parse_crontab
 
 SCRONTAB = Face(
@@ -126,11 +129,6 @@ def _install(text: str, user: str) -> None:
 
 def _job(line: CronLine, user: str) -> Json:
     """Return the job of an entry. Raises RequestError with the number of the line."""
-    from hpcsched.jobscript.build import SubmissionWords as Submitted
-    from hpcsched.jobscript.build import build_submission, read_layers
-    from hpcsched.jobscript.options import parse_command_line
-    from hpcsched.model.codec import spec_to_json
-
     try:
         account = pwd.getpwnam(user) if user else pwd.getpwuid(os.getuid())
     except KeyError:
@@ -144,7 +142,7 @@ def _job(line: CronLine, user: str) -> Json:
         "SHELL": account.pw_shell or "/bin/sh",
         "PATH": PATH,
     }
-    submitted = Submitted(
+    submitted = SubmissionWords(
         command="scrontab",
         argv=argv,
         script=None,
