@@ -58,11 +58,6 @@ def default_run_dir(config_dir: Path, environ: Mapping[str, str]) -> Path:
     return _path(_default_run_dir(str(config_dir), environ))
 
 
-def find_run_dir(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the directory of the controller's sockets; reads only that key of the file."""
-    return _path(_find_run_dir(environ, uid))
-
-
 def absolute(text: str, base: Path) -> Path:
     """Return the path for `text` in a file of the directory `base`.
 

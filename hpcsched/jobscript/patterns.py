@@ -69,11 +69,6 @@ def expand_task_pattern(pattern: str, *, task: int, node_rank: int, node: str) -
     return _fill(pattern, {"t": task, "n": node_rank, "N": node.partition(".")[0]}, keep=False)
 
 
-def is_per_task(pattern: str) -> bool:
-    """Say whether each task has a file of its own by `pattern` (as `expand_job_pattern` left it)."""
-    return any(match[2] in _ON_THE_NODE for match in _PATTERN.finditer(pattern))
-
-
 def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
     """Return `pattern` with `values` filled in; with `keep` another pass follows: ``%%`` and its letters stay."""
 

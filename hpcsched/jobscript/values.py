@@ -17,7 +17,7 @@ from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.resources import ANY_GPU, GpuRequest
-from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.text import whole_number
 from hpcsched.model.units import MINUTE_S, UNLIMITED_S, parse_mem_mib, parse_time_s
 
@@ -403,11 +403,6 @@ def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int
         raise RequestError(f"cannot read dependency {short(text)}: only after takes +minutes")
     task = whole_number(match.group(2)) if match.group(2) else None
     return whole_number(match.group(1)), task, whole_number(match.group(3) or "0") * MINUTE_S
-
-
-def dependency_text(spec: JobSpec) -> str:
-    """Return the dependencies of `spec` as squeue's %E shows them: ``afterok:12:13,after:14+5``; "" for none."""
-    return terms_text(spec.dependency, any_one=spec.dependency_any)
 
 
 def terms_text(terms: Iterable[Dependency], *, any_one: bool) -> str:

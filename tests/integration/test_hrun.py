@@ -601,7 +601,7 @@ def test_the_heads_socket_is_where_the_other_commands_look(tmp_path: Path, toml:
     if toml is not None:
         config_dir.mkdir(parents=True)
         (config_dir / "hpcsched.toml").write_text(toml)
-    expected = paths.find_run_dir(environ, 1000) / paths.STEPS_SOCKET
+    expected = Path(paths.api_socket(environ, 1000)).with_name(paths.STEPS_SOCKET)
     assert sockets.steps_socket(environ, 1000) == str(expected)
 
 

@@ -69,7 +69,7 @@ def test_a_plain_user_without_a_cluster_uses_the_system_s(tmp_path: Path, monkey
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "hpcsched.toml").touch()
     assert paths.find_config_dir(environ, PLAIN) == tmp_path / "etc"
-    assert paths.find_run_dir(environ, PLAIN) == Path("/run/hpcsched")
+    assert paths.api_socket(environ, PLAIN) == f"/run/hpcsched/{paths.API_SOCKET}"
     own.mkdir(parents=True)
     (own / "hpcsched.toml").touch()
     assert paths.find_config_dir(environ, PLAIN) == own

@@ -11,7 +11,6 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.options import ALL_OPTIONS
 from hpcsched.jobscript.values import (
     Export,
-    dependency_text,
     exported,
     parse_array,
     parse_dependency,
@@ -28,10 +27,11 @@ from hpcsched.jobscript.values import (
     parse_path,
     parse_priority,
     parse_yes_no,
+    terms_text,
     with_job_ids,
 )
 from hpcsched.model.resources import GpuRequest
-from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.units import UNLIMITED_S
 
 
@@ -87,14 +87,12 @@ AFTER_OK = Dependency(kind=DependencyKind.AFTER_OK, job_ids=(12, 13))
 )
 def test_a_dependency(text: str, dependencies: tuple[Dependency, ...], any_one: bool) -> None:
     assert parse_dependency(text) == (dependencies, any_one)
-    spec = JobSpec(name="n", script="", work_dir="/", dependency=dependencies, dependency_any=any_one)
-    assert parse_dependency(dependency_text(spec)) == (dependencies, any_one)
+    assert parse_dependency(terms_text(dependencies, any_one=any_one)) == (dependencies, any_one)
 
 
 def test_a_dependency_is_shown_as_it_is_written() -> None:
     dependencies, any_one = parse_dependency("afterok:12:13?after:14+5?singleton")
-    spec = JobSpec(name="n", script="", work_dir="/", dependency=dependencies, dependency_any=any_one)
-    assert dependency_text(spec) == "afterok:12:13?after:14+5?singleton"
+    assert terms_text(dependencies, any_one=any_one) == "afterok:12:13?after:14+5?singleton"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hpcsched.jobscript.patterns import (
     default_output,
     expand_job_pattern,
     expand_task_pattern,
-    is_per_task,
     safe_name,
 )
 
@@ -54,9 +53,6 @@ def test_a_pattern_is_filled_in(pattern: str, facts: PatternFacts, name: str) ->
 def test_what_differs_from_task_to_task_is_left_to_the_node() -> None:
     left = expand_job_pattern("%x-%j-%3t-%n-%N-%%", JOB)
     assert left == "train-128-%3t-%n-%N-%%"
-    assert is_per_task(left)
-    assert not is_per_task(expand_job_pattern("%x-%%t-\\%t", JOB))
-    assert not is_per_task(expand_job_pattern("%%t", JOB))
 
 
 def test_the_default_names_are_slurms() -> None:
