@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from hpcsched import client
-from hpcsched.cli.output import print_json, run_command
+from hpcsched.cli.output import print_json, print_separated, run_command
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
@@ -74,19 +74,15 @@ def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
         print_json({**answer, "shares": lines})
         return 0
     header = [] if words.has("noheader") else [name for name, _ in chosen]
-    if words.has("parsable") or words.has("parsable2"):
-        text = _parsable(header, lines, chosen, end="|" if words.has("parsable") else "")
-    elif widths is not None:
+    rows = [header] * bool(header) + [[_COLUMNS[name](line) for name, _ in chosen] for line in lines]
+    if print_separated(rows, words):
+        return 0
+    if widths is not None:
         text = _fixed(header, lines, [(name, width or widths.get(name, 10)) for name, width in chosen])
     else:
         text = _aligned(header, lines, chosen)
     sys.stdout.write(text)
     return 0
-
-
-def _parsable(header: list[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]], *, end: str) -> str:
-    rows = [header] * bool(header) + [[_COLUMNS[name](line) for name, _ in chosen] for line in lines]
-    return "".join("|".join(row) + end + "\n" for row in rows)
 
 
 def _aligned(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:

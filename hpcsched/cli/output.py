@@ -42,6 +42,14 @@ def print_json(answer: Json) -> None:
     sys.stdout.write("\n")
 
 
+def print_separated(lines: Sequence[Sequence[str]], words: Words) -> bool:
+    """Print cells separated by bars, if --parsable or --parsable2 was given. Return whether one was."""
+    end = "|" if words.has("parsable") else ""
+    if end or words.has("parsable2"):
+        sys.stdout.writelines("|".join(line) + end + "\n" for line in lines)
+    return bool(end) or words.has("parsable2")
+
+
 def bar(part: float, whole: float, width: int = 10) -> str:
     """Return a bar with the used fraction of `whole`: ``[####------]``."""
     filled = 0 if whole <= 0 else min(width, round(width * part / whole))

@@ -607,8 +607,9 @@ def why_out_of_use(node: Json) -> tuple[str, str, float | None]:
     return (node["link_why"], "slurm", node["link_since_s"] or None) if node["state"] == "DOWN" else ("", "", None)
 
 
-def scontrol_partition_lines(partition: Json, nodes: list[Json]) -> list[Words]:
-    """Return the lines of a partition; `nodes` are its nodes."""
+def scontrol_partition_lines(partition: Json, all_nodes: Sequence[Json]) -> list[Words]:
+    """Return the lines of a partition."""
+    nodes = [node for node in all_nodes if node["name"] in partition["nodes"]]
     limit = "UNLIMITED" if partition["max_time_s"] is None else format_time_s(partition["max_time_s"], full=True)
     usual = "NONE" if partition["default_time_s"] is None else format_time_s(partition["default_time_s"], full=True)
     return [

@@ -7,11 +7,10 @@ the requests of snakemake, Open OnDemand and metrics exporters.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli.output import print_json
+from hpcsched.cli.output import print_json, print_separated
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
@@ -316,9 +315,7 @@ def _print(records: Sequence[Json], fields: Sequence[str], words: Words) -> None
     columns = [_column(word) for word in fields]
     lines = [[clean(record.get(key, "")) for _, key, _, _ in columns] for record in records]
     header = [] if words.has("noheader") else [[name for name, _, _, _ in columns]]
-    if words.has("parsable") or words.has("parsable2"):
-        end = "|" if words.has("parsable") else ""
-        sys.stdout.write("".join("|".join(line) + end + "\n" for line in [*header, *lines]))
+    if print_separated([*header, *lines], words):
         return
     rule = [["-" * width for _, _, width, _ in columns]] if header else []
     for line in [*header, *rule, *lines]:

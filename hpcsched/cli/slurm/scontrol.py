@@ -160,41 +160,37 @@ def _folded(jobs: Sequence[Json]) -> list[Json]:
 
 
 def _show_node(rest: Sequence[str], words: Words) -> int:
-    answer = client.call("GET", "/v1/nodes")
-    wanted = expand_hostlist(",".join(rest))
-    return _show_chosen(answer, "nodes", wanted, "Node", words)
+    nodes = client.call("GET", "/v1/nodes")["nodes"]
+    chosen, missing = _chosen(nodes, expand_hostlist(",".join(rest)))
+    if words.has("json"):
+        records.print_nodes(chosen)
+    else:
+        _print([records.scontrol_node_lines(node) for node in chosen], words)
+    return _report_missing("Node", missing)
 
 
 def _show_partition(rest: Sequence[str], words: Words) -> int:
-    answer = client.call("GET", "/v1/partitions")
-    return _show_chosen(answer, "partitions", [name for word in rest for name in split_list(word)], "Partition", words)
-
-
-def _show_chosen(answer: Json, key: str, wanted: Sequence[str], what: str, words: Words) -> int:
-    by_name = {record["name"]: record for record in answer[key]}
-    missing = [name for name in wanted if name not in by_name]
-    chosen = [by_name[name] for name in wanted if name in by_name] if wanted else list(answer[key])
+    partitions = client.call("GET", "/v1/partitions")["partitions"]
+    chosen, missing = _chosen(partitions, [name for word in rest for name in split_list(word)])
+    nodes = client.call("GET", "/v1/nodes")["nodes"] if chosen else []
     if words.has("json"):
-        _print_json(key, chosen)
+        records.print_partitions(chosen, nodes)
     else:
-        _print([_lines(key, record) for record in chosen], words)
-    for name in missing:
+        _print([records.scontrol_partition_lines(partition, nodes) for partition in chosen], words)
+    return _report_missing("Partition", missing)
+
+
+def _chosen(known: Sequence[Json], wanted: Sequence[str]) -> tuple[list[Json], list[str]]:
+    """Return the records with these names, by default all, and the names without a record."""
+    by_name = {record["name"]: record for record in known}
+    chosen = [by_name[name] for name in wanted if name in by_name] if wanted else list(known)
+    return chosen, [name for name in wanted if name not in by_name]
+
+
+def _report_missing(what: str, names: Sequence[str]) -> int:
+    for name in names:
         print(f"{what} {clean(name)} not found")
-    return FAILED if missing else 0
-
-
-def _print_json(key: str, chosen: Sequence[Json]) -> None:
-    if key == "nodes":
-        records.print_nodes(chosen)
-    else:
-        records.print_partitions(chosen, client.call("GET", "/v1/nodes")["nodes"])
-
-
-def _lines(key: str, record: Json) -> list[records.Words]:
-    if key == "nodes":
-        return records.scontrol_node_lines(record)
-    nodes = client.call("GET", "/v1/nodes")["nodes"]
-    return records.scontrol_partition_lines(record, [node for node in nodes if node["name"] in record["nodes"]])
+    return FAILED if names else 0
 
 
 def _show_step(rest: Sequence[str], words: Words) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hpcsched import client
+from hpcsched.cli.output import print_separated
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
@@ -303,10 +304,7 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
 
 def _print_table(table: Sequence[Sequence[str]], columns: Sequence[ReportColumn], words: Words) -> None:
     """Print rows of cells, separated by bars or in columns. The first row is the header, if there is one."""
-    if words.has("parsable") or words.has("parsable2"):
-        tail = "|" if words.has("parsable") else ""
-        for cells in table:
-            print("|".join(cells) + tail)
+    if print_separated(table, words):
         return
     for at, cells in enumerate(table):
         print("".join(f"{cell[: column.width]:>{column.width}} " for cell, column in zip(cells, columns, strict=True)))

@@ -5,10 +5,10 @@ A step is the JSON object of the history. The columns of sstat are sacct's.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from hpcsched import client
+from hpcsched.cli.output import print_separated
 from hpcsched.cli.render.acct_fields import HistoryRow, columns_of, field_names, slurms_columns
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
@@ -59,9 +59,7 @@ def _work(words: Words) -> int:
     shown = columns_of(",".join(words.given.get("format", [FIELDS])), known)
     lines = [] if words.has("noheader") else [[column.name for column in shown]]
     lines += [[clean(column.text(HistoryRow(step["job"], step))) for column in shown] for step in steps]
-    if words.has("parsable") or words.has("parsable2"):
-        end = "|" if words.has("parsable") else ""
-        sys.stdout.write("".join("|".join(line) + end + "\n" for line in lines))
+    if print_separated(lines, words):
         return 0
     for line in lines:
         pairs = zip(shown, line, strict=True)
