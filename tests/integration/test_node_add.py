@@ -303,7 +303,6 @@ def test_a_state_directory_that_others_may_read_is_refused_before_anything_is_wr
 def test_an_init_that_fails_leaves_nothing_behind(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    modules = {"make_key": "hpcsched.launch.hostkeys", "create_database": "hpcsched.store.engine"}
     before = left_of(tmp_path)
 
     def fail(path: Path, *_: object) -> None:
@@ -311,7 +310,7 @@ def test_an_init_that_fails_leaves_nothing_behind(
         raise ConfigError("cannot write: No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(f"{modules[fails]}.{fails}", fail)
+        broken.setattr(f"hpcsched.cli.admin.init.{fails}", fail)
         assert "No space left" in shell("init", "--name", "lab", status=1)
     assert left_of(tmp_path) == before
     shell("init", "--name", "lab")
