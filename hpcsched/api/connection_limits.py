@@ -1,6 +1,6 @@
 """Accept connections on a unix socket, and limit each account's files, memory and event loop time at the controller's sockets.
 
-One `Doors` limits the API's socket and the steps socket together. `Turns` limits how many long answers of an account are built at
+One `SocketLimits` limits the API's socket and the steps socket together. `AnswerSlots` limits how many long answers of an account are built at
 once. asyncio's servers accept all waiting connections in one turn of the event loop, and log a traceback for each one if the
 process has no file left. `Listener` accepts a few in each turn, and pauses in that case. It closes connections of accounts that
 connect too often, before it creates objects for them.
@@ -54,7 +54,7 @@ def bounds(files: int | None = None) -> Bounds:
     )
 
 
-class Doors:
+class SocketLimits:
     """Admits connections and counts requests. No limits for root and our own account."""
 
     def __init__(
@@ -105,7 +105,7 @@ def retry_after(wait_s: float) -> str:
     return str(max(1, math.ceil(wait_s)))
 
 
-class Turns:
+class AnswerSlots:
     """Limits how many answers of each account are built at once, so that others come between.
 
     In total, `most_in_all` are built at once: each may use a time slice in every turn of the event loop.
@@ -142,7 +142,7 @@ class Turns:
 SLICE_S = 0.025
 
 
-class Breaks:
+class AnswerPauses:
     """Says when a slice is over: then call `await breaks.take()`. State may have changed after the break."""
 
     def __init__(self) -> None:
@@ -188,13 +188,13 @@ class Listener:
         self,
         sock: socket.socket,
         protocol_of: Callable[[], asyncio.BaseProtocol],
-        doors: Doors,
+        socket_limits: SocketLimits,
         refusal: Callable[[int], bytes],
     ) -> None:
         """Listen on `sock`; `refusal` is the answer to accounts that connect too often."""
         self._sock = sock
         self._protocol_of = protocol_of
-        self._doors = doors
+        self._socket_limits = socket_limits
         self._refusal = refusal
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[object]] = set()
@@ -246,7 +246,7 @@ class Listener:
     def _take(self, sock: socket.socket) -> bool:
         """Serve or refuse the connection; return whether it is served."""
         uid = peer_uid(sock)
-        if not self._doors.lets_in(uid):
+        if not self._socket_limits.lets_in(uid):
             try:
                 sock.send(self._refusal(uid), socket.MSG_DONTWAIT)
             except OSError:

@@ -29,7 +29,15 @@ import httptools
 
 from hpcnode.wire import gate
 from hpcsched.api import splitbody
-from hpcsched.api.connection_limits import UNPARSED_BYTES, Breaks, Doors, Listener, Turns, read_less, retry_after
+from hpcsched.api.connection_limits import (
+    UNPARSED_BYTES,
+    AnswerPauses,
+    AnswerSlots,
+    Listener,
+    SocketLimits,
+    read_less,
+    retry_after,
+)
 from hpcsched.api.identity import peer_uid
 from hpcsched.errors import RequestError, UnavailableError, report_fault
 
@@ -174,21 +182,21 @@ def _matched(parts: tuple[_Part, ...], words: list[str]) -> dict[str, str] | Non
 class Server:
     """Serves an application (a `Router` and the format of refusals) until it is closed."""
 
-    def __init__(self, router: Router, refusal: Refusal, doors: Doors | None = None) -> None:
+    def __init__(self, router: Router, refusal: Refusal, socket_limits: SocketLimits | None = None) -> None:
         self.router = router
         self.refusal = refusal
         self.connections: set[Connection] = set()
-        self.doors = doors or Doors()
+        self.socket_limits = socket_limits or SocketLimits()
         self._listener: Listener | None = None
         self._refusals: dict[str, bytes] = {}  # only the last one: a flood has thousands in a second
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer the clients of the listening unix socket."""
-        self._listener = Listener(listener, lambda: Connection(self), self.doors, self._refused)
+        self._listener = Listener(listener, lambda: Connection(self), self.socket_limits, self._refused)
 
     def _refused(self, uid: int) -> bytes:
         """Return the answer to an account that connects too often."""
-        why = self.doors.too_often(uid)
+        why = self.socket_limits.too_often(uid)
         if why not in self._refusals:
             response = self.refusal(429, why)
             self._refusals = {why: head_of(replace(response, headers={"Retry-After": "1"}), keep=False) + response.body}
@@ -227,7 +235,7 @@ class Connection(asyncio.Protocol):
         # Set while reading is paused, because the client sends too fast.
         self._throttle: asyncio.TimerHandle | None = None
         self._held_bytes = 0  # of unanswered requests
-        self._counted_bytes = 0  # the part of these that `Doors` has counted
+        self._counted_bytes = 0  # the part of these that `SocketLimits` has counted
         self._unread = False  # the client reads slower than it sends requests
         self._unread_before_bytes = 0  # when progress of the client's reading was last checked
         self._refused = False  # the data was not HTTP: nothing more is read
@@ -239,7 +247,7 @@ class Connection(asyncio.Protocol):
         self._peer: socket.socket = transport.get_extra_info("socket")
         self._uid = peer_uid(self._peer)
         read_less(transport)
-        self._limits = self._server.doors.limits
+        self._limits = self._server.socket_limits.limits
         self._server.connections.add(self)
         self._heard_s = self._loop.time()
         if not self._limits.comes(self._uid, self):
@@ -311,7 +319,7 @@ class Connection(asyncio.Protocol):
         self._count()
         if self._task is None:
             self._next()
-        pause_s = self._server.doors.pause_s(self._uid, len(data))
+        pause_s = self._server.socket_limits.pause_s(self._uid, len(data))
         if pause_s is not None and self._throttle is None:
             self._throttle = self._loop.call_later(pause_s, self._throttled)
         self._regulate()
@@ -333,7 +341,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _count(self) -> None:
-        """Update the account's number of unanswered bytes in `Doors`."""
+        """Update the account's number of unanswered bytes in `SocketLimits`."""
         held_bytes = self._held_bytes + (0 if self._coming is None else self._coming.bytes)
         if held_bytes <= UNCOUNTED_BYTES:
             held_bytes = 0
@@ -445,12 +453,12 @@ class Connection(asyncio.Protocol):
             return
         request = self._waiting.popleft()
         if isinstance(request, Request):
-            wait_s = self._server.doors.request_wait_s(self._uid)
+            wait_s = self._server.socket_limits.request_wait_s(self._uid)
             if wait_s is None:
                 self._reads_only = request.method == "GET"
                 self._task = self._loop.create_task(self._answer(request))
                 return
-            why = self._server.doors.too_often(self._uid)
+            why = self._server.socket_limits.too_often(self._uid)
             request = BadRequestError(429, why, {"Retry-After": retry_after(wait_s)})
         self._refused = True
         response = self._server.refusal(request.status, str(request))
@@ -568,7 +576,7 @@ class Bodies:
     def __init__(self, parse: Callable[[bytes], Any], max_jobs: int) -> None:
         self._parse = parse
         self._max_jobs = max_jobs
-        self._turns = Turns(1, AT_ONCE)
+        self._turns = AnswerSlots(1, AT_ONCE)
         self._here = asyncio.Semaphore(1)
 
     async def read(self, uid: int, body: bytes) -> Any:
@@ -622,7 +630,7 @@ class Bodies:
         """Return the object whose parts are in the file."""
         with closing(os.fdopen(out, "rb")) as file:
             file.seek(0)
-            breaks = Breaks()
+            breaks = AnswerPauses()
             parts = []
             while length := file.read(splitbody.LENGTH.size):
                 parts.append(self._parse(file.read(splitbody.LENGTH.unpack(length)[0])))

@@ -20,7 +20,7 @@ from typing import Any
 from hpcnode.os.faults import CrashPoints, crash_points
 from hpcsched import paths
 from hpcsched.api import web
-from hpcsched.api.connection_limits import Doors
+from hpcsched.api.connection_limits import SocketLimits
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.nodes.edits import refused_edits
@@ -110,7 +110,12 @@ class Daemon:
     """One run of hpcschedd."""
 
     def __init__(
-        self, config: Config, cluster: ClusterState, store: Store, doors: Doors, clock: Callable[[], float]
+        self,
+        config: Config,
+        cluster: ClusterState,
+        store: Store,
+        socket_limits: SocketLimits,
+        clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._stop: asyncio.Event = asyncio.Event()
@@ -125,9 +130,9 @@ class Daemon:
         self.controller = Controller(cluster, store, self, policy_of(config))
         identity = ControllerIdentity(cluster=config.name, incarnation=cluster.incarnation, epoch=cluster.epoch)
         self.fleet = Fleet(self.controller, bundle=build_bundle(), identity=identity, clock=clock)
-        self._doors = doors
+        self._socket_limits = socket_limits
         self._programs = TriggerPrograms()
-        self.heads = HeadStreams(doors)
+        self.heads = HeadStreams(socket_limits)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
         self.heads.stepping = self.fleet.stepping = self.stepping
         gc.freeze()  # objects made until here are never garbage
@@ -152,7 +157,7 @@ class Daemon:
             loop.add_signal_handler(signum, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         self.fleet.relaying = Relaying(
-            self.controller.cluster, self.send, lambda request: router.find(request)(request), self._doors
+            self.controller.cluster, self.send, lambda request: router.find(request)(request), self._socket_limits
         )
         backend = ControllerBackend(
             self.controller,
@@ -256,7 +261,7 @@ class Daemon:
         changed += settings_changed(cluster.config, config) + unknown_users(config.accounting)
         rate = config.controller.request_rate, config.controller.request_burst
         if rate != (self._config.controller.request_rate, self._config.controller.request_burst):
-            self._doors.set_rate(*rate)
+            self._socket_limits.set_rate(*rate)
         cluster.nodes.clear()
         cluster.nodes.update(nodes)
         cluster.config = self._config = config

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 
 from hpcnode.wire import protocol
-from hpcsched.api.connection_limits import Doors, Listener, listening_socket, read_less
+from hpcsched.api.connection_limits import Listener, SocketLimits, listening_socket, read_less
 from hpcsched.api.identity import peer_uid
 from hpcsched.controller.stepping import Stepping
 from hpcsched.errors import report_fault
@@ -33,9 +33,9 @@ STREAM_WORDS = (protocol.Input, protocol.OutputAck, protocol.Ping)
 class HeadStreams:
     """The connections to the steps socket."""
 
-    def __init__(self, doors: Doors | None = None) -> None:
+    def __init__(self, socket_limits: SocketLimits | None = None) -> None:
         self.stepping: Stepping | None = None
-        self.doors = doors or Doors()
+        self.socket_limits = socket_limits or SocketLimits()
         self.streams: dict[int, _Stream] = {}
         self._last_stream = 0
         self._listener: Listener | None = None
@@ -45,7 +45,7 @@ class HeadStreams:
 
         Raises: ConfigError if that is not possible.
         """
-        self._listener = Listener(listening_socket(path, mode), self._stream, self.doors, self._refused)
+        self._listener = Listener(listening_socket(path, mode), self._stream, self.socket_limits, self._refused)
 
     async def close(self) -> None:
         """Stop listening and close all connections."""
@@ -74,7 +74,7 @@ class HeadStreams:
         return _Stream(self, self._last_stream)
 
     def _refused(self, uid: int) -> bytes:
-        return protocol.encode(protocol.Goodbye(self.doors.too_often(uid)))
+        return protocol.encode(protocol.Goodbye(self.socket_limits.too_often(uid)))
 
 
 class _Stream(asyncio.Protocol):
@@ -82,7 +82,7 @@ class _Stream(asyncio.Protocol):
 
     def __init__(self, heads: HeadStreams, number: int) -> None:
         self._heads = heads
-        self._limits = heads.doors.limits
+        self._limits = heads.socket_limits.limits
         self._number = number
         self._framer = protocol.Framer(protocol.MAX_COMMAND_BYTES, protocol.MAX_COMMAND_VALUES)
         # A waiting frame, parsed or not.
@@ -157,7 +157,7 @@ class _Stream(asyncio.Protocol):
         if self._waits is not None:
             return
         self._work()
-        pause_s = self._heads.doors.pause_s(self._uid, len(data))
+        pause_s = self._heads.socket_limits.pause_s(self._uid, len(data))
         if pause_s is not None and self._waits is None and not self._transport.is_closing():
             self._wait(pause_s)
 
@@ -199,7 +199,7 @@ class _Stream(asyncio.Protocol):
 
         Returns whether the frame may be handled now.
         """
-        wait_s = self._heads.doors.request_wait_s(self._uid, cost)
+        wait_s = self._heads.socket_limits.request_wait_s(self._uid, cost)
         if wait_s is None:
             return True
         self._next = frame

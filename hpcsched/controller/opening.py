@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcsched import paths
-from hpcsched.api.connection_limits import Doors, listening_socket
+from hpcsched.api.connection_limits import SocketLimits, listening_socket
 from hpcsched.config.load import Config
 from hpcsched.controller.lock import StateLock
 from hpcsched.controller.nodes.edits import gone_notes
@@ -74,9 +74,9 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
         log.error("%s", note)
     coming: asyncio.Future[ControllerBackend] = asyncio.get_running_loop().create_future()
     reading = Reading(cluster, clock)
-    doors = Doors()
-    doors.set_rate(config.controller.request_rate, config.controller.request_burst)
-    server = make_server(reading, coming, doors)
+    socket_limits = SocketLimits()
+    socket_limits.set_rate(config.controller.request_rate, config.controller.request_burst)
+    server = make_server(reading, coming, socket_limits)
 
     async def answered() -> None:
         await first_answers(lambda: bool(reading.under_way or server.unread_bytes))
@@ -86,7 +86,7 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
         await answered()
         from hpcsched.controller.daemon import Daemon  # a hundred modules
 
-        return await Daemon(config, cluster, store, doors, clock).run(coming, mode, server.router, answered)
+        return await Daemon(config, cluster, store, socket_limits, clock).run(coming, mode, server.router, answered)
     finally:
         await server.close()
         store.close()

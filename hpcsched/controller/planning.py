@@ -8,7 +8,7 @@ plan starts, and continues where it stopped. Then the whole plan gets as much ti
 took, before the next quick plan.
 
 If jobs may preempt others, or elastic jobs run, a plan consists of many plans, one for each victim
-that it tries. In a large cluster such a plan is made in turns (see `Turns`). No quick plan comes in
+that it tries. In a large cluster such a plan is made in turns (see `InterruptibleWork`). No quick plan comes in
 between, because it would take as long. Decisions about jobs or nodes that changed during the plan
 are left out of its result.
 

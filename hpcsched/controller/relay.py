@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from hpcnode.wire import gate, protocol
 from hpcsched.api import web
-from hpcsched.api.connection_limits import Doors, retry_after
+from hpcsched.api.connection_limits import SocketLimits, retry_after
 from hpcsched.errors import report_fault
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
@@ -36,11 +36,13 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 class Relaying:
     """Answers the requests that agents relay for commands in jobs."""
 
-    def __init__(self, cluster: ClusterState, send: Send, answer: Answer, doors: Doors | None = None) -> None:
+    def __init__(
+        self, cluster: ClusterState, send: Send, answer: Answer, socket_limits: SocketLimits | None = None
+    ) -> None:
         self._cluster = cluster
         self._send = send
         self._answer = answer
-        self._doors = doors or Doors()
+        self._socket_limits = socket_limits or SocketLimits()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def told(self, node: NodeName, said: protocol.FromStream, body: bytes) -> None:
@@ -56,10 +58,10 @@ class Relaying:
             why = f"cannot {request.method} {request.path} from {node}: only on the head node"
             self._reply(node, said.stream, _refusal(403, why))
             return
-        wait_s = self._doors.request_wait_s(job.uid)
+        wait_s = self._socket_limits.request_wait_s(job.uid)
         asked = _RelayedRequest()
-        if wait_s is not None or not self._doors.limits.may_hold(job.uid, asked, len(body)):
-            self._doors.limits.goes(job.uid, asked)
+        if wait_s is not None or not self._socket_limits.limits.may_hold(job.uid, asked, len(body)):
+            self._socket_limits.limits.goes(job.uid, asked)
             self._send_away(node, said.stream, job.uid, wait_s or 0)
             return
         task = asyncio.get_running_loop().create_task(self._work(node, said.stream, job, request, body))
@@ -73,12 +75,12 @@ class Relaying:
         task.add_done_callback(lambda done: self._over(done, job.uid, asked))
 
     def _send_away(self, node: NodeName, stream: int, uid: int, wait_s: float) -> None:
-        refusal = _refusal(429, self._doors.too_often(uid))
+        refusal = _refusal(429, self._socket_limits.too_often(uid))
         self._reply(node, stream, replace(refusal, headers={"Retry-After": retry_after(wait_s)}))
 
     def _over(self, task: asyncio.Task[None], uid: int, asked: _RelayedRequest) -> None:
         self._tasks.discard(task)
-        self._doors.limits.goes(uid, asked)
+        self._socket_limits.limits.goes(uid, asked)
 
     async def _work(self, node: NodeName, stream: int, job: Job, request: protocol.ApiRequest, body: bytes) -> None:
         path, _, query = request.path.partition("?")

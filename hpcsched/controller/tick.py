@@ -21,7 +21,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
 from hpcsched.controller.nodes import edits, orphans
-from hpcsched.controller.nodes.loss import Silences, end_silent, miss_node, note_condition
+from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
 from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Waits
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
 from hpcsched.controller.requests import crontabs, reservations, triggers
@@ -29,7 +29,7 @@ from hpcsched.controller.requests.admission import check_account, check_share_of
 from hpcsched.controller.requests.jobs import SignalJob, place_of
 from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_of, next_time_s, warn_at_s
 from hpcsched.controller.training import Trainings
-from hpcsched.controller.usage_ledger import Books
+from hpcsched.controller.usage_ledger import UsageLedgerCache
 from hpcsched.controller.views.queue import first_start
 from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError, report_fault
 from hpcsched.lifecycle.effects import LAUNCHES, Effect, EffectKind, effects_of
@@ -166,12 +166,12 @@ class Controller:
         self._views = SnapshotCache()
         # Changed jobs: their views are built before the next plan.
         self._unprepared: dict[JobId, None] = {}
-        self._books = Books(cluster)
+        self._usage_ledger = UsageLedgerCache(cluster)
         self._memory = memory_of(store, cluster, policy, self._views)
         self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
         # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
-        self._silences = Silences(ports.monotonic_s)
+        self._unreachable = UnreachableNodes(ports.monotonic_s)
         self._clock_mark = mark_of(store.clock())
         self._asked: dict[JobId, set[str]] = {}  # claims that nodes were asked for
         # Allocations that got --signal, and for which end time.
@@ -209,7 +209,7 @@ class Controller:
         if why := edits.why_refused(self.cluster, node, welcome):
             return why
         self.cluster.spools[node] = edits.spool_of(welcome).id
-        self._silences.connected(node)
+        self._unreachable.connected(node)
         self.ask(
             lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer), keep=True
         )
@@ -218,7 +218,7 @@ class Controller:
     def disconnected(self, node: NodeName) -> None:
         """Record that the node is not connected: nothing is launched there until it is."""
         self.cluster.spools.pop(node, None)
-        self._silences.disconnected(node)
+        self._unreachable.disconnected(node)
 
     def node_redialled(self, node: NodeName, why: str) -> None:
         """Record that the controller closed the connection to the node and is reconnecting."""
@@ -514,7 +514,7 @@ class Controller:
         due = _guarded("look at triggers", lambda: triggers.keep_up(tx)) or []
         if tx.batch.reservations or tx.batch.partitions:
             self._planning.forget()  # the plan does not know these changes
-        proof_in_s = _guarded("end jobs of silent nodes", lambda: end_silent(tx, self._silences))
+        proof_in_s = _guarded("end jobs of silent nodes", lambda: end_silent(tx, self._unreachable))
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= tx.now_s
         self._plan_wanted = (
             self._plan_wanted
@@ -763,7 +763,7 @@ class Controller:
     def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
         """Return the snapshot of the cluster with these `jobs` for a plan."""
         cluster = self.cluster
-        ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
+        ledger = self._usage_ledger.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
         return snapshot_of(
             jobs,
             cluster.open_nodes(),
@@ -802,7 +802,7 @@ class Controller:
     def reconfigured(self) -> None:
         """Discard what was derived from the old configuration, and replan."""
         self._views = SnapshotCache()
-        self._books.forget()
+        self._usage_ledger.forget()
         self._planning.forget()
         self._memory.rehearse(self.cluster, self.policy, self._views)
         self.replan()

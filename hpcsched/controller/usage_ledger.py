@@ -21,7 +21,7 @@ from hpcsched.state.transaction import Transaction
 REFRESH_S = 5.0
 
 
-class Books:
+class UsageLedgerCache:
     """Builds the usage ledger of a cluster, and caches the factors for a while."""
 
     def __init__(self, cluster: ClusterState) -> None:

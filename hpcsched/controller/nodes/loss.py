@@ -194,7 +194,7 @@ def _requeue_after_loss(tx: Transaction, job: Job) -> tuple[bool, float]:
 GATHER_S = 10.0  # how long a job waits for a silent node's claim before it is requeued
 
 
-class Silences:
+class UnreachableNodes:
     """The connected nodes, and since when the others are not connected."""
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
@@ -220,18 +220,18 @@ class Silences:
         return self._monotonic_s() - self._since_s.get(node, self._born_s)
 
     def of(self, nodes: Iterable[NodeName]) -> dict[NodeName, float]:
-        """Return the silences of the silent nodes among `nodes`."""
+        """Return for how many seconds each silent node of `nodes` has been silent."""
         found = {node: self.silent_s(node) for node in nodes}
         return {node: silent_s for node, silent_s in found.items() if silent_s is not None}
 
 
-def end_silent(tx: Transaction, silences: Silences) -> float | None:
+def end_silent(tx: Transaction, unreachable: UnreachableNodes) -> float | None:
     """Remove from silent nodes the jobs that are proven not to run there.
 
     Return in how many seconds the next proof is due.
     """
     cluster = tx.cluster
-    silent = silences.of([*cluster.nodes, *cluster.gone_nodes()])
+    silent = unreachable.of([*cluster.nodes, *cluster.gone_nodes()])
     cluster.silent_since_s = {node: tx.now_s - silent_s for node, silent_s in silent.items()}
     due_s: list[float] = []
     for job in cluster.active_jobs() if silent else ():

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from hpcsched.api.connection_limits import Breaks
+from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import Asker, user_name
 from hpcsched.api.views import job_view, jobs_text, json_text, step_view, training_view
 from hpcsched.config.load import Config
@@ -105,7 +105,7 @@ async def history_text(database: Path, cluster: ClusterState, asker: Asker, quer
     Raises: RequestError, and UnavailableError if the database cannot be read.
     """
     wanted = _history_query(query)
-    breaks, texts = Breaks(), []
+    breaks, texts = AnswerPauses(), []
     loop = asyncio.get_running_loop()
     store = Store(open_read_only(database))
     thread = ThreadPoolExecutor(1, "history")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from hpcsched.api.connection_limits import Breaks
+from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import Asker, is_account
 from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text
 from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
@@ -221,7 +221,7 @@ class QueueRows:
         """Return the rows of `jobs`; `layout` identifies the settings of `listing`."""
         table = self._table((*layout, asker, look.time_format))
         singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
-        breaks, rows = Breaks(), []
+        breaks, rows = AnswerPauses(), []
         for job in singles:
             rows.append(self._row(job, listing, table, asker, look))
             if breaks.due():
@@ -483,7 +483,7 @@ class Reading:
         """Return the jobs as the text of a JSON object. Raises the errors of `selected`."""
         with self._counted():
             now_s = self._clock()
-            breaks, texts = Breaks(), []
+            breaks, texts = AnswerPauses(), []
             for job in self.selected(asker, query):
                 texts.append(json_text(job_view(job, self._cluster, asker, now_s)))
                 if breaks.due():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcnode.wire import gate
 from hpcsched.api import web
-from hpcsched.api.connection_limits import Breaks, Doors, Turns
+from hpcsched.api.connection_limits import AnswerPauses, AnswerSlots, SocketLimits
 from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.views import VERSION, json_text
 from hpcsched.api.web import Bodies
@@ -71,7 +71,9 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
 )
 
 
-def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], doors: Doors | None = None) -> web.Server:
+def make_server(
+    reader: Reading, coming: asyncio.Future[ControllerBackend], socket_limits: SocketLimits | None = None
+) -> web.Server:
     """Return the server: `reader` answers for the queue, the backend for everything else.
 
     `coming` yields the backend when it is ready.
@@ -80,7 +82,7 @@ def make_server(reader: Reading, coming: asyncio.Future[ControllerBackend], door
     found = [*_gets(routes), *_posts(routes)]
     routed = web.Router(web.Route(route.method, route.path, _with_errors(route.handler)) for route in found)
     routes.router = routed
-    return web.Server(routed, _refusal, doors)
+    return web.Server(routed, _refusal, socket_limits)
 
 
 def _gets(routes: _Routes) -> list[web.Route]:
@@ -154,9 +156,9 @@ class _Routes:
     def __init__(self, reader: Reading, coming: asyncio.Future[ControllerBackend]) -> None:
         self._reader = reader
         self._coming = coming
-        self._turns = Turns(LONG_AT_ONCE, ALL_LONG_AT_ONCE)
+        self._turns = AnswerSlots(LONG_AT_ONCE, ALL_LONG_AT_ONCE)
         self._bodies = Bodies(_parsed, MAX_JOBS)
-        self._many = Turns(1, 1)  # one large submission at a time, over all users
+        self._many = AnswerSlots(1, 1)  # one large submission at a time, over all users
 
     async def _body(self, request: web.Request) -> Json:
         body: Json = await self._bodies.read(_uid_of(request), request.body)
@@ -210,7 +212,7 @@ class _Routes:
         if len(jobs) <= FEW_JOBS:
             return answer(await self._submit(request, request_id, [spec_from_json(job) for job in jobs]))
         async with self._many.turn(_uid_of(request)):
-            specs, breaks = [], Breaks()
+            specs, breaks = [], AnswerPauses()
             for job in jobs:
                 specs.append(spec_from_json(job))
                 if breaks.due():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from hpcnode.wire.connection_limits import Bounds, ConnectionLimits, Rates
-from hpcsched.api.connection_limits import Doors, bounds
+from hpcsched.api.connection_limits import SocketLimits, bounds
 
 WIDE = Bounds(10, 100, 1000, 10_000, 1000, 10_000)
 
@@ -26,88 +26,88 @@ class One:
 
 
 def test_one_more_closes_the_one_that_was_silent_longest_and_is_not_busy() -> None:
-    crowd = ConnectionLimits(WIDE._replace(connections=3))
+    limits = ConnectionLimits(WIDE._replace(connections=3))
     busy, heard, silent = One(is_busy=True), One(), One()
     for one in (busy, heard, silent):
-        assert crowd.comes(1, one)
-    crowd.is_heard(1, heard)
-    assert crowd.comes(1, One())
+        assert limits.comes(1, one)
+    limits.is_heard(1, heard)
+    assert limits.comes(1, One())
     assert [one.dropped for one in (busy, heard, silent)] == [False, False, True]
-    assert crowd.comes(1, One(is_busy=True))
+    assert limits.comes(1, One(is_busy=True))
     assert heard.dropped
-    assert len(crowd) == 3
+    assert len(limits) == 3
 
 
 def test_a_connection_whose_end_would_end_a_step_is_kept() -> None:
-    crowd = ConnectionLimits(WIDE._replace(connections=2))
+    limits = ConnectionLimits(WIDE._replace(connections=2))
     step, answer = One(is_busy=True, is_lasting=True), One(is_busy=True)
-    assert crowd.comes(1, step)
-    assert crowd.comes(1, answer)
-    assert crowd.comes(1, One(is_busy=True, is_lasting=True))
+    assert limits.comes(1, step)
+    assert limits.comes(1, answer)
+    assert limits.comes(1, One(is_busy=True, is_lasting=True))
     assert answer.dropped
-    assert not crowd.comes(1, One())
+    assert not limits.comes(1, One())
     assert not step.dropped
-    assert crowd.comes(2, One())
+    assert limits.comes(2, One())
 
 
 def test_of_too_many_in_all_the_account_with_most_gives_one_up() -> None:
-    crowd = ConnectionLimits(WIDE._replace(all_connections=5))
+    limits = ConnectionLimits(WIDE._replace(all_connections=5))
     many = [One() for _ in range(4)]
     few = One()
     for uid, one in [(1, one) for one in many] + [(2, few)]:
-        assert crowd.comes(uid, one)
-    assert crowd.comes(3, One())
+        assert limits.comes(uid, one)
+    assert limits.comes(3, One())
     assert [one.dropped for one in many] == [True, False, False, False]
     assert not few.dropped
-    assert len(crowd) == 5
+    assert len(limits) == 5
 
 
 def test_unfinished_requests_are_bounded_by_account_and_in_sum() -> None:
-    crowd = ConnectionLimits(WIDE._replace(unparsed_bytes=100, all_unparsed_bytes=250))
+    limits = ConnectionLimits(WIDE._replace(unparsed_bytes=100, all_unparsed_bytes=250))
     first, second, other, third = One(), One(), One(), One()
     for uid, one in ((1, first), (1, second), (2, other), (3, third)):
-        crowd.comes(uid, one)
-    assert crowd.may_hold(1, first, 60)
-    assert not crowd.may_hold(1, second, 60)
-    crowd.goes(1, second)
-    assert crowd.may_hold(1, first, 100)
-    assert crowd.may_hold(2, other, 90)
-    assert crowd.may_hold(3, third, 50)
-    assert crowd.may_hold(3, third, 80)  # 270 in all: the one with most goes
+        limits.comes(uid, one)
+    assert limits.may_hold(1, first, 60)
+    assert not limits.may_hold(1, second, 60)
+    limits.goes(1, second)
+    assert limits.may_hold(1, first, 100)
+    assert limits.may_hold(2, other, 90)
+    assert limits.may_hold(3, third, 50)
+    assert limits.may_hold(3, third, 80)  # 270 in all: the one with most goes
     assert [one.dropped for one in (first, other, third)] == [True, False, False]
-    assert crowd.may_hold(2, other, 0)
+    assert limits.may_hold(2, other, 0)
 
 
 def test_an_account_that_has_most_is_refused_itself() -> None:
-    crowd = ConnectionLimits(WIDE._replace(unparsed_bytes=1000, all_unparsed_bytes=100))
+    limits = ConnectionLimits(WIDE._replace(unparsed_bytes=1000, all_unparsed_bytes=100))
     large, small = One(), One()
-    crowd.comes(1, large)
-    crowd.comes(2, small)
-    assert crowd.may_hold(2, small, 10)
-    assert not crowd.may_hold(1, large, 95)
+    limits.comes(1, large)
+    limits.comes(2, small)
+    assert limits.may_hold(2, small, 10)
+    assert not limits.may_hold(1, large, 95)
     assert not small.dropped
 
 
 def test_answers_that_were_read_meanwhile_do_not_count() -> None:
-    crowd = ConnectionLimits(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
+    limits = ConnectionLimits(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
     one = One()
-    crowd.comes(1, one)
+    limits.comes(1, one)
     for _ in range(50):
-        assert crowd.may_send(1, one, 80)
+        assert limits.may_send(1, one, 80)
     one.unread_bytes = 80
-    assert not crowd.may_send(1, one, 80)
+    assert not limits.may_send(1, one, 80)
 
 
 def test_an_account_may_have_one_answer_of_any_size_and_others_are_closed_for_it() -> None:
-    crowd = ConnectionLimits(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
+    limits = ConnectionLimits(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
     stalled, small, reader = One(unread_bytes=100), One(unread_bytes=10), One()
     for uid, one in ((1, stalled), (2, small), (3, reader)):
-        crowd.comes(uid, one)
-        assert crowd.may_send(uid, one, one.unread_bytes)
-    assert crowd.may_send(3, reader, 130)
+        limits.comes(uid, one)
+        assert limits.may_send(uid, one, one.unread_bytes)
+    assert limits.may_send(3, reader, 130)
     assert stalled.dropped
     assert not small.dropped
-    assert crowd.may_send(2, small, 10)
+    assert limits.may_send(2, small, 10)
 
 
 def test_tokens_come_back_with_time() -> None:
@@ -135,13 +135,13 @@ def test_buckets_that_are_full_again_are_forgotten() -> None:
 
 
 def test_root_and_the_controllers_own_account_ask_as_often_as_they_like() -> None:
-    doors = Doors(bounds(), exempt=frozenset({0, 7}), clock=lambda: 0.0)
-    doors.set_rate(1, 2)
-    assert all(doors.request_wait_s(uid) is None and doors.lets_in(uid) for uid in (0, 7) * 50)
-    assert [doors.request_wait_s(8) is None for _ in range(3)] == [True, True, False]
-    assert sum(doors.lets_in(8) for _ in range(50)) == 2
-    doors.set_rate(0, 1)
-    assert all(doors.request_wait_s(8) is None for _ in range(50))
+    socket_limits = SocketLimits(bounds(), exempt=frozenset({0, 7}), clock=lambda: 0.0)
+    socket_limits.set_rate(1, 2)
+    assert all(socket_limits.request_wait_s(uid) is None and socket_limits.lets_in(uid) for uid in (0, 7) * 50)
+    assert [socket_limits.request_wait_s(8) is None for _ in range(3)] == [True, True, False]
+    assert sum(socket_limits.lets_in(8) for _ in range(50)) == 2
+    socket_limits.set_rate(0, 1)
+    assert all(socket_limits.request_wait_s(8) is None for _ in range(50))
 
 
 def test_a_process_with_few_files_keeps_half_of_them() -> None:

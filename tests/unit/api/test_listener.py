@@ -13,7 +13,7 @@ import pytest
 from waiting import PATIENCE_S, played
 
 from hpcsched.api import connection_limits as listening
-from hpcsched.api.connection_limits import Doors, Listener, bounds
+from hpcsched.api.connection_limits import Listener, SocketLimits, bounds
 
 
 class Greeter(asyncio.Protocol):
@@ -41,10 +41,10 @@ async def _heard(path: Path) -> bytes:
 
 @played
 async def test_an_account_that_connects_too_often_is_told_so(tmp_path: Path) -> None:
-    doors = Doors(bounds(), exempt=frozenset(), clock=lambda: 0.0)
-    doors.set_rate(1, 1)
+    socket_limits = SocketLimits(bounds(), exempt=frozenset(), clock=lambda: 0.0)
+    socket_limits.set_rate(1, 1)
     with _socket(tmp_path / "s") as sock:
-        ours = Listener(sock, Greeter, doors, lambda uid: b"uid %d waits" % uid)
+        ours = Listener(sock, Greeter, socket_limits, lambda uid: b"uid %d waits" % uid)
         said = [await _heard(tmp_path / "s") for _ in range(6)]
         ours.close()
     assert said == [b"welcome"] + [b"uid %d waits" % os.getuid()] * 5
@@ -65,7 +65,7 @@ async def test_without_files_it_pauses_and_then_goes_on(
             return super()._accept()  # type: ignore[misc]
 
     with _socket(tmp_path / "s") as sock, Full(fileno=os.dup(sock.fileno())) as full, caplog.at_level(logging.ERROR):
-        ours = Listener(full, Greeter, Doors(bounds()), lambda _uid: b"")
+        ours = Listener(full, Greeter, SocketLimits(bounds()), lambda _uid: b"")
         assert await _heard(tmp_path / "s") == b"welcome"
         ours.close()
     assert [record.getMessage() for record in caplog.records] == [

@@ -10,7 +10,7 @@ from typing import Any
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.connection_limits import Turns
+from hpcsched.api.connection_limits import AnswerSlots
 from hpcsched.controller.views.routes import LONG_AT_ONCE, make_server
 
 ASKED = b"GET /v1/jobs HTTP/1.1\r\nConnection: close\r\n\r\n"
@@ -103,7 +103,7 @@ async def test_the_queue_is_not_kept_by_questions_that_wait_for_the_rest_of_the_
 
 @played
 async def test_accounts_do_not_wait_for_each_other() -> None:
-    turns = Turns(1, 4)
+    turns = AnswerSlots(1, 4)
     async with turns.turn(1000):
         second = asyncio.ensure_future(turns.turn(1000).__aenter__())
         async with turns.turn(1001):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from waiting import played
 
 from hpcsched.api import web
-from hpcsched.api.connection_limits import Doors, bounds
+from hpcsched.api.connection_limits import SocketLimits, bounds
 
 
 async def _echo(request: web.Request) -> web.Response:
@@ -231,7 +231,7 @@ async def _status(ours: socket.socket, path: str) -> bytes:
 
 @played
 async def test_one_connection_too_many_ends_the_account_s_that_was_silent_longest() -> None:
-    server = web.Server(web.Router(ROUTES), _refusal, Doors(bounds()._replace(connections=3)))
+    server = web.Server(web.Router(ROUTES), _refusal, SocketLimits(bounds()._replace(connections=3)))
     first, second, third = [await _connected(server) for _ in range(3)]
     assert await _status(first, "/echo") == b"HTTP/1.1 200 OK"
     fourth = await _connected(server)
@@ -274,7 +274,7 @@ async def test_an_account_that_reads_none_of_its_answers_loses_the_connection_of
         return web.Response(b"x" * (1 << 22))
 
     server = web.Server(
-        web.Router([web.get("/large", large)]), _refusal, Doors(bounds()._replace(unread_bytes=6 << 20))
+        web.Router([web.get("/large", large)]), _refusal, SocketLimits(bounds()._replace(unread_bytes=6 << 20))
     )
     first, second = await _connected(server), await _connected(server)
     loop = asyncio.get_running_loop()
@@ -290,9 +290,9 @@ async def test_an_account_that_reads_none_of_its_answers_loses_the_connection_of
 
 @played
 async def test_an_account_that_asks_too_often_is_told_when_to_come_back() -> None:
-    doors = Doors(bounds(), exempt=frozenset(), clock=lambda: 0.0)
-    doors.set_rate(1, 2)
-    server = web.Server(web.Router(ROUTES), _refusal, doors)
+    socket_limits = SocketLimits(bounds(), exempt=frozenset(), clock=lambda: 0.0)
+    socket_limits.set_rate(1, 2)
+    server = web.Server(web.Router(ROUTES), _refusal, socket_limits)
     for expected in (b"200 OK", b"200 OK", b"429 Too Many Requests"):
         with await _connected(server) as ours:
             loop = asyncio.get_running_loop()
@@ -331,7 +331,7 @@ async def test_a_request_that_comes_by_single_bytes_is_ended(monkeypatch: pytest
 
 @played
 async def test_bodies_that_are_not_complete_are_bounded_in_sum() -> None:
-    server = web.Server(web.Router(ROUTES), _refusal, Doors(bounds()._replace(unparsed_bytes=3 << 20)))
+    server = web.Server(web.Router(ROUTES), _refusal, SocketLimits(bounds()._replace(unparsed_bytes=3 << 20)))
     loop = asyncio.get_running_loop()
     head = b"POST /echo HTTP/1.1\r\nContent-Length: 2000000\r\n\r\n"
     clients = [await _connected(server) for _ in range(2)]

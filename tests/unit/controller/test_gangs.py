@@ -28,8 +28,8 @@ class Gang(Cluster):
     def __init__(self, *names: str, **options: Any) -> None:
         self.monotonic_s = 1000.0
         super().__init__(*names, **options)
-        self.controller._silences._monotonic_s = self.ports.monotonic_s = lambda: self.monotonic_s  # type: ignore[method-assign]
-        self.controller._silences._born_s = self.monotonic_s
+        self.controller._unreachable._monotonic_s = self.ports.monotonic_s = lambda: self.monotonic_s  # type: ignore[method-assign]
+        self.controller._unreachable._born_s = self.monotonic_s
 
     def says_of_part(self, job_id: int, name: str, status: str, **fields: Any) -> None:
         token = claim_token(self.job(job_id), NodeName(name))

@@ -15,7 +15,7 @@ from waiting import PATIENCE_S, played
 
 from hpcnode.wire import protocol
 from hpcnode.wire.connection_limits import Bounds
-from hpcsched.api.connection_limits import Doors, bounds
+from hpcsched.api.connection_limits import SocketLimits, bounds
 from hpcsched.controller import head_socket as heads_module
 from hpcsched.controller.head_socket import HeadStreams
 
@@ -55,9 +55,9 @@ class Asked:
 async def _heads(
     path: Path, limits: Bounds | None = None, rate: tuple[float, int] = (0, 1)
 ) -> AsyncIterator[HeadStreams]:
-    doors = Doors(limits, exempt=frozenset())
-    doors.set_rate(*rate)
-    heads = HeadStreams(doors)
+    socket_limits = SocketLimits(limits, exempt=frozenset())
+    socket_limits.set_rate(*rate)
+    heads = HeadStreams(socket_limits)
     heads.stepping = Asked()  # type: ignore[assignment]
     await heads.serve(path, 0o600)
     yield heads

@@ -13,7 +13,7 @@ from hpcsched.api.views import job_view
 from hpcsched.controller import usage_ledger
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, running_jobs
-from hpcsched.controller.usage_ledger import Books, charged, used_now
+from hpcsched.controller.usage_ledger import UsageLedgerCache, charged, used_now
 from hpcsched.controller.views.queue import priority_views
 from hpcsched.errors import PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos
@@ -115,17 +115,17 @@ def test_a_commit_that_fails_charges_nothing_and_the_next_try_once(monkeypatch: 
 
 def test_the_ledger_ranks_whoever_waits_and_is_made_anew_after_a_while() -> None:
     cluster = with_accounts(Cluster("n1"))
-    books = Books(cluster.state)
+    usage_ledger = UsageLedgerCache(cluster.state)
     whole_life(cluster, cluster.submit(), 100.0)
     cluster.submit(BOB, hold=True)
-    first = books.ledger(cluster.now_s, fairshare=True)
+    first = usage_ledger.ledger(cluster.now_s, fairshare=True)
     assert dict(first.fairshare) == {("guests", "bob"): 1.0, ("physics", "ann"): 0.5}
     whole_life(cluster, cluster.submit(BOB, priority=None), 3.0)
-    assert books.ledger(cluster.now_s, fairshare=True).fairshare is first.fairshare
+    assert usage_ledger.ledger(cluster.now_s, fairshare=True).fairshare is first.fairshare
     cluster.tick(1000.0)
-    later = books.ledger(cluster.now_s, fairshare=True)
+    later = usage_ledger.ledger(cluster.now_s, fairshare=True)
     assert later.fairshare is not first.fairshare
-    assert books.ledger(cluster.now_s, fairshare=False).fairshare == ()
+    assert usage_ledger.ledger(cluster.now_s, fairshare=False).fairshare == ()
     assert later.used == ()
 
 
@@ -137,7 +137,7 @@ def test_the_ledger_has_what_was_used_where_a_limit_asks_for_it() -> None:
     states = [cluster.job(job).state.value for job in (second, third)]
     assert states == ["CONFIGURING", "PENDING"]
     assert cluster.state.waits[third].reason == "AssocGrpCPUMinutesLimit"
-    (used,) = Books(cluster.state).ledger(cluster.now_s, fairshare=False).used
+    (used,) = UsageLedgerCache(cluster.state).ledger(cluster.now_s, fairshare=False).used
     assert (used.at_s, used.key) == (cluster.now_s, ("physics", "ann", ""))
 
 
