@@ -211,7 +211,7 @@ BILLING_WEIGHTS = Key("billing", tres_weights, "",
 
 PARTITION_RULES = (
     Key("priority_job_factor", whole(0, 2**31), 1,
-        "What the partition's part of a priority comes from, against the highest of all partitions."),
+        "The partition's factor in the priority of its jobs, relative to the highest factor of all partitions."),
     Key("allow_accounts", words, [], "The accounts whose jobs may come here, with all below them. Empty: every account's."),
     Key("allow_qos", words, [], "The QOS whose jobs may come here. Empty: of every QOS, or none."),
 )
