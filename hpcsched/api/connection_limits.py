@@ -1,9 +1,9 @@
 """Accept connections on a unix socket, and limit each account's files, memory and event loop time at the controller's sockets.
 
-One `SocketLimits` limits the API's socket and the steps socket together. `AnswerSlots` limits how many long answers of an account are built at
-once. asyncio's servers accept all waiting connections in one turn of the event loop, and log a traceback for each one if the
-process has no file left. `Listener` accepts a few in each turn, and pauses in that case. It closes connections of accounts that
-connect too often, before it creates objects for them.
+One `SocketLimits` limits the API's socket and the steps socket together. `AnswerSlots` limits how many long answers
+of an account are built at once. asyncio's servers accept all waiting connections in one turn of the event loop, and
+log a traceback for each one if the process has no file left. `Listener` accepts a few in each turn, and pauses in
+that case. It closes connections of accounts that connect too often, before it creates objects for them.
 """
 
 from __future__ import annotations
