@@ -7,7 +7,7 @@ variables, clock, terminal or accounts of the process that runs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,7 +125,5 @@ class Call:
             self.output.err(f"{name}: {text}\n")
 
 
-class Entrance(Protocol):
-    """A command: runs one call and returns its exit status. Raises HpcschedError, OwnProcessError, ScriptError."""
-
-    async def __call__(self, argv: Sequence[str], call: Call) -> int: ...
+# Runs one call and returns its exit status. Raises HpcschedError, OwnProcessError, ScriptError.
+Entrance = Callable[[Sequence[str], Call], Awaitable[int]]

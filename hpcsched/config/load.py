@@ -16,7 +16,7 @@ import stat
 import struct
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,24 +311,14 @@ def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
     values = values_of(path, "the file", table, NODE)
     if values["host"] != LOCAL_HOST:
         _check_host_key(path, values["host_key"])
-    spec = NodeSpec(
-        name=NodeName(name),
-        host=values["host"],
-        port=values["port"],
-        user=values["user"],
-        identity_file=values["identity_file"],
-        host_key=" ".join(values["host_key"].split()[:2]),
-        cpus=values["cpus"],
-        mem_mib=values["memory"],
-        gpus=_gpus(path, values),
-        features=values["features"],
-        root=values["root"],
-        python=values["python"],
-        weight=values["weight"],
-        speed=values["speed"],
-        link_mbps=values["link_mbps"],
-        tmp_mib=values["tmp_disk"],
-    )
+    different = {
+        "name": NodeName(name),
+        "host_key": " ".join(values["host_key"].split()[:2]),
+        "mem_mib": values["memory"],
+        "gpus": _gpus(path, values),
+        "tmp_mib": values["tmp_disk"],
+    }
+    spec = NodeSpec(**_of_fields(NodeSpec, values) | different)
     return NodeFile(spec=spec, partitions=values["partitions"])
 
 
@@ -412,22 +402,21 @@ def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeFile]) -> 
     joined = (node.spec.name for node in nodes if name in node.partitions and node.spec.name not in listed)
     if values["max_time"] is not None and (values["default_time"] or 0) > values["max_time"]:
         raise ConfigError(f"cannot use {path}: {where} has a default_time above its max_time")
-    return Partition(
-        name=name,
-        nodes=(*(NodeName(node) for node in listed), *joined),
-        default=values["default"],
-        state=PartitionState.UP if values["up"] else PartitionState.DOWN,
-        max_time_s=values["max_time"],
-        default_time_s=values["default_time"],
-        priority_tier=values["priority_tier"],
-        priority_job_factor=values["priority_job_factor"],
-        allow_accounts=values["allow_accounts"],
-        allow_qos=values["allow_qos"],
-        default_mem_per_cpu_mib=values["default_mem_per_cpu"],
-        max_nodes=values["max_nodes"],
-        billing=values["billing"],
-        limits=limits_from(values),
-    )
+    different = {
+        "name": name,
+        "nodes": (*(NodeName(node) for node in listed), *joined),
+        "state": PartitionState.UP if values["up"] else PartitionState.DOWN,
+        "max_time_s": values["max_time"],
+        "default_time_s": values["default_time"],
+        "default_mem_per_cpu_mib": values["default_mem_per_cpu"],
+        "limits": limits_from(values),
+    }
+    return Partition(**_of_fields(Partition, values) | different)
+
+
+def _of_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that are fields of the class, under the same name."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 def _check_host_key(path: Path, text: str) -> None:
