@@ -1,15 +1,14 @@
 """Sources of samples by global index, and the order of samples, for `run.steps(model, optimizer, data=SOURCE)`.
 
-A source is any object with `source[low:high]`, which returns the samples of these global indexes as arrays or tensors (one,
-or a tuple, list or dict of them), with the sample as first dimension.  The sources here return NumPy arrays; `batch.samples`
-has them as tensors on the rank's device.  Shapes: B samples, T positions.
+A source is any object with `source[low:high]`, which returns the samples of these global indexes as arrays or tensors (one, or
+a tuple, list or dict of them), with the sample as first dimension.  The sources here return NumPy arrays; `batch.samples` has
+them as tensors on the rank's device.  Shapes: B samples, T positions.
 Rules: the samples depend on the indexes only.  Another thread may call a source, so it must not use the global random
-generators (use one that is seeded with the index).
-A sample is addressed by (seed, epoch, global index): a keyed permutation maps it to a window or row.  So any number of
-ranks, before or after a restart, sees each sample of an epoch exactly once.  The permutation is our own, so nothing depends on
-the version of a random generator.
-Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (cycle walking on a Feistel network), 2002;
-Steele et al., "Fast splittable pseudorandom number generators" (the mixing function), 2014.
+generators (use one that is seeded with the index). A sample is addressed by (seed, epoch, global index): a keyed permutation
+maps it to a window or row.  So any number of ranks, before or after a restart, sees each sample of an epoch exactly once.  The
+permutation is our own, so nothing depends on the version of a random generator.
+Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (cycle walking on a Feistel network), 2002; Steele et al.,
+"Fast splittable pseudorandom number generators" (the mixing function), 2014.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ class Tokens(Protocol):
 
 
 class Windows:
-    """Windows of a row of tokens, in a new order each epoch.
-
-    Inputs and targets, both (B, T) int64.
-    """
+    """Windows of a row of tokens, in a new order each epoch. Inputs and targets, both (B, T) int64."""
 
     def __init__(self, tokens: Tokens | np.ndarray, seed: int, length: int) -> None:
         self._tokens = tokens
@@ -79,10 +75,7 @@ class Rows:
 
 
 def windows(tokens: Tokens | np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and targets, both (B, T) int64, from the tokens.
-
-    Targets are one token ahead.
-    """
+    """Return inputs and targets, both (B, T) int64, from the tokens. Targets are one token ahead."""
     rows_BT = np.empty((len(starts), length + 1), dtype=np.int64)
     for row_T, start in zip(rows_BT, starts.tolist(), strict=True):
         row_T[:] = tokens[start : start + length + 1]
@@ -148,10 +141,7 @@ def standard_library(root: Path | None = None, limit_bytes: int = 8 << 20) -> Co
 
 
 def encode(text: bytes) -> np.ndarray:
-    """Return the tokens (uint8) of a text.
-
-    A tab becomes a blank, other non-printable bytes one token.
-    """
+    """Return the tokens (uint8) of a text. A tab becomes a blank, other non-printable bytes one token."""
     table = np.full(256, UNKNOWN, dtype=np.uint8)
     for token, character in enumerate(CHARACTERS):
         table[ord(character)] = token

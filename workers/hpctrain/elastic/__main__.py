@@ -118,10 +118,7 @@ class ElasticRun:
         roster = Roster(settings, time.monotonic())
         self._server = RosterServer(roster, self._key, _say, self._lost, self._retired.add)
         port = await self._server.listen("0.0.0.0" if here else "127.0.0.1")
-        self._facts = {
-            "HPCTRAIN_ROSTER": f"{own_address(self._environ)}:{port}",
-            "HPCTRAIN_ROSTER_KEY": self._key,
-        }
+        self._facts = {"HPCTRAIN_ROSTER": f"{own_address(self._environ)}:{port}", "HPCTRAIN_ROSTER_KEY": self._key}
         self._heed_signals(in_job=here is not None)
         for place in places:
             self._open(place, spare=False)
@@ -237,10 +234,7 @@ class ElasticRun:
         return self._status_of_all()
 
     def _status_of_all(self) -> int:
-        """Return the ranks' exit status.
-
-        A rank killed after the training loses nothing, except the first rank.
-        """
+        """Return the ranks' exit status. A rank killed after the training loses nothing, except the first rank."""
         done = self._server.done
         first = self._ended[done[self._server.first]] if self._server.first in done else -signal.SIGKILL
         if was_killed(first):

@@ -64,10 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="tokens made by `python -m hpctrain.data text` (default: characters)",
+        "--data", type=Path, metavar="DIR", help="tokens made by `python -m hpctrain.data text` (default: characters)"
     )
     group.add_argument("--layers", type=positive, default=4, help="(%(default)s)")
     group.add_argument("--width", type=positive, default=128, help="(%(default)s)")

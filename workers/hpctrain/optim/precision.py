@@ -2,9 +2,8 @@
 
 The weights, the optimizer's state and the gradients stay float32.  Does not know ranks: the loop passes the result of all
 ranks, so the scale is equal on all.
-Rules: the scale is a power of two, so that scaling is exact.  Gradients that are not finite skip the step and halve the
-scale; a long series of finite ones doubles it.  The scale is saved in checkpoints.  bfloat16 has float32's range and needs
-no scale.
+Rules: the scale is a power of two, so that scaling is exact.  Gradients that are not finite skip the step and halve the scale;
+a long series of finite ones doubles it.  The scale is saved in checkpoints.  bfloat16 has float32's range and needs no scale.
 Sources: Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
 

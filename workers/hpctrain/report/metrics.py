@@ -1,11 +1,10 @@
 """Metrics of a run: a line per step in metrics.jsonl, TensorBoard and MLflow.
 
 Rank 0 writes.  Does not know what the numbers mean.
-Rules: lines are appended one by one, unbuffered.  A line that a killed writer left incomplete is ended first.  After a
-restart the lines of the new attempt follow; of a step that was done twice the higher attempt counts.
-A thread writes to TensorBoard and MLflow: a server that is slow or away costs no step.  At most one step per second is
-written there, and each step with a validation or a checkpoint.  After a restart the same MLflow run continues.  A writer
-that fails is reported once and dropped.
+Rules: lines are appended one by one, unbuffered.  A line that a killed writer left incomplete is ended first.  After a restart
+the lines of the new attempt follow; of a step that was done twice the higher attempt counts. A thread writes to TensorBoard and
+MLflow: a server that is slow or away costs no step.  At most one step per second is written there, and each step with a
+validation or a checkpoint.  After a restart the same MLflow run continues.  A writer that fails is reported once and dropped.
 Sources: torch.utils.tensorboard; MLflow's `MlflowClient`.
 """
 

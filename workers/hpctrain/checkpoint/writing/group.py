@@ -2,8 +2,7 @@
 
 Each reports its part to the first one, and gets the result.
 
-Knows neither files nor the content of messages.  The first one listens; the trainers pass its address and secret to the
-others.
+Knows neither files nor the content of messages.  The first one listens; the trainers pass its address and secret to the others.
 Rules: one request and one answer for each checkpoint.  A process that cannot be reached, or is silent for long, costs the
 checkpoint, not the run: it is left out until it joins again.
 """

@@ -233,10 +233,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footing:
-    """A published checkpoint as parent of the next one.
-
-    Its name, and this rank's part of its content.
-    """
+    """A published checkpoint as parent of the next one. Its name, and this rank's part of its content."""
 
     name: str
     checksum: str
@@ -450,10 +447,7 @@ def part_from_json(body: dict[str, Any]) -> WrittenPart:
 def _log_of(taken: Taken, parts: Sequence[WrittenPart]) -> StepLog:
     steps = [
         StepEntry(
-            number=step.number,
-            lr=step.lr,
-            factor=step.factor,
-            flats=joined([part.steps[index] for part in parts]),
+            number=step.number, lr=step.lr, factor=step.factor, flats=joined([part.steps[index] for part in parts])
         )
         for index, step in enumerate(taken.steps)
     ]
