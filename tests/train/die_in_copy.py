@@ -21,5 +21,8 @@ if __name__ == "__main__":
         world.move()
         world.write(writer)
     world.move()
-    ProcessWriter._copy = lambda self, _, snapshot: (self._tell(snapshot, 64), os.kill(os.getpid(), signal.SIGKILL))
+    ProcessWriter._copy = lambda self, _, snapshot: (
+        self._report_progress(snapshot, 64),
+        os.kill(os.getpid(), signal.SIGKILL),
+    )
     writer.begin(world.tensors(), world.facts(), base=True)

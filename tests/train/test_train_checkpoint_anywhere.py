@@ -206,7 +206,7 @@ def test_the_scheduler_hears_of_a_script_and_why_its_checkpoint_is_not_on_the_sh
     trees = Trees(tmp_path, environ={"HPCSCHED_SOCKET": "agent", "HPCSCHED_JOB_ID": "12"})
     for error in ("No space left on device", None):
         trees._note(CheckpointReport(step=3, kind="base", stored_bytes=1, write_s=0.1, error=error))
-        trees.tell(4)
+        trees.send_heartbeat(4)
     away, back = said
     assert (away["step"], away["note"]) == (4, "checkpoints: No space left on device")
     assert not {"checkpoint_step", "loss", "goodput"} & away.keys()
@@ -215,7 +215,7 @@ def test_the_scheduler_hears_of_a_script_and_why_its_checkpoint_is_not_on_the_sh
     trees.close()
     again = Trees(tmp_path, environ={"HPCSCHED_SOCKET": "agent", "HPCSCHED_JOB_ID": "12"})
     assert again.newest() is not None
-    again.tell(5)
+    again.send_heartbeat(5)
     assert said[-1]["checkpoint_step"] == 5
 
 

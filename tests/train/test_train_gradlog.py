@@ -297,8 +297,8 @@ def test_steps_with_another_layout_of_gradients_are_replayed(
 
 def test_a_long_restore_prints_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     World(tmp_path).run(4)
-    monkeypatch.setattr(restore, "TOLD_S", 0.0)
-    monkeypatch.setattr(restore, "TOLD_BYTES", 0)
+    monkeypatch.setattr(restore, "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(restore, "PROGRESS_LEAST_BYTES", 0)
     again = World(tmp_path)
     again.restore()
     told = [re.sub(r"\d+ MB", "? MB", line) for line in again.warnings]

@@ -172,7 +172,7 @@ def test_after_a_member_has_ended_fewer_than_the_least_may_continue() -> None:
     for slot in range(2):
         roster.ready(roster.join(slot, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
     server.settle()
-    server._hear(0, {"type": "done"})
+    server._handle(0, {"type": "done"})
     roster.leave_generation(1, 0, time.monotonic(), failed=True)
     server.settle()
     assert (roster.generation, [member.number for member in roster.inside()]) == (1, [1])

@@ -45,7 +45,7 @@ class ThreadWriter(CheckpointWriter):
         self._flight = self._thread.submit(self._maker.make, order)
         self._thread.submit(self._maker.tidy)
 
-    def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
+    def _report_progress(self, snapshot: TensorSnapshot, there: int) -> None:
         snapshot.copy_progress.reach(there)
 
     def _finished(self) -> bool:

@@ -204,20 +204,20 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
         status, text = EXIT_FAILED, str(exiting.code)
         if isinstance(exiting.code, int):
             status, text = exiting.code, f"the script ended with status {exiting.code}"
-        _say(comm, f"{text}\n")
-        _tell(comm, text, exiting)
+        _print_error(comm, f"{text}\n")
+        _report_failure(comm, text, exiting)
         comm.abort(status)
     except KeyboardInterrupt:
-        _say(comm, "interrupted\n")
+        _print_error(comm, "interrupted\n")
         comm.abort(130)
     except TrainError as error:
-        _say(comm, f"{error}\n")
-        _tell(comm, str(error), error)
+        _print_error(comm, f"{error}\n")
+        _report_failure(comm, str(error), error)
         comm.abort(EXIT_FAILED)
     except Exception as error:  # the other ranks must not wait for this one
         text = traceback.format_exc()
-        _say(comm, text)
-        _tell(comm, text, error)
+        _print_error(comm, text)
+        _report_failure(comm, text, error)
         comm.abort(EXIT_FAILED)
 
 
@@ -276,7 +276,7 @@ def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
     return False
 
 
-def _say(comm: Communicator, text: str) -> None:
+def _print_error(comm: Communicator, text: str) -> None:
     label = f"rank {comm.rank} of {comm.size}: " if comm.size > 1 else ""
     with suppress(BrokenPipeError):  # the reader is gone; all ranks end anyway
         if sys.stdout is not None:  # None if Python was started without it
@@ -290,7 +290,7 @@ def _say(comm: Communicator, text: str) -> None:
                 wait_until_read(stream.fileno())
 
 
-def _tell(comm: Communicator, text: str, error: BaseException) -> None:
+def _report_failure(comm: Communicator, text: str, error: BaseException) -> None:
     Heartbeat(os.environ).fail(comm.rank, comm.size, text, echo=is_echo(error))
 
 
@@ -709,8 +709,8 @@ class Run:
         try:
             return agree(self.comm, facts)
         except MismatchError as error:
-            goes_on = any(self.comm.all_gather_object(self._progress is not None))
-            if not goes_on:
+            has_progress = any(self.comm.all_gather_object(self._progress is not None))
+            if not has_progress:
                 raise
             if self.rank in error.ranks:
                 print(f"{self._name}: rank {self.rank} of {self.size}: {error}", file=sys.stderr, flush=True)
@@ -845,7 +845,7 @@ class Run:
             restored.pour(tensors)
             facts = restored.published.manifest.facts
             progress, plan = progress_from(facts.state, facts.step, precision), facts.state.get("exchange")
-            self._say_changed(facts.state.get("settings"), settings)
+            self._print_changed(facts.state.get("settings"), settings)
         left = settings.batches.steps_left(progress.step, progress.next_sample)
         if left is not None:
             progress.total_steps = progress.step + left
@@ -854,7 +854,7 @@ class Run:
             progress.total_steps = DEFAULT_STEPS
         return progress, plan
 
-    def _say_changed(self, before: object, settings: TrainSettings) -> None:
+    def _print_changed(self, before: object, settings: TrainSettings) -> None:
         """Print the settings that differ from the checkpoint's."""
         texts = settings.as_texts()
         if isinstance(before, dict):

@@ -66,7 +66,7 @@ class Checkpoints(TrainerCallback):
         if state.is_world_process_zero:
             if stops or (self._every > 0 and state.global_step % self._every == 0):
                 self._keep(state, parts, wait=stops)
-            self._trees.tell(state.global_step)
+            self._trees.send_heartbeat(state.global_step)
         if stops:
             self.status = EXIT_REQUEUE
             control.should_training_stop = True

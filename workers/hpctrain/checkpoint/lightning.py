@@ -62,7 +62,7 @@ class Checkpoints(Callback):
         due = self._every > 0 and step > self._last and step % self._every == 0
         if due or stops:
             self._keep(trainer, wait=stops)
-        self._trees.tell(step)
+        self._trees.send_heartbeat(step)
         if stops:
             self.status = EXIT_REQUEUE
             trainer.should_stop = True
@@ -86,7 +86,7 @@ class Checkpoints(Callback):
         for record in RECORDS:
             if record in tree:
                 tree[record], refused = keepable(tree[record], record)
-                self._tell_once(refused)
+                self._print_once(refused)
         if wait:
             self._trees.wait()
         if self._trees.begin(trainer.global_step, tree):
@@ -94,7 +94,7 @@ class Checkpoints(Callback):
         if wait:
             self._trees.wait()
 
-    def _tell_once(self, refused: list[str]) -> None:
+    def _print_once(self, refused: list[str]) -> None:
         for why in refused:
             if why not in self._printed:
                 print(f"checkpoint: {why}; it is left out", flush=True)

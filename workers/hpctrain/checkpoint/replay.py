@@ -127,17 +127,17 @@ def replay_in_memory(
     directory: Path,
     logs: tuple[Manifest, ...],
     tensors: Mapping[str, torch.Tensor],
-    tell: Callable[[str], None] = lambda _: None,
+    print_line: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Take the steps of `logs` on tensors, by their names in manifests.
 
-    `tell` gets lines about the progress.
+    `print_line` gets lines about the progress.
 
     Raises:
         DamagedError: gradients are damaged, or are not of these tensors.
     """
     steps = sum(len(manifest.log.steps) for manifest in logs if manifest.log)
-    progress = ReadProgress(tell, f"taking {steps} logged steps again", logs)
+    progress = ReadProgress(print_line, f"taking {steps} logged steps again", logs)
     with _one_thread_each(), ChunkReader(directory, progress) as reader:
         for run in _runs(logs):
             _take(reader, run, tensors)

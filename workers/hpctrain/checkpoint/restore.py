@@ -41,8 +41,8 @@ from hpctrain.errors import DamagedError, NoCheckpointError
 T = TypeVar("T")
 AGAIN_S = (0.0, 0.01, 0.1, 1.0)  # waiting times before the read is repeated
 STRETCH_BYTES = 16 << 20  # bytes that a thread reads at a time
-TOLD_S = 5.0  # between two progress messages
-TOLD_BYTES = 64 << 20  # smaller reads print no progress
+PROGRESS_EVERY_S = 5.0  # between two progress messages
+PROGRESS_LEAST_BYTES = 64 << 20  # smaller reads print no progress
 
 
 def patiently(call: Callable[[], T]) -> T:
@@ -84,22 +84,22 @@ class _Own(threading.local):
 class ReadProgress:
     """Prints the progress of a long read now and then."""
 
-    def __init__(self, tell: Callable[[str], None], what: str, manifests: Iterable[Manifest]) -> None:
-        self._tell, self._what = tell, what
+    def __init__(self, print_line: Callable[[str], None], what: str, manifests: Iterable[Manifest]) -> None:
+        self._print, self._what = print_line, what
         self._total_bytes = sum(data.bytes for manifest in manifests for data in manifest.data)
         self._done_bytes = 0
-        self._due_s = time.monotonic() + TOLD_S
+        self._due_s = time.monotonic() + PROGRESS_EVERY_S
         self._lock = threading.Lock()
 
     def add(self, size_bytes: int) -> None:
         """Count bytes that a thread has read."""
         with self._lock:
             self._done_bytes += size_bytes
-            if self._total_bytes < TOLD_BYTES or time.monotonic() < self._due_s:
+            if self._total_bytes < PROGRESS_LEAST_BYTES or time.monotonic() < self._due_s:
                 return
-            self._due_s = time.monotonic() + TOLD_S
+            self._due_s = time.monotonic() + PROGRESS_EVERY_S
             part = 100 * self._done_bytes // self._total_bytes
-            self._tell(f"{self._what}: {part} % of {self._total_bytes / 1e6:.0f} MB")
+            self._print(f"{self._what}: {part} % of {self._total_bytes / 1e6:.0f} MB")
 
 
 class ChunkReader:
@@ -322,14 +322,15 @@ def read_checkpoint(
     directory: Path,
     name: str,
     live: Layout | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    print_line: Callable[[str], None] = lambda _: None,
     replay: Replay | None = None,
 ) -> Published:
     """Read and verify one checkpoint with its chain, except for gradients.
 
     Their manifests are in `logs`.
 
-    `tell` gets lines about the progress of a long read.  The parent of logs is read into `replay.memory`, if that returns some.
+    `print_line` gets lines about the progress of a long read.
+    The parent of logs is read into `replay.memory`, if that returns some.
 
     Raises:
         DamagedError: names the file, and the chunk of the tensor.
@@ -348,7 +349,7 @@ def read_checkpoint(
     into: LiveMemory | TensorSnapshot = memory if memory is not None else TensorSnapshot(layout)
     before: dict[str, TensorEntry] = {}
     with ChunkReader(
-        directory, ReadProgress(tell, f"reading checkpoint {name}", [state for state, _ in states])
+        directory, ReadProgress(print_line, f"reading checkpoint {name}", [state for state, _ in states])
     ) as reader:
         for manifest, _ in chain:
             reader.apply(manifest, before, into)

@@ -70,7 +70,7 @@ class Trees:
         self._writer: ProcessWriter | None = None
         self._restored: RestoredCheckpoint | None = None
         self._heartbeat = Heartbeat(self._environ)
-        self._kept_step, self._kept_at_s = 0, 0.0
+        self._saved_step, self._saved_at_s = 0, 0.0
         self._away = ""  # why the last one is not on the share
 
     def newest(self) -> tuple[int, Any] | None:
@@ -81,7 +81,7 @@ class Trees:
         Raises:
             NoCheckpointError: all checkpoints are damaged.
         """
-        self._restored = restore_newest(self.directory, None, _tell)
+        self._restored = restore_newest(self.directory, None, _print)
         if self._restored is None:
             return None
         published = self._restored.published
@@ -93,7 +93,7 @@ class Trees:
             raise MismatchError(
                 f"cannot resume from {self.directory}: its checkpoints are of hpctrain's own loop; give another directory"
             )
-        self._kept_step, self._kept_at_s = facts.step, time.monotonic() - (time.time() - facts.written_at_s)
+        self._saved_step, self._saved_at_s = facts.step, time.monotonic() - (time.time() - facts.written_at_s)
         return facts.step, grown(facts.state["tree"], tensors)
 
     def begin(self, step: int, tree: object) -> bool:
@@ -102,7 +102,7 @@ class Trees:
         writer = self._writer or self._new_writer()
         self.collect()
         if not writer.idle():
-            _tell(f"checkpoint of step {step}: left out, because the last one is still being written")
+            _print(f"checkpoint of step {step}: left out, because the last one is still being written")
             return False
         facts = CheckpointFacts(
             step=step,
@@ -131,7 +131,7 @@ class Trees:
             self._writer.close()
             self._writer = None
 
-    def tell(self, step: int) -> None:
+    def send_heartbeat(self, step: int) -> None:
         """Send a heartbeat if it is due."""
         if self._heartbeat.due():
             status = HeartbeatStatus(
@@ -140,8 +140,8 @@ class Trees:
                 loss=math.nan,
                 samples_per_s=0.0,
                 steps_per_s=0.0,
-                checkpoint_step=self._kept_step,
-                checkpoint_at_s=self._kept_at_s,
+                checkpoint_step=self._saved_step,
+                checkpoint_at_s=self._saved_at_s,
                 goodput=math.nan,
                 note=self._away,
                 directory=str(self.directory),
@@ -152,9 +152,9 @@ class Trees:
         if report is not None:
             self._away = f"checkpoints: {report.error}" if report.error else ""
         if report is not None and report.error:
-            _tell(f"checkpoint of step {report.step}: {report.error}")
+            _print(f"checkpoint of step {report.step}: {report.error}")
         elif report is not None:
-            self._kept_step, self._kept_at_s = report.step, time.monotonic()
+            self._saved_step, self._saved_at_s = report.step, time.monotonic()
         return report
 
     def _new_writer(self) -> ProcessWriter:
@@ -210,12 +210,12 @@ class Checkpointer:
             SystemExit: with status 75; the state is saved.
         """
         self.step += 1
-        stops = self._anybody_stops()
+        stops = self._any_rank_stops()
         if self._first:
             self._trees.collect()
             if self._every > 0 and self.step % self._every == 0 and not stops:
                 self._trees.begin(self.step, self._tree())
-            self._trees.tell(self.step)
+            self._trees.send_heartbeat(self.step)
         if stops:
             self.close()
             print(f"stopped by a signal at step {self.step}, to be resumed (exit {EXIT_REQUEUE})", flush=True)
@@ -230,7 +230,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Save the last state, and finish."""
-        if self._first and self._every > 0 and self._kept_step() != self.step:
+        if self._first and self._every > 0 and self._saved_step() != self.step:
             self.save()
         self._trees.close()
         self._stop.__exit__(None, None, None)
@@ -246,11 +246,11 @@ class Checkpointer:
         elif kind is not SystemExit:
             self._trees.close()
 
-    def _kept_step(self) -> int:
+    def _saved_step(self) -> int:
         self._trees.wait()
-        return self._trees._kept_step
+        return self._trees._saved_step
 
-    def _anybody_stops(self) -> bool:
+    def _any_rank_stops(self) -> bool:
         stops = self._stop.received is not None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -319,5 +319,5 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)

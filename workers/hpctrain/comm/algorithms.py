@@ -140,12 +140,15 @@ def choose(mpi: Any, comm: Any, algorithms: Mapping[str, Algorithm]) -> list[Alg
         last = measured(mpi, comm, alike, TRIED_BYTES[-1:])[-1:] if len(alike) > 1 else []
         return [
             *small,
-            *([AlgorithmChoice(None, one.name, one.seconds) for one in last] or [AlgorithmChoice(None, usual, {})]),
+            *(
+                [AlgorithmChoice(None, choice.name, choice.seconds) for choice in last]
+                or [AlgorithmChoice(None, usual, {})]
+            ),
         ]
     choices = measured(mpi, comm, algorithms, TRIED_BYTES)
     name = choices[-1].name
-    goes_on = name != "gather" and (name in ALIKE or len(choices) == len(TRIED_BYTES))
-    return [*choices, AlgorithmChoice(None, name if goes_on else usual, {})]
+    serves_larger = name != "gather" and (name in ALIKE or len(choices) == len(TRIED_BYTES))
+    return [*choices, AlgorithmChoice(None, name if serves_larger else usual, {})]
 
 
 def _for_small(comm: Any, algorithms: Mapping[str, Algorithm]) -> list[str]:
@@ -195,7 +198,7 @@ def for_halves(algorithms: Mapping[str, Algorithm]) -> str:
 def pick(choices: list[AlgorithmChoice], flat_L: torch.Tensor, halves: str) -> str:
     """Return the algorithm for a tensor; `halves` is the one for half precision."""
     size_bytes = flat_L.numel() * flat_L.element_size()
-    chosen = next(one.name for one in choices if one.up_to_bytes is None or size_bytes <= one.up_to_bytes)
+    chosen = next(choice.name for choice in choices if choice.up_to_bytes is None or size_bytes <= choice.up_to_bytes)
     return halves if chosen in ("mpi", "tcp_ring") and flat_L.dtype in HALVES else chosen
 
 

@@ -92,10 +92,10 @@ class _GlooWork(Work):
             self._then()
 
 
-def store_for(rank: int, address: str, tell_port: Callable[[int], int], patience_s: float) -> dist.Store:
+def store_for(rank: int, address: str, share_port: Callable[[int], int], patience_s: float) -> dist.Store:
     """Create the store of a generation on its first rank, or connect to it.
 
-    `tell_port` broadcasts the port of the first rank.
+    `share_port` broadcasts the port of the first rank.
 
     Raises:
         TrainError: the store cannot be reached.
@@ -105,7 +105,7 @@ def store_for(rank: int, address: str, tell_port: Callable[[int], int], patience
     try:
         if rank == 0:
             made = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=patience)
-        port = tell_port(made.port if made is not None else 0)
+        port = share_port(made.port if made is not None else 0)
         return made or dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
     except RuntimeError as error:
         raise TrainError(f"cannot meet at {address}: {_first_line(error)}") from None

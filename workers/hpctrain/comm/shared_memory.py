@@ -115,11 +115,11 @@ class SharedMemory:
             slot = self._slots[0][(turn - 1) % SLOTS][: piece.size]
             if self._rank == 0:
                 slot[:] = piece
-            self._tell(LAID, turn)
+            self._signal(LAID, turn)
             if self._rank != 0:
                 self._wait_for(self._counters[0], LAID, turn)
                 piece[:] = slot
-            self._tell(SUMMED, turn)
+            self._signal(SUMMED, turn)
 
     def free(self) -> None:
         """Free the memory; all ranks call it."""
@@ -136,10 +136,10 @@ class SharedMemory:
         slots = self._slots_of(mine.dtype, (turn - 1) % SLOTS)
         length = mine.size
         slots[self._rank][:length] = mine
-        self._tell(LAID, turn)
+        self._signal(LAID, turn)
         self._wait(LAID, turn)
         self._add([slot[:length] for slot in slots], mine, dtype)
-        self._tell(SUMMED, turn)
+        self._signal(SUMMED, turn)
 
     def _direct(self, address: int, size_bytes: int) -> list[np.ndarray]:
         """Return the memory of all ranks at this rank's `address`; empty if it is not shared."""
@@ -152,7 +152,7 @@ class SharedMemory:
     def _sum_directly(self, parts: list[np.ndarray], dtype: torch.dtype) -> None:
         """Sum this rank's chunk over all ranks, and write it to all."""
         turn = self._next()
-        self._tell(LAID, turn)
+        self._signal(LAID, turn)
         self._wait(LAID, turn)
         step = BLOCK_BYTES // parts[0].itemsize
         start, stop = self._chunk(parts[0].size, self._rank)
@@ -163,7 +163,7 @@ class SharedMemory:
             for rank, block in enumerate(blocks):
                 if rank != self._rank:
                     block[:] = result
-        self._tell(SUMMED, turn)
+        self._signal(SUMMED, turn)
         self._wait(SUMMED, turn)
 
     def _sum_in_segments(self, mine: np.ndarray, dtype: torch.dtype) -> None:
@@ -185,7 +185,7 @@ class SharedMemory:
             slot[:low] = segment[:low]
         if high < segment.size:
             slot[high : segment.size] = segment[high:]
-        self._tell(LAID, turn)
+        self._signal(LAID, turn)
 
     def _finish(self, segment: np.ndarray, turn: int, dtype: torch.dtype) -> None:
         """Sum this rank's chunk of a segment, and copy the chunks that the others have summed."""
@@ -197,7 +197,7 @@ class SharedMemory:
             result = parts[self._rank]
             parts[self._rank] = segment[low:high]
             self._add(parts, result, dtype)
-        self._tell(SUMMED, turn)
+        self._signal(SUMMED, turn)
         segment[low:high] = slots[self._rank][low:high]
         for rank in range(self._size):
             if rank != self._rank:
@@ -238,7 +238,7 @@ class SharedMemory:
             self._wait(SUMMED, self._turn - 2)
         return self._turn
 
-    def _tell(self, which: int, turn: int) -> None:
+    def _signal(self, which: int, turn: int) -> None:
         self._win.Sync()
         self._mine[which * LINE_BYTES // 8] = turn
 

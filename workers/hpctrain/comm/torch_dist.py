@@ -54,7 +54,7 @@ class TorchCommunicator(Plain):
         store = dist.PrefixStore(f"hpctrain.{life}", bare_store)
         self.name = backend or _agreed_backend(store, rank, size, place)
         self._device = _device_for(self.name, place)
-        _say_interface(store, rank, size, reached)
+        _choose_interface(store, rank, size, reached)
         dist.init_process_group(self.name, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self.rank = rank
         self.size = size
@@ -166,7 +166,7 @@ def _gpu_of(place: RankInfo) -> int:
     return 0 if place.own_gpu else place.local_rank
 
 
-def _say_interface(store: dist.Store, rank: int, size: int, reached: str) -> None:
+def _choose_interface(store: dist.Store, rank: int, size: int, reached: str) -> None:
     """Make Gloo offer the address by which hosts reach each other.
 
     A host's name often leads to loopback.

@@ -91,7 +91,7 @@ def _text(options: argparse.Namespace) -> None:
         shard_bytes=options.shard_mib << 20,
         key=options.field,
     )
-    _tell(Dataset(options.out))
+    _print_summary(Dataset(options.out))
 
 
 def _arrays(options: argparse.Namespace) -> None:
@@ -99,7 +99,7 @@ def _arrays(options: argparse.Namespace) -> None:
     for path in options.paths:
         arrays |= arrays_in(path)
     prepare_arrays(options.out, arrays, validation=options.validation, shard_bytes=options.shard_mib << 20)
-    _tell(Dataset(options.out))
+    _print_summary(Dataset(options.out))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -107,11 +107,11 @@ def _check(options: argparse.Namespace) -> None:
     for shard in dataset.shards():
         shard.check_all()
     dataset.tokenizer()
-    _tell(dataset)
+    _print_summary(dataset)
     print("no damage: every chunk matches its hash")
 
 
-def _tell(dataset: Dataset) -> None:
+def _print_summary(dataset: Dataset) -> None:
     for name, entries in dataset.splits.items():
         print(f"{name}: {sum(entry.rows for entry in entries)} {dataset.kind} in {len(entries)} shards")
     if dataset.vocabulary is not None:

@@ -116,7 +116,7 @@ class ElasticRun:
         least = min(self._options.least, len(places))
         settings = RosterSettings(least=least, want=len(places), silent_s=self._options.silence)
         roster = Roster(settings, time.monotonic())
-        self._server = RosterServer(roster, self._key, _say, self._lost, self._retired.add)
+        self._server = RosterServer(roster, self._key, _print_line, self._lost, self._retired.add)
         port = await self._server.listen("0.0.0.0" if here else "127.0.0.1")
         self._facts = {"HPCTRAIN_ROSTER": f"{own_address(self._environ)}:{port}", "HPCTRAIN_ROSTER_KEY": self._key}
         self._heed_signals(in_job=here is not None)
@@ -142,7 +142,7 @@ class ElasticRun:
             if self._server.over.is_set() or slot.number in self._retired:
                 return
             if self._server.joined[slot.number] == joined and not self._stopping:
-                _say(f"slot {slot.number}: its process {ending(status)} before it joined")
+                _print_line(f"slot {slot.number}: its process {ending(status)} before it joined")
             if self._server.roster.generation < 0:
                 self._count_loss()
                 if status > 0 and not was_killed(status):
@@ -238,7 +238,7 @@ class ElasticRun:
         done = self._server.done
         first = self._ended[done[self._server.first]] if self._server.first in done else -signal.SIGKILL
         if was_killed(first):
-            _say(
+            _print_line(
                 "rank 0 was killed after the last step: what the script does after the training may be missing; run the same "
                 "command again; it resumes there"
             )
@@ -251,9 +251,9 @@ class ElasticRun:
             try:
                 self._options.report.write_text(json.dumps(account.facts(now_s)) + "\n")
             except OSError as error:  # keep the ranks' exit status
-                _say(f"cannot write {self._options.report}: {error.strerror}")
+                _print_line(f"cannot write {self._options.report}: {error.strerror}")
         for line in account.describe(now_s):
-            _say(line)
+            _print_line(line)
 
 
 def was_killed(status: int) -> bool:
@@ -269,7 +269,7 @@ def ending(status: int) -> str:
     return f"ended with status {status}"
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     _print(f"elastic: {text}", sys.stdout)
 
 

@@ -122,12 +122,12 @@ class Membership:
     def _listen(self) -> None:
         try:
             for line in self._lines:
-                self._hear(json.loads(line))
+                self._handle(json.loads(line))
         except OSError:
             pass  # a broken connection is an ended one
         self._out("the roster is gone")
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message["type"]:
             case "generation":
                 self._generations.put(message)

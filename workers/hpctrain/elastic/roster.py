@@ -166,7 +166,7 @@ class Roster:
         if all(member.state is MemberState.LEFT for member in inside):
             return leave + self._form(inside, ready, now_s)
         request = self._request(inside, ready)
-        return leave + self._tell(inside, request) if request else leave
+        return leave + self._requests_to(inside, request) if request else leave
 
     def _request(self, inside: list[Member], ready: list[Member]) -> str:
         """Return what the members of the current generation have to do. "broken", "changing" or ""."""
@@ -200,7 +200,7 @@ class Roster:
         }
         return orders + [(m.number, news) for m in chosen]
 
-    def _tell(self, inside: list[Member], request: str) -> list[tuple[int, Message]]:
+    def _requests_to(self, inside: list[Member], request: str) -> list[tuple[int, Message]]:
         """Return a request to the members of the generation, once each. "broken" overrides "changing"."""
         addressed = [m for m in inside if m.state is MemberState.IN and m.requested not in (request, "broken")]
         for member in addressed:

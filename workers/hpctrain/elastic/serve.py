@@ -153,12 +153,12 @@ class RosterServer:
         self,
         roster: Roster,
         key: str,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         on_lost: Callable[[int], None],
         on_misfit: Callable[[int], None],
     ) -> None:
         """Prepare the server; `on_lost` and `on_misfit` get the slot of the member."""
-        self.roster, self._key, self._say, self._on_lost, self._on_misfit = roster, key, say, on_lost, on_misfit
+        self.roster, self._key, self._report, self._on_lost, self._on_misfit = roster, key, report, on_lost, on_misfit
         self.account = RunAccount(time.monotonic())
         self.over = asyncio.Event()
         self.done: dict[int, int] = {}  # slot by number, of members that have ended without an error
@@ -206,7 +206,7 @@ class RosterServer:
         for member in self.roster.spares():
             if member.number not in self._spares:
                 self._spares.add(member.number)
-                self._say(f"slot {member.slot} is ready as a spare")
+                self._report(f"slot {member.slot} is ready as a spare")
 
     def lose(self, number: int, why: str) -> None:
         """Declare a member lost."""
@@ -220,7 +220,7 @@ class RosterServer:
         for loss in self.roster.losses:
             if loss.number == number:
                 self.account.lose(loss)
-        self._say(f"member {number} (slot {member.slot}) is lost: {why}")
+        self._report(f"member {number} (slot {member.slot}) is lost: {why}")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = None
@@ -236,7 +236,7 @@ class RosterServer:
             if self.over.is_set():
                 self._end(number)
             while (line := await reader.readline()) and number in self.roster.members:
-                self._hear(number, json.loads(line))
+                self._handle(number, json.loads(line))
                 self.settle()
         except (TimeoutError, OSError, ValueError, KeyError, TypeError, asyncio.LimitOverrunError) as error:
             why = f"its connection broke ({error})"
@@ -252,7 +252,7 @@ class RosterServer:
                 self.lose(number, why)
             self.settle()
 
-    def _hear(self, number: int, message: Message) -> None:
+    def _handle(self, number: int, message: Message) -> None:
         now_s = time.monotonic()
         match message["type"]:
             case "ready":
@@ -278,7 +278,7 @@ class RosterServer:
                 member = self.roster.members[number]
                 self.roster.leave(number)
                 self._on_misfit(member.slot)
-                self._say(f"slot {member.slot} is given up: {message['why']}")
+                self._report(f"slot {member.slot} is given up: {message['why']}")
             case other:
                 raise ValueError(f"a member sent {other!r}")
 
@@ -288,7 +288,7 @@ class RosterServer:
         self.first = members[0]["number"]
         self.account.form([member["number"] for member in members], self.roster.want, time.monotonic())
         slots = ", ".join(str(self.roster.members[member["number"]].slot) for member in members)
-        self._say(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
+        self._report(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
         standing = [member["number"] for member in members], self.account.step
         self._in_vain = self._in_vain + 1 if standing == self._standing else 0
         self._standing = standing
@@ -307,7 +307,7 @@ class RosterServer:
             late_s = now_s - looked_at_s - LOOK_EVERY_S
             looked_at_s = now_s
             if late_s > LATE_S:  # this process stood still: members' messages are still unread
-                self._say(f"the roster itself stood still for {late_s:.1f} s")
+                self._report(f"the roster itself stood still for {late_s:.1f} s")
                 self.roster.extend_deadlines(late_s, now_s)
             for member in self.roster.silent(now_s):
                 self.lose(member.number, f"no heartbeat for too long (--silence {self.roster.silent_s:g})")

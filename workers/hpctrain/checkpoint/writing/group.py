@@ -53,7 +53,7 @@ class First:
             Lost: one is silent.
         """
         self._welcome()
-        return [self._hear(rank, step) for rank in range(1, self._size)]
+        return [self._received_from(rank, step) for rank in range(1, self._size)]
 
     def announce(self, what: dict[str, Any]) -> None:
         """Send the result to all others."""
@@ -93,7 +93,7 @@ class First:
             self._drop(rank)
             self._others[rank] = connection
 
-    def _hear(self, rank: int, step: int) -> dict[str, Any]:
+    def _received_from(self, rank: int, step: int) -> dict[str, Any]:
         connection = self._others[rank]
         connection.settimeout(SILENT_S)
         try:

@@ -133,7 +133,7 @@ class Packer:
         high = low + self._chunk_bytes
         before = wanted.old[low:high] if wanted.old is not None else None
         known = wanted.hashes.get(wanted.slot.low_bytes + low)
-        plain = self._worth is not None and not self._worth.asks()
+        plain = self._worth is not None and not self._worth.packs_next()
         return self._pool.submit(_packed, wanted.content[low:high], ITEM_BYTES[wanted.slot.dtype], known, before, plain)
 
     def _finish(
@@ -172,7 +172,7 @@ class _Worth:
         self._raw_bytes = self._saved_bytes = self._written_bytes = 0
         self._cpu_s = self._write_s = 0.0
 
-    def asks(self) -> bool:
+    def packs_next(self) -> bool:
         """Return whether to pack the next chunk."""
         self._number += 1
         if self._number % PACKED_ANYWAY == 1 or self._written_bytes < KNOWN_BYTES or not self._raw_bytes:

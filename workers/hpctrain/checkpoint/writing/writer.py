@@ -152,17 +152,17 @@ class CheckpointWriter:
 
     def _copy(self, state: State, snapshot: TensorSnapshot) -> None:
         try:
-            snapshot.fill(state, lambda there: self._tell(snapshot, there))
+            snapshot.fill(state, lambda there: self._report_progress(snapshot, there))
         except BaseException:
-            self._tell(snapshot, BROKEN)
+            self._report_progress(snapshot, BROKEN)
             raise
-        self._tell(snapshot, FULL)
+        self._report_progress(snapshot, FULL)
 
     def _hand_over(self, order: WriteOrder) -> None:
         """Pass the order to the writer, which waits for the rest of the copy."""
         raise NotImplementedError
 
-    def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
+    def _report_progress(self, snapshot: TensorSnapshot, there: int) -> None:
         """Pass the copy progress to the writer."""
         raise NotImplementedError
 
@@ -262,7 +262,7 @@ class ProcessWriter(CheckpointWriter):
         except OSError:
             pass  # it has ended: `_result` starts another one
 
-    def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
+    def _report_progress(self, snapshot: TensorSnapshot, there: int) -> None:
         with suppress(OSError):  # it has ended
             self._line.send(there)
 
@@ -303,7 +303,7 @@ class Interval:
         self._every = every
         self._between_s = between_interruptions_s(claimed_at_s, now_s)
         self._cost_s = self._write_s = self._step_s = 0.0
-        self._next = self._told = 0
+        self._next = self._printed_steps = 0
 
     @property
     def wanted(self) -> bool:
@@ -339,7 +339,7 @@ class Interval:
     def next_after(self, step: int, steps: int) -> str:
         """Make the next checkpoint due `steps` steps after this one. Return a line if the interval changes."""
         self._next = step + steps
-        changed, self._told = abs(steps - self._told) > self._told / 4, steps
+        changed, self._printed_steps = abs(steps - self._printed_steps) > self._printed_steps / 4, steps
         if not changed or not self._step_s:
             return ""
         return (
