@@ -23,7 +23,9 @@ from collections.abc import Mapping, Sequence
 import hpcsched
 from hpcnode.commands import options as stepoptions
 from hpcnode.commands import slurm_text
+from hpcnode.commands.getopt_long import FLAG, OPTIONAL, VALUE
 from hpcnode.commands.hrun import IMMEDIATE_S
+from hpcnode.commands.options import StepOption
 from hpcnode.commands.srun import SLURM_VERSION
 from hpcnode.os import account as user
 from hpcnode.os import rlimits
@@ -42,21 +44,10 @@ _DOES = {
     "signal": "send the job's steps a signal S (60) seconds before the time limit",
     "propagate": "resource limits that the job's steps inherit from the command: ALL, NONE, NOFILE,STACK ...",
 }
-_HERE_ONLY = {
-    "chdir",
-    "get-user-env",
-    "gid",
-    "help",
-    "kill-command",
-    "usage",
-    "propagate",
-    "quiet",
-    "uid",
-    "verbose",
-    "version",
-    "wait",
+_HERE_ONLY = {  # not sent to the controller
+    "chdir", "get-user-env", "gid", "help", "kill-command", "usage", "propagate", "quiet", "uid", "verbose", "version", "wait",
     "x11",
-}  # not sent to the controller
+}  # fmt: skip
 _OF_STEPS = {"label", "mpi", "unbuffered", "wait", "kill-on-bad-exit", "external-launcher", "no-kill"}
 _VARIABLES = {"gres": "GRES", "switches": "REQ_SWITCH", "time": "TIMELIMIT", "verbose": "DEBUG"}
 _WITH_VARIABLES = frozenset((
@@ -65,54 +56,27 @@ _WITH_VARIABLES = frozenset((
 ))  # fmt: skip
 
 
-def _variables(option: stepoptions.StepOption) -> tuple[str, ...]:
+def _variables(option: StepOption) -> tuple[str, ...]:
     """Return the variable with the default of an option."""
     if option.name not in _WITH_VARIABLES:
         return ()
     return ("SALLOC_" + _VARIABLES.get(option.name, option.name.upper().replace("-", "_")),)
 
 
+# fmt: off
 OPTIONS = (
-    tuple(
-        option._replace(help=_DOES.get(option.name, option.help), env=_variables(option))
-        for option in stepoptions.OPTIONS
-        if option.name in _JOB or (option.accepted and option.name not in _OF_STEPS)
-    )
-    + (
-        stepoptions.StepOption(
-            "get-user-env",
-            "",
-            stepoptions.OPTIONAL,
-            "[SECONDS][S|L]",
-            "run the command with the environment of a login shell (S: of a plain shell)",
-        ),
-        stepoptions.StepOption(
-            "kill-command",
-            "K",
-            stepoptions.OPTIONAL,
-            "SIGNAL",
-            "signal for the command when the job ends: TERM, or SIGNAL; without the option, HUP",
-        ),
-        stepoptions.StepOption(
-            "no-shell",
-            "",
-            stepoptions.FLAG,
-            "",
-            "run no command: the job lasts until it is cancelled or reaches its time limit",
-        ),
-        stepoptions.StepOption(
-            "wait", "W", stepoptions.VALUE, "SECONDS", "wait at most this long for the nodes, like --immediate=SECONDS"
-        ),
-    )
-    + tuple(
-        stepoptions.StepOption(name, short, kind, "", "accepted", (), True)
-        for name, short, kind in (
-            ("bell", "", stepoptions.FLAG),
-            ("no-bell", "", stepoptions.FLAG),
-            ("wait-all-nodes", "", stepoptions.VALUE),
-        )
-    )
+    *(option._replace(help=_DOES.get(option.name, option.help), env=_variables(option)) for option in stepoptions.OPTIONS
+      if option.name in _JOB or (option.accepted and option.name not in _OF_STEPS)),
+    StepOption("get-user-env", "", OPTIONAL, "[SECONDS][S|L]",
+               "run the command with the environment of a login shell (S: of a plain shell)"),
+    StepOption("kill-command", "K", OPTIONAL, "SIGNAL",
+               "signal for the command when the job ends: TERM, or SIGNAL; without the option, HUP"),
+    StepOption("no-shell", "", FLAG, "", "run no command: the job lasts until it is cancelled or reaches its time limit"),
+    StepOption("wait", "W", VALUE, "SECONDS", "wait at most this long for the nodes, like --immediate=SECONDS"),
+    *(StepOption(name, "", kind, "", "accepted", (), True)
+      for name, kind in (("bell", FLAG), ("no-bell", FLAG), ("wait-all-nodes", VALUE))),
 )
+# fmt: on
 _RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_")
 _USER_ENV = re.compile("([0-9]{0,4})([SsLl]?)")
 USER_ENV_S = 10
@@ -180,8 +144,8 @@ def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
     for option in OPTIONS:
         found = next(filter(None, map(os.environ.get, option.env)), "")
         if found and option.name not in values:
-            on = option.kind == stepoptions.VALUE or found.lower() not in ("0", "no", "false")
-            values.update({option.name: found if option.kind != stepoptions.FLAG else True} if on else {})
+            on = option.kind == VALUE or found.lower() not in ("0", "no", "false")
+            values.update({option.name: found if option.kind != FLAG else True} if on else {})
     stepoptions.refuse_windows(values)
     if "wait" in values:
         values.setdefault("immediate", values["wait"])
