@@ -85,31 +85,17 @@ def fetch(names: Sequence[str]) -> Json:
 def reservation_lines(reservation: Json) -> list[RecordWords]:
     """Return a reservation as ``scontrol show reservation`` does."""
     flags = [*reservation["flags"], *([] if reservation["node_count"] else ["SPEC_NODES"])]
+    # fmt: off
     return [
-        [
-            ("ReservationName", reservation["name"]),
-            ("StartTime", date_text(reservation["start_s"])),
-            ("EndTime", date_text(reservation["end_s"])),
-            ("Duration", format_time_s(reservation["duration_s"], full=True)),
-        ],
-        [
-            ("Nodes", reservation["node_list"]),
-            ("NodeCnt", len(reservation["nodes"])),
-            ("CoreCnt", reservation["cpus"]),
-            ("Features", reservation["features"]),
-            ("PartitionName", reservation["partition"]),
-            ("Flags", ",".join(flags)),
-        ],
+        [("ReservationName", reservation["name"]), ("StartTime", date_text(reservation["start_s"])),
+         ("EndTime", date_text(reservation["end_s"])), ("Duration", format_time_s(reservation["duration_s"], full=True))],
+        [("Nodes", reservation["node_list"]), ("NodeCnt", len(reservation["nodes"])), ("CoreCnt", reservation["cpus"]),
+         ("Features", reservation["features"]), ("PartitionName", reservation["partition"]), ("Flags", ",".join(flags))],
         [("TRES", f"cpu={reservation['cpus']}")],
-        [
-            ("Users", ",".join(reservation["users"])),
-            ("Groups", ""),
-            ("Accounts", ",".join(reservation["accounts"])),
-            ("Licenses", ""),
-            ("State", reservation["state"]),
-            ("MaxStartDelay", ""),
-        ],
+        [("Users", ",".join(reservation["users"])), ("Groups", ""), ("Accounts", ",".join(reservation["accounts"])),
+         ("Licenses", ""), ("State", reservation["state"]), ("MaxStartDelay", "")],
     ]
+    # fmt: on
 
 
 def table(reservations: Sequence[Json], *, header: bool) -> str:
@@ -853,17 +839,7 @@ def _on_checkpoints(rest: Sequence[str], as_json: bool) -> int:
         raise UsageError(f"cannot print {verb} as JSON: only {' and '.join(WITH_JSON)} take --json")
     options = [option for word in more for option in _option(verb, word)] + ["--json"] * as_json
     directory = where if os.sep in where or os.path.isdir(where) else _of_job(where, verb)
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "hpctrain.checkpoint",
-        verb,
-        *options,
-        "--",
-        directory,
-        *_files(verb, more),
-    ]
+    command = [sys.executable, "-P", "-m", "hpctrain.checkpoint", verb, *options, "--", directory, *_files(verb, more)]
     import subprocess  # slow to import, and needed only here
 
     status = subprocess.run(command, check=False).returncode

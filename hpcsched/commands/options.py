@@ -158,8 +158,7 @@ def find_option(command: Command, name: str) -> Option:
     near = nearest(name, [option.name for option in command.options])
     hint = f"did you mean {' or '.join('--' + word for word in near)}?" if near else f"see {command.name} --help"
     raise UsageError(
-        f"cannot understand {'--' + name[:60]!r}: no such option; {hint}",
-        getopt=f"unrecognized option '--{name[:60]}'",
+        f"cannot understand {'--' + name[:60]!r}: no such option; {hint}", getopt=f"unrecognized option '--{name[:60]}'"
     )
 
 

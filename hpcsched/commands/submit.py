@@ -26,10 +26,7 @@ STDIN = ("-", "/dev/stdin")
 _FAILURE = "Batch job submission failed"
 
 # Beginnings of our own texts, and sbatch's phrase for each, before it contacts the controller.
-_BEFORE = (
-    ("cannot read script ", "Unable to open file {}"),
-    ("the script: it is empty", "Batch script is empty!"),
-)
+_BEFORE = (("cannot read script ", "Unable to open file {}"), ("the script: it is empty", "Batch script is empty!"))
 
 # Options of a command that waits, asks the user or reads files itself. Dates depend on the caller's
 # time zone.

@@ -54,16 +54,7 @@ def relative_text(at_s: float, now_s: float) -> str:
             return time.strftime("%-d %b %H:%M", at)
 
 
-class FormatField(
-    namedtuple(
-        "FormatField",
-        "name letter header text right longs",
-        defaults=(
-            False,
-            (),
-        ),
-    )
-):
+class FormatField(namedtuple("FormatField", "name letter header text right longs", defaults=(False, ()))):
     """A column. `text` writes it of a record as seen in a `Look`; `longs` are its names in -O, in lower case."""
 
     __slots__ = ()
@@ -76,17 +67,7 @@ class FormatField(
     longs: tuple[str, ...]
 
 
-class Cell(
-    namedtuple(
-        "Cell",
-        "field literal width right",
-        defaults=(
-            "",
-            0,
-            False,
-        ),
-    )
-):
+class Cell(namedtuple("Cell", "field literal width right", defaults=("", 0, False))):
     """A place in a format: a column in a width (0: as wide as it is) and what follows it, or, without one, literal text."""
 
     __slots__ = ()

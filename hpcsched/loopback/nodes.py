@@ -263,11 +263,7 @@ class Machine:
             if self._supervisor is not None:
                 raise RequestError(f"cannot switch node {self.name!r} on: it is on already")
             self.boot_id = str(uuid.uuid4())
-            marks = {
-                "HPCNODE_BOOT_ID": self.boot_id,
-                "HPCNODE_MACHINE_ID": str(self.root),
-                "HPCNODE_SIMULATED": "1",
-            }
+            marks = {"HPCNODE_BOOT_ID": self.boot_id, "HPCNODE_MACHINE_ID": str(self.root), "HPCNODE_SIMULATED": "1"}
             command = [sys.executable, "-I", "-S", power.__file__, str(os.getpid()), self.name, str(self._log)]
             self._supervisor = subprocess.Popen(
                 [*command, *self._server_command(marks | {"PATH": _node_path()})],

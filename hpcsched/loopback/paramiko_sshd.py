@@ -100,9 +100,7 @@ def account_of(settings: Settings) -> SshAccount:
         home, shell, switch = entry.pw_dir, entry.pw_shell, _switch_to(entry)
     environment = {"HOME": home, "USER": settings.user, "LOGNAME": settings.user, "SHELL": shell}
     return SshAccount(
-        home=home if os.path.isdir(home) else "/",
-        environment=environment | settings.environment,
-        switch=switch,
+        home=home if os.path.isdir(home) else "/", environment=environment | settings.environment, switch=switch
     )
 
 

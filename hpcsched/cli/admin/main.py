@@ -23,10 +23,7 @@ COMMANDS = {
     "status": ("hpcsched.cli.admin.daemon:status", "Report whether the controller is running, and its nodes and jobs."),
     "backup": ("hpcsched.cli.admin.backup:back_up", "Back up database, configuration, node files and keys."),
     "restore": ("hpcsched.cli.admin.backup:restore", "Restore the cluster, or its database, from a backup."),
-    "slurm-path": (
-        "hpcsched.cli.admin.shell:slurm_path",
-        "Print the directory of the commands with Slurm's names.",
-    ),
+    "slurm-path": ("hpcsched.cli.admin.shell:slurm_path", "Print the directory of the commands with Slurm's names."),
     "completion": ("hpcsched.cli.admin.shell:completion", "Print shell completion for bash, zsh or fish."),
     "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
     "demo": ("hpcsched.demo.show:demo", "Show a small cluster at work on this machine, then remove it."),

@@ -469,26 +469,20 @@ def _all_or(names: list[str]) -> str:
 def partition_lines(partition: Json) -> list[Words]:
     """Return the lines of a partition, similar to ``scontrol show partition``."""
     counts = ",".join(f"{state}:{count}" for state, count in sorted(partition["state_counts"].items()))
+    # fmt: off
     return [
         [("PartitionName", partition["name"])],
-        [
-            ("Default", "YES" if partition["default"] else "NO"),
-            ("State", partition.get("state") or ("UP" if partition["up"] else "DOWN")),
-        ],
-        [
-            ("MaxTime", limit_text(partition["max_time_s"])),
-            ("DefaultTime", "NONE" if partition["default_time_s"] is None else limit_text(partition["default_time_s"])),
-        ],
+        [("Default", "YES" if partition["default"] else "NO"),
+         ("State", partition.get("state") or ("UP" if partition["up"] else "DOWN"))],
+        [("MaxTime", limit_text(partition["max_time_s"])),
+         ("DefaultTime", "NONE" if partition["default_time_s"] is None else limit_text(partition["default_time_s"]))],
         [("AllowAccounts", _all_or(partition["allow_accounts"])), ("AllowQos", _all_or(partition["allow_qos"]))],
         [("PriorityJobFactor", partition["priority_job_factor"]), ("PriorityTier", partition["priority_tier"])],
         [("Nodes", partition["node_list"])],
-        [
-            ("TotalCPUs", partition["cpus"]),
-            ("AllocCPUs", partition["cpus_alloc"]),
-            ("TotalNodes", len(partition["nodes"])),
-        ],
+        [("TotalCPUs", partition["cpus"]), ("AllocCPUs", partition["cpus_alloc"]), ("TotalNodes", len(partition["nodes"]))],
         [("NodeStates", counts)],
     ]
+    # fmt: on
 
 
 def license_lines(license: Json) -> list[Words]:
@@ -564,6 +558,7 @@ def scontrol_node_lines(node: Json) -> list[Words]:
     mem_mib = node["mem_mib"]
     tres, alloc = tres_of_node(node)
     why, by, at_s = why_out_of_use(node)
+    # fmt: off
     return [
         [("NodeName", node["name"]), ("Arch", facts.get("arch", "x86_64")), ("CoresPerSocket", node["cpus"])],
         [("CPUAlloc", node["cpus_alloc"]), ("CPUEfctv", node["cpus"]), ("CPUTot", node["cpus"]), ("CPULoad", "N/A")],
@@ -572,21 +567,9 @@ def scontrol_node_lines(node: Json) -> list[Words]:
         [("Gres", f"gpu:{gpus}" if gpus else None)],
         [("NodeAddr", node["host"]), ("NodeHostName", node["name"]), ("Version", "23.02.7")],
         [("OS", "Linux")],
-        [
-            ("RealMemory", mem_mib),
-            ("AllocMem", node["mem_alloc_mib"]),
-            ("FreeMem", "N/A"),
-            ("Sockets", 1),
-            ("Boards", 1),
-        ],
-        [
-            ("State", node_state(node)),
-            ("ThreadsPerCore", 1),
-            ("TmpDisk", node.get("tmp_mib") or 0),
-            ("Weight", node["weight"]),
-            ("Owner", "N/A"),
-            ("MCS_label", "N/A"),
-        ],
+        [("RealMemory", mem_mib), ("AllocMem", node["mem_alloc_mib"]), ("FreeMem", "N/A"), ("Sockets", 1), ("Boards", 1)],
+        [("State", node_state(node)), ("ThreadsPerCore", 1), ("TmpDisk", node.get("tmp_mib") or 0),
+         ("Weight", node["weight"]), ("Owner", "N/A"), ("MCS_label", "N/A")],
         [("Partitions", ",".join(node["partitions"]))],
         [("BootTime", "None"), ("SlurmdStartTime", date_text(node["link_since_s"] or None, "None"))],
         [("LastBusyTime", date_text(node["link_since_s"] or None, "None"))],
@@ -598,6 +581,7 @@ def scontrol_node_lines(node: Json) -> list[Words]:
         [("ReservationName", node["reservation"])] if node.get("reservation") else (),
         [("Reason", f"{why} [{by}@{date_text(at_s, 'Unknown')}]")] if why else (),
     ]
+    # fmt: on
 
 
 def why_out_of_use(node: Json) -> tuple[str, str, float | None]:
@@ -612,47 +596,25 @@ def scontrol_partition_lines(partition: Json, all_nodes: Sequence[Json]) -> list
     nodes = [node for node in all_nodes if node["name"] in partition["nodes"]]
     limit = "UNLIMITED" if partition["max_time_s"] is None else format_time_s(partition["max_time_s"], full=True)
     usual = "NONE" if partition["default_time_s"] is None else format_time_s(partition["default_time_s"], full=True)
+    # fmt: off
     return [
         [("PartitionName", partition["name"])],
-        [
-            ("AllowGroups", "ALL"),
-            ("AllowAccounts", ",".join(partition["allow_accounts"]) or "ALL"),
-            ("AllowQos", ",".join(partition["allow_qos"]) or "ALL"),
-        ],
+        [("AllowGroups", "ALL"), ("AllowAccounts", ",".join(partition["allow_accounts"]) or "ALL"),
+         ("AllowQos", ",".join(partition["allow_qos"]) or "ALL")],
         [("AllocNodes", "ALL"), ("Default", "YES" if partition["default"] else "NO"), ("QoS", "N/A")],
-        [
-            ("DefaultTime", usual),
-            ("DisableRootJobs", "NO"),
-            ("ExclusiveUser", "NO"),
-            ("GraceTime", 0),
-            ("Hidden", "NO"),
-        ],
-        [
-            ("MaxNodes", "UNLIMITED"),
-            ("MaxTime", limit),
-            ("MinNodes", 0),
-            ("LLN", "NO"),
-            ("MaxCPUsPerNode", "UNLIMITED"),
-        ],
+        [("DefaultTime", usual), ("DisableRootJobs", "NO"), ("ExclusiveUser", "NO"), ("GraceTime", 0), ("Hidden", "NO")],
+        [("MaxNodes", "UNLIMITED"), ("MaxTime", limit), ("MinNodes", 0), ("LLN", "NO"), ("MaxCPUsPerNode", "UNLIMITED")],
         [("Nodes", partition["node_list"])],
-        [
-            ("PriorityJobFactor", partition["priority_job_factor"]),
-            ("PriorityTier", partition["priority_tier"]),
-            ("RootOnly", "NO"),
-            ("ReqResv", "NO"),
-            ("OverSubscribe", "NO"),
-        ],
+        [("PriorityJobFactor", partition["priority_job_factor"]), ("PriorityTier", partition["priority_tier"]),
+         ("RootOnly", "NO"), ("ReqResv", "NO"), ("OverSubscribe", "NO")],
         [("OverTimeLimit", "NONE"), ("PreemptMode", "OFF")],
-        [
-            ("State", partition.get("state") or ("UP" if partition["up"] else "DOWN")),
-            ("TotalCPUs", partition["cpus"]),
-            ("TotalNodes", len(nodes)),
-            ("SelectTypeParameters", "NONE"),
-        ],
+        [("State", partition.get("state") or ("UP" if partition["up"] else "DOWN")), ("TotalCPUs", partition["cpus"]),
+         ("TotalNodes", len(nodes)), ("SelectTypeParameters", "NONE")],
         [("JobDefaults", None)],
         [("DefMemPerNode", "UNLIMITED"), ("MaxMemPerNode", "UNLIMITED")],
         [("TRES", Verbatim(tres_of_nodes(partition, nodes)))],
     ]
+    # fmt: on
 
 
 def step_lines(step: Json) -> list[Words]:
@@ -660,25 +622,18 @@ def step_lines(step: Json) -> list[Words]:
     job = step["job"]
     nodes = compress_hostlist(step["nodes"])
     cpus = sum(share["cpus"] for share in job["shares"] if share["node"] in step["nodes"])
+    # fmt: off
     return [
-        [
-            ("StepId", step["id"]),
-            ("UserId", job["uid"]),
-            ("StartTime", date_text(step["started_at_s"], "Unknown")),
-            ("TimeLimit", format_time_s(job["time_limit_s"], full=True)),
-        ],
+        [("StepId", step["id"]), ("UserId", job["uid"]), ("StartTime", date_text(step["started_at_s"], "Unknown")),
+         ("TimeLimit", format_time_s(job["time_limit_s"], full=True))],
         [("State", step["state"]), ("Partition", job["partition"]), ("NodeList", nodes), ("Gres", Verbatim(""))],
-        [
-            ("Nodes", len(step["nodes"])),
-            ("CPUs", cpus),
-            ("Tasks", step["ntasks"]),
-            ("Name", step["name"] or step["step"]),
-            ("Network", None),
-        ],
+        [("Nodes", len(step["nodes"])), ("CPUs", cpus), ("Tasks", step["ntasks"]), ("Name", step["name"] or step["step"]),
+         ("Network", None)],
         [("TRES", Verbatim(f"cpu={cpus},node={len(step['nodes'])}"))],
         [("ResvPorts", None)],
         [("CPUFreqReq", "Default"), ("Dist", "Block")],
     ]
+    # fmt: on
 
 
 # ----- JSON with the names of Slurm's OpenAPI: jobs
@@ -690,10 +645,7 @@ def meta() -> Json:
     return {
         "plugin": {"type": "openapi/v0.0.39", "name": "Slurm OpenAPI v0.0.39", "data_parser": "data_parser/v0.0.39"},
         "command": sys.argv,
-        "Slurm": {
-            "version": {"major": int(major), "micro": int(minor), "minor": int(micro)},
-            "release": SLURM_VERSION,
-        },
+        "Slurm": {"version": {"major": int(major), "micro": int(minor), "minor": int(micro)}, "release": SLURM_VERSION},
     }
 
 

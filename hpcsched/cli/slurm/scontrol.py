@@ -46,13 +46,7 @@ SCONTROL = Face(
             HELP,
             VERSION,
         ),
-        accepted=(
-            *ELSEWHERE,
-            Option("hide"),
-            Option("future", "F"),
-            Option("uid", "u", "UID"),
-            Option("yaml"),
-        ),
+        accepted=(*ELSEWHERE, Option("hide"), Option("future", "F"), Option("uid", "u", "UID"), Option("yaml")),
     ),
     "slurm_load_jobs error",
 )

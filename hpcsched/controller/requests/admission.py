@@ -20,17 +20,7 @@ from hpcsched.model.node import Partition
 from hpcsched.model.spec import Dependency, JobSpec
 from hpcsched.model.text import nearest
 from hpcsched.model.units import UNLIMITED_S, format_time_s, known_limit_s
-from hpcsched.sched.limits import (
-    EACH_USER,
-    SUBMISSION,
-    Holder,
-    Kind,
-    LimitRule,
-    Whose,
-    never_text,
-    rules_of,
-    why_never,
-)
+from hpcsched.sched.limits import EACH_USER, SUBMISSION, Holder, Kind, LimitRule, Whose, never_text, rules_of, why_never
 from hpcsched.sched.place.request import request_of
 from hpcsched.sched.queue.fairshare import factor_of, weights_of
 from hpcsched.sched.snapshot import LEAST_LIMIT_S, node_view

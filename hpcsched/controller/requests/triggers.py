@@ -26,14 +26,7 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Link, Node
 from hpcsched.model.text import whole_number
-from hpcsched.model.trigger import (
-    JOB_EVENTS,
-    MAX_OFFSET_S,
-    MAX_TRIGGERS,
-    MAX_TRIGGERS_PER_USER,
-    Trigger,
-    TriggerEvent,
-)
+from hpcsched.model.trigger import JOB_EVENTS, MAX_OFFSET_S, MAX_TRIGGERS, MAX_TRIGGERS_PER_USER, Trigger, TriggerEvent
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
