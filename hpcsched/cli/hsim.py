@@ -11,7 +11,6 @@ from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpcsched import client, paths
 from hpcsched.cli.output import note, print_json, run_command
@@ -29,11 +28,9 @@ from hpcsched.sched.preempt.plan import full_plan
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, snapshot_from_json
 from hpcsched.sim.forecast import Forecast, forecast, with_nodes, without_nodes
 from hpcsched.sim.policies import KINDS, PLAN, POLICIES, POOL, Simulation, json_of, simulate
-from hpcsched.sim.swf import read_trace
+from hpcsched.sim.swf import Trace, read_trace
 
-if TYPE_CHECKING:
-    from hpcsched.sim.swf import Trace
-
+# fmt: off
 COMMAND = Command(
     "hsim",
     (
@@ -47,32 +44,18 @@ COMMAND = Command(
     "it went, compare sets policies side by side. replay makes the plan of a snapshot that hctl snapshot saved; whatif lets the "
     "queue as it is, or was then, go on with other nodes and policies: when would which job start?",
     (
-        Option(
-            "policy",
-            "p",
-            "POLICY",
-            "follow this policy (run; default without it); replay, whatif: try this one as well, or each of a list",
-        ),
-        Option(
-            "engine", "", "WHO", "who decides (run): pool, quick code for one pool (default), or plan, hpcschedd's own"
-        ),
+        Option("policy", "p", "POLICY",
+               "follow this policy (run; default without it); replay, whatif: try this one as well, or each of a list"),
+        Option("engine", "", "WHO", "who decides (run): pool, quick code for one pool (default), or plan, hpcschedd's own"),
         Option("nodes", "N", "COUNT", "let the machine have this many nodes instead of what the trace says"),
         Option("cpus", "c", "COUNT", "let each of these nodes have this many processors; 1 without it"),
         Option("schedule-out", "", "FILE", "write job_id,submit,start,end of every job to this file (run)"),
         Option("plot", "", "BASE", "draw utilization, waits and the first policy's schedule to BASE.png and BASE.svg"),
-        Option(
-            "add-nodes",
-            "",
-            "NODES",
-            "add COUNTxCPUS:MEM[:gpu:TYPE:N], as 2x16:64G:gpu:a100:4, to all partitions (whatif)",
-        ),
+        Option("add-nodes", "", "NODES",
+               "add COUNTxCPUS:MEM[:gpu:TYPE:N], as 2x16:64G:gpu:a100:4, to all partitions (whatif)"),
         Option("remove-node", "", "NODES", "let nothing more start on these nodes (whatif)"),
-        Option(
-            "database",
-            "",
-            "FILE",
-            "the queue of this database, as hctl backup writes, with the configuration as it is (replay, whatif)",
-        ),
+        Option("database", "", "FILE",
+               "the queue of this database, as hctl backup writes, with the configuration as it is (replay, whatif)"),
         Option("predict", help="jobs run as long as their users' last ones did, not to their limits (whatif)"),
         Option("jobs", "", "USERS", "list when the jobs of these users start: names, me or all (whatif)"),
         Option("json", help="print the figures as JSON"),
@@ -81,6 +64,7 @@ COMMAND = Command(
     ),
     ("Policies: " + "; ".join(f"{name} ({says})" for name, (_, says) in POLICIES.items()) + ".",),
 )
+# fmt: on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,13 +86,13 @@ def _work(words: Words) -> int:
 
 
 _ONLY_WHATIF = ("add-nodes", "remove-node", "predict", "jobs")
-_OF_A_WORLD = {"replay": ("policy", "database", "json"), "whatif": ("policy", "database", "json", *_ONLY_WHATIF)}
+_OF_A_SNAPSHOT = {"replay": ("policy", "database", "json"), "whatif": ("policy", "database", "json", *_ONLY_WHATIF)}
 
 
 def _of_a_snapshot(words: Words, what: str, operands: Sequence[str]) -> int:
     for option in words.given:
-        if option not in _OF_A_WORLD[what]:
-            raise UsageError(f"cannot use --{option} with {what}: it takes --{', --'.join(_OF_A_WORLD[what])}")
+        if option not in _OF_A_SNAPSHOT[what]:
+            raise UsageError(f"cannot use --{option} with {what}: it takes --{', --'.join(_OF_A_SNAPSHOT[what])}")
     if what == "whatif":
         return whatif(words, operands)
     if not operands and not words.has("database"):
