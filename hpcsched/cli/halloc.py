@@ -207,14 +207,14 @@ class _Allocation:
             signal.signal(number, lambda got, _frame: self._signals.append(got))
         self._sock.sendall(protocol.encode(self._request()))
         allocated = self._wait_for_nodes()
-        self._say(f"Granted job allocation {allocated.job_id}")
+        self._report(f"Granted job allocation {allocated.job_id}")
         if self._values.get("no-shell"):
             self._sock.close()
             return 0
         try:
             return self._hold(allocated)
         finally:
-            self._say(f"Relinquishing job allocation {allocated.job_id}")
+            self._report(f"Relinquishing job allocation {allocated.job_id}")
             self._sock.close()
 
     def _request(self) -> protocol.StepRequest:
@@ -267,7 +267,7 @@ class _Allocation:
             if isinstance(message, protocol.StepWaiting):
                 text, timeout_s = message.text, _REPORTED_AFTER_S
             elif message is None and text:
-                self._say(text)
+                self._report(text)
                 text, timeout_s = "", None
             if any(number != signal.SIGCHLD for number in self._signals):
                 raise HallocError("cancelled while waiting for the job's nodes")
@@ -334,7 +334,7 @@ class _Allocation:
             os.kill(self._child, self._end_signal)
             os.kill(self._child, signal.SIGCONT)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if not self._quiet:
             sys.stderr.write(f"{self._face.name}: {text}\n")
             sys.stderr.flush()

@@ -54,7 +54,7 @@ def _asked(meant: CancelRequest, *, slurms: bool) -> tuple[list[str], int]:
                 continue
             if job["state"] in ENDED_STATES:
                 if job["display_id"] in of_jobs:
-                    _say_over(job, slurms=slurms)
+                    _report_ended(job, slurms=slurms)
                     status = status if slurms else FAILED
                 continue
             chosen += [job["display_id"]] if _is_confirmed("job_id", job["display_id"], job) else []
@@ -74,7 +74,7 @@ def _is_confirmed(what: str, reference: str, job: Json) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _say_over(job: Json, *, slurms: bool) -> None:
+def _report_ended(job: Json, *, slurms: bool) -> None:
     if slurms:
         why = "Job/step already completing or completed"
         complain("scancel", f"Kill job error on job id {job['display_id']}: {why}")

@@ -67,22 +67,22 @@ def _report_failures(reference: str) -> Json:
     failures = job.get("failures", ())
     if job["state"] in ENDED_STATES and job["started_at_s"] is None:
         detail = f": {clean(job['reason_detail'])}" if job["reason_detail"] else ""
-        _say(_why_nothing(job) + detail)
+        _report(_why_nothing(job) + detail)
     elif job["state"] in ENDED_STATES and job["reason_detail"]:
-        _say(f"job {job['display_id']} is {job['state']}: {clean(job['reason_detail'])}")
+        _report(f"job {job['display_id']} is {job['state']}: {clean(job['reason_detail'])}")
     for number, failure in enumerate(failures):
         where = f"rank {failure['rank']} of {failure['ranks']} on {failure['node']}"
         at = when_text(failure["at_s"], time.time())
         title = "first cause" if number == 0 else "noticed by" if failure["echo"] else "then"
         lines = [clean(line) for line in failure["text"].rstrip().splitlines()] or ["(no reason was given)"]
-        _say(f"{title}: {where} at {at}: {lines[-1]}")
+        _report(f"{title}: {where} at {at}: {lines[-1]}")
         if number == 0:
             for line in lines[:-1]:
-                _say(f"    {line}")
+                _report(f"    {line}")
     return job
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(f"{COMMAND.name}: {text}", file=sys.stderr)
 
 
@@ -142,7 +142,7 @@ def _print_from(reference: str, stream: str, offset: int, *, follow: bool) -> No
         if job["started_at_s"] is not None:
             note(COMMAND.name, f"nothing has been written to {clean(part.path)}")
         elif job["state"] not in ENDED_STATES:  # of an ended job, `_report_failures` has printed it
-            _say(_why_nothing(job))
+            _report(_why_nothing(job))
 
 
 def _why_nothing(job: Json) -> str:

@@ -110,7 +110,7 @@ def _run(words: Words, operands: Sequence[str]) -> int:
         raise UsageError(f"cannot let {engine[:60]!r} decide: --engine is {POOL} or {PLAN}")
     picture = _picture(words)
     done = simulate(_trace(operands[0]), policy, _procs(words), engine)
-    _tell_left_out(done)
+    _report_left_out(done)
     if words.has("schedule-out"):
         write_schedule(done, Path(words.last("schedule-out")))
     if picture is not None:
@@ -136,7 +136,7 @@ def _compare(words: Words, operands: Sequence[str]) -> int:
     policies, picture = [_policy(name) for name in operands[1:]], _picture(words)
     trace, procs = _trace(operands[0]), _procs(words)
     done = [simulate(trace, policy, procs) for policy in policies]
-    _tell_left_out(done[0])
+    _report_left_out(done[0])
     if picture is not None:
         _draw(done, picture)
     if words.has("json"):
@@ -175,7 +175,7 @@ def _procs(words: Words) -> int:
     return int(words.number("nodes", 0, at_least=1)) * int(words.number("cpus", 1, at_least=1))
 
 
-def _tell_left_out(done: Simulation) -> None:
+def _report_left_out(done: Simulation) -> None:
     if done.too_big:
         note("hsim", f"left out {done.too_big} jobs that need more than {done.procs} processors")
 

@@ -80,7 +80,7 @@ def _by_controller(name: str, argv: Sequence[str]) -> int:
             return _PYTHON
         if response.status != 200:
             return _PYTHON
-        status, wanted = _obey(response.body)
+        status, wanted = _handle(response.body)
         if wanted is None:
             return status
         script = _script(argv, wanted)
@@ -134,7 +134,7 @@ def _open(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe without a writer is no script
 
 
-def _obey(body: bytes) -> tuple[int, int | None]:
+def _handle(body: bytes) -> tuple[int, int | None]:
     """Print the answer; return the exit status, and the place of the script if the controller wants it."""
     at = 0
     while (end := body.find(b"\n", at)) >= 0:

@@ -211,10 +211,10 @@ def serve_requests(watched: list[int], wake: int) -> None:
             elif request == b"thaw":
                 signal_all(stopped & descendants(os.getpid()).keys(), signal.SIGCONT)
                 stopped = set()
-            _say("done")
+            _answer("done")
 
 
-def _say(line: str) -> None:
+def _answer(line: str) -> None:
     try:
         os.write(1, line.encode() + b"\n")
     except BrokenPipeError:
@@ -238,11 +238,11 @@ def main(argv: list[str]) -> int:
     _libc_call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake = _wakeup_descriptor()
     server = start_server(command, log_path)
-    _say("up own" if own else "up shared")
+    _answer("up own" if own else "up shared")
     serve_requests([] if watch is None else [watch], wake)
     left = kill_all_below()
     server.returncode = -signal.SIGKILL  # reaped above
-    _say("off " + " ".join(map(str, left)))
+    _answer("off " + " ".join(map(str, left)))
     return 1 if left else 0
 
 

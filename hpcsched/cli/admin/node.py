@@ -97,7 +97,7 @@ def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool
     where = parse_target(target)
     config = _config()
     add_node(config, where, wanted)
-    _tell_controller()
+    _notify_controller()
     for line in still_drained(config, name or default_name(where)):
         click.echo(line)
 
@@ -181,7 +181,7 @@ def probe(names: tuple[str, ...], links: bool) -> None:
     else:
         for name in names:
             probe_node(config, name)
-    _tell_controller()
+    _notify_controller()
 
 
 @node.command()
@@ -232,7 +232,7 @@ def _states() -> dict[str, str]:
         return {}
 
 
-def _tell_controller() -> None:
+def _notify_controller() -> None:
     try:
         client.call("POST", "/v1/reconfigure", {})
     except UnavailableError:

@@ -41,7 +41,7 @@ from hpcsched.controller.requests.reservations import read_options
 from hpcsched.controller.requests.running_jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
-from hpcsched.controller.views.history import history_text, outages_of, tell
+from hpcsched.controller.views.history import history_text, outages_of, story_of
 from hpcsched.controller.views.queue import (
     Reading,
     first_waiting,
@@ -200,7 +200,7 @@ class ControllerBackend(Reading):
         reason, detail, _ = why_waiting(job, self._cluster, asker, now_s)
         over = f"job {job.display_id} is {job.state}{how_it_ended(job)}"
         now = over if job.state in FINAL else in_a_sentence(job, self._cluster, asker, reason, detail, now_s)
-        return {"job_id": job.id, "events": tell(job, events), "now_s": now_s, "now": now}
+        return {"job_id": job.id, "events": story_of(job, events), "now_s": now_s, "now": now}
 
     async def why(self, asker: Asker, reference: str) -> Json:
         """Explain why a job waits, from a fresh plan over the current cluster."""

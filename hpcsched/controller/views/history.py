@@ -181,7 +181,7 @@ def _history_query(query: Json) -> HistoryQuery:
 # ----- the history of a job in sentences, for `hctl story`
 
 
-def tell(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
+def story_of(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
     """Return the events, each with its time, its kind and a sentence."""
     lines = []
     # True if the attempt was ended without a requeue: then a lost node does not requeue the job.

@@ -166,7 +166,7 @@ def by_controller(name: str, argv: Sequence[str], fake: FakeApi, /, **changes: A
         except OwnProcessError:
             return None
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            status, wanted = thin._obey(said)
+            status, wanted = thin._handle(said)
         if wanted is None:
             return None if status == thin._PYTHON else (status, out.getvalue(), err.getvalue(), inside.jobs)
         with pytest.MonkeyPatch.context() as patch:

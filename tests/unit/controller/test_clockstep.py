@@ -12,7 +12,7 @@ from unit.controller.cluster import Cluster
 from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.timers import ClockMark, mark_of
-from hpcsched.controller.views.history import tell
+from hpcsched.controller.views.history import story_of
 from hpcsched.lifecycle.clocks import limit_at_s, ran_s
 from hpcsched.model.job import JobState
 
@@ -52,7 +52,7 @@ def test_a_step_ends_no_job_early_or_late_and_charges_nobody(step_s: float) -> N
     cluster.end(batch)
     assert cluster.job(batch).charged_cpu_s == pytest.approx(601.0 * cluster.job(batch).shares[0].cpus)
     assert cluster.replayed(batch) == cluster.job(batch)
-    told = [event["text"] for event in tell(cluster.job(batch), cluster.store.load_events(batch))]
+    told = [event["text"] for event in story_of(cluster.job(batch), cluster.store.load_events(batch))]
     assert any("clock was set" in text for text in told)
 
 

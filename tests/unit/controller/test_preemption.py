@@ -14,7 +14,7 @@ from hpcnode.wire import protocol
 from hpcsched.api.views import in_a_sentence, job_view, node_views, why_waiting
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, running_jobs
-from hpcsched.controller.views.history import tell
+from hpcsched.controller.views.history import story_of
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import SignalSpec
@@ -155,7 +155,8 @@ def test_the_stories_say_who_made_room_for_whom() -> None:
     low = start_low(cluster)
     high = submit(cluster, "high")
     told = {
-        job: [line["text"] for line in tell(cluster.job(job), cluster.store.load_events(job))] for job in (low, high)
+        job: [line["text"] for line in story_of(cluster.job(job), cluster.store.load_events(job))]
+        for job in (low, high)
     }
     wanted = f"to be ended as PREEMPTED, to be queued again: preempted by job {high} of ann; it has 60 s to save a checkpoint"
     assert told[low][-1] == wanted

@@ -13,7 +13,7 @@ from hpcsched.api.views import in_a_sentence, job_view, why_waiting
 from hpcsched.controller import preemption
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, update
-from hpcsched.controller.views.history import tell
+from hpcsched.controller.views.history import story_of
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 
@@ -281,5 +281,5 @@ def test_the_story_tells_of_it() -> None:
     job_id = start(cluster, 1, 2, elastic=True)
     waiting = cluster.submit(nodes_min=1, cpus_per_task=2)
     give_back(cluster, job_id, 1)
-    lines = [line["text"] for line in tell(cluster.job(job_id), cluster.store.load_events(job_id))]
+    lines = [line["text"] for line in story_of(cluster.job(job_id), cluster.store.load_events(job_id))]
     assert lines[-2:] == [f"asked to make do with n1, job {waiting} waits for the others", "gives n2 back"]

@@ -13,7 +13,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import requeue
 from hpcsched.controller.requests.update import update
-from hpcsched.controller.views.history import tell
+from hpcsched.controller.views.history import story_of
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
@@ -42,7 +42,7 @@ def test_a_waiting_job_asks_for_something_else() -> None:
     assert cluster.replayed(job_id) == cluster.job(job_id)
     assert change(cluster, job_id, nodelist="", num_nodes="1") == []
     assert cluster.job(job_id).spec.nodelist == ()
-    told = tell(cluster.job(job_id), cluster.store.load_events(job_id))
+    told = story_of(cluster.job(job_id), cluster.store.load_events(job_id))
     assert any("changed by" in one["text"] and "name = x" in one["text"] for one in told)
 
 

@@ -13,7 +13,7 @@ from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import hold, release
 from hpcsched.controller.requests.update import update
-from hpcsched.controller.views.history import tell
+from hpcsched.controller.views.history import story_of
 from hpcsched.controller.views.queue import first_waiting
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId
@@ -279,7 +279,7 @@ def test_a_lowered_limit_is_the_jobs_limit_and_the_nodes() -> None:
     assert (job.time_limit_s, job.asked_limit_s) == (1800, 3600)
     ((_, launch),) = cluster.sent(protocol.Launch)
     assert launch.limit_s == 1800.0
-    told = [item["text"] for item in tell(job, cluster.store.load_events(job.id))]
+    told = [item["text"] for item in story_of(job, cluster.store.load_events(job.id))]
     assert any("its time limit lowered to 30:00" in text for text in told)
 
 
