@@ -1,11 +1,9 @@
-"""Parse a command's options as getopt_long(3) does, from a table, and write its help text.
+"""The option tables of commands: read words by them (`hpcnode.commands.getopt_long`), and write help texts.
 
-Options may follow operands. Long options may be abbreviated if that is unambiguous. Letters may be combined (``-hl``,
-``-o%i``). ``--`` ends the options. Users, and tools that call Slurm's commands, rely on all of this. `hsub` has its own table,
-because its options are those of job scripts (`hpcsched.jobscript.options`).
-
-It knows no command and no meaning of a value. click is not used: its import takes 34 ms (Python itself takes 8), and it
-supports neither abbreviated options nor these optional values.
+Options may follow operands. Long options may be abbreviated if that is unambiguous. Users, and tools that call Slurm's commands,
+rely on this. `hsub` has its own table, because its options are those of job scripts (`hpcsched.jobscript.options`). Knows no
+command and no meaning of a value. click is not used: its import takes 34 ms (Python itself takes 8), and it supports neither
+abbreviated options nor these optional values.
 """
 
 from __future__ import annotations
