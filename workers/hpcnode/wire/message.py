@@ -55,12 +55,15 @@ class Message:
     """A frozen value. Its fields are the annotations of its class, in their order."""
 
     _usual: Dict[str, Any] = {}  # defaults by field
+    _fresh: Dict[str, Callable[[], Any]] = {}  # what makes a default, by field: that in `_usual` is only compared with
     _checks: Dict[str, Check]  # made at the first read, because evaluating all annotations takes a while
     __match_args__: Tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
         cls.__match_args__ = tuple(cls.__dict__.get("__annotations__", {}))  # type: ignore[misc]  # a constant elsewhere
         cls._usual = {name: cls.__dict__[name] for name in cls.__match_args__ if name in cls.__dict__}
+        cls._fresh = {name: usual.make for name, usual in cls._usual.items() if isinstance(usual, _Fresh)}
+        cls._usual.update({name: make() for name, make in cls._fresh.items()})
 
     def __init__(self, *values: Any, **named: Any) -> None:
         names, state = self.__match_args__, self.__dict__
@@ -70,9 +73,10 @@ class Message:
         for name in names[len(values) :]:
             if name in named:
                 state[name] = named.pop(name)
+            elif name in self._fresh:
+                state[name] = self._fresh[name]()
             elif name in self._usual:
-                usual = self._usual[name]
-                state[name] = usual.make() if isinstance(usual, _Fresh) else usual
+                state[name] = self._usual[name]
             else:
                 _misuse(self, "needs %s" % name)
         if named:
@@ -104,14 +108,12 @@ def changed(message: M, **fields: Any) -> M:
 
 def to_fields(message: Message) -> Dict[str, Any]:
     """Return the fields of `message` that differ from their default, for JSON."""
-    fields: Dict[str, Any] = {}
-    for name, value in message.__dict__.items():
-        if name in message._usual:
-            usual = message._usual[name]
-            if value == (usual.make() if isinstance(usual, _Fresh) else usual):
-                continue
-        fields[name] = dict(value.__dict__) if isinstance(value, Message) else value
-    return fields
+    usual = message._usual
+    return {
+        name: dict(value.__dict__) if isinstance(value, Message) else value
+        for name, value in message.__dict__.items()
+        if name not in usual or value != usual[name]
+    }
 
 
 def from_fields(cls: Type[M], fields: Dict[str, Any]) -> M:
@@ -119,7 +121,7 @@ def from_fields(cls: Type[M], fields: Dict[str, Any]) -> M:
     if "_checks" not in cls.__dict__:
         cls._checks = {name: _check_of(text) for name, text in cls.__dict__.get("__annotations__", {}).items()}
     message = cls.__new__(cls)
-    state, usual_of = message.__dict__, cls._usual
+    state = message.__dict__
     read = 0
     for name, check in cls._checks.items():
         if name in fields:
@@ -128,9 +130,10 @@ def from_fields(cls: Type[M], fields: Dict[str, Any]) -> M:
                 state[name] = check(fields[name])
             except _UnfitError as error:
                 raise WireError("cannot read %s: %s %s" % (cls.__name__, name, error)) from None
-        elif name in usual_of:
-            usual = usual_of[name]
-            state[name] = usual.make() if isinstance(usual, _Fresh) else usual
+        elif name in cls._fresh:
+            state[name] = cls._fresh[name]()
+        elif name in cls._usual:
+            state[name] = cls._usual[name]
         else:
             raise WireError("cannot read %s: it has no %s" % (cls.__name__, name))
     if read < len(fields):
