@@ -39,19 +39,19 @@ class Phases:
     def begin(self) -> None:
         """Start the clock of a step."""
         self._seconds = [0.0, 0.0, 0.0]
-        self._turn(DATA)
+        self._begin_phase(DATA)
 
     def backward_begins(self) -> None:
         """Record that the loss of a batch is computed."""
-        self._turn(BACKWARD)
+        self._begin_phase(BACKWARD)
 
     def backward_ended(self) -> None:
         """Record that the gradients of a batch are computed; more data may follow."""
-        self._turn(DATA)
+        self._begin_phase(DATA)
 
     def end(self) -> tuple[float, float, float]:
         """End the step, and return its seconds of data, forward and backward."""
-        self._turn(-1)
+        self._begin_phase(-1)
         return self._seconds[DATA], self._seconds[FORWARD], self._seconds[BACKWARD]
 
     def close(self) -> None:
@@ -60,9 +60,9 @@ class Phases:
 
     def _forward_begins(self, _module: torch.nn.Module, _inputs: Any) -> None:
         if not torch.compiler.is_compiling() and self._phase == DATA:
-            self._turn(FORWARD)
+            self._begin_phase(FORWARD)
 
-    def _turn(self, phase: int) -> None:
+    def _begin_phase(self, phase: int) -> None:
         now_s = time.perf_counter()
         if self._phase >= 0:
             self._seconds[self._phase] += now_s - self._since_s
@@ -78,7 +78,7 @@ class Passes:
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._check) for parameter in trained]
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def accepted(self) -> Iterator[None]:
         """Accept gradients within this context."""
         self._inside = True
         try:
@@ -142,7 +142,7 @@ class Batch:
         whole = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         if self.phases is not None:
             self.phases.backward_begins()
-        with torch.autocast(loss.device.type, enabled=False), self.passes.one() if self.passes else nullcontext():
+        with torch.autocast(loss.device.type, enabled=False), self.passes.accepted() if self.passes else nullcontext():
             (whole * self._scale).backward()
         self.loss = float(loss.detach())
         if self.phases is not None:

@@ -51,7 +51,7 @@ from hpctrain.checkpoint.replay import replay_through
 from hpctrain.checkpoint.restore import Replay, RestoredCheckpoint, restore_newest
 from hpctrain.checkpoint.writing.files import Claim, claim, write_draft
 from hpctrain.checkpoint.writing.group import Endpoint
-from hpctrain.checkpoint.writing.local_fallback import bring_host_parts, publish_kept
+from hpctrain.checkpoint.writing.local_fallback import bring_host_parts, publish_local_parts
 from hpctrain.checkpoint.writing.publish import RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.checkpoint.writing.writer import CheckpointWriter, Interval, ProcessWriter, claims_at_s
@@ -869,7 +869,7 @@ class Run:
     def _take_over(self) -> Claim:
         """Claim the attempt, so that no earlier attempt can write any more."""
         mine = claim(self._options.out / "checkpoints", job_facts(self._environ), time.time())
-        publish_kept(mine)
+        publish_local_parts(mine)
         return mine
 
     def _take_over_if_possible(self) -> None:

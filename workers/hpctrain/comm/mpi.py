@@ -190,9 +190,9 @@ class MpiCommunicator(Plain):
         """Return lines of text: the hosts, and the algorithm for each message size."""
         where = f"{self.size} ranks on {self._hosts.count} host{'s' * (self._hosts.count != 1)}"
         order = f", ring of hosts {' '.join(map(str, self._hosts.order))}" if self._hosts.count > 2 else ""
-        return [where + order, *map(str, self.choices), f"gradients: {self._bucket_plan}" + self._said_beside()]
+        return [where + order, *map(str, self.choices), f"gradients: {self._bucket_plan}" + self._sums_beside()]
 
-    def _said_beside(self) -> str:
+    def _sums_beside(self) -> str:
         if not self._bucket_plan.beside:
             return ""
         over = (
@@ -203,7 +203,7 @@ class MpiCommunicator(Plain):
     def plan(self) -> object:
         """Return the algorithm per size, and the numbers of ranks and hosts, as JSON values."""
         where = [self.size, self._hosts.count]
-        return {"where": where, "algorithms": [[one.up_to_bytes, one.name] for one in self.choices]}
+        return {"where": where, "algorithms": [[choice.up_to_bytes, choice.name] for choice in self.choices]}
 
     def follow(self, plan: object) -> None:
         """Use an earlier plan if ranks and hosts are the same, to continue to the same bits."""
@@ -241,8 +241,8 @@ class MpiCommunicator(Plain):
     def _swap(self, outgoing: dict[int, torch.Tensor], incoming: list[torch.Tensor]) -> None:
         """Send a piece to each rank and receive one from each, nearest neighbours first."""
         requests = []
-        for turn in range(1, self.size):
-            source, target = (self.rank - turn) % self.size, (self.rank + turn) % self.size
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             requests.append(self._comm.Irecv([incoming[source].numpy(), self._mpi.BYTE], source, SWAP_TAG))
             requests.append(self._comm.Isend([outgoing[target].numpy(), self._mpi.BYTE], target, SWAP_TAG))
         self._mpi.Request.Waitall(requests)

@@ -248,6 +248,6 @@ def mix(values: np.ndarray, key: int) -> np.ndarray:
 def _feistel(values: np.ndarray, half_bits: int, key: int) -> np.ndarray:
     mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
     left, right = values >> shift, values & mask
-    for turn in range(FEISTEL_ROUNDS):
-        left, right = right, left ^ (mix(right, key + turn + 1) & mask)
+    for round_number in range(FEISTEL_ROUNDS):
+        left, right = right, left ^ (mix(right, key + round_number + 1) & mask)
     return (left << shift) | right

@@ -168,10 +168,8 @@ class RosterServer:
         self._spares: set[int] = set()  # members that were reported as spares
         self._leaving: set[int] = set()  # members that were told to leave
         self.joined: Counter[int] = Counter()  # how many members each slot has had
-        self._standing: tuple[list[int], int] = (
-            [],
-            0,
-        )  # the members of the last generation, and the step when it began
+        # The members of the last generation, and the step when it began.
+        self._last_start: tuple[list[int], int] = ([], 0)
         self._in_vain = 0  # consecutive generations of the same members without a step
 
     async def listen(self, host: str) -> int:
@@ -289,9 +287,9 @@ class RosterServer:
         self.account.form([member["number"] for member in members], self.roster.want, time.monotonic())
         slots = ", ".join(str(self.roster.members[member["number"]].slot) for member in members)
         self._report(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
-        standing = [member["number"] for member in members], self.account.step
-        self._in_vain = self._in_vain + 1 if standing == self._standing else 0
-        self._standing = standing
+        start = [member["number"] for member in members], self.account.step
+        self._in_vain = self._in_vain + 1 if start == self._last_start else 0
+        self._last_start = start
         if self._in_vain == MOST_IN_VAIN:
             hosts = ", ".join(dict.fromkeys(str(member["addresses"][0]) for member in members))
             self.failure = (

@@ -37,7 +37,7 @@ class Speed:
     products: float = 0.0
     steps: int = 0
     off: int = 0  # consecutive last steps that were unexpectedly slow (above 0) or fast (below 0)
-    kept: list[tuple[int, float]] = field(default_factory=list)
+    last_two: list[tuple[int, float]] = field(default_factory=list)
 
     def note(self, samples: int, seconds: float) -> None:
         """Learn from a step; if the rank has changed, forget all but the last two steps."""
@@ -45,10 +45,10 @@ class Speed:
         ratio = seconds / expected_s if expected_s else 1.0
         side = (ratio > CHANGED) - (ratio < 1 / CHANGED)
         self.off = self.off + side if side and self.off * side >= 0 else side
-        self.kept = [*self.kept[-1:], (samples, seconds)]
+        self.last_two = [*self.last_two[-1:], (samples, seconds)]
         if abs(self.off) >= 2:
             self._forget()
-            for old in self.kept:
+            for old in self.last_two:
                 self._add(*old)
         elif self.steps < LEARNING_STEPS or not side:  # ignore a single outlier
             self._add(samples, seconds)
@@ -208,7 +208,7 @@ class Scaling:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)  # hosts of the ranks
-        self._apart_s: list[float] = []  # the steps since the last exchange
+        self._since_exchange_s: list[float] = []  # the steps since the last exchange
         self._seen = 0
         self._step_s = self._own_s = self._data_s = self._exchange_s = self._uneven_s = 0.0
         self._late_s = [0.0] * len(names)  # how long the others waited while this rank was last
@@ -217,11 +217,11 @@ class Scaling:
 
     def note(self, step_s: float, times: RankTimes | None) -> None:
         """Add one step; `times` is None if the ranks did not exchange in it."""
-        self._apart_s.append(step_s)
+        self._since_exchange_s.append(step_s)
         if times is None:
             return
-        step_s = sum(self._apart_s) / len(self._apart_s)
-        self._apart_s.clear()
+        step_s = sum(self._since_exchange_s) / len(self._since_exchange_s)
+        self._since_exchange_s.clear()
         self._seen += 1
         if self._seen <= WARM_STEPS:
             return

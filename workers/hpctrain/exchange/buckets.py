@@ -192,7 +192,7 @@ class _Bucket:
         self.spans = list(pairwise(accumulate((p.numel() for p in parameters), initial=0)))
         self.missing: set[int] = set()  # parameters whose gradients have not come since `expect`
         self._views: list[torch.Tensor] = []
-        self._kept: dict[int, list[torch.Tensor]] = {}  # views, by the address of the flat tensor
+        self._views_of: dict[int, list[torch.Tensor]] = {}  # views, by the address of the flat tensor
         self.expect(flat)
 
     def expect(self, given: torch.Tensor) -> None:
@@ -202,10 +202,10 @@ class _Bucket:
 
     def point(self, flat: torch.Tensor) -> None:
         """Make every `.grad` a view of `flat`."""
-        views = self._kept.get(flat.data_ptr())
+        views = self._views_of.get(flat.data_ptr())
         if views is None:
             pairs = zip(self.parameters, self.spans, strict=True)
-            views = self._kept[flat.data_ptr()] = [flat[low:high].view_as(p) for p, (low, high) in pairs]
+            views = self._views_of[flat.data_ptr()] = [flat[low:high].view_as(p) for p, (low, high) in pairs]
         self._views = views
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = view

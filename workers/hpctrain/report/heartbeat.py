@@ -46,19 +46,19 @@ class Heartbeat:
         self._path = environ.get("HPCSCHED_SOCKET", "")
         job = environ.get("HPCSCHED_JOB_ID", "")
         self._job_id = int(job) if job.isascii() and job.isdigit() else 0
-        self._said_at_s = float("-inf")
+        self._sent_at_s = float("-inf")
         self.heard = bool(self._path and self._job_id)
 
     def due(self) -> bool:
         """Return whether the next heartbeat is due."""
-        return self.heard and time.monotonic() - self._said_at_s >= EVERY_S
+        return self.heard and time.monotonic() - self._sent_at_s >= EVERY_S
 
     def send(self, status: HeartbeatStatus) -> bool:
         """Send a heartbeat now, and return whether it was sent."""
         if not self.heard:
             return False
-        self._said_at_s = time.monotonic()
-        return self._send(self._message(status, self._said_at_s))
+        self._sent_at_s = time.monotonic()
+        return self._send(self._message(status, self._sent_at_s))
 
     def _send(self, message: dict[str, object]) -> bool:
         text = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()

@@ -82,8 +82,8 @@ def bring_host_parts(directory: Path) -> None:
         print(f"checkpoint: cannot copy a part that this host has kept to the share: {error}", flush=True)
 
 
-def publish_kept(mine: Claim) -> None:
-    """Publish the newest checkpoint that hosts have kept, if the share has no newer one."""
+def publish_local_parts(mine: Claim) -> None:
+    """Publish the newest checkpoint that hosts have kept, if the share has no newer status."""
     try:
         bring_parts(local_directory(mine.directory), mine.directory)
         names = join_parts(mine)
@@ -119,7 +119,9 @@ def prepare(local: Path) -> None:
 def is_ours(local: Path) -> bool:
     """Return whether the directory is this user's alone. Others could guess its name and create it first."""
     found = [os.lstat(folder) for folder in _private(local)]
-    return all(stat.S_ISDIR(one.st_mode) and one.st_uid == os.getuid() and not one.st_mode & 0o022 for one in found)
+    return all(
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022 for status in found
+    )
 
 
 def _private(local: Path) -> tuple[Path, ...]:
@@ -139,7 +141,7 @@ def keep_part(
     pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
-    """Write a rank's part to the local directory, in place of its last one.
+    """Write a rank's part to the local directory, in place of its last status.
 
     Raises:
         OSError, PublishError: this disk does not take it either.

@@ -60,7 +60,7 @@ class WriterState:
     last_step: int = -1  # of the newest published checkpoint
     by_log: bool | None = None  # whether gradients are smaller; None: not measured in this chain
     room: bool = False  # the chain takes another increment
-    kept: int | None = None  # number of the buffer that the next increment is compared with
+    base_buffer: int | None = None  # number of the buffer that the next increment is compared with
     held: frozenset[int] = frozenset()  # numbers of buffers that are still being read
     away: bool = False  # the share did not take the last checkpoint
 
@@ -148,8 +148,8 @@ class Maker:
         if last is None:
             return WriterState()
         room = self._increments + 1 < self._base_every
-        kept = footing.snapshot.number if footing and footing.snapshot else None
-        return WriterState(last_step=last.step, by_log=self._by_log, room=room, kept=kept)
+        base_buffer = footing.snapshot.number if footing and footing.snapshot else None
+        return WriterState(last_step=last.step, by_log=self._by_log, room=room, base_buffer=base_buffer)
 
     def make(self, order: WriteOrder) -> CheckpointReport:
         """Write and publish a checkpoint of the state, or of the steps' gradients.
@@ -313,9 +313,11 @@ def initial_state(parent: Published | None, base_every: int, chunk_bytes: int) -
         return WriterState()
     manifest, snapshot = parent.manifest, parent.snapshot
     logged = manifest.kind == "gradients"
-    kept = snapshot.number if snapshot and not logged else None
+    base_buffer = snapshot.number if snapshot and not logged else None
     room = manifest.depth + 1 < max(1, base_every)
-    return WriterState(last_step=manifest.facts.step, by_log=True if logged else None, room=room, kept=kept)
+    return WriterState(
+        last_step=manifest.facts.step, by_log=True if logged else None, room=room, base_buffer=base_buffer
+    )
 
 
 def _part_of_message(rank: int, message: dict[str, Any], plan: _Plan) -> WrittenPart:

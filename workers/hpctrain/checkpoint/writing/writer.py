@@ -59,8 +59,8 @@ class CheckpointWriter:
 
     def __init__(self, state: WriterState, parent: Published | None) -> None:
         self._writer_state = state
-        kept = parent.snapshot if parent else None
-        self._snapshots = [kept] if isinstance(kept, TensorSnapshot) else []
+        restored = parent.snapshot if parent else None
+        self._snapshots = [restored] if isinstance(restored, TensorSnapshot) else []
         self._log: GradientLog | None = None
         self._lent: tuple[GradientLog | None, Taken | None] | None = None  # in flight
         self._copy_s = 0.0  # for which training waited
@@ -144,7 +144,7 @@ class CheckpointWriter:
     def _free(self, layout: Layout) -> TensorSnapshot:
         """Return a buffer that is not being read."""
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
-        taken = {self._writer_state.kept, *self._writer_state.held}
+        taken = {self._writer_state.base_buffer, *self._writer_state.held}
         free = [snapshot for snapshot in alike if snapshot.number not in taken]
         snapshot = free[0] if free else TensorSnapshot(layout)
         self._snapshots = alike if free else [*alike, snapshot]
@@ -274,20 +274,20 @@ class ProcessWriter(CheckpointWriter):
         try:
             answer: Any = self._line.receive()
         except EOFError:
-            return self._gone(self._order)
+            return self._restart(self._order)
         message, state = answer
         if isinstance(message, StaleAttemptError):
             raise message
         return message, state
 
-    def _gone(self, order: WriteOrder) -> tuple[CheckpointReport, WriterState]:
+    def _restart(self, order: WriteOrder) -> tuple[CheckpointReport, WriterState]:
         self._line.close()
         status = self._process.wait()
         self._task = replace(self._task, parent=None)
         self._start(self._task)
         why = f"the process that writes checkpoints has ended with status {status}; another one is started"
         report = CheckpointReport(step=order.facts.step, kind="", stored_bytes=0, write_s=0.0, error=why)
-        return report, replace(self._writer_state, by_log=None, room=False, kept=None)
+        return report, replace(self._writer_state, by_log=None, room=False, base_buffer=None)
 
 
 BELIEVED_S = 86400.0  # between interruptions, before any was seen
