@@ -11,6 +11,7 @@ from cluster import ANN, BOB, Cluster
 from jobs import spec
 
 from hpcsched.controller import daemon, tick
+from hpcsched.controller.memory import Memory
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.requests.jobs import JOBS_PER_TICK
 from hpcsched.model.job import JobState
@@ -46,6 +47,20 @@ def test_a_large_cancel_changes_a_part_of_the_jobs_in_each_tick() -> None:
     steps = [before - after for before, after in zip([MANY, *seen], seen, strict=False)]
     assert max(steps) == JOBS_PER_TICK
     assert sum(steps) == MANY
+
+
+def test_a_large_submission_is_answered_before_the_memory_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[int, float]] = []
+    monkeypatch.setattr(Memory, "note", lambda memory, job, now_s: noted.append((job.id, now_s)))
+    cluster = Cluster("n1")
+    first = cluster.submit(array=array(), hold=True)
+    submitted_s = cluster.now_s
+    assert len(cluster.state.pending) == len(cluster.store.load_jobs(0.0)) == MANY
+    assert noted == []
+    cluster.tick(1.0)
+    assert noted == [(job_id, submitted_s) for job_id in range(first, first + MANY)]
+    cluster.tick(1.0)
+    assert len(noted) == MANY
 
 
 def test_a_request_by_filter_is_done_in_parts_too() -> None:

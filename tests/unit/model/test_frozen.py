@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields
 
 import pytest
 
-from hpcsched.model.frozen import frozen, replace
+from hpcsched.model.frozen import copies, frozen, replace
 
 
 @frozen
@@ -76,3 +76,14 @@ def test_replace_changes_a_copy() -> None:
     after = replace(before, x=5, note="m")
     assert (after, after.note, type(after)) == (Point(x=5, y=2, marks=("a",)), "m", Point)
     assert (before, before.note) == (Point(x=1, y=2, marks=("a",)), "n")
+
+
+def test_copies_differ_in_the_named_fields_alone() -> None:
+    point = Point(x=1, marks=("a",), note="n")
+    made = copies(point, ("x", "y"), [(2, 3), (4, 5)])
+    assert made == [replace(point, x=2, y=3), replace(point, x=4, y=5)]
+    assert [one.note for one in made] == ["n", "n"]
+    assert made[0].marks is point.marks
+    assert type(made[0]) is Point
+    with pytest.raises(FrozenInstanceError):
+        made[0].x = 3  # type: ignore[misc]
