@@ -27,6 +27,7 @@ from urllib.parse import parse_qsl, unquote
 
 import httptools
 
+from hpcnode.os.durable import write_all
 from hpcnode.wire import gate
 from hpcsched.api import splitbody
 from hpcsched.api.connection_limits import (
@@ -596,7 +597,8 @@ class Bodies:
         given = os.memfd_create("body")
         out = os.memfd_create("parts")
         try:
-            _write(given, body)
+            write_all(given, body)
+            os.lseek(given, 0, os.SEEK_SET)
             numbers = (MAX_VALUES, MAX_VALUES_OF_PART, self._max_jobs)
             done = subprocess.run(
                 [sys.executable, "-I", "-S", splitbody.__file__, *map(str, numbers)],
@@ -638,10 +640,3 @@ class Bodies:
                     await breaks.take()
         found, *jobs = parts
         return {**found, "jobs": jobs} if jobs else found
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
