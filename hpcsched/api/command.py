@@ -66,6 +66,18 @@ class _Command(NamedTuple):
     explain: Explain
 
 
+_TEXT, _TEXTS, _NUMBER, _FLAG = (
+    (str, "a text"),
+    (list, "a list of texts"),
+    (int, "a whole number"),
+    (bool, "true or false"),
+)
+_TYPES = {
+    "command": _TEXT, "work_dir": _TEXT, "host": _TEXT, "request_id": _TEXT, "script": _TEXT, "argv": _TEXTS, "environ": _TEXTS,
+    "width": _NUMBER, "utc_offset_s": _NUMBER, "script_at": _NUMBER, "out_is_terminal": _FLAG, "err_is_terminal": _FLAG,
+}  # fmt: skip
+
+
 def read_words(body: Json) -> CommandWords:
     """Return the data that a client sent.
 
@@ -74,21 +86,11 @@ def read_words(body: Json) -> CommandWords:
     wrong = set(body) ^ (set(CommandWords._fields) - (set() if "script" in body else {"script", "script_at"}))
     if wrong:
         raise RequestError(f"cannot run the command: unknown or missing fields: {', '.join(sorted(wrong))[:200]}")
-    for name in ("command", "work_dir", "host", "request_id"):
-        if not isinstance(body[name], str):
-            raise RequestError(f'cannot run the command: "{name}" is not a text')
-    for name in ("argv", "environ"):
-        if not isinstance(body[name], list) or not all(isinstance(item, str) for item in body[name]):
-            raise RequestError(f'cannot run the command: "{name}" is not a list of texts')
-    for name in ("width", "utc_offset_s", *(["script_at"] if "script" in body else [])):
-        if type(body[name]) is not int:
-            raise RequestError(f'cannot run the command: "{name}" is not a whole number')
-    for name in ("out_is_terminal", "err_is_terminal"):
-        if type(body[name]) is not bool:
-            raise RequestError(f'cannot run the command: "{name}" is not true or false')
+    for name, value in body.items():
+        wanted, what = _TYPES[name]
+        if type(value) is not wanted or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+            raise RequestError(f'cannot run the command: "{name}" is not {what}')
     script = body.get("script")
-    if not isinstance(script, str | None):
-        raise RequestError('cannot run the command: "script" is not a text')
     _check_sizes(body["argv"], body["environ"], script or "")
     environ: dict[str, str] = {}
     for item in body["environ"]:

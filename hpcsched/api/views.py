@@ -88,21 +88,25 @@ def reason_detail(job: Job, asker: Asker) -> str:
     return job.reason_detail if asker.owns(job) else ""
 
 
+def _why_pending(job: Job, cluster: ClusterState, asker: Asker) -> tuple[Reason, str, float | None]:
+    wait = cluster.waits.get(job.id)
+    if wait is not None:
+        detail = _queued_again(job, asker) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
+        if job.refusals and asker.owns(job):
+            detail += f"; it could not be started {refused_on(job)}"
+        return wait.reason, detail, wait.expected_start_s
+    if job.hold is not Hold.NONE:
+        return (Reason.HELD_ADMIN if job.hold is Hold.ADMIN else Reason.HELD_USER), "the job is held", None
+    return Reason.NONE, "", None
+
+
 def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> tuple[Reason, str, float | None]:
     """Return the reason, a sentence for `asker`, and the expected start of a waiting job.
 
     Also for an active job that has a problem, for example a lost node.
     """
     if job.state is JobState.PENDING:
-        wait = cluster.waits.get(job.id)
-        if wait is not None:
-            detail = _queued_again(job, asker) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
-            if job.refusals and asker.owns(job):
-                detail += f"; it could not be started {refused_on(job)}"
-            return wait.reason, detail, wait.expected_start_s
-        if job.hold is not Hold.NONE:
-            return (Reason.HELD_ADMIN if job.hold is Hold.ADMIN else Reason.HELD_USER), "the job is held", None
-        return Reason.NONE, "", None
+        return _why_pending(job, cluster, asker)
     if job.state in ACTIVE:
         lost = [name for name in job.held_nodes if cluster.nodes[name].link is Link.DOWN]
         if lost:

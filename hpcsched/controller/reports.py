@@ -69,11 +69,7 @@ def on_batch_report(
     """Handle a report of `node` on a batch step."""
     job = tx.cluster.jobs.get(token.job_id)
     current = job is not None and job.token == report.token
-    # A launch from before the database was restored is ended if it still runs. If it has ended, its
-    # end counts.
-    former = token.incarnation != tx.cluster.incarnation and report.status in (protocol.CLAIMED, protocol.STARTED)
-    former = former and report.token not in tx.cluster.adopted
-    if former:
+    if _is_left_over(tx, token, report):
         end_orphan(token, report, answer)
         if current and job is not None and job.state is not JobState.COMPLETING and node in job.held_nodes:
             end_lost(tx, job, f"{_RESTORED}: what node {node} runs of the job is ended")
@@ -91,6 +87,15 @@ def on_batch_report(
         case _:
             _on_batch_loss(tx, job, node, report)
     answer.acks.append(report.seq)
+
+
+def _is_left_over(tx: Transaction, token: LaunchToken, report: protocol.Report) -> bool:
+    """Return whether the report is of a launch from before the database was restored that still runs.
+
+    The end of one that has ended counts.
+    """
+    runs = report.status in (protocol.CLAIMED, protocol.STARTED)
+    return runs and token.incarnation != tx.cluster.incarnation and report.token not in tx.cluster.adopted
 
 
 def _on_batch_start(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:

@@ -22,7 +22,7 @@ from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
 from hpcsched.controller.nodes import edits, orphans
 from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
-from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Waits
+from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Slice, Waits
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
 from hpcsched.controller.requests import crontabs, reservations, triggers
 from hpcsched.controller.requests.admission import check_account, check_share_of_queue, settle
@@ -449,17 +449,7 @@ class Controller:
             self._put_off(tx, inbox, wrong)
             return
         if wrong is not None:
-            # Some part can never be written. Committing each piece by itself shows which one.
-            log.warning("cannot commit a tick as a whole (%.300r): each piece is committed by itself", wrong)
-            tx.undo()
-            self._planning.forget()
-            self._plan_wanted = True
-            tx = Transaction(self.cluster, now_s, commit=self.store.commit)
-            turn = self._do(tx, inbox)
-            again = [item for item in inbox if item.keep and isinstance(item.result, UnavailableError)]
-            inbox = [item for item in inbox if item not in again]
-            self._inbox = [_Item(item.work, item.done, True) for item in again] + self._inbox
-            self._ports.wake(RETRY_S)
+            tx, turn, inbox = self._commit_pieces(tx, inbox, wrong)
         if self._unwritable:
             log.info("the database can be written again")
             self._unwritable = ""
@@ -494,20 +484,7 @@ class Controller:
         """
         known = self._clock_mark
         mark = _guarded("read the clocks", lambda: keep_step(tx, known, *self._ports.boot_clock()))
-        for i, item in enumerate(inbox):
-            if len(tx.batch.jobs) >= MANY_JOBS and item.ids is None:
-                self._inbox = [_Item(later.work, later.done, later.keep) for later in inbox[i:]] + self._inbox
-                self._ports.wake(0.0)
-                del inbox[i:]
-                break
-            ids = (self.cluster.last_job_id, self.cluster.last_spec_id)
-            if item.ids is None:
-                item.ids = ids
-            elif isinstance(item.result, Exception):
-                continue  # failed the first time and was undone
-            else:
-                self.cluster.last_job_id, self.cluster.last_spec_id = map(max, ids, item.ids)
-            item.result = tx.attempt("do what was asked", item.work)
+        self._do_items(tx, inbox)
         _guarded("end jobs whose time is over", lambda: end_overdue(tx))
         _guarded("move reservations on", lambda: reservations.keep_up(tx))
         _guarded("keep crontabs up", lambda: crontabs.keep_up(tx))
@@ -528,6 +505,23 @@ class Controller:
             self._plan_or_put_off(tx)
         return _Turn(mark or known, proof_in_s, many, due)
 
+    def _do_items(self, tx: Transaction, inbox: list[_Asked]) -> None:
+        """Do the items; leave those for the next tick that come after many changes."""
+        for i, item in enumerate(inbox):
+            if len(tx.batch.jobs) >= MANY_JOBS and item.ids is None:
+                self._inbox = [_Item(later.work, later.done, later.keep) for later in inbox[i:]] + self._inbox
+                self._ports.wake(0.0)
+                del inbox[i:]
+                break
+            ids = (self.cluster.last_job_id, self.cluster.last_spec_id)
+            if item.ids is None:
+                item.ids = ids
+            elif isinstance(item.result, Exception):
+                continue  # failed the first time and was undone
+            else:
+                self.cluster.last_job_id, self.cluster.last_spec_id = map(max, ids, item.ids)
+            item.result = tx.attempt("do what was asked", item.work)
+
     def _commit(self, tx: Transaction, inbox: list[_Asked]) -> Exception | None:
         """Commit the changes of the items and the plan; return the error, or None on success."""
         try:
@@ -538,6 +532,24 @@ class Controller:
         except Exception as error:
             return error
         return None
+
+    def _commit_pieces(
+        self, tx: Transaction, inbox: list[_Asked], wrong: Exception
+    ) -> tuple[Transaction, _Turn, list[_Asked]]:
+        """Do the tick again, and commit each piece by itself: some part can never be written.
+
+        Return the new transaction, its results, and the items to answer.
+        """
+        log.warning("cannot commit a tick as a whole (%.300r): each piece is committed by itself", wrong)
+        tx.undo()
+        self._planning.forget()
+        self._plan_wanted = True
+        tx = Transaction(self.cluster, tx.now_s, commit=self.store.commit)
+        turn = self._do(tx, inbox)
+        again = [item for item in inbox if item.keep and isinstance(item.result, UnavailableError)]
+        self._inbox = [_Item(item.work, item.done, True) for item in again] + self._inbox
+        self._ports.wake(RETRY_S)
+        return tx, turn, [item for item in inbox if item not in again]
 
     def _put_off(self, tx: Transaction, inbox: list[_Asked], error: UnavailableError) -> None:
         """Undo the tick because the store is not writable; retry items with `keep` later."""
@@ -628,15 +640,9 @@ class Controller:
             if self._plan_wanted or self._planning.under_way:
                 self._ports.wake(wait_s)
             return False
-        if self._plan_wanted and self._planning.may_begin:
-            if not self._prepare_views():
-                self._ports.wake(self._pace.end_turn())
-                return False
-            self._plan_wanted = False
-            self._begin_plan(tx.now_s)
-            if self._pace.turn_s() >= SLICE_S:  # enough for this tick
-                self._ports.wake(self._pace.end_turn())
-                return False
+        if self._plan_wanted and self._planning.may_begin and not self._begin_plan(tx.now_s):
+            self._ports.wake(self._pace.end_turn())
+            return False
         if not self._planning.under_way:
             return False
         held_back = self._held_back()
@@ -648,22 +654,25 @@ class Controller:
             self._plan_wanted = self._plan_wanted or done.dropped > 0
         else:
             self._plan_wanted = self._plan_wanted or done.stale
-            self.last_plan = done.plan
-            self._promises = self._still_promised(done.plan)
-            self.cluster.priorities = self._priorities(done.plan)
-            made = done.plan
-            if _must(tx.attempt("end jobs that can never start", lambda one: self._waits.note(one, done))):
-                self.replan()  # other jobs may have waited for it to end
-            self._note_ages(tx)
-            _must(tx.attempt("resize jobs", lambda one: carry_out_resizes(one, made)))
-            if _must(tx.attempt("make room for jobs", lambda one: carry_out(one, made))):
-                self.replan()
+            self._take_plan(tx, done, done.plan)
             self.cluster.waits |= held_back
             self._wake_for_timers(tx.now_s)
         pause_s = self._pace.end_turn(whole=done.plan is not None)
         if self._plan_wanted or self._planning.under_way:
             self._ports.wake(pause_s)
         return done.plan is not None
+
+    def _take_plan(self, tx: Transaction, done: Slice, plan: Plan) -> None:
+        """Record what a finished plan says of the jobs that do not start."""
+        self.last_plan = plan
+        self._promises = self._still_promised(plan)
+        self.cluster.priorities = self._priorities(plan)
+        if _must(tx.attempt("end jobs that can never start", lambda one: self._waits.note(one, done))):
+            self.replan()  # other jobs may have waited for it to end
+        self._note_ages(tx)
+        _must(tx.attempt("resize jobs", lambda one: carry_out_resizes(one, plan)))
+        if _must(tx.attempt("make room for jobs", lambda one: carry_out(one, plan))):
+            self.replan()
 
     def _try_to_start(self, tx: Transaction, start: Start) -> None:
         """Start the job; if that fails, hold it back for a while so that others get its nodes."""
@@ -722,11 +731,16 @@ class Controller:
                 self._views.prepare(self.cluster.jobs[job_id], self.cluster.partitions)
         return True
 
-    def _begin_plan(self, now_s: float) -> None:
+    def _begin_plan(self, now_s: float) -> bool:
+        """Begin a plan; return whether this turn has time left to go on with it."""
+        if not self._prepare_views():
+            return False
+        self._plan_wanted = False
         cluster, held_back = self.cluster, self._held_back()
         jobs = [job for job in cluster.jobs_to_plan() if job.id not in held_back]
         snapshot = self.snapshot(jobs, now_s, self._views)
         self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, cluster.nodes)
+        return self._pace.turn_s() < SLICE_S
 
     def _start(self, tx: Transaction, job: Job, start: Start) -> None:
         shares = start.shares

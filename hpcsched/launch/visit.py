@@ -194,22 +194,17 @@ def link_rates(names: Sequence[NodeName], others: Sequence[NodeName], measure: M
     `measure` returns the rate from one node to another. A single name is measured with some of
     `others`.
     """
-    if len(names) > 1:
-        pairs = _ring(names)
-    else:
-        pairs = [(name, other) for name in names for other in others[:PARTNERS]]
+    pairs = _ring(names) if len(names) > 1 else [(name, other) for name in names for other in others[:PARTNERS]]
     best: dict[NodeName, int] = {}
-    fastest: tuple[int, NodeName] | None = None
-    for giver, taker in pairs:
-        rate = measure(giver, taker)
+    rates = [(measure(giver, taker), giver, taker) for giver, taker in pairs]
+    for rate, giver, taker in rates:
         for name in (giver, taker):
             best[name] = max(best.get(name, 0), rate)
-        if rate and (fastest is None or rate > fastest[0]):
-            fastest = (rate, giver)
-    if fastest is not None and len(names) > 2:
+    most, fastest, _ = max(rates, key=lambda one: one[0], default=(0, None, None))
+    if fastest is not None and most and len(names) > 2:
         for name in names:
-            if name != fastest[1] and best[name] < SLOWER * fastest[0]:
-                best[name] = max(best[name], measure(fastest[1], name))
+            if name != fastest and best[name] < SLOWER * most:
+                best[name] = max(best[name], measure(fastest, name))
     return {name: best[name] for name in names if best.get(name)}
 
 

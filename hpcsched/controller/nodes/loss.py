@@ -105,15 +105,19 @@ def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
     cluster = tx.cluster
     tried = {node, *(refusal.node for refusal in job.refusals)}
     reservation = cluster.reservations.get(job.reservation) if job.reservation else None
+    left = set(cluster.nodes if reservation is None else reservation.nodes) - tried
+    open_nodes = [
+        candidate
+        for name, candidate in cluster.nodes.items()
+        if name in left and candidate.link is Link.UP and not candidate.drained
+    ]
     for name in (job.partition_asked or job.partition).split(","):
         partition = cluster.partitions.get(name)
-        if partition is None:
-            continue
-        names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
-        left = [cluster.nodes[name] for name in names if name in cluster.nodes and name not in tried]
-        open_nodes = [node_view(candidate) for candidate in left if candidate.link is Link.UP and not candidate.drained]
-        if impossible_shape(shape_of(job.spec, partition), open_nodes, partition) is None:
-            return True
+        if partition is not None:
+            members = set(partition.nodes)
+            views = [node_view(candidate) for candidate in open_nodes if candidate.spec.name in members]
+            if impossible_shape(shape_of(job.spec, partition), views, partition) is None:
+                return True
     return False
 
 

@@ -388,23 +388,26 @@ def _listing(query: Query) -> Listing:
     )
 
 
+def _components(cluster: ClusterState) -> list[Job]:
+    """Return all jobs, and each component of a heterogeneous one."""
+    parts = (components_of(job) if job.spec.components else (job,) for job in cluster.jobs.values())
+    return [component for components in parts for component in components]
+
+
+def _in_state(jobs: list[Job], query: Query) -> list[Job]:
+    states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
+    wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
+    return [job for job in jobs if job.state in states or (wants_special and is_special(job))]
+
+
 def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
     """Return the jobs that match the filters. Raises: NotFoundError, RequestError."""
     unknown = set(query) - _OTHER - set(_FILTERS)
     if unknown:
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
     strict = query.get("strict") == "1"
-    if query.get("id"):
-        jobs = _numbered(cluster, asker, query["id"], strict=strict)
-    else:
-        jobs = [
-            component
-            for job in cluster.jobs.values()
-            for component in (components_of(job) if job.spec.components else (job,))
-        ]
-    states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
-    wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
-    jobs = [job for job in jobs if job.state in states or (wants_special and is_special(job))]
+    jobs = _numbered(cluster, asker, query["id"], strict=strict) if query.get("id") else _components(cluster)
+    jobs = _in_state(jobs, query)
     if query.get("whose") == "default" and not asker.admin:  # an admin sees all users' jobs
         jobs = [job for job in jobs if job.uid == asker.uid]
     if strict:
