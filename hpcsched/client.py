@@ -187,7 +187,10 @@ def request(
     timeout_s: float = TIMEOUT_S,
     where: str | PathLike[str] | None = None,
 ) -> HttpReply:
-    """Send one request and return the whole answer; retry after a rate limit. Raises UnavailableError."""
+    """Send one request and return the whole answer; retry after a rate limit.
+
+    Raises UnavailableError.
+    """
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         response = _request(method, path, body, timeout_s, where)
@@ -338,7 +341,10 @@ def _reach(sock: socket, where: str, timeout_s: float) -> None:
 
 
 def _read(sock: socket) -> HttpReply:
-    """Return the answer as soon as it is complete. It does not wait until the controller closes the connection."""
+    """Return the answer as soon as it is complete.
+
+    It does not wait until the controller closes the connection.
+    """
     received = bytearray()
     head: tuple[int, dict[str, str]] | None = None
     missing = 1

@@ -49,7 +49,10 @@ class UnavailableError(HpcschedError):
 
 
 class InternalError(HpcschedError):
-    """A bug of hpcsched: only this request has failed. `reference` finds the traceback in the controller's log."""
+    """A bug of hpcsched: only this request has failed.
+
+    `reference` finds the traceback in the controller's log.
+    """
 
     def __init__(self, text: str, reference: str = "") -> None:
         super().__init__(text)

@@ -1,4 +1,6 @@
-"""Health checks of the cluster: of the head node, and of each node. Each gives a status, one line and numbers.
+"""Health checks of the cluster: of the head node, and of each node.
+
+Each gives a status, one line and numbers.
 
 `hpcsched.cli.hhealth` runs them. Each check of the head tests its object directly: the file through SQLite's own check, the
 share through the calls that checkpoints depend on. A thread, never the caller, waits for a share that hangs.

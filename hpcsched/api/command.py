@@ -123,7 +123,10 @@ def can_show(environ: Mapping[str, str]) -> bool:
 
 
 async def answer(words: CommandWords, asker: Asker, api: Routed) -> bytes:
-    """Run the command for the client, and return the answer's body. Raises RequestError for an unknown command."""
+    """Run the command for the client, and return the answer's body.
+
+    Raises RequestError for an unknown command.
+    """
     command = _command(words)
     output = Collected()
     caller = Caller(

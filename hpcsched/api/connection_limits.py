@@ -76,11 +76,17 @@ class SocketLimits:
         self._connects = Rates(per_s, burst, self._clock)
 
     def request_wait_s(self, uid: int, cost: float = 1.0) -> float | None:
-        """Count a request, as `cost` requests. Return None if it may be answered, else the seconds to wait."""
+        """Count a request, as `cost` requests.
+
+        Return None if it may be answered, else the seconds to wait.
+        """
         return None if uid in self._exempt else self._requests.wait_s(uid, cost)
 
     def pause_s(self, uid: int, size: int) -> float | None:
-        """Count bytes that were read. Return the seconds for which to pause reading, if the account sends too fast."""
+        """Count bytes that were read.
+
+        Return the seconds for which to pause reading, if the account sends too fast.
+        """
         return None if uid in self._exempt else self._bytes.wait_s(uid, size)
 
     def lets_in(self, uid: int) -> bool:
@@ -96,7 +102,10 @@ class SocketLimits:
 
 
 def read_less(transport: asyncio.Transport) -> None:
-    """Limit each read of the connection. Many fast senders must not make a turn of the event loop long."""
+    """Limit each read of the connection.
+
+    Many fast senders must not make a turn of the event loop long.
+    """
     transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
 
 
@@ -143,7 +152,10 @@ SLICE_S = 0.025
 
 
 class AnswerPauses:
-    """Says when a slice is over: then call `await breaks.take()`. State may have changed after the break."""
+    """Says when a slice is over: then call `await breaks.take()`.
+
+    State may have changed after the break.
+    """
 
     def __init__(self) -> None:
         self._until_s = time.monotonic() + SLICE_S
@@ -168,7 +180,10 @@ PAUSE_S = 0.2  # when no file is left
 
 
 def listening_socket(path: Path, mode: int) -> socket.socket:
-    """Return the API's socket. Clients that connect while the database is read must wait, not be refused."""
+    """Return the API's socket.
+
+    Clients that connect while the database is read must wait, not be refused.
+    """
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -20,7 +20,10 @@ _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """The account behind a request. `admin`: root, the account of the controller, and the configured admins."""
+    """The account behind a request.
+
+    `admin`: root, the account of the controller, and the configured admins.
+    """
 
     uid: int
     user: str

@@ -84,7 +84,10 @@ def failure_view(failure: RankFailure) -> dict[str, Any]:
 
 
 def reason_detail(job: Job, asker: Asker) -> str:
-    """Return the recorded text of the job's reason, "" for other users. Nodes and users put paths into it."""
+    """Return the recorded text of the job's reason, "" for other users.
+
+    Nodes and users put paths into it.
+    """
     return job.reason_detail if asker.owns(job) else ""
 
 
@@ -436,7 +439,10 @@ class JobView(dict[str, Any]):
 def job_view(
     job: Job, cluster: ClusterState, asker: Asker, now_s: float, *, whole: bool = False, script: str | None = None
 ) -> dict[str, Any]:
-    """Return the job as `asker` may see it. `whole` adds its environment and its `script` (None: deleted)."""
+    """Return the job as `asker` may see it.
+
+    `whole` adds its environment and its `script` (None: deleted).
+    """
     view = JobView(job, cluster, asker, now_s)
     made = _ALL.copy()
     made.update(zip(_PATHS, _fields_of(view), strict=True))

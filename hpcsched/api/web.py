@@ -99,7 +99,10 @@ Refusal = Callable[[int, str], Response]
 
 
 class Route(NamedTuple):
-    """The handler of a method and path. ``{name}`` in the path matches anything, ``{name:a|b}`` only these values."""
+    """The handler of a method and path.
+
+    ``{name}`` in the path matches anything, ``{name:a|b}`` only these values.
+    """
 
     method: str
     path: str

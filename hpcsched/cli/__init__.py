@@ -1,1 +1,4 @@
-"""The commands, one file each. They start fast: heavy modules are imported only when needed."""
+"""The commands, one file each.
+
+They start fast: heavy modules are imported only when needed.
+"""

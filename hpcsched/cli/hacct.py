@@ -239,7 +239,10 @@ def _filtered(jobs: list[Json], words: Words) -> list[Json]:
 
 
 def _known(reference: str) -> str:
-    """Return the reference as ``12``, ``10_3``, ``10_[1-3]`` or ``12+1``. The controller resolves a name or 'last'."""
+    """Return the reference as ``12``, ``10_3``, ``10_[1-3]`` or ``12+1``.
+
+    The controller resolves a name or 'last'.
+    """
     number = reference.split(".")[0].removesuffix("+0")
     if number.partition("_")[0].partition("+")[0].isdigit():
         return number
@@ -359,7 +362,10 @@ def _midnight_s(now_s: float) -> float:
 
 
 def _slurms(jobs: list[Json], words: Words) -> list[Json]:
-    """Return the jobs with the states of Slurm's accounting. Waiting tasks of an array are one: ``10_[3-9%2]``."""
+    """Return the jobs with the states of Slurm's accounting.
+
+    Waiting tasks of an array are one: ``10_[3-9%2]``.
+    """
     made = [job | {"state": _RUNNING.get(job["state"], job["state"])} for job in jobs]
     folds: dict[int, list[Json]] = {}
     for job in () if words.has("array") else made:

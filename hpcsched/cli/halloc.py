@@ -138,7 +138,10 @@ def _change_user(values: stepoptions.Values) -> None:
 
 
 def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
-    """Return options and command; in A : B, the later components become an option. Raises OptionError."""
+    """Return options and command; in A : B, the later components become an option.
+
+    Raises OptionError.
+    """
     values, command = stepoptions.parse(argv, OPTIONS)
     components, command = _components(values, command)
     for option in OPTIONS:
@@ -156,7 +159,10 @@ def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
 
 
 def _components(values: stepoptions.Values, command: list[str]) -> tuple[list[stepoptions.Values], list[str]]:
-    """Return the options of each component after the first one, and the command. Raises OptionError."""
+    """Return the options of each component after the first one, and the command.
+
+    Raises OptionError.
+    """
     components: list[stepoptions.Values] = []
     while command[:1] == [":"]:
         own, command = stepoptions.parse(command[1:], OPTIONS)
@@ -341,7 +347,10 @@ class _Allocation:
 
 
 def _login_environment(how: str | bool) -> dict[str, str]:
-    """Return the environment of a login shell of this user; `how` is [SECONDS][S|L]. Raises HallocError."""
+    """Return the environment of a login shell of this user; `how` is [SECONDS][S|L].
+
+    Raises HallocError.
+    """
     import subprocess  # rarely needed
 
     found = _USER_ENV.fullmatch(how) if isinstance(how, str) else _USER_ENV.fullmatch("")

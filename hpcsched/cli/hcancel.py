@@ -1,4 +1,7 @@
-"""hcancel and scancel in their own process: --interactive asks before each job. The rest is `hpcsched.commands.cancel`."""
+"""hcancel and scancel in their own process: --interactive asks before each job.
+
+The rest is `hpcsched.commands.cancel`.
+"""
 
 from __future__ import annotations
 

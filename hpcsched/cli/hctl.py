@@ -116,7 +116,10 @@ def table(reservations: Sequence[Json], *, header: bool) -> str:
 
 
 def _read(rest: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the name and the changes in ``[reservation] [NAME] Name=value ...``. ``Users+=ann`` is a change too."""
+    """Return the name and the changes in ``[reservation] [NAME] Name=value ...``.
+
+    ``Users+=ann`` is a change too.
+    """
     name = ""
     changes: dict[str, str] = {}
     for at, word in enumerate(rest):
@@ -140,7 +143,10 @@ _KEYS = ("StartTime", "EndTime", "Duration", "Users", "Accounts", "Nodes", "Node
 
 
 def _whole_name(key: str) -> str:
-    """Return the full name of an abbreviated key, with its + or -. An unknown or ambiguous key is unchanged."""
+    """Return the full name of an abbreviated key, with its + or -.
+
+    An unknown or ambiguous key is unchanged.
+    """
     bare = key.rstrip("+-").lower()
     found = [name for name in _KEYS if name.lower() == bare] or [
         name for name in _KEYS if bare and name.lower().startswith(bare)
@@ -549,7 +555,10 @@ def _update(rest: Sequence[str], words: Words) -> int:
 
 
 def job_changes(rest: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the jobs and the changes in ``[job] JOB... NAME=VALUE...``; ``JobId=12`` is a job too."""
+    """Return the jobs and the changes in ``[job] JOB...
+
+    NAME=VALUE...``; ``JobId=12`` is a job too.
+    """
     changes: dict[str, str] = {}
     jobs: list[str] = []
     for word in rest[1:] if rest[0].lower() == "job" else rest:

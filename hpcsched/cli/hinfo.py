@@ -388,7 +388,10 @@ def _is_shown_by_sinfo(node: Json, words: Words, partitions: Sequence[Json]) -> 
 
 
 def _is_in(node: Json, word: str) -> bool:
-    """Return whether a node is in state `word`, in Slurm's syntax: a name or its beginning. ``all``; ``a&b``."""
+    """Return whether a node is in state `word`, in Slurm's syntax: a name or its beginning.
+
+    ``all``; ``a&b``.
+    """
     if "&" in word:
         return all(_is_in(node, part) for part in word.split("&"))
     plain = word.lower().rstrip("*~#!%$@^-+")
@@ -407,7 +410,10 @@ def _text_of(field: FormatField) -> Callable[[NodeGroup], str]:
 
 
 def _sorted(groups: Sequence[NodeGroup], words: Words) -> list[NodeGroup]:
-    """Return the lines in the requested order. By default by partition, unavailable nodes first, like sinfo."""
+    """Return the lines in the requested order.
+
+    By default by partition, unavailable nodes first, like sinfo.
+    """
     made = list(groups)
     keys = words.listed("sort") or ([] if words.has("Node") else ["-st"])
     for word in reversed(keys):

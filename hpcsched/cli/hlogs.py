@@ -62,7 +62,10 @@ def _work(words: Words) -> int:
 
 
 def _report_failures(reference: str) -> Json:
-    """Print on stderr why an ended job and its ranks failed, the first cause first. Return the job."""
+    """Print on stderr why an ended job and its ranks failed, the first cause first.
+
+    Return the job.
+    """
     job: Json = client.call("GET", client.job_path(reference))["jobs"][0]
     failures = job.get("failures", ())
     if job["state"] in ENDED_STATES and job["started_at_s"] is None:

@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(words: Words, usual: Callable[[Words, Json], str] | None = None) -> int:
-    """Print the priorities and return the exit status. `usual` gives the default format for the weights, if any."""
+    """Print the priorities and return the exit status.
+
+    `usual` gives the default format for the weights, if any.
+    """
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
     query = {key: ",".join(words.given[name]) for name, key in _QUERY.items() if words.has(name)}
@@ -178,7 +181,10 @@ def sprio(argv: Sequence[str] | None = None) -> int:
 
 
 def _sprio_format(words: Words, weights: Json) -> str:
-    """Return sprio's columns: the factors with a weight, or all with --long. Source: sprio of Slurm 23.02."""
+    """Return sprio's columns: the factors with a weight, or all with --long.
+
+    Source: sprio of Slurm 23.02.
+    """
     whose = " %.8u" if words.has("long") else ""
     letters = [letter for name, letter in _LETTERS.items() if words.has("long") or weights.get(name)]
     factors = "".join(f" %.{20 if letter == 'T' else 10}{letter}" for letter in letters)

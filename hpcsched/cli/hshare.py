@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
-    """Print the shares and return the exit status. `widths` are those of the columns, if they are fixed."""
+    """Print the shares and return the exit status.
+
+    `widths` are those of the columns, if they are fixed.
+    """
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one user write -u USER")
     chosen = _chosen(words)

@@ -147,7 +147,10 @@ def _compare(words: Words, operands: Sequence[str]) -> int:
 
 
 def write_schedule(done: Simulation, path: Path) -> None:
-    """Write when each job was submitted, started and ended, in the order of submission. Raises RequestError."""
+    """Write when each job was submitted, started and ended, in the order of submission.
+
+    Raises RequestError.
+    """
     try:
         with path.open("w", newline="") as file:
             out = csv.writer(file, lineterminator="\n")

@@ -156,7 +156,10 @@ PART_JOBS = 500  # other requests wait while a part is checked
 
 
 def submit_each(setup: Setup, line: CommandLine, argv: Sequence[str], request_id: str) -> int:
-    """Submit each of the scripts that `line` names, and return the exit status. Raises UsageError, HpcschedError."""
+    """Submit each of the scripts that `line` names, and return the exit status.
+
+    Raises UsageError, HpcschedError.
+    """
     paths = _paths(line)
     call = own_call(work_dir())
     requests = _read_each(setup, line, paths, argv[: len(argv) - len(paths)], call)

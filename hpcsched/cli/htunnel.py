@@ -51,7 +51,10 @@ def _work(words: Words) -> int:
 
 
 def _serve(listener: socket.socket, step: list[str], what: str) -> int:
-    """Forward the connections of `listener` through the step until it ends. Return its exit status."""
+    """Forward the connections of `listener` through the step until it ends.
+
+    Return its exit status.
+    """
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:

@@ -43,7 +43,10 @@ def print_json(answer: Json) -> None:
 
 
 def print_separated(lines: Sequence[Sequence[str]], words: Words) -> bool:
-    """Print cells separated by bars, if --parsable or --parsable2 was given. Return whether one was."""
+    """Print cells separated by bars, if --parsable or --parsable2 was given.
+
+    Return whether one was.
+    """
     end = "|" if words.has("parsable") else ""
     if end or words.has("parsable2"):
         sys.stdout.writelines("|".join(line) + end + "\n" for line in lines)
@@ -108,7 +111,10 @@ def run_command(
 def guarded(
     name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None, *, explain: Explain | None = None
 ) -> int:
-    """Call `body` with the words of the command line. Return its status, or the status of its error."""
+    """Call `body` with the words of the command line.
+
+    Return its status, or the status of its error.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names may have characters that the locale lacks
             stream.reconfigure(errors="backslashreplace")

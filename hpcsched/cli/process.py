@@ -39,7 +39,10 @@ def own_call(work_dir: str = "") -> Call:
 
 
 def finish(work: Coroutine[object, object, T]) -> T:
-    """Return what `work` comes to. It must wait for nothing: in a process of its own everything is asked at once."""
+    """Return what `work` comes to.
+
+    It must wait for nothing: in a process of its own everything is asked at once.
+    """
     try:
         work.send(None)
     except StopIteration as done:

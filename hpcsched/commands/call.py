@@ -97,7 +97,10 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a command. `in_own_process`: options that need files, the terminal or the time zone are possible."""
+    """One call of a command.
+
+    `in_own_process`: options that need files, the terminal or the time zone are possible.
+    """
 
     caller: Caller
     api: Api

@@ -95,7 +95,10 @@ VERSION = Option("version", "V", help="show the version")
 
 
 def read_words(command: Command, argv: Sequence[str]) -> Words:
-    """Return the parsed `argv` (without the command's name). Raises UsageError with the nearest known options."""
+    """Return the parsed `argv` (without the command's name).
+
+    Raises UsageError with the nearest known options.
+    """
     reader = _CommandWords(command)
     operands = reader.read(argv)
     return Words(given=reader.given, operands=operands)

@@ -54,7 +54,10 @@ def with_usage(face: Face) -> Command:
 
 
 def usage_text(name: str, options: Iterable[Option | JobOption], *operands: str) -> str:
-    """Return the output of ``--usage``: each option with its value in brackets, in order. The order is Slurm's."""
+    """Return the output of ``--usage``: each option with its value in brackets, in order.
+
+    The order is Slurm's.
+    """
     known = {option.name: option for option in options}
     words = [
         slurm_text.usage_word(option.name, option.short, option.metavar)

@@ -74,7 +74,10 @@ def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
 
 
 async def submit(argv: Sequence[str], call: Call, setup: Setup, *, request_id: str, now_s: float) -> int:
-    """Run hsub or sbatch; `request_id` is used if the words give none. Raises HpcschedError, OwnProcessError."""
+    """Run hsub or sbatch; `request_id` is used if the words give none.
+
+    Raises HpcschedError, OwnProcessError.
+    """
     if list(argv) == ["--usage"]:
         raise OwnProcessError
     line = parse_words(argv)

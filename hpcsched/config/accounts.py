@@ -368,7 +368,10 @@ def _check_qos(path: Path, accounting: Accounting) -> None:
 
 
 def _refuse_circles(path: Path, accounting: Accounting) -> None:
-    """Raise ConfigError for QOS that preempt each other in a cycle. Their jobs could preempt each other endlessly."""
+    """Raise ConfigError for QOS that preempt each other in a cycle.
+
+    Their jobs could preempt each other endlessly.
+    """
     below = {qos.name: qos.preempt for qos in accounting.qos}
 
     def walk(name: str, way: list[str]) -> None:

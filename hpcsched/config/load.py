@@ -187,7 +187,10 @@ class Config:
 
 
 def load_config(config_dir: Path, environ: Mapping[str, str] | None = None, *, without: str = "") -> Config:
-    """Return the configuration of `config_dir`, as if the node `without` had no file. Raises ConfigError."""
+    """Return the configuration of `config_dir`, as if the node `without` had no file.
+
+    Raises ConfigError.
+    """
     config_dir = config_dir.absolute()
     path = config_dir / paths.CONFIG_FILE
     if not path.exists():
@@ -205,7 +208,10 @@ def load_config(config_dir: Path, environ: Mapping[str, str] | None = None, *, w
 
 
 def _extra_files(config_dir: Path) -> list[tuple[Path, Mapping[str, Any]]]:
-    """Return the files of conf.d. They may have all keys of hpcsched.toml except the location of the controller."""
+    """Return the files of conf.d.
+
+    They may have all keys of hpcsched.toml except the location of the controller.
+    """
     directory = config_dir / paths.EXTRA_DIR
     if not directory.is_dir():
         return []
@@ -267,7 +273,10 @@ def _first_bad(
 def build_config(
     tables: Mapping[str, Any], nodes: Sequence[NodeFile], *, config_dir: Path, environ: Mapping[str, str]
 ) -> Config:
-    """Return the configuration from the parsed `tables` of hpcsched.toml and `nodes`. Raises ConfigError."""
+    """Return the configuration from the parsed `tables` of hpcsched.toml and `nodes`.
+
+    Raises ConfigError.
+    """
     path = config_dir / paths.CONFIG_FILE
     known = ("cluster", "controller", "scheduler", "partitions", "topology", *TABLES)
     refuse_unknown(path, "the file", tables, known, kind="table")
@@ -445,7 +454,10 @@ def _parse(path: Path, text: str) -> Mapping[str, Any]:
 
 
 def _given_twice(text: str, error: str) -> str:
-    """Return the two lines of the TOML `text` with the same key, and the remedy. "" if `error` is a different one."""
+    """Return the two lines of the TOML `text` with the same key, and the remedy.
+
+    "" if `error` is a different one.
+    """
     match = re.search(r"\(at line (\d+), ", error)
     lines = text.splitlines()
     at = int(match[1]) if match is not None else len(lines) + 1

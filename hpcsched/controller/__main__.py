@@ -36,7 +36,10 @@ LARGE_BLOCK_BYTES = 1 << 20
 )
 @click.version_option(hpcsched.__version__, "-V", "--version", prog_name="hpcschedd")
 def command(config_dir: Path | None, log_level: str | None, log_file: Path | None) -> None:
-    """Run the hpcsched controller in the foreground until SIGTERM or SIGINT. Jobs run on when it ends."""
+    """Run the hpcsched controller in the foreground until SIGTERM or SIGINT.
+
+    Jobs run on when it ends.
+    """
     gc.disable()  # objects of a start are not garbage; the daemon enables it afterwards
     config = load_config(config_dir or paths.find_config_dir(os.environ, os.getuid()))
     settings = config.controller

@@ -118,7 +118,10 @@ class Ports(Protocol):
         """Return a monotonic time. It measures planning time and how long a node is silent."""
 
     def processor_s(self) -> float:
-        """Return the processor time of this process. It measures how much planning takes from other work."""
+        """Return the processor time of this process.
+
+        It measures how much planning takes from other work.
+        """
 
     def run_trigger(self, trigger: Trigger) -> None:
         """Run the program of a trigger as the user who set it."""

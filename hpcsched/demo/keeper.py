@@ -84,7 +84,10 @@ class ClusterKeeper:
         return answer
 
     def end(self) -> None:
-        """Have everything stopped and removed (unless kept), and wait for that. Raises UnavailableError."""
+        """Have everything stopped and removed (unless kept), and wait for that.
+
+        Raises UnavailableError.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -102,7 +105,10 @@ class ClusterKeeper:
 
 
 def stop_kept(base: Path) -> None:
-    """End a cluster that was kept, and remove its directory. Raises RequestError if there is none."""
+    """End a cluster that was kept, and remove its directory.
+
+    Raises RequestError if there is none.
+    """
     try:
         mark = json.loads((base / MARK).read_text())
         pid, started = int(mark["pid"]), str(mark["started"])

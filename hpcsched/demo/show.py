@@ -228,7 +228,10 @@ class _Signalled(BaseException):
 
 
 def perform(options: DemoOptions) -> int:
-    """Play the story and clean up; return the exit status. Raises RequestError or ConfigError if it cannot begin."""
+    """Play the story and clean up; return the exit status.
+
+    Raises RequestError or ConfigError if it cannot begin.
+    """
     check_packages()
     stage = DemoStage(Console(highlight=False), plain=options.plain)
     with _signals_raise():

@@ -54,7 +54,10 @@ mpirun {python} -P -m hpctrain.examples.chargpt --out {out} \\
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallJob:
-    """A job beside the training, so that the queue is busy. `file` is its script, `options` are those of hsub."""
+    """A job beside the training, so that the queue is busy.
+
+    `file` is its script, `options` are those of hsub.
+    """
 
     file: str
     script: str
@@ -63,7 +66,10 @@ class SmallJob:
 
 
 def training_script(python: str, options: Sequence[str]) -> str:
-    """Return the training's script. `python` is an interpreter that has the training's packages."""
+    """Return the training's script.
+
+    `python` is an interpreter that has the training's packages.
+    """
     return TRAIN_SCRIPT.format(name=TRAIN_NAME, python=shlex.quote(python), out=OUT_DIR, options=" ".join(options))
 
 
@@ -388,7 +394,10 @@ class Story:
         return f"job {job['id']} is {job['state']} (attempt {job['attempt']}{exit_code}{why}), step {screen.run.step}"
 
     def meanwhile(self, work: Callable[[], T]) -> T:
-        """Do `work` while the cluster is shown, and return its result. Raises its UnavailableError."""
+        """Do `work` while the cluster is shown, and return its result.
+
+        Raises its UnavailableError.
+        """
         results: list[T] = []
         errors: list[UnavailableError] = []
 

@@ -284,7 +284,10 @@ def _check_component(options: Settings, first: Mapping[str, Sequence[str]]) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmissionWords:
-    """What a command was called with. `script`: the text of the file or of standard input, None if --wrap has it."""
+    """What a command was called with.
+
+    `script`: the text of the file or of standard input, None if --wrap has it.
+    """
 
     command: str
     argv: tuple[str, ...]

@@ -36,7 +36,10 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptOption(SlurmOption):
-    """One option. `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one."""
+    """One option.
+
+    `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one.
+    """
 
     name: str
     short: str = ""
@@ -273,7 +276,10 @@ def find_option(name: str) -> ScriptOption:
 
 
 def find_short(letter: str) -> ScriptOption:
-    """Return the option with this letter. Raises RequestError, with the letter in the other case if that is known."""
+    """Return the option with this letter.
+
+    Raises RequestError, with the letter in the other case if that is known.
+    """
     known = by_short()
     if letter in known:
         return known[letter]
@@ -283,7 +289,10 @@ def find_short(letter: str) -> ScriptOption:
 
 
 def _supported(option: ScriptOption) -> ScriptOption:
-    """Return the option. Raises RequestError for one that Slurm knows and that cannot be ignored."""
+    """Return the option.
+
+    Raises RequestError for one that Slurm knows and that cannot be ignored.
+    """
     if option.use is Use.REFUSED:
         raise RequestError(f"cannot take --{option.name}: {option.help}")
     return option
@@ -329,7 +338,10 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def scan_options(words: Sequence[str]) -> tuple[Settings, list[str]]:
-    """Return the options that `words` begin with, and the words behind them. Raises RequestError."""
+    """Return the options that `words` begin with, and the words behind them.
+
+    Raises RequestError.
+    """
     if len(words) > MAX_WORDS:
         raise RequestError(f"cannot read {len(words)} words: the most is {MAX_WORDS}")
     reader = _JobWords()
@@ -389,7 +401,9 @@ _ADDS_UP = frozenset({"mail-type"})
 
 
 def environment_options(environ: Mapping[str, str]) -> Settings:
-    """Return the options that ``SBATCH_*`` and ``HSUB_*`` variables give. Raises RequestError naming the variable.
+    """Return the options that ``SBATCH_*`` and ``HSUB_*`` variables give.
+
+    Raises RequestError naming the variable.
 
     An empty variable is as good as none for an option that needs a value.
     """
@@ -419,7 +433,10 @@ def _put_variable(settings: Settings, option: ScriptOption, value: str) -> None:
 
 
 def merge_layers(*layers: Mapping[str, Sequence[str]]) -> Settings:
-    """Return the options of all `layers`, the lowest first. Raises RequestError if one layer contradicts itself."""
+    """Return the options of all `layers`, the lowest first.
+
+    Raises RequestError if one layer contradicts itself.
+    """
     merged: Settings = {}
     for layer in layers:
         for group in _EXCLUSIVE:

@@ -134,7 +134,10 @@ def job_file_patterns(job: Job) -> JobFiles:
 
 
 def job_files(job: Job) -> JobFiles:
-    """Return the files of the job's batch step. Before the job has a node, the node name in them is empty."""
+    """Return the files of the job's batch step.
+
+    Before the job has a node, the node name in them is empty.
+    """
     node = job.shares[0].node if job.shares else ""
     patterns = job_file_patterns(job)
     if "%" not in "".join(patterns):

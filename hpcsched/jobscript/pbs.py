@@ -36,7 +36,10 @@ Give = Callable[[str, str], None]  # the name of an option, and its value
 
 
 def translated(word: str, words: Sequence[str]) -> Settings:
-    """Return the options on a line that begins with `word`, one of `WORDS`. Raises RequestError."""
+    """Return the options on a line that begins with `word`, one of `WORDS`.
+
+    Raises RequestError.
+    """
     settings: Settings = {}
 
     def give(name: str, value: str) -> None:

@@ -195,7 +195,10 @@ def _read_line(line: str) -> Settings | None:
 
 
 def foreign_options(lines: Iterable[tuple[int, str]]) -> Settings:
-    """Return the options on #PBS and #BSUB lines. Raises RequestError with the number of the line that cannot be read."""
+    """Return the options on #PBS and #BSUB lines.
+
+    Raises RequestError with the number of the line that cannot be read.
+    """
     settings: Settings = {}
     for number, line in lines:
         word = next(word for word in pbs.WORDS if line.startswith(word))
@@ -209,7 +212,10 @@ def foreign_options(lines: Iterable[tuple[int, str]]) -> Settings:
 
 
 def split_directive(text: str) -> list[str]:
-    """Return the words of a directive's line. Raises RequestError for a quote without its second one."""
+    """Return the words of a directive's line.
+
+    Raises RequestError for a quote without its second one.
+    """
     words: list[str] = []
     current: list[str] = []
     inside = escaped = False  # inside: of a word, an empty one in quotes included

@@ -109,7 +109,10 @@ def parse_node_memory(text: str) -> int:
 
 
 def parse_node_names(text: str) -> tuple[NodeName, ...]:
-    """Return the nodes of a host list, each once. Which of them exist is for the controller to say."""
+    """Return the nodes of a host list, each once.
+
+    Which of them exist is for the controller to say.
+    """
     names = tuple(dict.fromkeys(expand_hostlist(text)))
     for name in names:
         if NODE_NAME.match(name) is None:
@@ -289,7 +292,10 @@ def parse_resource_limits(text: str) -> str:
 
 
 def parse_exclusive(text: str) -> bool:
-    """Return True: whole nodes. ``user``, ``mcs`` and ``topo`` ask for less than that and get it as well."""
+    """Return True: whole nodes.
+
+    ``user``, ``mcs`` and ``topo`` ask for less than that and get it as well.
+    """
     if text.strip().lower() not in ("", "user", "mcs", "topo"):
         raise RequestError(f"cannot read --exclusive={short(text)}: write it without a value")
     return True
@@ -366,7 +372,10 @@ def with_job_ids(text: str, find: Callable[[str], int]) -> str:
 
 
 def checked_dependency(text: str) -> str:
-    """Return `text` if it reads as a dependency, whichever job a name in it means. Raises RequestError."""
+    """Return `text` if it reads as a dependency, whichever job a name in it means.
+
+    Raises RequestError.
+    """
     parse_dependency(with_job_ids(text, lambda name: 1))
     return text
 
@@ -456,7 +465,10 @@ class Export:
 
 
 def parse_export(text: str) -> Export:
-    """Return what the text of ``--export`` asks for. Quotes keep commas in a value. Raises RequestError."""
+    """Return what the text of ``--export`` asks for. Quotes keep commas in a value.
+
+    Raises RequestError.
+    """
     everything, nothing = False, False
     names: list[str] = []
     values: dict[str, str] = {}

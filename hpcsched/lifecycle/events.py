@@ -24,7 +24,10 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted(JobEvent):
-    """A job was submitted. For an array, one event makes all tasks; `job_id` is that of the first and of the array."""
+    """A job was submitted.
+
+    For an array, one event makes all tasks; `job_id` is that of the first and of the array.
+    """
 
     spec_id: int
     uid: int
@@ -84,7 +87,10 @@ class BecameEligible(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated(JobEvent):
-    """The attempt has its nodes, and the token of its batch step. Committed before anything is sent to a node."""
+    """The attempt has its nodes, and the token of its batch step.
+
+    Committed before anything is sent to a node.
+    """
 
     token: str
     epoch: int
@@ -205,7 +211,10 @@ class Exited(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRefused(JobEvent):
-    """The node could not start it, and will not: `why` is its message. With `requeue` it is tried on another node."""
+    """The node could not start it, and will not: `why` is its message.
+
+    With `requeue` it is tried on another node.
+    """
 
     node: NodeName
     why: str

@@ -122,7 +122,10 @@ def submitted_jobs(event: Submitted, spec: JobSpec, ids: Iterable[int] | None = 
 
 
 def apply(job: Job, event: JobEvent) -> Job:
-    """Return the job as it is after `event`. Raises InvariantError if the event cannot happen in its state."""
+    """Return the job as it is after `event`.
+
+    Raises InvariantError if the event cannot happen in its state.
+    """
     transition = TABLE.get((job.state, type(event)))
     if transition is None:
         raise InvariantError(f"cannot apply {type(event).__name__} to job {job.id}: it is {job.state}")

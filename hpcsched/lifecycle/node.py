@@ -1,4 +1,6 @@
-"""The events of a node, and its transition table: (link, drained, event) -> node. A triple without a row raises.
+"""The events of a node, and its transition table: (link, drained, event) -> node.
+
+A triple without a row raises.
 
     UNKNOWN, UP, DOWN  -NodeUp->    UP        whether a node is drained is independent of its link:
     UNKNOWN, UP, DOWN  -NodeDown->  DOWN      available -NodeDrained-> drained -NodeResumed, NodeFaultCleared-> available
@@ -32,7 +34,10 @@ class NodeEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUp(NodeEvent):
-    """The agent answered, on this boot of this machine. See `hpcsched.model.node.Node` for the fields."""
+    """The agent answered, on this boot of this machine.
+
+    See `hpcsched.model.node.Node` for the fields.
+    """
 
     boot_id: str
     machine_id: str
@@ -147,7 +152,10 @@ def node_event_from_data(kind: str, node: str, at_s: float, data: dict[str, Any]
 
 
 def apply_to_node(node: Node, event: NodeEvent) -> Node:
-    """Return the node after `event`. Raises InvariantError if the event cannot happen in its state."""
+    """Return the node after `event`.
+
+    Raises InvariantError if the event cannot happen in its state.
+    """
     transition = NODE_TABLE.get((node.link, node.drained, type(event)))
     if transition is None:
         drained = ", drained" if node.drained else ""

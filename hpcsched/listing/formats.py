@@ -55,7 +55,10 @@ def relative_text(at_s: float, now_s: float) -> str:
 
 
 class FormatField(namedtuple("FormatField", "name letter header text right longs", defaults=(False, ()))):
-    """A column. `text` writes it of a record as seen in a `Look`; `longs` are its names in -O, in lower case."""
+    """A column.
+
+    `text` writes it of a record as seen in a `Look`; `longs` are its names in -O, in lower case.
+    """
 
     __slots__ = ()
 
@@ -82,7 +85,10 @@ Fields = Sequence[FormatField]
 
 
 def parse_names(text: str, fields: Fields) -> list[Cell]:
-    """Return the places of ``id,name,state``. Raises UsageError for a column that there is not."""
+    """Return the places of ``id,name,state``.
+
+    Raises UsageError for a column that there is not.
+    """
     by_name = {field.name: field for field in fields}
     return [_named(word, by_name) for word in split_list(text)]
 
@@ -97,7 +103,10 @@ def _named(word: str, by_name: dict[str, FormatField]) -> Cell:
 
 
 def parse_percent(text: str, fields: Fields) -> list[Cell]:
-    """Return the places of ``%.18i %.9P``; ``%all`` are all columns. Raises UsageError for a letter that there is not."""
+    """Return the places of ``%.18i %.9P``; ``%all`` are all columns.
+
+    Raises UsageError for a letter that there is not.
+    """
     by_letter = {field.letter: field for field in fields if field.letter}
     if text.lower() == "%all":
         text = "|".join(f"%{letter}" for letter in sorted(by_letter, key=lambda letter: (letter.isupper(), letter)))

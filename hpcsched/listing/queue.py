@@ -1,4 +1,6 @@
-"""The queue as lines of text: its columns, and in which order. What squeue and hqueue print.
+"""The queue as lines of text: its columns, and in which order.
+
+What squeue and hqueue print.
 
 Rendered by the controller, so that only the text has to travel and a row that has not changed is not written again. A job is
 the JSON object of the API. Source: squeue(1), -o, -O, --sort, --array, --long.
@@ -213,7 +215,10 @@ def _only_long() -> tuple[FormatField, ...]:
 
 
 def parse_format(text: str) -> list[Cell]:
-    """Return the places of a format, of names or of percent signs. Raises UsageError for a column that there is not."""
+    """Return the places of a format, of names or of percent signs.
+
+    Raises UsageError for a column that there is not.
+    """
     return formats.parse_percent(text, FIELDS) if "%" in text else formats.parse_names(text, FIELDS)
 
 
@@ -252,7 +257,10 @@ class Listing(
         defaults=(False, True, False, False, False, False, 0),
     )
 ):
-    """How the jobs shall be written. `order`: fields to sort by, with whether each is turned around."""
+    """How the jobs shall be written.
+
+    `order`: fields to sort by, with whether each is turned around.
+    """
 
     __slots__ = ()
 

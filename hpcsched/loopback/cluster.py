@@ -33,7 +33,10 @@ FOREIGN_VARIABLES = (
 
 
 class LocalCluster:
-    """Nodes `names` with `cpus` cpus each, and a controller, below `base`. The end of the `with` block ends all."""
+    """Nodes `names` with `cpus` cpus each, and a controller, below `base`.
+
+    The end of the `with` block ends all.
+    """
 
     def __init__(
         self,
@@ -177,7 +180,10 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as a user of this cluster. With `check`, raise UnavailableError if it fails."""
+        """Run a command as a user of this cluster.
+
+        With `check`, raise UnavailableError if it fails.
+        """
         result = subprocess.run(
             command,
             input=stdin,

@@ -65,11 +65,17 @@ class LoopbackNodes:
         _stop_machines(list(self._machines.values()))
 
     def power_off(self, name: str) -> None:
-        """Kill all processes of the node at once, like a power failure. Return when nothing is left."""
+        """Kill all processes of the node at once, like a power failure.
+
+        Return when nothing is left.
+        """
         self._machine(name).power_off()
 
     def power_on(self, name: str) -> None:
-        """Start the node again, with the same port and host key and a new boot id. Return when it answers."""
+        """Start the node again, with the same port and host key and a new boot id.
+
+        Return when it answers.
+        """
         machine = self._machine(name)
         machine.power_on()
         machine.wait_until_ready(time.monotonic() + READY_S)
@@ -134,7 +140,10 @@ def start_nodes(
 
 
 def write_ssh_config(nodes: LoopbackNodes, path: Path) -> None:
-    """Write an OpenSSH client config, so that `ssh -F path NAME` reaches the nodes. Host keys go next to it."""
+    """Write an OpenSSH client config, so that `ssh -F path NAME` reaches the nodes.
+
+    Host keys go next to it.
+    """
     known_hosts = path.with_name(path.name + ".known_hosts")
     known = [f"[{node.host}]:{node.port} {node.host_key}\n" for node in nodes.nodes.values()]
     known_hosts.write_text("".join(known))
@@ -320,7 +329,10 @@ class Machine:
             self._read_line(time.monotonic() + SWITCH_S)
 
     def ask_to_switch_off(self) -> None:
-        """Begin to switch off, so that several nodes do it at the same time. `power_off` waits for the end."""
+        """Begin to switch off, so that several nodes do it at the same time.
+
+        `power_off` waits for the end.
+        """
         with self._lock:
             if self._supervisor is not None:
                 self._send("off")
@@ -385,7 +397,10 @@ def _make_node_directories(root: Path, ssh_dir: Path, user: str) -> None:
 
 
 def ensure_key(path: Path) -> str:
-    """Create an Ed25519 key pair at `path` (0600) and `path.pub` if it is missing. Return the public key."""
+    """Create an Ed25519 key pair at `path` (0600) and `path.pub` if it is missing.
+
+    Return the public key.
+    """
     if not path.exists():
         private = Ed25519PrivateKey.generate().private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -416,7 +431,10 @@ def _node_path() -> str:
 
 
 def _ssh_problem(node: LoopbackNode) -> Exception | None:
-    """Log in with the pinned host key and run a command. Return the error, None if there was none."""
+    """Log in with the pinned host key and run a command.
+
+    Return the error, None if there was none.
+    """
     pin = HostKeyEntry.from_line(f"[{node.host}]:{node.port} {node.host_key}")
     with paramiko.SSHClient() as client:
         client.get_host_keys().add(pin.hostnames[0], pin.key.get_name(), pin.key)
@@ -546,7 +564,10 @@ def _version() -> tuple[int, int]:
 
 
 def sshd_command(config: Path, log: Path) -> list[str]:
-    """Return the command that runs sshd in the foreground. As root, create the directory that it requires."""
+    """Return the command that runs sshd in the foreground.
+
+    As root, create the directory that it requires.
+    """
     sshd = find_sshd()
     assert sshd is not None
     if os.geteuid() == 0:

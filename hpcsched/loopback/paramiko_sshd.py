@@ -112,7 +112,10 @@ def _switch_to(entry: pwd.struct_passwd) -> Switch:
 
 
 class Door(paramiko.ServerInterface):
-    """The permissions of a connection. Its methods run in the transport thread and must not block."""
+    """The permissions of a connection.
+
+    Its methods run in the transport thread and must not block.
+    """
 
     def __init__(self, settings: Settings, authorized: bytes, addresses: tuple[str, str]) -> None:
         self._account = account_of(settings)
@@ -312,7 +315,10 @@ def drain(
     at_each_look: Callable[[], None],
     at_end: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Copy each descriptor to its sink. Return True when all have ended, False if the channel is gone."""
+    """Copy each descriptor to its sink.
+
+    Return True when all have ended, False if the channel is gone.
+    """
     poll = select.poll()
     for fd in sinks:
         poll.register(fd, select.POLLIN)

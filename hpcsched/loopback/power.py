@@ -112,7 +112,10 @@ def kill_all_below() -> list[int]:
 
 
 def take_own_hostname(hostname: str) -> bool:
-    """Enter a UTS namespace with this host name, if the kernel allows it. Return whether it did."""
+    """Enter a UTS namespace with this host name, if the kernel allows it.
+
+    Return whether it did.
+    """
     if not _succeeds_in_a_child(lambda: _enter_uts_namespace(hostname)):
         return False
     _enter_uts_namespace(hostname)

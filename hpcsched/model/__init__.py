@@ -1,1 +1,4 @@
-"""Plain frozen values that every layer shares: jobs, nodes, resources, units, host lists. Standard library only."""
+"""Plain frozen values that every layer shares: jobs, nodes, resources, units, host lists.
+
+Standard library only.
+"""

@@ -52,7 +52,9 @@ class PreemptType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits; None or empty: no limit. ``max_``: for each user or job. ``grp_``: for all of them together.
+    """Limits; None or empty: no limit. ``max_``: for each user or job.
+
+    ``grp_``: for all of them together.
 
     Of an account: its users' jobs there, and for ``grp_`` those of its subaccounts too. Of a user: in all accounts.
     """
@@ -102,7 +104,10 @@ class UserRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qos:
-    """[qos.NAME]. Its jobs may preempt those of the QOS in `preempt`; the rest of the preempt keys is about being preempted."""
+    """[qos.NAME].
+
+    Its jobs may preempt those of the QOS in `preempt`; the rest of the preempt keys is about being preempted.
+    """
 
     name: str
     priority: int = 0
@@ -116,7 +121,10 @@ class Qos:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """The accounting configuration. `billing`: weight of each resource for a second (memory: per GiB)."""
+    """The accounting configuration.
+
+    `billing`: weight of each resource for a second (memory: per GiB).
+    """
 
     accounts: tuple[Account, ...] = ()
     users: tuple[UserRules, ...] = ()
@@ -144,7 +152,10 @@ class Accounting:
             account = self.account(account.parent)
 
     def is_part_of(self, name: str, among: Container[str]) -> bool:
-        """Say whether the account, or one of its ancestors, is in `among`. An unknown account has no ancestors."""
+        """Say whether the account, or one of its ancestors, is in `among`.
+
+        An unknown account has no ancestors.
+        """
         return name in among or any(account.name in among for account in self.lineage(name))
 
     def accounts_of(self, user: str) -> list[str]:

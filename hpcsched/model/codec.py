@@ -46,7 +46,10 @@ def spec_to_short_json(spec: JobSpec) -> dict[str, Any]:
 
 
 def spec_from_json(obj: object) -> JobSpec:
-    """Return the specification in `obj` (parsed JSON). Raises ProtocolError if it is malformed."""
+    """Return the specification in `obj` (parsed JSON).
+
+    Raises ProtocolError if it is malformed.
+    """
     return value_from_json(JobSpec, obj)
 
 
@@ -58,7 +61,10 @@ def value_to_json(value: Any) -> dict[str, Any]:
 
 
 def value_from_json(cls: type[T], obj: object) -> T:
-    """Return the value of the dataclass `cls` in `obj` (parsed JSON). Raises ProtocolError if it is malformed."""
+    """Return the value of the dataclass `cls` in `obj` (parsed JSON).
+
+    Raises ProtocolError if it is malformed.
+    """
     kind: Any = cls
     try:
         value: T = _class_converters(kind)[0](obj)
@@ -242,7 +248,9 @@ def _optional_writer(inner: _Write | None) -> _Write | None:
 
 
 def _converters(hint: Any, inside: frozenset[type] = frozenset()) -> tuple[_Read, _Write | None]:
-    """Return the reader and the writer of values annotated as `hint`. Raises TypeError for a type that the model does not use.
+    """Return the reader and the writer of values annotated as `hint`.
+
+    Raises TypeError for a type that the model does not use.
 
     `inside`: classes around it. Their converters are looked up at use, because a class may contain itself.
     """

@@ -43,7 +43,10 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CronSchedule:
-    """The minutes at which something is due. `days` and `weekdays` (0: Sunday) are restricted unless `any_*`."""
+    """The minutes at which something is due.
+
+    `days` and `weekdays` (0: Sunday) are restricted unless `any_*`.
+    """
 
     minutes: frozenset[int]
     hours: frozenset[int]
@@ -138,7 +141,10 @@ def _is_day(schedule: CronSchedule, at: datetime) -> bool:
 
 
 def parse_crontab(text: str) -> list[CronLine]:
-    """Return the entries of a crontab, in order. Raises RequestError with the number of the line that cannot be read."""
+    """Return the entries of a crontab, in order.
+
+    Raises RequestError with the number of the line that cannot be read.
+    """
     if len(text.encode("utf-8", "surrogateescape")) > MAX_TEXT_BYTES:
         raise RequestError(f"cannot take the crontab: it has more than {MAX_TEXT_BYTES} bytes")
     found: list[CronLine] = []

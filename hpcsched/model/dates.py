@@ -120,7 +120,10 @@ def _read_clock(word: str) -> _Clock | None:
 
 
 def _resolve(date: _Date | None, clock: _Clock | None, now: datetime, *, past: bool) -> datetime:
-    """Return the moment; a date without a time is its midnight. Raises ValueError for a day that no calendar has."""
+    """Return the moment; a date without a time is its midnight.
+
+    Raises ValueError for a day that no calendar has.
+    """
     hour, minute, second = clock or (0, 0, 0)
     if date is None:
         at = now.replace(hour=hour, minute=minute, second=second, microsecond=0, fold=0)

@@ -45,7 +45,10 @@ def frozen(cls: type[T]) -> type[T]:
 
 
 def replace(value: T, **changes: Any) -> T:
-    """Return `value`, of a class that `frozen` has made, with these fields changed. Raises AttributeError for others."""
+    """Return `value`, of a class that `frozen` has made, with these fields changed.
+
+    Raises AttributeError for others.
+    """
     cls: Any = type(value)
     draft: T = _copier(cls)(value)
     for name, change in changes.items():
@@ -70,7 +73,10 @@ def _copier(cls: Any) -> Callable[[Any], Any]:
 
 @cache
 def _bulk_copier(cls: Any, names: tuple[str, ...]) -> Callable[[Any, Any], Any]:
-    """Return a function that returns copies. It reads the fields that they have in common once."""
+    """Return a function that returns copies.
+
+    It reads the fields that they have in common once.
+    """
     common = [field.name for field in fields(cls) if field.name not in names]
     head = [*[f"    {name}_ = value.{name}" for name in common], "    copies = []", "    append = copies.append"]
     loop = [f"    for {', '.join(f'{name}_' for name in names)} in changes:", "        draft = new(base)"]

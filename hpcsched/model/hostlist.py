@@ -26,7 +26,10 @@ _TRAILING_NUMBER = re.compile(r"[0-9]{1,18}\Z")  # only ever matched against the
 
 
 class _Span:
-    """The numbers low .. high inclusive, padded with zeros to `width`. Plain: commands need no dataclass but this one."""
+    """The numbers low .. high inclusive, padded with zeros to `width`.
+
+    Plain: commands need no dataclass but this one.
+    """
 
     __slots__ = ("high", "low", "width")
 

@@ -86,7 +86,10 @@ class LaunchFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node as the controller keeps it. One row of the table `nodes` (specs come from the configuration)."""
+    """A node as the controller keeps it.
+
+    One row of the table `nodes` (specs come from the configuration).
+    """
 
     spec: NodeSpec
     link: Link = Link.UNKNOWN

@@ -37,7 +37,10 @@ _SATURDAY = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Nodes over ``[start_s, end_s)``. Whole nodes: they were named, or chosen when it was made, and stay the same."""
+    """Nodes over ``[start_s, end_s)``.
+
+    Whole nodes: they were named, or chosen when it was made, and stay the same.
+    """
 
     name: str
     start_s: int
@@ -78,7 +81,10 @@ class Reservation:
 
 
 def may_use(reservation: Reservation, user: str, account: str) -> bool:
-    """Say whether jobs of `user` charged to `account` may run in it. No users, or no accounts, means all."""
+    """Say whether jobs of `user` charged to `account` may run in it.
+
+    No users, or no accounts, means all.
+    """
     if reservation.users and user not in reservation.users:
         return False
     return not reservation.accounts or account in reservation.accounts

@@ -1,4 +1,6 @@
-"""What a user asks for: a job's specification, before it is a job. Never changes after submission.
+"""What a user asks for: a job's specification, before it is a job.
+
+Never changes after submission.
 
 Separate from `hpcsched.model.job`, because commands make specifications and know no jobs.
 """
@@ -24,7 +26,10 @@ class DependencyKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependency:
-    """One term of ``--dependency``; `job_ids` is empty for a singleton. An id may be an array's: then all its tasks."""
+    """One term of ``--dependency``; `job_ids` is empty for a singleton.
+
+    An id may be an array's: then all its tasks.
+    """
 
     kind: DependencyKind
     job_ids: tuple[int, ...] = ()
@@ -51,7 +56,10 @@ class SignalSpec:
 
 @frozen
 class JobSpec:
-    """What a user asks for. Never changes after submission; `Job` has the fields that an update may override."""
+    """What a user asks for.
+
+    Never changes after submission; `Job` has the fields that an update may override.
+    """
 
     name: str
     script: str  # text with its #! line; empty: an allocation without a batch step (hrun alone)

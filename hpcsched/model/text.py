@@ -1,4 +1,6 @@
-"""Numbers and names that people and programs write. Numbers are read within bounds, and nowhere else.
+"""Numbers and names that people and programs write.
+
+Numbers are read within bounds, and nowhere else.
 
 `make lint` refuses a bare ``int(text)`` elsewhere: Python reads thousands of digits, slowly, and no table holds them.
 """
@@ -17,7 +19,10 @@ __all__ = ["MAX_DIGITS", "number", "whole_number"]
 
 
 def whole_number(text: str, what: str = "") -> int:
-    """Return the whole number that `text` spells, at most 18 digits. `what` names it in the error. Raises RequestError."""
+    """Return the whole number that `text` spells, at most 18 digits.
+
+    `what` names it in the error. Raises RequestError.
+    """
     try:
         return gate.whole_number(text)
     except gate.GateError as error:
@@ -25,7 +30,10 @@ def whole_number(text: str, what: str = "") -> int:
 
 
 def number(text: str, what: str = "") -> float:
-    """Return the number that `text` spells, fractions too; neither NaN nor infinite. Raises RequestError."""
+    """Return the number that `text` spells, fractions too; neither NaN nor infinite.
+
+    Raises RequestError.
+    """
     try:
         found = float(text) if len(text) <= gate.MAX_NUMBER_CHARS else float("nan")
     except ValueError:

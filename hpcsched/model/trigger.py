@@ -22,7 +22,9 @@ MAX_OFFSET_S = 32_767  # as in Slurm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    """One trigger. `target`: a job's id, a node's name, or ``*`` for any node. `offset_s`: from the event to the program.
+    """One trigger. `target`: a job's id, a node's name, or ``*`` for any node.
+
+    `offset_s`: from the event to the program.
 
     A trigger for TIME_LIMIT is due `offset_s` before the job's time limit. `due_at_s`: when the program runs, after its
     event; 0: the event has not come. `hit`: what it came for. Without `is_permanent` it is deleted when it has run.

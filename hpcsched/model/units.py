@@ -137,7 +137,10 @@ _SIGNAL = re.compile(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\
 
 
 def parse_signal(text: str) -> int:
-    """Return the number of the signal that `text` names: ``USR1``, ``SIGUSR1`` or ``10``. Raises RequestError."""
+    """Return the number of the signal that `text` names: ``USR1``, ``SIGUSR1`` or ``10``.
+
+    Raises RequestError.
+    """
     word = text.strip().upper().removeprefix("SIG")
     if word in _SIGNALS:
         return _SIGNALS[word]

@@ -17,7 +17,10 @@ from hpcsched.sched.snapshot import Promise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Why a job does not start now. Slurm's reason, a sentence for users, and the expected start (None: unknown)."""
+    """Why a job does not start now.
+
+    Slurm's reason, a sentence for users, and the expected start (None: unknown).
+    """
 
     reason: Reason
     detail: str
@@ -48,7 +51,10 @@ class Victim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """A preemption of `victims` so that `job_id` can start. The job starts on `shares`, which are reserved for it."""
+    """A preemption of `victims` so that `job_id` can start.
+
+    The job starts on `shares`, which are reserved for it.
+    """
 
     job_id: JobId
     shares: tuple[Share, ...]

@@ -159,7 +159,10 @@ def _basis(place: ExpectedPlace, explanation: Explanation, now_s: float) -> str:
 
 
 def _is_early(job: PendingJob, snapshot: Snapshot) -> bool:
-    """Say whether the job is in a reservation that has not begun. Until the reservation begins, no request starts."""
+    """Say whether the job is in a reservation that has not begun.
+
+    Until the reservation begins, no request starts.
+    """
     own = next((each for each in snapshot.reservations if each.name == job.reservation), None)
     return bool(job.reservation) and (own is None or not own.is_active(snapshot.now_s))
 

@@ -305,7 +305,10 @@ class LimitCounts:
                 self._count(job, held_by(shares, self._nodes, job.licenses), _limit_s(job))
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return the wait for a limit that `job` breaks with the least that it can get. None: it breaks none."""
+        """Return the wait for a limit that `job` breaks with the least that it can get.
+
+        None: it breaks none.
+        """
         if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
             running = f"{plural(job.array_limit, 'task')} of its array run at a time, its own limit"
             return Wait(reason=Reason.ARRAY_LIMIT, detail=running)

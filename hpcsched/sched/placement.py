@@ -159,7 +159,10 @@ class FreeLicenses:
         return {name: steps.free[0] for name, steps in self._steps.items()}
 
     def earliest(self, counts: LicenseCounts, length_s: float, from_s: float) -> float:
-        """Return the first time at or after `from_s` with `counts` free for `length_s`. `NEVER_S`: never."""
+        """Return the first time at or after `from_s` with `counts` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
         start_s = from_s
         while True:
             found_s = start_s
@@ -183,7 +186,10 @@ class ReservedSlot:
 
 
 class ReservedSlots:
-    """The reserved slots of one pass, at most one for each job. `promises`: the slots that later passes keep."""
+    """The reserved slots of one pass, at most one for each job.
+
+    `promises`: the slots that later passes keep.
+    """
 
     def __init__(self, timeline: Timeline, licenses: FreeLicenses) -> None:
         self.promises: dict[JobId, Promise] = {}
@@ -350,7 +356,10 @@ class Placement:
         return found or (None, end_s)
 
     def is_full(self, job: PendingJob, queue: PartitionQueue) -> bool:
-        """Say whether every node of the partition has too few free cpus for `job`. This is a cheap test."""
+        """Say whether every node of the partition has too few free cpus for `job`.
+
+        This is a cheap test.
+        """
         starts, most = self._most_free_cpus.get(job.partition, (-1, 0))
         if starts != len(self.timeline.changed):
             most = max((self.timeline.profiles[node].rooms[0][0] for node in queue.nodes), default=0)
@@ -448,7 +457,10 @@ class Placement:
         return no_licenses(job.licenses, self.licenses.free_now(), self._total_licenses)
 
     def wait_for_reservation(self, job: PendingJob, queue: PartitionQueue) -> Wait | None:
-        """Return the wait of `job` if only reservations keep it from starting now. None: other jobs are in its way."""
+        """Return the wait of `job` if only reservations keep it from starting now.
+
+        None: other jobs are in its way.
+        """
         if not self._snapshot.reserved_intervals:
             return None
         end_s = self.least_end_s(job, self.timeline.now_s)

@@ -114,7 +114,10 @@ class _Backfill:
         self._started_multi: set[JobId] = set()
 
     def look_at(self, job: PendingJob) -> None:
-        """Start `job`, or record why it waits. A job that requests several partitions is considered in each."""
+        """Start `job`, or record why it waits.
+
+        A job that requests several partitions is considered in each.
+        """
         self._current.looked_at += 1
         if job.id in self._current.started_ids:
             return
@@ -131,7 +134,10 @@ class _Backfill:
                 yield
 
     def _look_at_multi(self, job: PendingJob) -> None:
-        """Consider a job in one of its partitions. If it waits in two, the wait that ends earlier is kept."""
+        """Consider a job in one of its partitions.
+
+        If it waits in two, the wait that ends earlier is kept.
+        """
         if job.id in self._started_multi:
             return
         waits = self._current.waits
@@ -267,7 +273,10 @@ def _end_of_wait(wait: Wait) -> tuple[bool, float]:
 
 
 def _keep_promises(current: SchedulingPass, queue: Sequence[PendingJob]) -> Iterator[None]:
-    """Reserve the promises of the previous pass for the jobs of `queue`. Jobs with a promise that is due start."""
+    """Reserve the promises of the previous pass for the jobs of `queue`.
+
+    Jobs with a promise that is due start.
+    """
     promises = current.snapshot.promises.values()
     views = {(job.id, job.partition): job for job in queue} if promises else {}
     for promise in sorted(promises, key=lambda promise: (promise.start_s, promise.job_id)):
@@ -341,7 +350,10 @@ def _free_from(
 
 
 def _asks_the_same(asked: ResourceRequest, promised: ResourceRequest) -> bool:
-    """Say whether the `promised` request satisfies `asked`. After some time, a waiting job accepts more switches."""
+    """Say whether the `promised` request satisfies `asked`.
+
+    After some time, a waiting job accepts more switches.
+    """
     if asked is promised or asked == promised:
         return True
     return asked.time_limit_s == promised.time_limit_s and asked.shape == replace(promised.shape, switches=0)

@@ -258,7 +258,10 @@ class Steps:
         self.free = [free]
 
     def add(self, start_s: float, end_s: float, procs: int) -> None:
-        """Add `procs` free processors over ``[start_s, end_s)``. The interval must not begin before the first step."""
+        """Add `procs` free processors over ``[start_s, end_s)``.
+
+        The interval must not begin before the first step.
+        """
         if end_s <= start_s:
             return
         times_s, free = self.times_s, self.free
@@ -286,7 +289,10 @@ class Steps:
         self.times_s[0] = now_s
 
     def earliest(self, procs: int, length_s: float, from_s: float = -NEVER_S) -> float:
-        """Return the first time at or after `from_s` with `procs` free for `length_s`. `NEVER_S`: never."""
+        """Return the first time at or after `from_s` with `procs` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
         times_s, free = self.times_s, self.free
         start_s = -1.0
         fits = False
@@ -348,7 +354,10 @@ class ConservativePool:
         return self._due(now_s) if self.promises else NO_JOBS
 
     def _due(self, now_s: float) -> list[int]:
-        """Start the jobs that can start now without delaying a promise. Promises that are due come first."""
+        """Start the jobs that can start now without delaying a promise.
+
+        Promises that are due come first.
+        """
         due = sorted(job for job, start_s in self.promises.items() if start_s <= now_s)
         for job in due:
             self._start(job, now_s)

@@ -156,7 +156,10 @@ class SchedulingPass:
         return held_of([(*part.use, types[part.node]) for part in parts], job.licenses)
 
     def _is_hopeless(self, job: PendingJob, queue: PartitionQueue) -> bool:
-        """Say whether a job behind a head cannot start, or the search has reached its limit. This is a cheap test."""
+        """Say whether a job behind a head cannot start, or the search has reached its limit.
+
+        This is a cheap test.
+        """
         depth = self.policy.backfill_depth
         if self.policy.backfill is Backfill.NONE or 0 < depth <= self._failed_tries:
             return True

@@ -30,7 +30,10 @@ def plural(number: int, noun: str) -> str:
 
 
 def listed(items: Sequence[str], most: int = 5) -> str:
-    """Return ``a, b and c``. Of more than `most` items, the first ones are listed and the others counted."""
+    """Return ``a, b and c``.
+
+    Of more than `most` items, the first ones are listed and the others counted.
+    """
     if len(items) > most:
         return f"{', '.join(items[:most])} and {len(items) - most} more"
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else list(items))

@@ -119,7 +119,10 @@ class RunningJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJob:
-    """A pending job. `since_s`: start of its age; None while it waits for something other than resources."""
+    """A pending job.
+
+    `since_s`: start of its age; None while it waits for something other than resources.
+    """
 
     id: JobId
     display_id: str
@@ -154,7 +157,10 @@ class PendingJob:
 
 
 class PromisedPart(NamedTuple):
-    """The part of a promise on one node. It has tasks, and `use`: cpus, memory in MiB and units of the GPU `slots`."""
+    """The part of a promise on one node.
+
+    It has tasks, and `use`: cpus, memory in MiB and units of the GPU `slots`.
+    """
 
     node: NodeName
     tasks: int
@@ -225,7 +231,10 @@ class Snapshot:
 
 
 class SnapshotCache:
-    """The views of pending jobs, which are kept between snapshots. Equal requests and shapes become one object."""
+    """The views of pending jobs, which are kept between snapshots.
+
+    Equal requests and shapes become one object.
+    """
 
     def __init__(self) -> None:
         self.pending: dict[JobId, tuple[Job, PendingJob]] = {}
@@ -346,7 +355,10 @@ def _running_jobs(
 
 
 def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJob:
-    """Return `job` with its request at `now_s`. After its wait for few switches it accepts more."""
+    """Return `job` with its request at `now_s`.
+
+    After its wait for few switches it accepts more.
+    """
     until_s = switches_matter_until_s(job.since_s, job.switches_wait_s, max_switch_wait_s)
     if not job.request.shape.switches or until_s is None or now_s < until_s:
         return job
@@ -487,7 +499,10 @@ def running_job(
 def _ends_at_s(
     job: Job, partition: Partition | None, began_at_s: float, now_s: float, reservation: Reservation | None
 ) -> float | None:
-    """Return when the job reaches its limit or is cut short; None: never. A job that is being ended ends now."""
+    """Return when the job reaches its limit or is cut short; None: never.
+
+    A job that is being ended ends now.
+    """
     if job.state not in _NOT_ENDING:
         return now_s
     limit_s = job.time_limit_s if job.time_limit_s is not None else job.spec.time_limit_s

@@ -23,7 +23,10 @@ MOST_BARS = 4000
 
 
 def draw(simulations: Sequence[Simulation], base: Path) -> list[Path]:
-    """Write the picture to BASE.png and BASE.svg and return their paths. Raises UnavailableError without matplotlib."""
+    """Write the picture to BASE.png and BASE.svg and return their paths.
+
+    Raises UnavailableError without matplotlib.
+    """
     figure = _figure(simulations)
     paths = {kind: base.with_name(f"{base.name}.{kind}") for kind in ("png", "svg")}
     for kind, path in paths.items():

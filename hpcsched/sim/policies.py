@@ -205,7 +205,9 @@ class Simulation:
 
 
 def simulate(trace: Trace, policy: str, procs: int = 0, engine: str = POOL) -> Simulation:
-    """Return the schedule of `trace` by `policy` on `procs` processors (0: as the trace says). Raises RequestError.
+    """Return the schedule of `trace` by `policy` on `procs` processors (0: as the trace says).
+
+    Raises RequestError.
 
     `engine`: PLAN is the daemon's own `plan` at each event; POOL is faster code with the same rules.
     """
@@ -269,7 +271,10 @@ KINDS = {
 
 
 class PlannedLine:
-    """Decides by `plan`; see `world.Engine`. `kind` is the policy, `size` the number of processors, `guard` that of "default"."""
+    """Decides by `plan`; see `world.Engine`.
+
+    `kind` is the policy, `size` the number of processors, `guard` that of "default".
+    """
 
     def __init__(self, jobs: Sequence[TraceJob], kind: Backfill, size: int, guard: Guard = DEFAULT_GUARD) -> None:
         self.last_plan = Plan(starts=(), waits={})
@@ -288,7 +293,10 @@ class PlannedLine:
             self._shadow = ShadowEasy(size)
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
-        """Add `job` to the queue. If it fits in the free processors, or is promised a start, return the jobs to start."""
+        """Add `job` to the queue.
+
+        If it fits in the free processors, or is promised a start, return the jobs to start.
+        """
         self._waiting[job] = self._pending(job, now_s)
         if self._shadow is not None:
             self._shadow.submitted(self._jobs[job].procs, self._jobs[job].asked_s, now_s)

@@ -52,7 +52,10 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Return the trace in the file at `path`, which may be gzip'ed. Raises RequestError, for a broken line with its number."""
+    """Return the trace in the file at `path`, which may be gzip'ed.
+
+    Raises RequestError, for a broken line with its number.
+    """
     try:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
@@ -119,7 +122,10 @@ def _job(fields: list[str], number: int, name: str) -> TraceJob | None:
 
 
 def _number(text: str) -> float:
-    """Return a number, an int if it is whole, which is faster and prints unchanged. Raises ValueError with its text."""
+    """Return a number, an int if it is whole, which is faster and prints unchanged.
+
+    Raises ValueError with its text.
+    """
     if "_" in text or not text.isascii():  # Python would take 1_000 and other scripts' digits
         raise ValueError(repr(text[:40]))
     try:

@@ -208,7 +208,10 @@ def with_propagated(env: Mapping[str, str], wanted: frozenset[str]) -> dict[str,
 
 
 def master_port(job: Job, step: int) -> int:
-    """Return the rendezvous port of a step's ranks. Neighbouring jobs, steps and attempts get different ports."""
+    """Return the rendezvous port of a step's ranks.
+
+    Neighbouring jobs, steps and attempts get different ports.
+    """
     return MASTER_PORT_LOW + (job.id * 101 + step * 13 + job.attempt * 7) % MASTER_PORTS
 
 

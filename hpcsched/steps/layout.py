@@ -103,7 +103,10 @@ def _distribute(
 
 
 def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple[NodeTasks, ...]:
-    """Return the tasks of all parts. Each part gets unused nodes, or shares used ones if too few are left."""
+    """Return the tasks of all parts.
+
+    Each part gets unused nodes, or shares used ones if too few are left.
+    """
     ranks: dict[NodeName, list[int]] = {share.node: [] for share in shares}
     cpus = dict.fromkeys(ranks, 0)
     total = 0

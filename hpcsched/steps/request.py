@@ -403,7 +403,10 @@ def _group_numbers(text: str) -> tuple[int, ...]:
 
 
 def _listed(text: str, known: frozenset[str]) -> list[_Given]:
-    """Return the parts of a step, or the components of a job. They are JSON lists of options, each of them `known`."""
+    """Return the parts of a step, or the components of a job.
+
+    They are JSON lists of options, each of them `known`.
+    """
     if not text:
         return []
     try:

@@ -406,7 +406,10 @@ def _reported_step(job: Job, number: int, report: protocol.Report, row: StepReco
 
 
 def resize(ports: StepPorts, origin: Origin, envelope: protocol.FromStream, request: protocol.StepRequest) -> None:
-    """Shrink the job to the requested number of nodes. Raises RequestError and the errors of `permitted_job`."""
+    """Shrink the job to the requested number of nodes.
+
+    Raises RequestError and the errors of `permitted_job`.
+    """
     if not request.job_id:
         raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
     job = permitted_job(ports, origin, envelope, JobId(request.job_id))

@@ -405,7 +405,10 @@ class StepTable:
 
 
 class Waiting(NamedTuple):
-    """A request of the step command behind `origin`. `options` None: they are read when its job has its nodes."""
+    """A request of the step command behind `origin`.
+
+    `options` None: they are read when its job has its nodes.
+    """
 
     origin: Origin
     request: protocol.StepRequest

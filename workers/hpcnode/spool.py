@@ -270,7 +270,10 @@ class Spool:
         return True
 
     def _take_spare(self, uid: int) -> Optional[str]:
-        """Return the path of an entry to reuse, None if there is none. The script in it, if any, is of this user."""
+        """Return the path of an entry to reuse, None if there is none.
+
+        The script in it, if any, is of this user.
+        """
         self._spare_names = self._spare_names or os.listdir(self.spare)
         if not self._spare_names:
             return None

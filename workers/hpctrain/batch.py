@@ -117,7 +117,10 @@ class Batch:
 
     @property
     def samples(self) -> Any:
-        """The data source's value for these indexes, on this rank's device. The first dimension is the sample's."""
+        """The data source's value for these indexes, on this rank's device.
+
+        The first dimension is the sample's.
+        """
         if self._load is None:
             raise TrainError(
                 "cannot give samples: run.steps(model, optimizer, data=SOURCE) was called without a source"
@@ -125,7 +128,10 @@ class Batch:
         return self._load(self.low, self.high)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of `loss`, a scalar: the mean over these samples. Called once per batch."""
+        """Compute gradients of `loss`, a scalar: the mean over these samples.
+
+        Called once per batch.
+        """
         if self.loss is not None:
             raise TrainError(f"cannot compute gradients of step {self.step} twice: call backward once for each batch")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -198,7 +204,10 @@ Validation = Callable[[int, int], tuple[float, int]]
 
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, validation: Validation, comm: Communicator) -> float:
-    """Return the mean loss over the validation samples. All ranks call it and compute a part each."""
+    """Return the mean loss over the validation samples.
+
+    All ranks call it and compute a part each.
+    """
     training = [module for module in model.modules() if module.training]  # frozen layers may always be in eval mode
     model.eval()
     total, count = validation(comm.rank, comm.size)
@@ -210,7 +219,10 @@ def validation_loss(model: torch.nn.Module, validation: Validation, comm: Commun
 
 
 class MeanLoss:
-    """A validation: the mean loss over a source of samples, in batches. Each rank computes a part."""
+    """A validation: the mean loss over a source of samples, in batches.
+
+    Each rank computes a part.
+    """
 
     def __init__(self, loss_of: Callable[[Any], torch.Tensor], source: Any, batch: int, ahead: int) -> None:
         self._loss_of, self._source, self._batch, self._ahead = loss_of, source, batch, ahead

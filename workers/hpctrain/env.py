@@ -46,7 +46,10 @@ class LauncherKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Rank, local rank and world size, as the launcher gives them. `world` 0: the launcher does not tell."""
+    """Rank, local rank and world size, as the launcher gives them.
+
+    `world` 0: the launcher does not tell.
+    """
 
     launcher: LauncherKind
     rank: int

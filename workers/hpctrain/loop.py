@@ -211,7 +211,10 @@ class TrainingLoop:
         return spans[:pieces]
 
     def _take_step(self, batch: StepBatch, stop: StopRequest, started_s: float) -> bool:
-        """Exchange gradients, move the weights and report. Return whether any rank was asked to stop."""
+        """Exchange gradients, move the weights and report.
+
+        Return whether any rank was asked to stop.
+        """
         own_s = time.perf_counter() - started_s
         data_s, forward_s, backward_s = self._phases.end()
         lr = self._lr(batch)
@@ -271,7 +274,10 @@ class TrainingLoop:
         return self._step_s
 
     def _after_step(self, batch: StepBatch, report: StepReport, *, met: bool) -> bool:
-        """Validate and checkpoint if due, and report the step. Return whether validation ends the run."""
+        """Validate and checkpoint if due, and report the step.
+
+        Return whether validation ends the run.
+        """
         ends = False
         try:
             if met:
@@ -290,7 +296,10 @@ class TrainingLoop:
         return ends
 
     def _move(self, batch: StepBatch, lr: float) -> tuple[float, str]:
-        """Move the weights if the gradients are finite. Return their norm, and a note on the loss scale."""
+        """Move the weights if the gradients are finite.
+
+        Return their norm, and a note on the loss scale.
+        """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainError(
                 f"cannot take step {batch.number}: weights that were frozen at the start of the loop are trainable now; let "
@@ -319,7 +328,10 @@ class TrainingLoop:
         return grad_norm, note
 
     def _meets_after(self, step: int) -> bool:
-        """Return whether ranks agree after this step. After each step, or when local steps are exchanged."""
+        """Return whether ranks agree after this step.
+
+        After each step, or when local steps are exchanged.
+        """
         local, total = self._sync.local, self.progress.total_steps
         return local is None or local.due(step) or step == total
 
@@ -445,7 +457,10 @@ class TrainingLoop:
 
     @property
     def _all_write(self) -> bool:
-        """Whether every rank takes part in each checkpoint. It writes a part, or has a part to be gathered."""
+        """Whether every rank takes part in each checkpoint.
+
+        It writes a part, or has a part to be gathered.
+        """
         return self._writes_own_part or isinstance(self._optimizer, ShardedOptimizer)
 
     def _agreed(self, wanted: NextCheckpoint) -> NextCheckpoint:
@@ -462,7 +477,10 @@ class TrainingLoop:
         return wanted
 
     def _begin_checkpoint(self, content: NextCheckpoint) -> float:
-        """Hand the state to the writer, and return the seconds that this took. Ranks with a part of it call it too."""
+        """Hand the state to the writer, and return the seconds that this took.
+
+        Ranks with a part of it call it too.
+        """
         started_s = time.perf_counter()
         state = self._state() if content is not NextCheckpoint.LOG else None
         if self._writer is not None:
@@ -502,7 +520,10 @@ class TrainingLoop:
         )
 
     def _validate(self) -> float | None:
-        """Return the validation loss if it is due. With local steps this waits until the ranks are equal."""
+        """Return the validation loss if it is due.
+
+        With local steps this waits until the ranks are equal.
+        """
         if self._validation is None or not self._validation_due:
             return None
         self._validation_due = False
@@ -510,7 +531,10 @@ class TrainingLoop:
             return validation_loss(self._model, self._validation, self._comm)
 
     def _note_validation(self, loss: float) -> bool:
-        """Record a validation, end the training without improvement for long. Return whether it is the best."""
+        """Record a validation, end the training without improvement for long.
+
+        Return whether it is the best.
+        """
         progress = self.progress
         best = progress.validated(loss)
         if self._schedule is not None:
@@ -553,7 +577,10 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return every tensor that a restart needs, by name. Weights, buffers and the optimizer's moments."""
+    """Return every tensor that a restart needs, by name.
+
+    Weights, buffers and the optimizer's moments.
+    """
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
@@ -585,7 +612,10 @@ def gradient_log(
     every: int,
     comm: Communicator | None,
 ) -> GradientLog | None:
-    """Return a log of this rank's part of gradients, if at least `every` steps fit into it. `comm` as above."""
+    """Return a log of this rank's part of gradients, if at least `every` steps fit into it.
+
+    `comm` as above.
+    """
     if any(flat.is_complex() for flat in buckets.flats):
         return None  # replay computes with real numbers only
     grads_bytes = sum(flat.nbytes for flat in buckets.flats)

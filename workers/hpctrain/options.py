@@ -89,7 +89,10 @@ def check_one_length(settings: Mapping[str, object]) -> None:
 
 
 class _Length(argparse.Action):
-    """An option for the length of a run. It replaces the other ones, including a script's defaults."""
+    """An option for the length of a run.
+
+    It replaces the other ones, including a script's defaults.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None

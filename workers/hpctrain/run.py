@@ -222,7 +222,10 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
 
 
 def is_interactive() -> bool:
-    """Return whether a user can continue after an error. A prompt, a notebook, or not the main thread."""
+    """Return whether a user can continue after an error.
+
+    A prompt, a notebook, or not the main thread.
+    """
     return (
         hasattr(sys, "ps1") or bool(sys.flags.interactive) or threading.current_thread() is not threading.main_thread()
     )
@@ -241,7 +244,10 @@ def orderly_exit() -> Iterator[list[SystemExit]]:
 
 
 def report_unmet(environ: Mapping[str, str], error: TrainError) -> None:
-    """Report to the scheduler why the ranks could not meet. The rank number comes from the launcher."""
+    """Report to the scheduler why the ranks could not meet.
+
+    The rank number comes from the launcher.
+    """
     with suppress(TrainError):  # the launcher's variables may be the error
         here = rank_info(environ)
         Heartbeat(environ).fail(here.rank, here.world, str(error), echo=False)
@@ -416,7 +422,10 @@ class Run:
         return 0 if self.finished or self._ended or left or not self._began else EXIT_REQUEUE
 
     def stop(self) -> None:
-        """End the loop on all ranks after the current step, with a checkpoint. The training is finished."""
+        """End the loop on all ranks after the current step, with a checkpoint.
+
+        The training is finished.
+        """
         self._stop.by_script = True
 
     def leave(self) -> None:
@@ -449,7 +458,10 @@ class Run:
         agree(self.comm, {what: hash_of(value)})
 
     def share(self, make: Callable[[], T]) -> T:
-        """Return on every rank what `make` returns on the first one (picklable, small). All ranks call it."""
+        """Return on every rank what `make` returns on the first one (picklable, small).
+
+        All ranks call it.
+        """
         made: T = gather_from_all(self.comm, make() if self.is_first else None)[0]
         return made
 
@@ -512,7 +524,10 @@ class Run:
         return iterator
 
     def abandon(self) -> None:
-        """Undo after an error what stays in the script's process. Hooks on its model, threads, a progress bar."""
+        """Undo after an error what stays in the script's process.
+
+        Hooks on its model, threads, a progress bar.
+        """
         if self._current_reporter is not None:
             self._current_reporter.close()
         iterator = self._iterator() if self._iterator is not None else None
@@ -678,7 +693,10 @@ class Run:
         goodput: Goodput,
         sync: Sync,
     ) -> Reporter | None:
-        """Return the first rank's reporter. The other ranks record the goodput only, and have none."""
+        """Return the first rank's reporter.
+
+        The other ranks record the goodput only, and have none.
+        """
         if not self.is_first:
             self._record.follow(goodput)
             return None
@@ -705,7 +723,10 @@ class Run:
         return reporter
 
     def _agreed(self, facts: dict[str, str]) -> list[str]:
-        """Return the host of each rank if all train the same. A newcomer that trains something else leaves."""
+        """Return the host of each rank if all train the same.
+
+        A newcomer that trains something else leaves.
+        """
         try:
             return agree(self.comm, facts)
         except MismatchError as error:
@@ -719,7 +740,10 @@ class Run:
             raise PeerLost(f"another rank was turned away: {error}") from None
 
     def _join_writers(self, attempt: int) -> CheckpointWriter:
-        """Start a process that writes this rank's part of checkpoints. The first rank's publishes them."""
+        """Start a process that writes this rank's part of checkpoints.
+
+        The first rank's publishes them.
+        """
         options, size = self._options, self.size
         if self.is_first:
             assert self._claim is not None
@@ -873,7 +897,10 @@ class Run:
         return mine
 
     def _take_over_if_possible(self) -> None:
-        """Claim the attempt in place of the lost first rank. If the share fails, training continues."""
+        """Claim the attempt in place of the lost first rank.
+
+        If the share fails, training continues.
+        """
         try:
             self._claim = self._take_over()
         except (OSError, PublishError) as error:

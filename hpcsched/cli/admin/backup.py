@@ -145,7 +145,10 @@ def _restore_cluster(source: Path, now: datetime, *, force: bool, strays: str) -
 
 
 def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
-    """Restore missing files outside the configuration directory that it names. Existing ones are not changed."""
+    """Restore missing files outside the configuration directory that it names.
+
+    Existing ones are not changed.
+    """
     wanted = {str(path) for path in (*named_files(config), *named_files(config, missing=True))}
     for name, path in named.items():
         if path not in wanted:
@@ -165,12 +168,18 @@ def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
 
 
 def _former_config(config_dir: Path) -> Config | None:
-    """Return the existing configuration, None if there is none. Raises ConfigError if it cannot be read."""
+    """Return the existing configuration, None if there is none.
+
+    Raises ConfigError if it cannot be read.
+    """
     return load_config(config_dir) if any(configuration_files(config_dir)) else None
 
 
 def _place_configuration(source: Path, config_dir: Path, aside: str, undo: ExitStack) -> None:
-    """Copy the files of a backup into `config_dir`; existing files are renamed. `undo` renames them back."""
+    """Copy the files of a backup into `config_dir`; existing files are renamed.
+
+    `undo` renames them back.
+    """
     public = 0o755 if os.getuid() == 0 else 0o700
     try:
         config_dir.mkdir(mode=public, parents=True, exist_ok=True)
@@ -384,7 +393,10 @@ def contents_in_words(directory: Path) -> str:
 
 
 def verify(directory: Path) -> database_copy.Contents:
-    """Read the whole backup and compare its checksums; return the contents of its database. Raises ConfigError."""
+    """Read the whole backup and compare its checksums; return the contents of its database.
+
+    Raises ConfigError.
+    """
     manifest = read_manifest(directory)
     for name, known in manifest["files"].items():
         try:

@@ -269,7 +269,10 @@ class NodeOptions:
 
 
 def add_node(config: Config, target: SshTarget, options: NodeOptions) -> Visit:
-    """Add the node, and print each step and finding. Raises HpcschedError; then nothing was written."""
+    """Add the node, and print each step and finding.
+
+    Raises HpcschedError; then nothing was written.
+    """
     name = default_name(target) if options.name is None else options.name
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     _refuse_double(config, target, name)
@@ -492,7 +495,10 @@ def measured_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpu_keys(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys of a node's file for the detected GPUs. A GPU with MIG is listed as its devices."""
+    """Return the keys of a node's file for the detected GPUs.
+
+    A GPU with MIG is listed as its devices.
+    """
     types, devices = [], []
     for gpu in gpus:
         for device in gpu.get("mig", []):
@@ -521,7 +527,10 @@ def _of(given: int, there: int, unit: str = "") -> str:
 
 
 def probe_node(config: Config, name: str) -> None:
-    """Measure the node `name`, print and write the results. Raises HpcschedError; then its file is unchanged."""
+    """Measure the node `name`, print and write the results.
+
+    Raises HpcschedError; then its file is unchanged.
+    """
     spec = _node_to_measure(config, name)
     facts = look_at(config, spec).facts
     if spec.link_mbps:
@@ -597,7 +606,10 @@ def _known_to_controller() -> list[str] | None:
 
 
 def _free(config: Config, name: str, *, force: bool) -> bool:
-    """Have the controller free the node of jobs, and wait for that. Return whether there were any."""
+    """Have the controller free the node of jobs, and wait for that.
+
+    Return whether there were any.
+    """
     deadline_s = time.monotonic() + config.controller.kill_wait_s + ENDING_S
     printed = ""
     held = False
@@ -637,7 +649,10 @@ def _delete(path: Path, name: str) -> None:
 
 
 def _note_for_next_start(config: Config, name: str, *, force: bool) -> None:
-    """Fail if the node holds jobs. With `force`, record that the next controller fences the node."""
+    """Fail if the node holds jobs.
+
+    With `force`, record that the next controller fences the node.
+    """
     state_dir = config.controller.state_dir
     database = state_dir / paths.DATABASE_FILE
     if not database.exists():

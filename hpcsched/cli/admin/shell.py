@@ -43,7 +43,10 @@ _VALUES = {"jobs": _JOBS, "jobid": _JOBS, "dependency": _JOBS, "partition": _PAR
 
 
 class Completed(namedtuple("Completed", "name options verbs", defaults=((),))):
-    """A command with its options and first words. An option is (long name, letter, whether it has a value, help)."""
+    """A command with its options and first words.
+
+    An option is (long name, letter, whether it has a value, help).
+    """
 
     __slots__ = ()
 
@@ -311,7 +314,10 @@ def _fill(directory: Path) -> None:
 
 
 def _files() -> dict[str, bytes]:
-    """Return the content of each program. The compiled ones leave to ``hpcsched-command`` what needs Python."""
+    """Return the content of each program.
+
+    The compiled ones leave to ``hpcsched-command`` what needs Python.
+    """
     files = {name: _script(place).encode() for name, place in COMMANDS.items()}
     try:
         program = (Path(sysconfig.get_path("scripts")) / "hsub").read_bytes()

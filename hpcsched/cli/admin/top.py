@@ -133,7 +133,10 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
 
 
 class ClusterReader:
-    """Asks the controller for what a screen shows. `metrics` is the training's file, if the caller knows it."""
+    """Asks the controller for what a screen shows.
+
+    `metrics` is the training's file, if the caller knows it.
+    """
 
     def __init__(self, metrics: Path | None = None) -> None:
         self._metrics = metrics
@@ -200,7 +203,10 @@ class ClusterReader:
         return known
 
     def _log(self, number: int) -> tuple[str, ...]:
-        """Return the last lines of the job's output. Those seen last if it cannot be read at the moment."""
+        """Return the last lines of the job's output.
+
+        Those seen last if it cannot be read at the moment.
+        """
         known_of, at_s = self._log_of
         known = self._last.log if known_of == number else ()
         if known_of == number and time.monotonic() < at_s + LOG_EVERY_S:
@@ -237,7 +243,10 @@ def _queue_of(text: str) -> tuple[QueuedJob, ...]:
 
 
 def _first_of_mine(queue: tuple[QueuedJob, ...]) -> int | None:
-    """Return the job to select first: a running one of ours, else the first in the queue. None if there is none."""
+    """Return the job to select first: a running one of ours, else the first in the queue.
+
+    None if there is none.
+    """
     me = client.my_name()
     mine = [job for job in queue if job.user == me and job.state in ACTIVE_STATES]
     return next((job.number for job in (*mine, *queue)), None)

@@ -48,7 +48,10 @@ class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms mo
 
 
 def job_rows(job: Json, *, steps: bool) -> list[HistoryRow]:
-    """Return the rows of a job. With `steps` also the steps of its last attempt, the batch step first."""
+    """Return the rows of a job.
+
+    With `steps` also the steps of its last attempt, the batch step first.
+    """
     mine = [step for step in job["steps"] if step.get("attempt", job["attempt"]) == job["attempt"]] if steps else []
     mine.sort(key=lambda step: -1 if step["step"] == "batch" else int(step["step"]))
     return [HistoryRow(job, None), *(HistoryRow(job, step) for step in mine)]
@@ -104,7 +107,10 @@ def cpu_part(job: Json) -> float | None:
 
 
 def mem_part(job: Json) -> float | None:
-    """Return the used fraction of the memory. None if it is not known, or the job had all memory of its nodes."""
+    """Return the used fraction of the memory.
+
+    None if it is not known, or the job had all memory of its nodes.
+    """
     used_mib = _used_mib(job)
     return None if used_mib is None or not job["mem_mib"] else used_mib / job["mem_mib"]
 
@@ -115,7 +121,10 @@ def part_text(part: float | None) -> str:
 
 
 def advice(job: Json) -> str:
-    """Return advice for the next request in one line. "" for a job that has not ended or never ran."""
+    """Return advice for the next request in one line.
+
+    "" for a job that has not ended or never ran.
+    """
     if job["state"] not in ENDED_STATES or job["started_at_s"] is None:
         return ""
     nodes = max(1, job["num_nodes"])

@@ -173,7 +173,10 @@ def _resources(job: Json) -> Json:
 
 
 class JobField(namedtuple("JobField", "name value text json json_name", defaults=(plain, plain, ""))):
-    """One field. `value` gets it from a job, `text` writes it in records, `json` in Slurm's OpenAPI as `json_name`."""
+    """One field.
+
+    `value` gets it from a job, `text` writes it in records, `json` in Slurm's OpenAPI as `json_name`.
+    """
 
     __slots__ = ()
 
@@ -585,7 +588,10 @@ def scontrol_node_lines(node: Json) -> list[Words]:
 
 
 def why_out_of_use(node: Json) -> tuple[str, str, float | None]:
-    """Return why a node is drained or down, who drained it, and since when. "" if it is in use."""
+    """Return why a node is drained or down, who drained it, and since when.
+
+    "" if it is in use.
+    """
     if node["drained"]:
         return node["drained_why"], node["drained_by"], node["drained_at_s"]
     return (node["link_why"], "slurm", node["link_since_s"] or None) if node["state"] == "DOWN" else ("", "", None)

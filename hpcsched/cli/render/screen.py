@@ -60,7 +60,10 @@ class StoryLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuedJob:
-    """One line of the queue. `number` addresses the job; `where` is its node list, or why it waits in parentheses."""
+    """One line of the queue.
+
+    `number` addresses the job; `where` is its node list, or why it waits in parentheses.
+    """
 
     number: int
     display_id: str
@@ -364,7 +367,10 @@ Span = tuple[float, float]
 
 
 class BrailleCanvas:
-    """`width` by `height` cells of two by four dots. A cell has the style of its last layer, and the dots of all."""
+    """`width` by `height` cells of two by four dots.
+
+    A cell has the style of its last layer, and the dots of all.
+    """
 
     def __init__(self, width: int, height: int, x: Span, y: Span) -> None:
         self._width, self._height, self._x, self._y = width, height, x, y

@@ -45,7 +45,10 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A run so far, in the order of the file. `resumes` are (attempt, step that it resumed from)."""
+    """A run so far, in the order of the file.
+
+    `resumes` are (attempt, step that it resumed from).
+    """
 
     points: tuple[LossPoint, ...] = ()
     validation: tuple[LossPoint, ...] = ()

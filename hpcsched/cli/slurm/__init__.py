@@ -52,7 +52,10 @@ def own_cluster() -> str:
 
 
 def look_again(words: Words, look: Callable[[Words], int]) -> int:
-    """Print once, or with --iterate repeatedly until interrupted. Raises UsageError if there are operands."""
+    """Print once, or with --iterate repeatedly until interrupted.
+
+    Raises UsageError if there are operands.
+    """
     refuse_operands(words)
     if not words.has("iterate"):
         return look(words)

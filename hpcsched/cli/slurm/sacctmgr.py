@@ -87,7 +87,10 @@ def _associations() -> list[Json]:
 
 
 def _association(share: Json, account: Json, user: Json, every_qos: str) -> Json:
-    """Return one association. `account` and `user` are their rules, `user` is empty for that of the account itself."""
+    """Return one association.
+
+    `account` and `user` are their rules, `user` is empty for that of the account itself.
+    """
     name = share["account"] or "root"
     parent = "root" if share["account"] else ""
     return {

@@ -1,4 +1,6 @@
-"""sattach: prints the output of a running step from now on, and exits with its status. Its tasks get no input.
+"""sattach: prints the output of a running step from now on, and exits with its status.
+
+Its tasks get no input.
 
 Source: sattach(1).
 """

@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _job_of(words: Words, refusal: str) -> str:
-    """Return the id of the job: the named one, or the one that this runs in. Raises RequestError."""
+    """Return the id of the job: the named one, or the one that this runs in.
+
+    Raises RequestError.
+    """
     job_id = words.last("jobid") or os.environ.get("SLURM_JOB_ID", "")
     if not job_id:
         raise RequestError(refusal)
@@ -160,7 +163,10 @@ def _fetch(job_id: str, node: str, source: str, path: Path) -> None:
 
 
 def _run_on(job_id: str, node: str, command: Sequence[str], stdout: int | None = None) -> bytes:
-    """Run a command on one node of the job; return its output, unless it goes to `stdout`. Raises RequestError."""
+    """Run a command on one node of the job; return its output, unless it goes to `stdout`.
+
+    Raises RequestError.
+    """
     import subprocess  # slow to import
 
     step = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap", "--quiet", *command]

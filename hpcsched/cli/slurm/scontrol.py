@@ -63,7 +63,10 @@ _QUIT = ("quit", "exit", "q")
 
 
 def _prompt(words: Words) -> int:
-    """Read commands and run them until ``quit`` or the end of the input. Return the last one's status."""
+    """Read commands and run them until ``quit`` or the end of the input.
+
+    Return the last one's status.
+    """
     status, last = 0, ""
     while True:
         if sys.stdin.isatty():
@@ -97,7 +100,10 @@ def _run(operands: Sequence[str], words: Words) -> int:
 
 
 def _found(word: str, known: Iterable[str]) -> str | None:
-    """Return the name, or the first name that begins with it, like scontrol. None if there is none."""
+    """Return the name, or the first name that begins with it, like scontrol.
+
+    None if there is none.
+    """
     lowered = word.lower()
     if lowered in known:
         return lowered
@@ -139,7 +145,10 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
 
 
 def _folded(jobs: Sequence[Json]) -> list[Json]:
-    """Return the jobs. Equal waiting tasks of an array are one record, at the position of the first."""
+    """Return the jobs.
+
+    Equal waiting tasks of an array are one record, at the position of the first.
+    """
     groups: dict[tuple[object, ...], list[Json]] = {}
     for job in jobs:
         alone = job["array_task_id"] is None or job["state"] != "PENDING" or job["restarts"]
@@ -351,7 +360,10 @@ def _requeue_hold(rest: Sequence[str], words: Words) -> int:
 
 
 def _requeue(rest: Sequence[str], words: Words, how: Json | None = None) -> int:
-    """Requeue jobs. If the first word is Incomplete, those that have completed stay as they are."""
+    """Requeue jobs.
+
+    If the first word is Incomplete, those that have completed stay as they are.
+    """
     incomplete = _is_incomplete(rest)
     jobs = _jobs(rest[1:] if incomplete else rest)
     if not jobs:

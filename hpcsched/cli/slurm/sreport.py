@@ -75,7 +75,10 @@ class ReportColumn(NamedTuple):
 
 
 class Period(NamedTuple):
-    """A period from `start_s` to `end_s`, in seconds since the epoch. `now_s` bounds the usage so far."""
+    """A period from `start_s` to `end_s`, in seconds since the epoch.
+
+    `now_s` bounds the usage so far.
+    """
 
     start_s: float
     end_s: float
@@ -303,7 +306,10 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
 
 
 def _print_table(table: Sequence[Sequence[str]], columns: Sequence[ReportColumn], words: Words) -> None:
-    """Print rows of cells, separated by bars or in columns. The first row is the header, if there is one."""
+    """Print rows of cells, separated by bars or in columns.
+
+    The first row is the header, if there is one.
+    """
     if print_separated(table, words):
         return
     for at, cells in enumerate(table):

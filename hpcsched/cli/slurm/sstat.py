@@ -68,7 +68,10 @@ def _work(words: Words) -> int:
 
 
 def _steps(words: Words) -> list[Json]:
-    """Return the named running steps; for a job without a step, its last one. Raises RequestError, NotFoundError."""
+    """Return the named running steps; for a job without a step, its last one.
+
+    Raises RequestError, NotFoundError.
+    """
     wanted = [*words.listed("jobs"), *words.operands]
     if not wanted:
         raise RequestError("You didn't give me any jobs to stat.")

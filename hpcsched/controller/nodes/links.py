@@ -48,7 +48,10 @@ class Fleet:
         self._last_request = 0
 
     def configure(self, config: Config) -> None:
-        """Keep a link to each node of `config`, and to no other node. A node whose settings changed is reconnected."""
+        """Keep a link to each node of `config`, and to no other node.
+
+        A node whose settings changed is reconnected.
+        """
         wanted = {spec.name: spec for spec in config.nodes}
         renamed = config.name != self._identity.cluster
         self._identity = replace(self._identity, cluster=config.name)
@@ -97,7 +100,10 @@ class Fleet:
             link.send(message, blob)
 
     async def call(self, node: NodeName, make: Callable[[int], Any], timeout_s: float) -> Answer:
-        """Send the request `make(request number)` and return the answer and its blob. Raises: UnavailableError."""
+        """Send the request `make(request number)` and return the answer and its blob.
+
+        Raises: UnavailableError.
+        """
         link = self._links.get(node)
         self._last_request += 1
         key = (node, self._last_request)

@@ -67,7 +67,10 @@ def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.R
 
 
 def forget(cluster: ClusterState, node: NodeName, *, ended: protocol.JobGone | None = None, token: str = "") -> bool:
-    """Forget the node's launches of a token, an ended job, or all. Return whether any was known."""
+    """Forget the node's launches of a token, an ended job, or all.
+
+    Return whether any was known.
+    """
     drop = [
         key
         for key, launch in cluster.undecided_launches.items()

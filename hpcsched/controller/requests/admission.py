@@ -29,7 +29,10 @@ from hpcsched.state.cluster import ClusterState
 
 
 def check_account(cluster: ClusterState, asker: Asker) -> None:
-    """Reject jobs that would run as root or a system account, unless that is allowed. Raises: RequestError."""
+    """Reject jobs that would run as root or a system account, unless that is allowed.
+
+    Raises: RequestError.
+    """
     below = cluster.config.controller.allow_uid_below
     if below == 0 or not any(node.root_agent for node in cluster.nodes.values()):
         return
@@ -245,7 +248,10 @@ def check_dependency(cluster: ClusterState, terms: Iterable[Dependency]) -> None
 
 
 def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependency]) -> list[Job]:
-    """Return the cycle of waiting jobs that `terms` would create, with `job` last. Empty if there is no cycle."""
+    """Return the cycle of waiting jobs that `terms` would create, with `job` last.
+
+    Empty if there is no cycle.
+    """
     came_from: dict[int, Job | None] = {}
     to_see: list[tuple[Job, Job | None]] = [(waited, None) for waited in _waited_for(cluster, terms)]
     while to_see:

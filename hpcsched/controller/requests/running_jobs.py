@@ -56,7 +56,10 @@ def act_on_steps(
     signum: int | None,
     outcome: Outcome,
 ) -> None:
-    """Send `signum` to these steps of matching jobs, or end them if it is None. Refusals are added to `outcome`."""
+    """Send `signum` to these steps of matching jobs, or end them if it is None.
+
+    Refusals are added to `outcome`.
+    """
     for reference, number in steps:
         try:
             jobs = find_jobs(cluster, reference, asker.uid)

@@ -42,7 +42,10 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
-    """Set a trigger. `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent."""
+    """Set a trigger.
+
+    `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent.
+    """
     cluster = tx.cluster
     try:
         event = TriggerEvent(str(body.get("event")))
@@ -133,7 +136,10 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
 
 
 def keep_up(tx: Transaction) -> list[Trigger]:
-    """Record which triggers had their event; return the due ones. Their programs run after the commit."""
+    """Record which triggers had their event; return the due ones.
+
+    Their programs run after the commit.
+    """
     due: list[Trigger] = []
     before = tx.nodes_before()
     for trigger in list(tx.cluster.triggers.values()):
@@ -256,7 +262,10 @@ async def _status_of(command: list[str], uid: int) -> int:
 
 
 def _as_user(account: pwd.struct_passwd) -> dict[str, Any]:
-    """Return Popen arguments that run a process as the account; empty if we already are it. Raises: PermissionError."""
+    """Return Popen arguments that run a process as the account; empty if we already are it.
+
+    Raises: PermissionError.
+    """
     if account.pw_uid == os.geteuid():
         return {}
     if os.geteuid() != 0:

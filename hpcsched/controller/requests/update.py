@@ -153,7 +153,10 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
 
 
 def _time_limit_s(job: Job, text: str) -> int | None:
-    """Return the requested time limit: ``2:00:00``, or a change such as ``+30``. 0 is no limit, as in Slurm."""
+    """Return the requested time limit: ``2:00:00``, or a change such as ``+30``.
+
+    0 is no limit, as in Slurm.
+    """
     if text[:1] not in "+-" or not text:
         return parse_time_s(text) or None
     if job.time_limit_s is None:
@@ -255,7 +258,10 @@ def _new_dependency(cluster: ClusterState, job: Job, text: str) -> dict[str, Any
 
 
 def _new_place(cluster: ClusterState, job: Job, changes: dict[str, str]) -> dict[str, str]:
-    """Return the job's new partition, account and QOS. Raises: RequestError if the job could never start with them."""
+    """Return the job's new partition, account and QOS.
+
+    Raises: RequestError if the job could never start with them.
+    """
     values: dict[str, str] = {}
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
     if "account" in changes or "qos" in changes:

@@ -280,7 +280,10 @@ class ControllerBackend(Reading):
         return await history_text(self._database, self._cluster, asker, query, self._clock())
 
     async def outages(self, query: Json) -> Json:
-        """Return when nodes did not answer in the period of the query. Raises RequestError, UnavailableError."""
+        """Return when nodes did not answer in the period of the query.
+
+        Raises RequestError, UnavailableError.
+        """
         return {"outages": await asyncio.to_thread(outages_of, self._database, query)}
 
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart:
@@ -315,7 +318,10 @@ class ControllerBackend(Reading):
     # ----- nodes and the rest
 
     async def nodes(self, asker: Asker, query: Mapping[str, str]) -> Json:
-        """Return the nodes. Query: ``probe=1`` checks each node first; each compares the share probe of ``share_``."""
+        """Return the nodes.
+
+        Query: ``probe=1`` checks each node first; each compares the share probe of ``share_``.
+        """
         share = {name[6:]: query[name] for name in ("share_file", "share_sha256", "share_uid") if name in query}
         if share:
             asker.must_be_admin("have nodes compare the share")
@@ -456,7 +462,10 @@ class ControllerBackend(Reading):
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
 
     async def snapshot(self) -> Json:
-        """Return the cluster as a plan sees it. It contains only what hqueue, hinfo and hshare show to every user."""
+        """Return the cluster as a plan sees it.
+
+        It contains only what hqueue, hinfo and hshare show to every user.
+        """
         snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
         return {"snapshot": await asyncio.to_thread(snapshot_to_json, snapshot, self._controller.policy)}
 
@@ -519,7 +528,10 @@ class ControllerBackend(Reading):
         return {"changed": self._apply_config(same_machine)}
 
     async def backup(self, asker: Asker, path: object) -> Json:
-        """Write a copy of the database to the new file `path`, in a thread. Other requests do not wait for it."""
+        """Write a copy of the database to the new file `path`, in a thread.
+
+        Other requests do not wait for it.
+        """
         if not isinstance(path, str):
             raise RequestError('cannot back up: the body must be {"path": absolute path}')
         # The controller writes with its own rights, so the user who names the file must have them

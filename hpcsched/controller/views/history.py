@@ -85,7 +85,10 @@ class _HistorySlice(NamedTuple):
 
 
 def outages_of(database: Path, query: Json) -> list[Json]:
-    """Return the outages of nodes between `start_s` and `end_s` of the query. Raises RequestError, UnavailableError."""
+    """Return the outages of nodes between `start_s` and `end_s` of the query.
+
+    Raises RequestError, UnavailableError.
+    """
     try:
         after_s, before_s = (number(query[name], name) for name in ("start_s", "end_s"))
     except KeyError as missing:
@@ -124,7 +127,10 @@ async def history_text(database: Path, cluster: ClusterState, asker: Asker, quer
 
 
 def _ids(store: Store, query: HistoryQuery) -> list[int]:
-    """Return the ids of the requested jobs. A number may be that of a component of a heterogeneous job."""
+    """Return the ids of the requested jobs.
+
+    A number may be that of a component of a heterogeneous job.
+    """
     found = store.history_ids(query)
     for job_id in set(query.job_ids).difference(found):
         before = store.history_ids(replace(query, job_ids=tuple(range(job_id - MAX_COMPONENTS + 1, job_id))))
@@ -196,7 +202,10 @@ def story_of(job: Job, events: list[JobEvent]) -> list[dict[str, Any]]:
 
 
 def sentence(job: Job, event: JobEvent, ending: bool) -> str:
-    """Return a sentence about `event` of `job`. `ending`: the attempt was being ended without a requeue."""
+    """Return a sentence about `event` of `job`.
+
+    `ending`: the attempt was being ended without a requeue.
+    """
     match event:
         case NodeLost():
             return _node_lost(job, event, ending)

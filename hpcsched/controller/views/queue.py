@@ -67,7 +67,10 @@ def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
 
 
 def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
-    """Return when and where a job of the snapshot would start, and why not at once. The job was not submitted."""
+    """Return when and where a job of the snapshot would start, and why not at once.
+
+    The job was not submitted.
+    """
     job = next(job for job in snapshot.pending if job.id == job_id)
     made = full_plan(snapshot, policy)
     answer: Json = {
@@ -479,7 +482,10 @@ class Reading:
         return self._cluster.config.controller.admins
 
     def selected(self, asker: Asker, query: dict[str, str]) -> list[Job]:
-        """Return the jobs that a query of hpcsched's own commands asks for. Raises: NotFoundError, RequestError."""
+        """Return the jobs that a query of hpcsched's own commands asks for.
+
+        Raises: NotFoundError, RequestError.
+        """
         return selected(self._cluster, asker, {"state": "ALL", "strict": "1"} | query)
 
     async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes:

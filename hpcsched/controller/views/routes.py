@@ -260,7 +260,10 @@ class _Routes:
         return web.Response(text.encode("utf-8", "replace"), content_type="text/plain; charset=utf-8")
 
     async def act_on_triggers(self, request: web.Request) -> web.Response:
-        """Set or clear a trigger. Only the head accepts this, because its users may run programs there anyway."""
+        """Set or clear a trigger.
+
+        Only the head accepts this, because its users may run programs there anyway.
+        """
         verb = request.match_info["name"]
         if request.uid is not None:
             raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
@@ -311,7 +314,10 @@ def _parsed(text: bytes) -> Json:
 
 
 def _uid_of(request: web.Request) -> int:
-    """Return the uid of the request. For a relayed request, the relay names it. Otherwise the kernel does."""
+    """Return the uid of the request. For a relayed request, the relay names it.
+
+    Otherwise the kernel does.
+    """
     if request.uid is not None:
         return request.uid
     assert request.peer is not None

@@ -174,7 +174,10 @@ class WaitBound:
 
 
 def decide(queue: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job]) -> Iterator[None]:
-    """Start candidates of `queue` in `capacity`, and promise others a start. Each step decides about one candidate."""
+    """Start candidates of `queue` in `capacity`, and promise others a start.
+
+    Each step decides about one candidate.
+    """
     started: set[int] = set()
     if bound.short_jobs_go_ahead:
         yield from _start_short(queue, bound, capacity, started)

@@ -53,7 +53,10 @@ class History:
 
 
 class RequestUse:
-    """The part of the requested processor time that ended jobs used. The older a job, the lower its weight."""
+    """The part of the requested processor time that ended jobs used.
+
+    The older a job, the lower its weight.
+    """
 
     def __init__(self) -> None:
         self._jobs = 0
@@ -92,7 +95,10 @@ class Needed:
         return limit_s if longest_s is None else min(limit_s, max(LEAST_NEED_S, self._times * longest_s))
 
     def end_s(self, user: int, began_s: float, limit_end_s: float, now_s: float) -> float:
-        """Return the expected end of a job that began at `began_s`. The job reaches its time limit at `limit_end_s`."""
+        """Return the expected end of a job that began at `began_s`.
+
+        The job reaches its time limit at `limit_end_s`.
+        """
         longest_s = self._longest_s.get(user)
         if longest_s is None:
             return limit_end_s

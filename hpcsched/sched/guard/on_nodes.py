@@ -206,7 +206,10 @@ class _NodeCapacity:
 
 
 def amount_of(held: Held, machine: Held) -> float:
-    """Return the largest part of one resource of `machine` that `held` takes. The unit is cpus of the machine."""
+    """Return the largest part of one resource of `machine` that `held` takes.
+
+    The unit is cpus of the machine.
+    """
     others = [
         amount / machine[name] * machine[CPU]
         for name, amount in held.items()

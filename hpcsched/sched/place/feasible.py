@@ -54,13 +54,19 @@ def _components_never_fit(components: Sequence[Shape], nodes: Sequence[NodeView]
 
 
 def impossible(request: ResourceRequest, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
-    """Explain, with numbers, why a job with `request` can never run in `partition`. None: it can run."""
+    """Explain, with numbers, why a job with `request` can never run in `partition`.
+
+    None: it can run.
+    """
     views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes]
     return _too_long(request, partition) or impossible_shape(request.shape, views, partition)
 
 
 def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partition) -> str | None:
-    """Explain why no job of `shape` can ever run in `partition`; None if it can. The time limit does not matter."""
+    """Explain why no job of `shape` can ever run in `partition`; None if it can.
+
+    The time limit does not matter.
+    """
     names = set(partition.nodes)
     present = [node for node in nodes if node.name in names]
     if shape.components:
@@ -111,7 +117,10 @@ def _wrong_nodes(shape: Shape, nodes: list[NodeView], partition: Partition) -> s
 
 
 def _nodes_with_feature(fit: list[NodeView], nodes: list[NodeView], where: str) -> str:
-    """Return the number of nodes of `where` that have the features. If it is zero, the existing features are listed."""
+    """Return the number of nodes of `where` that have the features.
+
+    If it is zero, the existing features are listed.
+    """
     if fit:
         return f"{where} has {len(fit)}"
     there = sorted({feature for node in nodes for feature in node.features})
@@ -132,7 +141,10 @@ def _wrong_kinds(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
 
 
 def _too_small(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
-    """Name the minimum per node that too few nodes reach, free or not. Minimums are ``--mincpus`` and ``--tmp``."""
+    """Name the minimum per node that too few nodes reach, free or not.
+
+    Minimums are ``--mincpus`` and ``--tmp``.
+    """
     for least, what, has in (
         (shape.mincpus, plural(shape.mincpus, "cpu"), [node.cpus for node in nodes]),
         (shape.tmp_mib, f"{format_mem(shape.tmp_mib)} for temporary files", [node.tmp_mib for node in nodes]),
@@ -284,7 +296,10 @@ def _among(judged: _Judged) -> str:
 
 
 def _has_seats(shape: Shape, nodes: Sequence[NodeView], wanted: int) -> bool:
-    """Say whether at least `wanted` of `nodes` can take a share of `shape`. The search stops at that number."""
+    """Say whether at least `wanted` of `nodes` can take a share of `shape`.
+
+    The search stops at that number.
+    """
     for node in nodes:
         wanted -= tasks_that_fit(shape, node, node.slots, whole(node)) > 0
         if wanted <= 0:

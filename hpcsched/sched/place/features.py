@@ -196,7 +196,10 @@ def _all_of(expressions: Sequence[Expression]) -> Expression:
 
 
 def _postfix(tokens: Sequence[_Token], text: str) -> Expression:
-    """Order operators after their operands (Dijkstra's shunting yard). `&` binds closer than `|`."""
+    """Order operators after their operands (Dijkstra's shunting yard).
+
+    `&` binds closer than `|`.
+    """
     out: list[str] = []
     waiting: list[str] = []
     operand_next = True

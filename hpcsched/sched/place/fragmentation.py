@@ -29,7 +29,10 @@ _MICRO = 1_000_000
 
 
 class Demand(NamedTuple):
-    """The part of one node that a job takes. It is either whole `gpus`, or `shards` of the `shards_of` of one GPU."""
+    """The part of one node that a job takes.
+
+    It is either whole `gpus`, or `shards` of the `shards_of` of one GPU.
+    """
 
     cpus: int
     mem_mib: int
@@ -88,7 +91,10 @@ class Mix:
 
 
 def mix_of(snapshot: Snapshot) -> Mix | None:
-    """Return the mix of running and pending jobs in `snapshot`. None: there are no GPUs, or no job requests any."""
+    """Return the mix of running and pending jobs in `snapshot`.
+
+    None: there are no GPUs, or no job requests any.
+    """
     slots = {node.name: node.slots for node in snapshot.nodes if node.gpus}
     if not slots:
         return None

@@ -159,14 +159,20 @@ def _gang(shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: in
 
 
 def _single(shape: Shape, seats: Sequence[Seat]) -> Seat | None:
-    """Return the preferred seat that holds all tasks of `shape`. None: there is none, or GPUs count too."""
+    """Return the preferred seat that holds all tasks of `shape`.
+
+    None: there is none, or GPUs count too.
+    """
     if shape.gpus_total:
         return None
     return next((seat for seat in seats if seat.tasks >= (shape.ntasks or 0)), None)
 
 
 def _seats_it_must_have(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
-    """Return the mandatory seats: on `required` nodes, and of the kinds that `shape` counts. None: some are missing."""
+    """Return the mandatory seats: on `required` nodes, and of the kinds that `shape` counts.
+
+    None: some are missing.
+    """
     listed = [seat for seat in seats if seat.node in required] if required else []
     if len(listed) < len(required):
         return None
@@ -219,7 +225,10 @@ def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) ->
 def _largest_of_each(
     shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int
 ) -> list[Seat] | None:
-    """Return a gang for tasks and kinds, of the seats with room for most tasks. None: even those do not suffice."""
+    """Return a gang for tasks and kinds, of the seats with room for most tasks.
+
+    None: even those do not suffice.
+    """
     if not shape.counts or shape.ntasks is None:
         return None
     by_size = sorted(seats, key=lambda seat: (seat.node not in required, -seat.tasks, seat))

@@ -142,7 +142,10 @@ class FreeGpus:
         return Grant(tuple(sorted(gpus)))
 
     def hold(self, share: Share) -> Units:
-        """Take the GPUs of `share`, and return their units. GPUs that the node no longer has count as none."""
+        """Take the GPUs of `share`, and return their units.
+
+        GPUs that the node no longer has count as none.
+        """
         counts = [0] * len(self._slots)
         for at, slot in enumerate(self._slots):
             if slot.gpu_index < 0:

@@ -231,7 +231,10 @@ class ShapeGroup:
         self._fits: dict[tuple[int, NodeResources], Fit | None] = {}
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return the parts of a job of this group that starts now and ends by `end_s`. None: it does not fit."""
+        """Return the parts of a job of this group that starts now and ends by `end_s`.
+
+        None: it does not fit.
+        """
         timeline = self._timeline
         self._forget_if_given()
         if end_s > self.fails_beyond_s:
@@ -421,7 +424,10 @@ class ShapeGroup:
 
 
 class ComponentGroup:
-    """Heterogeneous jobs of one shape. There is a `ShapeGroup` for each component. Components get separate nodes."""
+    """Heterogeneous jobs of one shape. There is a `ShapeGroup` for each component.
+
+    Components get separate nodes.
+    """
 
     def __init__(self, timeline: Timeline, shape: Shape, groups: Sequence[ShapeGroup]) -> None:
         self.shape = shape
@@ -431,7 +437,10 @@ class ComponentGroup:
         self._groups = groups
 
     def place(self, end_s: float) -> list[NodePart] | None:
-        """Return the parts of a job of these components that starts now and ends by `end_s`. None: it does not fit."""
+        """Return the parts of a job of these components that starts now and ends by `end_s`.
+
+        None: it does not fit.
+        """
         now_s = self._timeline.now_s
         return self._at(now_s, end_s - now_s)
 

@@ -37,7 +37,10 @@ class Fit(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A node that can take a part of a job. Seats order by preference; `node` makes the order unique."""
+    """A node that can take a part of a job.
+
+    Seats order by preference; `node` makes the order unique.
+    """
 
     preference: tuple[int, ...]
     node: int
@@ -116,7 +119,10 @@ def _link_class(mbps: int) -> int:
 
 
 def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> Seat | None:
-    """Return the seat of `shape` on `node` with `room` free; None if it does not fit. `at`: the index of the node."""
+    """Return the seat of `shape` on `node` with `room` free; None if it does not fit.
+
+    `at`: the index of the node.
+    """
     fit = fit_of(shape, node, types, room)
     return seat_at(shape, at, node, fit) if fit is not None else None
 
@@ -204,7 +210,10 @@ def _layout(shape: Shape, chosen: Sequence[Seat]) -> list[int]:
 
 
 def _spread(total: int, limits: Sequence[int]) -> list[int]:
-    """Return `total` distributed over nodes as evenly as their limits allow. The first nodes get more."""
+    """Return `total` distributed over nodes as evenly as their limits allow.
+
+    The first nodes get more.
+    """
     given = [0] * len(limits)
     total = min(total, sum(limits))
     while total > 0:
@@ -270,7 +279,10 @@ def _shards(
 
 
 class Seating:
-    """The seats of one shape on some nodes, in order of preference. Starts of jobs change some of them."""
+    """The seats of one shape on some nodes, in order of preference.
+
+    Starts of jobs change some of them.
+    """
 
     def __init__(self, seats: Sequence[Seat]) -> None:
         self.ordered = sorted(seats)

@@ -59,7 +59,10 @@ class Floors:
 
 
 class Openings:
-    """The spans of `nodes` for one share. `closed`: intervals in which a node cannot be used, even if it is free."""
+    """The spans of `nodes` for one share.
+
+    `closed`: intervals in which a node cannot be used, even if it is free.
+    """
 
     def __init__(
         self, timeline: Timeline, share: Shape, nodes: Sequence[int], closed: Mapping[int, Sequence[Interval]]
@@ -189,7 +192,10 @@ class Openings:
         return found + [(until_s, node) for until_s, from_s, node in later if from_s <= start_s]
 
     def beginning_after(self, start_s: float, length_s: float) -> Iterator[tuple[float, float, int]]:
-        """Yield the spans of at least `length_s` that begin after `start_s`, in order. A span is (begin, end, node)."""
+        """Yield the spans of at least `length_s` that begin after `start_s`, in order.
+
+        A span is (begin, end, node).
+        """
         endless, holes = self._endless, self._holes
         begin = bisect_right(endless, (start_s, LAST))
         later = holes[bisect_left(holes, (start_s + length_s,)) :]

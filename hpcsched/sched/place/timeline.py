@@ -92,7 +92,10 @@ class NodeProfile:
             self.rooms[at] = _more(self.rooms[at], use)
 
     def earliest(self, use: NodeResources, length_s: float, from_s: float) -> float:
-        """Return the first time at or after `from_s` with `use` free for `length_s`. `NEVER_S`: never."""
+        """Return the first time at or after `from_s` with `use` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
         times_s, rooms = self.times_s, self.rooms
         start_s = from_s
         for at in range(max(0, bisect_right(times_s, from_s) - 1), len(rooms)):
@@ -173,7 +176,10 @@ class Timeline:
         self.reservations += 1
 
     def absorb(self, share: Share, end_s: float) -> None:
-        """Take a share, from now until `end_s`, that another plan assigned. It may exceed the free resources here."""
+        """Take a share, from now until `end_s`, that another plan assigned.
+
+        It may exceed the free resources here.
+        """
         node = self.index[share.node]
         self._take(node, self.now_s, end_s, (share.cpus, share.mem_mib, self.free_gpus[node].hold(share)))
         self.changed.append(node)

@@ -92,7 +92,10 @@ def withdrawn(snapshot: Snapshot) -> list[Resize]:
 
 
 def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | None]) -> list[Gift]:
-    """Return the shortest prefix of `gifts` that suffices, without unneeded gifts. All gifts together suffice."""
+    """Return the shortest prefix of `gifts` that suffices, without unneeded gifts.
+
+    All gifts together suffice.
+    """
     counts = range(1, len(gifts))
     fewest = 1 + bisect_left(counts, True, key=lambda count: start(gifts[:count]) is not None)
     enough = list(gifts[:fewest])

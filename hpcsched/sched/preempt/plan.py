@@ -44,7 +44,10 @@ def full_plan(snapshot: Snapshot, policy: Policy, make: Make = plan) -> Plan:
 
 
 def is_plain(snapshot: Snapshot, policy: Policy) -> bool:
-    """Say whether nothing is, or can be, preempted or resized. Then `full_plan` is the same as `plan`."""
+    """Say whether nothing is, or can be, preempted or resized.
+
+    Then `full_plan` is the same as `plan`.
+    """
     reserved = any(job.reserved_shares for job in snapshot.pending)
     lent = any(job.lent_shares or job.elastic is not None for job in snapshot.running)
     return policy.preempt.type is PreemptType.NONE and not reserved and not lent
@@ -218,7 +221,10 @@ class _Stages:
         return replace(wait, reason=Reason.RESOURCES, detail=detail, expected_start_s=self.snapshot.now_s + longest_s)
 
     def _waiting_for_resources(self, made: Plan) -> list[PendingJob]:
-        """Return the jobs that wait only for resources, in order. The list is empty until all nodes have answered."""
+        """Return the jobs that wait only for resources, in order.
+
+        The list is empty until all nodes have answered.
+        """
         not_needed = self.policy.preempt.type is PreemptType.NONE and not elastic_jobs(self.snapshot)
         if not_needed or self._is_early():
             return []

@@ -76,7 +76,10 @@ def choose(
 def _best(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> VictimSet | None:
-    """Return the victims with the least lost work. None: all candidates together do not suffice."""
+    """Return the victims with the least lost work.
+
+    None: all candidates together do not suffice.
+    """
     candidates = candidates_for(snapshot, policy, job)
     trial = _Trial(snapshot, policy, job, ahead, make)
     if not candidates or trial.start(candidates) is None:
@@ -259,7 +262,10 @@ def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
 
 
 def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
-    """Return the grace period of `victim`, in which it can save its work. None: it is ended like a cancelled job."""
+    """Return the grace period of `victim`, in which it can save its work.
+
+    None: it is ended like a cancelled job.
+    """
     qos = rules.qos.get(victim.qos)
     if qos is not None and qos.grace_time_s > 0:
         return qos.grace_time_s

@@ -53,7 +53,10 @@ from hpcsched.model.units import MIB_PER_GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An account with its children, or a user in an account (`user` is set). `usage` includes all children."""
+    """An account with its children, or a user in an account (`user` is set).
+
+    `usage` includes all children.
+    """
 
     account: str
     user: str = ""
@@ -249,7 +252,10 @@ GpuTypes = Mapping[NodeName, Mapping[int, str]]  # of each node, by index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedResources:
-    """The usage of one user in one account and QOS, decayed to `at_s`. It is one row of the table `usage`."""
+    """The usage of one user in one account and QOS, decayed to `at_s`.
+
+    It is one row of the table `usage`.
+    """
 
     account: str
     user: str
@@ -377,7 +383,10 @@ def _amounts(
 
 
 def by_association(rows: Iterable[UsedResources]) -> dict[Association, float]:
-    """Return the total charged usage of each association. `rows` must be decayed to the same time."""
+    """Return the total charged usage of each association.
+
+    `rows` must be decayed to the same time.
+    """
     charged: dict[Association, float] = {}
     for row in rows:
         key = (row.account, row.user)

@@ -130,7 +130,10 @@ def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
-    """Return `breakdown_of(...).total`, but faster. `part`: the weighted factors that `_shared` returns."""
+    """Return `breakdown_of(...).total`, but faster.
+
+    `part`: the weighted factors that `_shared` returns.
+    """
     if job.priority_set is not None:
         return job.priority_set
     since_s = job.submitted_at_s if policy.accrue_always else job.since_s
@@ -156,7 +159,10 @@ def in_order(
     policy: Policy,
     found: dict[JobId, int] | None = None,
 ) -> list[PendingJob]:
-    """Return `jobs` in the order in which they are considered. Their priorities are added to `found`."""
+    """Return `jobs` in the order in which they are considered.
+
+    Their priorities are added to `found`.
+    """
     steps = order_in_steps(jobs, partitions, scale, policy, found)
     while True:
         try:

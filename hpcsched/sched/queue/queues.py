@@ -78,7 +78,10 @@ class PartitionQueues:
         return self._node_sets[key]
 
     def sharing_nodes(self, queue: PartitionQueue) -> list[PartitionQueue]:
-        """Return the queues of the same reservation that share nodes with `queue`. `queue` itself is included."""
+        """Return the queues of the same reservation that share nodes with `queue`.
+
+        `queue` itself is included.
+        """
         alike = [other for other in self._queues.values() if other.reservation == queue.reservation]
         return [other for other in alike if not set(other.nodes).isdisjoint(queue.nodes)]
 
@@ -161,7 +164,10 @@ class Met(Enum):
 
 
 class Eligibility:
-    """Evaluates the eligibility of the jobs of one snapshot. A dependency that several jobs share is evaluated once."""
+    """Evaluates the eligibility of the jobs of one snapshot.
+
+    A dependency that several jobs share is evaluated once.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -190,7 +196,10 @@ class Eligibility:
         return self._unmet(job) if job.dependency else None
 
     def _too_late(self, job: PendingJob, deadline_at_s: float) -> Wait | None:
-        """Return the wait of a job that cannot end by its deadline, even if it starts now. None: it can."""
+        """Return the wait of a job that cannot end by its deadline, even if it starts now.
+
+        None: it can.
+        """
         least_s = job.time_min_s if job.time_min_s is not None else job.request.time_limit_s or 0
         left_s = deadline_at_s - self._snapshot.now_s
         if least_s <= left_s:
@@ -229,7 +238,10 @@ class Eligibility:
         return [(verdict, "" if verdict is Met.YES else _words(term, job_id, verdict)) for job_id, verdict in met]
 
     def _due_s(self, job: PendingJob) -> float | None:
-        """Return the end of the first delay (``after:12+5``) of a job that has begun. None: no delay runs."""
+        """Return the end of the first delay (``after:12+5``) of a job that has begun.
+
+        None: no delay runs.
+        """
         due = [
             since_s + term.delay_s
             for term in job.dependency

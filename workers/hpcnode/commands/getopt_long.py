@@ -19,7 +19,10 @@ FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
 
 
 class SlurmOption:
-    """An option in a table. `metavar` "" takes no value; `bare` is the value without one, None if a value is required."""
+    """An option in a table.
+
+    `metavar` "" takes no value; `bare` is the value without one, None if a value is required.
+    """
 
     __slots__ = ()
 

@@ -36,7 +36,10 @@ from hpctrain.errors import DamagedError, TrainError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit status. 1 if a checkpoint is damaged, or the command failed."""
+    """Run one command, and return the exit status.
+
+    1 if a checkpoint is damaged, or the command failed.
+    """
     options = _parser().parse_args(argv)
     directory = options.directory
     if (directory / "checkpoints").is_dir():
@@ -280,7 +283,10 @@ def check_place(path: Path) -> None:
 
 
 def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors to a file. Safetensors by the suffix `.safetensors`, else by torch.save."""
+    """Write the tensors to a file.
+
+    Safetensors by the suffix `.safetensors`, else by torch.save.
+    """
     if path.suffix == ".safetensors":
         require("safetensors")
         from safetensors.torch import save  # noqa: PLC0415 (an optional package)

@@ -40,7 +40,10 @@ class Checkpoints(TrainerCallback):
         self.status = 0  # the exit status for the scheduler: 0, or 75 to queue the job again
 
     def newest(self) -> str | None:
-        """Return a directory for `resume_from_checkpoint` of `train`. None: there is no checkpoint."""
+        """Return a directory for `resume_from_checkpoint` of `train`.
+
+        None: there is no checkpoint.
+        """
         found = self._trees.newest()
         if found is None:
             return None

@@ -39,7 +39,10 @@ class Checkpoints(Callback):
         self.status = 0  # the exit status for the scheduler: 0, or 75 to queue the job again
 
     def newest(self) -> str | None:
-        """Return a file for `ckpt_path` of `fit`, made of the newest checkpoint. None: there is none."""
+        """Return a file for `ckpt_path` of `fit`, made of the newest checkpoint.
+
+        None: there is none.
+        """
         found = self._trees.newest()
         if found is None:
             return None

@@ -224,7 +224,10 @@ def checkpoint_names(directory: Path) -> list[str]:
 
 
 def _hinted(directory: Path) -> list[str]:
-    """Return the name in the hint file. An NFS client may list an old directory, and yet read a new file."""
+    """Return the name in the hint file.
+
+    An NFS client may list an old directory, and yet read a new file.
+    """
     try:
         name = (directory / LATEST).read_text(errors="replace").strip().removesuffix(SUFFIX)
     except OSError:

@@ -34,7 +34,10 @@ def replay_through(
     live: Callable[[], Mapping[str, torch.Tensor]],
     warn: Callable[[str], None],
 ) -> Replay:
-    """Return the replay for `restore_newest`. `move(number, lr)` steps the optimizer, `live` returns all tensors."""
+    """Return the replay for `restore_newest`.
+
+    `move(number, lr)` steps the optimizer, `live` returns all tensors.
+    """
 
     def memory(logs: tuple[Manifest, ...]) -> LiveMemory | None:
         tensors = live()
@@ -255,7 +258,10 @@ def _moved(
 
 
 def _parts(flats: list[TensorEntry]) -> Iterator[tuple[int, list[list[Placed]]]]:
-    """Yield parts that begin and end with chunks in all steps. The first number, and each step's chunks."""
+    """Yield parts that begin and end with chunks in all steps.
+
+    The first number, and each step's chunks.
+    """
     starts = sorted(set.intersection(*({low for _, low, _ in placed(flat)} for flat in flats)))
     parts: list[list[list[Placed]]] = [[[] for _ in flats] for _ in starts]
     for which, flat in enumerate(flats):
@@ -288,7 +294,10 @@ def _kind(log: StepLog | None) -> object:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Let new threads compute with one core each. By default each would start as many threads as there are cores."""
+    """Let new threads compute with one core each.
+
+    By default each would start as many threads as there are cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

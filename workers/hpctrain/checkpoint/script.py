@@ -97,7 +97,10 @@ class Trees:
         return facts.step, grown(facts.state["tree"], tensors)
 
     def begin(self, step: int, tree: object) -> bool:
-        """Copy a tree and start to write it. Return False if the last checkpoint is still being written."""
+        """Copy a tree and start to write it.
+
+        Return False if the last checkpoint is still being written.
+        """
         tensors, skeleton = flattened(tree)
         writer = self._writer or self._new_writer()
         self.collect()

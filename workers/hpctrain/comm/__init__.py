@@ -46,7 +46,10 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
 
 
 def choose(backend: str, here: RankInfo) -> str:
-    """Return the backend for a launcher. `auto` is MPI under mpirun, else chosen by agreement of the ranks."""
+    """Return the backend for a launcher.
+
+    `auto` is MPI under mpirun, else chosen by agreement of the ranks.
+    """
     if backend not in BACKENDS:
         raise TrainError(f"cannot use backend {backend!r}: the known ones are {', '.join(BACKENDS)}")
     if backend == "single" and here.world > 1:

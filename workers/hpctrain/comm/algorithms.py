@@ -49,7 +49,10 @@ class OwnAllreduce:
 
 
 class TwoLevels:
-    """Ranks of a host sum in shared memory. Their leaders sum over a ring, and broadcast the sum on the host."""
+    """Ranks of a host sum in shared memory.
+
+    Their leaders sum over a ring, and broadcast the sum on the host.
+    """
 
     def __init__(self, shared_memory: SharedMemory | None, ring: Algorithm | None) -> None:
         self._shared_memory = shared_memory  # None: alone on its host
@@ -78,7 +81,10 @@ class Leaders:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """For messages up to `up_to_bytes` (None: any) `name` is the fastest. `seconds` of each one measured."""
+    """For messages up to `up_to_bytes` (None: any) `name` is the fastest.
+
+    `seconds` of each one measured.
+    """
 
     up_to_bytes: int | None
     name: str
@@ -93,7 +99,10 @@ class AlgorithmChoice:
 def algorithms_for(
     mpi: Any, comm: Any, hosts: Hosts, shared_memory: SharedMemory | None, tcp_ring: TcpRing | None
 ) -> dict[str, Algorithm]:
-    """Return the algorithms by name, the default one first. `tcp_ring`: our own connections, on leaders."""
+    """Return the algorithms by name, the default one first.
+
+    `tcp_ring`: our own connections, on leaders.
+    """
     if hosts.count == 1:
         assert shared_memory is not None
         return {"shared_memory": shared_memory, "mpi": OwnAllreduce(mpi, comm)}
@@ -114,7 +123,10 @@ def algorithms_for(
 def algorithm_beside(
     mpi: Any, comm: Any, hosts: Hosts, shared_memory: SharedMemory | None, tcp_ring: TcpRing | None
 ) -> Algorithm:
-    """Return the algorithm to sum in a thread while the rank computes. It sleeps while it waits."""
+    """Return the algorithm to sum in a thread while the rank computes.
+
+    It sleeps while it waits.
+    """
     if hosts.count == 1:
         assert shared_memory is not None
         return shared_memory
@@ -132,7 +144,10 @@ def _of_leaders(mpi: Any, hosts: Hosts, tcp_ring: TcpRing | None, *, patient: bo
 
 
 def choose(mpi: Any, comm: Any, algorithms: Mapping[str, Algorithm]) -> list[AlgorithmChoice]:
-    """Measure the algorithms at some sizes in limited time, and return the choices. All ranks call it."""
+    """Measure the algorithms at some sizes in limited time, and return the choices.
+
+    All ranks call it.
+    """
     usual = next(iter(algorithms))
     if comm.Get_size() > 2:
         small = [AlgorithmChoice(SMALL_BYTES, name, {}) for name in _for_small(comm, algorithms)]
@@ -203,7 +218,10 @@ def pick(choices: list[AlgorithmChoice], flat_L: torch.Tensor, halves: str) -> s
 
 
 def measure(mpi: Any, comm: Any, algorithm: Algorithm, size_bytes: int) -> float:
-    """Return the seconds of the slowest rank, equal on all ranks. Slow cases are measured less often."""
+    """Return the seconds of the slowest rank, equal on all ranks.
+
+    Slow cases are measured less often.
+    """
     flat_L = torch.ones(size_bytes // 4)
     times_s: list[float] = []
     while len(times_s) < 2 or (len(times_s) < REPEATS and sum(times_s) < BUDGET_S / 10):

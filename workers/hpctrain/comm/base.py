@@ -58,7 +58,10 @@ class Communicator(Protocol):
         """Return the best buckets for a gradient."""
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat CPU tensor that is fast to exchange. All ranks call it with the same values."""
+        """Return a flat CPU tensor that is fast to exchange.
+
+        All ranks call it with the same values.
+        """
 
     def describe(self) -> list[str]:
         """Return a few lines of text: how ranks exchange."""

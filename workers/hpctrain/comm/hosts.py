@@ -97,7 +97,10 @@ def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
 
 
 def best_ring(speeds: Sequence[Sequence[float]]) -> list[int]:
-    """Return the order of ranks in a ring whose slowest link is fastest. Unchanged if that gains little."""
+    """Return the order of ranks in a ring whose slowest link is fastest.
+
+    Unchanged if that gains little.
+    """
     size = len(speeds)
     plain = list(range(size))
 
@@ -138,7 +141,10 @@ class Offer:
 
 
 def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
-    """Connect the ranks of `comm`, one per host, in a ring. All of them call it.  None: some could not connect."""
+    """Connect the ranks of `comm`, one per host, in a ring. All of them call it.
+
+    None: some could not connect.
+    """
     rank, size = comm.Get_rank(), comm.Get_size()
     with socket.create_server(("", 0), backlog=16) as listener:
         offer = Offer(
@@ -242,7 +248,10 @@ def _receive(peer: socket.socket, length: int) -> bytes:
 
 
 def tune(connection: socket.socket) -> None:
-    """Set options for a steady stream between neighbours. An option that the system refuses is skipped."""
+    """Set options for a steady stream between neighbours.
+
+    An option that the system refuses is skipped.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for algorithm in _STEADY:
         try:

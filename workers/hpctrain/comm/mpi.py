@@ -57,7 +57,10 @@ PATIENCE_S = 0.1
 
 
 def bucket_plan_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketPlan:
-    """Measure how fast the leaders sum over `between`, and return the buckets for it. All ranks call it."""
+    """Measure how fast the leaders sum over `between`, and return the buckets for it.
+
+    All ranks call it.
+    """
     if hosts.count == 1:
         return BucketPlan(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
     bytes_per_s = 0.0

@@ -74,7 +74,10 @@ class Ring:
         self._half_sum = HalfSum()
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place. All ranks call it."""
+        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place.
+
+        All ranks call it.
+        """
         if self._size == 1 or flat_L.numel() == 0:
             return
         if flat_L.numel() * flat_L.element_size() <= self._small_bytes:
@@ -164,7 +167,10 @@ class Ring:
         return self._comm.Irecv([_bytes_of(piece), self._mpi.BYTE], source, TAG)
 
     def _pieces(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """Return the chunk in segments. An empty chunk has none, because both ends know its length."""
+        """Return the chunk in segments.
+
+        An empty chunk has none, because both ends know its length.
+        """
         if chunk.numel() == 0:
             return []
         return list(chunk.split(max(1, self._segment_bytes // chunk.element_size())))

@@ -56,7 +56,10 @@ class _Area:
 
 
 class SharedMemory:
-    """The shared memory of the ranks of `comm`, all on one host. They create and free it together."""
+    """The shared memory of the ranks of `comm`, all on one host.
+
+    They create and free it together.
+    """
 
     def __init__(self, mpi: Any, comm: Any, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._rank: int = comm.Get_rank()
@@ -93,7 +96,10 @@ class SharedMemory:
         return torch.from_numpy(area.memories[self._rank]).view(dtype)[:length]
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
-        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place. All ranks call it."""
+        """Sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place.
+
+        All ranks call it.
+        """
         size_bytes = flat_L.numel() * flat_L.element_size()
         if self._size == 1 or size_bytes == 0:
             return

@@ -332,7 +332,10 @@ def _host_of(connection: socket.socket) -> str:
 
 
 def _cuts(length: int) -> list[tuple[int, int]]:
-    """Return where pieces of a chunk begin and end. Of about equal length, so the receiver knows how much comes."""
+    """Return where pieces of a chunk begin and end.
+
+    Of about equal length, so the receiver knows how much comes.
+    """
     if length == 0:
         return []
     each = -(-length // -(-length // PIECE_BYTES))

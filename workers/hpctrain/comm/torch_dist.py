@@ -44,7 +44,10 @@ class _CollectiveWork(Work):
 
 
 class TorchCommunicator(Plain):
-    """A torch.distributed group of all ranks. By default NCCL if each rank has its own GPU, else Gloo."""
+    """A torch.distributed group of all ranks.
+
+    By default NCCL if each rank has its own GPU, else Gloo.
+    """
 
     def __init__(self, backend: str | None, place: RankInfo, environ: Mapping[str, str]) -> None:
         if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
@@ -162,7 +165,10 @@ def _device_for(backend: str, place: RankInfo) -> torch.device:
 
 
 def _gpu_of(place: RankInfo) -> int:
-    """Return this rank's GPU among those that the process sees. The first if the scheduler shows one only."""
+    """Return this rank's GPU among those that the process sees.
+
+    The first if the scheduler shows one only.
+    """
     return 0 if place.own_gpu else place.local_rank
 
 

@@ -51,7 +51,10 @@ class ShardEntry:
 
 
 class Split:
-    """The shards of one split in sequence. `split[low:high]` and `split[rows]` return rows of the first array."""
+    """The shards of one split in sequence.
+
+    `split[low:high]` and `split[rows]` return rows of the first array.
+    """
 
     def __init__(self, shards: list[Shard], name: str) -> None:
         self._shards, self._name = shards, name
@@ -377,7 +380,10 @@ def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path
 
 
 def stage(directory: Path, disk: Path) -> tuple[Path, str]:
-    """Copy the data set to a disk of this node if it is not there. Return the directory and a line to print."""
+    """Copy the data set to a disk of this node if it is not there.
+
+    Return the directory and a line to print.
+    """
     wanted = Dataset(directory)
     home = disk / f"hpctrain-{wanted.digest[:32]}"
     where = f"on {socket.gethostname()}"
@@ -413,7 +419,10 @@ def _copy(wanted: Dataset, home: Path) -> int:
 
 
 def _is_whole(home: Path, digest: str) -> bool:
-    """Return whether the copy exists. Heads and lengths are checked here, chunks when they are read."""
+    """Return whether the copy exists.
+
+    Heads and lengths are checked here, chunks when they are read.
+    """
     try:
         there = Dataset(home)
         return there.digest == digest and all(shard.rows >= 0 for shard in there.shards())

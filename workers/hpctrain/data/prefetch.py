@@ -24,7 +24,10 @@ Span = tuple[int, int]
 
 
 class Prefetcher:
-    """Loads a source's samples as tensors on a device, `ahead` pieces per worker in advance. 0: none."""
+    """Loads a source's samples as tensors on a device, `ahead` pieces per worker in advance.
+
+    0: none.
+    """
 
     def __init__(self, source: Source, device: torch.device, ahead: int, limit_bytes: int = LIMIT_BYTES) -> None:
         self._source, self._device = source, device

@@ -44,7 +44,10 @@ class Tokens(Protocol):
 
 
 class Windows:
-    """Windows of a row of tokens, in a new order each epoch. Inputs and targets, both (B, T) int64."""
+    """Windows of a row of tokens, in a new order each epoch.
+
+    Inputs and targets, both (B, T) int64.
+    """
 
     def __init__(self, tokens: Tokens | np.ndarray, seed: int, length: int) -> None:
         self._tokens = tokens
@@ -75,7 +78,10 @@ class Rows:
 
 
 def windows(tokens: Tokens | np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and targets, both (B, T) int64, from the tokens. Targets are one token ahead."""
+    """Return inputs and targets, both (B, T) int64, from the tokens.
+
+    Targets are one token ahead.
+    """
     rows_BT = np.empty((len(starts), length + 1), dtype=np.int64)
     for row_T, start in zip(rows_BT, starts.tolist(), strict=True):
         row_T[:] = tokens[start : start + length + 1]
@@ -141,7 +147,10 @@ def standard_library(root: Path | None = None, limit_bytes: int = 8 << 20) -> Co
 
 
 def encode(text: bytes) -> np.ndarray:
-    """Return the tokens (uint8) of a text. A tab becomes a blank, other non-printable bytes one token."""
+    """Return the tokens (uint8) of a text.
+
+    A tab becomes a blank, other non-printable bytes one token.
+    """
     table = np.full(256, UNKNOWN, dtype=np.uint8)
     for token, character in enumerate(CHARACTERS):
         table[ord(character)] = token

@@ -37,7 +37,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class TorchSource:
-    """Samples of a map-style dataset by global index. `batch` is the DataLoader's batch size, or None."""
+    """Samples of a map-style dataset by global index.
+
+    `batch` is the DataLoader's batch size, or None.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,10 @@ def source_for(data: Any, seed: int, workers: int | None) -> Any:
 
 
 def in_order(data: Any, workers: int | None) -> Any:
-    """Return a source for validation. Each sample once, a torch Dataset or DataLoader unshuffled."""
+    """Return a source for validation.
+
+    Each sample once, a torch Dataset or DataLoader unshuffled.
+    """
     source: Source = source_for(data, 0, workers)
     if isinstance(source, TorchSource):
         source._shuffle = False

@@ -207,7 +207,10 @@ class ElasticRun:
             await self._give_back(here.wanted)
 
     async def _give_back(self, wanted: tuple[str, ...]) -> None:
-        """Keep only these nodes.  The controller asks once, so tell it until it answers or asks again."""
+        """Keep only these nodes.
+
+        The controller asks once, so tell it until it answers or asks again.
+        """
         while not await self._launcher.resize_job(len(wanted)):
             await asyncio.sleep(AGAIN_S)
             here = allocation(self._environ)
@@ -234,7 +237,10 @@ class ElasticRun:
         return self._status_of_all()
 
     def _status_of_all(self) -> int:
-        """Return the ranks' exit status. A rank killed after the training loses nothing, except the first rank."""
+        """Return the ranks' exit status.
+
+        A rank killed after the training loses nothing, except the first rank.
+        """
         done = self._server.done
         first = self._ended[done[self._server.first]] if self._server.first in done else -signal.SIGKILL
         if was_killed(first):

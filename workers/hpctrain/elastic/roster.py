@@ -105,7 +105,10 @@ class Roster:
         self.members[number].heard_at_s = now_s
 
     def leave_generation(self, number: int, generation: int, now_s: float, *, failed: bool) -> None:
-        """Record that a member has left a generation, and waits for the next. `failed`: an exchange failed."""
+        """Record that a member has left a generation, and waits for the next.
+
+        `failed`: an exchange failed.
+        """
         member = self.members[number]
         member.heard_at_s = now_s
         if generation == self.generation and member.state is MemberState.IN:
@@ -169,7 +172,10 @@ class Roster:
         return leave + self._requests_to(inside, request) if request else leave
 
     def _request(self, inside: list[Member], ready: list[Member]) -> str:
-        """Return what the members of the current generation have to do. "broken", "changing" or ""."""
+        """Return what the members of the current generation have to do.
+
+        "broken", "changing" or "".
+        """
         if self.losses or self._broken:
             return "broken"
         leaves = any(member.slot in self._leaving for member in inside)
@@ -201,7 +207,10 @@ class Roster:
         return orders + [(m.number, news) for m in chosen]
 
     def _requests_to(self, inside: list[Member], request: str) -> list[tuple[int, Message]]:
-        """Return a request to the members of the generation, once each. "broken" overrides "changing"."""
+        """Return a request to the members of the generation, once each.
+
+        "broken" overrides "changing".
+        """
         addressed = [m for m in inside if m.state is MemberState.IN and m.requested not in (request, "broken")]
         for member in addressed:
             member.requested = request

@@ -29,7 +29,10 @@ SHOWN = 5  # faults that are printed in full
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """Ranks lost before the others took another step. Seconds since the last heartbeat of the first of them."""
+    """Ranks lost before the others took another step.
+
+    Seconds since the last heartbeat of the first of them.
+    """
 
     step: int  # the last step before it
     losses: list[Loss] = field(default_factory=list)
@@ -95,7 +98,10 @@ class RunAccount:
                     fault.full_s = now_s - fault.heard_at_s
 
     def note_step(self, step: int, useful_s: float, now_s: float) -> None:
-        """Record a member's step; `useful_s`. Seconds of the first member's steps since its last report."""
+        """Record a member's step; `useful_s`.
+
+        Seconds of the first member's steps since its last report.
+        """
         if self._began_anew and useful_s and not self._forming:  # no member had the state: it was restored
             self._began_anew = False
             if self.faults and step <= self.step:

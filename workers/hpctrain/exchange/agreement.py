@@ -102,7 +102,10 @@ def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: obj
 
 
 def data_facts(data: object) -> dict[str, str]:
-    """Return the facts of a data source. Its own hash if it has one, and its number of samples."""
+    """Return the facts of a data source.
+
+    Its own hash if it has one, and its number of samples.
+    """
     size = {"numbers of samples": str(len(data))} if isinstance(data, Sized) else {}
     digest = getattr(data, "digest", None)
     return size | ({"data": digest} if isinstance(digest, str) else {})
@@ -168,7 +171,10 @@ ALIGNED_BYTES = 16
 
 
 def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
-    """Copy the tensors of rank `source` to every rank. An interrupted rank of an elastic run keeps its old ones."""
+    """Copy the tensors of rank `source` to every rank.
+
+    An interrupted rank of an elastic run keeps its old ones.
+    """
     if not comm.elastic:
         for tensor in tensors.values():
             dense = tensor.detach().contiguous()  # a copy only if transposed or channels-last

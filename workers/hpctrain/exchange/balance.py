@@ -186,7 +186,10 @@ class RankTimes:
 
 @dataclass(slots=True, kw_only=True)
 class TimesSinceMeeting:
-    """One rank's seconds in the steps since the last exchange. One step, or several local ones."""
+    """One rank's seconds in the steps since the last exchange.
+
+    One step, or several local ones.
+    """
 
     steps: int = 0
     own_s: float = 0.0
@@ -242,7 +245,10 @@ class Scaling:
         self._lately_step_s += (step_s - self._lately_step_s) * (LATELY if self._lately_step_s else 1.0)
 
     def straggler(self) -> str:
-        """Return a line about the rank for which the others waited recently. Empty if it is negligible."""
+        """Return a line about the rank for which the others waited recently.
+
+        Empty if it is negligible.
+        """
         worst = max(range(len(self._names)), key=lambda rank: self._lately_s[rank])
         late_s = self._lately_s[worst]
         if len(self._names) < 2 or self._seen <= WARM_STEPS or late_s < WORTH_NAMING * self._lately_step_s:
@@ -250,7 +256,10 @@ class Scaling:
         return f"the others wait for {self._name(worst)}: {1e3 * late_s:.0f} ms of a step's {1e3 * self._lately_step_s:.0f}"
 
     def summary(self) -> str:
-        """Return one line: how well the ranks were used, and what limits them. Empty after too few steps."""
+        """Return one line: how well the ranks were used, and what limits them.
+
+        Empty after too few steps.
+        """
         if self._step_s <= 0:
             return ""
         efficiency = self._own_s / self._step_s

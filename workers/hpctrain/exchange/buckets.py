@@ -137,7 +137,10 @@ class GradientBuckets:
             self._squares.append(squares_R)
 
     def _sum_of_squares(self, part_L: torch.Tensor) -> float | torch.Tensor:
-        """Return the sum in float64. On a CPU in stretches that stay in the cache, 10 times as fast as torch's norm."""
+        """Return the sum in float64.
+
+        On a CPU in stretches that stay in the cache, 10 times as fast as torch's norm.
+        """
         if part_L.is_complex():
             part_L = torch.view_as_real(part_L).view(-1)
         if part_L.device.type != "cpu":
@@ -185,7 +188,10 @@ class GradientBuckets:
 
 
 class _Bucket:
-    """Parameters, and the flat tensors that their gradients are views of. While being added up, and the sum."""
+    """Parameters, and the flat tensors that their gradients are views of.
+
+    While being added up, and the sum.
+    """
 
     def __init__(self, parameters: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
         self.parameters, self.flat = parameters, flat
@@ -226,7 +232,10 @@ class _Bucket:
 
 
 def _group(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Group parameters from last to first (backward's order). A new group begins at a size or dtype limit."""
+    """Group parameters from last to first (backward's order).
+
+    A new group begins at a size or dtype limit.
+    """
     order = [p for p in reversed(parameters) if p.requires_grad]
     left_bytes = sum(map(_bytes, order))
     groups: list[list[torch.nn.Parameter]] = []

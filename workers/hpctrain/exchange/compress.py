@@ -37,16 +37,28 @@ class Compressor(Protocol):
     """A way to sum a bucket over the ranks."""
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
-        """Replace `flat_L` (float32, one dimension) by about its sum over all ranks. `index`: the bucket."""
+        """Replace `flat_L` (float32, one dimension) by about its sum over all ranks.
+
+        `index`: the bucket.
+        """
 
     def accumulator(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in which `begin`'s input is added up. `flat_L` set to zero, or the residual."""
+        """Return the tensor in which `begin`'s input is added up.
+
+        `flat_L` set to zero, or the residual.
+        """
 
     def ready(self, index: int, low: int, high: int) -> None:
-        """Tell that these numbers are complete and in the cache. Optional, at most once each before `begin`."""
+        """Tell that these numbers are complete and in the cache.
+
+        Optional, at most once each before `begin`.
+        """
 
     def begin(self, index: int, flat_L: torch.Tensor) -> Work:
-        """Put the sum into `flat_L` in the background. All ranks begin the same buckets in the same order."""
+        """Put the sum into `flat_L` in the background.
+
+        All ranks begin the same buckets in the same order.
+        """
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals by `factor`, because gradients are that much larger from now on."""
@@ -254,7 +266,10 @@ class Blockwise(_Lossy):
 
 
 class TopK(_Lossy):
-    """The largest numbers, a share of the bucket. The rest waits in the residual until it is large."""
+    """The largest numbers, a share of the bucket.
+
+    The rest waits in the residual until it is large.
+    """
 
     def __init__(self, comm: Communicator, share: float) -> None:
         super().__init__(comm)
@@ -324,7 +339,10 @@ class PowerSgd(_Lossy):
 
 
 def quantized(flat_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to int8 (L,), with a scale per BLOCK numbers (blocks,). A block that is not finite has scale nan."""
+    """Round to int8 (L,), with a scale per BLOCK numbers (blocks,).
+
+    A block that is not finite has scale nan.
+    """
     blocks = -(-flat_L.numel() // BLOCK)
     padded = torch.nn.functional.pad(flat_L, (0, blocks * BLOCK - flat_L.numel())).view(blocks, BLOCK)
     scale = padded.abs().amax(dim=1) / 127.0

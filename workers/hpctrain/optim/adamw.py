@@ -114,7 +114,10 @@ class AdamW:
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
 
     def of_parts(self, parts: dict[str, torch.nn.Parameter], decayed: set[str]) -> AdamW:
-        """Return an optimizer with the same settings for flat parts of parameters. `decayed`: parts of matrices."""
+        """Return an optimizer with the same settings for flat parts of parameters.
+
+        `decayed`: parts of matrices.
+        """
         mine = [(name, part) for name, part in parts.items() if name in self._parameters]
         made = AdamW(mine, self.lr)
         made._rule, made._decayed = self._rule, decayed

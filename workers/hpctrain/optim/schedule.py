@@ -76,7 +76,10 @@ class LrSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRamp:
-    """Batches that grow linearly from `first` to `full` samples in `steps` steps. 0 steps: full at once."""
+    """Batches that grow linearly from `first` to `full` samples in `steps` steps.
+
+    0 steps: full at once.
+    """
 
     full: int
     first: int = 1
@@ -99,7 +102,10 @@ class EpochEnd(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """The samples of each step by global index. Sample 0 of epoch 1 has the index `epoch_samples`."""
+    """The samples of each step by global index.
+
+    Sample 0 of epoch 1 has the index `epoch_samples`.
+    """
 
     ramp: BatchRamp
     epoch_samples: int | None = None  # None: not known
@@ -119,7 +125,10 @@ class Batches:
             )
 
     def span(self, step: int, low: int) -> tuple[int, int]:
-        """Return the first sample and the number of samples of a step (0: the first). `low`: samples already taken."""
+        """Return the first sample and the number of samples of a step (0: the first).
+
+        `low`: samples already taken.
+        """
         size = self.ramp.samples_at(step)
         left = self._left_of_epoch(low)
         if left is not None and left < size:
@@ -129,7 +138,10 @@ class Batches:
         return low, size
 
     def steps_left(self, step: int, low: int) -> int | None:
-        """Return the steps until the last epoch ends. None: the run's length is not given in epochs."""
+        """Return the steps until the last epoch ends.
+
+        None: the run's length is not given in epochs.
+        """
         if self._end is None:
             return None
         assert self.epoch_samples is not None

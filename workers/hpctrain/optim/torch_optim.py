@@ -62,7 +62,10 @@ def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Opt
 
 @contextmanager
 def guarded(optimizer: Optimizer) -> Iterator[None]:
-    """Reject steps of an optimizer of torch.optim from outside the loop. A script's own `optimizer.step()`."""
+    """Reject steps of an optimizer of torch.optim from outside the loop.
+
+    A script's own `optimizer.step()`.
+    """
     hook = (
         optimizer.plain.register_step_pre_hook(optimizer.check_step) if isinstance(optimizer, TorchOptimizer) else None
     )
@@ -84,7 +87,10 @@ class TorchOptimizer:
     """An optimizer of torch.optim."""
 
     def __init__(self, model: Named, optimizer: torch.optim.Optimizer, own_rates: list[float] | None = None) -> None:
-        """Adapt the optimizer; `own_rates`. The groups' own learning rates, if steps have changed them."""
+        """Adapt the optimizer; `own_rates`.
+
+        The groups' own learning rates, if steps have changed them.
+        """
         self.plain = optimizer
         self.scheduled = False  # the script's schedule sets the learning rates
         self._kind = type(optimizer).__name__
@@ -138,7 +144,10 @@ class TorchOptimizer:
         self._is_stepping = False
 
     def _rate_of(self, own: float, lr: float) -> float:
-        """Return a group's learning rate for the loop's `lr`. Exactly `lr` for groups with the same rate."""
+        """Return a group's learning rate for the loop's `lr`.
+
+        Exactly `lr` for groups with the same rate.
+        """
         return lr if own == self.lr or not self.lr else own * (lr / self.lr)
 
     def expect_rates(self) -> None:
@@ -214,7 +223,10 @@ class TorchOptimizer:
 
 
 class TorchSchedule:
-    """A schedule of torch.optim.lr_scheduler. Stepped after each step, ReduceLROnPlateau after each validation."""
+    """A schedule of torch.optim.lr_scheduler.
+
+    Stepped after each step, ReduceLROnPlateau after each validation.
+    """
 
     def __init__(self, optimizer: Optimizer, schedule: Any) -> None:
         """Raise TrainError if it is not this optimizer's schedule or cannot be saved."""

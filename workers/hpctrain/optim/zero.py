@@ -178,7 +178,10 @@ class ShardedOptimizer:
         return TorchOptimizer(_Named(self._pieces), plain, optimizer.own_rates)
 
     def _gathered(self, name: str, mine: torch.Tensor | None) -> torch.Tensor:
-        """Return one state tensor as a whole. The ranks' parts joined, or one rank's value if it is not per number."""
+        """Return one state tensor as a whole.
+
+        The ranks' parts joined, or one rank's value if it is not per number.
+        """
         shape, kind, cuts = self._shapes[name], self._kinds[name], self._cuts[_parameter_of(name, self._cuts)]
         whole = torch.empty(shape, dtype=kind)
         counts = [high - low for low, high in zip(cuts, cuts[1:], strict=False)]
@@ -251,7 +254,10 @@ def _sliced(state: dict[str, object], piece: ParameterPiece) -> dict[str, object
 
 
 def _slice_of(state: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
-    """Return the piece's part of a state with one number per weight. Other states, like a step count, unchanged."""
+    """Return the piece's part of a state with one number per weight.
+
+    Other states, like a step count, unchanged.
+    """
     return state.reshape(-1)[piece.low : piece.high] if state.dim() and state.shape == piece.whole.shape else state
 
 

@@ -72,7 +72,10 @@ class Heartbeat:
         return True
 
     def fail(self, rank: int, ranks: int, text: str, *, echo: bool) -> bool:
-        """Send the reason why this rank fails, and return whether it was sent. `echo`: another rank failed first."""
+        """Send the reason why this rank fails, and return whether it was sent.
+
+        `echo`: another rank failed first.
+        """
         message = {"job_id": self._job_id, "rank": rank, "ranks": ranks, "text": text[-MAX_TEXT:], "echo": echo}
         return self.heard and self._send({"type": "Failure"} | message)
 

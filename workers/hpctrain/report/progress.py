@@ -30,7 +30,10 @@ class TrainingProgress:
     validations_since_best: int = 0
 
     def validated(self, loss: float) -> bool:
-        """Record a validation after the current step. Return whether its loss is the lowest so far."""
+        """Record a validation after the current step.
+
+        Return whether its loss is the lowest so far.
+        """
         best = loss < self.best_loss
         if best:
             self.best_loss, self.best_step = loss, self.step

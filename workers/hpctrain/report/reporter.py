@@ -149,7 +149,10 @@ class RunRecord:
             self._seen = {"step": step, "time": now_s} | self._followed.step(step_s, now_s)
 
     def look_for_checkpoint(self, distrusted: Collection[str]) -> None:
-        """Find the newest checkpoint if none is known. An unreadable one is skipped, because people only see it."""
+        """Find the newest checkpoint if none is known.
+
+        An unreadable one is skipped, because people only see it.
+        """
         directory = self._out / "checkpoints"
         with suppress(OSError):  # the share is away
             names = (

@@ -101,7 +101,10 @@ def lay_out(kinds: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
 
 
 def lay_out_pieces(kinds: Iterable[tuple[str, str, tuple[int, ...], int, tuple[int, ...]]]) -> Layout:
-    """Return the layout of pieces. Name, dtype, shape, first number, and shape of the whole tensor."""
+    """Return the layout of pieces.
+
+    Name, dtype, shape, first number, and shape of the whole tensor.
+    """
     slots, at = [], 0
     for name, dtype, shape, low, whole in kinds:
         size_bytes = math.prod(shape) * ITEM_BYTES[dtype]

@@ -147,7 +147,10 @@ def _opened_direct(path: Path) -> Iterator[int | None]:
 
 
 def write_block(direct: int | None, plain: int, block: memoryview, at: int) -> None:
-    """Write a block, direct if possible. The rest of a short write and the file's end are not aligned."""
+    """Write a block, direct if possible.
+
+    The rest of a short write and the file's end are not aligned.
+    """
     try:
         while block and direct is not None and len(block) % BLOCK_BYTES == 0:
             size = os.pwrite(direct, block, at)
@@ -161,7 +164,10 @@ def write_block(direct: int | None, plain: int, block: memoryview, at: int) -> N
 
 
 def write_draft(path: Path, content: bytes) -> Path:
-    """Write `content` durably to a new name in the directory of `path`. `commit` gives it the final name."""
+    """Write `content` durably to a new name in the directory of `path`.
+
+    `commit` gives it the final name.
+    """
     draft = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
     write_new(draft, [content])
     return draft

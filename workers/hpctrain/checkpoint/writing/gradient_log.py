@@ -169,7 +169,10 @@ def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def difference(probe: bytes, other: bytes) -> float:
-    """Return the largest difference of two probes' numbers. Infinite if they are of different models."""
+    """Return the largest difference of two probes' numbers.
+
+    Infinite if they are of different models.
+    """
     if len(probe) != len(other):
         return math.inf
     differences = torch.frombuffer(bytearray(probe), dtype=torch.float64) - torch.frombuffer(

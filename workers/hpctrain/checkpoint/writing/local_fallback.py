@@ -75,7 +75,10 @@ class LocalPart:
 
 
 def bring_host_parts(directory: Path) -> None:
-    """Copy the parts that this host has kept to the checkpoint directory. All ranks call it before one reads there."""
+    """Copy the parts that this host has kept to the checkpoint directory.
+
+    All ranks call it before one reads there.
+    """
     try:
         bring_parts(local_directory(directory), directory)
     except (OSError, PublishError) as error:
@@ -98,7 +101,10 @@ def publish_local_parts(mine: Claim) -> None:
 
 
 def local_directory(directory: Path) -> Path:
-    """Return the local directory for the checkpoints in a directory on the share. One per user, host and run."""
+    """Return the local directory for the checkpoints in a directory on the share.
+
+    One per user, host and run.
+    """
     digest = hashlib.sha256(os.fsencode(os.path.abspath(directory))).hexdigest()[:16]
     top = Path(os.environ.get("HPCTRAIN_FALLBACK_DIR") or Path(tempfile.gettempdir(), f"hpctrain-{os.getuid()}"))
     return top / digest
@@ -117,7 +123,10 @@ def prepare(local: Path) -> None:
 
 
 def is_ours(local: Path) -> bool:
-    """Return whether the directory is this user's alone. Others could guess its name and create it first."""
+    """Return whether the directory is this user's alone.
+
+    Others could guess its name and create it first.
+    """
     found = [os.lstat(folder) for folder in _private(local)]
     return all(
         stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022 for status in found
@@ -125,7 +134,10 @@ def is_ours(local: Path) -> bool:
 
 
 def _private(local: Path) -> tuple[Path, ...]:
-    """Return the directories that must be this user's. The parent too, unless the user has named it."""
+    """Return the directories that must be this user's.
+
+    The parent too, unless the user has named it.
+    """
     return (local,) if os.environ.get("HPCTRAIN_FALLBACK_DIR") else (local.parent, local)
 
 

@@ -42,7 +42,10 @@ from hpctrain.errors import PublishError, StaleAttemptError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """The result of one checkpoint. `error` is None if it was published, `note` tells the choice of its kind."""
+    """The result of one checkpoint.
+
+    `error` is None if it was published, `note` tells the choice of its kind.
+    """
 
     step: int
     kind: str
@@ -126,7 +129,10 @@ class Maker:
         chunk_bytes: int = CHUNK_BYTES,
         group: First | Other | None = None,
     ) -> None:
-        """Prepare the threads; `group`: the writers of the other ranks. None: this one writes everything."""
+        """Prepare the threads; `group`: the writers of the other ranks.
+
+        None: this one writes everything.
+        """
         self._claim = claim
         fits = parent is not None and parent.manifest.chunk_bytes == chunk_bytes
         self._last = footing_of(parent) if parent and fits else None  # the newest checkpoint

@@ -35,7 +35,10 @@ AGAIN_S = 10.0  # between two attempts to reach it again
 
 
 def main(descriptor: int, listener: int | None = None) -> int:
-    """Make checkpoints until the trainer has ended. At `listener` the other ranks' processes report."""
+    """Make checkpoints until the trainer has ended.
+
+    At `listener` the other ranks' processes report.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)

@@ -233,7 +233,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footing:
-    """A published checkpoint as parent of the next one. Its name, and this rank's part of its content."""
+    """A published checkpoint as parent of the next one.
+
+    Its name, and this rank's part of its content.
+    """
 
     name: str
     checksum: str

@@ -46,7 +46,10 @@ from hpctrain.errors import StaleAttemptError
 
 
 class NextCheckpoint(enum.IntEnum):
-    """The best content of a rank's next checkpoint. Of all ranks the largest value counts, unless one is NOTHING."""
+    """The best content of a rank's next checkpoint.
+
+    Of all ranks the largest value counts, unless one is NOTHING.
+    """
 
     NOTHING = 0  # it cannot begin now
     LOG = 1  # the gradients since the last one
@@ -55,7 +58,10 @@ class NextCheckpoint(enum.IntEnum):
 
 
 class CheckpointWriter:
-    """The loop's side of writing. A subclass passes orders to the writer, and returns its reports."""
+    """The loop's side of writing.
+
+    A subclass passes orders to the writer, and returns its reports.
+    """
 
     def __init__(self, state: WriterState, parent: Published | None) -> None:
         self._writer_state = state
@@ -101,7 +107,10 @@ class CheckpointWriter:
         return self._writer_state.takes_log and self._log is not None and self._log.covers(self.last_step)
 
     def begin(self, state: State | None, facts: CheckpointFacts, *, base: bool = False) -> float:
-        """Copy the state (None: `log_suffices`) and start to write. Return the seconds of the copy."""
+        """Copy the state (None: `log_suffices`) and start to write.
+
+        Return the seconds of the copy.
+        """
         assert self._lent is None, "one checkpoint at a time"
         started_s = time.perf_counter()
         taken = self._log.take(facts.step) if self._log is not None else None
@@ -232,7 +241,10 @@ class ProcessWriter(CheckpointWriter):
         return self._process.pid
 
     def endpoints(self, addresses: Sequence[str]) -> list[Endpoint]:
-        """Return this writer's address for the other ranks, by rank. `addresses` are those of its host."""
+        """Return this writer's address for the other ranks, by rank.
+
+        `addresses` are those of its host.
+        """
         assert self._listener is not None
         port = self._listener.getsockname()[1]
         secret, hosts = self._task.secret, tuple(addresses)
@@ -337,7 +349,10 @@ class Interval:
         return max(1, min(MOST, round(best_s / self._step_s)))
 
     def next_after(self, step: int, steps: int) -> str:
-        """Make the next checkpoint due `steps` steps after this one. Return a line if the interval changes."""
+        """Make the next checkpoint due `steps` steps after this one.
+
+        Return a line if the interval changes.
+        """
         self._next = step + steps
         changed, self._printed_steps = abs(steps - self._printed_steps) > self._printed_steps / 4, steps
         if not changed or not self._step_s:
