@@ -291,6 +291,15 @@ def test_a_script_is_written_into_the_file_of_an_earlier_one_of_the_same_user_on
         assert old.read() == "#!/bin/sh\n# 1001\n"  # whoever holds it sees nothing of the other user
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to users")
+def test_a_spare_entry_that_has_lost_its_script_serves_another_user(tmp_path: Path) -> None:
+    """As after a claim that took the script out and then found the disk full."""
+    spool = Spool(str(tmp_path), CrashPoints())
+    script_inodes(spool, 1001)
+    os.unlink(next((tmp_path / "spare").glob("1001.*/script")))
+    script_inodes(spool, 1002)
+
+
 @pytest.mark.parametrize("change", ["link", "attribute"])
 def test_a_script_that_its_user_has_given_another_name_is_not_reused(tmp_path: Path, change: str) -> None:
     spool = Spool(str(tmp_path), CrashPoints())

@@ -282,7 +282,7 @@ class Spool:
         self._spare_names.remove(name)
         spare = os.path.join(self.spare, name)
         if not name.startswith((mine, "%d." % NOBODY)):
-            os.unlink(os.path.join(spare, "script"))
+            _unlink(os.path.join(spare, "script"))  # a claim that found the disk full may have taken it
         return spare
 
     def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int], spare: Optional[str]) -> None:

@@ -39,9 +39,8 @@ from hpcnode.wire.message import Message, WireError
 
 IDLE = b"i"
 MAX_ORDER = 128 << 10
-GC_THRESHOLD = (
-    20_000  # objects; a short step makes fewer, and a collection writes to, and so copies, pages shared with the agent
-)
+# Objects: a short step makes fewer. A collection writes to, and so copies, pages that are shared with the agent.
+GC_THRESHOLD = 20_000
 
 
 class StepOrder(NamedTuple):
