@@ -30,7 +30,7 @@ MAX_CONNECTIONS = 512  # of one account
 UNREAD_BYTES = 64 << 20  # of one account; a single answer may be larger
 ALL_UNREAD_BYTES = 128 << 20
 UNPARSED_BYTES = 32 << 20  # of one account
-ALL_UNPARSED_BYTES = 40 << 20
+ALL_UNPARSED_BYTES = 64 << 20
 REQUESTS_PER_S = 50.0
 BURST = 500
 BYTES_PER_S = 8 << 20  # read from one account
@@ -176,6 +176,7 @@ class AnswerPauses:
 BACKLOG = 1024
 AT_ONCE = 32  # connections that are accepted in one turn
 REFUSED_AT_ONCE = 512  # of accounts that connect too often: other clients wait behind them
+ACCEPT_S = 0.005  # in one turn
 PAUSE_S = 0.2  # when no file is left
 
 
@@ -231,9 +232,9 @@ class Listener:
             task.cancel()
 
     def _accept(self) -> None:
-        taken = 0
+        taken, until_s = 0, time.monotonic() + ACCEPT_S
         for _ in range(REFUSED_AT_ONCE):
-            if taken == AT_ONCE:
+            if taken == AT_ONCE or time.monotonic() > until_s:
                 return
             try:
                 sock = self._accepted()

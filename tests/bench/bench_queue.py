@@ -39,7 +39,7 @@ def run(quick: bool) -> list[Figure]:
             *queue_figures(queue),
             *idle(cluster, 5.0 if quick else 20.0),
             latency(cluster, 10 if quick else 30),
-            *submissions(cluster, 400 if quick else 2000),
+            *submissions(cluster, 400 if quick else 1000),
             *throughput(cluster, f"{count} no-op jobs", [_noop(cluster) for _ in range(count)], count),
             *throughput(cluster, f"array of {count} no-ops", [_noop(cluster, array=_array(count))], count),
         ]

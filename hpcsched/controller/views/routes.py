@@ -44,7 +44,7 @@ log = logging.getLogger("hpcsched.api")
 MAX_REQUEST_ID = 200
 LONG_AT_ONCE, ALL_LONG_AT_ONCE = 1, 2  # concurrent slow answers, per account and in total
 FEW_JOBS = 20  # per request: it waits for no other request
-MAX_JOBS = 2000  # per request: other requests wait until all of them are checked
+MAX_JOBS = 1000  # per request: other requests wait until all of them are checked
 # No job's events record who changed these, so the log does.
 ADMINS_PATHS = (
     "/v1/nodes/",
@@ -346,10 +346,10 @@ def _with_errors(handler: web.Handler) -> web.Handler:
                 if isinstance(raised, HpcschedError)
                 else report_fault(raised, f"answer {request.method} {request.path[:200]!r}")
             )
+            # The frames refer to the request, its jobs and each other. They would stay in memory until
+            # the next garbage collection.
+            raised.__traceback__ = None
             if len(request.body) > LARGE_BODY_BYTES:
-                # The frames refer to the request and to each other. They would stay in memory until
-                # the next garbage collection.
-                raised.__traceback__ = None
                 gc.collect(0)
             status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
             at = {} if error.at is None else {"at": error.at}

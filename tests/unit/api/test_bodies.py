@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from hpcsched.api import web
 from hpcsched.api.web import Bodies
 from hpcsched.controller.views.routes import MAX_JOBS, make_server
 from hpcsched.errors import RequestError
+from hpcsched.model.spec import JobSpec
 
 JOB = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp"}
 
@@ -78,6 +80,16 @@ def test_as_many_jobs_as_are_allowed_are_taken() -> None:
 def test_which_of_many_jobs_is_refused_is_in_the_answer() -> None:
     answer = _post(json.dumps({"request_id": "second is wrong", "jobs": [JOB] * 3}).encode())
     assert (answer["error"], answer["at"]) == ("cannot do it", 1)
+
+
+def test_jobs_of_a_refused_submission_do_not_wait_for_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        _post(json.dumps({"request_id": "second is wrong", "jobs": [JOB] * 3}).encode())
+        assert not [spec for spec in gc.get_objects() if isinstance(spec, JobSpec)]
+    finally:
+        gc.enable()
 
 
 def test_the_log_says_who_changed_what_is_of_no_job(caplog: pytest.LogCaptureFixture) -> None:
