@@ -6,7 +6,8 @@ that costs as much as Python's start. For the same reason values are plain tuple
 costs 6 ms), paths are text, and the socket is the interpreter's own (`socket` first creates
 enumerations of some hundred constants). It knows no routes except that of logs.
 
-The server must be root or our own account (SO_PEERCRED, unix(7)): a socket that another user created is refused.
+The server must be root, our own account, or the account to which root gave the socket's directory (SO_PEERCRED, unix(7)): a
+socket that another user created is refused.
 """
 
 from __future__ import annotations
@@ -313,12 +314,32 @@ def _connect(where: str, timeout_s: float) -> socket:
         kind = NoControllerError if isinstance(error, _NOBODY_LISTENS) else errors.UnavailableError
         raise kind(f"Unable to contact hpcsched controller ({where}: {why}): {todo}") from None
     _, uid = _peer(sock)
-    if uid not in (0, os.getuid()):
+    if uid not in (0, os.getuid()) and not _is_given_by_root(where, uid):
         sock.close()
         raise errors.UnavailableError(
-            f"Unable to contact hpcsched controller ({where}: it is served by uid {uid}, which is neither root nor you)"
+            f"Unable to contact hpcsched controller ({where}: it is served by uid {uid}, which is neither root nor you, nor "
+            "the account that root gave this directory)"
         )
     return sock
+
+
+def _is_given_by_root(where: str, uid: int) -> bool:
+    """Return whether root gave the socket's directory to `uid` alone.
+
+    Only root could have made it in its parent. Further above, others may write under a sticky bit.
+    """
+    folder = os.path.dirname(os.path.realpath(where))
+    found = os.lstat(folder)
+    if found.st_uid != uid or found.st_mode & 0o022:
+        return False
+    excused = 0
+    while folder != "/":
+        folder = os.path.dirname(folder)
+        found = os.lstat(folder)
+        if found.st_uid != 0 or (found.st_mode & 0o022 and not found.st_mode & excused):
+            return False
+        excused = 0o1000
+    return True
 
 
 def _peer(sock: socket) -> tuple[int, int]:

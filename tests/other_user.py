@@ -66,3 +66,32 @@ def program_of(uid: int) -> Path:
     copied.chmod(0o755)
     shutil.copytree(PROGRAM, copied / PROGRAM.name, ignore=shutil.ignore_patterns("__pycache__"))
     return copied / PROGRAM.name
+
+
+def installation(directory: Path) -> Path:
+    """Return the `bin` of an environment in `directory` that every user can run; skip the test if none can be made.
+
+    It has the packages and the code of ours, and an interpreter of the system.
+    """
+    packages = next(path for path in map(Path, sys.path) if path.name == "site-packages")
+    script = f"import sys; sys.exit(sys.version_info[:2] != {tuple(sys.version_info[:2])})"
+    base = next((python for python in (sys.base_prefix + "/bin/python3", DEBIAN_PYTHON) if runs(1, python)), "")
+    if not base or subprocess.run([base, "-c", script]).returncode:
+        pytest.skip(f"NOT TESTED: no Python {sys.version_info[0]}.{sys.version_info[1]} here that every user can run")
+    subprocess.run([base, "-m", "venv", "--without-pip", directory], check=True)
+    python = directory / "bin" / "python"
+    found = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+                           check=True, capture_output=True, text=True)  # fmt: skip
+    Path(found.stdout.strip(), "ours.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
+    for path in Path(sys.executable).parent.iterdir():
+        if path.is_file() and path.name not in os.listdir(directory / "bin"):
+            shutil.copyfile(path, directory / "bin" / path.name)
+            text = path.read_bytes()
+            if text.startswith(f"#!{sys.executable}".encode()[:-4]):
+                (directory / "bin" / path.name).write_bytes(f"#!{python}\n".encode() + text.partition(b"\n")[2])
+            (directory / "bin" / path.name).chmod(0o755)
+    trial = subprocess.run([python, "-P", "-c", "import hpcsched, hpcnode, paramiko, sqlalchemy"], user=1, group=1,
+                           extra_groups=[], cwd="/", capture_output=True, text=True)  # fmt: skip
+    if trial.returncode:
+        pytest.skip(f"NOT TESTED: other users cannot import our packages: {trial.stderr[-300:]}")
+    return directory / "bin"

@@ -277,6 +277,8 @@ CONTROLLER = (
     Key("run_dir", text, "",
         "The sockets' directory. Default: /run/hpcsched, for a plain user $XDG_RUNTIME_DIR/hpcsched; if state_dir is set, the "
         "directory run in it.", shown='"/run/hpcsched"'),
+    Key("user", optional(user), "",
+        "The account of a controller that serves all users and is not root: hpcsched init --user. Empty: root, or one's own."),
     Key("log_level", one_of("debug", "info", "warning", "error"), "info",
         "How much the controller says: debug, info, warning or error."),
     Key("log_max_size", memory_mib, "16M",

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
+import pwd
 import re
 import stat
 import struct
@@ -96,6 +98,7 @@ class ControllerSettings:
 
     state_dir: Path
     run_dir: Path
+    user: str | None
     log_level: str
     log_max_size: int  # MiB
     log_files: int
@@ -113,6 +116,21 @@ class ControllerSettings:
     allow_uid_below: int
     request_rate: float
     request_burst: int
+
+    def account(self) -> pwd.struct_passwd | None:
+        """Return the account of a controller that serves all users and is not root, else None.
+
+        Raises ConfigError if this machine has no such account.
+        """
+        if self.user is None:
+            return None
+        try:
+            return pwd.getpwnam(self.user)
+        except KeyError:
+            raise ConfigError(
+                f"cannot run the controller as {self.user!r}, which is user in [controller]: this machine has no such "
+                f"account; make it: useradd --system --home-dir /var/lib/hpcsched --shell /usr/sbin/nologin {self.user}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,16 +302,29 @@ def build_config(
     partitions = _partitions(path, tables.get("partitions", {}), nodes)
     accounting = accounting_of(path, tables)
     check_partitions(path, accounting, partitions)
+    controller = _controller(path, tables.get("controller", {}), environ)
+    _refuse_own_machine(config_dir, controller, nodes)
     return Config(
         config_dir=config_dir,
         name=cluster["name"],
         share=cluster["share"],
-        controller=_controller(path, tables.get("controller", {}), environ),
+        controller=controller,
         scheduler=_scheduler(path, tables.get("scheduler", {})),
         partitions=partitions,
         accounting=accounting,
         nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),
     )
+
+
+def _refuse_own_machine(config_dir: Path, controller: ControllerSettings, nodes: Sequence[NodeFile]) -> None:
+    """Raise ConfigError for a node whose jobs would all run as the controller's account."""
+    for node in nodes:
+        if controller.user is not None and node.spec.host == LOCAL_HOST:
+            raise ConfigError(
+                f"cannot use {config_dir / paths.NODES_DIR / node.spec.name}.toml: host = {LOCAL_HOST!r}, and jobs of all users "
+                f"would run there as {controller.user}, the account of the controller; reach this machine through SSH: "
+                f"hpcsched node remove {node.spec.name}; hpcsched node add root@localhost"
+            )
 
 
 def load_nodes(config_dir: Path) -> tuple[NodeFile, ...]:
@@ -367,9 +398,17 @@ def _controller(path: Path, table: Any, environ: Mapping[str, str]) -> Controlle
     values |= {
         "state_dir": state_dir,
         "run_dir": run_dir,
-        "ssh_config": paths.absolute(values["ssh_config"], config_dir),
+        "ssh_config": paths.absolute(_below_home(values["ssh_config"], values["user"]), config_dir),
     }
     return ControllerSettings(**values)
+
+
+def _below_home(text: str, user: str | None) -> str:
+    """Return `text` with ``~`` replaced by the home of the controller's account."""
+    with contextlib.suppress(KeyError):
+        if user is not None and text.startswith("~/"):
+            return pwd.getpwnam(user).pw_dir + text[1:]
+    return text
 
 
 def _scheduler(path: Path, table: Any) -> SchedulerSettings:

@@ -45,11 +45,12 @@ FIRST_ANSWERS_S = 1.0  # clients that ask repeatedly can delay the rest of a sta
 async def serve(config: Config, clock: Callable[[], float] = time.time) -> int:
     """Serve until a signal or a broken invariant; return the exit status."""
     settings = config.controller
+    check_account(config)
     _allow_open_files()
     make_own_dir(settings.state_dir)
     lock = StateLock(settings.state_dir)
     lock.acquire(datetime.fromtimestamp(clock()).isoformat(sep=" ", timespec="seconds"))
-    mode = _make_run_dir(settings.run_dir)
+    mode = _make_run_dir(config)
     listener = listening_socket(config.api_socket, mode)
     try:
         return await _serve(config, listener, mode, clock)
@@ -142,12 +143,28 @@ def _allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
 
 
-def _make_run_dir(run_dir: Path) -> int:
+def check_account(config: Config) -> None:
+    """Raise ConfigError if this process has not the account of the controller."""
+    account, uid = config.controller.account(), os.getuid()
+    if account is not None and account.pw_uid != uid:
+        raise ConfigError(
+            f"cannot start hpcschedd as uid {uid}: user = {account.pw_name!r} in [controller]; start it as root with "
+            "'hpcsched up', which changes the account, or with systemd"
+        )
+    if account is None and uid != 0 and str(config.config_dir) == paths.SYSTEM_CONFIG:
+        raise ConfigError(
+            f"cannot start hpcschedd as uid {uid} on {paths.SYSTEM_CONFIG}, whose controller serves all users: name its account "
+            f"as user in [controller] of {paths.CONFIG_FILE} (see hpcschedd(8)), or start it as root"
+        )
+
+
+def _make_run_dir(config: Config) -> int:
     """Create the directory of the sockets; return the mode of the sockets.
 
     The sockets are open to all users if the controller serves all users.
     """
-    for_all = os.getuid() == 0
+    run_dir = config.controller.run_dir
+    for_all = os.getuid() == 0 or config.controller.user is not None
     make_own_dir(run_dir, 0o755 if for_all else 0o700)
     return 0o666 if for_all else 0o600
 

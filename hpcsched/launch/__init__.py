@@ -8,6 +8,9 @@ machine); environment, files, layout (a job's view).
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,9 +59,39 @@ def dial_for(spec: NodeSpec, config: Config) -> Dial:
         # controller already answers.
         from hpcsched.launch.ssh import ssh_dial
 
-        return ssh_dial(spec, ssh_settings(config))(abort, progress)
+        with as_controller(config):
+            return ssh_dial(spec, ssh_settings(config))(abort, progress)
 
     return dial
+
+
+@contextmanager
+def as_controller(config: Config) -> Iterator[None]:
+    """Have the rights of the controller's account, in a command of root.
+
+    So it tries what the controller will do, and cannot be misled by links in that account's directories. It changes the whole
+    process. Does nothing in other processes.
+    """
+    account = config.controller.account() if os.getuid() == 0 else None
+    if account is None:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in ("HOME", "USER", "LOGNAME", "SSH_AUTH_SOCK")}
+    groups = os.getgroups()
+    os.environ.update(HOME=account.pw_dir, USER=account.pw_name, LOGNAME=account.pw_name)
+    os.environ.pop("SSH_AUTH_SOCK", None)
+    os.setgroups(os.getgrouplist(account.pw_name, account.pw_gid))
+    os.setegid(account.pw_gid)
+    os.seteuid(account.pw_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(os.getgid())
+        os.setgroups(groups)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 def ssh_settings(config: Config) -> SshSettings:

@@ -21,6 +21,7 @@ from hpcsched import client, paths
 from hpcsched.config.load import load_config
 from hpcsched.config.template import render_config, render_node
 from hpcsched.errors import UnavailableError
+from hpcsched.launch import as_controller
 from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes
 from hpcsched.store.engine import create_database
 
@@ -99,9 +100,14 @@ class LocalCluster:
         self._make_database()
 
     def _make_database(self) -> None:
-        state_dir = load_config(self.config_dir).controller.state_dir
+        config = load_config(self.config_dir)
+        state_dir, account = config.controller.state_dir, config.controller.account()
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        create_database(state_dir / paths.DATABASE_FILE)
+        if account is not None and os.getuid() == 0:
+            for path in (state_dir, *(Path(spec.identity_file) for spec in config.nodes if spec.identity_file)):
+                os.chown(path, account.pw_uid, account.pw_gid)
+        with as_controller(config):
+            create_database(state_dir / paths.DATABASE_FILE)
 
     def node_values(self, node: LoopbackNode) -> dict[str, object]:
         """Return the entry of a node in nodes.d."""

@@ -23,9 +23,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -33,9 +34,11 @@ import click
 import hpcsched
 from hpcnode.os.durable import sync_folder
 from hpcsched import paths
+from hpcsched.cli.admin.init import give_to_controller
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.lock import StateLock
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
+from hpcsched.launch import as_controller
 from hpcsched.store import backup as database_copy
 
 PLACES = (  # in the configuration directory
@@ -100,7 +103,7 @@ def restore(source: Path, force: bool, strays: str) -> None:
             f"cannot restore into {state_dir}: there is no such directory; make the cluster with hpcsched init"
         )
     with ExitStack() as held:
-        _lock(state_dir, now, held)
+        _lock(config, now, held)
         _restore_database(source, config, now, force=force, strays=strays)
     click.echo(f"start it with 'hpcsched up': what the nodes still run {STRAYS[strays]}")
 
@@ -130,14 +133,15 @@ def _restore_cluster(source: Path, now: datetime, *, force: bool, strays: str) -
                     f"cannot restore into {config_dir}: there is a configuration (cluster {former.name!r}); --force sets it aside"
                 )
             if former.controller.state_dir.is_dir():
-                _lock(former.controller.state_dir, now, held)
+                _lock(former, now, held)
         with ExitStack() as undo:
             _place_configuration(source / ETC, config_dir, aside, undo)
             config = load_config(config_dir)
             state_dir = config.controller.state_dir
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            give_to_controller(config, state_dir, *(path for path in (config.launch_key,) if path.exists()))
             if former is None or former.controller.state_dir != state_dir:
-                _lock(state_dir, now, held)
+                _lock(config, now, held)
             _restore_database(source / paths.DATABASE_FILE, config, now, force=force, strays=strays)
             undo.pop_all()
         _place_named(source, manifest["named"], config)
@@ -210,9 +214,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _lock(state_dir: Path, now: datetime, held: ExitStack) -> None:
-    lock = StateLock(state_dir)
-    lock.acquire(now.isoformat(sep=" ", timespec="seconds"), "restore")
+def _lock(config: Config, now: datetime, held: ExitStack) -> None:
+    lock = StateLock(config.controller.state_dir)
+    with as_controller(config):
+        lock.acquire(now.isoformat(sep=" ", timespec="seconds"), "restore")
     held.callback(lock.release)
 
 
@@ -220,7 +225,9 @@ def _restore_database(file: Path, config: Config, now: datetime, *, force: bool,
     database = config.controller.state_dir / paths.DATABASE_FILE
     if not force:
         _check_nothing_is_lost(database)
-    done = database_copy.restore(file, database, now_s=time.time(), suffix=f"before-{now:%Y%m%dT%H%M%S}", strays=strays)
+    suffix = f"before-{now:%Y%m%dT%H%M%S}"
+    with _readable(file, config) as copy, as_controller(config):
+        done = database_copy.restore(copy, database, now_s=time.time(), suffix=suffix, strays=strays)
     contents = done.contents
     click.echo(f"{database} is {file}: {contents.jobs} jobs, {contents.unfinished} of them unfinished, as of")
     click.echo(
@@ -228,6 +235,19 @@ def _restore_database(file: Path, config: Config, now: datetime, *, force: bool,
     )
     if done.kept is not None:
         click.echo(f"the previous one is kept as {done.kept}")
+
+
+@contextmanager
+def _readable(file: Path, config: Config) -> Iterator[Path]:
+    """Yield `file`, or a copy that the controller's account can read."""
+    if os.getuid() != 0 or config.controller.user is None or not file.is_file():
+        yield file
+        return
+    with TemporaryDirectory() as directory:
+        copy = Path(directory) / file.name
+        shutil.copyfile(file, copy)
+        give_to_controller(config, copy, Path(directory))
+        yield copy
 
 
 def _say_what_next(config: Config, manifest: dict[str, Any], strays: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any, BinaryIO
 import click
 
 from hpcsched import client, paths
+from hpcsched.cli.admin.init import give_to_controller
 from hpcsched.config.load import Config, load_config
 from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
+from hpcsched.launch import as_controller
 from hpcsched.listing.text import clean
 from hpcsched.model.units import format_time_s
 
@@ -35,7 +38,11 @@ def up() -> None:
         return
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     log = config.controller.state_dir / LOG_FILE
-    with open_log(log) as stream:
+    account = config.controller.account()
+    _prepare(config)
+    with as_controller(config):
+        stream = open_log(log)
+    with stream:
         start = stream.tell()
         process = subprocess.Popen(
             [
@@ -47,11 +54,41 @@ def up() -> None:
             stderr=stream,
             start_new_session=True,
             cwd="/",
+            **_as_controller(account),
         )
     _wait_until_it_answers(process, log, start)
     click.echo(f"hpcschedd runs (process {process.pid}, log {log})")
     for line in [*_nodes_that_answer(), *_closed_to_others()]:
         click.echo(line)
+
+
+def _prepare(config: Config) -> None:
+    """Make the directories of a controller that is not root.
+
+    Raises UnavailableError.
+    """
+    account = config.controller.account()
+    if os.getuid() != 0 or account is None:
+        return
+    run_dir = config.controller.run_dir
+    try:
+        for directory, mode in ((config.controller.state_dir, 0o700), (run_dir, 0o755)):
+            if not directory.exists():
+                directory.mkdir(mode=mode, parents=True)
+                directory.chmod(mode)  # whatever the umask is
+                give_to_controller(config, directory)
+    except OSError as error:
+        raise UnavailableError(f"cannot start hpcschedd: cannot make {error.filename}: {error.strerror}") from None
+
+
+def _as_controller(account: pwd.struct_passwd | None) -> dict[str, Any]:
+    """Return Popen arguments that start the controller as its account."""
+    if os.getuid() != 0 or account is None:
+        return {}
+    home = {"HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name}
+    env = {name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"} | home
+    groups = os.getgrouplist(account.pw_name, account.pw_gid)
+    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": groups, "umask": 0o077, "env": env}
 
 
 def _closed_to_others() -> list[str]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import click
 
 from hpcsched import paths
+from hpcsched.api.identity import is_account
 from hpcsched.config.load import Config, build_config, load_config, load_nodes
 from hpcsched.config.template import render_config
 from hpcsched.errors import ConfigError
+from hpcsched.launch import as_controller
 from hpcsched.launch.hostkeys import make_key
-from hpcsched.store.engine import create_database
+from hpcsched.store.engine import create_database, open_database
+from hpcsched.store.store import Store
+
+SERVICE = "hpcsched"  # the account of systemd/sysusers.d/hpcsched.conf
 
 
 @click.command()
@@ -24,9 +30,14 @@ from hpcsched.store.engine import create_database
     "--share", metavar="DIR", help="A directory that all nodes see under this path, for checkpoints and output."
 )
 @click.option("--name", metavar="NAME", default="cluster", show_default=True, help="Name of the cluster.")
+@click.option(
+    "--user",
+    metavar="ACCOUNT",
+    help="As root: the account that runs the controller for all users, or root. Default: hpcsched if there is that account.",
+)
 @click.option("--force", is_flag=True, help="Rewrite only hpcsched.toml; the old file is kept as hpcsched.toml.old.")
 @click.option("--database", "only_database", is_flag=True, help="Create only the database, if it is missing.")
-def init(share: str | None, name: str, force: bool, only_database: bool) -> None:
+def init(share: str | None, name: str, user: str | None, force: bool, only_database: bool) -> None:
     """Create a cluster's configuration, database and launch key, and print what to do next."""
     if only_database:
         _make_missing_database()
@@ -40,12 +51,14 @@ def init(share: str | None, name: str, force: bool, only_database: bool) -> None
         )
     if share is not None:
         _check_share(Path(share))
-    text = _config_text(share, name)
+    text = _config_text(share, name, _account(user))
     _check(config_dir, text)
     with ExitStack() as undo:  # on failure, remove what was created
         config = _write_config(config_dir, text, undo)
         public_key = _ensure_launch_key(config, undo)
         database = _make_state(config, undo)
+        _make_cluster_id(config, database, undo)
+        give_to_controller(config, config.launch_key)
         undo.pop_all()
     click.echo("\n".join(_story(config, database, public_key)))
 
@@ -84,15 +97,29 @@ def _check_share(share: Path) -> None:
         raise ConfigError(f"cannot use {share} as share: uid {os.getuid()} may not write there")
 
 
-def _config_text(share: str | None, name: str) -> str:
+def _account(user: str | None) -> str:
+    """Return the account of the controller, "" for the one that starts it."""
+    if os.getuid() != 0:
+        if user is not None:
+            raise ConfigError(f"cannot make a cluster whose controller runs as {user!r}: only root can")
+        return ""
+    if user is None:
+        return SERVICE if is_account(SERVICE) else ""
+    return "" if user == "root" else user
+
+
+def _config_text(share: str | None, name: str, account: str) -> str:
     cluster = {"name": name} | ({} if share is None else {"share": share})
-    return render_config({"cluster": cluster, "partitions.main": {"nodes": "all", "default": True}})
+    controller = {"user": account} if account else {}
+    main = {"nodes": "all", "default": True}
+    return render_config({"cluster": cluster, "controller": controller, "partitions.main": main})
 
 
 def _check(config_dir: Path, text: str) -> None:
     """Raise ConfigError if the cluster cannot be created."""
     nodes = load_nodes(config_dir)
     config = build_config(tomllib.loads(text), nodes, config_dir=config_dir, environ=os.environ)
+    config.controller.account()
     _check_state(config.controller.state_dir)
     key = config.launch_key
     if key.exists() != _public_half(key).exists():
@@ -153,8 +180,39 @@ def _make_state(config: Config, undo: ExitStack) -> Path:
             made = database.with_name(database.name + suffix)
             if not made.exists():
                 undo.callback(made.unlink, missing_ok=True)
-    create_database(database)
+    give_to_controller(config, state_dir)
+    with as_controller(config):
+        create_database(database)
     return database
+
+
+def _make_cluster_id(config: Config, database: Path, undo: ExitStack) -> None:
+    """Write the cluster's id now: the controller's account cannot write it there."""
+    path = config.config_dir / paths.CLUSTER_ID_FILE
+    if config.controller.user is None or path.exists():
+        return
+    with as_controller(config), closing(Store(open_database(database))) as store:
+        if not store.cluster_id():
+            store.put_cluster_id(secrets.token_hex(8))
+        cluster_id = store.cluster_id()
+    write_file(path, cluster_id + "\n")
+    undo.callback(path.unlink, missing_ok=True)
+
+
+def give_to_controller(config: Config, *files: Path) -> None:
+    """Give files in a directory of root to the controller's account.
+
+    In a directory of that account root must not do it, nor write there: see `as_controller`. Raises ConfigError.
+    """
+    account = config.controller.account()
+    if os.getuid() != 0 or account is None:
+        return
+    for path in files:
+        try:
+            if path.lstat().st_uid == 0:
+                os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
+        except OSError as error:
+            raise ConfigError(f"cannot give {path} to {account.pw_name}: {error.strerror}") from None
 
 
 def _make_dir(path: Path, mode: int, undo: ExitStack) -> None:
@@ -221,6 +279,8 @@ def _story(config: Config, database: Path, public_key: str) -> Iterator[str]:
     yield '     "restrict" takes from it what hpcsched does not need: terminals, forwarding of ports and agents.'
     yield "  2. hpcsched node add user@host     for each node: shows its host key, and what it has"
     yield "  3. hpcsched up                     starts the controller"
+    if os.getuid() == 0:
+        yield f"     (it runs as {config.controller.user or 'root; to run it as an account of its own, see hpcschedd(8)'})"
     first = "sudo -u USER hsub --wrap id" if os.getuid() == 0 else "hsub --wrap hostname"
     yield f"  4. {first:<31} the first job; hqueue shows it, hlogs its output"
     if os.getuid() == 0:

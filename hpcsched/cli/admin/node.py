@@ -37,7 +37,7 @@ from hpcsched.config.load import Config, load_config, node_from
 from hpcsched.config.template import render_node
 from hpcsched.controller.lock import StateLock
 from hpcsched.errors import ConfigError, HpcschedError, NotFoundError, RequestError, UnavailableError
-from hpcsched.launch import dial_for, ssh_settings
+from hpcsched.launch import as_controller, dial_for, ssh_settings
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.hostkeys import fingerprint, spelled
@@ -357,7 +357,8 @@ def _provisional(path: Path, keys: Mapping[str, Any]) -> NodeSpec:
 
 def pin(config: Config, spec: NodeSpec, options: NodeOptions) -> str:
     """Print the host key of the machine, and return it if it is accepted."""
-    key = peek_host_key(spec, ssh_settings(config), Abort())
+    with as_controller(config):
+        key = peek_host_key(spec, ssh_settings(config), Abort())
     shown = fingerprint(key)
     click.echo(f"{spec.name} ({spec.host}) shows the host key {key.get_name()} {shown}")
     if options.fingerprint is not None:
@@ -657,9 +658,10 @@ def _note_for_next_start(config: Config, name: str, *, force: bool) -> None:
     database = state_dir / paths.DATABASE_FILE
     if not database.exists():
         return
-    lock = StateLock(state_dir)
-    lock.acquire(datetime.now().isoformat(sep=" ", timespec="seconds"), f"remove node {name}")
-    try:
+    with as_controller(config), ExitStack() as held:
+        lock = StateLock(state_dir)
+        lock.acquire(datetime.now().isoformat(sep=" ", timespec="seconds"), f"remove node {name}")
+        held.callback(lock.release)
         with closing(Store(open_database(database))) as store:
             jobs = [str(job_id) for job_id in store.held_on(name)]
             if jobs and not force:
@@ -670,7 +672,5 @@ def _note_for_next_start(config: Config, name: str, *, force: bool) -> None:
                 )
             if jobs:
                 store.give_up(name, user_name(os.getuid()))
-    finally:
-        lock.release()
     if jobs:
         click.echo(f"the next controller gives up the jobs on the node: {', '.join(jobs[:10])}")

@@ -108,7 +108,7 @@ class ControllerBackend(Reading):
         # Requests that take several ticks.
         self._changing: set[asyncio.Task[requests.Outcome]] = set()
         # If False, all jobs run as the accounts that the nodes were added with.
-        self._serves_all = os.getuid() == 0
+        self._serves_all = os.getuid() == 0 or controller.cluster.config.controller.user is not None
 
     def ping(self) -> Json:
         return {
