@@ -185,7 +185,7 @@ def test_a_client_that_asks_too_often_waits_and_asks_again(tmp_path: Path) -> No
 
 
 def test_a_client_that_is_always_sent_away_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(client.protocol, "PATIENCE_S", 0.1)
     api = FakeApi(tmp_path / "s")
     api.answers["GET /v1/ping"] = (429, {"error": "cannot answer now: uid 7 asks too often", "kind": "RequestError"})
     with pytest.raises(errors.RequestError, match="uid 7 asks too often"):

@@ -153,7 +153,7 @@ def test_a_lost_answer_is_asked_for_again_with_the_same_id(api: FakeApi, capsys:
 def test_if_no_answer_comes_the_way_to_submit_once_is_said(
     api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcsched.client.RETRY_S", -1.0)
+    monkeypatch.setattr("hpcsched.client.protocol.RETRY_S", -1.0)
     api.answers["POST /v1/submit"] = [None]
     assert hsub.main(["job.sh"]) == 1
     request_id = api.requests("POST /v1/submit")[0]["request_id"]

@@ -1,10 +1,12 @@
 """Connect commands to the controller: HTTP/1.1 and JSON over its unix socket.
 
-Commands must start fast. This module therefore implements only the part of HTTP that our own server
-needs (RFC 9112: a request and an answer, both with Content-Length). http.client is not imported:
+Commands must start fast. This package therefore implements only the part of HTTP that our own server
+needs (`protocol`: a request and an answer, both with Content-Length). http.client is not imported:
 that costs as much as Python's start. For the same reason values are plain tuples (`dataclasses`
 costs 6 ms), paths are text, and the socket is the interpreter's own (`socket` first creates
 enumerations of some hundred constants). It knows no routes except that of logs.
+
+`Client` (`blocking`) and `AsyncClient` (`aio`) are for programs: `from hpcsched import Client`.
 
 The server must be root, our own account, or the account to which root gave the socket's directory (SO_PEERCRED, unix(7)): a
 socket that another user created is refused.
@@ -12,57 +14,55 @@ socket that another user created is refused.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from _socket import AF_UNIX, SO_PEERCRED, SOCK_STREAM, SOL_SOCKET, socket
-from collections import namedtuple
 
 from hpcsched import errors, paths
+from hpcsched.client import protocol
+from hpcsched.client.protocol import (
+    TIMEOUT_S,
+    BrokenConnectionError,
+    HttpReply,
+    Json,
+    LogChunk,
+    Pause,
+    ReplyReader,
+    Send,
+    job_path,
+    query,
+)
 
 TYPE_CHECKING = False  # for type checkers; importing typing takes a tenth of a command's start
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from os import PathLike
-    from typing import Any
+    from typing import Any, TypeVar
 
-Json = dict[str, "Any"]
+    from hpcsched.client.protocol import Flow
 
-TIMEOUT_S = 60.0
+    T = TypeVar("T")
+
+__all__ = [
+    "BrokenConnectionError",
+    "HttpReply",
+    "Json",
+    "LogChunk",
+    "NoControllerError",
+    "call",
+    "call_again",
+    "fetch_log",
+    "fetch_text",
+    "job_path",
+    "query",
+    "request",
+]
+
 READ_BYTES = 256 << 10
-MAX_ANSWER_BYTES = 256 << 20
-RETRY_S = 10.0  # retry time while the controller restarts, for requests that may be repeated
-TOO_OFTEN = 429  # status: the account sends requests too often
-PATIENCE_S = 60.0  # retry time for that status
 CROWDED_S = 0.02  # pause before the next attempt to connect if the socket's queue is full
 _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 _NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
-
-
-class HttpReply(namedtuple("HttpReply", "status headers body")):
-    """An HTTP answer."""
-
-    __slots__ = ()
-
-    status: int
-    headers: dict[str, str]  # names in lower case
-    body: bytes
-
-
-class LogChunk(namedtuple("LogChunk", "data offset size path ended")):
-    """A piece of a job's output file. `ended`: the job has ended and this is the file's end."""
-
-    __slots__ = ()
-
-    data: bytes
-    offset: int  # of the first byte in the file
-    size: int  # of the file, now
-    path: str
-    ended: bool
-
-
-class BrokenConnectionError(errors.UnavailableError):
-    """The connection ended before the answer. It is unknown whether the request took effect."""
 
 
 class NoControllerError(errors.UnavailableError):
@@ -98,13 +98,7 @@ def call(
     `where` is the socket, None for the default. Raises UnavailableError if there is no controller,
     else the error that it answered.
     """
-    response = request(method, path, body, timeout_s=timeout_s, where=where)
-    if response.status != 200:
-        raise _error(response)
-    answer = _json(response)
-    if not isinstance(answer, dict):
-        raise errors.ProtocolError("cannot read the controller's answer: it is no JSON object")
-    return answer
+    return protocol.read_answer(request(method, path, body, timeout_s=timeout_s, where=where))
 
 
 def controller_pid() -> int:
@@ -122,10 +116,7 @@ def controller_pid() -> int:
 
 def fetch_text(path: str, *, timeout_s: float = TIMEOUT_S) -> str:
     """Return the text at `path` of the API. Raises as `call`."""
-    response = request("GET", path, timeout_s=timeout_s)
-    if response.status != 200:
-        raise _error(response)
-    return response.body.decode("utf-8", "replace")
+    return run(protocol.ask_text(path, timeout_s=timeout_s), perform)
 
 
 def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S) -> Json:
@@ -134,20 +125,7 @@ def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: f
     After a broken connection the controller may be restarting, so its absence is also retried.
     Raises the first BrokenConnectionError if that takes too long.
     """
-    broken: BrokenConnectionError | None = None
-    deadline_s = 0.0
-    while True:
-        try:
-            return call(method, path, body, timeout_s=timeout_s)
-        except BrokenConnectionError as error:
-            if broken is None:
-                broken, deadline_s = error, time.monotonic() + RETRY_S
-        except errors.UnavailableError:
-            if broken is None:
-                raise
-        if time.monotonic() > deadline_s:
-            raise broken
-        time.sleep(0.1)
+    return run(protocol.ask(method, path, body, timeout_s=timeout_s, again=True), perform)
 
 
 def fetch_log(
@@ -163,21 +141,10 @@ def fetch_log(
 
     A negative offset counts from the end. It waits up to `wait_s` for data after `offset`. Raises as `call`.
     """
-    path = query("/v1/log", job=reference, stream=stream, offset=offset, limit=limit_bytes, wait_s=wait_s or None)
-    response = request("GET", path, timeout_s=timeout_s + wait_s)
-    if response.status != 200:
-        raise _error(response)
-    headers = response.headers
-    try:
-        return LogChunk(
-            data=response.body,
-            offset=int(headers["x-offset"]),
-            size=int(headers["x-size"]),
-            path=str(json.loads(headers["x-path"])),
-            ended=headers["x-ended"] == "1",
-        )
-    except (KeyError, ValueError) as error:
-        raise errors.ProtocolError(f"cannot read the controller's answer: {error}") from None
+    asked = protocol.ask_log(
+        reference, stream=stream, offset=offset, limit_bytes=limit_bytes, wait_s=wait_s, timeout_s=timeout_s
+    )
+    return run(asked, perform)
 
 
 def request(
@@ -192,55 +159,63 @@ def request(
 
     Raises UnavailableError.
     """
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        response = _request(method, path, body, timeout_s, where)
-        if response.status != TOO_OFTEN:
-            return response
-        wait_s = _retry_after_s(response)
-        if time.monotonic() + wait_s > deadline_s:
-            return response
-        time.sleep(wait_s)
+    asked = protocol.exchange(method, path, body, timeout_s=timeout_s)
+    return run(asked, lambda step: perform(step, where))
 
 
-def _retry_after_s(response: HttpReply) -> float:
-    """Return how long to wait: the server's time, randomly up to half more or less.
-
-    The waiting clients must not all return at once.
-    """
-    text = response.headers.get("retry-after", "")
-    wait_s = int(text) if text.isdigit() and len(text) < 3 else 1
-    return wait_s * (0.5 + os.urandom(1)[0] / 255)
-
-
-def _request(
-    method: str, path: str, body: Json | None, timeout_s: float, where: str | PathLike[str] | None
-) -> HttpReply:
-    data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode("utf-8", "surrogateescape")
-    head = (
-        f"{method} {path} HTTP/1.1\r\nHost: hpcsched\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
+def run(flow: Flow[T], send: Callable[[Send], HttpReply]) -> T:
+    """Perform the steps of a flow, one after the other, and return its result."""
     try:
-        sock = _connect(os.fspath(where or socket_path()), timeout_s)
+        step = next(flow)
+        while True:
+            if isinstance(step, Pause):
+                time.sleep(step.seconds)
+                step = flow.send(None)
+                continue
+            try:
+                reply = send(step)
+            except errors.HpcschedError as error:
+                step = flow.throw(error)
+            else:
+                step = flow.send(reply)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+def perform(step: Send, where: str | PathLike[str] | None = None) -> HttpReply:
+    """Send one request to the socket `where`, None for the default, and return the answer."""
+    try:
+        sock = _connect(os.fspath(where or socket_path()), step.timeout_s)
     except errors.UnavailableError:
         job_id = os.environ.get("HPCSCHED_JOB_ID", "") or os.environ.get("SLURM_JOB_ID", "")
         agent = os.environ.get("HPCSCHED_SOCKET", "")
         if where is not None or not agent or not job_id.isdigit():
             raise
-        return _by_agent(agent, int(job_id), method, path, data, timeout_s)
+        data = protocol.body_bytes(step.body)
+        return _by_agent(agent, int(job_id), step.method, step.path, data, step.timeout_s)
     try:
         try:
-            sock.sendall(head.encode("ascii") + data)
+            sock.sendall(protocol.request_bytes(step.method, step.path, step.body))
         except (BrokenPipeError, ConnectionResetError):
             pass  # it did not read all, and may have sent the reason
         return _read(sock)
     except TimeoutError:
-        raise BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s") from None
+        raise late(step.timeout_s) from None
     except OSError as error:
-        raise BrokenConnectionError(f"lost the connection to the hpcsched controller: {error.strerror}") from None
+        raise lost(error) from None
     finally:
         sock.close()
+
+
+def late(timeout_s: float) -> BrokenConnectionError:
+    """Return the error for an answer that does not come in time."""
+    return BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s")
+
+
+def lost(error: OSError) -> BrokenConnectionError:
+    """Return the error for a connection that broke."""
+    return BrokenConnectionError(f"lost the connection to the hpcsched controller: {error.strerror or error}")
 
 
 def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float) -> HttpReply:
@@ -273,23 +248,6 @@ def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, time
         sock.close()
 
 
-def _quoted(text: str) -> str:
-    from urllib.parse import quote  # hsub never needs it, and its import takes a tenth of Python's start
-
-    return quote(text, safe="")
-
-
-def query(path: str, **parameters: object) -> str:
-    """Return `path` with the parameters that are not None or empty."""
-    pairs = [f"{name}={_quoted(str(value))}" for name, value in parameters.items() if value not in (None, "")]
-    return path + "?" + "&".join(pairs) if pairs else path
-
-
-def job_path(reference: str, below: str = "") -> str:
-    """Return the path of a job's page: ``/v1/job/10_3``; with `below`, ``/v1/job/10_3/why``."""
-    return f"/v1/job/{_quoted(reference)}" + (f"/{below}" if below else "")
-
-
 def _other_cluster() -> str:
     """Return how to reach this machine's cluster if the user's own one hides it; else ""."""
     system, own = paths.SYSTEM_CONFIG, str(paths.find_config_dir(os.environ, os.getuid()))
@@ -303,24 +261,36 @@ def _connect(where: str, timeout_s: float) -> socket:
     sock.settimeout(timeout_s)
     try:
         _reach(sock, where, timeout_s)
+        check_server(sock, where)
     except OSError as error:
         sock.close()
-        why = error.strerror or str(error)
-        todo = f"start it with 'hpcsched up'{_other_cluster()}"
-        if isinstance(error, BlockingIOError):
-            todo = "too many ask it at once; try again"
-        if isinstance(error, PermissionError):
-            todo = "an admin can set run_dir, in hpcsched.toml, to a directory that lets other users in"
-        kind = NoControllerError if isinstance(error, _NOBODY_LISTENS) else errors.UnavailableError
-        raise kind(f"Unable to contact hpcsched controller ({where}: {why}): {todo}") from None
+        raise unreachable(error, where) from None
+    except errors.UnavailableError:
+        sock.close()
+        raise
+    return sock
+
+
+def unreachable(error: OSError, where: str) -> errors.UnavailableError:
+    """Return the error for a socket that cannot be connected to."""
+    why = error.strerror or str(error)
+    todo = f"start it with 'hpcsched up'{_other_cluster()}"
+    if isinstance(error, BlockingIOError):
+        todo = "too many ask it at once; try again"
+    if isinstance(error, PermissionError):
+        todo = "an admin can set run_dir, in hpcsched.toml, to a directory that lets other users in"
+    kind = NoControllerError if isinstance(error, _NOBODY_LISTENS) else errors.UnavailableError
+    return kind(f"Unable to contact hpcsched controller ({where}: {why}): {todo}")
+
+
+def check_server(sock: Any, where: str) -> None:
+    """Raise UnavailableError if the socket's server is neither root nor our own account."""
     _, uid = _peer(sock)
     if uid not in (0, os.getuid()) and not _is_given_by_root(where, uid):
-        sock.close()
         raise errors.UnavailableError(
             f"Unable to contact hpcsched controller ({where}: it is served by uid {uid}, which is neither root nor you, nor "
             "the account that root gave this directory)"
         )
-    return sock
 
 
 def _is_given_by_root(where: str, uid: int) -> bool:
@@ -342,7 +312,7 @@ def _is_given_by_root(where: str, uid: int) -> bool:
     return True
 
 
-def _peer(sock: socket) -> tuple[int, int]:
+def _peer(sock: Any) -> tuple[int, int]:
     """Return pid and uid of the peer process."""
     credentials = sock.getsockopt(SOL_SOCKET, SO_PEERCRED, _UCRED_BYTES)
     return int.from_bytes(credentials[:4], sys.byteorder), int.from_bytes(credentials[4:8], sys.byteorder)
@@ -362,52 +332,8 @@ def _reach(sock: socket, where: str, timeout_s: float) -> None:
 
 
 def _read(sock: socket) -> HttpReply:
-    """Return the answer as soon as it is complete.
-
-    It does not wait until the controller closes the connection.
-    """
-    received = bytearray()
-    head: tuple[int, dict[str, str]] | None = None
-    missing = 1
-    while missing > 0:
-        data = sock.recv(READ_BYTES)
-        if not data:
-            where = "before it answered" if head is None else "in the middle of its answer"
-            raise BrokenConnectionError(f"lost the connection to the hpcsched controller {where}")
-        received += data
-        if len(received) > MAX_ANSWER_BYTES:
-            raise errors.ProtocolError("cannot read the controller's answer: it is too long")
-        if head is None and (end := received.find(b"\r\n\r\n")) >= 0:
-            status, headers, length = _head(bytes(received[:end]))
-            head = status, headers
-            del received[: end + 4]
-        if head is not None:
-            missing = length - len(received)
-    assert head is not None  # else data is missing
-    status, headers = head
-    return HttpReply(status=status, headers=headers, body=bytes(received[:length]))
-
-
-def _head(text: bytes) -> tuple[int, dict[str, str], int]:
-    """Return status, headers and body length from the head of an answer."""
-    lines = text.decode("latin-1").split("\r\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    try:
-        return int(lines[0].split(" ", 2)[1]), headers, int(headers["content-length"])
-    except (IndexError, KeyError, ValueError):
-        raise errors.ProtocolError("cannot read the controller's answer: it is not the HTTP that we speak") from None
-
-
-def _json(response: HttpReply) -> object:
-    try:
-        return json.loads(response.body)
-    except (ValueError, RecursionError):
-        raise errors.ProtocolError(f"cannot read the controller's answer (status {response.status})") from None
-
-
-def _error(response: HttpReply) -> errors.HpcschedError:
-    """Return the error of the controller's answer."""
-    answer = _json(response)
-    if not isinstance(answer, dict):
-        return errors.ProtocolError(f"cannot read the controller's answer (status {response.status})")
-    return errors.error_of(answer)
+    """Return the answer as soon as it is complete."""
+    reader = ReplyReader()
+    while (reply := reader.feed(sock.recv(READ_BYTES))) is None:
+        pass
+    return reply
