@@ -22,3 +22,14 @@ Follow one job through the code:
 """
 
 __version__ = "0.1.0"
+
+_OF_CLIENT = {"Client": "blocking", "AsyncClient": "aio"}
+
+
+def __getattr__(name: str) -> object:
+    """Import the clients for programs when they are used: commands must start fast."""
+    if name not in _OF_CLIENT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"hpcsched.client.{_OF_CLIENT[name]}"), name)

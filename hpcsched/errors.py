@@ -63,6 +63,23 @@ class ProtocolError(HpcschedError):
     """The peer violated the protocol: its message is dropped and the connection closed."""
 
 
+class JobFailedError(HpcschedError):
+    """A job ended without a result, or its function raised an exception.
+
+    `state`: of the job. `traceback`: of the function's exception, "" if there is none. The exception itself, if it could be
+    sent back, is the `__cause__`.
+    """
+
+    def __init__(self, text: str, *, state: str = "", traceback: str = "") -> None:
+        super().__init__(text)
+        self.state = state
+        self.traceback = traceback
+
+
+class WaitTimeoutError(HpcschedError, TimeoutError):
+    """A job did not end within the time that the caller allowed. The job continues."""
+
+
 class InvariantError(Exception):
     """The controller's own state is inconsistent: the controller stops."""
 

@@ -128,7 +128,10 @@ def exchange(
 def ask(
     method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S, again: bool = False
 ) -> Flow[Json]:
-    """Send a request as `exchange`, and return its JSON object. Raises the error that the controller answered."""
+    """Send a request as `exchange`, and return its JSON object.
+
+    Raises the error that the controller answered.
+    """
     return read_answer((yield from exchange(method, path, body, timeout_s=timeout_s, again=again)))
 
 
@@ -256,7 +259,10 @@ def _read_head(text: bytes) -> tuple[int, dict[str, str], int]:
 
 
 def read_answer(reply: HttpReply) -> Json:
-    """Return the JSON object of an answer. Raises the error that the controller answered, ProtocolError."""
+    """Return the JSON object of an answer.
+
+    Raises the error that the controller answered, ProtocolError.
+    """
     if reply.status != 200:
         raise read_error(reply)
     answer = _read_json(reply)

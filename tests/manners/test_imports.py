@@ -70,3 +70,8 @@ def test_what_tools_poll_does_without_dataclasses(name: str) -> None:
     """`dataclasses` imports `inspect`: 7 ms, nearly as much as Python's start; the others together take as long again."""
     modules = imported(module_of(name))
     assert not {"dataclasses", "inspect", "pathlib", "socket", "typing", "datetime", "hpcsched.model.job"} & modules
+
+
+def test_the_package_with_the_clients_imports_them_when_they_are_used() -> None:
+    """Every command imports `hpcsched`; `hpcsched.Client` needs hundreds of modules."""
+    assert imported("hpcsched") == {"hpcsched"}

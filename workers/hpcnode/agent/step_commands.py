@@ -164,7 +164,7 @@ class AgentServices(Protocol):
     ) -> bool: ...
 
 
-class Client:
+class CommandClient:
     """One connection of a step command."""
 
     def __init__(self, number: int, pid: int, uid: int) -> None:
@@ -218,7 +218,7 @@ class Clients:
         self._resumable = resumable
         self._log = log
         self._next = first_number  # never used before on this node, so a stale answer finds no client
-        self._clients: Dict[int, Client] = {}
+        self._clients: Dict[int, CommandClient] = {}
         self._crowd = ConnectionLimits(bounds())
         self._unreported_closes: List[int] = []  # closed while no controller was connected
         self._progresses = Progresses(loop, home)
@@ -231,7 +231,7 @@ class Clients:
     def accept(self, sock: socket.socket) -> None:
         """Accept a connection. Its first frame tells what it is."""
         pid, uid = peer(sock)
-        client = Client(self._next, pid, uid)
+        client = CommandClient(self._next, pid, uid)
         if not self._crowd.comes(uid, client):
             self._log("connection of uid %d refused: too many" % uid)
             sock.close()
@@ -308,7 +308,7 @@ class Clients:
 
     # ----- one client
 
-    def _received(self, client: Client, data: bytes) -> None:
+    def _received(self, client: CommandClient, data: bytes) -> None:
         if not data:
             self._left(client)
             return
@@ -328,7 +328,7 @@ class Clients:
             self._deliver(client, protocol.Goodbye(str(error)), b"")
             self._leave(client)
 
-    def _is_controller(self, client: Client, frames: Frames) -> bool:
+    def _is_controller(self, client: CommandClient, frames: Frames) -> bool:
         """Return whether the client is a controller.
 
         Then the agent takes over the connection and what came on it.
@@ -343,7 +343,7 @@ class Clients:
             self._leave(client)
         return True
 
-    def _handle(self, client: Client, message: protocol.Message, blob: bytes) -> None:
+    def _handle(self, client: CommandClient, message: protocol.Message, blob: bytes) -> None:
         if isinstance(message, protocol.StepRequest):
             self._request(client, message)
         elif isinstance(message, protocol.StepBack):
@@ -366,7 +366,7 @@ class Clients:
         else:
             raise protocol.WireError("a step command cannot say %s" % type(message).__name__)
 
-    def _request(self, client: Client, request: protocol.StepRequest) -> None:
+    def _request(self, client: CommandClient, request: protocol.StepRequest) -> None:
         if client.asked:
             raise protocol.WireError("a connection asks for one step only")
         client.asked = True
@@ -390,7 +390,7 @@ class Clients:
             text = "this node is not connected to the controller: the step waits for it"
             self._deliver(client, protocol.StepWaiting(request.job_id, text), b"")
 
-    def _resume(self, client: Client, said: protocol.StepBack) -> None:
+    def _resume(self, client: CommandClient, said: protocol.StepBack) -> None:
         """Give a step command the stream that it had with an earlier agent."""
         if client.asked:
             raise protocol.WireError("StepBack must be the first message of a connection")
@@ -410,7 +410,7 @@ class Clients:
         self._deliver(client, protocol.StepEnded([], [], again=True) if never_told else protocol.Goodbye(why), b"")
         self._leave(client)
 
-    def _ask_after(self, client: Client) -> None:
+    def _ask_after(self, client: CommandClient) -> None:
         """Ask the controller for the state of a client's request.
 
         Pause the client if none is connected.
@@ -428,7 +428,7 @@ class Clients:
         if len(self._resumable):
             self._loop.later(LOOK_S, self._look_for_ended_clients)
 
-    def _ask(self, client: Client, request: protocol.ApiRequest, blob: bytes) -> None:
+    def _ask(self, client: CommandClient, request: protocol.ApiRequest, blob: bytes) -> None:
         """Pass on an API request of a command in a job here.
 
         Fail at once if no controller is connected.
@@ -445,18 +445,18 @@ class Clients:
             client.asked = False
             self._refuse(client, 503, "this node is not connected to the controller")
 
-    def _refuse(self, client: Client, status: int, why: str) -> None:
+    def _refuse(self, client: CommandClient, status: int, why: str) -> None:
         kind = "UnavailableError" if status == 503 else "PermissionDeniedError"
         body = json.dumps({"error": "cannot ask the controller: " + why, "kind": kind}).encode()
         self._deliver(client, protocol.ApiAnswer(status, {}), body)
         self._leave(client)
 
-    def _pass_on(self, client: Client, message: protocol.Message, blob: bytes) -> bool:
+    def _pass_on(self, client: CommandClient, message: protocol.Message, blob: bytes) -> bool:
         inner = protocol.to_json(message)
         frame = protocol.FromStream(client.number, client.uid, client.job_id, client.attempt, inner)
         return self._home.to_controller(frame, blob)
 
-    def _deliver(self, client: Client, message: protocol.Message, blob: bytes) -> None:
+    def _deliver(self, client: CommandClient, message: protocol.Message, blob: bytes) -> None:
         if client.stream is None or client.stream.closed:
             return
         frame = protocol.encode(message, blob)
@@ -466,12 +466,12 @@ class Clients:
             return
         client.stream.send(frame)
 
-    def _dropped(self, client: Client) -> None:
+    def _dropped(self, client: CommandClient) -> None:
         if client.stream is not None:
             client.stream.close()
         self._left(client)
 
-    def _check_asked(self, client: Client) -> None:
+    def _check_asked(self, client: CommandClient) -> None:
         """Close a connection whose first frame, or a begun frame, is not complete in time."""
         if self._clients.get(client.number) is not client:
             return
@@ -482,13 +482,13 @@ class Clients:
         else:
             self._loop.later(left_s, lambda: self._check_asked(client))
 
-    def _leave(self, client: Client) -> None:
+    def _leave(self, client: CommandClient) -> None:
         """Close a client when it has read all messages."""
         if client.stream is not None:
             client.stream.close_when_sent()
         self._left(client)
 
-    def _left(self, client: Client) -> None:
+    def _left(self, client: CommandClient) -> None:
         if client.number not in self._clients:
             return
         self._forget(client)
@@ -499,7 +499,7 @@ class Clients:
         if not self._home.to_controller(protocol.CloseStream(number)):
             self._unreported_closes.append(number)
 
-    def _forget(self, client: Client) -> None:
+    def _forget(self, client: CommandClient) -> None:
         if self._clients.pop(client.number, None) is not None:
             if client.asked and not client.asks_api:
                 self._resumable.closed(client.number)

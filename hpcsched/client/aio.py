@@ -1,0 +1,254 @@
+"""`AsyncClient`: `hpcsched.client.blocking` for asyncio. No thread is used.
+
+client = AsyncClient()
+job = await client.submit(train, 0.1, cpus_per_task=4)
+print(await job.result())
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpcsched import client as transport
+from hpcsched.client import jobs
+from hpcsched.client.jobs import JobInfo, LogFlow, NodeInfo, Prepared
+from hpcsched.client.place import ClusterConnection, find_connection
+from hpcsched.client.protocol import HttpReply, Pause, ReplyReader, Send, request_bytes
+from hpcsched.errors import HpcschedError
+
+if TYPE_CHECKING:
+    from hpcsched.client.functions import FunctionCall
+    from hpcsched.client.protocol import Flow
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A connection to a cluster, for programs with an event loop."""
+
+    def __init__(
+        self, *, socket: str | Path | None = None, results: str = "", calls: str | Path | None = None, python: str = ""
+    ) -> None:
+        self._connection: ClusterConnection = find_connection(
+            socket=socket, results=results, calls=calls, python=python
+        )
+
+    async def submit(
+        self,
+        what: str | os.PathLike[str] | Callable[..., Any],
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        **options: object,
+    ) -> AsyncJob:
+        """Submit a function with its arguments, or a script, as `Client.submit`."""
+        prepared = self._connection.prepare(what, args, kwargs or {}, options, request_id)
+        return AsyncJob(self, await self._run(jobs.submit(prepared)), None, prepared.call)
+
+    async def map(
+        self, function: Callable[..., Any], *iterables: Iterable[Any], request_id: str = "", **options: object
+    ) -> AsyncJobArray:
+        """Submit calls of `function` as one array, as `Client.map`."""
+        return await self._submit_array(self._connection.prepare_map(function, iterables, options, request_id))
+
+    async def submit_array(
+        self, script: str | os.PathLike[str], *args: str, request_id: str = "", **options: object
+    ) -> AsyncJobArray:
+        """Submit a script as an array, as `Client.submit_array`."""
+        return await self._submit_array(self._connection.prepare_array(script, args, options, request_id))
+
+    async def _submit_array(self, prepared: Prepared) -> AsyncJobArray:
+        return AsyncJobArray(self, await self._run(jobs.submit(prepared)), prepared.tasks, prepared.call)
+
+    async def job(self, job_id: int, task: int | None = None) -> AsyncJob:
+        """Return a job that was submitted before, as `Client.job`."""
+        return AsyncJob(self, job_id, task, await self._run(self._connection.call_of(job_id, task)))
+
+    async def jobs(self, **filters: str) -> list[JobInfo]:
+        """Return the jobs that the controller remembers, as `Client.jobs`."""
+        return await self._run(jobs.jobs(filters))
+
+    async def nodes(self) -> list[NodeInfo]:
+        """Return the nodes."""
+        return await self._run(jobs.nodes())
+
+    async def _run(self, flow: Flow[T]) -> T:
+        return await run(flow, lambda step: perform(step, self._connection.socket))
+
+
+class AsyncJob:
+    """A submitted job, or one task of an array. ``await job`` is ``await job.result()``."""
+
+    def __init__(self, client: AsyncClient, job_id: int, task: int | None, call: FunctionCall | None) -> None:
+        self._client = client
+        self._call = call
+        self.id = job_id
+        self.task = task
+
+    @property
+    def display_id(self) -> str:
+        """Return the id as commands take it: 7, or 7_3 for a task."""
+        return str(self.id) if self.task is None else f"{self.id}_{self.task}"
+
+    def __repr__(self) -> str:
+        return f"<AsyncJob {self.display_id}>"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.result().__await__()
+
+    async def info(self) -> JobInfo:
+        """Return the job as it is now. Raises NotFoundError."""
+        return await self._client._run(jobs.single_info(self.display_id))
+
+    async def state(self) -> str:
+        """Return the state: PENDING, RUNNING, COMPLETED ..."""
+        return (await self._client._run(jobs.states(self.display_id)))[self.display_id]
+
+    async def done(self) -> bool:
+        """Return whether the job has ended."""
+        return await self.state() in jobs.ENDED_STATES
+
+    async def wait(self, timeout_s: float | None = None) -> JobInfo:
+        """Wait until the job has ended, as `SubmittedJob.wait`."""
+        await self._client._run(jobs.wait(self.display_id, timeout_s))
+        return await self.info()
+
+    async def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the function, and return its result, as `SubmittedJob.result`."""
+        return await self._client._run(jobs.wait_for_result(self._call, self.display_id, self.task, timeout_s))
+
+    async def logs(self, *, follow: bool = False, stream: str = "out") -> AsyncIterator[str]:
+        """Yield the output piece by piece, as `SubmittedJob.logs`."""
+        log = LogFlow(self.display_id, stream, follow=follow)
+        while not log.has_ended:
+            if text := await self._client._run(log.next()):
+                yield text
+
+    async def stdout(self) -> str:
+        """Return what the job has written to its standard output."""
+        return await self._client._run(jobs.read_text(self.display_id, "out"))
+
+    async def stderr(self) -> str:
+        """Return what the job has written to its standard error, as `SubmittedJob.stderr`."""
+        return await self._client._run(jobs.read_text(self.display_id, "err"))
+
+    async def cancel(self) -> None:
+        """End the job, as `SubmittedJob.cancel`."""
+        await self._client._run(jobs.cancel([self.display_id]))
+
+
+class AsyncJobArray(Sequence[AsyncJob]):
+    """The tasks of an array, in the order of their indices."""
+
+    def __init__(self, client: AsyncClient, job_id: int, tasks: Sequence[int], call: FunctionCall | None) -> None:
+        self._client = client
+        self._call = call
+        self._indices = tasks
+        self._tasks = [AsyncJob(client, job_id, task, call) for task in tasks]
+        self.id = job_id
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tasks[index]
+
+    def __iter__(self) -> Iterator[AsyncJob]:
+        return iter(self._tasks)
+
+    def __repr__(self) -> str:
+        return f"<AsyncJobArray {self.id}, {len(self)} tasks>"
+
+    async def states(self) -> dict[str, str]:
+        """Return the state of each task by its id."""
+        return await self._client._run(jobs.states(str(self.id)))
+
+    async def wait(self, timeout_s: float | None = None) -> dict[str, str]:
+        """Wait until all tasks have ended, as `JobArray.wait`."""
+        return await self._client._run(jobs.wait(str(self.id), timeout_s))
+
+    async def results(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all tasks, and return their results in order, as `JobArray.results`."""
+        return await self._client._run(jobs.results(self._call, self.id, self._indices, timeout_s))
+
+    async def cancel(self) -> None:
+        """End all tasks that have not ended."""
+        await self._client._run(jobs.cancel([str(self.id)]))
+
+
+# ----- the steps of the protocol, without a thread
+
+
+async def run(flow: Flow[T], send: Callable[[Send], Awaitable[HttpReply]]) -> T:
+    """Perform the steps of a flow, one after the other, and return its result."""
+    try:
+        step = next(flow)
+        while True:
+            if isinstance(step, Pause):
+                await asyncio.sleep(step.seconds)
+                step = flow.send(None)
+                continue
+            try:
+                reply = await send(step)
+            except HpcschedError as error:
+                step = flow.throw(error)
+            else:
+                step = flow.send(reply)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+async def perform(step: Send, where: str) -> HttpReply:
+    """Send one request to the controller's socket, "" for the default, and return the answer."""
+    path = where or transport.socket_path()
+    try:
+        async with asyncio.timeout(step.timeout_s):
+            sock = await _connected(path)
+            reader, writer = await asyncio.open_unix_connection(sock=sock)
+            try:
+                return await _exchanged(reader, writer, request_bytes(step.method, step.path, step.body))
+            finally:
+                writer.close()
+    except TimeoutError:
+        raise transport.late(step.timeout_s) from None
+
+
+async def _connected(path: str) -> socket.socket:
+    """Return a socket connected to the controller, and retry while its queue is full.
+
+    asyncio takes the EAGAIN of a unix socket for a connection that is under way.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        while True:
+            try:
+                sock.connect(path)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(transport.CROWDED_S)
+        transport.check_server(sock, path)
+    except OSError as error:
+        sock.close()
+        raise transport.unreachable(error, path) from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _exchanged(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> HttpReply:
+    parser = ReplyReader()
+    writer.write(request)
+    try:
+        while (reply := parser.feed(await reader.read(transport.READ_BYTES))) is None:
+            pass
+        return reply
+    except OSError as error:
+        raise transport.lost(error) from None
