@@ -23,7 +23,8 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from hpcsched.api import web
-from hpcsched.api.identity import Asker, is_account
+from hpcsched.api.identity import is_account
+from hpcsched.auth.authorize import Identity
 from hpcsched.commands import cancel, queue, submit
 from hpcsched.commands.call import Call, Caller, Collected, Entrance, Json, OwnProcessError, ScriptError
 from hpcsched.commands.options import explained
@@ -122,7 +123,7 @@ def can_show(environ: Mapping[str, str]) -> bool:
     return name in ("C", "POSIX") or encoding.replace("-", "").lower() == "utf8"
 
 
-async def answer(words: CommandWords, asker: Asker, api: Routed) -> bytes:
+async def answer(words: CommandWords, identity: Identity, api: Routed) -> bytes:
     """Run the command for the client, and return the answer's body.
 
     Raises RequestError for an unknown command.
@@ -131,8 +132,8 @@ async def answer(words: CommandWords, asker: Asker, api: Routed) -> bytes:
     output = Collected()
     caller = Caller(
         environ=words.environ,
-        uid=asker.uid,
-        user=asker.user,
+        uid=identity.uid,
+        user=identity.user,
         host=words.host,
         work_dir=words.work_dir,
         width=words.width,

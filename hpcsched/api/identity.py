@@ -1,6 +1,7 @@
-"""Identify the client of the unix socket, and decide its permissions.
+"""Identify the client of the unix socket.
 
-The kernel identifies it (SO_PEERCRED, unix(7)), never the request.
+The kernel identifies it (SO_PEERCRED, unix(7)), never the request. `hpcsched.auth.authorize` decides
+what it may do.
 """
 
 from __future__ import annotations
@@ -9,41 +10,11 @@ import os
 import pwd
 import socket
 import struct
-from dataclasses import dataclass
 
 from hpcnode.os import account as node_user
-from hpcsched.errors import PermissionDeniedError
-from hpcsched.model.job import Job
+from hpcsched.auth.authorize import AccessPolicy, Identity, identity_in
 
 _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
-    """The account behind a request.
-
-    `admin`: root, the account of the controller, and the configured admins.
-    """
-
-    uid: int
-    user: str
-    admin: bool
-
-    def owns(self, job: Job) -> bool:
-        """Return whether the asker owns this job, or may act as its owner."""
-        return self.admin or job.uid == self.uid
-
-    def must_own(self, job: Job, what: str) -> None:
-        """Raise an error if the job belongs to another user; `what` names the action."""
-        if not self.owns(job):
-            raise PermissionDeniedError(
-                f"cannot {what} job {job.display_id}: it belongs to {job.user}, you are {self.user}"
-            )
-
-    def must_be_admin(self, what: str) -> None:
-        """Raise an error if the asker is not an admin; `what` names the action."""
-        if not self.admin:
-            raise PermissionDeniedError(f"cannot {what}: only root and the configured admins may, you are {self.user}")
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -53,13 +24,9 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)  # int: of the kernel
 
 
-def asker_of(uid: int, admins: tuple[str, ...]) -> Asker:
-    """Return the `Asker` of `uid`.
-
-    Root, the controller's own account and the configured admins have all permissions.
-    """
-    user = user_name(uid)
-    return Asker(uid=uid, user=user, admin=uid in (0, os.getuid()) or user in admins)
+def identity_of(uid: int, policy: AccessPolicy) -> Identity:
+    """Return the identity of `uid`. Root and the controller's own account are admins."""
+    return identity_in(policy, uid, user_name(uid), is_root=uid in (0, os.getuid()))
 
 
 def is_account(name: str) -> bool:

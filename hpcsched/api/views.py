@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, allows
 from hpcsched.config.load import natural_order
 from hpcsched.jobscript.patterns import JobFiles, job_files
 from hpcsched.jobscript.values import terms_text
@@ -83,19 +83,19 @@ def failure_view(failure: RankFailure) -> dict[str, Any]:
     }
 
 
-def reason_detail(job: Job, asker: Asker) -> str:
+def reason_detail(job: Job, identity: Identity) -> str:
     """Return the recorded text of the job's reason, "" for other users.
 
     Nodes and users put paths into it.
     """
-    return job.reason_detail if asker.owns(job) else ""
+    return job.reason_detail if allows(identity, Action.VIEW_DETAILS, job) else ""
 
 
-def _why_pending(job: Job, cluster: ClusterState, asker: Asker) -> tuple[Reason, str, float | None]:
+def _why_pending(job: Job, cluster: ClusterState, identity: Identity) -> tuple[Reason, str, float | None]:
     wait = cluster.waits.get(job.id)
     if wait is not None:
-        detail = _queued_again(job, asker) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
-        if job.refusals and asker.owns(job):
+        detail = _queued_again(job, identity) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
+        if job.refusals and allows(identity, Action.VIEW_DETAILS, job):
             detail += f"; it could not be started {refused_on(job)}"
         return wait.reason, detail, wait.expected_start_s
     if job.hold is not Hold.NONE:
@@ -103,13 +103,13 @@ def _why_pending(job: Job, cluster: ClusterState, asker: Asker) -> tuple[Reason,
     return Reason.NONE, "", None
 
 
-def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> tuple[Reason, str, float | None]:
-    """Return the reason, a sentence for `asker`, and the expected start of a waiting job.
+def why_waiting(job: Job, cluster: ClusterState, identity: Identity, now_s: float) -> tuple[Reason, str, float | None]:
+    """Return the reason, a sentence for `identity`, and the expected start of a waiting job.
 
     Also for an active job that has a problem, for example a lost node.
     """
     if job.state is JobState.PENDING:
-        return _why_pending(job, cluster, asker)
+        return _why_pending(job, cluster, identity)
     if job.state in ACTIVE:
         lost = [name for name in job.held_nodes if cluster.nodes[name].link is Link.DOWN]
         if lost:
@@ -120,13 +120,15 @@ def why_waiting(job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> 
             return job.reason, _standing_still(job), None
         if any(cluster.job_of_former(launch.token) is job for launch in cluster.undecided_launches.values()):
             return job.reason, _UNDECIDED, None
-    return job.reason, reason_detail(job, asker), None
+    return job.reason, reason_detail(job, identity), None
 
 
-def in_a_sentence(job: Job, cluster: ClusterState, asker: Asker, reason: Reason, detail: str, now_s: float) -> str:
+def in_a_sentence(
+    job: Job, cluster: ClusterState, identity: Identity, reason: Reason, detail: str, now_s: float
+) -> str:
     """Return a sentence about the job; `reason` and `detail` are those of `why_waiting`."""
     if job.state is JobState.COMPLETING and reason is not Reason.NODE_LOST:
-        return f"job {job.display_id} {_ending(job, cluster, asker)}"
+        return f"job {job.display_id} {_ending(job, cluster, identity)}"
     if job.state in (JobState.CONFIGURING, JobState.SUSPENDED) and detail and reason is not Reason.NODE_LOST:
         return f"job {job.display_id} {detail}"
     asked = f", and was asked to make do with {compress_hostlist(job.wanted_nodes)}" if job.wanted_nodes else ""
@@ -184,8 +186,8 @@ def refused_on(job: Job) -> str:
     return f"on {job.refusals[0].node}: {words}" if len(job.refusals) == 1 else words
 
 
-def _queued_again(job: Job, asker: Asker) -> str:
-    detail = reason_detail(job, asker)
+def _queued_again(job: Job, identity: Identity) -> str:
+    detail = reason_detail(job, identity)
     why = f" ({detail})" if detail else ""
     at = time.strftime("%H:%M:%S", time.localtime(job.not_before_s))
     return f"was queued again after its attempt {job.attempt - 1}{why}, and may start from {at} on"
@@ -204,8 +206,8 @@ def _standing_still(job: Job) -> str:
     return f"is suspended: job {job.suspended_for} has its cpus, it goes on when they are free"
 
 
-def _ending(job: Job, cluster: ClusterState, asker: Asker) -> str:
-    detail = reason_detail(job, asker)
+def _ending(job: Job, cluster: ClusterState, identity: Identity) -> str:
+    detail = reason_detail(job, identity)
     why = f" ({detail})" if detail else ""
     unfit = [node for name in job.held_nodes if (node := cluster.nodes[name]).drained and node.drained_by == OURSELVES]
     hindered = f"; node {unfit[0].name}: {unfit[0].drained_why}" if unfit else ""
@@ -396,14 +398,15 @@ LEAST_PRIORITY = 1  # of a job before its first scheduling pass: 0 means held
 
 
 class JobView(dict[str, Any]):
-    """A job as `asker` may see it. Each value is built on first access and kept in the dict."""
+    """A job as `identity` may see it; each value is built on first access and kept."""
 
-    __slots__ = ("_files", "_why", "asker", "job", "now_s", "shares", "cluster")
+    __slots__ = ("_files", "_why", "cluster", "identity", "job", "now_s", "shares", "shows_details")
 
-    def __init__(self, job: Job, cluster: ClusterState, asker: Asker, now_s: float) -> None:
+    def __init__(self, job: Job, cluster: ClusterState, identity: Identity, now_s: float) -> None:
         self.job = job
         self.cluster = cluster
-        self.asker = asker
+        self.identity = identity
+        self.shows_details = allows(identity, Action.VIEW_DETAILS, job)
         self.now_s = now_s
         # The job's present or last allocation by node; empty while it waits.
         self.shares: tuple[Share, ...] = job.shares if job.state is not JobState.PENDING else ()
@@ -425,7 +428,7 @@ class JobView(dict[str, Any]):
     def why(self) -> tuple[Reason, str, float | None]:
         """Return the reason, a sentence for users, and the expected start."""
         if self._why is None:
-            self._why = why_waiting(self.job, self.cluster, self.asker, self.now_s)
+            self._why = why_waiting(self.job, self.cluster, self.identity, self.now_s)
         return self._why
 
     @property
@@ -437,18 +440,18 @@ class JobView(dict[str, Any]):
 
 
 def job_view(
-    job: Job, cluster: ClusterState, asker: Asker, now_s: float, *, whole: bool = False, script: str | None = None
+    job: Job, cluster: ClusterState, identity: Identity, now_s: float, *, whole: bool = False, script: str | None = None
 ) -> dict[str, Any]:
-    """Return the job as `asker` may see it.
+    """Return the job as `identity` may see it.
 
     `whole` adds its environment and its `script` (None: deleted).
     """
-    view = JobView(job, cluster, asker, now_s)
+    view = JobView(job, cluster, identity, now_s)
     made = _ALL.copy()
     made.update(zip(_PATHS, _fields_of(view), strict=True))
     for name, value in _MADE.items():
         made[name] = value(view)
-    if whole and asker.owns(job):
+    if whole and allows(identity, Action.VIEW_DETAILS, job):
         made |= {"script": script, "script_args": list(job.spec.script_args), "env": dict(job.spec.env)}
     return made
 
@@ -466,7 +469,7 @@ def _askeds(*names: str) -> dict[str, str]:
 
 def _private(value: _Value) -> _Value:
     """Return `value` for the owner and admins only."""
-    return lambda view: value(view) if view.asker.owns(view.job) else None
+    return lambda view: value(view) if view.shows_details else None
 
 
 def _unless_waiting(name: str) -> _Value:

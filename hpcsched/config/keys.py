@@ -98,6 +98,15 @@ def users(value: Any) -> tuple[str, ...]:
     return tuple(user(item) for item in _list(value))
 
 
+def privacies(value: Any) -> tuple[str, ...]:
+    """Return a list of what `[privacy] hide` may name."""
+    kinds = ("jobs", "nodes", "usage", "reservations")
+    for item in _list(value):
+        if item not in kinds:
+            raise BadValue(f"wants a list of {', '.join(kinds)}")
+    return tuple(dict.fromkeys(value))
+
+
 def user(value: Any) -> str:
     if not isinstance(value, str) or not USER_NAME.match(value):
         raise BadValue("wants a user name")
@@ -285,8 +294,6 @@ CONTROLLER = (
         "At this size a log file, as hpcsched up and hpcschedd --log-file write it, is renamed to NAME.1 and a new one begun. "
         "0: never."),
     Key("log_files", whole(1, 1000), 5, "How many renamed log files are kept."),
-    Key("admins", users, [],
-        "Users who may act on the jobs of all users and on nodes, besides root and the controller's own account."),
     Key("ssh_config", text, "~/.ssh/config",
         "OpenSSH client configuration that is honoured: HostName, User, Port, IdentityFile, ProxyJump."),
     Key("connect_timeout_s", seconds(1), 20,
@@ -311,6 +318,24 @@ CONTROLLER = (
         "How many requests one user may send per second, on average; many jobs submitted at once count as one. Commands that "
         "are told so wait and ask again. Not for root and the controller's own account. 0: no limit."),
     Key("request_burst", whole(1, 1_000_000), 500, "How many requests one user may send at once before request_rate counts."),
+)
+
+ROLES = (
+    Key("admins", users, [],
+        "Users who may do everything, besides root and the controller's own account. 'hctl show roles' shows what each "
+        "role may do."),
+    Key("operators", users, [],
+        "Users who may act on the jobs of all users, drain nodes, change partitions and make reservations."),
+    Key("viewers", users, [], "Users who may look, and neither submit nor change anything."),
+    Key("services", users, [],
+        "Accounts of programs that watch the cluster. They see all that [privacy] hides, and change nothing."),
+    Key("default", one_of("user", "viewer"), "user", "The role of all other users: user or viewer."),
+)
+
+PRIVACY = (
+    Key("hide", privacies, [],
+        "What users see of others, as Slurm's PrivateData: jobs, nodes, usage, reservations. Of a hidden kind, users see "
+        "what is theirs, coordinators what is their accounts', and the other roles all."),
 )
 
 SCHEDULER = (
@@ -414,7 +439,14 @@ SWITCH = (
 )
 # fmt: on
 
-SECTIONS = {"cluster": CLUSTER, "controller": CONTROLLER, "scheduler": SCHEDULER, "scheduler.weights": WEIGHTS}
+SECTIONS = {
+    "cluster": CLUSTER,
+    "controller": CONTROLLER,
+    "roles": ROLES,
+    "privacy": PRIVACY,
+    "scheduler": SCHEDULER,
+    "scheduler.weights": WEIGHTS,
+}
 
 # ----- check one table of a TOML file against its allowed keys, and fill in the defaults
 

@@ -24,12 +24,15 @@ from typing import Any
 
 from hpcnode.wire import gate
 from hpcsched import paths
+from hpcsched.auth.authorize import HIDEABLE, AccessPolicy, Role
 from hpcsched.config.accounts import ALL_PARTITION, ALL_WEIGHTS, TABLES, accounting_of, check_partitions, limits_from
 from hpcsched.config.keys import (
     CLUSTER,
     CONTROLLER,
     LOCAL_HOST,
     NODE,
+    PRIVACY,
+    ROLES,
     SCHEDULER,
     SWITCH,
     refuse_unknown,
@@ -102,7 +105,6 @@ class ControllerSettings:
     log_level: str
     log_max_size: int  # MiB
     log_files: int
-    admins: tuple[str, ...]
     ssh_config: Path
     connect_timeout_s: float
     heartbeat_s: float
@@ -189,6 +191,7 @@ class Config:
     partitions: tuple[Partition, ...]
     accounting: Accounting
     nodes: tuple[NodeSpec, ...]
+    access: AccessPolicy
 
     @property
     def launch_key(self) -> Path:
@@ -296,7 +299,7 @@ def build_config(
     Raises ConfigError.
     """
     path = config_dir / paths.CONFIG_FILE
-    known = ("cluster", "controller", "scheduler", "partitions", "topology", *TABLES)
+    known = ("cluster", "controller", "roles", "privacy", "scheduler", "partitions", "topology", *TABLES)
     refuse_unknown(path, "the file", tables, known, kind="table")
     cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
     partitions = _partitions(path, tables.get("partitions", {}), nodes)
@@ -313,6 +316,22 @@ def build_config(
         partitions=partitions,
         accounting=accounting,
         nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),
+        access=_access(path, tables, accounting),
+    )
+
+
+def _access(path: Path, tables: Mapping[str, Any], accounting: Accounting) -> AccessPolicy:
+    roles = values_of(path, "[roles]", tables.get("roles", {}), ROLES)
+    hide = values_of(path, "[privacy]", tables.get("privacy", {}), PRIVACY)["hide"]
+    named: dict[str, str] = {}
+    for role in ("admins", "operators", "viewers", "services"):
+        for user in roles[role]:
+            if named.setdefault(user, role) != role:
+                raise ConfigError(f"cannot use {path}: [roles] names {user!r} in {named[user]} and in {role}; keep one")
+    return AccessPolicy(
+        **roles | {"default": Role(roles["default"])},
+        hidden=frozenset(HIDEABLE[kind] for kind in hide),
+        coordinators=accounting.coordinators(),
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 from hpcnode.os import rlimits
 from hpcnode.wire import protocol
 from hpcsched import paths
-from hpcsched.api.identity import Asker, asker_of
+from hpcsched.api.identity import identity_of
+from hpcsched.auth.authorize import Action, Identity, allows
 from hpcsched.controller import messages, preemption
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.requests.held_jobs import OPTION, ShellPorts, Shells
@@ -87,7 +88,7 @@ class Stepping:
             same_machine=lambda job: messages.same_machine(job, self._cluster),
             devices=lambda node: messages.devices_of(self._cluster.nodes[node]),
             last_step=lambda job_id, attempt: store.last_step(job_id, attempt),
-            is_admin=lambda uid: self._asker(uid).admin,
+            may_act=lambda uid, job: allows(self._identity(uid), Action.RUN_STEP, job),
             epoch=lambda: self._cluster.epoch,
             now_s=self._clock,
             allow_uid_below=lambda: self._cluster.config.controller.allow_uid_below,
@@ -131,7 +132,7 @@ class Stepping:
             if not isinstance(request, protocol.StepRequest) or request.version != protocol.VERSION:
                 raise ProtocolError("cannot test the request: this hrun and the controller are of different versions")
             now_s = self._clock()
-            rehearsal = self._controller.rehearsal(self._asker(said.uid), read_allocation(request, now_s), now_s)
+            rehearsal = self._controller.rehearsal(self._identity(said.uid), read_allocation(request, now_s), now_s)
             text = start_words(await asyncio.to_thread(rehearsal))
         except (HpcschedError, protocol.WireError) as refused:
             error = str(refused)
@@ -318,7 +319,7 @@ class Stepping:
     def _allocate(self, request: protocol.StepRequest, uid: int) -> JobId:
         assert self._tx is not None
         spec = read_allocation(request, self._clock())
-        made = jobs.submit(self._tx, self._asker(uid), "", [spec], lambda *_: None)
+        made = jobs.submit(self._tx, self._identity(uid), "", [spec], lambda *_: None)
         return JobId(made[0]["job_id"])
 
     def _resize(self, job: Job, count: int, uid: int) -> None:
@@ -386,8 +387,8 @@ class Stepping:
             distribution="arbitrary" if options.shape.hosts else options.distribution,
         )
 
-    def _asker(self, uid: int) -> Asker:
-        return asker_of(uid, self._cluster.config.controller.admins)
+    def _identity(self, uid: int) -> Identity:
+        return identity_of(uid, self._cluster.config.access)
 
 
 def _ignore(result: Any) -> None:

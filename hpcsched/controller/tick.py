@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
 from hpcsched.controller.nodes import edits, orphans
@@ -793,23 +793,24 @@ class Controller:
             self._memory.experience(now_s),
         )
 
-    def rehearsal(self, asker: Asker, spec: JobSpec, now_s: float) -> Callable[[], dict[str, Any]]:
+    def rehearsal(self, identity: Identity, spec: JobSpec, now_s: float) -> Callable[[], dict[str, Any]]:
         """Return a function that computes when the job would start if it were submitted now.
 
         The function can run in any thread.
 
         Raises: RequestError.
         """
-        check_account(self.cluster, asker)
-        spec = settle(self.cluster, asker.user, spec)
-        check_share_of_queue(self.cluster, asker, spec)
-        partitions, limit_s = place_of(self.cluster, asker.user, spec, now_s)
+        authorize(identity, Action.SUBMIT)
+        check_account(self.cluster, identity)
+        spec = settle(self.cluster, identity.user, spec)
+        check_share_of_queue(self.cluster, identity, spec)
+        partitions, limit_s = place_of(self.cluster, identity.user, spec, now_s)
         submitted = Submitted(
             job_id=JobId(self.cluster.last_job_id + 1),
             at_s=now_s,
             spec_id=0,
-            uid=asker.uid,
-            user=asker.user,
+            uid=identity.uid,
+            user=identity.user,
             partition=",".join(partition.name for partition in partitions),
             time_limit_s=limit_s,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Account, Accounting, Association, Qos, UserRules
 from hpcsched.model.text import nearest
@@ -83,13 +83,13 @@ def charged(cluster: ClusterState, now_s: float) -> dict[Association, float]:
 # alike, so their sum is the usage from now on. Job records (hacct) do not change.
 
 
-def reset(tx: Transaction, asker: Asker, accounts: Sequence[str], users: Sequence[str]) -> list[tuple[str, str]]:
+def reset(tx: Transaction, identity: Identity, accounts: Sequence[str], users: Sequence[str]) -> list[tuple[str, str]]:
     """Reset the usage of these users in these accounts and the accounts below them.
 
     Empty `accounts` means all accounts, empty `users` all users. Return the associations that had
     usage.
     """
-    asker.must_be_admin("reset what has been used")
+    authorize(identity, Action.RESET_USAGE)
     cluster = tx.cluster
     rows = used_now(cluster, tx.now_s)
     accounting = cluster.config.accounting

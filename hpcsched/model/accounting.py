@@ -82,6 +82,7 @@ class Account:
     parent: str = ""
     shares: int = 1
     users: tuple[str, ...] = ()
+    coordinators: tuple[str, ...] = ()
     priority: int = 0
     qos: tuple[str, ...] = ()  # QOS that may be used; empty: those of the parent, in the end the normal one
     default_qos: str = ""
@@ -162,6 +163,14 @@ class Accounting:
         """Return the accounts that `user` belongs to, in the order of the configuration."""
         named = [account.name for account in self.accounts if user in account.users]
         return named or [account.name for account in self.accounts if EVERYBODY in account.users]
+
+    def coordinators(self) -> dict[str, frozenset[str]]:
+        """Return the accounts of each coordinator, with the accounts below these."""
+        found: dict[str, frozenset[str]] = {}
+        for account in self.accounts:
+            for user in {user for above in self.lineage(account.name) for user in above.coordinators}:
+                found[user] = found.get(user, frozenset()) | {account.name}
+        return found
 
     def default_account(self, user: str) -> str:
         """Return the account of a job of `user` that names none; "" if there is none."""

@@ -101,7 +101,7 @@ class StepPorts:
     same_machine: Callable[[Job], bool]
     # The highest step number of the job's attempt in the rows, -1 if none.
     last_step: Callable[[JobId, int], int]
-    is_admin: Callable[[int], bool]
+    may_act: Callable[[int, Job], bool]
     epoch: Callable[[], int]
     now_s: Callable[[], float]
     grace_s: float  # from SIGTERM to SIGKILL
@@ -209,7 +209,7 @@ def permitted_job(ports: StepPorts, origin: Origin, envelope: protocol.FromStrea
     in_job = origin[0] != HEAD and envelope.job_id == job_id
     if in_job and envelope.attempt != job.attempt:
         raise RequestError(f"cannot start a step in attempt {envelope.attempt} of job {job_id}: it is over")
-    if not in_job and not _may_act(ports, asking_uid(ports, origin, envelope), job):
+    if not in_job and not ports.may_act(asking_uid(ports, origin, envelope), job):
         raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
     if ports.is_adopted(job):
         raise RequestError(f"cannot start a step in job {job_id}: it runs from before the database was restored")
@@ -230,10 +230,6 @@ def asking_uid(ports: StepPorts, origin: Origin, envelope: protocol.FromStream) 
             f"cannot start a step from {origin[0]}: this command runs in no job there; run it on the head node"
         )
     return home.uid
-
-
-def _may_act(ports: StepPorts, uid: int, job: Job) -> bool:
-    return uid in (0, job.uid) or ports.is_admin(uid)
 
 
 def may_launch(job: Job, node: NodeName | None = None) -> bool:

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.config.load import build_config
 from hpcsched.controller.daemon import GC_THRESHOLD, Alarm
 from hpcsched.controller.recovery import policy_of
@@ -128,12 +128,12 @@ def _specs(count: int, *, preemption: bool) -> list[JobSpec]:
 
 
 async def _submit(head: Head, specs: list[JobSpec]) -> None:
-    asker = Asker(uid=1000, user="ann", admin=False)
+    identity = Identity(uid=1000, user="ann", role=Role.USER)
     for at in range(0, len(specs), AT_ONCE):
         done = asyncio.get_running_loop().create_future()
         some = specs[at : at + AT_ONCE]
         head.controller.ask(
-            lambda tx, some=some: requests.submit(tx, asker, "", some, head.store.request_jobs), done.set_result
+            lambda tx, some=some: requests.submit(tx, identity, "", some, head.store.request_jobs), done.set_result
         )
         answer = await done
         if isinstance(answer, Exception):

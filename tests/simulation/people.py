@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.controller import preemption
 from hpcsched.controller.requests import jobs, running_jobs, update
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from simulation.agent import SimAgent
     from simulation.stage import Simulation
 
-ANN = Asker(uid=1000, user="ann", admin=False)
-ROOT = Asker(uid=0, user="root", admin=True)
+ANN = Identity(uid=1000, user="ann", role=Role.USER)
+ROOT = Identity(uid=0, user="root", role=Role.ADMIN)
 PATIENCE_S = 8.0
 MAX_TRIES = 200
 

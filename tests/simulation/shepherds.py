@@ -232,7 +232,7 @@ class SimShepherd(Process):
             return
         machine, now_s = self.machine, self.machine.wall_s()
         self.pid, self.ticks = machine.new_pid(), machine.ticks()
-        identity = process.Identity(self.pid, self.ticks, machine.boot_id)
+        identity = process.ProcessIdentity(self.pid, self.ticks, machine.boot_id)
         started = TasksStarted(
             pid=self.pid,
             at_s=now_s,
@@ -572,7 +572,7 @@ class SimShepherdPool:
         machine = self._machine
         if started.get("boot_id") != machine.boot_id:
             return True
-        tasks = [process.Identity(*item) for item in started.get("tasks", ())]
+        tasks = [process.ProcessIdentity(*item) for item in started.get("tasks", ())]
         self._sim.processes.machine = machine
         left = process.remains_of(
             sessions=[task.pid for task in tasks],

@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from hpcsched.api.identity import Asker, asker_of
+from hpcsched.api.identity import identity_of
+from hpcsched.auth.authorize import Action, Identity, Reach, authorize, reach
 from hpcsched.controller.nodes.edits import held_there
 from hpcsched.errors import RequestError
 from hpcsched.lifecycle.effects import is_gathered
@@ -149,7 +150,7 @@ def _count_failure(tx: Transaction, job: Job, refusal: Refusal) -> None:
     failure = LaunchFailure(
         job_id=job.id,
         uid=job.uid,
-        by_admin=asker_of(job.uid, tx.cluster.config.controller.admins).admin,
+        by_admin=reach(identity_of(job.uid, tx.cluster.config.access), Action.DRAIN) is Reach.ALL,
         of_exec=refusal.of_exec,
         why=without_paths(refusal.why),
     )
@@ -285,14 +286,14 @@ def _why_lost(job: Job, node: NodeName) -> str:
 LEAVING = "it is being removed"
 
 
-def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -> dict[str, Any]:
+def remove_node(tx: Transaction, identity: Identity, node: NodeName, *, force: bool) -> dict[str, Any]:
     """Free the node of jobs, so that its file can be deleted.
 
     Return ``ending`` (jobs to wait for) and ``became``. Repeat the request until no job is ending.
 
     Raises: RequestError if jobs are held there and `force` is not given.
     """
-    asker.must_be_admin("remove a node")
+    authorize(identity, Action.REMOVE_NODE)
     jobs = tx.cluster.jobs_on(node)
     known = tx.cluster.nodes[node]
     if jobs and not force:
@@ -302,11 +303,11 @@ def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -
         )
     if not known.drained:
         tx.record_node(NodeDrained(node=node, at_s=tx.now_s, why=LEAVING, by=OURSELVES))
-    why = f"node {node} was removed by {asker.user}"
+    why = f"node {node} was removed by {identity.user}"
     became = []
     for job in jobs:
         if known.link is Link.UP:
-            _end_on(tx, asker, job, node, why)
+            _end_on(tx, identity, job, node, why)
         else:
             became.append(what_became(lose_node(tx, job, node, why)))
     if known.link is not Link.UP:
@@ -314,10 +315,10 @@ def remove_node(tx: Transaction, asker: Asker, node: NodeName, *, force: bool) -
     return {"ending": [job.display_id for job in tx.cluster.jobs_on(node)], "became": became}
 
 
-def _end_on(tx: Transaction, asker: Asker, job: Job, node: NodeName, why: str) -> None:
+def _end_on(tx: Transaction, identity: Identity, job: Job, node: NodeName, why: str) -> None:
     """Tell the node to end its part of the job, unless it is already ending."""
     if can_do_without(job, node):
-        tx.record(NodesReleased(job_id=job.id, at_s=tx.now_s, nodes=(node,), by_uid=asker.uid))
+        tx.record(NodesReleased(job_id=job.id, at_s=tx.now_s, nodes=(node,), by_uid=identity.uid))
     elif can(job, EndRequested) and job.state is not JobState.COMPLETING:
         end_lost(tx, job, why)
 

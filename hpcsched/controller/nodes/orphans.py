@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes.loss import end_lost
 from hpcsched.controller.reports import Answer, end_orphan
@@ -134,12 +134,12 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
     ]
 
 
-def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]:
+def adopt(tx: Transaction, identity: Identity, references: Iterable[str]) -> list[int]:
     """Adopt these running jobs; return their ids.
 
     A launch with another token than the database has is refused. "all" means all that can be adopted, if any can.
     """
-    asker.must_be_admin("adopt what runs from before the restore")
+    authorize(identity, Action.SETTLE_ORPHANS)
     references = list(references)
     named = _named(tx.cluster, references)
     if references == ["all"]:
@@ -153,7 +153,7 @@ def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]
                 "holds are not known either; leave it to end, or end it with: hctl strays end"
             )
         if int(job.id) not in adopted:
-            _adopt(tx, job, asker.uid)
+            _adopt(tx, job, identity.uid)
             adopted[int(job.id)] = None
     return list(adopted)
 
@@ -180,16 +180,16 @@ def _adopt(tx: Transaction, job: Job, by_uid: int | None) -> None:
     )
 
 
-def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeName, Answer]:
+def end(tx: Transaction, identity: Identity, references: Iterable[str]) -> dict[NodeName, Answer]:
     """End these launches, each with its whole job on its node; return the orders by node."""
-    asker.must_be_admin("end what runs from before the restore")
+    authorize(identity, Action.SETTLE_ORPHANS)
     answers: dict[NodeName, Answer] = {}
     for token in _named(tx.cluster, references):
         answer = answers.setdefault(token.node, Answer())
         end_orphan(token, tx.cluster.undecided_launches[token.node, str(token)].report, answer)
         job = tx.cluster.job_of_former(token)
         if job is not None and job.state is not JobState.COMPLETING:
-            end_lost(tx, job, f"ended by {asker.user}: the database was restored from a backup")
+            end_lost(tx, job, f"ended by {identity.user}: the database was restored from a backup")
     return answers
 
 

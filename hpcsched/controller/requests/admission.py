@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterable, Sequence
 
 from hpcsched import paths
-from hpcsched.api.identity import Asker, why_refused
+from hpcsched.api.identity import why_refused
+from hpcsched.auth.authorize import Identity
 from hpcsched.errors import PermissionDeniedError, RequestError
 from hpcsched.model.accounting import Accounting, Barred, barred, resolve
 from hpcsched.model.frozen import replace
@@ -28,7 +29,7 @@ from hpcsched.sched.tres import least_there, with_billing
 from hpcsched.state.cluster import ClusterState
 
 
-def check_account(cluster: ClusterState, asker: Asker) -> None:
+def check_account(cluster: ClusterState, identity: Identity) -> None:
     """Reject jobs that would run as root or a system account, unless that is allowed.
 
     Raises: RequestError.
@@ -36,11 +37,11 @@ def check_account(cluster: ClusterState, asker: Asker) -> None:
     below = cluster.config.controller.allow_uid_below
     if below == 0 or not any(node.root_agent for node in cluster.nodes.values()):
         return
-    why = why_refused(asker.uid, below)
+    why = why_refused(identity.uid, below)
     if why:
         config = cluster.config.config_dir / paths.CONFIG_FILE
         raise PermissionDeniedError(
-            f"cannot submit the job: jobs of {asker.user} are refused on this cluster, because {why}, and they would run with "
+            f"cannot submit the job: jobs of {identity.user} are refused on this cluster, because {why}, and they would run with "
             f"that account's rights on every node. Submit it as an ordinary user: sudo -u USER hsub ... To allow jobs of root "
             f"and of system accounts, set allow_uid_below = 0 in the section [controller] of {config}, and run: hctl reconfigure"
         )
@@ -84,25 +85,25 @@ def admit(
     return [partition for partition, _ in found], min(limits, default=None)
 
 
-def check_share_of_queue(cluster: ClusterState, asker: Asker, spec: JobSpec) -> None:
+def check_share_of_queue(cluster: ClusterState, identity: Identity, spec: JobSpec) -> None:
     """Reject a job with which one user would exceed the scheduler's max_submit_jobs.
 
     A user or an account with its own max_submit_jobs is checked against that one instead.
     """
-    if asker.uid in (0, os.getuid()):
+    if identity.uid in (0, os.getuid()):
         return
     scheduler = cluster.config.scheduler
     most = scheduler.max_submit_jobs or max(1, scheduler.max_jobs // 10)
-    tasks, there = _tasks(spec), cluster.queued[asker.user]
+    tasks, there = _tasks(spec), cluster.queued[identity.user]
     if there + tasks <= most:
         return
-    whose = Whose(partition="", account=spec.account, user=asker.user, qos=spec.qos)
+    whose = Whose(partition="", account=spec.account, user=identity.user, qos=spec.qos)
     rules = rules_of(cluster.config.accounting, None, whose)
     if any(rule.kind is Kind.MAX_SUBMIT and rule.holder in (Holder.USER, Holder.ACCOUNT) for rule in rules):
         return
     more = f"{tasks} more are" if tasks > 1 else "one more is"
     raise RequestError(
-        f"cannot submit the job: {there} jobs of user {asker.user!r} wait or run, and {more} too many: one user may have "
+        f"cannot submit the job: {there} jobs of user {identity.user!r} wait or run, and {more} too many: one user may have "
         f"{most}. Wait until some have ended, or ask an admin to set max_submit_jobs in hpcsched.toml, below [scheduler] or "
         "for a user or an account"
     )

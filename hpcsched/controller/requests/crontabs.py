@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpcsched.api.identity import Asker, asker_of
+from hpcsched.api.identity import identity_of
+from hpcsched.auth.authorize import Identity
 from hpcsched.controller.requests import jobs
 from hpcsched.errors import RequestError
 from hpcsched.model.codec import spec_from_json
@@ -26,7 +27,7 @@ from hpcsched.state.transaction import Transaction
 NEVER_DUE_S = 365 * 86_400.0  # a schedule that is never due is checked again after this time
 
 
-def install(tx: Transaction, owner: Asker, text: str, specs: Sequence[Any]) -> Crontab:
+def install(tx: Transaction, owner: Identity, text: str, specs: Sequence[Any]) -> Crontab:
     """Replace the crontab of `owner`; `specs` are the jobs of its entries, as JSON.
 
     Waiting jobs of the old crontab are cancelled.
@@ -50,7 +51,7 @@ def install(tx: Transaction, owner: Asker, text: str, specs: Sequence[Any]) -> C
     return crontab
 
 
-def remove(tx: Transaction, owner: Asker) -> None:
+def remove(tx: Transaction, owner: Identity) -> None:
     """Delete the crontab of `owner`, and cancel its waiting jobs. Running jobs continue."""
     known = tx.cluster.crontabs.get(owner.uid)
     if known is None:
@@ -83,7 +84,7 @@ def _keep_up_entry(tx: Transaction, uid: int, at: int) -> None:
         left = tuple(other for other in crontab.entries if other is not entry)
         tx.set_crontab(uid, replace(crontab, text=with_disabled(crontab.text, entry.number), entries=left))
         return
-    changed = _submitted(tx, asker_of(uid, ()), entry)
+    changed = _submitted(tx, identity_of(uid, tx.cluster.config.access).as_user(), entry)
     entries = (*crontab.entries[:at], changed, *crontab.entries[at + 1 :])
     tx.set_crontab(uid, replace(crontab, entries=entries))
 
@@ -94,7 +95,7 @@ def _is_live(tx: Transaction, entry: CronEntry) -> bool:
     return (job is not None and job.state not in FINAL) or entry.retry_at_s > tx.now_s
 
 
-def _submitted(tx: Transaction, owner: Asker, entry: CronEntry) -> CronEntry:
+def _submitted(tx: Transaction, owner: Identity, entry: CronEntry) -> CronEntry:
     """Return the entry with its next job submitted, or with the reason of the refusal."""
     due_s = next_time_s(parse_schedule(entry.schedule), tx.now_s)
     if due_s is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.nodes.loss import lose_node, what_became
 from hpcsched.controller.requests.admission import (
     admit,
@@ -151,7 +151,9 @@ class Outcome:
         return answer | ({"became": list(self.became.values())} if self.became else {})
 
 
-def submit(tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec], seen: Seen) -> list[dict[str, int]]:
+def submit(
+    tx: Transaction, identity: Identity, request_id: str, specs: list[JobSpec], seen: Seen
+) -> list[dict[str, int]]:
     """Queue the jobs; return each job's id and number of tasks.
 
     A repeated request id gets its jobs again. `seen` looks a request id up among the committed
@@ -159,38 +161,39 @@ def submit(tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec],
     """
     known = None
     if request_id:
-        known = tx.requested(asker.uid, request_id) or seen(asker.uid, request_id)
+        known = tx.requested(identity.uid, request_id) or seen(identity.uid, request_id)
     if known is not None:
         return jobs_again(request_id, known, [set_apart(spec)[0] for spec in specs])
-    check_account(tx.cluster, asker)
+    authorize(identity, Action.SUBMIT)
+    check_account(tx.cluster, identity)
     answers: list[dict[str, int]] = []
     for number, spec in enumerate(specs):
         try:
-            jobs = _submitted(tx, asker, spec)
+            jobs = _submitted(tx, identity, spec)
         except RequestError as error:
             error.at = number
             raise
         answers.append({"job_id": jobs[0].id, "tasks": len(jobs)})
     if request_id:
-        tx.note_request(asker.uid, request_id, [answer["job_id"] for answer in answers])
+        tx.note_request(identity.uid, request_id, [answer["job_id"] for answer in answers])
     return answers
 
 
-def _submitted(tx: Transaction, asker: Asker, spec: JobSpec) -> list[Job]:
-    check_rank(asker, spec.nice, spec.priority)
+def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
+    check_rank(identity, spec.nice, spec.priority)
     if any(one.script_sha256 or one.script_bytes for one in (spec, *spec.components)):
         raise RequestError(
             "cannot submit the job: script_sha256 and script_bytes are set by the controller; send the script"
         )
-    spec = settle(tx.cluster, asker.user, spec)
-    check_share_of_queue(tx.cluster, asker, spec)
-    partitions, limit_s = place_of(tx.cluster, asker.user, spec, tx.now_s)
+    spec = settle(tx.cluster, identity.user, spec)
+    check_share_of_queue(tx.cluster, identity, spec)
+    partitions, limit_s = place_of(tx.cluster, identity.user, spec, tx.now_s)
     names = ",".join(partition.name for partition in partitions)
     scripts = tx.cluster.scripts
-    before_bytes = scripts.unended_bytes(asker.uid)
-    jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=names, time_limit_s=limit_s)
+    before_bytes = scripts.unended_bytes(identity.uid)
+    jobs = tx.submit(spec, uid=identity.uid, user=identity.user, partition=names, time_limit_s=limit_s)
     most_bytes = tx.cluster.config.scheduler.max_scripts_per_user << 20
-    if most_bytes < scripts.unended_bytes(asker.uid) != before_bytes:
+    if most_bytes < scripts.unended_bytes(identity.uid) != before_bytes:
         raise RequestError(
             f"cannot submit the job: the scripts of your waiting and running jobs have {before_bytes >> 10} KiB, this one has "
             f"{-(-jobs[0].spec.script_bytes >> 10)} KiB more, and max_scripts_per_user is {most_bytes >> 20} MiB; wait until "
@@ -199,15 +202,15 @@ def _submitted(tx: Transaction, asker: Asker, spec: JobSpec) -> list[Job]:
     return jobs
 
 
-def check_rank(asker: Asker, nice: int, priority: int | None) -> None:
+def check_rank(identity: Identity, nice: int, priority: int | None) -> None:
     """Refuse options that would put a job ahead of other users' jobs.
 
     A priority of 0 is allowed, because it only holds the job.
     """
     if nice < 0:
-        asker.must_be_admin("give a negative nice")
+        authorize(identity, Action.FAVOR, what="give a negative nice")
     if priority:
-        asker.must_be_admin("set a priority")
+        authorize(identity, Action.FAVOR, what="set a priority")
 
 
 def place_of(cluster: ClusterState, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
@@ -302,7 +305,7 @@ def default_limit_s(cluster: ClusterState, partition: Partition) -> int | None:
     return min(limits) if limits else None
 
 
-def cancel(tx: Transaction, asker: Asker, references: Iterable[str], filters: dict[str, str]) -> Outcome:
+def cancel(tx: Transaction, identity: Identity, references: Iterable[str], filters: dict[str, str]) -> Outcome:
     """Cancel the named jobs, or all that match the filters.
 
     Waiting jobs end at once, running jobs after their grace period.
@@ -316,17 +319,17 @@ def cancel(tx: Transaction, asker: Asker, references: Iterable[str], filters: di
                 job_id=job.id,
                 at_s=tx.now_s,
                 outcome=JobState.CANCELLED,
-                by_uid=asker.uid,
-                why=f"cancelled by {asker.user}",
+                by_uid=identity.uid,
+                why=f"cancelled by {identity.user}",
             )
         )
 
-    return each_job(tx, asker, references, filters, "cancel", one)
+    return each_job(tx, identity, references, filters, Action.CANCEL, one)
 
 
 def signal(
     tx: Transaction,
-    asker: Asker,
+    identity: Identity,
     references: Iterable[str],
     filters: dict[str, str],
     signum: int,
@@ -339,7 +342,7 @@ def signal(
     cancels the job.
     """
     if signum == SIGKILL and (full or not batch):
-        return cancel(tx, asker, references, filters)
+        return cancel(tx, identity, references, filters)
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if batch and not full and not job.spec.has_script:
@@ -348,18 +351,18 @@ def signal(
             raise RequestError(f"cannot signal job {job.display_id}: it is {job.state}")
         outcome.signals.append(SignalJob(job=job, signum=signum, batch_only=batch and not full, full=full))
 
-    return each_job(tx, asker, references, filters, "signal", one)
+    return each_job(tx, identity, references, filters, Action.CANCEL, one, "signal")
 
 
-def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+def hold(tx: Transaction, identity: Identity, references: Iterable[str]) -> Outcome:
     """Hold the named waiting jobs."""
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not _can_be_held(job):
             raise RequestError(f"cannot hold job {job.display_id}: it is {job.state}")
-        tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=_hold_of(job, asker), by_uid=asker.uid))
+        tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=_hold_of(job, identity), by_uid=identity.uid))
 
-    return each_job(tx, asker, references, {}, "hold", one)
+    return each_job(tx, identity, references, {}, Action.HOLD, one)
 
 
 def _can_be_held(job: Job) -> bool:
@@ -367,26 +370,26 @@ def _can_be_held(job: Job) -> bool:
     return can(job, Held) and (job.state is JobState.PENDING or job.requeue_wanted)
 
 
-def _hold_of(job: Job, asker: Asker) -> Hold:
-    return Hold.ADMIN if asker.admin and job.uid != asker.uid else Hold.USER
+def _hold_of(job: Job, identity: Identity) -> Hold:
+    return Hold.ADMIN if job.uid != identity.uid and allows(identity, Action.OVERRULE_HOLD, job) else Hold.USER
 
 
-def release(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+def release(tx: Transaction, identity: Identity, references: Iterable[str]) -> Outcome:
     """Release the named held jobs."""
 
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Released):
             raise RequestError(f"cannot release job {job.display_id}: it is {job.state}")
-        if job.hold is Hold.ADMIN and not asker.admin:
+        if job.hold is Hold.ADMIN and not allows(identity, Action.OVERRULE_HOLD, job):
             raise PermissionDeniedError(f"cannot release job {job.display_id}: an admin holds it")
-        tx.record(Released(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+        tx.record(Released(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid))
 
-    return each_job(tx, asker, references, {}, "release", one)
+    return each_job(tx, identity, references, {}, Action.RELEASE, one)
 
 
 def requeue(
     tx: Transaction,
-    asker: Asker,
+    identity: Identity,
     references: Iterable[str],
     *,
     incomplete: bool = False,
@@ -415,39 +418,40 @@ def requeue(
                     job_id=job.id,
                     at_s=tx.now_s,
                     outcome=JobState.CANCELLED,
-                    by_uid=asker.uid,
-                    why=f"requeued by {asker.user}",
+                    by_uid=identity.uid,
+                    why=f"requeued by {identity.user}",
                     requeue=True,
                     not_before_s=not_before_s,
                 )
             )
         else:
-            again = tx.record(Requeued(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, not_before_s=not_before_s))
+            again = tx.record(Requeued(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid, not_before_s=not_before_s))
         if (held or special) and _can_be_held(again):
-            how = Hold.SPECIAL if special else _hold_of(job, asker)
-            tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=how, by_uid=asker.uid))
+            how = Hold.SPECIAL if special else _hold_of(job, identity)
+            tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=how, by_uid=identity.uid))
 
-    return each_job(tx, asker, references, {}, "requeue", one)
+    return each_job(tx, identity, references, {}, Action.REQUEUE, one)
 
 
 def each_job(
     tx: Transaction,
-    asker: Asker,
+    identity: Identity,
     references: Iterable[str],
     filters: dict[str, str],
-    what: str,
+    action: Action,
     one: Change,
+    what: str = "",
 ) -> Outcome:
     """Call `one` for each referenced job. A refused job does not affect the others.
 
     If there are more than `JOBS_PER_TICK` jobs, the rest is left in the outcome for `continued`.
     """
-    outcome = Outcome()
+    outcome, what = Outcome(), what or action.value
     for reference in references:
         try:
-            jobs = [job for job in find_jobs(tx.cluster, reference, asker.uid) if matches(job, filters)]
+            jobs = [job for job in find_jobs(tx.cluster, reference, identity.uid) if matches(job, filters)]
             for job in jobs:
-                asker.must_own(job, what)
+                authorize(identity, action, job, f"{what} job {job.display_id}")
                 if component_in(job, reference):
                     raise RequestError(
                         f"cannot {what} {reference}: Operation not permitted on individual component of heterogeneous job; "
@@ -462,7 +466,7 @@ def each_job(
             outcome.refuse(reference, refused[0])
     if filters and not list(references):
         # A bulk request skips other users' jobs and jobs that it cannot apply to.
-        mine = [job for job in tx.cluster.jobs.values() if job.state not in FINAL and asker.owns(job)]
+        mine = [job for job in tx.cluster.jobs.values() if job.state not in FINAL and allows(identity, action, job)]
         _change_each(tx, [job for job in mine if matches(job, filters)], one, outcome)
     return outcome
 
@@ -520,36 +524,36 @@ def find_nodes(cluster: ClusterState, text: str, others: Collection[NodeName] = 
     return names
 
 
-def drain(tx: Transaction, asker: Asker, nodes: str, why: str, by: str) -> list[str]:
+def drain(tx: Transaction, identity: Identity, nodes: str, why: str, by: str) -> list[str]:
     """Drain these nodes: no new job starts there, and running jobs continue."""
-    asker.must_be_admin("drain a node")
+    authorize(identity, Action.DRAIN, what="drain a node")
     if not why:
         raise RequestError("cannot drain a node: give the reason, it is what others will see")
     names = find_nodes(tx.cluster, nodes)
     for name in names:
         if by and tx.cluster.nodes[name].drained:
             continue  # a health check does not replace an admin's drain
-        tx.record_node(NodeDrained(node=name, at_s=tx.now_s, why=why, by=by or asker.user))
+        tx.record_node(NodeDrained(node=name, at_s=tx.now_s, why=why, by=by or identity.user))
     return list(names)
 
 
-def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]:
+def resume(tx: Transaction, identity: Identity, nodes: str, only_by: str) -> list[str]:
     """Resume these nodes; with `only_by`, only the nodes that it drained."""
-    asker.must_be_admin("resume a node")
+    authorize(identity, Action.DRAIN, what="resume a node")
     names = [
         name for name in find_nodes(tx.cluster, nodes) if not only_by or tx.cluster.nodes[name].drained_by == only_by
     ]
     for name in names:
-        tx.record_node(NodeResumed(node=name, at_s=tx.now_s, by=asker.user))
+        tx.record_node(NodeResumed(node=name, at_s=tx.now_s, by=identity.user))
     return list(names)
 
 
-def set_partition_state(tx: Transaction, asker: Asker, name: str, state: str) -> Partition:
+def set_partition_state(tx: Transaction, identity: Identity, name: str, state: str) -> Partition:
     """Set whether a partition accepts and starts jobs.
 
     The setting is kept until it is changed again, also over restarts.
     """
-    asker.must_be_admin("change a partition")
+    authorize(identity, Action.UPDATE_PARTITION, what="change a partition")
     if name not in tx.cluster.partitions:
         known = ", ".join(tx.cluster.partitions)
         raise NotFoundError(f"Invalid partition name specified: {name[:60]!r}; there are: {known}")
@@ -558,13 +562,13 @@ def set_partition_state(tx: Transaction, asker: Asker, name: str, state: str) ->
     return tx.set_partition_state(name, PartitionState(state.upper()))
 
 
-def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
+def fence(tx: Transaction, identity: Identity, nodes: str, why: str) -> Outcome:
     """Record that, by the word of an admin, these nodes run none of our processes.
 
     Jobs that wait for these nodes continue. A node that has left the configuration can be named
     while jobs are held there.
     """
-    asker.must_be_admin("fence a node")
+    authorize(identity, Action.FENCE, what="fence a node")
     outcome = Outcome()
     names = find_nodes(tx.cluster, nodes, tx.cluster.gone_nodes())
     for name in names:
@@ -575,11 +579,11 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
             )
     for name in names:
         for job in tx.cluster.jobs_on(name):
-            lost = lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
+            lost = lose_node(tx, job, name, f"node {name} was fenced by {identity.user}{': ' + why if why else ''}")
             outcome.became[lost.id] = what_became(lost)
         tx.decided(key for key in tx.cluster.undecided_launches if key[0] == name)
         if name in tx.cluster.unseen_nodes() or tx.cluster.nodes[name].has_orphans:
             # Jobs of a restored database no longer wait for this node.
-            tx.record_node(NodeFenced(node=name, at_s=tx.now_s, by=asker.user, why=why))
+            tx.record_node(NodeFenced(node=name, at_s=tx.now_s, by=identity.user, why=why))
     outcome.jobs = list(outcome.became)
     return outcome

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
 from hpcsched.model.dates import parse_when
@@ -143,11 +143,11 @@ MAX_RESERVATIONS = 1_000
 SHOWN = 5
 
 
-def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
+def create(tx: Transaction, identity: Identity, name: str, changes: Mapping[str, str]) -> Reservation:
     """Create a reservation; without a `name` it gets one that is derived from its creator's."""
-    asker.must_be_admin("create a reservation")
+    authorize(identity, Action.RESERVE, what="create a reservation")
     cluster = tx.cluster
-    name = name or _free_name(cluster, asker.user)
+    name = name or _free_name(cluster, identity.user)
     if NODE_NAME.match(name) is None:
         raise RequestError(f"cannot create reservation {name[:60]!r}: a name has letters, digits, _ and - alone")
     if name in cluster.reservations:
@@ -161,13 +161,13 @@ def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str])
     if options.end_s is None and options.duration_s is None:
         raise RequestError("cannot create a reservation: say how long, Duration=2:00:00, or until when, EndTime=")
     end_s = options.end_s if options.end_s is not None else start_s + (options.duration_s or 0)
-    made = Reservation(name=name, start_s=start_s, end_s=end_s, nodes=(), made_by=asker.user, made_at_s=tx.now_s)
+    made = Reservation(name=name, start_s=start_s, end_s=end_s, nodes=(), made_by=identity.user, made_at_s=tx.now_s)
     return _settle(tx, with_options(made, options), options)
 
 
-def update(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
+def update(tx: Transaction, identity: Identity, name: str, changes: Mapping[str, str]) -> Reservation:
     """Change a reservation; fields that are not named stay as they are."""
-    asker.must_be_admin("change a reservation")
+    authorize(identity, Action.RESERVE, what="change a reservation")
     known = find(tx.cluster, name)
     options = read_options(changes, tx.now_s)
     if not changes:
@@ -182,9 +182,9 @@ def update(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str])
     return _settle(tx, with_options(replace(known, start_s=start_s, end_s=end_s), options), options)
 
 
-def delete(tx: Transaction, asker: Asker, name: str) -> None:
+def delete(tx: Transaction, identity: Identity, name: str) -> None:
     """Delete a reservation that no job uses."""
-    asker.must_be_admin("delete a reservation")
+    authorize(identity, Action.RESERVE, what="delete a reservation")
     find(tx.cluster, name)
     users = tx.cluster.using(name)
     if users:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.controller.requests.job_ids import find_jobs, matches
 from hpcsched.controller.requests.jobs import Outcome, each_job
 from hpcsched.controller.tick import StepListener
@@ -50,7 +50,7 @@ def sort_out(references: Iterable[str]) -> Meant:
 def act_on_steps(
     cluster: ClusterState,
     minding: StepListener,
-    asker: Asker,
+    identity: Identity,
     steps: Iterable[tuple[str, int]],
     filters: dict[str, str],
     signum: int | None,
@@ -62,15 +62,15 @@ def act_on_steps(
     """
     for reference, number in steps:
         try:
-            jobs = find_jobs(cluster, reference, asker.uid)
+            jobs = find_jobs(cluster, reference, identity.uid)
             if not all(matches(job, filters) for job in jobs):
                 continue
             if len(jobs) > 1:
                 raise RequestError(
                     f"cannot tell which step {number} of job {reference} is meant: say {jobs[0].display_id}"
                 )
-            asker.must_own(jobs[0], "cancel a step of")
-            if not minding.act_on_step(jobs[0], number, signum, asker.user):
+            authorize(identity, Action.CANCEL, jobs[0], f"cancel a step of job {jobs[0].display_id}")
+            if not minding.act_on_step(jobs[0], number, signum, identity.user):
                 raise NotFoundError(f"Invalid job id specified: no step {reference}.{number} is running")
         except HpcschedError as error:
             outcome.refuse(f"{reference}.{number}", error)
@@ -78,29 +78,27 @@ def act_on_steps(
             outcome.jobs.append(jobs[0].id)
 
 
-def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+def suspend(tx: Transaction, identity: Identity, references: Iterable[str]) -> Outcome:
     """Suspend the named running jobs. They keep their resources."""
 
     def suspend_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
-        asker.must_be_admin("suspend a job")
         if not can(job, Suspended):
             raise RequestError(f"cannot suspend job {job.display_id}: it is {job.state}")
-        tx.record(Suspended(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+        tx.record(Suspended(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid))
 
-    return each_job(tx, asker, references, {}, "suspend", suspend_job)
+    return each_job(tx, identity, references, {}, Action.SUSPEND, suspend_job)
 
 
-def resume(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+def resume(tx: Transaction, identity: Identity, references: Iterable[str]) -> Outcome:
     """Resume the named suspended jobs."""
 
     def resume_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
-        asker.must_be_admin("resume a job")
         if not can(job, Resumed):
             raise RequestError(f"cannot resume job {job.display_id}: it is {job.state}, not SUSPENDED")
         if job.suspended_for is not None:
             raise RequestError(
                 f"cannot resume job {job.display_id}: job {job.suspended_for} has its cpus; it goes on when they are free"
             )
-        tx.record(Resumed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+        tx.record(Resumed(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid))
 
-    return each_job(tx, asker, references, {}, "resume", resume_job)
+    return each_job(tx, identity, references, {}, Action.SUSPEND, resume_job, "resume")

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize
 from hpcsched.controller.requests.job_ids import find_jobs
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.lifecycle.clocks import limit_at_s
@@ -41,7 +41,7 @@ PROGRAM_S = 300.0
 PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
-def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
+def create(tx: Transaction, identity: Identity, body: dict[str, Any]) -> Trigger:
     """Set a trigger.
 
     `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent.
@@ -52,7 +52,7 @@ def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
     except ValueError:
         known = ", ".join(TriggerEvent)
         raise RequestError(f"cannot set a trigger for {str(body.get('event'))[:40]!r}: there are {known}") from None
-    mine = sum(trigger.uid == asker.uid for trigger in cluster.triggers.values())
+    mine = sum(trigger.uid == identity.uid for trigger in cluster.triggers.values())
     if len(cluster.triggers) >= MAX_TRIGGERS or mine >= MAX_TRIGGERS_PER_USER:
         raise RequestError(
             f"cannot set a trigger: you have {mine} of at most {MAX_TRIGGERS_PER_USER}, all users together "
@@ -69,10 +69,10 @@ def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
         )
     made = Trigger(
         id=max(cluster.triggers, default=0) + 1,
-        uid=asker.uid,
-        user=asker.user,
+        uid=identity.uid,
+        user=identity.user,
         event=event,
-        target=_target(cluster, asker, event, str(body.get("target") or "")),
+        target=_target(cluster, identity, event, str(body.get("target") or "")),
         offset_s=offset_s,
         program=_program(body.get("program")),
         is_permanent=body.get("permanent") is True and event not in JOB_EVENTS,
@@ -81,15 +81,15 @@ def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
     return made
 
 
-def _target(cluster: ClusterState, asker: Asker, event: TriggerEvent, target: str) -> str:
+def _target(cluster: ClusterState, identity: Identity, event: TriggerEvent, target: str) -> str:
     if event not in JOB_EVENTS:
         if target and target not in cluster.nodes:
             raise NotFoundError(f"cannot set a trigger: Invalid node name specified: {target[:60]}")
         return target or ANY_NODE
-    jobs = find_jobs(cluster, target, asker.uid)
+    jobs = find_jobs(cluster, target, identity.uid)
     if len(jobs) > 1:
         raise RequestError(f"cannot set a trigger for array {target[:40]}: name one of its {len(jobs)} tasks")
-    asker.must_own(jobs[0], "set a trigger for")
+    authorize(identity, Action.SET_TRIGGER, jobs[0], f"set a trigger for job {jobs[0].display_id}")
     if jobs[0].state in FINAL:
         raise RequestError(f"cannot set a trigger: job {jobs[0].display_id} has already ended")
     return str(jobs[0].id)
@@ -107,14 +107,16 @@ def _program(words: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def clear(tx: Transaction, asker: Asker, number: int | None, target: str, user: str) -> list[int]:
+def clear(tx: Transaction, identity: Identity, number: int | None, target: str, user: str) -> list[int]:
     """Delete triggers by number, by job or node, or by user; return their numbers."""
     wanted = [
         trigger
         for trigger in tx.cluster.triggers.values()
         if (number is None or trigger.id == number) and target in ("", trigger.target) and user in ("", trigger.user)
     ]
-    mine = [trigger for trigger in wanted if asker.admin or trigger.uid == asker.uid]
+    mine = [
+        trigger for trigger in wanted if allows(identity, Action.SET_TRIGGER, Owner(uid=trigger.uid, user=trigger.user))
+    ]
     if not wanted:
         raise NotFoundError("cannot clear a trigger: there is no such one; see strigger --get")
     if not mine:

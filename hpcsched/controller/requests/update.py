@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from math import ceil
 from typing import Any
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.preemption import check_size, keep_within
 from hpcsched.controller.requests.admission import check_deadline, check_dependency, dependency_circle, let_in, settle
 from hpcsched.controller.requests.jobs import Outcome, check_rank, each_job, find_partitions, possible_partitions
@@ -123,7 +123,7 @@ CHANGES = frozenset((
 ))  # fmt: skip
 
 
-def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:
+def update(tx: Transaction, identity: Identity, references: Iterable[str], changes: dict[str, str]) -> Outcome:
     """Change the named jobs; `CHANGES` lists the fields that may be changed."""
     unknown = set(changes) - CHANGES - OPTIONS.keys()
     if unknown or not changes:
@@ -137,19 +137,19 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
             raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
         anew = {name: text for name, text in changes.items() if name in OPTIONS}
         rest = {name: text for name, text in changes.items() if name in CHANGES}
-        changed = _changed_event(tx, asker, job, rest) if rest else None
+        changed = _changed_event(tx, identity, job, rest) if rest else None
         size = anew.get("num_nodes") if job.state is not JobState.PENDING else None
         bounds = check_size(job, size) if size is not None else None
         if size is not None and not job.spec.elastic:
             del anew["num_nodes"]
         if anew:
-            job = respecify(tx, job, anew, asker.uid, outcome.spec_ids)
+            job = respecify(tx, job, anew, identity.uid, outcome.spec_ids)
         if changed is not None:
             job = tx.record(changed)
         if bounds is not None:
-            keep_within(tx, job, *bounds, asker.uid)
+            keep_within(tx, job, *bounds, identity.uid)
 
-    return each_job(tx, asker, references, {}, "change", update_job)
+    return each_job(tx, identity, references, {}, Action.UPDATE, update_job, "change")
 
 
 def _time_limit_s(job: Job, text: str) -> int | None:
@@ -180,7 +180,7 @@ def _limit_until(job: Job, text: str, now_s: float) -> str:
     return f"0:{ceil(ran_s(job, now_s) + end_s - now_s)}"
 
 
-def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:  # noqa: C901
+def _changed_event(tx: Transaction, identity: Identity, job: Job, changes: dict[str, str]) -> Changed:  # noqa: C901
     values: dict[str, Any] = {}
     if "begin" in changes:
         _must_wait(job, "change the begin time of")
@@ -190,8 +190,12 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         changes = {**changes, "time_limit": _limit_until(job, changes["end_time"], tx.now_s)}
     if "time_limit" in changes:
         limit_s = _time_limit_s(job, changes["time_limit"])
-        if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
-            _check_raise(tx.cluster, asker, job, limit_s)
+        if (
+            not allows(identity, Action.FAVOR, job)
+            and job.time_limit_s is not None
+            and (limit_s is None or limit_s > job.time_limit_s)
+        ):
+            _check_raise(tx.cluster, identity, job, limit_s)
         values["time_limit_s"] = limit_s or UNLIMITED_S
     if "time_min" in changes:
         _must_wait(job, "change the least time of")
@@ -203,12 +207,12 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values |= _new_place(tx.cluster, job, changes)
     if "nice" in changes:
         values["nice"] = _integer("nice", changes["nice"], at_least=-MAX_NICE, at_most=MAX_NICE)
-        check_rank(asker, values["nice"], None)
+        check_rank(identity, values["nice"], None)
     if "priority" in changes:
-        asker.must_be_admin("set a priority")
+        authorize(identity, Action.FAVOR, what="set a priority")
         values["priority_set"] = _integer("priority", changes["priority"], at_most=MAX_PRIORITY)
     if "site_factor" in changes:
-        asker.must_be_admin("set a site factor")
+        authorize(identity, Action.FAVOR, what="set a site factor")
         values["site"] = _integer("site_factor", changes["site_factor"], at_least=-MAX_NICE, at_most=MAX_NICE)
     if "array_task_throttle" in changes:
         if job.array_job_id is None:
@@ -225,23 +229,22 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         limit_s = values.get("time_limit_s", job.time_limit_s) if job.spec.time_limit_s is not None else None
         limit_s = values.get("time_min_s", job.time_min_s) or limit_s
         check_deadline(deadline_s, limit_s, begin_s)
-    return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
+    return Changed(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid, **values)
 
 
-def _check_raise(cluster: ClusterState, asker: Asker, job: Job, limit_s: int | None) -> None:
+def _check_raise(cluster: ClusterState, identity: Identity, job: Job, limit_s: int | None) -> None:
     """Reject a time limit that the user may not set.
 
     A user may not raise the limit of a started job, nor exceed the limits of its partitions and accounts.
     """
     if job.state is not JobState.PENDING:
-        asker.must_be_admin(f"raise the time limit of job {job.display_id} once it has started")
+        authorize(identity, Action.FAVOR, what=f"raise the time limit of job {job.display_id} once it has started")
     partitions = [cluster.partitions[name] for name in job.partition.split(",") if name in cluster.partitions]
     for partition in partitions:
         if partition.max_time_s is not None and (limit_s is None or limit_s > partition.max_time_s):
             most = format_time_s(partition.max_time_s)
-            asker.must_be_admin(
-                f"raise the time limit of job {job.display_id} above {most}, the most in partition {partition.name}"
-            )
+            what = f"raise the time limit of job {job.display_id} above {most}, the most in partition {partition.name}"
+            authorize(identity, Action.FAVOR, what=what)
     spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=limit_s or UNLIMITED_S)
     let_in(cluster, job.user, spec, partitions)
 

@@ -7,14 +7,14 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import hpcsched
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker, asker_of, is_account, uid_of
+from hpcsched.api.identity import identity_of, is_account, uid_of
 from hpcsched.api.views import (
     failure_view,
     how_it_ended,
@@ -28,6 +28,7 @@ from hpcsched.api.views import (
     training_view,
     why_waiting,
 )
+from hpcsched.auth.authorize import HIDEABLE, Action, Identity, allows, authorize
 from hpcsched.controller import usage_ledger
 from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
@@ -132,26 +133,26 @@ class ControllerBackend(Reading):
 
     # ----- jobs
 
-    async def submit(self, asker: Asker, request_id: str, specs: list[JobSpec]) -> Json:
-        if self._serves_all and not is_account(asker.user):
+    async def submit(self, identity: Identity, request_id: str, specs: list[JobSpec]) -> Json:
+        if self._serves_all and not is_account(identity.user):
             raise PermissionDeniedError(
-                f"cannot submit: uid {asker.uid} has no account on this machine, so that no node knows as whom to run the job"
+                f"cannot submit: uid {identity.uid} has no account on this machine, so that no node knows as whom to run the job"
             )
         seen = self._controller.store.request_jobs
-        jobs = await self._change(lambda tx: requests.submit(tx, asker, request_id, specs, seen))
+        jobs = await self._change(lambda tx: requests.submit(tx, identity, request_id, specs, seen))
         return {"jobs": jobs, "notes": []}
 
-    async def test(self, asker: Asker, spec: JobSpec) -> Json:
+    async def test(self, identity: Identity, spec: JobSpec) -> Json:
         """Return when the job would start if it were submitted now, from a fresh plan."""
-        return await asyncio.to_thread(self._controller.rehearsal(asker, spec, self._clock()))
+        return await asyncio.to_thread(self._controller.rehearsal(identity, spec, self._clock()))
 
-    def job(self, asker: Asker, reference: str) -> Json:
+    def job(self, identity: Identity, reference: str) -> Json:
         now_s = self._clock()
-        jobs = self._find(asker, reference)
+        jobs = self._find(identity, reference)
         listed = [component for job in jobs for component in listed_of(job, reference)]
-        script = self._script_of(asker, jobs)
-        views = [job_view(job, self._cluster, asker, now_s, whole=True, script=script) for job in listed]
-        if len(jobs) == 1 and asker.owns(jobs[0]):
+        script = self._script_of(identity, jobs)
+        views = [job_view(job, self._cluster, identity, now_s, whole=True, script=script) for job in listed]
+        if len(jobs) == 1 and allows(identity, Action.VIEW_DETAILS, jobs[0]):
             failures = self._controller.store.load_failures(jobs[0].id, jobs[0].attempt)
             views[0]["failures"] = [failure_view(failure) for failure in failures]
             views[0]["training"] = training_view(self._training(jobs[0]))
@@ -163,20 +164,20 @@ class ControllerBackend(Reading):
             return self._controller.store.load_training([job.id]).get(job.id)
         return self._cluster.training.get(job.id)
 
-    def _script_of(self, asker: Asker, jobs: list[Job]) -> str | None:
+    def _script_of(self, identity: Identity, jobs: list[Job]) -> str | None:
         """Return the script of `jobs`, which are tasks of one array if there are several.
 
         None if the script is no longer kept.
         """
-        if not asker.owns(jobs[0]):
+        if not allows(identity, Action.VIEW_DETAILS, jobs[0]):
             return None
         text = self._controller.store.script(jobs[0].spec)
         return None if text is None else text.decode("utf-8", "surrogateescape")
 
-    def _find(self, asker: Asker, reference: str) -> list[Job]:
+    def _find(self, identity: Identity, reference: str) -> list[Job]:
         """Return the referenced jobs, from memory, or from the store if they ended long ago."""
         try:
-            return find_jobs(self._cluster, reference, asker.uid)
+            return find_jobs(self._cluster, reference, identity.uid)
         except NotFoundError:
             if reference.isascii() and reference.isdigit():
                 old = self._controller.store.history(HistoryQuery(job_ids=(whole_number(reference, "a job id"),)))
@@ -184,38 +185,42 @@ class ControllerBackend(Reading):
                     return old
             raise
 
-    def _single_job(self, asker: Asker, reference: str) -> Job:
-        jobs = self._find(asker, reference)
+    def _single_job(self, identity: Identity, reference: str) -> Job:
+        jobs = self._find(identity, reference)
         if len(jobs) > 1:
             raise RequestError(
                 f"cannot tell which job {reference} means: it is an array of {len(jobs)} tasks; say {jobs[0].display_id}"
             )
         return jobs[0]
 
-    def story(self, asker: Asker, reference: str) -> Json:
-        job = self._single_job(asker, reference)
-        asker.must_own(job, "tell the story of")
+    def story(self, identity: Identity, reference: str) -> Json:
+        job = self._single_job(identity, reference)
+        authorize(identity, Action.VIEW_DETAILS, job, f"tell the story of job {job.display_id}")
         events = self._controller.store.load_events(job.id)
         now_s = self._clock()
-        reason, detail, _ = why_waiting(job, self._cluster, asker, now_s)
+        reason, detail, _ = why_waiting(job, self._cluster, identity, now_s)
         over = f"job {job.display_id} is {job.state}{how_it_ended(job)}"
-        now = over if job.state in FINAL else in_a_sentence(job, self._cluster, asker, reason, detail, now_s)
+        now = over if job.state in FINAL else in_a_sentence(job, self._cluster, identity, reason, detail, now_s)
         return {"job_id": job.id, "events": story_of(job, events), "now_s": now_s, "now": now}
 
-    async def why(self, asker: Asker, reference: str) -> Json:
+    async def why(self, identity: Identity, reference: str) -> Json:
         """Explain why a job waits, from a fresh plan over the current cluster."""
-        jobs = self._find(asker, reference)
+        jobs = self._find(identity, reference)
         job = first_waiting(jobs)
-        reason, detail, expected_s = why_waiting(job, self._cluster, asker, self._clock())
+        reason, detail, expected_s = why_waiting(job, self._cluster, identity, self._clock())
         answer: Json = {
-            "text": in_a_sentence(job, self._cluster, asker, reason, detail, self._clock()),
+            "text": in_a_sentence(job, self._cluster, identity, reason, detail, self._clock()),
             "reason": reason.value,
             "expected_start_s": expected_s,
             "job": job.display_id,
             "waiting": sum(task.state is JobState.PENDING for task in jobs),
             "of": len(jobs),
         }
-        if job.state in FINAL and asker.owns(job) and (resumes := resumes_words(job, self._training(job))):
+        if (
+            job.state in FINAL
+            and allows(identity, Action.VIEW_DETAILS, job)
+            and (resumes := resumes_words(job, self._training(job)))
+        ):
             answer["text"] += f". {resumes}"
         if job.state is JobState.PENDING:
             snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
@@ -223,11 +228,11 @@ class ControllerBackend(Reading):
             if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
                 # The plan does not know why it begins later.
                 answer["lines"][0] = f"{reason.value}: {answer['text']}."
-            if job.refusals and asker.owns(job) and "lines" in answer:
+            if job.refusals and allows(identity, Action.VIEW_DETAILS, job) and "lines" in answer:
                 answer["lines"].insert(1, f"It could not be started {refused_on(job)}.")
         return answer
 
-    async def act(self, asker: Asker, verb: str, body: Json) -> Json:
+    async def act(self, identity: Identity, verb: str, body: Json) -> Json:
         references = body.get("jobs", [])
         filters = body.get("filters") or {}
         if not _is_texts(references) or not isinstance(filters, dict) or not _is_texts(list(filters.values())):
@@ -235,22 +240,22 @@ class ControllerBackend(Reading):
         if not references and not filters:
             raise RequestError(f"cannot {verb}: no job was named")
         if verb == "cancel":
-            return await self._cancel(asker, references, filters, body)
+            return await self._cancel(identity, references, filters, body)
         if verb == "update":
             changes = body.get("changes")
             if not isinstance(changes, dict):
                 raise RequestError('cannot change the job: the body must have {"changes": {name: text}}')
             texts = {str(name): str(value) for name, value in changes.items()}
-            outcome = await self._change_jobs(lambda tx: update(tx, asker, references, texts))
+            outcome = await self._change_jobs(lambda tx: update(tx, identity, references, texts))
         elif verb == "requeue":
             how = {name: body.get(name) is True for name in ("incomplete", "held", "special")}
-            outcome = await self._change_jobs(lambda tx: requests.requeue(tx, asker, references, **how))
+            outcome = await self._change_jobs(lambda tx: requests.requeue(tx, identity, references, **how))
         else:
             work = _WORK[verb]
-            outcome = await self._change_jobs(lambda tx: work(tx, asker, references))
+            outcome = await self._change_jobs(lambda tx: work(tx, identity, references))
         return outcome.as_json()
 
-    async def _cancel(self, asker: Asker, references: list[str], filters: dict[str, str], body: Json) -> Json:
+    async def _cancel(self, identity: Identity, references: list[str], filters: dict[str, str], body: Json) -> Json:
         """Cancel the referenced jobs or steps, or send them a signal."""
         meant = sort_out(references)
         signum = parse_signal(str(body["signal"])) if body.get("signal") else None
@@ -259,25 +264,25 @@ class ControllerBackend(Reading):
         def work(tx: Transaction) -> requests.Outcome:
             outcome = requests.Outcome()
             if signum is None and (meant.jobs or meant.batch or not references):
-                outcome.add(requests.cancel(tx, asker, [*meant.jobs, *meant.batch], filters))
+                outcome.add(requests.cancel(tx, identity, [*meant.jobs, *meant.batch], filters))
             if signum is not None and (meant.jobs or not references):
-                outcome.add(requests.signal(tx, asker, meant.jobs, filters, signum, batch, full))
+                outcome.add(requests.signal(tx, identity, meant.jobs, filters, signum, batch, full))
             if signum is not None and meant.batch:
-                outcome.add(requests.signal(tx, asker, meant.batch, filters, signum, True, False))
+                outcome.add(requests.signal(tx, identity, meant.batch, filters, signum, True, False))
             return outcome
 
         outcome = await self._change_jobs(work)
         self._controller.send_signals(outcome.signals)
         listener = self._controller.listener
         if meant.steps and listener is not None:
-            act_on_steps(self._cluster, listener, asker, meant.steps, filters, signum, outcome)
+            act_on_steps(self._cluster, listener, identity, meant.steps, filters, signum, outcome)
         answer = outcome.as_json()
         for_steps = [sent.job for sent in outcome.signals if not sent.batch_only and not sent.full]
         without = [job.display_id for job in for_steps if listener is None or not listener.has_steps(job)]
         return answer | ({"without_steps": without} if without else {})
 
-    async def history(self, asker: Asker, query: Json) -> bytes:
-        return await history_text(self._database, self._cluster, asker, query, self._clock())
+    async def history(self, identity: Identity, query: Json) -> bytes:
+        return await history_text(self._database, self._cluster, identity, query, self._clock())
 
     async def outages(self, query: Json) -> Json:
         """Return when nodes did not answer in the period of the query.
@@ -286,9 +291,9 @@ class ControllerBackend(Reading):
         """
         return {"outages": await asyncio.to_thread(outages_of, self._database, query)}
 
-    async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart:
-        job = self._single_job(asker, reference)
-        asker.must_own(job, "read the output of")
+    async def log(self, identity: Identity, reference: str, stream: str, offset: int, limit: int) -> LogPart:
+        job = self._single_job(identity, reference)
+        authorize(identity, Action.VIEW_DETAILS, job, f"read the output of job {job.display_id}")
         if stream not in ("out", "err"):
             raise RequestError(f"cannot read stream {stream!r}: there are out and err")
         files = job_files(job)
@@ -317,14 +322,14 @@ class ControllerBackend(Reading):
 
     # ----- nodes and the rest
 
-    async def nodes(self, asker: Asker, query: Mapping[str, str]) -> Json:
+    async def nodes(self, identity: Identity, query: Mapping[str, str]) -> Json:
         """Return the nodes.
 
         Query: ``probe=1`` checks each node first; each compares the share probe of ``share_``.
         """
         share = {name[6:]: query[name] for name in ("share_file", "share_sha256", "share_uid") if name in query}
         if share:
-            asker.must_be_admin("have nodes compare the share")
+            authorize(identity, Action.PROBE_SHARE)
         views = node_views(self._cluster, self._clock())
         up = [view for view in views if view["link"] == Link.UP]
         if query.get("probe") == "1":
@@ -356,22 +361,22 @@ class ControllerBackend(Reading):
         answered_s = self._clock()
         view["facts"] = answer.facts | {"asked_at_s": asked_s, "answered_at_s": answered_s}
 
-    async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json:
+    async def act_on_nodes(self, identity: Identity, verb: str, body: Json) -> Json:
         nodes, why, by = body.get("nodes"), str(body.get("why") or ""), str(body.get("by") or "")
         if not isinstance(nodes, str) or not nodes:
             raise RequestError('cannot do that: the body must have {"nodes": "n[1-2]"}')
         if verb == "fence":
             removed = self._cluster.gone_nodes()
-            fenced = await self._change(lambda tx: requests.fence(tx, asker, nodes, why))
+            fenced = await self._change(lambda tx: requests.fence(tx, identity, nodes, why))
             self._fleet.retry(requests.find_nodes(self._cluster, nodes, removed))
             return fenced.as_json()
         if verb == "remove":
             force = body.get("force") is True
-            return await self._change(lambda tx: remove_node(tx, asker, NodeName(nodes), force=force))
+            return await self._change(lambda tx: remove_node(tx, identity, NodeName(nodes), force=force))
         if verb == "drain":
-            return {"nodes": await self._change(lambda tx: requests.drain(tx, asker, nodes, why, by))}
+            return {"nodes": await self._change(lambda tx: requests.drain(tx, identity, nodes, why, by))}
         only_by = str(body.get("only_by") or "")
-        return {"nodes": await self._change(lambda tx: requests.resume(tx, asker, nodes, only_by))}
+        return {"nodes": await self._change(lambda tx: requests.resume(tx, identity, nodes, only_by))}
 
     def reservations(self) -> Json:
         now_s = self._clock()
@@ -381,24 +386,24 @@ class ControllerBackend(Reading):
             "reservations": [reservation_view(reservation, self._cluster, now_s) for reservation in found],
         }
 
-    async def update_partition(self, asker: Asker, body: Json) -> Json:
+    async def update_partition(self, identity: Identity, body: Json) -> Json:
         name, state = body.get("name"), body.get("state")
         if not isinstance(name, str) or not isinstance(state, str):
             raise RequestError('cannot change a partition: the body must be {"name": text, "state": text}')
-        made = await self._change(lambda tx: requests.set_partition_state(tx, asker, name, state))
+        made = await self._change(lambda tx: requests.set_partition_state(tx, identity, name, state))
         return {"name": made.name, "state": made.state.value}
 
-    async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json:
+    async def act_on_reservation(self, identity: Identity, verb: str, body: Json) -> Json:
         name, changes = str(body.get("name") or ""), body.get("changes") or {}
         if not isinstance(changes, dict):
             raise RequestError('cannot do that: the body must be {"name": text, "changes": {name: text}}')
         texts = {str(key): str(value) for key, value in changes.items()}
         if verb == "delete":
-            await self._change(lambda tx: reservation_requests.delete(tx, asker, name))
+            await self._change(lambda tx: reservation_requests.delete(tx, identity, name))
             return {"name": name}
         self._check_people(texts)
         work = reservation_requests.create if verb == "create" else reservation_requests.update
-        made = await self._change(lambda tx: work(tx, asker, name, texts))
+        made = await self._change(lambda tx: work(tx, identity, name, texts))
         return {"name": made.name, "reservation": reservation_view(made, self._cluster, self._clock())}
 
     def _check_people(self, changes: Mapping[str, str]) -> None:
@@ -413,16 +418,16 @@ class ControllerBackend(Reading):
                     f"cannot reserve for user {name[:60]!r}: Invalid user specified: there is no such account"
                 )
 
-    def crontab(self, asker: Asker, user: str) -> Json:
-        owner = self._owner(asker, user)
+    def crontab(self, identity: Identity, user: str) -> Json:
+        owner = self._owner(identity, user)
         return crontabs.view(self._cluster.crontabs.get(owner.uid))
 
-    async def install_crontab(self, asker: Asker, body: Json) -> Json:
-        """Replace the crontab of the asker, or of the user that an admin names.
+    async def install_crontab(self, identity: Identity, body: Json) -> Json:
+        """Replace the crontab of the identity, or of the user that an admin names.
 
         A text without entries deletes the crontab.
         """
-        owner = self._owner(asker, str(body.get("user") or ""))
+        owner = self._owner(identity, str(body.get("user") or ""))
         text, jobs = body.get("text"), body.get("jobs")
         if not isinstance(text, str) or not isinstance(jobs, list):
             raise RequestError('cannot take the crontab: the body must be {"text": text, "jobs": [...]}')
@@ -431,34 +436,34 @@ class ControllerBackend(Reading):
             return crontabs.view(None)
         return crontabs.view(await self._change(lambda tx: crontabs.install(tx, owner, text, jobs)))
 
-    def _owner(self, asker: Asker, user: str) -> Asker:
-        """Return the asker, or the user that an admin acts for."""
-        if user in ("", asker.user):
-            return replace(asker, admin=False)
-        asker.must_be_admin(f"look at or change the crontab of {user[:60]}")
+    def _owner(self, identity: Identity, user: str) -> Identity:
+        """Return the identity, or the user that an admin acts for."""
+        if user in ("", identity.user):
+            return identity.as_user()
+        authorize(identity, Action.ACT_FOR_USER, what=f"look at or change the crontab of {user[:60]}")
         uid = uid_of(user)
         if uid is None:
             raise NotFoundError(f"cannot find user {user[:60]!r}: this machine has no such account")
-        return replace(asker_of(uid, ()), admin=False)
+        return identity_of(uid, self.access()).as_user()
 
     def triggers(self) -> Json:
         return {"triggers": triggers.views(self._cluster)}
 
-    async def act_on_triggers(self, asker: Asker, verb: str, body: Json) -> Json:
+    async def act_on_triggers(self, identity: Identity, verb: str, body: Json) -> Json:
         if verb == "set":
-            made = await self._change(lambda tx: triggers.create(tx, asker, body))
+            made = await self._change(lambda tx: triggers.create(tx, identity, body))
             return {"id": made.id}
         number = body.get("id")
         if number is not None and type(number) is not int:
             raise RequestError("cannot clear a trigger: its id must be a number")
         target, user = str(body.get("target") or ""), str(body.get("user") or "")
-        return {"cleared": await self._change(lambda tx: triggers.clear(tx, asker, number, target, user))}
+        return {"cleared": await self._change(lambda tx: triggers.clear(tx, identity, number, target, user))}
 
-    def priorities(self, asker: Asker, query: Json) -> Json:
+    def priorities(self, identity: Identity, query: Json) -> Json:
         """Return the priorities of the waiting jobs that match `query`, as in `jobs`."""
         now_s = self._clock()
         snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), now_s)
-        wanted = [job.id for job in self.selected(asker, query)]
+        wanted = [job.id for job in self.selected(identity, query)]
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
 
     async def snapshot(self) -> Json:
@@ -473,73 +478,77 @@ class ControllerBackend(Reading):
         now_s = self._clock()
         return {"now_s": now_s, **share_views(self._cluster, now_s)}
 
-    async def reset_usage(self, asker: Asker, body: Json) -> Json:
+    async def reset_usage(self, identity: Identity, body: Json) -> Json:
         accounts, users = body.get("accounts") or [], body.get("users") or []
         if not _is_texts(accounts) or not _is_texts(users):
             raise RequestError(
                 'cannot reset usage: the body must be {"accounts": [names], "users": [names]}, empty for all'
             )
-        found = await self._change(lambda tx: usage_ledger.reset(tx, asker, accounts, users))
+        found = await self._change(lambda tx: usage_ledger.reset(tx, identity, accounts, users))
         self._controller.reconfigured()
-        log.info("%s reset the usage of %s", asker.user, ", ".join(map("/".join, found)) or "nobody")
+        log.info("%s reset the usage of %s", identity.user, ", ".join(map("/".join, found)) or "nobody")
         return {"reset": [{"account": account, "user": user} for account, user in found]}
 
     def licenses(self) -> Json:
         return {"licenses": license_views(self._cluster)}
 
-    def strays(self, asker: Asker) -> Json:
-        asker.must_be_admin("see what runs from before the restore")
+    def strays(self, identity: Identity) -> Json:
+        authorize(identity, Action.SETTLE_ORPHANS)
         return {"now_s": self._clock(), "strays": orphans.views(self._cluster)}
 
-    async def act_on_strays(self, asker: Asker, verb: str, body: Json) -> Json:
+    async def act_on_strays(self, identity: Identity, verb: str, body: Json) -> Json:
         tokens = body.get("tokens")
         if not _is_texts(tokens) or not tokens:
             raise RequestError('cannot do that: the body must be {"tokens": [tokens or their beginnings, or "all"]}')
         if verb == "adopt":
-            adopted = await self._change(lambda tx: orphans.adopt(tx, asker, tokens))
+            adopted = await self._change(lambda tx: orphans.adopt(tx, identity, tokens))
             return {"jobs": adopted, "left": len(self._cluster.undecided_launches)}
-        ended = await self._change(lambda tx: orphans.end(tx, asker, tokens))
+        ended = await self._change(lambda tx: orphans.end(tx, identity, tokens))
         self._controller.end_orphans(ended)
         return {"nodes": list(ended)}
 
     def partitions(self) -> Json:
         return {"partitions": partition_views(self._cluster, self._clock())}
 
-    def config(self, asker: Asker) -> Json:
+    def config(self, identity: Identity) -> Json:
         config = self._cluster.config
         shown = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
         for name, value in (asdict(config.controller) | {"scheduler": asdict(config.scheduler)}).items():
             shown[name] = str(value) if isinstance(value, Path) else value
+        access = config.access
+        for role in ("admins", "operators", "viewers", "services"):
+            shown[role] = list(getattr(access, role))
+        shown["hidden"] = sorted(kind for kind, action in HIDEABLE.items() if action in access.hidden)
         accounting = value_to_json(config.accounting)
         return {
             "config": shown,
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 
-    async def reconfigure(self, asker: Asker, same_machine: object) -> Json:
+    async def reconfigure(self, identity: Identity, same_machine: object) -> Json:
         """Reread the configuration; `same_machine` names nodes of which only the address changed."""
         if not _is_texts(same_machine):
             raise RequestError('cannot reload the configuration: the body must be {"same_machine": [names of nodes]}')
-        asker.must_be_admin("reload the configuration")
+        authorize(identity, Action.RECONFIGURE)
         for name in same_machine:
             if name not in self._cluster.nodes:
                 there = ", ".join(self._cluster.nodes) or "none"
                 raise NotFoundError(f"Invalid node name specified: {name[:60]!r}; there are: {there}")
         return {"changed": self._apply_config(same_machine)}
 
-    async def backup(self, asker: Asker, path: object) -> Json:
+    async def backup(self, identity: Identity, path: object) -> Json:
         """Write a copy of the database to the new file `path`, in a thread.
 
         Other requests do not wait for it.
         """
         if not isinstance(path, str):
             raise RequestError('cannot back up: the body must be {"path": absolute path}')
+        authorize(identity, Action.BACK_UP)
         # The controller writes with its own rights, so the user who names the file must have them
         # too.
-        if asker.uid not in (0, os.getuid()):
-            asker.must_be_admin("back up the database")
+        if identity.uid not in (0, os.getuid()):
             raise PermissionDeniedError(
-                f"cannot back up the database: the controller writes the file itself, and {asker.user} is neither root nor "
+                f"cannot back up the database: the controller writes the file itself, and {identity.user} is neither root nor "
                 "the controller's account"
             )
         if not path.startswith("/"):

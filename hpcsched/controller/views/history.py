@@ -16,8 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from hpcsched.api.connection_limits import AnswerPauses
-from hpcsched.api.identity import Asker, user_name
+from hpcsched.api.identity import user_name
 from hpcsched.api.views import job_view, jobs_text, json_text, step_view, training_view
+from hpcsched.auth.authorize import Action, Identity, allows
 from hpcsched.config.load import Config
 from hpcsched.controller.recovery import load_state, node_of, policy_of
 from hpcsched.controller.tick import Controller
@@ -102,7 +103,7 @@ def outages_of(database: Path, query: Json) -> list[Json]:
         store.close()
 
 
-async def history_text(database: Path, cluster: ClusterState, asker: Asker, query: Json, now_s: float) -> bytes:
+async def history_text(database: Path, cluster: ClusterState, identity: Identity, query: Json, now_s: float) -> bytes:
     """Return the jobs that match `query`; unfinished jobs are shown in their present state.
 
     Raises: RequestError, and UnavailableError if the database cannot be read.
@@ -116,7 +117,7 @@ async def history_text(database: Path, cluster: ClusterState, asker: Asker, quer
         ids = await loop.run_in_executor(thread, _ids, store, wanted)
         for at in range(0, len(ids), PART_JOBS):
             part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS])
-            for view in _views(part, cluster, asker, now_s):
+            for view in _views(part, cluster, identity, now_s):
                 texts.append(json_text(view))
                 if breaks.due():
                     await breaks.take()
@@ -142,17 +143,17 @@ def _read(store: Store, ids: Sequence[int]) -> _HistorySlice:
     return _HistorySlice(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
 
 
-def _views(part: _HistorySlice, cluster: ClusterState, asker: Asker, now_s: float) -> Iterator[Json]:
+def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s: float) -> Iterator[Json]:
     steps: dict[int, list[Json]] = {}
     for step in part.steps:
         steps.setdefault(step.job_id, []).append(step_view(step))
     for job in part.jobs:
         for component in components_of(cluster.jobs.get(job.id, job)):
-            view = job_view(component, cluster, asker, now_s)
+            view = job_view(component, cluster, identity, now_s)
             view["steps"] = [
                 step for step in steps.get(job.id, []) if component.component is None or _is_in(step, component)
             ]
-            if view["training"] is None and asker.owns(job):
+            if view["training"] is None and allows(identity, Action.VIEW_DETAILS, job):
                 view["training"] = training_view(part.training.get(job.id))
             yield view
 

@@ -14,8 +14,9 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hpcsched.api.connection_limits import AnswerPauses
-from hpcsched.api.identity import Asker, is_account
+from hpcsched.api.identity import is_account
 from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text
+from hpcsched.auth.authorize import AccessPolicy, Action, Identity, Reach, reach
 from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
 from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.errors import NotFoundError, RequestError
@@ -219,18 +220,18 @@ class QueueRows:
         self._settings: tuple[object, ...] = ()
 
     async def rows(
-        self, jobs: Iterable[Job], listing: Listing, layout: tuple[object, ...], asker: Asker, look: Look
+        self, jobs: Iterable[Job], listing: Listing, layout: tuple[object, ...], identity: Identity, look: Look
     ) -> list[QueueRow]:
         """Return the rows of `jobs`; `layout` identifies the settings of `listing`."""
-        table = self._table((*layout, asker, look.time_format))
+        table = self._table((*layout, identity, look.time_format))
         singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
         breaks, rows = AnswerPauses(), []
         for job in singles:
-            rows.append(self._row(job, listing, table, asker, look))
+            rows.append(self._row(job, listing, table, identity, look))
             if breaks.due():
                 await breaks.take()
         for tasks in folds:
-            view = JobView(tasks[0], self._cluster, asker, look.now_s)
+            view = JobView(tasks[0], self._cluster, identity, look.now_s)
             view["folded"] = _indices(tasks)
             if tasks[0].state in FINAL:
                 view["elapsed_s"] = max(elapsed_s(task, look.now_s) for task in tasks)
@@ -252,9 +253,11 @@ class QueueRows:
         self._cached[key] = table  # most recently used last
         return table
 
-    def _row(self, job: Job, listing: Listing, table: dict[int, _CachedRow], asker: Asker, look: Look) -> QueueRow:
+    def _row(
+        self, job: Job, listing: Listing, table: dict[int, _CachedRow], identity: Identity, look: Look
+    ) -> QueueRow:
         cluster = self._cluster
-        view = JobView(job, cluster, asker, look[0])
+        view = JobView(job, cluster, identity, look[0])
         if job.state in ACTIVE:
             return row_of(view, listing, look)
         wait, priority = cluster.waits.get(job.id), cluster.priorities.get(job.id)
@@ -331,18 +334,18 @@ _LAYOUT = frozenset((
 _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 
-async def queue_text(cluster: ClusterState, rows: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
+async def queue_text(cluster: ClusterState, rows: QueueRows, identity: Identity, query: Query, now_s: float) -> str:
     """Return the lines for `query`. Raises: RequestError."""
     listing = _listing(query)
-    jobs = selected(cluster, asker, {name: query[name] for name in query if name not in _LAYOUT})
+    jobs = selected(cluster, identity, {name: query[name] for name in query if name not in _LAYOUT})
     ended: list[Job] = []
     if query.get("ended"):  # one line summarizes them
         ended, jobs = [job for job in jobs if job.state in FINAL], [job for job in jobs if job.state not in FINAL]
     look = Look(now_s, query.get("time_format", ""))
     layout = tuple(query.get(name, "") for name in ("format", "long", "order", "fit", "colour"))
-    text = queue.queue_text(await rows.rows(jobs, listing, layout, asker, look), listing, look)
+    text = queue.queue_text(await rows.rows(jobs, listing, layout, identity, look), listing, look)
     text += _ended(cluster, ended, now_s, colour=listing.colour)
-    seen = asker.admin and query.get("whose") == "default"
+    seen = _sees_all(identity) and query.get("whose") == "default"
     return text + (_others(cluster, [*jobs, *ended], colour=listing.colour) if query.get("others") and not seen else "")
 
 
@@ -403,16 +406,21 @@ def _in_state(jobs: list[Job], query: Query) -> list[Job]:
     return [job for job in jobs if job.state in states or (wants_special and is_special(job))]
 
 
-def selected(cluster: ClusterState, asker: Asker, query: Query) -> list[Job]:
+def _sees_all(identity: Identity) -> bool:
+    """Return whether hqueue shows all users' jobs by default: to users who act on them."""
+    return reach(identity, Action.CANCEL) is Reach.ALL
+
+
+def selected(cluster: ClusterState, identity: Identity, query: Query) -> list[Job]:
     """Return the jobs that match the filters. Raises: NotFoundError, RequestError."""
     unknown = set(query) - _OTHER - set(_FILTERS)
     if unknown:
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
     strict = query.get("strict") == "1"
-    jobs = _numbered(cluster, asker, query["id"], strict=strict) if query.get("id") else _components(cluster)
+    jobs = _numbered(cluster, identity, query["id"], strict=strict) if query.get("id") else _components(cluster)
     jobs = _in_state(jobs, query)
-    if query.get("whose") == "default" and not asker.admin:  # an admin sees all users' jobs
-        jobs = [job for job in jobs if job.uid == asker.uid]
+    if query.get("whose") == "default" and not _sees_all(identity):
+        jobs = [job for job in jobs if job.uid == identity.uid]
     if strict:
         _check_users(cluster, query.get("user", ""))
     for name, values_of in _FILTERS.items():
@@ -432,12 +440,12 @@ def _check_users(cluster: ClusterState, text: str) -> None:
             raise RequestError(f"Invalid user: {name}")
 
 
-def _numbered(cluster: ClusterState, asker: Asker, text: str, *, strict: bool) -> list[Job]:
+def _numbered(cluster: ClusterState, identity: Identity, text: str, *, strict: bool) -> list[Job]:
     references = split_list(text)
     found: dict[int, Job] = {}
     for reference in references:
         try:
-            meant = find_jobs(cluster, reference, asker.uid)
+            meant = find_jobs(cluster, reference, identity.uid)
             found |= {component.number: component for job in meant for component in listed_of(job, reference)}
         except NotFoundError:
             if strict or len(references) == 1:  # of several ids, squeue shows those that exist
@@ -478,31 +486,32 @@ class Reading:
         self._rows = QueueRows(cluster)
         self.under_way = 0
 
-    def admins(self) -> tuple[str, ...]:
-        return self._cluster.config.controller.admins
+    def access(self) -> AccessPolicy:
+        """Return the configured roles and what is private."""
+        return self._cluster.config.access
 
-    def selected(self, asker: Asker, query: dict[str, str]) -> list[Job]:
+    def selected(self, identity: Identity, query: dict[str, str]) -> list[Job]:
         """Return the jobs that a query of hpcsched's own commands asks for.
 
         Raises: NotFoundError, RequestError.
         """
-        return selected(self._cluster, asker, {"state": "ALL", "strict": "1"} | query)
+        return selected(self._cluster, identity, {"state": "ALL", "strict": "1"} | query)
 
-    async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes:
+    async def jobs(self, identity: Identity, query: dict[str, str]) -> bytes:
         """Return the jobs as the text of a JSON object. Raises the errors of `selected`."""
         with self._counted():
             now_s = self._clock()
             breaks, texts = AnswerPauses(), []
-            for job in self.selected(asker, query):
-                texts.append(json_text(job_view(job, self._cluster, asker, now_s)))
+            for job in self.selected(identity, query):
+                texts.append(json_text(job_view(job, self._cluster, identity, now_s)))
                 if breaks.due():
                     await breaks.take()
             return jobs_text(now_s, texts)
 
-    async def queue(self, asker: Asker, query: dict[str, str]) -> str:
+    async def queue(self, identity: Identity, query: dict[str, str]) -> str:
         """Return the jobs as text lines. Raises the errors of `selected`, and UsageError."""
         with self._counted():
-            return await queue_text(self._cluster, self._rows, asker, query, self._clock())
+            return await queue_text(self._cluster, self._rows, identity, query, self._clock())
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

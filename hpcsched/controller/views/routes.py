@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcnode.wire import gate
 from hpcsched.api import web
 from hpcsched.api.connection_limits import AnswerPauses, AnswerSlots, SocketLimits
-from hpcsched.api.identity import Asker, asker_of, peer_uid
+from hpcsched.api.identity import identity_of, peer_uid
 from hpcsched.api.views import VERSION, json_text
 from hpcsched.api.web import Bodies
+from hpcsched.auth.authorize import Identity
 from hpcsched.commands.call import OwnProcessError
 from hpcsched.controller.views.queue import Reading
 from hpcsched.errors import (
@@ -93,20 +94,20 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/ping", by(lambda call: call.backend.ping())),
         web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
         web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
-        web.get("/v1/job/{name}", by(lambda call: call.backend.job(call.asker, call.name))),
-        web.get("/v1/job/{name}/story", by(lambda call: call.backend.story(call.asker, call.name))),
-        web.get("/v1/job/{name}/why", routes.in_turn(by(lambda call: call.backend.why(call.asker, call.name)))),
-        web.get("/v1/nodes", by(lambda call: call.backend.nodes(call.asker, call.query))),
-        web.get("/v1/strays", by(lambda call: call.backend.strays(call.asker))),
+        web.get("/v1/job/{name}", by(lambda call: call.backend.job(call.identity, call.name))),
+        web.get("/v1/job/{name}/story", by(lambda call: call.backend.story(call.identity, call.name))),
+        web.get("/v1/job/{name}/why", routes.in_turn(by(lambda call: call.backend.why(call.identity, call.name)))),
+        web.get("/v1/nodes", by(lambda call: call.backend.nodes(call.identity, call.query))),
+        web.get("/v1/strays", by(lambda call: call.backend.strays(call.identity))),
         web.get("/v1/partitions", by(lambda call: call.backend.partitions())),
-        web.get("/v1/priorities", routes.in_turn(by(lambda call: call.backend.priorities(call.asker, call.query)))),
+        web.get("/v1/priorities", routes.in_turn(by(lambda call: call.backend.priorities(call.identity, call.query)))),
         web.get("/v1/snapshot", routes.in_turn(by(lambda call: call.backend.snapshot()))),
         web.get("/v1/shares", by(lambda call: call.backend.shares())),
         web.get("/v1/licenses", by(lambda call: call.backend.licenses())),
-        web.get("/v1/crontab", by(lambda call: call.backend.crontab(call.asker, call.query.get("user", "")))),
+        web.get("/v1/crontab", by(lambda call: call.backend.crontab(call.identity, call.query.get("user", "")))),
         web.get("/v1/triggers", by(lambda call: call.backend.triggers())),
         web.get("/v1/reservations", by(lambda call: call.backend.reservations())),
-        web.get("/v1/config", by(lambda call: call.backend.config(call.asker))),
+        web.get("/v1/config", by(lambda call: call.backend.config(call.identity))),
         web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/outages", routes.in_turn(by(lambda call: call.backend.outages(call.query)))),
         web.get("/v1/log", routes.log),
@@ -122,20 +123,21 @@ def _posts(routes: _Routes) -> list[web.Route]:
         web.post("/v1/submit", routes.submit),
         web.post("/v1/command", routes.command),
         web.post("/v1/test",
-                 routes.in_turn(by(lambda call: call.backend.test(call.asker, spec_from_json(call.body.get("job")))))),
-        web.post("/v1/strays/{name:adopt|end}", by(lambda call: call.backend.act_on_strays(call.asker, call.name, call.body))),
+                 routes.in_turn(by(lambda call: call.backend.test(call.identity, spec_from_json(call.body.get("job")))))),
+        web.post("/v1/strays/{name:adopt|end}", by(lambda call: call.backend.act_on_strays(call.identity, call.name, call.body))),
         web.post("/v1/nodes/{name:drain|resume|fence|remove}",
-                 by(lambda call: call.backend.act_on_nodes(call.asker, call.name, call.body))),
-        web.post("/v1/partitions/update", by(lambda call: call.backend.update_partition(call.asker, call.body))),
-        web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.asker, call.body))),
-        web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.asker, call.body))),
+                 by(lambda call: call.backend.act_on_nodes(call.identity, call.name, call.body))),
+        web.post("/v1/partitions/update", by(lambda call: call.backend.update_partition(call.identity, call.body))),
+        web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.identity, call.body))),
+        web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.identity, call.body))),
         web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
         web.post("/v1/reservations/{name:create|update|delete}",
-                 by(lambda call: call.backend.act_on_reservation(call.asker, call.name, call.body))),
-        web.post("/v1/reconfigure", by(lambda call: call.backend.reconfigure(call.asker, call.body.get("same_machine") or []))),
-        web.post("/v1/backup", by(lambda call: call.backend.backup(call.asker, call.body.get("path")))),
+                 by(lambda call: call.backend.act_on_reservation(call.identity, call.name, call.body))),
+        web.post("/v1/reconfigure",
+                 by(lambda call: call.backend.reconfigure(call.identity, call.body.get("same_machine") or []))),
+        web.post("/v1/backup", by(lambda call: call.backend.backup(call.identity, call.body.get("path")))),
         web.post("/v1/{name:cancel|hold|release|requeue|suspend|resume|update}",
-                 by(lambda call: call.backend.act(call.asker, call.name, call.body))),
+                 by(lambda call: call.backend.act(call.identity, call.name, call.body))),
     ]
     # fmt: on
 
@@ -144,7 +146,7 @@ class _Call(NamedTuple):
     """A request for the backend. `name`: the verb or the job in its path. `body`: of a POST."""
 
     backend: ControllerBackend
-    asker: Asker
+    identity: Identity
     name: str
     query: dict[str, str]
     body: Json
@@ -174,7 +176,7 @@ class _Routes:
         async def handle(request: web.Request) -> web.Response:
             body = await self._body(request) if request.method == "POST" else {}
             name = request.match_info.get("name", "")
-            result = work(_Call(await self._backend(), self._asker(request), name, request.query, body))
+            result = work(_Call(await self._backend(), self._identity(request), name, request.query, body))
             return answer(result if isinstance(result, dict) else await result)
 
         return handle
@@ -194,10 +196,10 @@ class _Routes:
 
         return handle
 
-    def _asker(self, request: web.Request) -> Asker:
+    def _identity(self, request: web.Request) -> Identity:
         if request.uid is not None:
-            return replace(asker_of(request.uid, ()), admin=False)
-        return asker_of(_uid_of(request), self._reader.admins())
+            return replace(identity_of(request.uid, self._reader.access()).as_user(), source="job")
+        return identity_of(_uid_of(request), self._reader.access())
 
     async def submit(self, request: web.Request) -> web.Response:
         body = await self._body(request)
@@ -228,7 +230,7 @@ class _Routes:
             words = command.read_words(body)
         except OwnProcessError:
             return web.Response(b"python\n", content_type="application/octet-stream")
-        asker = self._asker(request)
+        identity = self._identity(request)
 
         async def submit(request_id: str, spec: JobSpec) -> Json:
             return {"version": VERSION, **await self._submit(request, request_id, [spec])}
@@ -236,11 +238,11 @@ class _Routes:
         def job_id_of(reference: str) -> int:
             if not self._coming.done():
                 raise UnavailableError("cannot look for jobs yet: the controller is starting; try again")
-            job = self._coming.result().job(asker, reference)["jobs"][0]
+            job = self._coming.result().job(identity, reference)["jobs"][0]
             return int(job["array_job_id"] or job["id"])  # int: the id comes from this controller
 
         api = command.Routed(request, self.router.find, submit, job_id_of)
-        return web.Response(await command.answer(words, asker, api), content_type="application/octet-stream")
+        return web.Response(await command.answer(words, identity, api), content_type="application/octet-stream")
 
     async def _submit(self, request: web.Request, request_id: object, specs: list[JobSpec]) -> Json:
         if not isinstance(request_id, str):
@@ -249,14 +251,14 @@ class _Routes:
             raise RequestError(
                 f"cannot submit: the request id has {len(request_id)} characters, {MAX_REQUEST_ID} are allowed"
             )
-        return await (await self._backend()).submit(self._asker(request), request_id, specs)
+        return await (await self._backend()).submit(self._identity(request), request_id, specs)
 
     async def jobs(self, request: web.Request) -> web.Response:
-        return web.Response(await self._reader.jobs(self._asker(request), request.query))
+        return web.Response(await self._reader.jobs(self._identity(request), request.query))
 
     async def queue(self, request: web.Request) -> web.Response:
         """Send the queue as the text lines that squeue and hqueue print."""
-        text = await self._reader.queue(self._asker(request), request.query)
+        text = await self._reader.queue(self._identity(request), request.query)
         return web.Response(text.encode("utf-8", "replace"), content_type="text/plain; charset=utf-8")
 
     async def act_on_triggers(self, request: web.Request) -> web.Response:
@@ -267,22 +269,22 @@ class _Routes:
         verb = request.match_info["name"]
         if request.uid is not None:
             raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
-        return await self.by(lambda call: call.backend.act_on_triggers(call.asker, verb, call.body))(request)
+        return await self.by(lambda call: call.backend.act_on_triggers(call.identity, verb, call.body))(request)
 
     async def history(self, request: web.Request) -> web.Response:
-        return web.Response(await (await self._backend()).history(self._asker(request), request.query))
+        return web.Response(await (await self._backend()).history(self._identity(request), request.query))
 
     async def log(self, request: web.Request) -> web.Response:
         """Send a part of a job's output; wait up to `wait_s` for more output."""
         query = request.query
-        asker = self._asker(request)
+        identity = self._identity(request)
         offset = _number(query, "offset", 0)
         limit = max(0, min(_number(query, "limit", LOG_CHUNK_BYTES), LOG_CHUNK_BYTES))
         wait_until_s = asyncio.get_running_loop().time() + min(number(query.get("wait_s", "0"), "wait_s"), LOG_WAIT_S)
         pause_s = 0.05
         while True:
             part = await (await self._backend()).log(
-                asker, query.get("job", ""), query.get("stream", "out"), offset, limit
+                identity, query.get("job", ""), query.get("stream", "out"), offset, limit
             )
             now_s = asyncio.get_running_loop().time()
             if part.data or part.ended or now_s >= wait_until_s:

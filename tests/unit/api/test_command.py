@@ -23,7 +23,7 @@ from conftest_api import api  # noqa: E402, F401
 from fake_api import FakeApi, queue_answer, running, task  # noqa: E402
 
 from hpcsched.api import command, web  # noqa: E402
-from hpcsched.api.identity import Asker  # noqa: E402
+from hpcsched.auth.authorize import Identity, Role  # noqa: E402
 from hpcsched.cli import hcancel, hqueue, hsub, thin  # noqa: E402
 from hpcsched.commands.call import OwnProcessError  # noqa: E402
 from hpcsched.errors import NotFoundError, RequestError  # noqa: E402
@@ -40,7 +40,7 @@ REFUSED = [
     {"job": "77", "error": "Invalid job id specified: 77", "kind": "NotFoundError"},
     {"job": "8", "error": "cannot cancel job 8: it belongs to eve", "kind": "PermissionDeniedError"},
 ]
-ME = Asker(uid=os.getuid(), user="root" if os.getuid() == 0 else str(os.getuid()), admin=False)
+ME = Identity(uid=os.getuid(), user="root" if os.getuid() == 0 else str(os.getuid()), role=Role.USER)
 Done = tuple[int, str, str, Any]
 
 

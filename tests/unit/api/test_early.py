@@ -10,19 +10,20 @@ from typing import Any
 from waiting import played
 
 from hpcsched.api import web
+from hpcsched.auth.authorize import AccessPolicy
 from hpcsched.controller.views.routes import make_server
 
 
 class Early:
     """The queue alone."""
 
-    def admins(self) -> tuple[str, ...]:
-        return ()
+    def access(self) -> AccessPolicy:
+        return AccessPolicy()
 
-    async def jobs(self, asker: Any, query: Any) -> bytes:
+    async def jobs(self, identity: Any, query: Any) -> bytes:
         return b'{"jobs":["all"]}'
 
-    async def queue(self, asker: Any, query: Any) -> str:
+    async def queue(self, identity: Any, query: Any) -> str:
         return "all\n"
 
 

@@ -11,6 +11,7 @@ from waiting import played
 
 from hpcsched.api import web
 from hpcsched.api.connection_limits import AnswerSlots
+from hpcsched.auth.authorize import AccessPolicy
 from hpcsched.controller.views.routes import LONG_AT_ONCE, make_server
 
 ASKED = b"GET /v1/jobs HTTP/1.1\r\nConnection: close\r\n\r\n"
@@ -23,10 +24,10 @@ class Slow:
         self.gate = asyncio.Event()
         self.begun = self.cancelled = 0
 
-    def admins(self) -> tuple[str, ...]:
-        return ()
+    def access(self) -> AccessPolicy:
+        return AccessPolicy()
 
-    async def jobs(self, asker: Any, query: Any) -> bytes:
+    async def jobs(self, identity: Any, query: Any) -> bytes:
         self.begun += 1
         try:
             await self.gate.wait()
@@ -35,7 +36,7 @@ class Slow:
             raise
         return b'{"jobs":[]}'
 
-    async def queue(self, asker: Any, query: Any) -> str:
+    async def queue(self, identity: Any, query: Any) -> str:
         return ""
 
 
@@ -93,7 +94,7 @@ async def test_the_queue_is_not_kept_by_questions_that_wait_for_the_rest_of_the_
     later = [await _connect(server, ASKED.replace(b"/v1/jobs", b"/v1/priorities")) for _ in range(LONG_AT_ONCE + 1)]
     reader, writer = await _connect(server)
     assert (await reader.read()).endswith(b'{"jobs":[]}')
-    coming.set_result(SimpleNamespace(priorities=lambda asker, query: {"jobs": []}))
+    coming.set_result(SimpleNamespace(priorities=lambda identity, query: {"jobs": []}))
     for reads, _ in later:
         assert (await reads.read()).endswith(b'"jobs":[]}')
     for _, writes in (*later, (reader, writer)):

@@ -13,15 +13,15 @@ from jobs import partition
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
 from hpcsched.api.views import VALUES, JobView, job_view
+from hpcsched.auth.authorize import Identity
 from hpcsched.lifecycle.events import EndRequested
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import Dependency, DependencyKind, GpuRequest
 
 
-@pytest.mark.parametrize("asker", [ANN, BOB])
+@pytest.mark.parametrize("identity", [ANN, BOB])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -30,12 +30,14 @@ from hpcsched.model.spec import Dependency, DependencyKind, GpuRequest
         {"hold": True, "dependency": (Dependency(kind=DependencyKind.AFTER_ANY, job_ids=(1,)),)},
     ],
 )
-def test_all_values_of_a_job_are_what_each_is_by_itself(asker: Asker, fields: dict[str, Any]) -> None:
+def test_all_values_of_a_job_are_what_each_is_by_itself(identity: Identity, fields: dict[str, Any]) -> None:
     cluster = Cluster("n1")
     cluster.submit(hold=True)
     job = cluster.job(cluster.submit(**fields))
-    whole = job_view(job, cluster.state, asker, cluster.now_s)
-    assert list(whole.items()) == [(name, JobView(job, cluster.state, asker, cluster.now_s)[name]) for name in VALUES]
+    whole = job_view(job, cluster.state, identity, cluster.now_s)
+    assert list(whole.items()) == [
+        (name, JobView(job, cluster.state, identity, cluster.now_s)[name]) for name in VALUES
+    ]
 
 
 def test_where_a_jobs_output_goes_is_shown_with_its_name_filled_in() -> None:
@@ -67,23 +69,23 @@ def test_what_a_waiting_job_asks_for_is_shown_where_it_has_nothing_yet() -> None
     assert (plain["gpus"], plain["shards"], plain["priority_tier"], plain["dependency"]) == (0, 0, 1, "")
 
 
-def told(cluster: Cluster, asker: Asker, job_id: int) -> str:
-    """Return all that the API's routes tell `asker` of the cluster's jobs, and of this one, as one text."""
+def told(cluster: Cluster, identity: Identity, job_id: int) -> str:
+    """Return all that the API's routes tell `identity` of the cluster's jobs, and of this one, as one text."""
     backend = cluster.backend()
     wide = "%.200r|%.200R|%.200Z|%.200o"
 
     async def ask() -> list[object]:
         return [
-            backend.job(asker, str(job_id)),
-            await backend.jobs(asker, {}),
-            await backend.jobs(asker, {"state": "all"}),
-            await backend.queue(asker, {"state": "all"}),
-            await backend.queue(asker, {"state": "all", "format": wide}),
-            await backend.why(asker, str(job_id)),
-            await backend.history(asker, {}),
+            backend.job(identity, str(job_id)),
+            await backend.jobs(identity, {}),
+            await backend.jobs(identity, {"state": "all"}),
+            await backend.queue(identity, {"state": "all"}),
+            await backend.queue(identity, {"state": "all", "format": wide}),
+            await backend.why(identity, str(job_id)),
+            await backend.history(identity, {}),
             await backend.snapshot(),
-            await backend.nodes(asker, {}),
-            backend.priorities(asker, {}),
+            await backend.nodes(identity, {}),
+            backend.priorities(identity, {}),
         ]
 
     return repr(asyncio.run(ask()))
@@ -128,5 +130,5 @@ def test_the_words_of_a_reason_are_the_owners_and_admins(
     happens(cluster, job_id)
     assert cluster.job(job_id).reason_detail
     assert "/home/ann/secret" in cluster.job(job_id).reason_detail
-    for asker, seen in ((ANN, True), (ROOT, True), (BOB, False)):
-        assert ("/home/ann/secret" in told(cluster, asker, job_id)) == seen
+    for identity, seen in ((ANN, True), (ROOT, True), (BOB, False)):
+        assert ("/home/ann/secret" in told(cluster, identity, job_id)) == seen

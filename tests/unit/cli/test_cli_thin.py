@@ -238,7 +238,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command(run: Run, api: FakeApi) 
 
 CONFIGS: list[tuple[dict[str, str], str]] = [
     ({"HPCSCHED_CONFIG": "{tmp}/c"}, ""),
-    ({"HPCSCHED_CONFIG": "{tmp}/c"}, "[controller]\nadmins = []\n"),
+    ({"HPCSCHED_CONFIG": "{tmp}/c"}, "[controller]\nrequeue = true\n"),
     ({"HPCSCHED_CONFIG": "{tmp}/c"}, "[controller]\nrun_dir = '{tmp}/r'\n"),
     ({"HPCSCHED_CONFIG": "{tmp}/c"}, "[controller]\nstate_dir = 'far'\n"),
     ({"HPCSCHED_CONFIG": "{tmp}/c"}, "# run_dir = '/nowhere'\n"),

@@ -72,9 +72,10 @@ def test_values_come_in_their_units(write: Write) -> None:
         share = "/srv/share"
         [controller]
         state_dir = "state"
-        admins = ["ada", "grace"]
         heartbeat_s = 0.5
         node_down_after_s = 2
+        [roles]
+        admins = ["ada", "grace"]
         [scheduler]
         default_time_limit = "1-12"
         weights.age = 7
@@ -93,7 +94,7 @@ def test_values_come_in_their_units(write: Write) -> None:
     assert config.controller.state_dir == path / "state"
     assert config.controller.run_dir == path / "state" / "run"
     assert config.api_socket == path / "state" / "run" / "api.sock"
-    assert config.controller.admins == ("ada", "grace")
+    assert config.access.admins == ("ada", "grace")
     assert config.scheduler.default_time_limit == 36 * 3600
     assert config.scheduler.weights.age == 7
     gpu, everything = config.partitions
@@ -110,11 +111,11 @@ def test_values_come_in_their_units(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[controler]\n", ["unknown table 'controler'", "did you mean controller", "cluster, controller, scheduler"]),
+        ("[controler]\n", ["unknown table 'controler'", "did you mean controller", "cluster, controller, roles, privacy, scheduler"]),
         ("[controller]\nheartbeat = 1\n", ["[controller]", "'heartbeat'", "did you mean heartbeat_s", "kill_wait_s"]),
-        ("[controller]\nadmin = ['x']\n", ["did you mean admins"]),
-        ("[controller]\nadmins = 'x'\n", ["[controller] admins = 'x'", "a list of texts"]),
-        ("[controller]\nadmins = ['-x']\n", ["admins = ['-x']", "user name"]),
+        ("[roles]\nadmin = ['x']\n", ["did you mean admins"]),
+        ("[roles]\nadmins = 'x'\n", ["[roles] admins = 'x'", "a list of texts"]),
+        ("[roles]\nadmins = ['-x']\n", ["admins = ['-x']", "user name"]),
         ("[controller]\nheartbeat_s = '15'\n", ["heartbeat_s = '15'", "wants seconds"]),
         ("[controller]\nheartbeat_s = nan\n", ["wants seconds"]),
         ("[controller]\nheartbeat_s = 30\n", ["node_down_after_s = 40 is less than twice heartbeat_s = 30"]),

@@ -12,7 +12,7 @@ from typing import Any
 from jobs import T0, node, partition, spec
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.config.load import Config, build_config
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.tick import Controller
@@ -31,9 +31,9 @@ from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Store
 
-ANN = Asker(uid=1000, user="ann", admin=False)
-BOB = Asker(uid=1001, user="bob", admin=False)
-ROOT = Asker(uid=0, user="root", admin=True)
+ANN = Identity(uid=1000, user="ann", role=Role.USER)
+BOB = Identity(uid=1001, user="bob", role=Role.USER)
+ROOT = Identity(uid=0, user="root", role=Role.ADMIN)
 
 
 class FakePorts:
@@ -93,9 +93,9 @@ class Cluster:
         self.now_s += after_s
         self.controller.tick(self.now_s)
 
-    def submit(self, asker: Asker = ANN, request_id: str = "", **fields: object) -> JobId:
+    def submit(self, identity: Identity = ANN, request_id: str = "", **fields: object) -> JobId:
         one: JobSpec = spec(**fields)
-        answer = self.ask(lambda tx: jobs.submit(tx, asker, request_id, [one], self.store.request_jobs))
+        answer = self.ask(lambda tx: jobs.submit(tx, identity, request_id, [one], self.store.request_jobs))
         return JobId(answer[0]["job_id"])
 
     def job(self, job_id: int) -> Job:

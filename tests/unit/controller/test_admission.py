@@ -10,7 +10,7 @@ import pytest
 from jobs import spec
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.views.queue import license_views
@@ -32,9 +32,9 @@ def lab(**limits: object) -> Accounting:
     return Accounting(accounts=(Account(name="top", qos=("normal", "high")), replace(account, parent="top")))
 
 
-def refusal(made: Cluster, asker: Asker = ANN, **fields: object) -> str:
+def refusal(made: Cluster, identity: Identity = ANN, **fields: object) -> str:
     with pytest.raises(RequestError) as caught:
-        made.submit(asker, **fields)
+        made.submit(identity, **fields)
     return str(caught.value)
 
 
@@ -230,9 +230,9 @@ def test_a_job_whose_account_is_gone_can_be_given_another() -> None:
     assert (made.job(job).account, made.job(job).qos) == ("lab", "normal")
 
 
-def changed(made: Cluster, asker: Asker, job: int, **changes: str) -> list[str]:
+def changed(made: Cluster, identity: Identity, job: int, **changes: str) -> list[str]:
     """Change a job as ``hctl update`` does, and return what was refused."""
-    return [error["error"] for error in made.ask(lambda tx: update(tx, asker, [str(job)], changes)).errors]
+    return [error["error"] for error in made.ask(lambda tx: update(tx, identity, [str(job)], changes)).errors]
 
 
 def test_licences_are_shown_with_what_is_free() -> None:
@@ -261,6 +261,6 @@ def test_a_time_limit_is_changed_by_so_much() -> None:
 def test_who_has_no_account_is_told_so_where_jobs_run_as_their_submitters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 0)
     backend = Cluster("n1").backend()
-    nobody = Asker(uid=3_999_999, user="3999999", admin=False)
+    nobody = Identity(uid=3_999_999, user="3999999", role=Role.USER)
     with pytest.raises(PermissionDeniedError, match="cannot submit: uid 3999999 has no account on this machine"):
         asyncio.run(backend.submit(nobody, "", [spec()]))

@@ -7,8 +7,8 @@ from cluster import ANN, BOB, ROOT, Cluster
 from jobs import node
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views, why_waiting
+from hpcsched.auth.authorize import Identity
 from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes.loss import LAUNCH_TRIES
 from hpcsched.controller.recovery import node_of
@@ -119,9 +119,9 @@ def test_a_job_whose_interpreter_a_node_misses_runs_on_another_one() -> None:
     assert not any(node.launch_failures for node in cluster.state.nodes.values())  # the script is the cause
 
 
-def start_elsewhere(cluster: Cluster, asker: Asker, bad: str = "n1") -> None:
+def start_elsewhere(cluster: Cluster, identity: Identity, bad: str = "n1") -> None:
     """Have a job refused by `bad`, if it is sent there, and run on another node."""
-    job_id = cluster.submit(asker)
+    job_id = cluster.submit(identity)
     if cluster.job(job_id).shares[0].node == bad:
         refuse(cluster, job_id)
     cluster.run(job_id)
@@ -129,11 +129,11 @@ def start_elsewhere(cluster: Cluster, asker: Asker, bad: str = "n1") -> None:
 
 
 @pytest.mark.parametrize("askers", [(ROOT, ROOT, ROOT), (ANN, ANN, ROOT), (ANN, BOB, ANN)])
-def test_a_node_that_could_not_start_three_jobs_in_a_row_is_drained(askers: tuple[Asker, ...]) -> None:
+def test_a_node_that_could_not_start_three_jobs_in_a_row_is_drained(askers: tuple[Identity, ...]) -> None:
     cluster = Cluster("n1", "n2")
-    for asker in askers:
+    for identity in askers:
         assert not cluster.state.nodes[NodeName("n1")].drained
-        start_elsewhere(cluster, asker)
+        start_elsewhere(cluster, identity)
     first = cluster.state.nodes[NodeName("n1")]
     assert first.drained
     said = "cannot enter the job's directory ...: No such file or directory"

@@ -17,9 +17,9 @@ def experience(cluster: Cluster) -> Experience:
     return cluster.controller.snapshot((), cluster.now_s).experience
 
 
-def ran(cluster: Cluster, seconds: float, asker=ANN) -> int:
+def ran(cluster: Cluster, seconds: float, identity=ANN) -> int:
     """Have a job of a whole node run for so long."""
-    job = cluster.submit(asker, ntasks=2)
+    job = cluster.submit(identity, ntasks=2)
     cluster.run(job)
     cluster.now_s += seconds
     cluster.end(job)
@@ -82,7 +82,7 @@ def test_with_the_policy_default_users_of_short_jobs_come_first_behind_the_head(
     cluster.controller.policy = replace(cluster.controller.policy, backfill=Backfill.DEFAULT, weight_age=0)
     cluster.run(cluster.submit(ntasks=1, time_limit_s=36_000))
     head = cluster.submit(ntasks=2)
-    jobs = [cluster.submit(asker, ntasks=1, time_limit_s=3000, hold=True) for asker in (ANN, BOB)]
+    jobs = [cluster.submit(identity, ntasks=1, time_limit_s=3000, hold=True) for identity in (ANN, BOB)]
     cluster.ask(lambda tx: [requests.release(tx, ROOT, [str(job)]) for job in jobs])
     assert [bool(cluster.job(job).shares) for job in (head, *jobs)] == [False, False, True]
 

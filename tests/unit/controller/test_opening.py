@@ -10,7 +10,7 @@ import pytest
 from unit.controller.cluster import ANN, Cluster
 
 from hpcsched.api import connection_limits
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.opening import first_answers
 from hpcsched.controller.views.queue import Reading
@@ -67,7 +67,7 @@ def test_an_answer_that_is_an_error_is_not_under_way_any_more() -> None:
 def test_the_jobs_are_told_as_one_json_object() -> None:
     cluster = Cluster("n1")
     ids = [cluster.submit(hold=True, name=name) for name in ("one", "two \N{SNOWMAN}")]
-    bob = Asker(uid=1001, user="bob", admin=False)
+    bob = Identity(uid=1001, user="bob", role=Role.USER)
     told = json.loads(asyncio.run(Reading(cluster.state, lambda: cluster.now_s).jobs(bob, {})))
     assert (told["version"], told["now_s"]) == (1, cluster.now_s)
     assert [(job["id"], job["name"], job["work_dir"]) for job in told["jobs"]] == [

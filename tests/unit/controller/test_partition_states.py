@@ -16,8 +16,8 @@ from hpcsched.model.job import JobState, Reason
 from hpcsched.model.node import PartitionState
 
 
-def put(cluster: Cluster, state: str, asker: object = ROOT) -> None:
-    cluster.ask(lambda tx: jobs.set_partition_state(tx, asker, "main", state))  # type: ignore[arg-type]
+def put(cluster: Cluster, state: str, identity: object = ROOT) -> None:
+    cluster.ask(lambda tx: jobs.set_partition_state(tx, identity, "main", state))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_the_conservative_policy_keeps_what_an_earlier_plan_promised() -> None:
     cluster.submit(cpus_per_task=2, time_limit_s=100)
     first = cluster.submit(cpus_per_task=2, time_limit_s=100)
     promised_s = cluster.state.waits[first].expected_start_s
-    urgent = cluster.submit(asker=ROOT, cpus_per_task=2, time_limit_s=100, nice=-1000)
+    urgent = cluster.submit(identity=ROOT, cpus_per_task=2, time_limit_s=100, nice=-1000)
     assert cluster.state.waits[first].expected_start_s == promised_s
     assert cluster.state.waits[urgent].expected_start_s == promised_s + 100
 

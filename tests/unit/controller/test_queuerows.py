@@ -49,14 +49,14 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return jobs
 
 
-def text_of(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, asker: Any = ANN) -> str:
-    return asyncio.run(queue_text(cluster.state, kept, asker, query, now_s))
+def text_of(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, identity: Any = ANN) -> str:
+    return asyncio.run(queue_text(cluster.state, kept, identity, query, now_s))
 
 
-def look(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, asker: Any = ANN) -> str:
+def look(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, identity: Any = ANN) -> str:
     """Return the text, which must be as if nothing had been kept."""
-    text = text_of(cluster, kept, query, now_s, asker)
-    assert text == text_of(cluster, QueueRows(cluster.state), query, now_s, asker)
+    text = text_of(cluster, kept, query, now_s, identity)
+    assert text == text_of(cluster, QueueRows(cluster.state), query, now_s, identity)
     return text
 
 
@@ -81,8 +81,8 @@ def test_whatever_happens_the_rows_are_as_if_nothing_had_been_kept() -> None:
     for at, change in enumerate(changes):
         change()
         for query, rows in zip(QUERIES, kept, strict=True):
-            for asker in (ANN, BOB):
-                look(cluster, rows, query, T0 + 10 * at, asker)
+            for identity in (ANN, BOB):
+                look(cluster, rows, query, T0 + 10 * at, identity)
 
 
 def test_only_what_has_changed_is_written_again(written: list[int]) -> None:

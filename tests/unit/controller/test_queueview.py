@@ -8,7 +8,7 @@ import json
 import pytest
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity
 from hpcsched.controller.requests.jobs import cancel
 from hpcsched.controller.views.queue import QueueRows, Reading, queue_text
 from hpcsched.errors import NotFoundError, RequestError
@@ -20,8 +20,8 @@ def cluster() -> Cluster:
     """Job 1 of ann runs on n1, 2 and 3 of bob wait, the tasks of array 4 wait, 7 is over."""
     made = Cluster("n1")
     made.submit(name="one", ntasks=2)
-    made.submit(asker=BOB, name="two", account="physics")
-    made.submit(asker=BOB, name="three", qos="")
+    made.submit(identity=BOB, name="two", account="physics")
+    made.submit(identity=BOB, name="three", qos="")
     made.submit(name="many", array=ArraySpec(indices=(0, 1, 2)))
     made.submit(name="over")
     made.ask(lambda tx: cancel(tx, ANN, ["7"], {}))
@@ -115,7 +115,7 @@ def test_the_priorities_are_those_of_the_jobs_that_are_asked_for(cluster: Cluste
         cluster.backend().priorities(ANN, {"user": "nobody-here"})
 
 
-def table(cluster: Cluster, asker: Asker = ANN, **query: str) -> list[str]:
+def table(cluster: Cluster, identity: Identity = ANN, **query: str) -> list[str]:
     """Return what hqueue prints without options."""
     asked = {
         "format": "id,st,nodes",
@@ -128,7 +128,7 @@ def table(cluster: Cluster, asker: Asker = ANN, **query: str) -> list[str]:
     }
     asked |= {"ended": "1", "others": "1", **query}
     asked = {name: value for name, value in asked.items() if value}
-    return asyncio.run(queue_text(cluster.state, QueueRows(cluster.state), asker, asked, cluster.now_s)).splitlines()
+    return asyncio.run(queue_text(cluster.state, QueueRows(cluster.state), identity, asked, cluster.now_s)).splitlines()
 
 
 def test_a_user_sees_the_own_jobs_and_how_many_others_have_and_how_many_ended(cluster: Cluster) -> None:

@@ -21,7 +21,7 @@ def cluster() -> Cluster:
     made.submit(name="many", hold=True, array=ArraySpec(indices=(1, 4)))
     made.submit(name="twin", hold=True)
     made.submit(name="twin", hold=True)
-    made.submit(asker=BOB, name="other", hold=True)
+    made.submit(identity=BOB, name="other", hold=True)
     return made
 
 

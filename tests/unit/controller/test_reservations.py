@@ -9,8 +9,8 @@ import pytest
 from cluster import ANN, BOB, ROOT, Cluster
 from jobs import partition
 
-from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views
+from hpcsched.auth.authorize import Identity
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs, reservations, running_jobs
 from hpcsched.controller.requests.update import update
@@ -21,10 +21,10 @@ from hpcsched.model.reservation import Flag, Reservation
 DAY = 86_400
 
 
-def reserve(cluster: Cluster, name: str = "r", asker: Asker = ROOT, **changes: str) -> Reservation:
+def reserve(cluster: Cluster, name: str = "r", identity: Identity = ROOT, **changes: str) -> Reservation:
     words = {"StartTime": "now+10minutes", "Duration": "10", "Users": "ann", "Nodes": "n1"} | changes
     found: Reservation = cluster.ask(
-        lambda tx: reservations.create(tx, asker, name, {key: value for key, value in words.items() if value})
+        lambda tx: reservations.create(tx, identity, name, {key: value for key, value in words.items() if value})
     )
     return found
 
@@ -81,7 +81,7 @@ def test_one_that_repeats_moves_on_to_its_next_day(tmp_path: Path) -> None:
 def test_only_admins_make_change_and_delete_them() -> None:
     cluster = Cluster("n1")
     with pytest.raises(PermissionDeniedError, match="cannot create a reservation"):
-        reserve(cluster, asker=ANN)
+        reserve(cluster, identity=ANN)
     reserve(cluster)
     for work in (
         lambda tx: reservations.update(tx, ANN, "r", {"Users": "ann"}),

@@ -27,9 +27,9 @@ def start(cluster: Cluster, low: int, high: int, **fields: Any) -> int:
     return job_id
 
 
-def resize(cluster: Cluster, job_id: int, size: int | str, asker: Any = ANN) -> Any:
+def resize(cluster: Cluster, job_id: int, size: int | str, identity: Any = ANN) -> Any:
     """Change the job's size as hctl update does."""
-    return cluster.ask(lambda tx: update.update(tx, asker, [str(job_id)], {"num_nodes": str(size)}))
+    return cluster.ask(lambda tx: update.update(tx, identity, [str(job_id)], {"num_nodes": str(size)}))
 
 
 def give_back(cluster: Cluster, job_id: int, count: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import requeue
 from hpcsched.controller.requests.update import update
@@ -21,9 +21,9 @@ from hpcsched.model.spec import ArraySpec
 from hpcsched.state.cluster import ClusterState
 
 
-def change(cluster: Cluster, reference: object, asker: Asker = ANN, **changes: str) -> list[str]:
+def change(cluster: Cluster, reference: object, identity: Identity = ANN, **changes: str) -> list[str]:
     """Change a job as ``hctl update`` does, and return what was refused."""
-    outcome = cluster.ask(lambda tx: update(tx, asker, [str(reference)], changes))
+    outcome = cluster.ask(lambda tx: update(tx, identity, [str(reference)], changes))
     return [error["error"] for error in outcome.errors]
 
 

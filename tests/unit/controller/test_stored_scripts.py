@@ -9,7 +9,7 @@ from cluster import ANN, BOB, Cluster, config
 from jobs import T0, spec
 
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity
 from hpcsched.config.load import Config, build_config
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
@@ -35,17 +35,17 @@ def stored(cluster: Cluster) -> int:
     return len(cluster.store.script_hashes())
 
 
-def cancel(cluster: Cluster, job_id: int, asker: Asker = ANN) -> None:
-    cluster.ask(lambda tx: jobs.cancel(tx, asker, [str(job_id)], {}))
+def cancel(cluster: Cluster, job_id: int, identity: Identity = ANN) -> None:
+    cluster.ask(lambda tx: jobs.cancel(tx, identity, [str(job_id)], {}))
 
 
-def shown(cluster: Cluster, asker: Asker, job_id: int) -> object:
-    return cluster.backend().job(asker, str(job_id))["jobs"][0].get("script", "hidden")
+def shown(cluster: Cluster, identity: Identity, job_id: int) -> object:
+    return cluster.backend().job(identity, str(job_id))["jobs"][0].get("script", "hidden")
 
 
 def test_equal_scripts_are_stored_once_and_are_in_no_job_in_memory() -> None:
     cluster = Cluster("n1")
-    ids = [cluster.submit(asker, hold=True, script=text(1)) for asker in (ANN, ANN, BOB)]
+    ids = [cluster.submit(identity, hold=True, script=text(1)) for identity in (ANN, ANN, BOB)]
     ids.append(cluster.submit(hold=True, script=text(2)))
     assert stored(cluster) == 2
     assert {cluster.job(job_id).spec.script for job_id in ids} == {""}

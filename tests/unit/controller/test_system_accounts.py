@@ -11,11 +11,11 @@ from cluster import ANN, ROOT, Cluster, config
 
 from hpcnode.os import account as user
 from hpcnode.wire import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.errors import PermissionDeniedError
 
-DAEMON = Asker(uid=1, user="daemon", admin=False)
-NOBODY = Asker(uid=65534, user="nobody", admin=False)
+DAEMON = Identity(uid=1, user="daemon", role=Role.USER)
+NOBODY = Identity(uid=65534, user="nobody", role=Role.USER)
 
 
 def cluster_of(*, below: int = 1000, root_agent: bool = True) -> Cluster:
@@ -25,13 +25,13 @@ def cluster_of(*, below: int = 1000, root_agent: bool = True) -> Cluster:
     return cluster
 
 
-@pytest.mark.parametrize("asker", [ROOT, DAEMON, NOBODY])
-def test_jobs_of_system_accounts_are_refused_with_what_to_do(asker: Asker) -> None:
+@pytest.mark.parametrize("identity", [ROOT, DAEMON, NOBODY])
+def test_jobs_of_system_accounts_are_refused_with_what_to_do(identity: Identity) -> None:
     cluster = cluster_of()
     with pytest.raises(PermissionDeniedError) as refused:
-        cluster.submit(asker)
+        cluster.submit(identity)
     said = str(refused.value)
-    assert said.startswith(f"cannot submit the job: jobs of {asker.user} are refused on this cluster, because it")
+    assert said.startswith(f"cannot submit the job: jobs of {identity.user} are refused on this cluster, because it")
     assert "Submit it as an ordinary user: sudo -u USER hsub" in said
     assert (
         "set allow_uid_below = 0 in the section [controller] of /nonexistent/hpcsched.toml, and run: hctl reconfigure"
@@ -40,12 +40,12 @@ def test_jobs_of_system_accounts_are_refused_with_what_to_do(asker: Asker) -> No
     assert not cluster.state.jobs
     spec = cluster.job(cluster.submit(ANN, hold=True)).spec
     with pytest.raises(PermissionDeniedError, match="are refused on this cluster"):
-        asyncio.run(cluster.backend().test(asker, spec))
+        asyncio.run(cluster.backend().test(identity, spec))
 
 
-@pytest.mark.parametrize("asker", [ROOT, DAEMON, NOBODY])
-def test_an_admin_may_allow_them(asker: Asker) -> None:
-    cluster_of(below=0).submit(asker)
+@pytest.mark.parametrize("identity", [ROOT, DAEMON, NOBODY])
+def test_an_admin_may_allow_them(identity: Identity) -> None:
+    cluster_of(below=0).submit(identity)
 
 
 def test_where_no_agent_is_root_nothing_runs_as_root() -> None:
@@ -62,7 +62,7 @@ def test_a_request_that_comes_again_gets_its_answer() -> None:
 @pytest.mark.parametrize("below", [0, 1000, 3000])
 def test_the_node_is_told(below: int) -> None:
     cluster = cluster_of(below=below)
-    cluster.submit(Asker(uid=3001, user="kim", admin=False))
+    cluster.submit(Identity(uid=3001, user="kim", role=Role.USER))
     cluster.tick()
     ((_, launch),) = cluster.sent(protocol.Launch)
     assert launch.allow_uid_below == below

@@ -226,7 +226,7 @@ def test_people_act_on_their_own_jobs_and_admins_on_all() -> None:
 @pytest.mark.parametrize("fields", [{"priority": 1_000_000}, {"nice": -1}])
 def test_only_admins_put_a_job_before_those_of_others(fields: dict[str, int]) -> None:
     cluster = Cluster("n1")
-    with pytest.raises(PermissionDeniedError, match="only root and the configured admins may, you are ann"):
+    with pytest.raises(PermissionDeniedError, match="this needs the role operator or admin; you are ann"):
         cluster.submit(**fields)
     assert cluster.submit(ROOT, **fields) == 1
     assert cluster.submit(nice=5, priority=0) == 2

@@ -32,16 +32,16 @@ def fails(cluster: Cluster, job_id: int, rank: int, **fields: Any) -> None:
     cluster.tick()
 
 
-def failures(cluster: Cluster, job_id: int, asker: Any = ANN) -> Any:
-    return cluster.backend().job(asker, str(job_id))["jobs"][0].get("failures")
+def failures(cluster: Cluster, job_id: int, identity: Any = ANN) -> Any:
+    return cluster.backend().job(identity, str(job_id))["jobs"][0].get("failures")
 
 
-def shown(cluster: Cluster, job_id: int, asker: Any = ANN) -> Any:
-    return cluster.backend().job(asker, str(job_id))["jobs"][0]["training"]
+def shown(cluster: Cluster, job_id: int, identity: Any = ANN) -> Any:
+    return cluster.backend().job(identity, str(job_id))["jobs"][0]["training"]
 
 
-def past(cluster: Cluster, job_id: int, asker: Any = ANN) -> Any:
-    text = asyncio.run(cluster.backend().history(asker, {"id": str(job_id)}))
+def past(cluster: Cluster, job_id: int, identity: Any = ANN) -> Any:
+    text = asyncio.run(cluster.backend().history(identity, {"id": str(job_id)}))
     return json.loads(text)["jobs"][0]["training"]
 
 

@@ -13,7 +13,7 @@ from nodeworld import ACCOUNT, launch, token
 
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop
-from hpcnode.os.process import Identity
+from hpcnode.os.process import ProcessIdentity
 from hpcnode.shepherd.assignment import Assignment, Own, Setting
 from hpcnode.shepherd.shepherd import Shepherd
 from hpcnode.shepherd.step_state import (
@@ -109,7 +109,7 @@ def shepherd(tmp_path: Path) -> Iterator[Shepherd]:
     setting = Setting(spool, CrashPoints(), "boot", "n1", str(tmp_path / "sock"), None, False)
     job = Assignment(launch(text), ACCOUNT, {}, 0, False)
     ours, theirs = socket.socketpair()
-    made = Shepherd(setting, job, theirs, Loop(), Own(Identity(1, 1, "boot"), [], None, False))
+    made = Shepherd(setting, job, theirs, Loop(), Own(ProcessIdentity(1, 1, "boot"), [], None, False))
     made._started = TasksStarted(7, 1.0, 1.0, [(7, 1, "boot")], (1, 1, "boot"), "boot", 1.0, 1001)
     made.state = StepState.RELEASED
     yield made

@@ -91,19 +91,19 @@ def reach(root: str, cluster: str, node: str, idle_s: Optional[float]) -> socket
     raise AttachError(why or "cannot reach the agent of %s: it does not answer (see %s/log)" % (root, root))
 
 
-def who_runs(root: str) -> Tuple[Optional[process.Identity], str, str]:
+def who_runs(root: str) -> Tuple[Optional[process.ProcessIdentity], str, str]:
     """Return the living agent of this root, its version, and its Python ("" if unknown)."""
     try:
         with open(os.path.join(root, "agent.lock")) as file:
             noted = json.load(file)
-        identity = process.Identity(*noted["agent"])
+        identity = process.ProcessIdentity(*noted["agent"])
         version, python = str(noted["version"]), str(noted.get("python", ""))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None, "", ""
     return (identity if process.is_alive(identity, process.boot_id(os.environ)) else None), version, python
 
 
-def replace(running: process.Identity, wait_s: float) -> None:
+def replace(running: process.ProcessIdentity, wait_s: float) -> None:
     """End an agent: SIGTERM, after `wait_s` SIGKILL. Its shepherds continue."""
     boot = process.boot_id(os.environ)
     process.send_signal(running, boot, signal.SIGTERM)

@@ -343,7 +343,7 @@ class ShepherdPool:
         group = started.get("cgroup")
         if group:
             cgroup.kill(group)
-        tasks = [process.Identity(*item) for item in started.get("tasks", ())]
+        tasks = [process.ProcessIdentity(*item) for item in started.get("tasks", ())]
         left = process.remains_of(
             sessions=[task.pid for task in tasks],
             since_ticks=min((task.ticks for task in tasks), default=0),

@@ -38,7 +38,7 @@ class ResumableClient(NamedTuple):
     """The process of a stream, and the job that it asked for."""
 
     number: int
-    identity: process.Identity
+    identity: process.ProcessIdentity
     uid: int
     job_id: int
     attempt: int
@@ -105,7 +105,7 @@ class ResumableClients:
         if record is None:  # cut off: its request was not passed on
             self.closed(number)
             return
-        identity = process.Identity(*record["process"])
+        identity = process.ProcessIdentity(*record["process"])
         self._resumable[number] = ResumableClient(number, identity, record["uid"], record["job_id"], record["attempt"])
 
     def _path(self, number: int) -> str:

@@ -23,7 +23,7 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Identity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """One process, uniquely: a reused pid has another start time or boot id."""
 
     pid: int
@@ -77,13 +77,13 @@ def read_file(path: str) -> bytes:
         os.close(fd)
 
 
-def identify(pid: int, boot: str) -> Optional[Identity]:
+def identify(pid: int, boot: str) -> Optional[ProcessIdentity]:
     """Return the identity of a process that exists now, or None."""
     stat = read_stat(pid)
-    return None if stat is None else Identity(pid, stat.ticks, boot)
+    return None if stat is None else ProcessIdentity(pid, stat.ticks, boot)
 
 
-def is_alive(identity: Identity, boot: str) -> bool:
+def is_alive(identity: ProcessIdentity, boot: str) -> bool:
     """Return whether this very process still runs (a zombie does not)."""
     if identity.boot_id != boot:
         return False
@@ -91,7 +91,7 @@ def is_alive(identity: Identity, boot: str) -> bool:
     return stat is not None and stat.ticks == identity.ticks and stat.state not in "ZX"
 
 
-def send_signal(identity: Identity, boot: str, signum: int) -> bool:
+def send_signal(identity: ProcessIdentity, boot: str, signum: int) -> bool:
     """Signal this very process; return whether it was there."""
     if identity.boot_id != boot:
         return False

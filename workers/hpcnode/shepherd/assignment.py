@@ -6,7 +6,7 @@ from typing import Dict, NamedTuple, Optional, Sequence
 
 from hpcnode.os.account import UserAccount
 from hpcnode.os.faults import CrashPoints
-from hpcnode.os.process import Identity
+from hpcnode.os.process import ProcessIdentity
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
 
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 class Own(NamedTuple):
     """Values of a shepherd's process, the same for all steps that it supervises in turn."""
 
-    identity: Identity
+    identity: ProcessIdentity
     signals: Sequence[int]  # that this process handles or ignores
     cgroup: Optional[str]  # of this process and its tasks
     limits_memory: bool  # the kernel can limit the memory of the cgroup
