@@ -257,7 +257,8 @@ def authorize(identity: Identity, action: Action, owned: Owned | None = None, wh
     if identity.scope is not None and action not in identity.scope:
         raise PermissionDeniedError(f"cannot {what}: the token's scope does not allow {action.value}")
     if owned is not None and reach(identity, action) is not Reach.NONE:
-        raise PermissionDeniedError(f"cannot {what}: it belongs to {owned.user}, you are {identity.user}")
+        owner = owned.user if allows(identity, Action.VIEW_JOBS, owned) else "another user"
+        raise PermissionDeniedError(f"cannot {what}: it belongs to {owner}, you are {identity.user}")
     roles = " or ".join(role.value for role in ROLES if MATRIX[action][role] is not Reach.NONE)
     raise PermissionDeniedError(
         f"cannot {what}: this needs the role {roles}; you are {identity.user}, with the role {identity.role.value}"

@@ -216,11 +216,12 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "show node [NODES]",
             "show partition|reservation|licenses|qos|account|user [NAME...]",
             "show config",
+            "show roles",
             "show hostnames LIST",
             "show hostlist NAME...",
         ),
-        "Show full records: all of a kind, or the named ones. 'hostnames' expands a host list, 'hostlist' compresses names "
-        "to a host list.",
+        "Show full records: all of a kind, or the named ones. 'roles' shows what each role may do; 'hostnames' expands a "
+        "host list, 'hostlist' compresses names to a host list.",
     ),
     "hold": (("hold JOB...",), "Keep waiting jobs from starting until 'release'."),
     "release": (("release JOB...",), "Let held jobs start."),
@@ -458,6 +459,20 @@ def _show_config(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
+def _show_roles(rest: Sequence[str], words: Words) -> int:
+    """Print the table of roles; it is the same on each cluster."""
+    from hpcsched.auth.authorize import MATRIX, matrix_text  # commands that tools poll do without
+
+    if words.has("json"):
+        table = {
+            action.value: {role.value: cell.value for role, cell in cells.items()} for action, cells in MATRIX.items()
+        }
+        print_json({"version": 1, "roles": table})
+    else:
+        sys.stdout.write(matrix_text())
+    return 0
+
+
 def _show_hostnames(rest: Sequence[str], words: Words) -> int:
     given = ",".join(rest) or os.environ.get("SLURM_JOB_NODELIST", "") or os.environ.get("HPCSCHED_JOB_NODELIST", "")
     _needs(given, "a host list: outside of a job there is none by itself")
@@ -478,6 +493,7 @@ _ENTITIES: dict[str, Callable[[Sequence[str], Words], int]] = {
     "reservation": _show_reservation,
     "licenses": _show_licenses,
     "config": _show_config,
+    "roles": _show_roles,
     "qos": _show_accounting("qos"),
     "account": _show_accounting("account"),
     "user": _show_accounting("user"),

@@ -126,8 +126,8 @@ def clear(tx: Transaction, identity: Identity, number: int | None, target: str, 
     return [trigger.id for trigger in mine]
 
 
-def views(cluster: ClusterState) -> list[dict[str, Any]]:
-    """Return all triggers as JSON."""
+def views(cluster: ClusterState, identity: Identity) -> list[dict[str, Any]]:
+    """Return the triggers as JSON; if jobs are private, those that the user may see."""
     return [
         {
             "id": trigger.id,
@@ -140,6 +140,7 @@ def views(cluster: ClusterState) -> list[dict[str, Any]]:
             "program": list(trigger.program),
         }
         for trigger in cluster.triggers.values()
+        if allows(identity, Action.VIEW_JOBS, Owner(uid=trigger.uid, user=trigger.user))
     ]
 
 

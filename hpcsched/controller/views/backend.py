@@ -28,7 +28,7 @@ from hpcsched.api.views import (
     training_view,
     why_waiting,
 )
-from hpcsched.auth.authorize import HIDEABLE, Action, Identity, allows, authorize
+from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, allows, authorize, reach
 from hpcsched.controller import usage_ledger
 from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
@@ -49,6 +49,7 @@ from hpcsched.controller.views.queue import (
     license_views,
     priority_views,
     share_views,
+    visible,
     why_words,
 )
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
@@ -177,12 +178,12 @@ class ControllerBackend(Reading):
     def _find(self, identity: Identity, reference: str) -> list[Job]:
         """Return the referenced jobs, from memory, or from the store if they ended long ago."""
         try:
-            return find_jobs(self._cluster, reference, identity.uid)
+            return visible(identity, find_jobs(self._cluster, reference, identity.uid), reference)
         except NotFoundError:
             if reference.isascii() and reference.isdigit():
                 old = self._controller.store.history(HistoryQuery(job_ids=(whole_number(reference, "a job id"),)))
                 if old:
-                    return old
+                    return visible(identity, old, reference)
             raise
 
     def _single_job(self, identity: Identity, reference: str) -> Job:
@@ -222,7 +223,7 @@ class ControllerBackend(Reading):
             and (resumes := resumes_words(job, self._training(job)))
         ):
             answer["text"] += f". {resumes}"
-        if job.state is JobState.PENDING:
+        if job.state is JobState.PENDING and reach(identity, Action.VIEW_JOBS) is Reach.ALL:
             snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
             answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
             if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
@@ -284,12 +285,15 @@ class ControllerBackend(Reading):
     async def history(self, identity: Identity, query: Json) -> bytes:
         return await history_text(self._database, self._cluster, identity, query, self._clock())
 
-    async def outages(self, query: Json) -> Json:
+    async def outages(self, identity: Identity, query: Json) -> Json:
         """Return when nodes did not answer in the period of the query.
 
         Raises RequestError, UnavailableError.
         """
-        return {"outages": await asyncio.to_thread(outages_of, self._database, query)}
+        found = await asyncio.to_thread(outages_of, self._database, query)
+        if reach(identity, Action.VIEW_NODES) is not Reach.ALL:
+            found = []
+        return {"outages": found}
 
     async def log(self, identity: Identity, reference: str, stream: str, offset: int, limit: int) -> LogPart:
         job = self._single_job(identity, reference)
@@ -330,7 +334,7 @@ class ControllerBackend(Reading):
         share = {name[6:]: query[name] for name in ("share_file", "share_sha256", "share_uid") if name in query}
         if share:
             authorize(identity, Action.PROBE_SHARE)
-        views = node_views(self._cluster, self._clock())
+        views = self._visible_nodes(identity, node_views(self._cluster, self._clock()))
         up = [view for view in views if view["link"] == Link.UP]
         if query.get("probe") == "1":
             await asyncio.gather(*(self._probe(view) for view in up))
@@ -338,6 +342,14 @@ class ControllerBackend(Reading):
             asked = _probe_question(self._cluster.config.share, share)
             await asyncio.gather(*(self._compare_share(view, asked) for view in up))
         return {"now_s": self._clock(), "nodes": views}
+
+    def _visible_nodes(self, identity: Identity, views: list[Json]) -> list[Json]:
+        """Return the nodes that the user may see: if nodes are private, those of its jobs."""
+        if reach(identity, Action.VIEW_NODES) is Reach.ALL:
+            return views
+        jobs = (job for job in self._cluster.jobs.values() if job.state not in FINAL)
+        names = {share.node for job in jobs if allows(identity, Action.VIEW_NODES, job) for share in job.shares}
+        return [view for view in views if view["name"] in names]
 
     async def _compare_share(self, view: Json, asked: protocol.CompareProbe) -> None:
         try:
@@ -378,9 +390,12 @@ class ControllerBackend(Reading):
         only_by = str(body.get("only_by") or "")
         return {"nodes": await self._change(lambda tx: requests.resume(tx, identity, nodes, only_by))}
 
-    def reservations(self) -> Json:
+    def reservations(self, identity: Identity) -> Json:
         now_s = self._clock()
         found = [at(reservation, now_s) for reservation in self._cluster.reservations.values()]
+        if reach(identity, Action.VIEW_RESERVATIONS) is not Reach.ALL:
+            mine = {*self._cluster.config.accounting.accounts_of(identity.user), *identity.accounts}
+            found = [one for one in found if identity.user in one.users or mine.intersection(one.accounts)]
         return {
             "now_s": now_s,
             "reservations": [reservation_view(reservation, self._cluster, now_s) for reservation in found],
@@ -446,8 +461,8 @@ class ControllerBackend(Reading):
             raise NotFoundError(f"cannot find user {user[:60]!r}: this machine has no such account")
         return identity_of(uid, self.access()).as_user()
 
-    def triggers(self) -> Json:
-        return {"triggers": triggers.views(self._cluster)}
+    def triggers(self, identity: Identity) -> Json:
+        return {"triggers": triggers.views(self._cluster, identity)}
 
     async def act_on_triggers(self, identity: Identity, verb: str, body: Json) -> Json:
         if verb == "set":
@@ -466,17 +481,20 @@ class ControllerBackend(Reading):
         wanted = [job.id for job in self.selected(identity, query)]
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
 
-    async def snapshot(self) -> Json:
-        """Return the cluster as a plan sees it.
+    async def snapshot(self, identity: Identity) -> Json:
+        """Return the cluster as a plan sees it: what hqueue, hinfo and hshare show to every user.
 
-        It contains only what hqueue, hinfo and hshare show to every user.
+        Raises: PermissionDeniedError if some of this is private.
         """
+        for action in HIDEABLE.values():
+            if reach(identity, action) is not Reach.ALL:
+                raise PermissionDeniedError(f"cannot show the snapshot: [privacy] hides it from users ({action.value})")
         snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
         return {"snapshot": await asyncio.to_thread(snapshot_to_json, snapshot, self._controller.policy)}
 
-    def shares(self) -> Json:
+    def shares(self, identity: Identity) -> Json:
         now_s = self._clock()
-        return {"now_s": now_s, **share_views(self._cluster, now_s)}
+        return {"now_s": now_s, **share_views(self._cluster, identity, now_s)}
 
     async def reset_usage(self, identity: Identity, body: Json) -> Json:
         accounts, users = body.get("accounts") or [], body.get("users") or []
@@ -512,7 +530,7 @@ class ControllerBackend(Reading):
 
     def config(self, identity: Identity) -> Json:
         config = self._cluster.config
-        shown = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
+        shown: Json = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
         for name, value in (asdict(config.controller) | {"scheduler": asdict(config.scheduler)}).items():
             shown[name] = str(value) if isinstance(value, Path) else value
         access = config.access

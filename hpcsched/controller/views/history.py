@@ -148,6 +148,8 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
     for step in part.steps:
         steps.setdefault(step.job_id, []).append(step_view(step))
     for job in part.jobs:
+        if not allows(identity, Action.VIEW_JOBS, job):
+            continue
         for component in components_of(cluster.jobs.get(job.id, job)):
             view = job_view(component, cluster, identity, now_s)
             view["steps"] = [

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import is_account
 from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text
-from hpcsched.auth.authorize import AccessPolicy, Action, Identity, Reach, reach
+from hpcsched.auth.authorize import AccessPolicy, Action, Identity, Reach, allows, reach
 from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
 from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.errors import NotFoundError, RequestError
@@ -147,11 +147,16 @@ def license_views(cluster: ClusterState) -> list[Json]:
     ]
 
 
-def share_views(cluster: ClusterState, now_s: float) -> Json:
-    """Return the tree of accounts and users, root first, with shares, usage and factors."""
+def share_views(cluster: ClusterState, identity: Identity, now_s: float) -> Json:
+    """Return the tree of accounts and users, root first, with shares, usage and factors.
+
+    If usage is private, only the user's own lines, and those of accounts that it coordinates.
+    """
     accounting = cluster.config.accounting
     used = used_now(cluster, now_s)
     lines = share_usages(accounting, charged(cluster, now_s))
+    if reach(identity, Action.VIEW_USAGE) is not Reach.ALL:
+        lines = [line for line in lines if identity.user == line.user or line.account in identity.accounts]
     return {
         "algorithm": accounting.fairness.value,
         "half_life_s": accounting.half_life_s,
@@ -411,6 +416,14 @@ def _sees_all(identity: Identity) -> bool:
     return reach(identity, Action.CANCEL) is Reach.ALL
 
 
+def visible(identity: Identity, jobs: list[Job], reference: str) -> list[Job]:
+    """Return the jobs that the user may see. Raises: NotFoundError if there is none."""
+    found = [job for job in jobs if allows(identity, Action.VIEW_JOBS, job)]
+    if not found:
+        raise NotFoundError(f"Invalid job id specified: {reference[:60]}")
+    return found
+
+
 def selected(cluster: ClusterState, identity: Identity, query: Query) -> list[Job]:
     """Return the jobs that match the filters. Raises: NotFoundError, RequestError."""
     unknown = set(query) - _OTHER - set(_FILTERS)
@@ -418,6 +431,8 @@ def selected(cluster: ClusterState, identity: Identity, query: Query) -> list[Jo
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
     strict = query.get("strict") == "1"
     jobs = _numbered(cluster, identity, query["id"], strict=strict) if query.get("id") else _components(cluster)
+    if reach(identity, Action.VIEW_JOBS) is not Reach.ALL:
+        jobs = [job for job in jobs if allows(identity, Action.VIEW_JOBS, job)]
     jobs = _in_state(jobs, query)
     if query.get("whose") == "default" and not _sees_all(identity):
         jobs = [job for job in jobs if job.uid == identity.uid]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_api import FakeApi
-from unit.controller.cluster import ANN, BOB, Cluster
+from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched import client
 from hpcsched.cli import hprio, hshare
@@ -48,7 +48,7 @@ def answers(api: FakeApi, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> 
         return priority_views(snapshot, cluster.controller.policy, cluster.state.pending)
 
     api.answers["GET /v1/priorities"] = priorities
-    api.answers["GET /v1/shares"] = lambda body, given: share_views(cluster.state, cluster.now_s)
+    api.answers["GET /v1/shares"] = lambda body, given: share_views(cluster.state, ROOT, cluster.now_s)
     return cluster
 
 

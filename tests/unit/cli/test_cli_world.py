@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_api import FakeApi
-from unit.controller.cluster import BOB, Cluster
+from unit.controller.cluster import BOB, ROOT, Cluster
 
 from hpcsched.cli import hctl, hsim
 from hpcsched.lifecycle.node import NodeDown
@@ -26,7 +26,7 @@ def test_the_world_is_handed_out_without_scripts_and_read_again(
     cluster.run(cluster.submit(ntasks=2, script="#!/bin/sh\necho secret\n", env=(("PASSWORD", "secret"),)))
     waits = cluster.submit(BOB, ntasks=2, script="#!/bin/sh\necho secret\n", env=(("PASSWORD", "secret"),))
     backend = cluster.backend()
-    api.answers["GET /v1/snapshot"] = lambda body, given: asyncio.run(backend.snapshot())
+    api.answers["GET /v1/snapshot"] = lambda body, given: asyncio.run(backend.snapshot(ROOT))
     assert hctl.main(["snapshot", str(tmp_path / "world")]) == 0
     text = (tmp_path / "world").read_text()
     assert "secret" not in text

@@ -111,7 +111,10 @@ def test_values_come_in_their_units(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[controler]\n", ["unknown table 'controler'", "did you mean controller", "cluster, controller, roles, privacy, scheduler"]),
+        (
+            "[controler]\n",
+            ["unknown table 'controler'", "did you mean controller", "cluster, controller, roles, privacy"],
+        ),
         ("[controller]\nheartbeat = 1\n", ["[controller]", "'heartbeat'", "did you mean heartbeat_s", "kill_wait_s"]),
         ("[roles]\nadmin = ['x']\n", ["did you mean admins"]),
         ("[roles]\nadmins = 'x'\n", ["[roles] admins = 'x'", "a list of texts"]),

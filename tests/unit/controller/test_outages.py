@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import ROOT, Cluster
 from jobs import T0
 
 from hpcsched.errors import RequestError
@@ -16,7 +16,7 @@ from hpcsched.model.ids import NodeName
 
 def outages(cluster: Cluster, start_s: float, end_s: float) -> list[tuple[str, float, float | None]]:
     query = {"start_s": str(start_s), "end_s": str(end_s)}
-    found: list[dict[str, Any]] = asyncio.run(cluster.backend().outages(query))["outages"]
+    found: list[dict[str, Any]] = asyncio.run(cluster.backend().outages(ROOT, query))["outages"]
     return [(outage["node"], outage["start_s"] - T0, (outage["end_s"] or T0) - T0 or None) for outage in found]
 
 
@@ -53,4 +53,4 @@ def test_outages_of_other_times_are_left_out(start_s: float, end_s: float, nodes
 )
 def test_a_query_without_a_period_is_refused(query: dict[str, str], cluster: Cluster) -> None:
     with pytest.raises(RequestError, match="cannot"):
-        asyncio.run(cluster.backend().outages(query))
+        asyncio.run(cluster.backend().outages(ROOT, query))
