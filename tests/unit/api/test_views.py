@@ -83,7 +83,7 @@ def told(cluster: Cluster, identity: Identity, job_id: int) -> str:
             await backend.queue(identity, {"state": "all", "format": wide}),
             await backend.why(identity, str(job_id)),
             await backend.history(identity, {}),
-            await backend.snapshot(),
+            await backend.snapshot(identity),
             await backend.nodes(identity, {}),
             backend.priorities(identity, {}),
         ]
