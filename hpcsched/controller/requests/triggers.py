@@ -62,7 +62,7 @@ def create(tx: Transaction, identity: Identity, body: dict[str, Any]) -> Trigger
     if type(offset_s) is not int or not 0 <= offset_s <= MAX_OFFSET_S:
         raise RequestError(f"cannot set a trigger: the offset must be 0 to {MAX_OFFSET_S} seconds")
     account = cluster.config.controller.user
-    if account is not None and asker.user != account:
+    if account is not None and identity.user != account:
         raise PermissionDeniedError(
             f"cannot set a trigger: the controller runs as {account}, not as root, and can start programs as that account only; "
             f"an admin can set it: sudo -u {account} strigger ..."
