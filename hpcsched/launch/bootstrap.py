@@ -15,10 +15,14 @@ if no other user can change its contents.
 """
 
 import os
+import signal
 import stat
 import sys
 
 MARK = "\002hpcnode\003 "
+ORDER_S = 60
+MAX_BYTES = 64 << 20
+POLICY = "/etc/hpcsched/node.json"
 NETWORK = "nfs nfs4 cifs smb3 smbfs fuse.sshfs lustre ceph fuse.ceph beegfs gpfs glusterfs fuse.glusterfs afs 9p ncpfs"
 
 
@@ -34,9 +38,9 @@ def read_order():
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 1)  # bytes after the line are not for us
-        if not part or len(line) > 65536:
-            sys.exit(1)
         line += part
+        if not part or len(line) > 65536 or line[:1] != b"{":  # not the controller: file transfer, or a shell's input
+            sys.exit(1)
     return json.loads(line.decode("utf-8"))
 
 
@@ -105,6 +109,41 @@ def make_root(root):
         path, forbidden = os.path.dirname(path), stat.S_IWOTH
 
 
+def policy():
+    """Return what the administrator of this machine allows, {} if there is no POLICY."""
+    import json
+
+    try:
+        with open(POLICY, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid not in (0, os.stat("/").st_uid) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ValueError("cannot trust %s: it must belong to root, and only root may write it" % POLICY)
+            return json.loads(file.read().decode("utf-8"))
+    except (IOError, OSError):
+        if os.path.lexists(POLICY):
+            raise
+        return {}
+
+
+def check_policy(order):
+    """Refuse code and places that the policy of this machine does not name."""
+    if not 0 < order["size"] <= MAX_BYTES:
+        raise ValueError("cannot take %d bytes as hpcnode.pyz" % order["size"])
+    given = policy()
+    if "bundles" not in given:
+        return
+    if order["sha256"] not in given["bundles"]:
+        text = (
+            "cannot run hpcnode.pyz %s: it is not in bundles of %s; an admin of the node adds it: hpcsched key --bundle"
+        )
+        raise ValueError(text % (order["sha256"], POLICY))
+    if order["root"] != given.get("root", ""):
+        raise ValueError("cannot use %r: root in %s is %r" % (order["root"], POLICY, given.get("root", "")))
+    for name in (order["cluster"], order["node"]):
+        if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith("."):
+            raise ValueError("cannot use the name %r" % name)
+
+
 def digest(data):
     import hashlib
 
@@ -145,8 +184,11 @@ def main():
     if sys.version_info < (3, 9):
         say(error="cannot run the agent: %s is Python %s, and it needs 3.9 or newer" % (sys.executable, version))
         sys.exit(1)
+    signal.alarm(ORDER_S)  # ends this process
     order = read_order()
+    signal.alarm(0)
     try:
+        check_policy(order)
         root = make_root(choose_root(order["root"], order["cluster"], order["node"]))
         path = os.path.join(root, "hpcnode-%s.pyz" % order["sha256"][:16])
         if not is_there(path, order["sha256"]):

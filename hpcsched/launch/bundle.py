@@ -58,7 +58,7 @@ def build_bundle(sources: Mapping[str, bytes] | None = None) -> Bundle:
 
 def bootstrap_argv(python: str) -> list[str]:
     """Return the argument vector that runs bootstrap.py under `python`."""
-    source = files("hpcsched.launch").joinpath("bootstrap.py").read_bytes()
+    source = files("hpcsched.launch").joinpath("bootstrap.py").read_bytes().split(b'"""', 2)[2]  # without its docstring
     packed = base64.b64encode(zlib.compress(source, 9)).decode("ascii")
     run = f'import base64,zlib;exec(zlib.decompress(base64.b64decode("{packed}")))'
     return [python, *_FLAGS, "-c", f"{_NO_CURRENT_DIRECTORY};{run}"]
@@ -67,6 +67,24 @@ def bootstrap_argv(python: str) -> list[str]:
 def bootstrap_command(python: str) -> str:
     """Return the same as one line for any login shell: sh, bash, dash, zsh, fish, csh."""
     return "exec " + shlex.join(bootstrap_argv(python))
+
+
+def authorized_line(public_key: str, python: str, source: str = "", principal: str = "") -> str:
+    """Return the line for authorized_keys by which `public_key` starts only bootstrap.py.
+
+    `source` limits where logins may come from, as ``from`` of sshd(8). What the client asks to run is ignored. With
+    `principal`, keys are let in that have a certificate of `public_key` for it.
+    """
+    options = ["restrict", f"command={_quoted(bootstrap_command(python))}"]
+    if principal:
+        options.insert(0, f"cert-authority,principals={_quoted(principal)}")
+    if source:
+        options.insert(-1, f"from={_quoted(source)}")
+    return f"{','.join(options)} {public_key}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '\\"') + '"'  # sshd(8): nothing else is special there
 
 
 def _sources(directory: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import paramiko
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from hpcsched.errors import ConfigError
 from hpcsched.launch.pipe import LinkError
@@ -158,6 +158,27 @@ def make_key(path: Path, comment: str) -> str:
     _write(path, private, 0o600)
     _write(path.with_name(path.name + ".pub"), public.encode() + b"\n", 0o644)
     return public
+
+
+CERTIFICATE_S = 600.0
+CLOCKS_S = 60.0  # how far a node's clock may be behind
+PRINCIPAL = "hpcsched"
+
+
+def certificate_of(public_key: str, authority: Path, key_id: str, now_s: float, valid_s: float = CERTIFICATE_S) -> str:
+    """Return an OpenSSH user certificate for the launch key, for the file KEY-cert.pub.
+
+    `authority` is the private key that signs. Raises OSError or ValueError.
+    """
+    ca = serialization.load_ssh_private_key(authority.read_bytes(), None)
+    subject = serialization.load_ssh_public_key(public_key.encode())
+    assert isinstance(ca, Ed25519PrivateKey)
+    assert isinstance(subject, Ed25519PublicKey)
+    builder = serialization.SSHCertificateBuilder().public_key(subject).serial(int(now_s))
+    builder = builder.type(serialization.SSHCertificateType.USER).key_id(key_id.encode())
+    builder = builder.valid_principals([PRINCIPAL.encode()])
+    certificate = builder.valid_after(int(now_s - CLOCKS_S)).valid_before(int(now_s + valid_s)).sign(ca)
+    return certificate.public_bytes().decode("ascii") + f" {key_id}"
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

@@ -216,19 +216,9 @@ def _log_in(transport: paramiko.Transport, hop: Hop) -> None:
         return
     raise LinkError(
         f"cannot log in to {hop.where}: it refused every key; tried {', '.join(tried) or 'none, for there is none'}; "
-        f"add the public half of one to ~/.ssh/authorized_keys there{_copy_command(hop)}"
+        f"let the launch key in: hpcsched key | ssh -p {hop.port} {shlex.quote(f'{hop.user}@{hop.host}')} "
+        "'umask 077; mkdir -p ~/.ssh; cat >> ~/.ssh/authorized_keys'"
     )
-
-
-def _copy_command(hop: Hop) -> str:
-    """Return the command that installs our first key, for accounts with another way to log in.
-
-    "" without a key.
-    """
-    public = next((path.with_name(f"{path.name}.pub") for path in hop.identities if path.exists()), None)
-    if public is None or not public.exists():
-        return ""
-    return f": ssh-copy-id -f -i {shlex.quote(str(public))} -p {hop.port} {shlex.quote(f'{hop.user}@{hop.host}')}"
 
 
 def _identities(hop: Hop) -> Iterator[_Identity]:

@@ -91,7 +91,8 @@ def test_init_makes_what_it_says(shell: Shell, tmp_path: Path) -> None:
     for path in (shell.config_dir / "hpcsched.toml", shell.config_dir / "nodes.d", key, database):
         assert path.exists()
         assert str(path) in said
-    assert "restrict " + key.with_name("id_ed25519.pub").read_text().strip() in said
+    assert key.with_name("id_ed25519.pub").read_text().strip() in said
+    assert "hpcsched key | ssh user@host" in said
     assert "hpcsched node add user@host" in said
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE(database.stat().st_mode) == 0o600
@@ -294,8 +295,8 @@ def test_a_state_directory_that_others_may_read_is_refused_before_anything_is_wr
     state.chmod(0o700)
     said = shell("init", "--name", "lab")
     line = shell("key").strip()
-    assert line.startswith("restrict ssh-ed25519 ")
-    assert line in said
+    assert line.startswith('restrict,command="exec python3 ')
+    assert " ".join(line.split()[-3:]) in said
     assert "hpcsched key shows the line" in shell("init", status=1)
 
 

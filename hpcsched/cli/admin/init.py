@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -14,14 +16,18 @@ import click
 
 from hpcsched import paths
 from hpcsched.api.identity import is_account
+from hpcsched.config.keys import BadValue
+from hpcsched.config.keys import python as python_path
 from hpcsched.config.load import Config, build_config, load_config, load_nodes
 from hpcsched.config.template import render_config
 from hpcsched.errors import ConfigError
 from hpcsched.launch import as_controller
-from hpcsched.launch.hostkeys import make_key
+from hpcsched.launch.bundle import authorized_line, build_bundle
+from hpcsched.launch.hostkeys import PRINCIPAL, certificate_of, make_key
 from hpcsched.store.engine import create_database, open_database
 from hpcsched.store.store import Store
 
+AUTHORITY_KEY = "ca_ed25519"  # in the configuration directory
 SERVICE = "hpcsched"  # the account of systemd/sysusers.d/hpcsched.conf
 
 
@@ -64,17 +70,79 @@ def init(share: str | None, name: str, user: str | None, force: bool, only_datab
 
 
 @click.command()
-def key() -> None:
-    """Print the line for authorized_keys on the nodes, which allows the controller to log in."""
+@click.option(
+    "--python", metavar="PATH", default="python3", show_default=True, help="Python of the node, 3.9 or newer."
+)
+@click.option(
+    "--from", "source", metavar="PATTERN", default="", help="Accept logins only from these addresses (sshd(8))."
+)
+@click.option("--bundle", is_flag=True, help="Print the SHA-256 of hpcnode.pyz instead, for bundles in node.json.")
+def key(python: str, source: str, bundle: bool) -> None:
+    """Print the line for authorized_keys on the nodes, which allows the controller to log in.
+
+    The key then starts the agent there, and nothing else.
+    """
+    if bundle:
+        click.echo(build_bundle().sha256)
+        return
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     public = _public_half(config.launch_key)
     try:
-        click.echo(_authorized(public.read_text(encoding="utf-8").strip()))
+        words = python_path(python), _addresses(source)
+        click.echo(authorized_line(public.read_text(encoding="utf-8").strip(), *words))
+    except BadValue as error:
+        raise ConfigError(f"cannot make a line for authorized_keys: {error}") from None
     except FileNotFoundError:
         raise ConfigError(
             f"cannot show the launch key: {public} is not there; "
             f"write it with: ssh-keygen -y -f {config.launch_key} > {public}"
         ) from None
+
+
+@click.group()
+def ca() -> None:
+    """Let the launch key in with certificates of ten minutes, from an authority on the head."""
+
+
+@ca.command("init")
+@click.option(
+    "--python", metavar="PATH", default="python3", show_default=True, help="Python of the node, 3.9 or newer."
+)
+@click.option(
+    "--from", "source", metavar="PATTERN", default="", help="Accept logins only from these addresses (sshd(8))."
+)
+def ca_init(python: str, source: str) -> None:
+    """Make the authority's key if there is none, and print its line for authorized_keys."""
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    authority = config.config_dir / AUTHORITY_KEY
+    try:
+        if not authority.exists():
+            make_key(authority, f"hpcsched-ca:{config.name}")
+        public = _public_half(authority).read_text(encoding="utf-8").strip()
+        click.echo(authorized_line(public, python_path(python), _addresses(source), PRINCIPAL))
+    except (OSError, BadValue) as error:
+        raise ConfigError(f"cannot make the authority {authority}: {error}") from None
+
+
+@ca.command("sign")
+def ca_sign() -> None:
+    """Sign the launch key for ten minutes. Root runs it every five."""
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    authority, public = config.config_dir / AUTHORITY_KEY, _public_half(config.launch_key)
+    try:
+        text = public.read_text(encoding="utf-8").strip()
+        signed = certificate_of(text, authority, f"hpcsched:{config.name}", time.time())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot sign {public} with {authority}: {error}; make the authority: hpcsched ca init"
+        ) from None
+    write_file(config.launch_key.with_name(f"{config.launch_key.name}-cert.pub"), signed + "\n")
+
+
+def _addresses(source: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9.:,*?!/_-]{0,1000}", source):
+        raise BadValue("--from wants host names, addresses or patterns, separated by commas")
+    return source
 
 
 def _make_missing_database() -> None:
@@ -164,10 +232,6 @@ def _ensure_launch_key(config: Config, undo: ExitStack) -> str:
 
 def _public_half(key: Path) -> Path:
     return key.with_name(key.name + ".pub")
-
-
-def _authorized(public_key: str) -> str:
-    return f"restrict {public_key}"
 
 
 def _make_state(config: Config, undo: ExitStack) -> Path:
@@ -270,13 +334,14 @@ def _story(config: Config, database: Path, public_key: str) -> Iterator[str]:
     yield ""
     yield "Next:"
     yield ""
-    yield "  1. On each node, add this line to ~/.ssh/authorized_keys of the account that is to run the jobs"
+    yield "  1. For each node, let in the key, to the account that is to run the jobs"
     yield "     (root's, if jobs are to run as the users who submit them):"
     yield ""
-    yield f"       {_authorized(public_key)}"
+    yield '       hpcsched key | ssh user@host "umask 077; mkdir -p ~/.ssh; cat >> ~/.ssh/authorized_keys"'
     yield ""
-    yield "     hpcsched key shows it again."
-    yield '     "restrict" takes from it what hpcsched does not need: terminals, forwarding of ports and agents.'
+    yield "     The line of hpcsched key lets the key start the agent there: no shell, no other command, no"
+    yield "     file transfer, no forwarding. The key is"
+    yield f"       {public_key}"
     yield "  2. hpcsched node add user@host     for each node: shows its host key, and what it has"
     yield "  3. hpcsched up                     starts the controller"
     if os.getuid() == 0:
