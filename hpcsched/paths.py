@@ -25,6 +25,7 @@ CONFIG_FILE = "hpcsched.toml"
 NODES_DIR = "nodes.d"
 EXTRA_DIR = "conf.d"  # more files like hpcsched.toml
 LAUNCH_KEY = "id_ed25519"
+SEAL_KEY = "seal.key"  # beside hpcsched.toml, and in no backup
 CLUSTER_ID_FILE = "cluster-id"  # beside hpcsched.toml
 DATABASE_FILE = "hpcsched.db"  # in the state directory
 API_SOCKET = "api.sock"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcnode.os import rlimits
+from hpcsched import paths
 from hpcsched.errors import ConfigError, RequestError
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.hostlist import expand_hostlist
@@ -294,6 +295,9 @@ CONTROLLER = (
         "At this size a log file, as hpcsched up and hpcschedd --log-file write it, is renamed to NAME.1 and a new one begun. "
         "0: never."),
     Key("log_files", whole(1, 1000), 5, "How many renamed log files are kept."),
+    Key("seal_key", text, paths.SEAL_KEY,
+        "The file of the keys that seal the environments of jobs in the database; outside of state_dir, and in no backup. "
+        "A relative path is below the directory of hpcsched.toml. See hpcsched seal."),
     Key("ssh_config", text, "~/.ssh/config",
         "OpenSSH client configuration that is honoured: HostName, User, Port, IdentityFile, ProxyJump."),
     Key("connect_timeout_s", seconds(1), 20,

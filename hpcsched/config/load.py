@@ -105,6 +105,7 @@ class ControllerSettings:
     log_level: str
     log_max_size: int  # MiB
     log_files: int
+    seal_key: Path
     ssh_config: Path
     connect_timeout_s: float
     heartbeat_s: float
@@ -417,6 +418,7 @@ def _controller(path: Path, table: Any, environ: Mapping[str, str]) -> Controlle
     values |= {
         "state_dir": state_dir,
         "run_dir": run_dir,
+        "seal_key": paths.absolute(values["seal_key"], config_dir),
         "ssh_config": paths.absolute(_below_home(values["ssh_config"], values["user"]), config_dir),
     }
     return ControllerSettings(**values)

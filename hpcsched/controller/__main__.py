@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hpcsched.config.load import Config, load_config
 from hpcsched.controller.logfile import start_log
 from hpcsched.errors import ConfigError, HpcschedError
 
+PR_SET_DUMPABLE = 4  # prctl.h
 M_MMAP_THRESHOLD = -3  # malloc.h
 LARGE_BLOCK_BYTES = 1 << 20
 
@@ -48,6 +50,7 @@ def command(config_dir: Path | None, log_level: str | None, log_file: Path | Non
     except OSError as error:
         raise ConfigError(f"cannot write the log {log_file}: {error.strerror}") from None
     return_large_blocks()
+    forbid_core_files()
     sys.exit(asyncio.run(_serve(config)))
 
 
@@ -59,6 +62,15 @@ def return_large_blocks() -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def forbid_core_files() -> None:
+    """Keep this process's memory out of core files and debuggers.
+
+    It has the environments of users.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the limit does not count if a program gets the core
 
 
 async def _serve(config: Config) -> int:

@@ -251,6 +251,7 @@ class Daemon:
         cluster = self.controller.cluster
         if refused := refused_edits(cluster, config, same_machine):
             raise ConfigError("\n  ".join(["cannot reload the configuration; nothing of it was changed:", *refused]))
+        resealed = self.store.reseal()
         if config.name != cluster.config.name:
             self.store.put_cluster(config.name)
         nodes, changed = self._nodes_of(config)
@@ -258,6 +259,8 @@ class Daemon:
         cluster.set_partitions(config.partitions)
         if cluster.partitions != before:
             changed.append("partitions: " + ", ".join(cluster.partitions))
+        if resealed:
+            changed.append(f"{resealed} environments sealed with the key {self.store.keys.newest.id}")
         changed += settings_changed(cluster.config, config) + unknown_users(config.accounting)
         rate = config.controller.request_rate, config.controller.request_burst
         if rate != (self._config.controller.request_rate, self._config.controller.request_burst):

@@ -30,6 +30,7 @@ from hpcsched.controller.views.queue import Reading
 from hpcsched.controller.views.routes import make_server
 from hpcsched.errors import ConfigError, ProtocolError
 from hpcsched.store.engine import damaged, open_database
+from hpcsched.store.sealing import SealingKeys, sealing_keys
 from hpcsched.store.store import Store
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ async def serve(config: Config, clock: Callable[[], float] = time.time) -> int:
 
 async def _serve(config: Config, listener: socket.socket, mode: int, clock: Callable[[], float]) -> int:
     database = config.controller.state_dir / paths.DATABASE_FILE
-    store = Store(open_database(database))
+    store = Store(open_database(database), sealing_keys(config.controller.seal_key, config.controller.state_dir))
     check_cluster_id(config, store, database)
     try:
         cluster = begin_epoch(config, store, clock())
@@ -70,6 +71,8 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
         log.debug("what is wrong with the database", exc_info=True)
         raise damaged(database, f"a row cannot be read: {error!r:.200}") from None
     config = cluster.config  # may differ from the files if jobs are held
+    if sealed := cluster.sealed_jobs():
+        log.error("%s", sealed_note(len(sealed), store.keys))
     log.info("term %d of cluster %s, %d jobs known", cluster.epoch, config.name, len(cluster.jobs))
     for note in (*cluster.not_taken, *gone_notes(cluster)):
         log.error("%s", note)
@@ -91,6 +94,14 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     finally:
         await server.close()
         store.close()
+
+
+def sealed_note(count: int, keys: SealingKeys) -> str:
+    """Return what to do about waiting jobs whose environment no key opens."""
+    return (
+        f"{count} waiting jobs are held: their environments are sealed with a key that is not in {keys.path}. Add the lines of "
+        "a copy of that file to it and restart the controller; or cancel the jobs and submit them again"
+    )
 
 
 def check_cluster_id(config: Config, store: Store, database: Path) -> None:

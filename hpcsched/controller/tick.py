@@ -53,6 +53,11 @@ log = logging.getLogger("hpcsched.controller")
 
 PURGE_EVERY_S = 60.0
 PURGE_SCRIPTS = 200  # per pass
+SEALED = Wait(
+    reason=Reason.HELD_ADMIN,
+    detail="held: its environment is sealed with a key that the controller does not have. An admin can bring back a copy of the "
+    "key file and restart the controller (see hpcsched seal); or cancel the job and submit it again",
+)
 ENDED_JOBS = 10_000  # most in memory, of any age; the database keeps all
 
 RETRY_S = 1.0  # after a failed commit
@@ -696,7 +701,8 @@ class Controller:
             for job_id, one in self._not_started.items()
             if job_id in self.cluster.pending
         }
-        return failed | orphans.held_back(self.cluster, self.orphans)
+        sealed = dict.fromkeys(self.cluster.sealed_jobs(), SEALED)
+        return failed | orphans.held_back(self.cluster, self.orphans) | sealed
 
     def _are_connected(self, shares: Iterable[Share]) -> bool:
         """Return whether all these nodes are connected.
@@ -839,10 +845,18 @@ class Controller:
             self.cluster.forget_ended(now_s - self.cluster.config.controller.min_job_age_s)
             self.cluster.forget_oldest(ENDED_JOBS)
             self._purge_scripts(now_s, whole=True)
+            self._purge_environments()
         elif len(self.cluster.ended) > ENDED_JOBS + ENDED_JOBS // 10:
             self.cluster.forget_oldest(ENDED_JOBS)
         elif self.cluster.scripts.let_go(self.cluster.config.scheduler.max_scripts_per_user << 20):
             self._purge_scripts(now_s)
+
+    def _purge_environments(self) -> None:
+        """Delete the environments of jobs that left memory: they cannot be requeued."""
+        try:
+            self.store.drop_environments({job.spec_id for job in self.cluster.jobs.values()})
+        except UnavailableError as error:
+            log.error("%s", error)  # the next purge tries again
 
     def _purge_scripts(self, now_s: float, *, whole: bool = False) -> None:
         """Delete some scripts that no job uses; with `whole`, also those from before this start."""

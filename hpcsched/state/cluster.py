@@ -77,6 +77,8 @@ class ClusterState:
     scripts: ScriptUses = field(default_factory=ScriptUses)
     last_job_id: int = 0
     last_spec_id: int = 0
+    # Specifications whose environment no key opens: their waiting jobs are held.
+    unopened_specs: frozenset[int] = frozenset()
     # Usage of released resources, charged.
     usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
     # Last status from the programs of active jobs.
@@ -150,6 +152,12 @@ class ClusterState:
         return [
             name for name, node in self.nodes.items() if not node.boot_id or (node.has_orphans and name not in known)
         ]
+
+    def sealed_jobs(self) -> list[JobId]:
+        """Return the waiting jobs whose environment no key opens: they must not start."""
+        if not self.unopened_specs:
+            return []
+        return [job_id for job_id in self.pending if self.jobs[job_id].spec_id in self.unopened_specs]
 
     def gone_nodes(self) -> list[NodeName]:
         """Return the nodes that jobs hold but that have left the configuration."""

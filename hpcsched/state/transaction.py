@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpcnode.wire.message import WireError
-from hpcsched.errors import HpcschedError, InvariantError, report_fault
+from hpcsched.errors import HpcschedError, InvariantError, RequestError, report_fault
 from hpcsched.lifecycle.events import Allocated, JobEvent, NodesAdded, Respecified, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.lifecycle.node import NodeEvent, apply_to_node
@@ -170,7 +170,11 @@ class Transaction:
 
         `spec_id` is the id of an equal specification that this transaction has already made, if
         any.
+
+        Raises: RequestError: no key opens its environment, which the new specification would lose.
         """
+        if job.spec_id in self.cluster.unopened_specs:
+            raise RequestError(f"cannot change job {job.display_id}: no key opens its environment; see hpcsched seal")
         made = spec_id is None
         if spec_id is None:
             self.cluster.last_spec_id += 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +32,7 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger, TriggerEvent
 from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord
+from hpcsched.store.sealing import SealingKey
 
 # ----- tables
 
@@ -50,8 +50,9 @@ meta = Table(
 environments = Table(
     "environments",
     metadata,
-    Column("sha256", Text, primary_key=True),
-    Column("env", Text, nullable=False),  # JSON of JobSpec.env
+    Column("mac", Text, primary_key=True),  # keyed hash of the text (hpcsched.store.sealing)
+    Column("key_id", Text, nullable=False),
+    Column("sealed", LargeBinary, nullable=False),  # JSON of JobSpec.env, encrypted
 )
 
 specs = Table(
@@ -59,7 +60,8 @@ specs = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("spec", Text, nullable=False),  # without its environment and fields that have their default
-    Column("env_sha256", Text, nullable=False),  # "": an empty environment
+    # "": an empty environment. A mac without a row: the environment of an ended job, dropped.
+    Column("env_mac", Text, nullable=False),
 )
 
 scripts = Table(
@@ -415,32 +417,41 @@ def submitted_of(row: Any, spec: JobSpec, ids: Sequence[int]) -> Sequence[Job]:
     return submitted_jobs(event, spec, ids)
 
 
-def env_row(env: Env) -> dict[str, Any]:
+def env_row(env: Env, key: SealingKey) -> dict[str, Any]:
     """Return the row of table `environments`."""
-    text = json.dumps(env)
-    return {"sha256": sha256(text.encode("utf-8", "surrogateescape")).hexdigest(), "env": text}
+    return sealed_row(json.dumps(env).encode(), key)
 
 
-def env_of(row: Any) -> Env:
-    """Return the environment of a row of table `environments`."""
-    return tuple([(name, value) for name, value in json.loads(row.env)])
+def sealed_row(text: bytes, key: SealingKey) -> dict[str, Any]:
+    """Return the row of table `environments` for the JSON text of an environment."""
+    mac = key.mac(text)
+    return {"mac": mac, "key_id": key.id, "sealed": key.seal(mac, text)}
 
 
-def spec_row(spec_id: int, spec: JobSpec, env_sha256: str) -> dict[str, Any]:
+def env_of(text: bytes) -> Env:
+    """Return the environment of its JSON text."""
+    return tuple([(name, value) for name, value in json.loads(text)])
+
+
+def spec_row(spec_id: int, spec: JobSpec, env_mac: str) -> dict[str, Any]:
     """Return the row of table `specs`."""
     own = spec_to_short_json(replace(spec, env=()))
-    return {"id": spec_id, "spec": _TO_JSON(own), "env_sha256": env_sha256}
+    return {"id": spec_id, "spec": _TO_JSON(own), "env_mac": env_mac}
 
 
 def specs_of(rows: Iterable[Any], environments: Mapping[str, Env]) -> dict[int, JobSpec]:
-    """Return the specifications by id; equal ones (a script submitted repeatedly) are shared."""
+    """Return the specifications by id; equal ones (a script submitted repeatedly) are shared.
+
+    An environment that is not in `environments` is left empty.
+    """
     specs: dict[int, JobSpec] = {}
     known: dict[tuple[str, str], JobSpec] = {}
-    for spec_id, text, env_sha256 in rows:
-        spec = known.get((text, env_sha256))
+    for spec_id, text, env_mac in rows:
+        spec = known.get((text, env_mac))
         if spec is None:
             spec = spec_from_json(json.loads(text))
-            spec = known[text, env_sha256] = replace(spec, env=environments[env_sha256]) if env_sha256 else spec
+            env = environments.get(env_mac)
+            spec = known[text, env_mac] = replace(spec, env=env) if env else spec
         specs[spec_id] = spec
     return specs
 

@@ -13,7 +13,7 @@ Lists of ids are bound in parts, so that their length is not limited.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from sqlite3 import Connection
@@ -34,6 +34,7 @@ from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (
+    Env,
     crontab_of,
     crontab_row,
     crontabs,
@@ -56,6 +57,7 @@ from hpcsched.store.rows import (
     reservation_row,
     reservations,
     scripts,
+    sealed_row,
     spec_row,
     specs,
     specs_of,
@@ -75,6 +77,9 @@ from hpcsched.store.rows import (
     usage_row,
     used_of,
 )
+from hpcsched.store.sealing import SealingKey, SealingKeys
+
+MOST_DROPPED = 1000  # environments that one call deletes
 
 ADOPTED = "adopted:"  # keys of the table meta
 CLOCK = "clock"
@@ -124,10 +129,18 @@ class PastRun(NamedTuple):
 
 
 class Store:
-    """The database of one controller. Not thread-safe."""
+    """The database of one controller. Not thread-safe.
 
-    def __init__(self, connection: Connection) -> None:
+    Without `keys`, the environments of jobs that another process has stored cannot be read, and
+    are empty.
+    """
+
+    def __init__(self, connection: Connection, keys: SealingKeys | None = None) -> None:
         self.connection = connection
+        self.keys = keys or SealingKeys()
+        # Of jobs in memory, specifications with an environment, and those whose environment no key opens.
+        self._env_macs: dict[int, str] = {}
+        self.unopened: frozenset[int] = frozenset()
         # Of each row of `submissions`: the jobs without a row of their own.
         self._unchanged: dict[int, set[int]] = {}
 
@@ -163,7 +176,7 @@ class Store:
         changed = [job for job_id, job in batch.jobs.items() if job_id not in unchanged]
         first = self._first_changes(changed)
         with writing(self.connection) as connection:
-            _put_specs(connection, batch.specs)
+            macs = _put_specs(connection, batch.specs, self.keys.newest)
             _put(connection, _NEW_SCRIPT, _script_row, batch.scripts.items())
             _put(connection, _NEW_SUBMISSION, submission_row, [made for made in batch.submitted if new[made[0].id]])
             _put(connection, _PUT_JOB, job_row, changed)
@@ -184,6 +197,7 @@ class Store:
             _replace(connection, _DELETE_RESERVATION, _NEW_RESERVATION, reservation_row, batch.reservations)
             _replace(connection, _DELETE_CRONTAB, _NEW_CRONTAB, crontab_row, batch.crontabs)
             _replace(connection, _DELETE_TRIGGER, _NEW_TRIGGER, trigger_row, batch.triggers)
+        self._env_macs |= macs
         self._unchanged |= {number: ids for number, ids in new.items() if ids}
         for number, ids in first.items():
             self._unchanged[number] -= ids
@@ -216,14 +230,55 @@ class Store:
         """Delete the texts of these scripts. Raises UnavailableError if that fails."""
         self._write(_DELETE_SCRIPT, ({"hash": one} for one in hashes))
 
+    # ----- environments
+
+    def drop_environments(self, spec_ids: Collection[int]) -> None:
+        """Delete the environments that none of these specifications has.
+
+        Raises UnavailableError if that fails.
+        """
+        self._env_macs = {spec_id: mac for spec_id, mac in self._env_macs.items() if spec_id in spec_ids}
+        used = set(self._env_macs.values())
+        unused = [row.mac for row in self._rows(_ENVIRONMENT_MACS) if row.mac not in used]
+        if unused:
+            self._write(_DELETE_ENVIRONMENT, ({"of_mac": mac} for mac in unused[:MOST_DROPPED]))
+
+    def reseal(self) -> int:
+        """Read the key file again, and seal all environments with its newest key.
+
+        Return the number of newly sealed environments.
+
+        An environment that no key opens stays as it is. Raises ConfigError, UnavailableError.
+        """
+        self.keys.read_again()
+        newest, opened = self.keys.newest, dict[str, Row]()
+        for row in self._rows(_SEALED_BY_OTHERS, {"key": newest.id}):
+            text = self.keys.open(row.key_id, row.mac, row.sealed)
+            if text is not None:
+                opened[row.mac] = sealed_row(text, newest)
+        changed = {spec_id: opened[mac]["mac"] for spec_id, mac in self._env_macs.items() if mac in opened}
+        with writing(self.connection) as connection:
+            _NEW_ENVIRONMENT.run_many(connection, opened.values())
+            _PUT_ENV_MAC.run_many(connection, ({"of_id": of, "env_mac": mac} for of, mac in changed.items()))
+            _DELETE_ENVIRONMENT.run_many(connection, ({"of_mac": mac} for mac in opened))
+        self._env_macs |= changed
+        return len(opened)
+
+    def key_uses(self) -> dict[str, int]:
+        """Return how many environments each key has sealed, by the key's id."""
+        return {row.key_id: row.count for row in self._rows(_KEY_USES)}
+
     # ----- jobs and their history
 
     def load_jobs(self, ended_after_s: float) -> list[Job]:
         """Return all unfinished jobs, and those that ended after `ended_after_s`, by id."""
         values = {"after_s": ended_after_s}
         with reading(self.connection) as connection:
-            by_id = self._specs(_SPECS_OF_LIVE.rows(connection, values))
+            rows = _SPECS_OF_LIVE.rows(connection, values)
+            by_id = self._specs(rows)
             found = [job_of(row, by_id[row.spec_id]) for row in _LIVE_JOBS.rows(connection, values)]
+        self._env_macs = {row.id: row.env_mac for row in rows if row.env_mac}
+        self.unopened = frozenset(spec_id for spec_id in self._env_macs if not by_id[spec_id].env)
         self._unchanged = {}
         for row, ids in self._submitted(_SUBMISSIONS):
             found += submitted_of(row, by_id[row.spec_id], ids)
@@ -253,8 +308,13 @@ class Store:
 
     def _specs(self, rows: Sequence[Any]) -> dict[int, JobSpec]:
         """Return the specifications of these rows, by id."""
-        hashes = {row.env_sha256 for row in rows if row.env_sha256}
-        return specs_of(rows, {row.sha256: env_of(row) for row in self._rows_of(_ENVIRONMENTS, hashes)})
+        macs = {row.env_mac for row in rows if row.env_mac}
+        opened: dict[str, Env] = {}
+        for row in self._rows_of(_ENVIRONMENTS, macs):
+            text = self.keys.open(row.key_id, row.mac, row.sealed)
+            if text is not None:
+                opened[row.mac] = env_of(text)
+        return specs_of(rows, opened)
 
     def history(self, query: HistoryQuery) -> list[Job]:
         """Return the jobs that match `query`, by id, at most `query.limit` (the newest)."""
@@ -478,7 +538,14 @@ _META_FROM = Statement(select(meta).where(meta.c.key.startswith(place("prefix"))
 _DELETE_META_FROM = Statement(delete(meta).where(meta.c.key.startswith(place("prefix"))))
 
 _NEW_ENVIRONMENT = Statement(insert(environments).on_conflict_do_nothing())
-_ENVIRONMENTS = Statement(select(environments).where(environments.c.sha256.in_(_PLACES)))
+_ENVIRONMENTS = Statement(select(environments).where(environments.c.mac.in_(_PLACES)))
+_ENVIRONMENT_MACS = Statement(select(environments.c.mac))
+_DELETE_ENVIRONMENT = Statement(delete(environments).where(environments.c.mac == place("of_mac")))
+_SEALED_BY_OTHERS = Statement(select(environments).where(environments.c.key_id != place("key")))
+_KEY_USES = Statement(
+    select(environments.c.key_id, func.count().label("count")).select_from(environments).group_by(environments.c.key_id)
+)
+_PUT_ENV_MAC = Statement(update(specs).where(specs.c.id == place("of_id")), ("env_mac",))
 _NEW_SPEC = Statement(insert(specs))
 _SPECS = Statement(select(specs).where(specs.c.id.in_(_PLACES)))
 _LAST_SPEC = Statement(select(func.max(specs.c.id)))
@@ -657,13 +724,13 @@ def _unchanged(tasks: Sequence[Job], batch: WriteBatch) -> set[int]:
     return {task.id for task in tasks if batch.jobs.get(task.id) is task}
 
 
-def _put_specs(connection: Connection, specs: Mapping[int, JobSpec]) -> None:
-    environments = {env: env_row(env) for env in {spec.env for spec in specs.values()} if env}
-    hashes = {env: row["sha256"] for env, row in environments.items()}
+def _put_specs(connection: Connection, specs: Mapping[int, JobSpec], key: SealingKey) -> dict[int, str]:
+    """Write the specifications; return the macs of their environments, by id."""
+    environments = {env: env_row(env, key) for env in {spec.env for spec in specs.values()} if env}
+    macs = {spec_id: environments[spec.env]["mac"] for spec_id, spec in specs.items() if spec.env}
     _NEW_ENVIRONMENT.run_many(connection, environments.values())
-    _NEW_SPEC.run_many(
-        connection, [spec_row(spec_id, spec, hashes.get(spec.env, "")) for spec_id, spec in specs.items()]
-    )
+    _NEW_SPEC.run_many(connection, [spec_row(spec_id, spec, macs.get(spec_id, "")) for spec_id, spec in specs.items()])
+    return macs
 
 
 def _attempts_over(changed: Iterable[Job], events: Iterable[JobEvent]) -> list[Row]:

@@ -9,9 +9,10 @@ CREATE TABLE crontabs (
 	PRIMARY KEY (uid)
 );
 CREATE TABLE environments (
-	sha256 TEXT NOT NULL, 
-	env TEXT NOT NULL, 
-	PRIMARY KEY (sha256)
+	mac TEXT NOT NULL, 
+	key_id TEXT NOT NULL, 
+	sealed BLOB NOT NULL, 
+	PRIMARY KEY (mac)
 );
 CREATE TABLE events (
 	seq INTEGER NOT NULL, 
@@ -196,7 +197,7 @@ INSERT INTO "scripts" VALUES('bfdeaeb08cffb6a36438bcd12dda25417e3cdd36f1e7e482a2
 CREATE TABLE specs (
 	id INTEGER NOT NULL, 
 	spec TEXT NOT NULL, 
-	env_sha256 TEXT NOT NULL, 
+	env_mac TEXT NOT NULL, 
 	PRIMARY KEY (id)
 );
 INSERT INTO "specs" VALUES(1,'{"name":"done","script":"","work_dir":"/tmp","script_sha256":"bfdeaeb08cffb6a36438bcd12dda25417e3cdd36f1e7e482a2849d539225288b","script_bytes":21}','');

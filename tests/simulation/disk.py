@@ -260,6 +260,14 @@ class SimOs:
         target.names[name] = source.names.pop(parts[-1])
         disk.at("renamed", name)
 
+    def truncate(self, path: str, length: int) -> None:
+        disk, parts = self.split(path)
+        found = disk.find(parts)
+        if not isinstance(found, File):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        disk.at("truncate", parts[-1])
+        del found.data[length:]
+
     def listdir(self, path: str) -> list[str]:
         disk, parts = self.split(path)
         return list(disk.folder(parts).names)

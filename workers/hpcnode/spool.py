@@ -439,6 +439,7 @@ class Spool:
         for name in os.listdir(entry):
             if name in REUSED:
                 os.rename(os.path.join(entry, name), os.path.join(entry, name + ".new"))
+                os.truncate(os.path.join(entry, name + ".new"), 0)  # a spec has the job's environment
             elif name != "script":
                 os.unlink(os.path.join(entry, name))
         os.rename(entry, os.path.join(self.spare, "%d.%s" % (uid, token)))

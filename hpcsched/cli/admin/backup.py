@@ -259,6 +259,11 @@ def _say_what_next(config: Config, manifest: dict[str, Any], strays: str) -> Non
         click.echo(f"! the key {path}, named by node files, is missing: copy it here, or name another one")
     if config.share and not Path(config.share).is_dir():
         click.echo(f"! the share {config.share} is missing: mount it before the start")
+    if not config.controller.seal_key.exists():
+        click.echo(
+            f"! the key of jobs' environments, {config.controller.seal_key}, is in no backup: copy it here before the start, "
+            "with mode 0600; without it, waiting jobs are held"
+        )
     click.echo("")
     click.echo("Next (see hpcsched-recovery(7)):")
     click.echo(f"  1. make sure that the former head ({manifest.get('host', '?')}) no longer runs the controller")

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import click
 
 from hpcsched import client, paths
-from hpcsched.cli.admin.init import give_to_controller
+from hpcsched.cli.admin.init import give_to_controller, seal_keys_of
 from hpcsched.config.load import Config, load_config
 from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
 from hpcsched.launch import as_controller
@@ -77,6 +77,7 @@ def _prepare(config: Config) -> None:
                 directory.mkdir(mode=mode, parents=True)
                 directory.chmod(mode)  # whatever the umask is
                 give_to_controller(config, directory)
+        seal_keys_of(config)
     except OSError as error:
         raise UnavailableError(f"cannot start hpcschedd: cannot make {error.filename}: {error.strerror}") from None
 

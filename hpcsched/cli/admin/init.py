@@ -25,6 +25,7 @@ from hpcsched.launch import as_controller
 from hpcsched.launch.bundle import authorized_line, build_bundle
 from hpcsched.launch.hostkeys import PRINCIPAL, certificate_of, make_key
 from hpcsched.store.engine import create_database, open_database
+from hpcsched.store.sealing import SealingKeys, sealing_keys
 from hpcsched.store.store import Store
 
 AUTHORITY_KEY = "ca_ed25519"  # in the configuration directory
@@ -65,6 +66,9 @@ def init(share: str | None, name: str, user: str | None, force: bool, only_datab
         database = _make_state(config, undo)
         _make_cluster_id(config, database, undo)
         give_to_controller(config, config.launch_key)
+        if not config.controller.seal_key.exists():
+            undo.callback(config.controller.seal_key.unlink, missing_ok=True)
+        seal_keys_of(config)
         undo.pop_all()
     click.echo("\n".join(_story(config, database, public_key)))
 
@@ -230,6 +234,16 @@ def _ensure_launch_key(config: Config, undo: ExitStack) -> str:
     return make_key(config.launch_key, f"hpcsched:{config.name}@{socket.gethostname()}")
 
 
+def seal_keys_of(config: Config) -> SealingKeys:
+    """Return the keys of jobs' environments.
+
+    If they are missing, they are made for the controller's account. Raises ConfigError.
+    """
+    account = config.controller.account() if os.getuid() == 0 else None
+    owner = os.geteuid() if account is None else account.pw_uid
+    return sealing_keys(config.controller.seal_key, config.controller.state_dir, owner)
+
+
 def _public_half(key: Path) -> Path:
     return key.with_name(key.name + ".pub")
 
@@ -321,6 +335,7 @@ def _story(config: Config, database: Path, public_key: str) -> Iterator[str]:
         config.config_dir / paths.NODES_DIR: "one file per node, written by: hpcsched node add",
         config.launch_key: "the private key with which the controller logs in to the nodes; keep it secret",
         config.launch_key.with_name(config.launch_key.name + ".pub"): "its public half, for the nodes",
+        config.controller.seal_key: "the key of jobs' environments; in no backup, so keep a copy elsewhere",
         database: "the database of jobs; back it up",
     }
     width = max(len(str(path)) for path in made)

@@ -1,0 +1,154 @@
+"""A planted secret in a job's environment is found in no state, log, backup, core file or spool."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import wait_until
+
+from hpcsched import paths
+from hpcsched.loopback.cluster import LocalCluster
+
+CANARY = "canary-AKIA7Q2ZP4-hunter2"
+SECRETS = {"AWS_SECRET_ACCESS_KEY": CANARY, "RESTIC_PASSWORD": f"pass phrase {CANARY}", "TOKEN": f"eyJ.{CANARY}.sig"}
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
+        Path(directory).chmod(0o755)
+        quick = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
+        with LocalCluster(Path(directory), names=("n1",), settings=quick) as started:
+            yield started
+
+
+def places_of(secret: str, base: Path) -> list[str]:
+    """Return the files below `base` that have the secret."""
+    found = []
+    for path in base.rglob("*"):
+        if path.is_file() and not path.is_symlink() and secret.encode() in path.read_bytes():
+            found.append(str(path.relative_to(base)))
+    return found
+
+
+def submit(cluster: LocalCluster, *options: str) -> int:
+    script = 'test "$TOKEN" && echo "$TOKEN" | wc -c; while [ ! -e gate ]; do sleep 0.05; done\n'
+    told = cluster.run("hsub", "--parsable", "-o", "out-%j", *options, stdin="#!/bin/sh\n" + script, env=SECRETS)
+    return int(told.stdout)
+
+
+def state_of(cluster: LocalCluster, job_id: int) -> str:
+    return str(cluster.api("GET", f"/v1/job/{job_id}")["jobs"][0]["state"])
+
+
+def test_f1_a_secret_of_a_job_is_found_nowhere(cluster: LocalCluster) -> None:
+    backups = cluster.base / "backups"
+    backups.mkdir()
+    waiting, running = submit(cluster, "--hold"), submit(cluster)
+    wait_until(lambda: state_of(cluster, running) == "RUNNING", what="the job to run")
+    cluster.run("hctl", "backup", str(backups))
+    meanwhile = places_of(CANARY, cluster.base)
+    assert all(place.startswith("nodes/n1/agent/spool/") for place in meanwhile), meanwhile
+    assert {(cluster.base / place).stat().st_mode & 0o077 for place in meanwhile} <= {0}, "documented: the node's spool"
+    (cluster.share / "gate").touch()
+    wait_until(lambda: state_of(cluster, running) == "COMPLETED", what="the job to end")
+    wait_until(lambda: not places_of(CANARY, cluster.base), what="the node to remove what it kept of the job")
+    cluster.down()
+    assert places_of(CANARY, cluster.base) == []
+    assert (cluster.share / f"out-{running}").read_text().strip() == str(len(SECRETS["TOKEN"]) + 1)
+    cluster.up()
+    assert cluster.api("GET", f"/v1/job/{waiting}")["jobs"][0]["env"]["TOKEN"] == SECRETS["TOKEN"]
+
+
+def test_f1_the_controller_leaves_no_core_file(cluster: LocalCluster) -> None:
+    submit(cluster, "--hold")
+    before = set(Path("/").glob("core*"))
+    pid = cluster.api("GET", "/v1/ping")["pid"]
+    if os.geteuid() == 0:
+        resource.prlimit(pid, resource.RLIMIT_CORE, (-1, -1))  # as if a unit file allowed it
+    os.kill(pid, signal.SIGABRT)
+    wait_until(lambda: _state(pid) == "Z", what="the controller to end")
+    assert set(Path("/").glob("core*")) == before  # its working directory
+    assert places_of(CANARY, cluster.base) == []
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_f1_equal_environments_have_no_hash_that_confirms_a_guess(cluster: LocalCluster) -> None:
+    job_id = submit(cluster, "--hold", "--export=TOKEN")
+    env = cluster.api("GET", f"/v1/job/{job_id}")["jobs"][0]["env"]
+    database = _database(cluster)
+    guess = json.dumps(list(env.items()))
+    rows = (
+        sqlite3.connect(f"file:{database}?mode=ro", uri=True).execute("SELECT mac, sealed FROM environments").fetchall()
+    )
+    assert rows
+    for hashed in (hashlib.sha256(guess.encode()), hashlib.blake2b(guess.encode()), hashlib.sha1(guess.encode())):
+        assert hashed.hexdigest() not in [mac for mac, _ in rows]
+
+
+def _database(cluster: LocalCluster) -> Path:
+    return next(path for path in cluster.base.rglob(paths.DATABASE_FILE))
+
+
+def test_f1_a_database_without_its_key_keeps_its_jobs_and_runs_none(cluster: LocalCluster) -> None:
+    job_id = submit(cluster)
+    cluster.run("hcancel", str(job_id))
+    held = submit(cluster, "--hold")
+    backup = cluster.base / "copy.db"
+    cluster.run("hctl", "backup", str(backup))
+    cluster.down()
+    key = cluster.config_dir / paths.SEAL_KEY
+    lost = key.rename(cluster.base / "lost.key")
+    cluster.run("hpcsched", "restore", "--force", str(backup))
+    cluster.up()
+    cluster.wait_for_nodes()
+    (cluster.share / "gate").touch()
+    cluster.run("hctl", "release", str(held))
+    later = submit(cluster)
+    wait_until(lambda: state_of(cluster, later) == "COMPLETED", what="a job with the new key to run")
+    seen = cluster.api("GET", f"/v1/job/{held}")["jobs"][0]
+    assert (seen["state"], seen["reason"]) == ("PENDING", "JobHeldAdmin"), seen
+    assert "sealed with a key" in cluster.run("hwhy", str(held), check=False).stdout
+    refused = cluster.run("hctl", "update", f"JobId={held}", "Comment=x", check=False)
+    assert "no key opens its environment" in refused.stderr
+    assert "missing: 1 environments" in cluster.run("hpcsched", "seal").stdout
+    cluster.down()
+    with key.open("a") as file:
+        file.write(lost.read_text())
+    cluster.up()
+    wait_until(lambda: state_of(cluster, held) == "COMPLETED", what="the job to run with its environment")
+    assert (cluster.share / f"out-{held}").read_text().strip() == str(len(SECRETS["TOKEN"]) + 1)
+
+
+def test_f1_a_key_that_others_can_read_is_refused_and_a_rotation_reseals(cluster: LocalCluster) -> None:
+    held = submit(cluster, "--hold")
+    key = cluster.config_dir / paths.SEAL_KEY
+    assert key.stat().st_mode & 0o777 == 0o600
+    before = key.read_text().split()[-2]
+    said = cluster.run("hpcsched", "seal", "--rotate", "--forget-old").stdout
+    assert before in said
+    assert before not in key.read_text()
+    assert "seals 1 environments" in said
+    cluster.down()
+    key.chmod(0o640)
+    refused = cluster.run("hpcsched", "up", check=False)
+    assert "other accounts can read it" in refused.stderr
+    key.chmod(0o600)
+    cluster.run("hpcsched", "seal", "--rotate")
+    cluster.up()
+    assert cluster.api("GET", f"/v1/job/{held}")["jobs"][0]["env"]["TOKEN"] == SECRETS["TOKEN"]
