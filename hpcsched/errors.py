@@ -32,6 +32,10 @@ class UsageError(RequestError):
         self.getopt = getopt
 
 
+class UnauthenticatedError(RequestError):
+    """The request has no valid credential."""
+
+
 class PermissionDeniedError(RequestError):
     """The user has no permission for this action."""
 

@@ -252,6 +252,7 @@ class Routed:
     async def _answer(self, method: str, path: str, parameters: Mapping[str, str], body: bytes = b"") -> bytes:
         query = {name: value for name, value in parameters.items() if value}
         asked = web.Request(method, path, query, {}, body, peer=self._request.peer, uid=self._request.uid)
+        asked.scopes, asked.source = self._request.scopes, self._request.source
         response = await self._find(asked)(asked)
         if response.status != 200:
             raise error_of(json.loads(response.body))

@@ -40,7 +40,7 @@ from hpcsched.api.connection_limits import (
     retry_after,
 )
 from hpcsched.api.identity import peer_uid
-from hpcsched.errors import RequestError, UnavailableError, report_fault
+from hpcsched.errors import HpcschedError, RequestError, UnauthenticatedError, UnavailableError, report_fault
 
 log = logging.getLogger("hpcsched.api")
 
@@ -79,7 +79,11 @@ class Request:
     headers: dict[str, str]  # names in lower case
     body: bytes
     peer: socket.socket | None
-    uid: int | None = None  # caller of a request that came another way; not an admin
+    uid: int | None = None  # caller of a request that came another way: by a node or by the gateway
+    # Of a request that the gateway forwards: what its credential allows, and the client's address. None: not forwarded.
+    scopes: tuple[str, ...] | None = None
+    source: str = ""
+    credential_id: str = ""
     match_info: dict[str, str] = field(default_factory=dict)
     held_bytes: int = 0  # of memory, approximately
 
@@ -95,6 +99,7 @@ class Response:
 
 
 Handler = Callable[[Request], Awaitable[Response]]
+Identify = Callable[[Request, int], None]
 Refusal = Callable[[int, str], Response]
 
 
@@ -186,9 +191,20 @@ def _matched(parts: tuple[_Part, ...], words: list[str]) -> dict[str, str] | Non
 class Server:
     """Serves an application (a `Router` and the format of refusals) until it is closed."""
 
-    def __init__(self, router: Router, refusal: Refusal, socket_limits: SocketLimits | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        refusal: Refusal,
+        socket_limits: SocketLimits | None = None,
+        identify: Identify | None = None,
+    ) -> None:
+        """Make a server.
+
+        `identify` sets the caller of requests that a gateway forwards, or raises HpcschedError.
+        """
         self.router = router
         self.refusal = refusal
+        self.identify = identify
         self.connections: set[Connection] = set()
         self.socket_limits = socket_limits or SocketLimits()
         self._listener: Listener | None = None
@@ -457,16 +473,41 @@ class Connection(asyncio.Protocol):
             return
         request = self._waiting.popleft()
         if isinstance(request, Request):
-            wait_s = self._server.socket_limits.request_wait_s(self._uid)
-            if wait_s is None:
+            refused = self._why_refused(request)
+            if refused is None:
                 self._reads_only = request.method == "GET"
                 self._task = self._loop.create_task(self._answer(request))
                 return
-            why = self._server.socket_limits.too_often(self._uid)
-            request = BadRequestError(429, why, {"Retry-After": retry_after(wait_s)})
+            if request.scopes is not None:  # the connection also has requests of other users
+                keep = request.headers.get("connection", "").lower() != "close"
+                self._held_bytes -= request.held_bytes
+                self._count()
+                self._send(
+                    replace(self._server.refusal(refused.status, str(refused)), headers=refused.headers), keep=keep
+                )
+                self._loop.call_soon(self._next)
+                return
+            request = refused
         self._refused = True
         response = self._server.refusal(request.status, str(request))
         self._send(replace(response, headers=request.headers), keep=False)
+
+    def _why_refused(self, request: Request) -> BadRequestError | None:
+        """Find out who asks, and count the request; None: it may be answered."""
+        if self._server.identify is not None:
+            try:
+                self._server.identify(request, self._uid)
+            except HpcschedError as error:
+                status = 401 if isinstance(error, UnauthenticatedError) else 403
+                return BadRequestError(status, str(error))
+        uid = self._uid if request.uid is None else request.uid
+        limits = self._server.socket_limits
+        wait_s = limits.request_wait_s(uid)
+        return (
+            None
+            if wait_s is None
+            else BadRequestError(429, limits.too_often(uid), {"Retry-After": retry_after(wait_s)})
+        )
 
     async def _answer(self, request: Request) -> None:
         keep = request.headers.get("connection", "").lower() != "close"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from hpcsched import client, paths
-from hpcsched.cli.output import complain, outlive_its_end, print_json, run_command
+from hpcsched.cli.output import complain, note, outlive_its_end, print_json, run_command
 from hpcsched.cli.render import records
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
@@ -177,6 +177,8 @@ COMMAND = Command(
         "strays | strays adopt|end TOKEN...|all",
         "reset usage all | [Account=LIST] [User=LIST]",
         "checkpoint list|verify|prune|export JOB|DIRECTORY [FILE] [NAME=VALUE...]",
+        "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE]",
+        "token list [--user=NAME] | revoke ID... | revoke --user=NAME | rotate-key",
         "ping | reconfigure [NODES]",
     ),
     "Show and change jobs, nodes, partitions, reservations and the configuration. 'hctl VERB --help' describes one verb. "
@@ -193,11 +195,17 @@ COMMAND = Command(
     "'hsim replay' and 'hsim whatif'. 'strays' lists launches on nodes from before a restore: 'strays adopt' keeps them as their "
     "job, 'strays end' ends them. 'checkpoint' lists, verifies, prunes (keep=K every=HOURS) or exports (step=N all=yes) the "
     "checkpoints of a training job, on this machine and as you; the FILE is .safetensors, or else for torch.load. "
-    "'reset usage' clears past usage for fair share and limits.",
+    "'reset usage' clears past usage for fair share and limits. 'token' makes, lists and revokes the credentials with which "
+    "programs use the API over the network (hpcsched gateway).",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
         Option("reason", "", "TEXT", "the reason for drain or fence, instead of WHY"),
+        Option("scope", "", "LIST", "what a token allows: some of read,submit,manage,admin; default: read"),
+        Option("expires", "", "AGE", "how long a token is valid, as 12h or 30d; default: 30d"),
+        Option("name", "", "TEXT", "a note for the list of tokens"),
+        Option("user", "", "NAME", "whose token; other users' are for admins, '*' lists all"),
+        Option("certificate", "", "FILE", "register this client certificate (PEM) instead of making a token"),
         HELP,
         VERSION,
     ),
@@ -291,6 +299,19 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "checkpoint export JOB|DIRECTORY FILE [step=N] [all=yes]",
         ),
         "Manage the checkpoints of a training job, on this machine and as you. FILE ends in .safetensors, or is for torch.load.",
+    ),
+    "token": (
+        (
+            "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE]",
+            "token list [--user=NAME]",
+            "token revoke ID... | --user=NAME",
+            "token rotate-key",
+        ),
+        "Manage credentials for the API over the network. 'create' prints a new token, once; only its hash is kept. It allows "
+        "its scopes, and never more than its user may do: read; submit; manage (cancel, hold, change jobs); admin. With "
+        "--certificate, requests with this client certificate act as the user, and no token is printed. 'revoke' ends tokens, "
+        "sessions and certificates at once. 'rotate-key' makes a new signing key; tokens of the last key stay valid, older ones "
+        "end. --user and rotate-key are for admins.",
     ),
     "ping": (("ping",), "Report whether the controller is running."),
     "reconfigure": (
@@ -818,6 +839,75 @@ def _reconfigure(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
+# ----- tokens, sessions and client certificates of the API over the network
+
+TOKEN_OPTIONS = {"create": ("scope", "expires", "name", "user", "certificate"), "list": ("user",), "revoke": ("user",)}
+MAX_CERTIFICATE_BYTES = 64 << 10
+
+
+def _token(rest: Sequence[str], words: Words) -> int:
+    verb, *operands = rest or [""]
+    if verb not in ("create", "list", "revoke", "rotate-key"):
+        raise UsageError("cannot tell what to do with tokens: hctl token create|list|revoke|rotate-key")
+    for option in TOKEN_OPTIONS["create"]:
+        if words.has(option) and option not in TOKEN_OPTIONS.get(verb, ()):
+            raise UsageError(f"cannot use --{option} with token {verb}; see hctl token --help")
+    if operands and verb != "revoke":
+        raise UsageError(f"cannot understand {operands[0][:60]!r}: token {verb} takes options only")
+    if verb == "list":
+        return _list_tokens(client.call("GET", client.query("/v1/tokens", user=words.last("user"))), words)
+    body: Json = {"user": words.last("user")} if words.has("user") else {}
+    if verb == "create":
+        body |= _new_token(words)
+    elif verb == "revoke":
+        body["ids"] = [one for operand in operands for one in split_list(operand)]
+    answer = client.call("POST", f"/v1/tokens/{verb}", body)
+    if words.has("json"):
+        print_json(answer)
+    elif verb == "create":
+        print(answer["token"] or f"certificate registered: {clean(answer['id'])}")
+        note("hctl", f"{answer['id']} of {clean(answer['user'])}, valid until {date_text(answer['expires_at_s'])}")
+    elif verb == "revoke":
+        print("\n".join(f"revoked: {clean(one)}" for one in answer["revoked"]))
+    else:
+        print(f"tokens are signed with key {clean(answer['key'])}; tokens of the key before the last one have ended")
+    return 0
+
+
+def _new_token(words: Words) -> Json:
+    body: Json = {"scopes": words.last("scope", "read"), "name": words.last("name")}
+    if words.has("expires"):
+        body["expires"] = words.last("expires")
+    if path := words.last("certificate"):
+        try:
+            with open(path, "rb") as file:
+                body["certificate"] = file.read(MAX_CERTIFICATE_BYTES).decode("ascii", "replace")
+        except OSError as error:
+            raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    return body
+
+
+def _list_tokens(answer: Json, words: Words) -> int:
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    rows = [
+        [
+            clean(one["id"]),
+            one["kind"],
+            clean(one["user"]),
+            ",".join(one["scopes"]),
+            date_text(one["created_at_s"]),
+            date_text(one["expires_at_s"]),
+            "revoked" if one["revoked_at_s"] else "expired" if one["expires_at_s"] <= answer["now_s"] else "valid",
+            clean(one["name"]),
+        ]
+        for one in answer["tokens"]
+    ]
+    print(columns(["ID", "KIND", "USER", "SCOPES", "CREATED", "EXPIRES", "STATE", "NAME"], rows))
+    return 0
+
+
 VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "show": _show,
     "hold": _act("hold"),
@@ -837,6 +927,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "backup": _backup,
     "snapshot": _snapshot,
     "strays": _strays,
+    "token": _token,
     "checkpoint": lambda rest, words: _on_checkpoints(rest, words.has("json")),
 }
 

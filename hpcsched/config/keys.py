@@ -441,6 +441,34 @@ NODE = (
 SWITCH = (
     Key("nodes", hosts, REQUIRED, "The nodes that hang on it: a host list, or a list of them.", shown='"n[1-4]"'),
 )
+
+GATEWAY = (
+    Key("user", optional(user), "",
+        "The account of hpcsched gateway, which serves the API to the network. It needs no rights at all. Empty: the "
+        "controller's own account, if that is not root."),
+    Key("address", host, "127.0.0.1", "The address at which the gateway listens; 0.0.0.0 or :: for all networks."),
+    Key("port", whole(1, 65535), 6820, "The port of the gateway."),
+    Key("url", text, "",
+        'The address of the gateway as users know it, for links: "https://head.example.org:6820". Empty: from the host name '
+        "and port."),
+    Key("certificate", absolute_path, "", "The gateway's TLS certificate with its chain, a PEM file.",
+        shown='"/etc/hpcsched/gateway.crt"'),
+    Key("key", absolute_path, "", "The private key of the certificate, a PEM file that only root or the gateway can read.",
+        shown='"/etc/hpcsched/gateway.key"'),
+    Key("client_ca", absolute_path, "",
+        "A PEM file with the CAs of client certificates for services. Empty: no client certificates."),
+    Key("token_max_age_s", seconds(60), "366d", "The longest time for which a token may be valid."),
+    Key("session_s", seconds(60), "12h", "How long a session of a browser lasts."),
+    Key("rate", number(), 50, "How many requests per second a token, or an address without one, may send. 0: no limit."),
+    Key("burst", whole(1, 1_000_000), 500, "How many requests it may send at once before rate counts."),
+    Key("connections_per_address", whole(1, 100_000), 64, "How many connections one address may have."),
+    Key("max_connections", whole(1, 1_000_000), 4000, "How many connections all addresses may have."),
+    Key("oidc_issuer", text, "", "The issuer of id tokens for a login by OpenID Connect. Empty: no such login."),
+    Key("oidc_client_id", text, "", "The client id of this cluster at the issuer, which id tokens have as audience."),
+    Key("oidc_keys", absolute_path, "",
+        "A file with the issuer's public keys (a JWK set), which the admin saved. Only these keys are trusted."),
+    Key("oidc_user_claim", text, "preferred_username", "The claim of an id token that has the name of the user's account."),
+)
 # fmt: on
 
 SECTIONS = {
@@ -450,6 +478,7 @@ SECTIONS = {
     "privacy": PRIVACY,
     "scheduler": SCHEDULER,
     "scheduler.weights": WEIGHTS,
+    "gateway": GATEWAY,
 }
 
 # ----- check one table of a TOML file against its allowed keys, and fill in the defaults

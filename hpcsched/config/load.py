@@ -29,6 +29,7 @@ from hpcsched.config.accounts import ALL_PARTITION, ALL_WEIGHTS, TABLES, account
 from hpcsched.config.keys import (
     CLUSTER,
     CONTROLLER,
+    GATEWAY,
     LOCAL_HOST,
     NODE,
     PRIVACY,
@@ -173,6 +174,29 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """[gateway]; see `hpcsched.config.keys.GATEWAY` for each."""
+
+    user: str | None
+    address: str
+    port: int
+    url: str
+    certificate: str
+    key: str
+    client_ca: str
+    token_max_age_s: float
+    session_s: float
+    rate: float
+    burst: int
+    connections_per_address: int
+    max_connections: int
+    oidc_issuer: str
+    oidc_client_id: str
+    oidc_keys: str
+    oidc_user_claim: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFile:
     """The content of one file of nodes.d."""
 
@@ -189,6 +213,7 @@ class Config:
     share: str
     controller: ControllerSettings
     scheduler: SchedulerSettings
+    gateway: GatewaySettings
     partitions: tuple[Partition, ...]
     accounting: Accounting
     nodes: tuple[NodeSpec, ...]
@@ -227,6 +252,19 @@ def load_config(config_dir: Path, environ: Mapping[str, str] | None = None, *, w
     except ConfigError as error:
         culprit = _first_bad(files, nodes, config_dir, given)
         raise ConfigError(str(error).replace(str(path), str(culprit), 1)) from None
+
+
+def load_gateway(config_dir: Path) -> GatewaySettings:
+    """Return the section [gateway] alone: the gateway may not read node files.
+
+    Raises ConfigError.
+    """
+    path = config_dir / paths.CONFIG_FILE
+    if not path.exists():
+        raise ConfigError(f"cannot read {path}: it does not exist; make it with: hpcsched init")
+    _refuse_open_directory(config_dir)
+    tables = _merged([(path, _parse(path, _read_trusted(path))), *_extra_files(config_dir)])
+    return GatewaySettings(**values_of(path, "[gateway]", tables.get("gateway", {}), GATEWAY))
 
 
 def _extra_files(config_dir: Path) -> list[tuple[Path, Mapping[str, Any]]]:
@@ -300,7 +338,7 @@ def build_config(
     Raises ConfigError.
     """
     path = config_dir / paths.CONFIG_FILE
-    known = ("cluster", "controller", "roles", "privacy", "scheduler", "partitions", "topology", *TABLES)
+    known = ("cluster", "controller", "roles", "privacy", "scheduler", "gateway", "partitions", "topology", *TABLES)
     refuse_unknown(path, "the file", tables, known, kind="table")
     cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
     partitions = _partitions(path, tables.get("partitions", {}), nodes)
@@ -314,6 +352,7 @@ def build_config(
         share=cluster["share"],
         controller=controller,
         scheduler=_scheduler(path, tables.get("scheduler", {})),
+        gateway=GatewaySettings(**values_of(path, "[gateway]", tables.get("gateway", {}), GATEWAY)),
         partitions=partitions,
         accounting=accounting,
         nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),

@@ -22,6 +22,7 @@ from hpcsched import paths
 from hpcsched.api import web
 from hpcsched.api.connection_limits import SocketLimits
 from hpcsched.config.load import Config, load_config
+from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.nodes.edits import refused_edits
 from hpcsched.controller.nodes.links import Fleet, monotonic_s
@@ -145,6 +146,7 @@ class Daemon:
         mode: int,
         router: web.Router,
         answered: Callable[[], Awaitable[None]],
+        credentials: Credentials,
     ) -> int:
         """Answer requests that wait for `coming`, and serve until a signal or a broken invariant.
 
@@ -166,6 +168,7 @@ class Daemon:
             started_at_s=self._clock(),
             apply_config=self.apply_config,
             database=self._config.controller.state_dir / paths.DATABASE_FILE,
+            credentials=credentials,
         )
         try:
             await self._check_database()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from hpcsched import paths
 from hpcsched.api.connection_limits import SocketLimits, listening_socket
 from hpcsched.config.load import Config
+from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.lock import StateLock
 from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.recovery import begin_epoch
@@ -80,7 +81,8 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     reading = Reading(cluster, clock)
     socket_limits = SocketLimits()
     socket_limits.set_rate(config.controller.request_rate, config.controller.request_burst)
-    server = make_server(reading, coming, socket_limits)
+    credentials = Credentials(cluster, config.controller.state_dir, store.cluster_id(), clock)
+    server = make_server(reading, coming, socket_limits, credentials.identify)
 
     async def answered() -> None:
         await first_answers(lambda: bool(reading.under_way or server.unread_bytes))
@@ -90,7 +92,9 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
         await answered()
         from hpcsched.controller.daemon import Daemon  # a hundred modules
 
-        return await Daemon(config, cluster, store, socket_limits, clock).run(coming, mode, server.router, answered)
+        return await Daemon(config, cluster, store, socket_limits, clock).run(
+            coming, mode, server.router, answered, credentials
+        )
     finally:
         await server.close()
         store.close()

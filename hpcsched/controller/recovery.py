@@ -85,6 +85,7 @@ def settings_changed(before: Config, after: Config) -> list[str]:
         "controller": _differ(before.controller, after.controller),
         "scheduler": _differ(replace(old, weights=new.weights), new),
         "scheduler.weights": _differ(old.weights, new.weights),
+        "gateway": _differ(before.gateway, after.gateway),
     }
     return changed + [f"[{name}] {', '.join(keys)}" for name, keys in sections.items() if keys]
 
@@ -141,6 +142,7 @@ def load_state(cluster: ClusterState, store: Store, now_s: float) -> None:
     cluster.scripts.keep_only(set(store.script_hashes()))
     cluster.usage = {used.key: used for used in store.load_usage()}
     cluster.crontabs = {crontab.uid: crontab for crontab in store.load_crontabs()}
+    cluster.credentials = {credential.id: credential for credential in store.load_credentials()}
     cluster.triggers = {trigger.id: trigger for trigger in store.load_triggers()}
     cluster.reservations = {reservation.name: reservation for reservation in store.load_reservations()}
     cluster.training = _told_before(cluster, store)

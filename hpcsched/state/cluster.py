@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from hpcsched.auth.tokens import Credential
 from hpcsched.config.load import Config
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
@@ -71,6 +72,7 @@ class ClusterState:
     reservations: dict[str, Reservation] = field(default_factory=dict)
     crontabs: dict[int, Crontab] = field(default_factory=dict)  # by uid
     triggers: dict[int, Trigger] = field(default_factory=dict)
+    credentials: dict[str, Credential] = field(default_factory=dict)  # of the API over the network
     waits: dict[JobId, Wait] = field(default_factory=dict)
     # Of waiting jobs, from the last plan; not stored.
     priorities: Mapping[JobId, int] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpcnode.wire.message import WireError
+from hpcsched.auth.tokens import Credential
 from hpcsched.errors import HpcschedError, InvariantError, RequestError, report_fault
 from hpcsched.lifecycle.events import Allocated, JobEvent, NodesAdded, Respecified, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
@@ -75,6 +76,7 @@ class WriteBatch:
     reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
     crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
     triggers: dict[int, Trigger | None] = field(default_factory=dict)  # None: deleted
+    credentials: dict[str, Credential | None] = field(default_factory=dict)  # None: deleted
     training: dict[int, TrainingStatus] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
     # Tokens from before a restore whose jobs continue.
@@ -223,6 +225,11 @@ class Transaction:
         """Set the trigger of this number; None deletes it."""
         self._set("triggers", number, trigger)
         self.batch.triggers[number] = trigger
+
+    def set_credential(self, credential_id: str, credential: Credential | None) -> None:
+        """Set the credential of this id; None deletes it."""
+        self._set("credentials", credential_id, credential)
+        self.batch.credentials[credential_id] = credential
 
     def nodes_before(self) -> dict[NodeName, Node]:
         """Return the nodes that this transaction changed, in their earlier state."""

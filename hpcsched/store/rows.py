@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import BigInteger, Column, Float, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text
 
+from hpcsched.auth.tokens import Credential, CredentialKind, Scope
 from hpcsched.lifecycle.events import (
     Submitted,
     dependency_from_data,
@@ -311,6 +312,14 @@ triggers = Table(
     Column("value", Text, nullable=False),  # JSON, as `hpcsched.model.trigger.Trigger`
 )
 
+# Credentials of the API over the network: hashes, never secrets.
+credentials = Table(
+    "credentials",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("value", Text, nullable=False),  # JSON, as `hpcsched.auth.tokens.Credential`
+)
+
 # ----- rows
 
 _TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
@@ -570,3 +579,17 @@ def trigger_of(row: Any) -> Trigger:
     """Return the trigger of a row of table `triggers`."""
     values = json.loads(row.value)
     return Trigger(**values | {"event": TriggerEvent(values["event"]), "program": tuple(values["program"])})
+
+
+def credential_row(credential: Credential) -> dict[str, Any]:
+    """Return the row of table `credentials`."""
+    values = {name: getattr(credential, name) for name in Credential.__dataclass_fields__}
+    return {"id": credential.id, "value": _TO_JSON(values)}
+
+
+def credential_of(row: Any) -> Credential:
+    """Return the credential of a row of table `credentials`."""
+    values = json.loads(row.value)
+    values["kind"] = CredentialKind(values["kind"])
+    values["scopes"] = tuple(map(Scope, values["scopes"]))
+    return Credential(**values)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, null, or_, select, update
 
+from hpcsched.auth.tokens import Credential
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
 from hpcsched.model.cron import Crontab
@@ -35,6 +36,9 @@ from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (
     Env,
+    credential_of,
+    credential_row,
+    credentials,
     crontab_of,
     crontab_row,
     crontabs,
@@ -197,6 +201,7 @@ class Store:
             _replace(connection, _DELETE_RESERVATION, _NEW_RESERVATION, reservation_row, batch.reservations)
             _replace(connection, _DELETE_CRONTAB, _NEW_CRONTAB, crontab_row, batch.crontabs)
             _replace(connection, _DELETE_TRIGGER, _NEW_TRIGGER, trigger_row, batch.triggers)
+            _replace(connection, _DELETE_CREDENTIAL, _NEW_CREDENTIAL, credential_row, batch.credentials)
         self._env_macs |= macs
         self._unchanged |= {number: ids for number, ids in new.items() if ids}
         for number, ids in first.items():
@@ -439,6 +444,10 @@ class Store:
         """Return all triggers, by number."""
         return list(map(trigger_of, self._rows(_TRIGGERS)))
 
+    def load_credentials(self) -> list[Credential]:
+        """Return all credentials, by id."""
+        return list(map(credential_of, self._rows(_CREDENTIALS)))
+
     def load_reservations(self) -> list[Reservation]:
         """Return all reservations, by name."""
         return list(map(reservation_of, self._rows(_RESERVATIONS)))
@@ -664,6 +673,9 @@ _CRONTABS = Statement(select(crontabs).order_by(crontabs.c.uid))
 _NEW_TRIGGER = Statement(insert(triggers))
 _DELETE_TRIGGER = Statement(delete(triggers).where(triggers.c.id == place("of")))
 _TRIGGERS = Statement(select(triggers).order_by(triggers.c.id))
+_NEW_CREDENTIAL = Statement(insert(credentials))
+_DELETE_CREDENTIAL = Statement(delete(credentials).where(credentials.c.id == place("of")))
+_CREDENTIALS = Statement(select(credentials).order_by(credentials.c.id))
 
 
 def _conditions(query: HistoryQuery, table: Table = jobs) -> list[ColumnElement[bool]]:

@@ -8,6 +8,11 @@ CREATE TABLE crontabs (
 	entries TEXT NOT NULL, 
 	PRIMARY KEY (uid)
 );
+CREATE TABLE credentials (
+	id TEXT NOT NULL, 
+	value TEXT NOT NULL, 
+	PRIMARY KEY (id)
+);
 CREATE TABLE environments (
 	mac TEXT NOT NULL, 
 	key_id TEXT NOT NULL, 

@@ -29,7 +29,8 @@ from hpcsched.api.views import (
     why_waiting,
 )
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, allows, authorize, reach
-from hpcsched.controller import usage_ledger
+from hpcsched.controller import credentials, usage_ledger
+from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.nodes.links import Fleet
@@ -100,6 +101,7 @@ class ControllerBackend(Reading):
         started_at_s: float,
         apply_config: Callable[[list[str]], list[str]],
         database: Path,
+        credentials: Credentials | None = None,
     ) -> None:
         super().__init__(controller.cluster, clock)
         self._controller = controller
@@ -107,6 +109,7 @@ class ControllerBackend(Reading):
         self._started_at_s = started_at_s
         self._apply_config = apply_config
         self._database = database
+        self._credentials = credentials or Credentials(controller.cluster, database.parent, "", clock)
         # Requests that take several ticks.
         self._changing: set[asyncio.Task[requests.Outcome]] = set()
         # If False, all jobs run as the accounts that the nodes were added with.
@@ -473,6 +476,42 @@ class ControllerBackend(Reading):
             raise RequestError("cannot clear a trigger: its id must be a number")
         target, user = str(body.get("target") or ""), str(body.get("user") or "")
         return {"cleared": await self._change(lambda tx: triggers.clear(tx, identity, number, target, user))}
+
+    # ----- credentials of the API over the network
+
+    def whoami(self, identity: Identity) -> Json:
+        return {"user": identity.user, "uid": identity.uid, "role": identity.role.value}
+
+    def tokens(self, identity: Identity, user: str) -> Json:
+        return {"now_s": self._clock(), "tokens": credentials.views(self._cluster, identity, user)}
+
+    async def act_on_tokens(self, identity: Identity, verb: str, body: Json) -> Json:
+        if verb == "rotate-key":
+            return {"key": self._credentials.rotate_key(identity)}
+        if verb == "revoke":
+            ids, user = body.get("ids") or [], str(body.get("user") or "")
+            if not _is_texts(ids) or not (ids or user):
+                raise RequestError('cannot revoke a token: the body must be {"ids": [ids]} or {"user": name}')
+            return {"revoked": await self._change(lambda tx: credentials.revoke(tx, identity, ids, user))}
+        made, secret = self._credentials.prepare(identity, body)
+        await self._change(lambda tx: credentials.put(tx, made))
+        log.info("%s made the %s %s of %s", identity.user, made.kind, made.id, made.user)
+        return {"id": made.id, "user": made.user, "expires_at_s": made.expires_at_s, "token": secret}
+
+    def session_link(self, identity: Identity, body: Json) -> Json:
+        return self._credentials.make_code(identity, self._credentials.scopes_of_code(body))
+
+    async def open_session(self, verb: str, body: Json, source: str) -> Json:
+        """Open a session with a one-time code or an id token."""
+        code = self._credentials.use_code(body)
+        made, secret = self._credentials.new_session(code.uid, code.user, code.scopes, source)
+        await self._change(lambda tx: credentials.put(tx, made))
+        return {"session": secret, "user": made.user, "expires_at_s": made.expires_at_s}
+
+    async def close_session(self, identity: Identity, credential_id: str) -> Json:
+        if not credential_id:
+            raise RequestError("cannot close the session: the request has none")
+        return {"revoked": await self._change(lambda tx: credentials.revoke(tx, identity, [credential_id]))}
 
     def priorities(self, identity: Identity, query: Json) -> Json:
         """Return the priorities of the waiting jobs that match `query`, as in `jobs`."""

@@ -22,6 +22,7 @@ from hpcsched.api.identity import identity_of, peer_uid
 from hpcsched.api.views import VERSION, json_text
 from hpcsched.api.web import Bodies
 from hpcsched.auth.authorize import Identity
+from hpcsched.auth.tokens import Scope, actions_of, why_out_of_scope
 from hpcsched.commands.call import OwnProcessError
 from hpcsched.controller.views.queue import Reading
 from hpcsched.errors import (
@@ -30,6 +31,7 @@ from hpcsched.errors import (
     PermissionDeniedError,
     ProtocolError,
     RequestError,
+    UnauthenticatedError,
     UnavailableError,
     report_fault,
 )
@@ -64,6 +66,7 @@ Json = dict[str, Any]
 
 
 STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
+    (UnauthenticatedError, 401),
     (PermissionDeniedError, 403),
     (NotFoundError, 404),
     (RequestError, 400),
@@ -73,17 +76,20 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
 
 
 def make_server(
-    reader: Reading, coming: asyncio.Future[ControllerBackend], socket_limits: SocketLimits | None = None
+    reader: Reading,
+    coming: asyncio.Future[ControllerBackend],
+    socket_limits: SocketLimits | None = None,
+    identify: web.Identify | None = None,
 ) -> web.Server:
     """Return the server: `reader` answers for the queue, the backend for everything else.
 
-    `coming` yields the backend when it is ready.
+    `coming` yields the backend when it is ready. `identify`: see `hpcsched.api.web.Server`.
     """
     routes = _Routes(reader, coming)
     found = [*_gets(routes), *_posts(routes)]
     routed = web.Router(web.Route(route.method, route.path, _with_errors(route.handler)) for route in found)
     routes.router = routed
-    return web.Server(routed, _refusal, socket_limits)
+    return web.Server(routed, _refusal, socket_limits, identify)
 
 
 def _gets(routes: _Routes) -> list[web.Route]:
@@ -111,6 +117,8 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/outages", routes.in_turn(by(lambda call: call.backend.outages(call.identity, call.query)))),
         web.get("/v1/log", routes.log),
+        web.get("/v1/whoami", by(lambda call: call.backend.whoami(call.identity))),
+        web.get("/v1/tokens", by(lambda call: call.backend.tokens(call.identity, call.query.get("user", "")))),
     ]
     # fmt: on
 
@@ -131,6 +139,8 @@ def _posts(routes: _Routes) -> list[web.Route]:
         web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.identity, call.body))),
         web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.identity, call.body))),
         web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
+        web.post("/v1/tokens/{name:create|revoke|rotate-key}", routes.act_on_tokens),
+        web.post("/v1/sessions/{name:link|open|oidc|close}", routes.act_on_sessions),
         web.post("/v1/reservations/{name:create|update|delete}",
                  by(lambda call: call.backend.act_on_reservation(call.identity, call.name, call.body))),
         web.post("/v1/reconfigure",
@@ -197,6 +207,10 @@ class _Routes:
         return handle
 
     def _identity(self, request: web.Request) -> Identity:
+        if request.scopes is not None:
+            identity = identity_of(_uid_of(request), self._reader.access())
+            whole = identity if Scope.ADMIN in request.scopes else identity.as_user()
+            return replace(whole, scope=actions_of(request.scopes), source=request.source)
         if request.uid is not None:
             return replace(identity_of(request.uid, self._reader.access()).as_user(), source="job")
         return identity_of(_uid_of(request), self._reader.access())
@@ -233,6 +247,8 @@ class _Routes:
         identity = self._identity(request)
 
         async def submit(request_id: str, spec: JobSpec) -> Json:
+            if why := why_out_of_scope(request.scopes, "POST", "/v1/submit"):
+                raise PermissionDeniedError(f"cannot submit: {why}")
             return {"version": VERSION, **await self._submit(request, request_id, [spec])}
 
         def job_id_of(reference: str) -> int:
@@ -270,6 +286,27 @@ class _Routes:
         if request.uid is not None:
             raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
         return await self.by(lambda call: call.backend.act_on_triggers(call.identity, verb, call.body))(request)
+
+    async def act_on_tokens(self, request: web.Request) -> web.Response:
+        """Make or revoke a token, or rotate the key; from elsewhere only revoke."""
+        verb = request.match_info["name"]
+        if verb != "revoke" and (request.uid is not None or request.scopes is not None):
+            raise PermissionDeniedError(
+                f"cannot {verb} a token from here: only on the head, over the controller's socket"
+            )
+        return await self.by(lambda call: call.backend.act_on_tokens(call.identity, verb, call.body))(request)
+
+    async def act_on_sessions(self, request: web.Request) -> web.Response:
+        """Make a link for a session, open a session with it, or close it."""
+        verb = request.match_info["name"]
+        if verb == "link" and (request.uid is not None or request.scopes is not None):
+            raise PermissionDeniedError("cannot make a link from here: only on the head, over the controller's socket")
+        backend, body = await self._backend(), await self._body(request)
+        if verb == "link":
+            return answer(backend.session_link(self._identity(request), body))
+        if verb == "close":
+            return answer(await backend.close_session(self._identity(request), request.credential_id))
+        return answer(await backend.open_session(verb, body, request.source))
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._identity(request), request.query))
@@ -341,6 +378,8 @@ def _with_errors(handler: web.Handler) -> web.Handler:
             is_admins = request.method == "POST" and request.path.startswith(ADMINS_PATHS)
             # The client may have disconnected afterwards.
             uid = _uid_of(request) if is_admins else None
+            if why := why_out_of_scope(request.scopes, request.method, request.path):
+                raise PermissionDeniedError(f"cannot {request.method} {request.path[:200]}: {why}")
             response = await handler(request)
         except Exception as raised:
             error = (
@@ -365,4 +404,7 @@ def _with_errors(handler: web.Handler) -> web.Handler:
 
 def _refusal(status: int, why: str) -> web.Response:
     """Return the response to a request that no handler answered."""
-    return answer({"error": why, "kind": "InternalError" if status == 500 else "RequestError"}, status)
+    return answer({"error": why, "kind": _KINDS.get(status, "RequestError")}, status)
+
+
+_KINDS = {401: "UnauthenticatedError", 403: "PermissionDeniedError", 404: "NotFoundError", 500: "InternalError"}

@@ -1,0 +1,298 @@
+"""Credentials of requests over the network, and their scopes.
+
+There are tokens, sessions and client certificates.
+
+A credential acts for one user, within its scopes. Its record has the hash of the secret, never the secret. A token is a JSON
+Web Token that the controller signs with one of two keys. A verified signature is not enough: the record of the token must have
+the same hash, and must be neither expired nor revoked. So a stolen signing key makes no tokens, and a revocation counts at once.
+
+Pure: key material, ids and the time are arguments. It does not know where records and keys are kept.
+
+Sources: RFC 7519 (JWT), RFC 8037 (EdDSA in JOSE), RFC 8725 (JWT best current practices).
+"""
+
+from __future__ import annotations
+
+import binascii
+import hmac
+import json
+from base64 import urlsafe_b64decode
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from typing import Any
+
+from hpcsched.auth.authorize import Action
+from hpcsched.errors import RequestError, UnauthenticatedError
+from hpcsched.model.units import parse_time_s
+
+MAX_TOKEN_CHARS = 2_000
+ALGORITHM = "EdDSA"
+TYPE = "JWT"
+KEY_NAMES = ("a", "b")  # every `kid`; a rotation renews the one that is not current
+CLAIMS = ("iss", "aud", "sub", "jti", "iat", "nbf", "exp")
+MAX_NAME_CHARS = 100
+MIN_AGE_S = 60.0
+
+
+class Scope(StrEnum):
+    """Actions that a credential allows. Never more than its user may do."""
+
+    READ = "read"
+    SUBMIT = "submit"
+    MANAGE = "manage"
+    ADMIN = "admin"
+
+
+class CredentialKind(StrEnum):
+    TOKEN = "token"
+    SESSION = "session"
+    CERTIFICATE = "certificate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credential:
+    """The record of a credential.
+
+    `secret_sha256`: of the token or the session's secret, or the fingerprint of the certificate. `revoked_at_s` 0: not revoked.
+    """
+
+    id: str
+    kind: CredentialKind
+    uid: int
+    user: str
+    scopes: tuple[Scope, ...]
+    secret_sha256: str
+    name: str = ""
+    created_at_s: float
+    created_by: str
+    expires_at_s: float
+    revoked_at_s: float = 0.0
+
+    def why_invalid(self, now_s: float) -> str:
+        """Return why the credential is not valid now, "" if it is."""
+        if self.revoked_at_s:
+            return "is revoked"
+        return "has expired" if now_s >= self.expires_at_s else ""
+
+
+def hash_of(secret: str | bytes) -> str:
+    """Return the hash of a secret, as a record has it."""
+    return sha256(secret.encode("utf-8", "replace") if isinstance(secret, str) else secret).hexdigest()
+
+
+def is_secret_of(credential: Credential, secret_sha256: str) -> bool:
+    """Return whether the record has this hash; takes the same time for all hashes."""
+    return hmac.compare_digest(credential.secret_sha256, secret_sha256)
+
+
+# ----- scopes
+
+# Routes of the controller's API that need another scope than READ (GET) or ADMIN (POST).
+_SCOPES: Mapping[tuple[str, str], Scope] = {
+    ("POST", "/v1/submit"): Scope.SUBMIT,
+    ("POST", "/v1/test"): Scope.SUBMIT,
+    # Its requests for jobs go through their own routes; its submission checks SUBMIT.
+    ("POST", "/v1/command"): Scope.READ,
+    ("POST", "/v1/cancel"): Scope.MANAGE,
+    ("POST", "/v1/hold"): Scope.MANAGE,
+    ("POST", "/v1/release"): Scope.MANAGE,
+    ("POST", "/v1/requeue"): Scope.MANAGE,
+    ("POST", "/v1/suspend"): Scope.MANAGE,
+    ("POST", "/v1/resume"): Scope.MANAGE,
+    ("POST", "/v1/update"): Scope.MANAGE,
+    ("POST", "/v1/crontab"): Scope.SUBMIT,
+    ("POST", "/v1/tokens/revoke"): Scope.MANAGE,
+    ("POST", "/v1/sessions/close"): Scope.READ,
+    ("GET", "/v1/strays"): Scope.ADMIN,
+}
+# Only for users on the head: they write files or run programs there, or make credentials.
+HEAD_ONLY = frozenset(
+    {
+        "/v1/backup",
+        "/v1/triggers/set",
+        "/v1/triggers/clear",
+        "/v1/tokens/create",
+        "/v1/tokens/rotate-key",
+        "/v1/sessions/link",
+    }
+)
+# Without a credential, because they make one.
+PUBLIC = frozenset({"/v1/sessions/open", "/v1/sessions/oidc"})
+
+
+_ACTIONS: Mapping[Scope, frozenset[Action]] = {
+    Scope.READ: frozenset(
+        {Action.VIEW_JOBS, Action.VIEW_DETAILS, Action.VIEW_NODES, Action.VIEW_USAGE, Action.VIEW_RESERVATIONS}
+    ),
+    Scope.SUBMIT: frozenset({Action.SUBMIT}),
+    Scope.MANAGE: frozenset(
+        {
+            Action.VIEW_JOBS,
+            Action.CANCEL,
+            Action.HOLD,
+            Action.RELEASE,
+            Action.REQUEUE,
+            Action.UPDATE,
+            Action.SUSPEND,
+            Action.USE_TOKENS,
+        }
+    ),
+    Scope.ADMIN: frozenset(Action),
+}
+
+
+def actions_of(scopes: Iterable[str]) -> frozenset[Action]:
+    """Return the actions that these scopes allow."""
+    return frozenset().union(*(_ACTIONS[Scope(scope)] for scope in scopes))
+
+
+def scope_of(method: str, path: str) -> Scope | None:
+    """Return the scope that a request needs; None: only the head's socket is enough."""
+    if path in HEAD_ONLY:
+        return None
+    return _SCOPES.get((method, path), Scope.READ if method == "GET" else Scope.ADMIN)
+
+
+def why_out_of_scope(scopes: tuple[str, ...] | None, method: str, path: str) -> str:
+    """Return why `scopes` do not allow the request, "" if they do; None: no credential."""
+    if scopes is None or path in PUBLIC:
+        return ""
+    needed = scope_of(method, path)
+    if needed is None:
+        return "only on the head, over the controller's socket"
+    if needed in scopes:
+        return ""
+    return f"it needs the scope {needed}, and your credential has {', '.join(scopes)}"
+
+
+def read_scopes(text: str) -> tuple[Scope, ...]:
+    """Return the scopes of a text such as ``read,submit``, each once, in the order of `Scope`."""
+    words = {word.strip() for word in text.split(",") if word.strip()}
+    known = ", ".join(Scope)
+    if unknown := words.difference(Scope):
+        raise RequestError(f"cannot use scope {min(unknown)[:40]!r}: there are {known}")
+    if not words:
+        raise RequestError(f"cannot make a credential without scopes: there are {known}")
+    return tuple(scope for scope in Scope if scope in words)
+
+
+def read_age_s(text: str, most_s: float) -> float:
+    """Return the seconds of a text such as ``30d``, up to `most_s`."""
+    age_s = parse_time_s(text, whole_minutes=False)
+    if age_s is None or not MIN_AGE_S <= age_s <= most_s:
+        raise RequestError(
+            f"cannot use the age {text[:40]!r}: a credential is valid for {MIN_AGE_S:g} s to {most_s / 86400:g} days; "
+            "write it as 30d or 12h"
+        )
+    return float(age_s)
+
+
+# ----- JSON Web Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigningKeys:
+    """The keys of tokens: raw private Ed25519 keys by name, and the one that signs."""
+
+    current: str
+    private: Mapping[str, bytes]
+
+    def rotated(self, new: bytes) -> SigningKeys:
+        """Return the keys after a rotation: `new` signs, the one before still verifies."""
+        name = KEY_NAMES[1] if self.current == KEY_NAMES[0] else KEY_NAMES[0]
+        return SigningKeys(current=name, private={self.current: self.private[self.current], name: new})
+
+
+def token_of(keys: SigningKeys, credential_id: str, user: str, cluster: str, now_s: float, expires_at_s: float) -> str:
+    """Return a signed token; `cluster` is the id of the cluster that accepts it."""
+    import jwt  # of the extra [web]: a cluster without a gateway does not need it
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    claims = {
+        "iss": issuer_of(cluster),
+        "aud": audience_of(cluster),
+        "sub": user,
+        "jti": credential_id,
+        "iat": int(now_s),
+        "nbf": int(now_s),
+        "exp": int(expires_at_s),
+    }
+    key = Ed25519PrivateKey.from_private_bytes(keys.private[keys.current])
+    return jwt.encode(claims, key, algorithm=ALGORITHM, headers={"kid": keys.current, "typ": TYPE})
+
+
+def audience_of(cluster: str) -> str:
+    """Return the audience of the tokens of a cluster."""
+    return f"hpcsched-api:{cluster}"
+
+
+def issuer_of(cluster: str) -> str:
+    """Return the issuer of the tokens of a cluster."""
+    return f"hpcschedd:{cluster}"
+
+
+def read_token(token: str, keys: SigningKeys, cluster: str, now_s: float) -> Mapping[str, Any]:
+    """Return the claims of a token whose signature, header, times and audience are right.
+
+    Raises UnauthenticatedError.
+    """
+    import jwt
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    private = keys.private.get(_key_name(token))
+    if private is None:
+        raise bad_token("its key is unknown; it may be older than two key rotations")
+    try:
+        claims: Mapping[str, Any] = jwt.decode(
+            token,
+            Ed25519PrivateKey.from_private_bytes(private).public_key(),
+            algorithms=[ALGORITHM],
+            audience=audience_of(cluster),
+            issuer=issuer_of(cluster),
+            options={
+                "require": list(CLAIMS),
+                "strict_aud": True,
+                # With our own time, below.
+                "verify_exp": False,
+                "verify_nbf": False,
+                "verify_iat": False,
+            },
+        )
+    except jwt.PyJWTError as error:
+        raise bad_token(type(error).__name__) from None
+    _check_claims(claims, now_s)
+    return claims
+
+
+def bad_token(why: str) -> UnauthenticatedError:
+    """Return the error for a token that is not valid."""
+    return UnauthenticatedError(f"cannot accept the token: {why}; make one with hctl token create")
+
+
+def _key_name(token: str) -> str:
+    """Return the name of the token's key, from a header that is exactly as we write it."""
+    if len(token) > MAX_TOKEN_CHARS or token.count(".") != 2 or not token.isascii():
+        raise bad_token("it is not a signed JSON Web Token")
+    first = token.partition(".")[0]
+    try:
+        header = json.loads(urlsafe_b64decode(first + "=" * (-len(first) % 4)))
+    except (binascii.Error, ValueError, RecursionError):
+        raise bad_token("its header cannot be read") from None
+    if not isinstance(header, dict) or header.keys() != {"alg", "typ", "kid"}:
+        raise bad_token("its header is not as hpcsched writes it")
+    if header["alg"] != ALGORITHM or header["typ"] != TYPE or header["kid"] not in KEY_NAMES:
+        raise bad_token("its algorithm, type or key is not allowed")
+    return str(header["kid"])
+
+
+def _check_claims(claims: Mapping[str, Any], now_s: float) -> None:
+    if not all(isinstance(claims[name], str) and claims[name] for name in ("sub", "jti")):
+        raise bad_token("its subject or its id is not a text")
+    if not all(type(claims[name]) in (int, float) for name in ("iat", "nbf", "exp")):
+        raise bad_token("its times are not numbers")
+    if now_s < max(claims["nbf"], claims["iat"]):
+        raise bad_token("it is not valid yet")
+    if now_s >= claims["exp"]:
+        raise bad_token("it has expired")

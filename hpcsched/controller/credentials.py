@@ -1,0 +1,441 @@
+"""Make, revoke and check the credentials of the API over the network.
+
+The gateway forwards what the client sent: a token, the secret of a session, or the fingerprint of a client certificate that TLS
+has verified. The controller accepts these only from connections of the gateway's account, checks them against its own records,
+and takes the user from the record. A request from the gateway without a valid credential is refused, except those that make one.
+
+Records are in the database: ids and hashes. The signing keys of tokens are in a file of the state directory, not in backups.
+One-time codes are in memory only. Rules of tokens and scopes: `hpcsched.auth.tokens`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import secrets
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcnode.os.durable import write_durably
+from hpcsched.api import web
+from hpcsched.api.identity import uid_of, user_name
+from hpcsched.auth.authorize import Action, Identity, allows, authorize
+from hpcsched.auth.tokens import (
+    KEY_NAMES,
+    MAX_NAME_CHARS,
+    Credential,
+    CredentialKind,
+    Scope,
+    SigningKeys,
+    bad_token,
+    hash_of,
+    is_secret_of,
+    read_age_s,
+    read_scopes,
+    read_token,
+    token_of,
+)
+from hpcsched.errors import (
+    NotFoundError,
+    PermissionDeniedError,
+    RequestError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
+
+log = logging.getLogger("hpcsched.credentials")
+
+Json = dict[str, Any]
+
+KEYS_FILE = "token-keys.json"
+# Headers that the gateway sets; it removes them from clients' requests.
+FROM_HEADER = "x-hpcsched-gateway"  # the client's address
+SESSION_HEADER = "x-hpcsched-session"
+CERTIFICATE_HEADER = "x-hpcsched-certificate"
+MAX_CREDENTIALS = 10_000
+MAX_PER_USER = 100
+MAX_SESSIONS_PER_USER = 20  # then the oldest one ends
+MAX_CODES = 1_000
+CODE_S = 60.0
+KEPT_S = 30 * 86400.0  # after its end, so that lists show it
+MAX_CACHED = 4_096
+MAX_CERTIFICATE_CHARS = 16 << 10
+
+
+class _Code(NamedTuple):
+    """A one-time code for a session."""
+
+    uid: int
+    user: str
+    scopes: tuple[Scope, ...]
+    until_s: float
+
+
+class Credentials:
+    """The credentials of one controller."""
+
+    def __init__(self, cluster: ClusterState, state_dir: Path, cluster_id: str, clock: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._path = state_dir / KEYS_FILE
+        self._cluster_id = cluster_id
+        self._clock = clock
+        self._keys: SigningKeys | None = None
+        self._codes: OrderedDict[str, _Code] = OrderedDict()
+        self._verified: OrderedDict[str, str] = OrderedDict()  # hash of a token -> id of its record
+        self._gateway: tuple[str | None, int | None] = (None, None)  # configured name, its uid
+
+    # ----- who asks
+
+    def identify(self, request: web.Request, peer_uid: int) -> None:
+        """Set user, scopes and source of a request that the gateway forwards.
+
+        Raises UnauthenticatedError, PermissionDeniedError.
+        """
+        source = request.headers.get(FROM_HEADER)
+        is_gateway = peer_uid == self._gateway_uid()
+        if source is None:
+            if is_gateway and peer_uid != os.getuid():
+                raise UnauthenticatedError("cannot answer the gateway: its request does not say for whom it is")
+            return
+        if not is_gateway:
+            raise PermissionDeniedError(
+                f"cannot accept requests of a gateway from {user_name(peer_uid)}: the gateway's account is "
+                f"{self._cluster.config.gateway.user or 'not configured'}; see user in [gateway] of hpcsched.toml"
+            )
+        request.source = "".join(filter(str.isprintable, source[:64]))
+        request.scopes = ()
+        if request.path in _PUBLIC:
+            return
+        credential = self._credential_of(request)
+        request.uid, request.scopes, request.credential_id = credential.uid, credential.scopes, credential.id
+
+    def _gateway_uid(self) -> int | None:
+        """Return the uid whose connections may forward credentials."""
+        name = self._cluster.config.gateway.user
+        if not name:
+            return os.getuid() if os.getuid() else None
+        if self._gateway[0] != name:
+            self._gateway = (name, uid_of(name))
+        return self._gateway[1]
+
+    def _credential_of(self, request: web.Request) -> Credential:
+        headers = request.headers
+        given = [name for name in ("authorization", SESSION_HEADER, CERTIFICATE_HEADER) if name in headers]
+        if len(given) != 1:
+            why = "it has more than one credential" if given else "it has no credential"
+            raise UnauthenticatedError(f"cannot accept the request: {why}; send one token: Authorization: Bearer TOKEN")
+        text = headers[given[0]]
+        now_s = self._clock()
+        match given[0]:
+            case "authorization":
+                kind, _, token = text.partition(" ")
+                if kind.lower() != "bearer" or not token or "," in token:
+                    raise bad_token("the header must be: Authorization: Bearer TOKEN")
+                credential = self._of_token(token.strip(), now_s)
+            case "x-hpcsched-session":
+                credential = self._of_secret(text, CredentialKind.SESSION, text.partition(".")[0])
+            case _:
+                fingerprint = text.lower()
+                credential = self._of_hash(fingerprint, CredentialKind.CERTIFICATE, certificate_id(fingerprint))
+        if why := credential.why_invalid(now_s):
+            raise UnauthenticatedError(f"cannot accept the {credential.kind} {credential.id}: it {why}")
+        if user_name(credential.uid) != credential.user:
+            raise UnauthenticatedError(f"cannot accept the {credential.kind} {credential.id}: its account is gone")
+        return credential
+
+    def _of_token(self, token: str, now_s: float) -> Credential:
+        secret_sha256 = hash_of(token)
+        credential_id = self._verified.get(secret_sha256)
+        if credential_id is None:
+            keys = self._load_keys()
+            if keys is None:
+                raise bad_token("this cluster has made no tokens")
+            credential_id = str(read_token(token, keys, self._cluster_id, now_s)["jti"])
+            credential = self._of_hash(secret_sha256, CredentialKind.TOKEN, credential_id)
+            self._verified[secret_sha256] = credential_id
+            if len(self._verified) > MAX_CACHED:
+                self._verified.popitem(last=False)
+            return credential
+        return self._of_hash(secret_sha256, CredentialKind.TOKEN, credential_id)
+
+    def _of_secret(self, secret: str, kind: CredentialKind, credential_id: str) -> Credential:
+        return self._of_hash(hash_of(secret), kind, credential_id)
+
+    def _of_hash(self, secret_sha256: str, kind: CredentialKind, credential_id: str) -> Credential:
+        credential = self._cluster.credentials.get(credential_id)
+        if credential is None or credential.kind is not kind or not is_secret_of(credential, secret_sha256):
+            raise UnauthenticatedError(f"cannot accept the {kind}: it is unknown to this cluster")
+        return credential
+
+    # ----- tokens and certificates
+
+    def prepare(self, identity: Identity, body: Json) -> tuple[Credential, str]:
+        """Return a new record and its secret, "" for a certificate.
+
+        Raises RequestError, UnavailableError.
+        """
+        texts = _texts(body, ("scopes", "expires", "name", "user", "certificate"))
+        user, uid = self._for_whom(identity, texts.get("user", ""))
+        name = texts.get("name", "")
+        if len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise RequestError(f"cannot name the token: a name has at most {MAX_NAME_CHARS} printable characters")
+        now_s = self._clock()
+        most_s = self._cluster.config.gateway.token_max_age_s
+        made = Credential(
+            id=secrets.token_hex(8),
+            kind=CredentialKind.TOKEN,
+            uid=uid,
+            user=user,
+            scopes=read_scopes(texts.get("scopes", "read")),
+            secret_sha256="",
+            name=name,
+            created_at_s=now_s,
+            created_by=identity.user,
+            expires_at_s=now_s + read_age_s(texts.get("expires", "30d"), most_s),
+        )
+        if text := texts.get("certificate", ""):
+            fingerprint, end_s = read_certificate(text)
+            return (
+                replace(
+                    made,
+                    id=certificate_id(fingerprint),
+                    kind=CredentialKind.CERTIFICATE,
+                    secret_sha256=fingerprint,
+                    expires_at_s=min(end_s, now_s + most_s)
+                    if "expires" not in texts
+                    else min(made.expires_at_s, end_s),
+                ),
+                "",
+            )
+        keys = self._load_keys() or self._store_keys(
+            SigningKeys(current=KEY_NAMES[0], private={KEY_NAMES[0]: secrets.token_bytes(32)})
+        )
+        try:
+            token = token_of(keys, made.id, user, self._cluster_id, now_s, made.expires_at_s)
+        except ImportError:
+            raise UnavailableError(
+                "cannot make a token: PyJWT is missing on the head: pip install 'hpcsched[web]'"
+            ) from None
+        return replace(made, secret_sha256=hash_of(token)), token
+
+    def _for_whom(self, identity: Identity, user: str) -> tuple[str, int]:
+        if user in ("", identity.user):
+            authorize(identity, Action.USE_TOKENS, what="make a token")
+            return identity.user, identity.uid
+        authorize(identity, Action.MANAGE_TOKENS, what=f"make a token for {user[:60]}")
+        uid = uid_of(user)
+        if uid is None:
+            raise NotFoundError(f"cannot make a token for {user[:60]!r}: this machine has no such account")
+        if uid in (0, os.getuid()) and identity.uid not in (0, os.getuid()):
+            raise PermissionDeniedError(
+                f"cannot make a token for {user[:60]}: only root and the controller's account can"
+            )
+        return user, uid
+
+    def rotate_key(self, identity: Identity) -> str:
+        """Make a new signing key and return its name.
+
+        Tokens of the key before the last one end.
+        """
+        authorize(identity, Action.MANAGE_TOKENS, what="rotate the key of tokens")
+        keys = self._load_keys()
+        new = secrets.token_bytes(32)
+        if keys is None:
+            return self._store_keys(SigningKeys(current=KEY_NAMES[0], private={KEY_NAMES[0]: new})).current
+        return self._store_keys(keys.rotated(new)).current
+
+    def _load_keys(self) -> SigningKeys | None:
+        if self._keys is None:
+            try:
+                with open(self._path, "rb", opener=_private_opener) as file:
+                    values = json.loads(file.read(64 << 10))
+                private = {name: base64.b64decode(values["private"][name]) for name in values["private"]}
+                if values["current"] not in private or not private.keys() <= set(KEY_NAMES):
+                    raise ValueError
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise UnavailableError(f"cannot read {self._path}: {error.strerror}") from None
+            except (ValueError, TypeError, KeyError):
+                raise UnavailableError(
+                    f"cannot read {self._path}: it is damaged; remove it, and make all tokens anew"
+                ) from None
+            self._keys = SigningKeys(current=values["current"], private=private)
+        return self._keys
+
+    def _store_keys(self, keys: SigningKeys) -> SigningKeys:
+        private = {name: base64.b64encode(key).decode() for name, key in keys.private.items()}
+        text = json.dumps({"current": keys.current, "private": private})
+        try:
+            write_durably(str(self._path.parent), self._path.name, text.encode())
+        except OSError as error:
+            raise UnavailableError(f"cannot write {self._path}: {error.strerror}") from None
+        self._keys = keys
+        self._verified.clear()
+        return keys
+
+    # ----- sessions
+
+    def make_code(self, identity: Identity, scopes: tuple[Scope, ...]) -> Json:
+        """Return a one-time code that opens a session for the identity."""
+        authorize(identity, Action.USE_TOKENS, what="make a link for a session")
+        now_s = self._clock()
+        for code in [code for code, made in self._codes.items() if made.until_s <= now_s]:
+            del self._codes[code]
+        if len(self._codes) >= MAX_CODES:
+            raise UnavailableError("cannot make a link: too many links wait to be used; try again in a minute")
+        secret = secrets.token_urlsafe(32)
+        self._codes[hash_of(secret)] = _Code(identity.uid, identity.user, scopes, now_s + CODE_S)
+        return {"code": secret, "valid_s": CODE_S, "url": self._cluster.config.gateway.url}
+
+    def use_code(self, body: Json) -> _Code:
+        """Return what a one-time code stands for, and use it up. Raises UnauthenticatedError."""
+        found = self._codes.pop(hash_of(str(body.get("code") or "")), None)
+        if found is None or found.until_s <= self._clock():
+            raise UnauthenticatedError(
+                "cannot open a session: the link is unknown, used or older than a minute; run hpcsched web again"
+            )
+        return found
+
+    def new_session(self, uid: int, user: str, scopes: tuple[Scope, ...], name: str) -> tuple[Credential, str]:
+        """Return the record of a new session, and its secret."""
+        now_s = self._clock()
+        credential_id = secrets.token_hex(8)
+        secret = f"{credential_id}.{secrets.token_urlsafe(32)}"
+        made = Credential(
+            id=credential_id,
+            kind=CredentialKind.SESSION,
+            uid=uid,
+            user=user,
+            scopes=scopes,
+            secret_sha256=hash_of(secret),
+            name=name,
+            created_at_s=now_s,
+            created_by=user,
+            expires_at_s=now_s + self._cluster.config.gateway.session_s,
+        )
+        return made, secret
+
+    def scopes_of_code(self, body: Json) -> tuple[Scope, ...]:
+        """Return the scopes that a link was asked for."""
+        return read_scopes(str(body.get("scopes") or "read,submit,manage"))
+
+
+_PUBLIC = frozenset({"/v1/sessions/open", "/v1/sessions/oidc"})
+
+
+def _private_opener(path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(1, "other users can read or write it; run: chmod 600")
+    return fd
+
+
+def _texts(body: Json, names: tuple[str, ...]) -> dict[str, str]:
+    if unknown := set(body).difference(names):
+        raise RequestError(f"cannot make a token: unknown field {min(unknown)[:40]!r}; there are {', '.join(names)}")
+    if not all(isinstance(value, str) for value in body.values()):
+        raise RequestError(f"cannot make a token: {', '.join(names)} must be texts")
+    return {name: value for name, value in body.items() if value}
+
+
+def certificate_id(fingerprint: str) -> str:
+    """Return the id of a certificate's record."""
+    return f"c{fingerprint[:15]}"
+
+
+def read_certificate(text: str) -> tuple[str, float]:
+    """Return fingerprint and end of a certificate in PEM. Raises RequestError."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    try:
+        if len(text) > MAX_CERTIFICATE_CHARS:
+            raise ValueError
+        certificate = x509.load_pem_x509_certificate(text.encode("ascii"))
+        return certificate.fingerprint(hashes.SHA256()).hex(), certificate.not_valid_after_utc.timestamp()
+    except ValueError:  # UnicodeEncodeError too
+        raise RequestError("cannot read the certificate: it is not one certificate in PEM format") from None
+
+
+# ----- changes, in a tick
+
+
+def put(tx: Transaction, made: Credential) -> Credential:
+    """Record a new credential. Raises RequestError if there are too many."""
+    _forget_old(tx)
+    credentials = tx.cluster.credentials
+    mine = [one for one in credentials.values() if one.uid == made.uid and not one.why_invalid(tx.now_s)]
+    before = credentials.get(made.id)
+    if before is not None and not before.why_invalid(tx.now_s):
+        raise RequestError(
+            f"cannot register the certificate: it is registered for {before.user} already; revoke that first"
+        )
+    if made.kind is CredentialKind.SESSION:
+        sessions = sorted((one for one in mine if one.kind is made.kind), key=lambda one: one.created_at_s)
+        for one in sessions[: max(0, len(sessions) + 1 - MAX_SESSIONS_PER_USER)]:
+            tx.set_credential(one.id, None)
+    elif sum(one.kind is not CredentialKind.SESSION for one in mine) >= MAX_PER_USER:
+        raise RequestError(f"cannot make a token: {made.user} has {MAX_PER_USER}; revoke some with hctl token revoke")
+    if len(credentials) >= MAX_CREDENTIALS:
+        raise RequestError(f"cannot make a token: there are {MAX_CREDENTIALS} of all users; revoke some")
+    tx.set_credential(made.id, made)
+    return made
+
+
+def _forget_old(tx: Transaction) -> None:
+    for one in list(tx.cluster.credentials.values()):
+        ended_s = min(one.expires_at_s, one.revoked_at_s or one.expires_at_s)
+        if ended_s + KEPT_S < tx.now_s:
+            tx.set_credential(one.id, None)
+
+
+def revoke(tx: Transaction, identity: Identity, ids: list[str], user: str = "") -> list[str]:
+    """Revoke credentials by id, or all of a user; return the ids."""
+    if user and user != identity.user:
+        authorize(identity, Action.MANAGE_TOKENS, what=f"revoke the tokens of {user[:60]}")
+    found = []
+    for credential_id in ids or [one.id for one in tx.cluster.credentials.values() if one.user == user]:
+        one = tx.cluster.credentials.get(credential_id)
+        if one is None or not (one.uid == identity.uid or allows(identity, Action.MANAGE_TOKENS)):
+            raise NotFoundError(f"cannot revoke {credential_id[:40]!r}: you have no such token; see hctl token list")
+        if not one.revoked_at_s:
+            tx.set_credential(one.id, replace(one, revoked_at_s=tx.now_s))
+        found.append(one.id)
+    return found
+
+
+def views(cluster: ClusterState, identity: Identity, user: str) -> list[Json]:
+    """Return the credentials of the identity, or for admins of a user or of all (``*``)."""
+    if user not in ("", identity.user):
+        authorize(identity, Action.MANAGE_TOKENS, what=f"see the tokens of {'all users' if user == '*' else user[:60]}")
+    wanted = user or identity.user
+    return [_view(one) for one in _by_age(cluster) if wanted in ("*", one.user)]
+
+
+def _by_age(cluster: ClusterState) -> Iterator[Credential]:
+    yield from sorted(cluster.credentials.values(), key=lambda one: one.created_at_s)
+
+
+def _view(one: Credential) -> Json:
+    return {
+        "id": one.id,
+        "kind": one.kind.value,
+        "user": one.user,
+        "name": one.name,
+        "scopes": [scope.value for scope in one.scopes],
+        "created_at_s": one.created_at_s,
+        "created_by": one.created_by,
+        "expires_at_s": one.expires_at_s,
+        "revoked_at_s": one.revoked_at_s or None,
+    }
