@@ -306,6 +306,8 @@ def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: R
         "speed": node.spec.speed,
         "link_mbps": node.spec.link_mbps,
         "tmp_mib": node.spec.tmp_mib,
+        "abilities": [ability._asdict() for ability in node.abilities],
+        "not_enforced": [ability.word for ability in node.not_enforced(cluster.config.controller.confine)],
         "facts": None,
     }
 
@@ -522,7 +524,7 @@ _SOURCES: dict[str, str | _Value] = {
     ),
     "gpus": lambda view: _gpus(view),
     "shards": lambda view: sum(share.shards for share in view.shares) if view.shares else asked_shards(view.job),
-    "shares": lambda view: [_share(share) for share in view.shares],
+    "shares": lambda view: [_share(share) | _not_enforced(share, view.cluster) for share in view.shares],
     "exit_code": lambda view: view.job.exit.code if view.job.exit else None,
     "exit_signal": lambda view: view.job.exit.signal if view.job.exit else None,
     **_plains("ended_by_uid"),
@@ -563,6 +565,13 @@ _PATHS = {name: source for name, source in _SOURCES.items() if isinstance(source
 _MADE = {name: source for name, source in _SOURCES.items() if not isinstance(source, str)}
 _ALL: dict[str, Any] = dict.fromkeys(_SOURCES)
 _fields_of = attrgetter(*_PATHS.values())
+
+
+def _not_enforced(share: Share, cluster: ClusterState) -> dict[str, Any]:
+    """Return what the share's node cannot keep the job to."""
+    node = cluster.nodes.get(share.node)
+    missing = node.not_enforced(cluster.config.controller.confine) if node is not None else ()
+    return {"not_enforced": [ability.word for ability in missing]}
 
 
 def _share(share: Share) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from hpcsched.model.units import parse_mem_mib, parse_time_s
 ALL_NODES = "all"
 LOCAL_HOST = "local"  # a node that is the head itself, without SSH
 MAX_GPUS = 256
+CONFINED = ("cpus", "processes", "gpus", "shm", "tmp", "proc")
 
 # An allow-list for text in a command line or a resolver: nothing starts with a dash.
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\Z")
@@ -247,6 +248,24 @@ def devices(value: Any) -> tuple[str, ...]:
     return found
 
 
+def confinement(value: Any) -> tuple[str, ...]:
+    """Return what a node confines; ["none"] is nothing."""
+    found = tuple(_list(value))
+    if found == ("none",):
+        return ()
+    if not found or not set(found) <= set(CONFINED):
+        raise BadValue(f'wants a list of {", ".join(CONFINED)}, or ["none"]')
+    return found
+
+
+def device_files(value: Any) -> tuple[str, ...]:
+    """Return a list of device files by absolute path."""
+    found = tuple(absolute_path(item) for item in _list(value))
+    if not all(item.startswith("/dev/") and ".." not in item for item in found):
+        raise BadValue('wants a list of device files, as ["/dev/nvidia0", "/dev/nvidia1"]')
+    return found
+
+
 def one_of(*choices: str) -> Callable[[Any], str]:
     """Return the kind of words that accepts only these words."""
 
@@ -261,6 +280,11 @@ def one_of(*choices: str) -> Callable[[Any], str]:
 def optional(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the kind that also accepts "not set": an empty text or 0."""
     return lambda value: None if value in ("", 0) and value is not False else kind(value)
+
+
+def optional_list(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the kind that also accepts "not set": an empty list."""
+    return lambda value: None if value == [] else kind(value)
 
 
 def _list(value: Any) -> Iterable[str]:
@@ -318,6 +342,12 @@ CONTROLLER = (
     Key("allow_uid_below", whole(0), 1000,
         "Jobs of root and system accounts, whose uid is below this, are refused where agents run as root; so are jobs of "
         "nobody and of locked accounts without a login shell. 0: jobs of all accounts are allowed."),
+    Key("confine", confinement, ["cpus", "processes", "gpus", "shm", "proc"],
+        "What nodes keep a job to, where the agent runs as root: cpus (its cpus, and no more), processes (max_processes), gpus "
+        "(no other GPU can be opened), shm (a private /dev/shm, counted as its memory), proc (other users' processes are "
+        "hidden), tmp (a private /tmp, deleted at the end). Memory always is. A node's file may say otherwise."),
+    Key("max_processes", whole(0), 4096,
+        "The most processes and threads that a job may have on a node, with processes in confine. 0: no limit."),
     Key("request_rate", number(), 50,
         "How many requests one user may send per second, on average; many jobs submitted at once count as one. Commands that "
         "are told so wait and ask again. Not for root and the controller's own account. 0: no limit."),
@@ -420,6 +450,10 @@ NODE = (
         "others' part of its memory. 1: GPUs are not shared."),
     Key("gpu_devices", devices, [],
         'What CUDA_VISIBLE_DEVICES calls each GPU of `gpus`, where that is not its index: "MIG-..." or "GPU-...".'),
+    Key("gpu_files", device_files, [],
+        'The device file of each GPU of `gpus`, for confine = ["gpus"]. Empty: those of the NVIDIA driver.'),
+    Key("confine", optional_list(confinement), [],
+        "What it keeps a job to, instead of confine in hpcsched.toml: the same words, or none. Empty: as there."),
     Key("features", words, [], "Words that --constraint can ask for."),
     Key("partitions", words, [], "Partitions that it belongs to, beside those whose `nodes` name it."),
     Key("root", absolute_path, "",

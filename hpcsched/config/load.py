@@ -118,6 +118,8 @@ class ControllerSettings:
     requeue: bool
     requeue_delay_s: float
     allow_uid_below: int
+    confine: tuple[str, ...]
+    max_processes: int
     request_rate: float
     request_burst: int
 

@@ -122,6 +122,7 @@ def launch_batch(job: Job, cluster: ClusterState, node: NodeName) -> protocol.La
         signal_batch_only=spec.signal.batch_only if spec.signal else False,
         lease=spec.lease,
         lease_s=job.lease_s or 0.0,
+        confine=confinement(job, cluster, node),
         hosts=hosts(job),
         same_machine=same_machine(job, cluster),
     )
@@ -154,6 +155,24 @@ def claim_part(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Laun
         cpus=share.cpus,
         mem_mib=share.mem_mib,
         gpus=list(share.gpus),
+    )
+
+
+def confinement(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Confinement:
+    """Return the job's share of `node`, and which parts of it the node enforces."""
+    spec, settings = cluster.nodes[node].spec, cluster.config.controller
+    share = next((share for share in (*job.shares, *job.joining) if share.node == node), None)
+    if share is None:
+        return protocol.Confinement()
+    words = settings.confine if spec.confine is None else spec.confine
+    has_parts = any(gpu.device.startswith("MIG-") for gpu in spec.gpus)  # several of them are one device file
+    return protocol.Confinement(
+        words=[word for word in words if not (word == "gpus" and (has_parts or not spec.gpus))],
+        cpus=share.cpus,
+        mem_mib=share.mem_mib,
+        gpus=list(share.gpus),
+        gpu_files=list(spec.gpu_files),
+        max_processes=settings.max_processes,
     )
 
 

@@ -85,6 +85,7 @@ class Stepping:
             environment=self._environment,
             account=lambda job, node: messages.account(job, self._cluster, node),
             hosts=messages.hosts,
+            confinement=lambda job, node: messages.confinement(job, self._cluster, node),
             same_machine=lambda job: messages.same_machine(job, self._cluster),
             devices=lambda node: messages.devices_of(self._cluster.nodes[node]),
             last_step=lambda job_id, attempt: store.last_step(job_id, attempt),

@@ -38,7 +38,7 @@ from hpcsched.lifecycle.job import can, submitted_jobs
 from hpcsched.lifecycle.node import NodeDisconnected, NodeDown, NodeOrphansFound, NodeOrphansGone, NodeUp
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
-from hpcsched.model.node import Link
+from hpcsched.model.node import Link, abilities_of
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
@@ -315,6 +315,7 @@ class Controller:
                 hardware=spool.hardware,
                 agent_version=welcome.agent_version,
                 root_agent=bool(welcome.facts.get("is_root", False)),
+                abilities=abilities_of(welcome.facts.get("abilities")),
             )
         )
         answer = reports.Answer()

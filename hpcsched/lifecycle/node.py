@@ -20,7 +20,7 @@ from typing import Any
 
 from hpcsched.errors import InvariantError
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import LaunchFailure, Link, Node
+from hpcsched.model.node import Ability, LaunchFailure, Link, Node
 
 LAUNCH_FAILURES = 3  # different jobs that a node could not start, one after the other, before it is drained
 FENCED_BOOT = "fenced"  # the boot id of a fenced node that never answered: any other is a reboot
@@ -45,6 +45,7 @@ class NodeUp(NodeEvent):
     hardware: str
     agent_version: str
     root_agent: bool
+    abilities: tuple[Ability, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,8 @@ def node_event_to_data(event: NodeEvent) -> dict[str, Any]:
     data = {name: getattr(event, name) for name in own}
     if isinstance(event, NodeLaunchFailed):
         data["failure"] = list(event.failure)
+    if isinstance(event, NodeUp):
+        data["abilities"] = [list(ability) for ability in event.abilities]
     return data
 
 
@@ -148,6 +151,8 @@ def node_event_from_data(kind: str, node: str, at_s: float, data: dict[str, Any]
     values = dict(data)
     if "failure" in values:
         values["failure"] = LaunchFailure(*values["failure"])
+    if "abilities" in values:
+        values["abilities"] = tuple(Ability(*ability) for ability in values["abilities"])
     return event_type(node=NodeName(node), at_s=at_s, **values)
 
 
@@ -175,6 +180,7 @@ def _up(node: Node, event: NodeUp) -> Node:
         hardware=event.hardware,
         agent_version=event.agent_version,
         root_agent=event.root_agent,
+        abilities=event.abilities,
     )
 
 

@@ -6,6 +6,7 @@ derived from both and from what is allocated, as `sinfo` shows it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -59,6 +60,8 @@ class NodeSpec:
     speed: float = 0.0  # as the probe measured it; 0: not known
     link_mbps: int = 0  # of its network; 0: not known
     tmp_mib: int = 0  # of its file system for temporary files
+    confine: tuple[str, ...] | None = None  # what it keeps a job to; None: as the cluster does
+    gpu_files: tuple[str, ...] = ()  # the device file of each GPU; empty: the driver's
 
 
 REACH = ("host", "port", "user", "host_key", "root")  # the fields that identify the spool of a node
@@ -72,6 +75,31 @@ def reach_of(spec: NodeSpec) -> dict[str, str | int | None]:
 def address_of(spec: NodeSpec) -> str:
     """Return the address at which other nodes reach this one."""
     return "127.0.0.1" if spec.host == "local" else spec.host
+
+
+class Ability(NamedTuple):
+    """Whether a node can enforce something on jobs: see `hpcnode.shepherd.confinement`."""
+
+    word: str
+    can: bool
+    why_not: str
+
+
+_ABILITY = re.compile(r"[a-z][a-z_]{0,31}\Z")
+MAX_ABILITIES = 32
+MAX_WHY = 200
+
+
+def abilities_of(facts: object) -> tuple[Ability, ...]:
+    """Return the abilities in an agent's facts; what does not fit is left out."""
+    if not isinstance(facts, list):
+        return ()
+    found = []
+    for item in facts[:MAX_ABILITIES]:
+        match item:
+            case [str(word), bool(can), str(why)] if _ABILITY.match(word):
+                found.append(Ability(word, can, "".join(c if c.isprintable() else "?" for c in why[:MAX_WHY])))
+    return tuple(found)
 
 
 class LaunchFailure(NamedTuple):
@@ -107,10 +135,18 @@ class Node:
     launch_failures: tuple[LaunchFailure, ...] = ()  # since the last job that it started, the newest last
     has_orphans: bool = False  # it runs what was launched before the database was restored, by its last word
     root_agent: bool = False  # the agent runs as root there and can start jobs as their submitters
+    abilities: tuple[Ability, ...] = ()  # empty: not known
 
     @property
     def name(self) -> NodeName:
         return self.spec.name
+
+    def not_enforced(self, confine: tuple[str, ...]) -> tuple[Ability, ...]:
+        """Return what the node cannot enforce of memory, and of `confine` of cluster or node."""
+        wanted = {"memory", *(confine if self.spec.confine is None else self.spec.confine)}
+        if not self.spec.gpus:
+            wanted.discard("gpus")
+        return tuple(ability for ability in self.abilities if not ability.can and ability.word in wanted)
 
 
 class PartitionState(StrEnum):

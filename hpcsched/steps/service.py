@@ -111,6 +111,8 @@ class StepPorts:
     # CUDA's names of the node's GPUs, if not their indices
     devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}
     allow_uid_below: Callable[[], int] = lambda: 1000  # of each Launch
+    # The job's share of that node, and which parts of it the node enforces.
+    confinement: Callable[[Job, NodeName], protocol.Confinement] = lambda job, node: protocol.Confinement()
     # It runs since before a restore: its nodes take no new steps.
     is_adopted: Callable[[Job], bool] = lambda job: False
     # All rows of the job's attempt.
@@ -193,6 +195,7 @@ def launch_of(
         lease=job.spec.lease,
         lease_s=job.lease_s or 0.0,
         hold=len(step.nodes) > 1,
+        confine=ports.confinement(job, run.node),
         hosts=ports.hosts(job),
         same_machine=ports.same_machine(job),
     )

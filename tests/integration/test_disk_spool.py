@@ -77,6 +77,9 @@ class Node:
 
     def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
 
+    def job_over(self, job: str) -> None:
+        pass
+
     def kill_remains(self, started: dict[str, Any]) -> bool:
         return True
 

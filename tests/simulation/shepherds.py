@@ -567,6 +567,9 @@ class SimShepherdPool:
         for wire in self._wires.values():
             wire.agent_ended()
 
+    def job_over(self, job: str) -> None:
+        pass
+
     def kill_remains(self, started: dict[str, Any]) -> bool:
         """As `ShepherdPool.kill_remains`, by the real search."""
         machine = self._machine

@@ -33,6 +33,7 @@ class ShepherdControl(Protocol):
     def is_supervised(self, token: str) -> bool: ...
     def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
     def kill_remains(self, started: Dict[str, Any]) -> bool: ...
+    def job_over(self, job: str) -> None: ...  # see `hpcnode.shepherd.confinement.job_name`
 
 
 class Entry:
@@ -130,6 +131,10 @@ class Entries(Dict[str, Entry]):
         """Return whether the attempt's batch step has ended here. Its report frees the node."""
         batches = (e for e in self.of_job(key.job) if e.key.step == protocol.BATCH)
         return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
+
+    def is_over(self, key: Token) -> bool:
+        """Return whether nothing of the attempt runs here, or will, or claims this node."""
+        return all(entry.is_final for entry in self.of_job(key.job) if entry.key.attempt == key.attempt)
 
     def may_report(self, entry: Entry) -> bool:
         """Return whether its state may be reported: a batch step's end only after other steps."""

@@ -171,6 +171,8 @@ _OF_NODE = (
     FormatField("user", "u", "USER", _each(lambda node: reason_of(node)[1]), longs=("user",)),
     FormatField("userlong", "U", "USER", _each(lambda node: reason_of(node)[1]), longs=("userlong",)),
     FormatField("since", "H", "TIMESTAMP", _each(lambda node: reason_of(node)[2]), longs=("timestamp",)),
+    FormatField("notenforced", "", "NOT_ENFORCED", _each(lambda node: ",".join(node.get("not_enforced") or ()) or "none"),
+          longs=("notenforced",)),
     FormatField("reservation", "i", "RESERVATION", _each(lambda node: node.get("reservation") or ""), longs=("reservation",)),
 )
 _BY_NAME = (  # these columns show one node per line

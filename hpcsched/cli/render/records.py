@@ -413,7 +413,11 @@ def _share(share: Json) -> tuple[str, object]:
     gpus = f" GRES=gpu(IDX:{','.join(map(str, share['gpus']))})" if share["gpus"] else ""
     if share.get("shards"):
         gpus = f" GRES=shard:{share['shards']}(IDX:{share['gpus'][0]})"
-    return "Nodes", f"{share['node']} CPUs={share['cpus']} Mem={share['mem_mib']} Tasks={share['tasks']}{gpus}"
+    unconfined = f" NotEnforced={','.join(share['not_enforced'])}" if share.get("not_enforced") else ""
+    return (
+        "Nodes",
+        f"{share['node']} CPUs={share['cpus']} Mem={share['mem_mib']} Tasks={share['tasks']}{gpus}{unconfined}",
+    )
 
 
 def _detailed_share(share: Json) -> Words:
@@ -442,6 +446,14 @@ def node_lines(node: Json) -> list[Words]:
         [("Partitions", ",".join(node["partitions"])), ("Jobs", ",".join(map(str, node["jobs"])))],
         [("Link", node["link"]), ("LinkSince", date_text(node["link_since_s"] or None, "Unknown"))],
         [("BootId", node["boot_id"]), ("Version", node["agent_version"])],
+    ]
+    abilities = node.get("abilities") or ()
+    if abilities:
+        lines.append([("Enforces", ",".join(each["word"] for each in abilities if each["can"]) or "none")])
+    lines += [
+        [("CannotEnforce", f"{each['word']}: {each['why_not']}")]
+        for each in abilities
+        if each["word"] in node["not_enforced"]
     ]
     if node.get("reservation"):
         lines.append([("ReservationName", node["reservation"])])

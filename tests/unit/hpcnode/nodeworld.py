@@ -159,6 +159,9 @@ class NotedShepherds:
     def send(self, text: str, message: protocol.Message, blob: bytes = b"") -> None:
         self.sent.append((text, message))
 
+    def job_over(self, job: str) -> None:
+        pass
+
     def kill_remains(self, started: dict[str, Any]) -> bool:
         return not self.tree_left
 

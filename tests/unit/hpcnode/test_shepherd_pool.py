@@ -40,7 +40,7 @@ class Node:
         monkeypatch.setattr(os, "fork", lambda: 1)
         self.loop = Loop()
         self.spool = Spool(str(root), CrashPoints())
-        setting = Setting(self.spool, CrashPoints(), process.boot_id({}), "n1", str(root / "sock"), None, False)
+        setting = Setting(self.spool, CrashPoints(), process.boot_id({}), "n1", str(root / "sock"), False)
         self.shepherds = shepherds.ShepherdPool(self.loop, setting, MpiVariables(str(root), print))
 
     def start(self, count: int) -> None:

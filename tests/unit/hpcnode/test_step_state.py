@@ -106,10 +106,10 @@ def shepherd(tmp_path: Path) -> Iterator[Shepherd]:
     """A shepherd whose step runs, without a process."""
     spool, text = FullSpool(str(tmp_path), CrashPoints()), token(1)
     spool.claim(launch(text), b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
-    setting = Setting(spool, CrashPoints(), "boot", "n1", str(tmp_path / "sock"), None, False)
+    setting = Setting(spool, CrashPoints(), "boot", "n1", str(tmp_path / "sock"), False)
     job = Assignment(launch(text), ACCOUNT, {}, 0, False)
     ours, theirs = socket.socketpair()
-    made = Shepherd(setting, job, theirs, Loop(), Own(ProcessIdentity(1, 1, "boot"), [], None, False))
+    made = Shepherd(setting, job, theirs, Loop(), Own(ProcessIdentity(1, 1, "boot"), []))
     made._started = TasksStarted(7, 1.0, 1.0, [(7, 1, "boot")], (1, 1, "boot"), "boot", 1.0, 1001)
     made.state = StepState.RELEASED
     yield made

@@ -30,10 +30,10 @@ from hpcnode.agent.shepherds import ShepherdPool
 from hpcnode.agent.step_commands import Clients, Frames, ResumableClients, peer
 from hpcnode.lease import Renewals
 from hpcnode.os import account as user
-from hpcnode.os import cgroup, process
+from hpcnode.os import process
 from hpcnode.os.faults import CrashPoints, crash_points
 from hpcnode.os.loop import READ, Loop, Stream, Timer, log_exception, wake_on_signals
-from hpcnode.shepherd import environment
+from hpcnode.shepherd import confinement, environment
 from hpcnode.shepherd.assignment import Setting
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.spool import Spool, identity_of
@@ -88,17 +88,15 @@ class Agent:
         self._identity = identity_of(self._spool.path, environ)
         self._socket_path = paths.socket_path(root)
         self._protect()
-        cgroup_base = cgroup.find_base()
-        if cgroup_base is not None:
-            cgroup.remove_empty(cgroup_base)  # of killed agents
+        self._ground = confinement.survey(root, node, self._boot_id)
         setting = Setting(
             spool=self._spool,
             faults=self._faults,
             boot_id=self._boot_id,
             node=node,
             socket_path=self._socket_path,
-            cgroup_base=cgroup_base,
             has_gpus=environment.node_has_gpus(),
+            ground=self._ground,
         )
         self._shepherds = ShepherdPool(self._loop, setting, MpiVariables(root, log))
         self._ledger = Ledger(
@@ -139,7 +137,9 @@ class Agent:
                 signal.SIGHUP: lambda: None,
             },
         )
+        self._shepherds.remains.delete = lambda path: self._helpers.do(lambda: paths.remove_tree(path))
         self._ledger.recover()
+        self._shepherds.remains.sweep(self._live_jobs())
         if self._ledger.is_idle:
             self._shepherds.forget_mpi_files()
             environment.remove_allocations(self.root)
@@ -158,6 +158,11 @@ class Agent:
         self._tidy()
         os.unlink(self._socket_path)
         listener.close()
+
+    def _live_jobs(self) -> List[str]:
+        """Return the jobs that run here or claim this node."""
+        live = [entry for entry in self._ledger.entries.values() if not entry.is_final]
+        return [confinement.job_name(entry.token, entry.key.job_id, entry.key.attempt) for entry in live]
 
     def _tidy(self) -> None:
         """Delete unused files of earlier versions.
@@ -270,6 +275,7 @@ class Agent:
         facts["gpus"] = gpus
         facts["fault"] = self._ledger.fault
         facts["spool"] = self._identity
+        facts["abilities"] = confinement.abilities(self._ground)
         welcome = protocol.Welcome(
             version=protocol.VERSION,
             node=self.node,

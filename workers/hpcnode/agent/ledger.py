@@ -26,6 +26,7 @@ from hpcnode.entry import Entries, Entry, ShepherdControl, mismatch, report_of
 from hpcnode.lease import Leases
 from hpcnode.os.account import UserAccount, UserError
 from hpcnode.os.process import NO_PROCESS, boot_clock_s
+from hpcnode.shepherd.confinement import job_name
 from hpcnode.spool import Epochs, Found, Spool, token_of
 from hpcnode.wire import protocol
 from hpcnode.wire.protocol import Life, Token, read_token
@@ -724,6 +725,8 @@ class Ledger:
             self._pending_writes.is_unwell(record["why"])
         if entry.key.step == protocol.BATCH:
             self._end_other_steps(entry)
+        if self.entries.is_over(entry.key):
+            self._shepherds.job_over(job_name(entry.token, entry.key.job_id, entry.key.attempt))
         self._publish(entry)
         for other in self.entries.of_job(entry.key.job):
             if other is entry:

@@ -29,6 +29,7 @@ from hpcnode.os import cgroup, process
 from hpcnode.os.account import UserAccount
 from hpcnode.os.loop import READ, Loop, Stream, Timer, wake_on_signals
 from hpcnode.shepherd.assignment import Assignment, Own, Setting
+from hpcnode.shepherd.confinement import JobRemains
 from hpcnode.shepherd.environment import MARKER
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.shepherd.relay import connect_in
@@ -119,13 +120,7 @@ def _supervise_steps(setting: Setting, control: socket.socket) -> None:
 def _own(setting: Setting) -> Own:
     identity = process.identify(os.getpid(), setting.boot_id)
     assert identity is not None
-    group = cgroup.enter_own(setting.cgroup_base) if setting.cgroup_base else None
-    return Own(
-        identity=identity,
-        signals=touched_signals(),
-        cgroup=group,
-        limits_memory=group is not None and cgroup.can_limit_memory(group),
-    )
+    return Own(identity=identity, signals=touched_signals())
 
 
 def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assignment, int, socket.socket]]:
@@ -168,6 +163,7 @@ class ShepherdPool:
         self._members: List[_Member] = []
         self._spare_timer: Optional[Timer] = None
         self._trim_timer: Optional[Timer] = None
+        self.remains = JobRemains(loop, setting.ground)
         self._streams: Dict[str, Stream] = {}
         self._unsent_frames: Dict[str, List[bytes]] = {}  # for shepherds that live but are not connected yet
         self.round = 0  # counts the readers of all output
@@ -274,8 +270,6 @@ class ShepherdPool:
 
     def _drop(self, member: _Member) -> None:
         self._members.remove(member)
-        if self._setting.cgroup_base is not None:
-            cgroup.remove_empty(self._setting.cgroup_base)
         self._loop.watch(member.control.fileno(), 0, lambda _events: None)
         member.control.close()
 
@@ -356,6 +350,10 @@ class ShepherdPool:
         if group:
             cgroup.remove(group)
         return True
+
+    def job_over(self, job: str) -> None:
+        """Take away the groups and private directories of a job that is over on this node."""
+        self.remains.job_over(job)
 
     def _lock(self, token: str) -> Optional[int]:
         fd = self._spool.open_lock(token)

@@ -1,57 +1,175 @@
-"""Control groups (version 2), if we may create them: one for each shepherd and its tasks.
+"""Control groups of jobs: for killing, suspending and limiting what a job has on a node.
 
-They add what a walk through /proc cannot guarantee: killing a tree whose shepherd is gone, and limiting memory. Without them (a
-user without delegation, an old kernel) everything else works.
+    <hierarchy>/hpcsched/<agent>/job-<incarnation>.<job>.<attempt>/<step>-<random>
 
-A process of the shepherd pool enters its group once, and its tasks are born in it, because moving a process takes the kernel
-some 10 ms. So a group is killed only if its shepherd is dead, and removed when it is empty.
+A job's group has the limits of its allocation on this node, so all its steps, and logins that it adopted, share them. A step's
+group has the step's memory limit. Tasks are in their step's group before they become the user; shepherds stay outside.
 
-Sources: Documentation/admin-guide/cgroup-v2.rst (cgroup.procs, cgroup.kill, cgroup.freeze, memory.max, memory.events).
+Rules:
+- Version 2 is used wherever it is mounted: to kill and freeze a tree for certain. Its controllers limit if it has them;
+  controllers that are in hierarchies of version 1 limit there. Both may be on one node (systemd's "hybrid").
+- We stay below a group that a container or another manager gave us, except units of systemd, which end with the login that
+  started the agent.
+- A task is born in its group (clone3), because moving a process takes the kernel up to 20 ms. In version 1 the task writes
+  to `tasks`, which moves one thread without that cost.
+- Groups are created and removed under a lock, so a job's group does not vanish while a step enters it.
+- What cannot be limited here is said by `Tree.missing`, and every other thing works.
+
+Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/, clone(2) CLONE_INTO_CGROUP, sched(7), cpuset(7).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
 import os
-from typing import List, Optional
+import signal
+import time
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
-FROZEN = "frozen"  # the group below a shepherd's that has its suspended tasks
-MAX_ROUNDS = 20
+OURS = "hpcsched"
+JOB_PREFIX = "job-"
+LOGINS = "logins"  # the group of adopted ssh logins in a job's group
+CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "io", "devices")
+_SYSTEMD = (".slice", ".scope", ".service")
+_V1_NAMES = {"blkio": "io"}
+PERIOD_US = 100_000
+MAX_WEIGHT = 10_000
+MAX_ROUNDS = 100
+ABANDONED_S = 3600.0
+ENTRY_S = 10.0  # from the making of a group until its first process
+CLONE_INTO_CGROUP = 0x200000000
+SYS_CLONE3 = 435  # on every architecture but alpha
+CLONE_ARGS_WORDS = 11  # of 8 bytes; the fifth is the exit signal, the last one the group
 
 
-def find_base() -> Optional[str]:
-    """Return a directory in which this process may create and enter groups, or None."""
-    mount = _mount_point()
-    if mount is None:
-        return None
-    base = os.path.join(mount, "hpcsched") if os.geteuid() == 0 else _own_group(mount)
-    if base is None:
-        return None
+class JobLimits(NamedTuple):
+    """What a job may use on this node, and one of its steps. 0: no limit."""
+
+    cpus: int = 0
+    pin: bool = False  # to cpus of its own, if enough are free
+    mem_mib: int = 0
+    step_mem_mib: int = 0
+    processes: int = 0
+
+
+class Tree(NamedTuple):
+    """The directories of an agent's groups."""
+
+    unified: str = ""  # of version 2; "": not usable
+    controllers: Dict[str, str] = {}  # controller -> directory, in either version
+    missing: Dict[str, str] = {}  # controller -> why it is not usable
+
+    def roots(self) -> List[str]:
+        """Return every directory that has groups of jobs, each once."""
+        return list(dict.fromkeys(filter(None, (self.unified, *self.controllers.values()))))
+
+
+class StepGroup(NamedTuple):
+    """The groups of one step."""
+
+    unified: str  # of version 2; "": none
+    tasks: List[str]  # files of version 1 that a task writes itself to
+    memory: str  # the group with the step's memory limit; "": memory is not limited
+    paths: List[str]  # of the step and its job, in the order of their removal
+
+
+def find(agent: str) -> Tree:
+    """Return the directories in which the agent of this name may make groups."""
+    mounts, own = _mounts(), _own_groups()
+    unified, offered, why = _find_unified(mounts.get("", ""), own.get("", "/"), agent)
+    found: Dict[str, str] = {}
+    missing: Dict[str, str] = {}
+    for name in CONTROLLERS:
+        if name in mounts:
+            path = _v1_base(mounts[name], own.get(name, "/"), agent)
+            usable = _make_v1(path, name)
+            _remove_base(path)
+            why_not = "cannot make groups in %s" % mounts[name]
+        else:
+            path, usable = unified, name in offered
+            why_not = why or "the kernel offers no controller %s to cgroups of version 2 here" % name
+        if usable:
+            found[name] = path
+        else:
+            missing[name] = why_not
+    return Tree(unified, found, missing)
+
+
+def _mounts() -> Dict[str, str]:
+    """Return where controllers of version 1 are mounted; version 2 is named ""."""
+    found: Dict[str, str] = {}
+    for line in _read("/proc/self/mounts").splitlines():
+        fields = line.split()
+        path = fields[1].replace("\\040", " ")
+        if fields[2] == "cgroup2":
+            found.setdefault("", path)
+        elif fields[2] == "cgroup":
+            for option in fields[3].split(","):
+                name = _V1_NAMES.get(option, option)
+                if name in CONTROLLERS:
+                    found.setdefault(name, path)
+    return found
+
+
+def _own_groups() -> Dict[str, str]:
+    """Return this process's group in each hierarchy; version 2 is named ""."""
+    found: Dict[str, str] = {}
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            found[_V1_NAMES.get(name, name)] = path
+    return found
+
+
+def _v1_base(mount: str, own: str, agent: str) -> str:
+    parts = [part for part in own.split("/") if part]
+    units = [index for index, part in enumerate(parts) if part.endswith(_SYSTEMD)]
+    return os.path.join(mount, *parts[: units[0] if units else None], OURS, agent)
+
+
+def _find_unified(mount: str, own: str, agent: str) -> Tuple[str, List[str], str]:
+    """Return our directory of version 2 and its controllers, or "" and why there is none."""
+    if not mount:
+        return "", [], "cgroup version 2 is not mounted"
+    if os.geteuid() == 0:
+        above = mount
+    else:
+        above = os.path.normpath(mount + own)
+        if not os.access(above, os.W_OK) or not os.access(above + "/cgroup.procs", os.W_OK):
+            return "", [], "the agent is not root, and its cgroup is not delegated to it"
+    base = os.path.join(above, OURS, agent)
     try:
         os.makedirs(base, exist_ok=True)
-    except OSError:
-        return None
-    return base if _can_use(base) else None
+    except OSError as error:
+        return "", [], "cannot make groups in %s: %s" % (above, error.strerror)
+    usable = _can_use(base)
+    _enable_below(base)
+    offered = _read(base + "/cgroup.controllers").split()
+    _remove_base(base)
+    return (
+        (base, offered, "") if usable else ("", [], "cannot enter groups in %s, or the kernel cannot kill them" % above)
+    )
 
 
-def _mount_point() -> Optional[str]:
-    try:
-        with open("/proc/self/mounts") as file:
-            for line in file:
-                fields = line.split()
-                if fields[2] == "cgroup2":
-                    return fields[1].replace("\\040", " ")
-    except OSError:
-        return None
-    return None
+def _enable_below(base: str) -> None:
+    """Let the groups of jobs below our directory of version 2 have controllers."""
+    for path in (os.path.dirname(os.path.dirname(base)), os.path.dirname(base), base):
+        _enable(path)
 
 
-def _own_group(mount: str) -> Optional[str]:
-    with open("/proc/self/cgroup") as file:
-        for line in file:
-            if line.startswith("0::"):
-                own = os.path.normpath(mount + line[3:].strip())
-                return own if os.access(own, os.W_OK) and os.access(own + "/cgroup.procs", os.W_OK) else None
-    return None
+def _remove_base(base: str) -> None:
+    """Remove our directory if no job has a group: an agent that is killed leaves nothing."""
+    _rmdir(base)
+    _rmdir(os.path.dirname(base))
+
+
+def _enable(path: str) -> None:
+    """Let groups below `path` have controllers, one by one: each may be refused."""
+    for name in _read(path + "/cgroup.controllers").split():
+        if name in CONTROLLERS:
+            _write(path + "/cgroup.subtree_control", "+" + name)
 
 
 def _can_use(base: str) -> bool:
@@ -70,96 +188,338 @@ def _can_use(base: str) -> bool:
     return usable
 
 
-def enter_own(base: str) -> Optional[str]:
-    """Move this process into a new group of its own.
+def _make_v1(path: str, controller: str) -> bool:
+    """Make a group of version 1 and those above it; return whether it can be used."""
+    if not os.path.isdir(path):
+        if not _make_v1(os.path.dirname(path), controller):
+            return False
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            pass  # another agent made it
+        except OSError:
+            return False
+    if controller == "cpuset":  # a new group has no cpus and no memory, and nothing can enter it
+        for name in ("/cpuset.mems", "/cpuset.cpus"):
+            if not _read(path + name).strip():
+                _write(path + name, _read(os.path.dirname(path) + name).strip())
+    return os.access(path, os.W_OK)
 
-    Return the group's path, None if that fails.
+
+# ----- the groups of a step
+
+
+@contextlib.contextmanager
+def _locked(tree: Tree) -> Iterator[None]:
+    above = os.path.dirname(os.path.dirname(tree.roots()[0]))  # it stays when our directories go
+    fd = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def create(tree: Tree, job: str, step: str, limits: JobLimits) -> Optional[StepGroup]:
+    """Make the groups of a step, with their limits; None if this node has no groups.
+
+    Raises OSError if a group or a limit that this node can have is refused.
     """
-    path = os.path.join(base, "shepherd-%d-%s" % (os.getpid(), os.urandom(4).hex()))  # pids are reused
+    if not tree.roots():
+        return None
+    name = "%s-%s" % (step, os.urandom(4).hex())
+    tasks: List[str] = []
+    paths: List[str] = []
+    memory = ""
+    with _locked(tree):
+        for root in tree.roots():
+            version_2 = root == tree.unified
+            group = os.path.join(root, JOB_PREFIX + job)
+            has = [each for each, path in tree.controllers.items() if path == root]
+            _make_base(root, has, version_2)
+            _make(group, has, version_2)
+            for controller in has:
+                _limit_job(tree, group, controller, limits, version_2)
+            own = os.path.join(group, name)
+            if version_2 or "memory" in has:
+                _make(own, [] if version_2 else has, version_2=False)
+                paths.append(own)
+            else:
+                own = group
+            if "memory" in has and limits.step_mem_mib > 0:
+                _limit_memory(own, limits.step_mem_mib, version_2)
+                memory = own
+            if not version_2:
+                tasks.append(own + "/tasks")
+            paths.append(group)
+    unified = os.path.join(tree.unified, JOB_PREFIX + job, name) if tree.unified else ""
+    return StepGroup(unified, tasks, memory, paths)
+
+
+def _make_base(base: str, controllers: Iterable[str], version_2: bool) -> None:
+    if os.path.isdir(base):
+        return
+    if version_2:
+        os.makedirs(base, exist_ok=True)
+        _enable_below(base)
+    else:
+        _make_v1(base, "cpuset" if "cpuset" in controllers else "")
+
+
+def _make(path: str, controllers: Iterable[str], version_2: bool) -> None:
     try:
         os.mkdir(path)
-    except OSError:
-        return None
-    return path if _write(path + "/cgroup.procs", "0") else None
+    except FileExistsError:
+        pass
+    if version_2:
+        _enable(path)
+    elif "cpuset" in controllers:
+        _make_v1(path, "cpuset")
 
 
-def can_limit_memory(path: str) -> bool:
-    """Return whether the kernel can limit the memory of this group; enable that if need be."""
-    _write(os.path.dirname(path) + "/cgroup.subtree_control", "+memory")
-    return os.path.exists(path + "/memory.max")
+def _limit_job(tree: Tree, group: str, controller: str, limits: JobLimits, version_2: bool) -> None:
+    if controller == "memory" and limits.mem_mib > 0:
+        _limit_memory(group, limits.mem_mib, version_2)
+    elif controller == "pids" and limits.processes > 0:
+        _must_write(group + "/pids.max", str(limits.processes))
+    elif controller == "cpu" and limits.cpus > 0:
+        quota = limits.cpus * PERIOD_US
+        if version_2:
+            _must_write(group + "/cpu.max", "%d %d" % (quota, PERIOD_US))
+            _write(group + "/cpu.weight", str(min(MAX_WEIGHT, 100 * limits.cpus)))
+        else:
+            _must_write(group + "/cpu.cfs_period_us", str(PERIOD_US))
+            _must_write(group + "/cpu.cfs_quota_us", str(quota))
+            _write(group + "/cpu.shares", str(1024 * limits.cpus))
+    elif controller == "io" and limits.cpus > 0:
+        weight = str(min(MAX_WEIGHT, 100 * limits.cpus)) if version_2 else str(min(1000, 100 * limits.cpus))
+        _write(
+            group + ("/io.weight" if version_2 else "/blkio.bfq.weight"), weight
+        )  # only some disk schedulers have it
+    elif controller == "cpuset" and limits.pin:
+        _pin(tree, group, limits.cpus)
 
 
-def limit_memory(path: str, mem_mib: int) -> bool:
-    """Limit the group's memory (0: no limit); return whether the kernel enforces a limit."""
-    return _write(path + "/memory.max", str(mem_mib << 20) if mem_mib > 0 else "max") and mem_mib > 0
+def _limit_memory(group: str, mem_mib: int, version_2: bool) -> None:
+    """Limit memory, and memory with swap to the same."""
+    limit = str(mem_mib << 20)
+    if version_2:
+        _must_write(group + "/memory.max", limit)
+        _write(group + "/memory.swap.max", "0")  # a kernel without swap lacks the file
+        return
+    total = group + "/memory.memsw.limit_in_bytes"
+    if _number(total) < mem_mib << 20:  # it never may be below the other
+        _write(total, limit)
+    _must_write(group + "/memory.limit_in_bytes", limit)
+    _write(total, limit)
+
+
+def _pin(tree: Tree, group: str, count: int) -> None:
+    """Give the job cpus that no other job has, whole cores first; none if too few are free."""
+    base = tree.controllers["cpuset"]
+    usable = cpu_list(_read(base + "/cpuset.cpus.effective") or _read(base + "/cpuset.effective_cpus"))
+    present = cpu_list(_read(group + "/cpuset.cpus"))
+    if present and len(present) < len(usable):
+        return  # an earlier step of the job did it
+    free = sorted(usable - _pinned(base, usable), key=lambda cpu: (_core(cpu), cpu))
+    if 0 < count <= len(free) and count < len(usable):
+        _must_write(group + "/cpuset.cpus", ",".join(map(str, free[:count])))
+
+
+def _pinned(base: str, usable: Set[int]) -> Set[int]:
+    """Return the cpus of jobs of all agents on this machine."""
+    taken: Set[int] = set()
+    above = os.path.dirname(base)
+    for agent in _children(above):
+        for job in _children(os.path.join(above, agent)):
+            path = os.path.join(above, agent, job)
+            cpus = cpu_list(_read(path + "/cpuset.cpus"))
+            if job.startswith(JOB_PREFIX) and len(cpus) < len(usable) and _is_used(path):
+                taken |= cpus
+    return taken
+
+
+def _is_used(path: str) -> bool:
+    """Return whether a job's group has processes, or is so new that they are about to enter."""
+    return is_populated(path) or time.time() - os.stat(path).st_mtime < ENTRY_S
+
+
+def _core(cpu: int) -> int:
+    siblings = cpu_list(_read("/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list" % cpu))
+    return min(siblings, default=cpu)
+
+
+def cpu_list(text: str) -> Set[int]:
+    """Return the cpus of a list as the kernel writes it: "0-3,8"."""
+    found: Set[int] = set()
+    for item in text.strip().split(","):
+        first, _, last = item.partition("-")
+        if first.isdigit():
+            found.update(range(int(first), int(last or first) + 1))  # int: the kernel's
+    return found
+
+
+# ----- entering
+
+
+def fork_into(group: Optional[StepGroup]) -> Tuple[int, bool]:
+    """Fork. Return the child's pid, and whether it was born in the group of version 2.
+
+    Raises OSError. The child must call `enter` then.
+    """
+    pid = _clone_into(group.unified) if group is not None and group.unified else -1
+    return (pid, True) if pid >= 0 else (os.fork(), False)  # a kernel before 5.7 cannot, or a filter forbids it
+
+
+def enter(group: StepGroup, is_in_unified: bool) -> None:
+    """Move this process, which must have one thread, into the groups. Raises OSError."""
+    if group.unified and not is_in_unified:
+        _must_write(group.unified + "/cgroup.procs", "0")
+    for path in group.tasks:
+        _must_write(path, "0")
+
+
+def _clone_into(path: str) -> int:
+    """Fork into a group of version 2; return -1 if the kernel cannot."""
+    python = ctypes.PyDLL(None, use_errno=True)  # keeps Python's lock: the child continues with it
+    words = (ctypes.c_uint64 * CLONE_ARGS_WORDS)()
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    words[0], words[4], words[10] = CLONE_INTO_CGROUP, signal.SIGCHLD, fd
+    try:
+        ctypes.pythonapi.PyOS_BeforeFork()
+        pid = int(python.syscall(SYS_CLONE3, ctypes.byref(words), ctypes.c_size_t(ctypes.sizeof(words))))
+        if pid == 0:
+            ctypes.pythonapi.PyOS_AfterFork_Child()
+        else:
+            ctypes.pythonapi.PyOS_AfterFork_Parent()
+    finally:
+        os.close(fd)
+    return pid
+
+
+def adopt(tree_paths: Iterable[str], pid: int) -> bool:
+    """Move another process into the groups of logins of a job; return whether all took it."""
+    moved = []
+    for group in tree_paths:
+        own = os.path.join(group, LOGINS)
+        try:
+            os.mkdir(own)
+        except FileExistsError:
+            pass
+        except OSError:
+            return False
+        _make(own, ["cpuset"] if os.path.exists(own + "/cpuset.cpus") else [], version_2=False)
+        moved.append(_write(own + "/cgroup.procs", str(pid)))
+    return bool(moved) and all(moved)
+
+
+# ----- memory, killing, freezing, removing
 
 
 def memory_kills(path: str) -> int:
     """Return how many processes of the group the kernel has killed for memory."""
-    for line in _read(path + "/memory.events").splitlines():
+    for line in (_read(path + "/memory.events") or _read(path + "/memory.oom_control")).splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill":
-            return int(count)
+            return int(count)  # int: the kernel's
     return 0
 
 
 def kill(path: str) -> None:
-    """Kill all processes of the group, including those that fork meanwhile."""
+    """Kill all processes of the group of version 2, including those that fork meanwhile."""
     _write(path + "/cgroup.kill", "1")
 
 
-def freeze_others(path: str) -> bool:
-    """Freeze all processes of the group except this one, including those that fork meanwhile.
-
-    Return whether that worked.
-
-    A frozen group freezes all groups below it. So the others move to a group below ours, which is frozen already.
-    """
-    frozen = os.path.join(path, FROZEN)
-    try:
-        os.makedirs(frozen, exist_ok=True)
-    except OSError:
-        return False
-    if not all([_write(os.path.join(path, name, "cgroup.freeze"), "1") for name in _children(path)]):
-        thaw_others(path)
-        return False
-    for _ in range(MAX_ROUNDS):
-        others = [pid for pid in _read(path + "/cgroup.procs").split() if int(pid) != os.getpid()]
-        if not others:
-            return True
-        for pid in others:
-            _write(frozen + "/cgroup.procs", pid)  # an ended process is not listed in the next round
-    thaw_others(path)
-    return False
-
-
-def thaw_others(path: str) -> None:
-    """Thaw the processes that `freeze_others` froze."""
-    for name in _children(path):
-        _write(os.path.join(path, name, "cgroup.freeze"), "0")
+def freeze(path: str, on: bool) -> bool:
+    """Freeze or thaw all processes of a group of version 2; return whether that worked."""
+    return _write(path + "/cgroup.freeze", "1" if on else "0")
 
 
 def is_populated(path: str) -> bool:
     """Return whether the group, or a group below it, has living processes."""
-    return "populated 1" in _read(path + "/cgroup.events")
+    events = _read(path + "/cgroup.events")
+    if events:
+        return "populated 1" in events
+    below = (is_populated(os.path.join(path, name)) for name in _children(path))
+    return bool(_read(path + "/cgroup.procs")) or any(below)
+
+
+def remove_step(tree: Tree, group: StepGroup) -> None:
+    """Remove the groups of a step without processes, and those of its job if they are empty."""
+    with _locked(tree):
+        for path in group.paths:
+            if os.path.basename(path).startswith(JOB_PREFIX):
+                _rmdir(path)
+            else:
+                remove(path)
+        for root in tree.roots():
+            _remove_base(root)
+
+
+def remove_job(tree: Tree, job: str) -> bool:
+    """Kill what a job has left, logins too, and remove its groups; return whether all went."""
+    with _locked(tree):
+        left = [_remove_job(tree, root, job) for root in tree.roots()]
+    return not any(left)
+
+
+def _remove_job(tree: Tree, root: str, job: str) -> bool:
+    """Remove a job's group in one hierarchy; return whether it is still there."""
+    path = os.path.join(root, JOB_PREFIX + job)
+    if not os.path.isdir(path):
+        _remove_base(root)
+        return False
+    if root == tree.unified:
+        kill(path)
+    elif not tree.unified:
+        _kill_one_by_one(path)
+    remove(path)
+    _remove_base(root)
+    return os.path.isdir(path)
+
+
+def _kill_one_by_one(path: str) -> None:
+    for _ in range(MAX_ROUNDS):
+        pids = [pid for group in (path, *_below(path)) for pid in _read(group + "/cgroup.procs").split()]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)  # int: the kernel's
+
+
+def _below(path: str) -> List[str]:
+    found = [os.path.join(path, name) for name in _children(path)]
+    return found + [each for group in found for each in _below(group)]
+
+
+def jobs(tree: Tree) -> Set[str]:
+    """Return the jobs that have groups of this agent."""
+    names = {name for root in tree.roots() for name in _children(root)}
+    return {name[len(JOB_PREFIX) :] for name in names if name.startswith(JOB_PREFIX)}
+
+
+def remove_abandoned(tree: Tree, now_s: float) -> None:
+    """Remove old empty groups of agents that were killed and never came back."""
+    with _locked(tree):
+        for root in tree.roots():
+            above = os.path.dirname(root)
+            for agent in _children(above):
+                path = os.path.join(above, agent)
+                if now_s - os.stat(path).st_mtime > ABANDONED_S and not is_populated(path):
+                    remove(path)
 
 
 def remove(path: str) -> None:
-    """Remove the group if it is empty."""
+    """Remove the group, and groups that a job made below it, if they are empty."""
     for name in _children(path):
-        remove(os.path.join(path, name))  # a job may have created groups of its own
-    try:
+        remove(os.path.join(path, name))
+    _rmdir(path)
+
+
+def _rmdir(path: str) -> None:
+    with contextlib.suppress(OSError):  # gone, or not empty yet: the agent tries again
         os.rmdir(path)
-    except OSError:
-        pass  # gone, or not empty yet: `remove_empty` tries again
-
-
-def remove_empty(base: str) -> None:
-    """Remove the cgroups of shepherds that are gone."""
-    for name in _children(base):
-        path = os.path.join(base, name)
-        if name.startswith("shepherd-") and not is_populated(path):
-            remove(path)
 
 
 def _children(path: str) -> List[str]:
@@ -167,6 +527,11 @@ def _children(path: str) -> List[str]:
         return [item.name for item in os.scandir(path) if item.is_dir(follow_symlinks=False)]
     except OSError:
         return []
+
+
+def _number(path: str) -> int:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else 0  # int: the kernel's
 
 
 def _read(path: str) -> str:
@@ -177,16 +542,18 @@ def _read(path: str) -> str:
         return ""
 
 
+def _must_write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
 def _write(path: str, text: str) -> bool:
     """Write to an existing control file; return whether the kernel accepted it."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        os.write(fd, text.encode())
+        _must_write(path, text)
         return True
     except OSError:
         return False
-    finally:
-        os.close(fd)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Dict, NamedTuple, Optional, Sequence
+from typing import Dict, NamedTuple, Sequence
 
 from hpcnode.os.account import UserAccount
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.process import ProcessIdentity
+from hpcnode.shepherd.confinement import Ground
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
 
@@ -19,8 +20,8 @@ class Setting(NamedTuple):
     boot_id: str
     node: str
     socket_path: str
-    cgroup_base: Optional[str]
     has_gpus: bool
+    ground: Ground = Ground()  # what can confine jobs here
 
 
 class Own(NamedTuple):
@@ -28,8 +29,6 @@ class Own(NamedTuple):
 
     identity: ProcessIdentity
     signals: Sequence[int]  # that this process handles or ignores
-    cgroup: Optional[str]  # of this process and its tasks
-    limits_memory: bool  # the kernel can limit the memory of the cgroup
 
 
 class Assignment(NamedTuple):

@@ -94,10 +94,10 @@ class Suspension:
     Alarms ring after a run time, not a wall time.
     """
 
-    def __init__(self, loop: Loop, group: Optional[str], on: bool) -> None:
+    def __init__(self, loop: Loop, on: bool) -> None:
         self.on = on  # true from the start: nothing runs yet, and the caller releases nothing
         self._loop = loop
-        self._group = group
+        self.group = ""  # a cgroup that has all the processes; "": none
         self._frozen = False  # by the kernel, not by SIGSTOP
         self._ran_s: Optional[float] = None  # until the last suspension; None: the tasks are not released
         self._since_s: Optional[float] = None  # running since; None: not running
@@ -128,7 +128,7 @@ class Suspension:
             self._ran_s += boot_clock_s() - self._since_s
             self._since_s = None
         self._cancel()
-        self._frozen = self._group is not None and cgroup.freeze_others(self._group)
+        self._frozen = self.group != "" and cgroup.freeze(self.group, on=True)
         if not self._frozen:
             process.stop_all_below_us()
 
@@ -137,8 +137,8 @@ class Suspension:
         if not self.on:
             return
         self.on = False
-        if self._frozen and self._group is not None:
-            cgroup.thaw_others(self._group)
+        if self._frozen:
+            cgroup.freeze(self.group, on=False)
         else:
             process.signal_all(process.descendants([os.getpid()]), signal.SIGCONT)
         if self._ran_s is not None:

@@ -25,7 +25,7 @@ from typing import Dict, List, NamedTuple, Optional, Set, Type
 from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.os import cgroup, process, rlimits
 from hpcnode.os.loop import READ, Loop, Timer
-from hpcnode.shepherd import environment
+from hpcnode.shepherd import confinement, environment
 from hpcnode.shepherd import task as task_files
 from hpcnode.shepherd.assignment import Assignment, Own, Setting, Task
 from hpcnode.shepherd.process_tree import FIRST_LOOK_S, MEMORY_WATCH_S, ProcessTree, Suspension, Usage, exceeds
@@ -91,8 +91,8 @@ class Shepherd:
         self._ended: Optional[TasksEnded] = None  # from OVER on
         self._findings: Set[Finding] = set()
         self._why = ""
-        self._suspension = Suspension(loop, own.cgroup, job.suspended)
-        self._memory_kills: Optional[int] = None  # by the kernel before this step; None: the kernel does not limit it
+        self._suspension = Suspension(loop, job.suspended)
+        self._confined = confinement.StepConfinement()
         self._tree = ProcessTree(loop)
         self._usage = Usage()
         self._kill_at_s: Optional[float] = None  # boot clock; None: no end was requested
@@ -119,12 +119,9 @@ class Shepherd:
     def run(self) -> None:
         """Run the step to its end."""
         self.setting.faults.reached("shepherd.begun")
-        group = self.own.cgroup
-        wants_limit = self.own.limits_memory and self.launch.mem_mib > 0
-        if group is not None and wants_limit and cgroup.limit_memory(group, self.launch.mem_mib):
-            self._memory_kills = cgroup.memory_kills(group)
         self._relay.send_hello()
         try:
+            self._confine()
             self._fork_tasks()
         except (OSError, ValueError) as error:
             # The node is at fault if not even one task could be forked; a job that asks for too many tasks is not.
@@ -141,12 +138,25 @@ class Shepherd:
         return self._tree.is_empty and self._relay.is_over
 
     def close(self) -> None:
-        """Close the descriptors of the step."""
+        """Close the descriptors of the step, and remove its groups."""
+        self._remove_group()
         for task in self._tasks:
             if task.status_fd >= 0:
                 self.loop.watch(task.status_fd, 0, _nothing)
                 os.close(task.status_fd)
         self._relay.close()
+
+    def _confine(self) -> None:
+        """Prepare what confines the step. Raises OSError."""
+        setting = self.setting
+        self._confined = confinement.begin(setting.ground, self.launch, self.job.account, setting.socket_path)
+        if self._confined.group is not None:
+            self._suspension.group = self._confined.group.unified
+
+    def _remove_group(self) -> None:
+        """Remove the step's groups, if they are empty."""
+        if self._confined.group is not None:
+            cgroup.remove_step(self.setting.ground.tree, self._confined.group)
 
     def _fork_tasks(self) -> None:
         launch, job, setting = self.launch, self.job, self.setting
@@ -167,10 +177,10 @@ class Shepherd:
         plan = self._plan_of(
             local_rank, streams, task_env=environment.task_environment(shared, self.launch, local_rank)
         )
-        pid = os.fork()
+        pid, in_group = cgroup.fork_into(self._confined.group)
         if pid == 0:
             os.close(self._release_fd)  # or the release pipe would never end for the tasks
-            run_task(plan._replace(release_fd=release_read, status_fd=status_write))
+            run_task(plan._replace(release_fd=release_read, status_fd=status_write, in_group=in_group))
         for fd in (*streams, status_write):
             if fd is not None:
                 os.close(fd)
@@ -225,6 +235,7 @@ class Shepherd:
             epilog=launch.task_epilog,
             wait_for_children=launch.wait_for_children,
             signals=self.own.signals,
+            confined=self._confined,
         )
 
     def _input_pipe(self, rank: int) -> Optional[int]:
@@ -298,7 +309,7 @@ class Shepherd:
         self.loop.later(0.0, self._check_over)  # tasks that ended before send no further event
         self._suspension.begin()
         self._set_time_limit(self.launch.limit_s)
-        if self.launch.mem_mib > 0 and self._memory_kills is None:
+        if self.launch.mem_mib > 0 and not self._memory_group:
             self.loop.later(MEMORY_WATCH_S, self._watch_memory)
         self.loop.later(FIRST_LOOK_S, self._look_at_usage)
 
@@ -314,7 +325,7 @@ class Shepherd:
             boot_id=self.setting.boot_id,
             started_boot_s=process.boot_clock_s(),
             uid=self.job.account.uid,
-            cgroup=self.own.cgroup,
+            cgroup=self._confined.group.unified if self._confined.group is not None else None,
             stream_to=self.launch.stream_to,
         )
 
@@ -379,10 +390,15 @@ class Shepherd:
         if self.state in RUNNING:
             self.loop.later(self._usage.look(process.children_of(os.getpid())), self._look_at_usage)
 
+    @property
+    def _memory_group(self) -> str:
+        """The group that limits the memory of the step, "" if none does."""
+        return self._confined.group.memory if self._confined.group is not None else ""
+
     def _watch_memory(self) -> None:
         if self.state not in RUNNING:
             return
-        if exceeds(os.getpid(), self.launch.mem_mib):
+        if exceeds(os.getpid(), confinement.memory_left_mib(self._confined, self.launch.mem_mib)):
             self._findings.add(Finding.OUT_OF_MEMORY)
             self._end(0.0, "out of memory: more than %d MiB" % self.launch.mem_mib)
         else:
@@ -501,7 +517,7 @@ class Shepherd:
         """Return the record of a step whose tasks have run."""
         started = self._started
         assert started is not None
-        if self._memory_kills is not None and cgroup.memory_kills(self.own.cgroup or "") > self._memory_kills:
+        if self._memory_group and cgroup.memory_kills(self._memory_group) > 0:
             self._findings.add(Finding.OUT_OF_MEMORY)
         now_s = process.boot_clock_s()
         return TasksEnded(
@@ -536,8 +552,7 @@ class Shepherd:
         self._apply(event)
         self._ended = ended
         self._suspension.cancel_alarms()
-        if self._memory_kills is not None:
-            cgroup.limit_memory(self.own.cgroup or "", 0)
+        self._remove_group()
         self.loop.later(LINGER_S, lambda: self._linger(self._relay.taken_bytes))
         self._write_final()
 

@@ -29,9 +29,10 @@ import time
 from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
 from hpcnode.os import account as user
-from hpcnode.os import rlimits
+from hpcnode.os import cgroup, mounts, rlimits
 from hpcnode.os.process import become_subreaper, die_with_parent
 from hpcnode.shepherd import environment
+from hpcnode.shepherd.confinement import StepConfinement
 
 # ----- scripts whose first line asks for a login shell (``#!/bin/bash -l``)
 # The profile of a login shell resets PATH, and our commands are lost. So our folders are put on PATH after the profile, and
@@ -97,17 +98,18 @@ def truncates(pattern: str, local_rank: int, node_rank: int) -> bool:
     return local_rank == 0 and (one_per_node or node_rank == 0)
 
 
-def open_output(path: str, truncate: bool) -> int:
+def open_output(path: str, truncate: bool, tmp: mounts.HostTmp) -> int:
     """Open or create an output file for appending. Raises FilesError."""
+    at = tmp.place(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     if truncate:
         flags |= os.O_TRUNC
     try:
         try:
-            return _blocking(os.open(path, flags, 0o666))
+            return _blocking(os.open(at, flags, 0o666))
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            return _blocking(os.open(path, flags, 0o666))
+            os.makedirs(os.path.dirname(at) or ".", exist_ok=True)
+            return _blocking(os.open(at, flags, 0o666))
     except OSError as error:
         raise FilesError("cannot open output file %s: %s" % (path, error.strerror)) from None
 
@@ -139,10 +141,10 @@ def is_full(path: str) -> bool:
     return found == [True]
 
 
-def open_input(path: str) -> int:
+def open_input(path: str, tmp: mounts.HostTmp) -> int:
     """Open an input file. Raises FilesError."""
     try:
-        return _blocking(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC))
+        return _blocking(os.open(tmp.place(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError as error:
         raise FilesError("cannot open input file %s: %s" % (path, error.strerror)) from None
 
@@ -184,6 +186,8 @@ class TaskPlan(NamedTuple):
     epilog: str
     wait_for_children: bool  # it is over when all processes that it started are
     signals: Sequence[int]  # signals to reset, see `touched_signals`
+    confined: StepConfinement
+    in_group: bool = False  # it was born in its cgroup of version 2
 
 
 def touched_signals() -> List[int]:
@@ -204,11 +208,12 @@ def run_task(plan: TaskPlan) -> NoReturn:
         os.setsid()
         _reset_signals(plan.signals)
         _restore_oom_score()
+        tmp = _confine(plan)
         user.become(plan.account)
         os.umask(plan.umask)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         _enter(plan.work_dir)
-        _place_files(plan)
+        _place_files(plan, tmp)
         die_with_parent()  # after the change of user, which would undo it
     except (FilesError, user.UserError) as error:
         _refuse(plan, str(error))
@@ -218,6 +223,16 @@ def run_task(plan: TaskPlan) -> NoReturn:
     if os.read(plan.release_fd, 1) == b"":
         os._exit(NOT_RELEASED)
     _execute(plan)
+
+
+def _confine(plan: TaskPlan) -> mounts.HostTmp:
+    """Enter the job's groups and private directories; return the node's /tmp."""
+    if plan.confined.group is not None:
+        cgroup.enter(plan.confined.group, plan.in_group)
+    tmp = mounts.HostTmp(plan.confined.cover)
+    if not plan.confined.cover.is_empty:
+        mounts.enter(plan.confined.cover)
+    return tmp
 
 
 def _refuse(plan: TaskPlan, why: str) -> NoReturn:
@@ -250,16 +265,16 @@ def _enter(work_dir: str) -> None:
         raise FilesError(why + (_ADVICE if error.errno in _MISSING else "")) from None
 
 
-def _place_files(plan: TaskPlan) -> None:
-    """Put the task's files at descriptors 0, 1 and 2."""
+def _place_files(plan: TaskPlan, tmp: mounts.HostTmp) -> None:
+    """Put the task's files at descriptors 0, 1 and 2; files below /tmp are those of the node."""
     sources = [plan.stdin_fd, plan.stdout_fd, plan.stderr_fd]
     if sources[0] is None:
-        sources[0] = open_input(_path(plan.stdin))
+        sources[0] = open_input(_path(plan.stdin), tmp)
     if sources[1] is None:
-        sources[1] = open_output(_path(plan.stdout), plan.truncate_stdout)
+        sources[1] = open_output(_path(plan.stdout), plan.truncate_stdout, tmp)
     if sources[2] is None:
         same = plan.stderr in ("", plan.stdout)
-        sources[2] = sources[1] if same else open_output(_path(plan.stderr), plan.truncate_stderr)
+        sources[2] = sources[1] if same else open_output(_path(plan.stderr), plan.truncate_stderr, tmp)
     for number, source in enumerate(sources):
         assert source is not None
         os.dup2(source, number, inheritable=True)  # the sources are above 2 and close at exec

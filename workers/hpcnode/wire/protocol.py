@@ -258,6 +258,22 @@ class Address(Message):
     stream: int
 
 
+@part
+class Confinement(Message):
+    """A job's share of a node, and which parts of it the node enforces.
+
+    `words`: cpus, processes, gpus, shm, tmp, proc; see `hpcnode.shepherd.confinement`. Memory is always limited. `gpus` are
+    indices of `gpu_files`; without files they are those of the driver. 0: no limit.
+    """
+
+    words: List[str] = fresh(list)
+    cpus: int = 0
+    mem_mib: int = 0
+    gpus: List[int] = fresh(list)
+    gpu_files: List[str] = fresh(list)
+    max_processes: int = 0
+
+
 class Launch(Message):
     """Claim `token` and start its tasks here.
 
@@ -309,6 +325,7 @@ class Launch(Message):
     task_prolog: str = ""  # a program that each task runs as its user before its own, see `hpcnode.shepherd.task`
     task_epilog: str = ""  # a program that each task runs after its own
     wait_for_children: bool = False  # a task is over when all processes that it has started are
+    confine: Confinement = fresh(Confinement)
     remote_shell: bool = False  # started by hrsh; see `hpcnode.entry.Entry.accepts_signal`
 
 

@@ -1,0 +1,8 @@
+"""Attacks on a node's agent use the small controller of tests/integration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))

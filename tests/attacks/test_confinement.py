@@ -1,0 +1,305 @@
+"""What a job can reach beside its allocation: cpus, memory, processes, GPUs, /tmp, /dev/shm and other users' processes.
+
+The agent is real and runs as root; the jobs are those of an unprivileged account. As a plain user nothing of this can be
+enforced, and the agent must say so. There is no GPU here: other character devices are configured as GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_token, running_node
+from waiting import wait_until
+
+from hpcnode.os import cgroup
+from hpcnode.shepherd import confinement
+from hpcnode.wire import protocol
+
+EVERYTHING = ["cpus", "processes", "gpus", "shm", "tmp", "proc"]
+ACCOUNT = "nobody" if AS_ROOT else ""
+
+
+def _can(word: str) -> bool:
+    if not AS_ROOT:
+        return False
+    folder = Path(tempfile.mkdtemp(prefix="hpcsched-survey-"))
+    ground = confinement.survey(str(folder), "survey", "boot")
+    folder.rmdir()
+    return dict((name, can) for name, can, _ in confinement.abilities(ground)).get(word, False)
+
+
+def needs(word: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not _can(word), reason=f"this machine, or this account, cannot enforce {word}")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/var/tmp"))
+    path.chmod(0o755)
+    (path / "work").mkdir()
+    (path / "work").chmod(0o777)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def work(place: Path) -> Path:
+    return place / "work"
+
+
+@pytest.fixture
+def node(place: Path) -> Iterator[NodeUnderTest]:
+    with running_node(place / "node") as node:
+        yield node
+
+
+def share(**fields: object) -> protocol.Confinement:
+    return protocol.changed(protocol.Confinement(words=list(EVERYTHING), cpus=1, max_processes=200), **fields)
+
+
+def run(node: NodeUnderTest, work: Path, script: str, **fields: object) -> protocol.Report:
+    """Run a script as an unprivileged user, and return its end."""
+    controller = Controller(node)
+    fields = {"confine": share(), "work_dir": str(work), "user": ACCOUNT, "stdout": "out", **fields}
+    return controller.final(controller.launch(script, **fields))
+
+
+def said(work: Path) -> str:
+    return (work / "out").read_text()
+
+
+BUSY = """python3 - <<'X'
+import os, time
+os.sched_setaffinity(0, range(os.cpu_count()))
+for _ in range(2):
+    if os.fork() == 0:
+        break
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    pass
+X
+"""
+
+
+@needs("cpus")
+def test_e4_a_job_of_one_cpu_uses_no_second_one(node: NodeUnderTest, work: Path) -> None:
+    ended = run(node, work, BUSY + "wait")
+    assert ended.ran_s is not None
+    assert ended.usage is not None
+    used = (ended.usage["cpu_user_s"] + ended.usage["cpu_system_s"]) / ended.ran_s
+    assert used <= 1.05
+
+
+@needs("pin")
+def test_e4_a_job_cannot_leave_its_cpus(node: NodeUnderTest, work: Path) -> None:
+    """Jobs of other tests may have all cpus; then a job is not pinned, and only its cpu time is limited."""
+    script = "python3 -c 'import os; os.sched_setaffinity(0, range(64)); print(len(os.sched_getaffinity(0)))'"
+
+    def is_pinned() -> bool:
+        run(node, work, script, stdout="out", append=False)
+        return said(work) == "1\n"
+
+    wait_until(is_pinned, what="a job with a cpu of its own")
+
+
+TAKE = """python3 - <<'X'
+import os
+block = bytes(1 << 20)
+for size in range(300):
+    with open("/dev/shm/%d" % size, "wb") as file:
+        file.write(block)
+X
+echo done >> out2
+"""
+
+
+@needs("memory")
+@needs("shm")
+def test_e4_files_in_dev_shm_are_memory_of_the_job(node: NodeUnderTest, work: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    controller = Controller(node)
+    confine = share(mem_mib=100)
+    token = controller.launch(TAKE + "sleep 60", confine=confine, mem_mib=100, work_dir=str(work), user=ACCOUNT)
+    wait_until((work / "out2").exists, what="the files")
+    tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
+    group = Path(tree.controllers["memory"]) / f"job-{INCARNATION}.1.0"
+    highest = next(group / name for name in ("memory.peak", "memory.max_usage_in_bytes") if (group / name).exists())
+    assert 80 << 20 < int(highest.read_text()) <= 100 << 20
+    assert set(os.listdir("/dev/shm")) == before
+    controller.send(protocol.EndStep(token, 0.0, "enough"))
+    controller.final(token)
+    wait_until(lambda: f"{node.root}/private" not in Path("/proc/mounts").read_text(), what="the end of the mounts")
+
+
+def _boot_id(node: NodeUnderTest) -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@needs("memory")
+def test_b9_memory_and_dev_shm_together_stay_below_the_limit(node: NodeUnderTest, work: Path) -> None:
+    script = "head -c 70M /dev/zero > /dev/shm/x; python3 -c 'x = bytearray(60 << 20); print(len(x))'"
+    ended = run(node, work, script, confine=share(mem_mib=100), mem_mib=100)
+    assert ended.out_of_memory
+    assert str(60 << 20) not in said(work)
+
+
+@needs("shm")
+def test_b9_dev_shm_is_no_larger_than_the_memory_of_the_job(node: NodeUnderTest, work: Path) -> None:
+    run(node, work, "stat -f -c '%S %b' /dev/shm", confine=share(mem_mib=20))
+    size, count = said(work).split()
+    assert int(size) * int(count) == 20 << 20
+
+
+BOMB = """python3 - <<'X'
+import os, time
+made = 0
+try:
+    for made in range(1000):
+        if os.fork() == 0:
+            time.sleep(600)
+except BlockingIOError:
+    pass
+open("made", "w").write(str(made))
+time.sleep(600)
+X
+"""
+
+
+@needs("processes")
+def test_e2_a_fork_bomb_stops_at_its_limit_and_nothing_survives(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    confine = share(max_processes=50)
+    token = controller.launch(BOMB, confine=confine, work_dir=str(work), user=ACCOUNT)
+    made = wait_until(lambda: (work / "made").exists() and (work / "made").read_text(), what="the end of the bomb")
+    assert 40 <= int(made) <= 50
+    controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+    controller.final(token)
+    tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
+    wait_until(lambda: f"{INCARNATION}.1.0" not in cgroup.jobs(tree), what="the removal of the job's groups")
+
+
+DETACH = """python3 - <<'X'
+import os, signal, time
+for number in range(1, 32):
+    if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open("pid", "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+X
+while [ ! -s pid ]; do sleep 0.01; done
+"""
+
+
+def test_e2_a_detached_process_that_ignores_signals_ends_with_its_job(node: NodeUnderTest, work: Path) -> None:
+    ended = run(node, work, DETACH)
+    assert ended.codes == [0]
+    assert not Path(f"/proc/{(work / 'pid').read_text()}").exists()
+
+
+@needs("gpus")
+def test_e4_a_gpu_that_was_not_given_cannot_be_opened(node: NodeUnderTest, work: Path) -> None:
+    """/dev/zero and /dev/full stand for GPUs 0 and 1."""
+    script = (
+        "head -c 1 /dev/zero | wc -c; head -c 1 /dev/full | wc -c; CUDA_VISIBLE_DEVICES=0,1 dd if=/dev/full count=1"
+    )
+    run(node, work, script, confine=share(gpus=[0], gpu_files=["/dev/zero", "/dev/full"]))
+    assert said(work).splitlines()[:2] == ["1", "0"] or said(work).count("Operation not permitted") == 2
+
+
+@needs("gpus")
+def test_e4_a_step_has_the_gpus_of_its_job_only(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    fields = {"confine": share(gpu_files=["/dev/full"]), "work_dir": str(work), "user": ACCOUNT, "stdout": "out"}
+    token = controller.launch(
+        token=new_token(step="0"), argv=["sh", "-c", "head -c 1 /dev/full || echo refused"], **fields
+    )
+    controller.final(token)
+    assert "refused" in said(work)
+
+
+@needs("proc")
+def test_e4_processes_of_others_are_hidden(node: NodeUnderTest, work: Path) -> None:
+    run(node, work, "ls -d /proc/[0-9]* | wc -l; test -e /proc/1 || echo hidden; test -e /proc/$$ && echo own")
+    count, *rest = said(work).splitlines()
+    assert int(count) < 6
+    assert rest == ["hidden", "own"]
+
+
+@needs("tmp")
+def test_b9_nothing_stays_in_tmp(node: NodeUnderTest, work: Path) -> None:
+    name = f"hpcsched-attack-{os.getpid()}"
+    run(node, work, f"touch /tmp/{name} /dev/shm/{name} && ls /tmp")
+    assert said(work) == f"{name}\n"
+    assert not Path("/tmp", name).exists()
+    assert not Path("/dev/shm", name).exists()
+    wait_until(lambda: not list((node.root / "tmp").glob("*")), what="the removal of the job's /tmp")
+
+
+@needs("tmp")
+def test_a_job_keeps_its_work_directory_and_output_below_tmp(node: NodeUnderTest) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    other = folder.with_name(folder.name + ".out")
+    folder.chmod(0o777)
+    try:
+        run(node, folder, "echo kept > kept; ls /tmp; echo err >&2", stderr=str(other), user="")
+        assert (folder / "kept").read_text() == "kept\n"
+        assert said(folder) == folder.name + "\n"
+        assert other.read_text() == "err\n"
+    finally:
+        shutil.rmtree(folder)
+        other.unlink(missing_ok=True)
+
+
+@needs("tmp")
+def test_b3_a_link_in_the_private_tmp_is_not_mounted_over(node: NodeUnderTest, work: Path) -> None:
+    """The job puts a link to /etc where the next step's work directory is mounted."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    controller = Controller(node)
+    fields = {"confine": share(), "user": ACCOUNT}
+    script = f"ln -s /etc /tmp/{folder.name} && touch made && sleep 60"
+    controller.launch(script, token=new_token(), work_dir=str(work), **fields)
+    wait_until((work / "made").exists)
+    step = controller.launch(token=new_token(step="0"), argv=["true"], work_dir=str(folder), **fields)
+    ended = controller.final(step)
+    folder.rmdir()
+    assert ended.status == protocol.REFUSED
+    assert "Not a directory" in (ended.why or "")
+
+
+@needs("shm")
+def test_steps_of_a_job_share_its_dev_shm_and_other_jobs_do_not(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    fields = {"confine": share(), "work_dir": str(work), "user": ACCOUNT}
+    controller.launch("echo hello > /dev/shm/x; touch made; sleep 60", token=new_token(), **fields)
+    wait_until((work / "made").exists)
+    for job, name in ((1, "mine"), (2, "other")):
+        argv = ["sh", "-c", "cat /dev/shm/x /tmp/y; true"]
+        controller.final(controller.launch(token=new_token(job=job, step="0"), argv=argv, stdout=name, **fields))
+    assert "hello" in (work / "mine").read_text()
+    assert "hello" not in (work / "other").read_text()
+
+
+def test_e4_a_node_says_what_it_cannot_enforce(place: Path) -> None:
+    """As root and as a plain user: the agent's facts have a reason for each thing that it cannot do."""
+    with running_node(place / "plain", user="nobody" if AS_ROOT else "") as node:
+        facts = {word: (can, why) for word, can, why in Controller(node).welcome.facts["abilities"]}
+    assert facts["shm"] == (False, "the agent is not root")
+    assert set(facts) >= {*EVERYTHING, "memory", "kill", "logins"}
+    assert all(can or why for can, why in facts.values())
+
+
+@needs("cpus")
+def test_a_job_leaves_no_group(node: NodeUnderTest, work: Path) -> None:
+    run(node, work, "true")
+    tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
+    wait_until(lambda: not cgroup.jobs(tree), what="the removal of the job's groups")
