@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hpcsched import client, paths
 from hpcsched.cli.output import complain, note, outlive_its_end, print_json, run_command
@@ -261,6 +261,16 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "PartitionName= Flags=. For admins.",
     ),
     "delete": (("delete reservation NAME",), "Delete a reservation. For admins."),
+    "audit": (
+        (
+            "audit list [user=NAME] [action=ACTION] [last=N]",
+            "audit verify [log=FILE] [heads=FILE] [key=FILE]",
+            "audit export FILE",
+        ),
+        "Show who changed what, from where. 'verify' checks the log against its hashes and signed ends, and names the first "
+        "altered, missing or reordered record; an export, or copies of the signed ends and of the public key, can be given. For "
+        "admins.",
+    ),
     "story": (("story JOB",), "Print the history of a job, and what it waits for now or how it ended."),
     "drain": (
         ("drain NODES WHY", "drain NODES --reason=WHY"),
@@ -756,6 +766,120 @@ def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
     return 0
 
 
+AUDIT_PAGE = 2000
+
+
+def _audit(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "list, verify or export")
+    verb, operands = rest[0], rest[1:]
+    if verb == "list":
+        return _list_audit(_named(operands, ("user", "action", "last")), words)
+    if verb == "verify":
+        return _verify_audit(_named(operands, ("log", "heads", "key")), words)
+    if verb == "export" and len(operands) == 1:
+        lines = (json.dumps(record, sort_keys=True) + "\n" for record in _audit_records())
+        return _write_new(operands[0], lines, "the audit log")
+    raise UsageError("cannot do that: say audit list, audit verify or audit export FILE")
+
+
+def _named(operands: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """Return the values of operands NAME=VALUE."""
+    values = dict(operand.split("=", 1) for operand in operands if "=" in operand)
+    if len(values) != len(operands) or not values.keys() <= set(known):
+        raise UsageError(
+            f"cannot understand {' '.join(operands)[:80]!r}: the words are " + ", ".join(f"{name}=" for name in known)
+        )
+    return values
+
+
+def _audit_records() -> Iterator[Json]:
+    after = 0
+    while True:
+        page = client.call("GET", f"/v1/audit?after={after}&limit={AUDIT_PAGE}")["records"]
+        yield from page
+        if len(page) < AUDIT_PAGE:
+            return
+        after = page[-1]["seq"]
+
+
+def _list_audit(chosen: Mapping[str, str], words: Words) -> int:
+    last = chosen.get("last", "")
+    if last and not (last.isascii() and last.isdigit()):
+        raise UsageError(f"cannot show the last {last[:20]!r} records: say a number, as in last=20")
+    found = [
+        record
+        for record in _audit_records()
+        if chosen.get("user") in (None, record["user"]) and chosen.get("action") in (None, record["action"])
+    ]
+    found = found[-int(last[:9]) :] if last and int(last[:9]) else found
+    if words.has("json"):
+        print_json({"version": 1, "records": found})
+        return 0
+    for record in found:
+        change = " -> ".join(filter(None, (record["before"], record["after"])))
+        parts = (
+            record["seq"],
+            date_text(record["at_s"]),
+            f"{record['user']}({record['uid']})",
+            record["role"],
+            record["source"],
+            record["action"],
+            record["object"] or "-",
+            record["outcome"],
+            change,
+        )
+        print(clean(" ".join(map(str, parts)).rstrip()))
+    return 0
+
+
+def _verify_audit(given: Mapping[str, str], words: Words) -> int:
+    from hpcsched.auth.audit import Head, record_from_json, signature_check, verify
+
+    answer: Json = {} if {"heads", "key"} <= given.keys() else client.call("GET", "/v1/audit/heads")
+    try:
+        heads = [Head(**values) for values in (_json_lines(given["heads"]) if "heads" in given else answer["heads"])]
+        records = [
+            record_from_json(values) for values in (_json_lines(given["log"]) if "log" in given else _audit_records())
+        ]
+    except (TypeError, KeyError) as error:
+        raise RequestError(f"cannot verify the audit log: a line is no record or no signed end: {error}") from None
+    key = _read_text(given["key"]).strip() if "key" in given else answer["public_key"]
+    good, wrong = verify(records, heads, signature_check(key))
+    if words.has("json"):
+        print_json({"version": 1, "good": good, "records": len(records), "heads": len(heads), "wrong": wrong})
+    elif wrong:
+        print(f"hctl: the audit log is not what was written: {clean(wrong)}", file=sys.stderr)
+    else:
+        print(f"the audit log is complete: {good} records, {len(heads)} signed ends")
+    return 1 if wrong else 0
+
+
+def _json_lines(path: str) -> list[Json]:
+    try:
+        return [json.loads(line) for line in _read_text(path).splitlines()]
+    except ValueError as error:
+        raise RequestError(f"cannot read {clean(path[:200])!r}: {error}") from None
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read()
+    except OSError as error:
+        raise RequestError(f"cannot read {clean(path[:200])!r}: {error.strerror}") from None
+
+
+def _write_new(path: str, lines: Iterable[str], what: str) -> int:
+    """Write the lines to a new file that only its owner can read."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as stream:
+            stream.writelines(lines)
+    except OSError as error:
+        raise RequestError(f"cannot write {what} to {clean(path[:200])!r}: {error.strerror}") from error
+    return 0
+
+
 def _snapshot(rest: Sequence[str], words: Words) -> int:
     if len(rest) != 1:
         raise UsageError("cannot write a snapshot: name one file, or - for standard output")
@@ -926,6 +1050,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "reset": _reset,
     "backup": _backup,
     "snapshot": _snapshot,
+    "audit": _audit,
     "strays": _strays,
     "token": _token,
     "checkpoint": lambda rest, words: _on_checkpoints(rest, words.has("json")),

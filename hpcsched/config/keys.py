@@ -372,6 +372,13 @@ PRIVACY = (
         "what is theirs, coordinators what is their accounts', and the other roles all."),
 )
 
+AUDIT = (
+    Key("heads", text, "",
+        "The file with the signed ends of the audit log. Default: audit.heads in state_dir. Better on another disk."),
+    Key("sign_every_s", seconds(1), 60, "How often the end of the audit log is signed, if it has new records."),
+    Key("syslog", yes_no, True, "Whether signed ends also go to the system's log, with facility authpriv."),
+)
+
 SCHEDULER = (
     Key("policy", one_of("easy", "easy-sjbf", "default", "conservative", "slurm-like", "fifo"), "easy",
         "easy: a job may start ahead of its turn if it does not delay the first in line (EASY backfill); easy-sjbf: the same, "
@@ -510,6 +517,7 @@ SECTIONS = {
     "controller": CONTROLLER,
     "roles": ROLES,
     "privacy": PRIVACY,
+    "audit": AUDIT,
     "scheduler": SCHEDULER,
     "scheduler.weights": WEIGHTS,
     "gateway": GATEWAY,

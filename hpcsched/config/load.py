@@ -27,6 +27,7 @@ from hpcsched import paths
 from hpcsched.auth.authorize import HIDEABLE, AccessPolicy, Role
 from hpcsched.config.accounts import ALL_PARTITION, ALL_WEIGHTS, TABLES, accounting_of, check_partitions, limits_from
 from hpcsched.config.keys import (
+    AUDIT,
     CLUSTER,
     CONTROLLER,
     GATEWAY,
@@ -140,6 +141,15 @@ class ControllerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings:
+    """[audit]. `heads` "": the file `audit.heads` in the state directory."""
+
+    heads: str
+    sign_every_s: float
+    syslog: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """[scheduler.weights]"""
 
@@ -220,6 +230,7 @@ class Config:
     accounting: Accounting
     nodes: tuple[NodeSpec, ...]
     access: AccessPolicy
+    audit: AuditSettings
 
     @property
     def launch_key(self) -> Path:
@@ -340,7 +351,18 @@ def build_config(
     Raises ConfigError.
     """
     path = config_dir / paths.CONFIG_FILE
-    known = ("cluster", "controller", "roles", "privacy", "scheduler", "gateway", "partitions", "topology", *TABLES)
+    known = (
+        "cluster",
+        "controller",
+        "roles",
+        "privacy",
+        "audit",
+        "scheduler",
+        "gateway",
+        "partitions",
+        "topology",
+        *TABLES,
+    )
     refuse_unknown(path, "the file", tables, known, kind="table")
     cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
     partitions = _partitions(path, tables.get("partitions", {}), nodes)
@@ -359,6 +381,7 @@ def build_config(
         accounting=accounting,
         nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),
         access=_access(path, tables, accounting),
+        audit=AuditSettings(**values_of(path, "[audit]", tables.get("audit", {}), AUDIT)),
     )
 
 

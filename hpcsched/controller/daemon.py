@@ -22,6 +22,7 @@ from hpcsched import paths
 from hpcsched.api import web
 from hpcsched.api.connection_limits import SocketLimits
 from hpcsched.config.load import Config, load_config
+from hpcsched.controller.audit_heads import HEADS_FILE, AuditHeads
 from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.nodes.edits import refused_edits
@@ -133,6 +134,9 @@ class Daemon:
         self.fleet = Fleet(self.controller, bundle=build_bundle(), identity=identity, clock=clock)
         self._socket_limits = socket_limits
         self._programs = TriggerPrograms()
+        state_dir = config.controller.state_dir
+        heads = Path(config.audit.heads) if config.audit.heads else state_dir / HEADS_FILE
+        self._audit_heads = AuditHeads(state_dir, heads, store.audit_end, to_syslog=config.audit.syslog)
         self.heads = HeadStreams(socket_limits)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
         self.heads.stepping = self.fleet.stepping = self.stepping
@@ -161,19 +165,10 @@ class Daemon:
         self.fleet.relaying = Relaying(
             self.controller.cluster, self.send, lambda request: router.find(request)(request), self._socket_limits
         )
-        backend = ControllerBackend(
-            self.controller,
-            self.fleet,
-            clock=self._clock,
-            started_at_s=self._clock(),
-            apply_config=self.apply_config,
-            database=self._config.controller.state_dir / paths.DATABASE_FILE,
-            credentials=credentials,
-        )
         try:
             await self._check_database()
             await self.heads.serve(self._config.steps_socket, mode)
-            coming.set_result(backend)
+            coming.set_result(self._backend(credentials))
             log.info("ready at %s", self._config.api_socket)
             await answered()
             self.fleet.configure(self._config)
@@ -182,14 +177,28 @@ class Daemon:
             given_up = self.store.given_up()
             self.controller.ask(lambda tx: lose_gone_nodes(tx, given_up), self._gone_nodes_lost, keep=True)
             self.wake(0.0)
+            self._sign_audit()
             await self._stop.wait()
             log.info("stopping; jobs run on")
         finally:
             self._stop.set()
+            self._audit_heads.sign(self._clock())
             self._config.steps_socket.unlink(missing_ok=True)
             await self.heads.close()
             self.fleet.close()
         return self._exit_code
+
+    def _backend(self, credentials: Credentials) -> ControllerBackend:
+        return ControllerBackend(
+            self.controller,
+            self.fleet,
+            clock=self._clock,
+            started_at_s=self._clock(),
+            apply_config=self.apply_config,
+            database=self._config.controller.state_dir / paths.DATABASE_FILE,
+            audit_heads=self._audit_heads,
+            credentials=credentials,
+        )
 
     async def _check_database(self) -> None:
         """Reject a damaged database before anything starts.
@@ -234,6 +243,11 @@ class Daemon:
                 self.store.forget_given_up()
         except UnavailableError as error:
             log.error("%s", error)  # the next start finds no jobs there
+
+    def _sign_audit(self) -> None:
+        """Sign the audit log now and then."""
+        self._audit_heads.sign(self._clock())
+        asyncio.get_running_loop().call_later(self._config.audit.sign_every_s, self._sign_audit)
 
     def _reload(self) -> None:
         try:

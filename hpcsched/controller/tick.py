@@ -11,12 +11,14 @@ changes that were not yet acknowledged.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from hpcnode.wire import protocol
+from hpcsched.auth.audit import AuditEntry
 from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
@@ -61,6 +63,7 @@ SEALED = Wait(
 ENDED_JOBS = 10_000  # most in memory, of any age; the database keeps all
 
 RETRY_S = 1.0  # after a failed commit
+REFUSALS, REFUSALS_S = 20, 60.0  # refused requests of an account that are recorded each, in this time
 PLAN_RETRY_S, PLAN_RETRY_MOST_S = 1.0, 60.0  # after a failed plan
 
 Work = Callable[[Transaction], Any]
@@ -186,6 +189,9 @@ class Controller:
         self._warned: dict[JobId, float] = {}
         self._inbox: list[_Item] = []
         self._unwritable = ""  # why the last commit failed
+        self._refusals: list[AuditEntry] = []  # for the audit log, not yet on disk
+        self._refusals_recorded = 0  # how many of these are in the present transaction
+        self._refused: dict[int, tuple[int, float]] = {}  # by uid: refusals, and since when they are counted
         self._plan_wanted = True
         self._planning = Planning(ports.monotonic_s)
         self._pace = Pace(ports.monotonic_s, ports.processor_s)
@@ -211,6 +217,22 @@ class Controller:
         """
         self._inbox.append(_Item(work, done, keep))
         self._ports.wake(0.0)
+
+    def note_refusal(self, entry: AuditEntry) -> None:
+        """Add a refused request to the audit log, in the next commit.
+
+        Of an account that is refused often, only `REFUSALS` are recorded each in `REFUSALS_S`; the
+        next one after that time says how many were left out.
+        """
+        count, since_s = self._refused.get(entry.uid, (0, entry.at_s))
+        if not since_s <= entry.at_s < since_s + REFUSALS_S:
+            left_out, count, since_s = count - REFUSALS, 0, entry.at_s
+            if left_out > 0:
+                entry = dataclasses.replace(entry, after=f'{{"left_out":{left_out}}}')
+        self._refused[entry.uid] = (count + 1, since_s)
+        if count < REFUSALS:
+            self._refusals.append(entry)
+            self._ports.wake(0.0)
 
     def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> str:
         """Record the agent's welcome and inventory; return why the agent is refused, or ""."""
@@ -459,6 +481,7 @@ class Controller:
             return
         if wrong is not None:
             tx, turn, inbox = self._commit_pieces(tx, inbox, wrong)
+        del self._refusals[: self._refusals_recorded]
         if self._unwritable:
             log.info("the database can be written again")
             self._unwritable = ""
@@ -494,6 +517,9 @@ class Controller:
         known = self._clock_mark
         mark = _guarded("read the clocks", lambda: keep_step(tx, known, *self._ports.boot_clock()))
         self._do_items(tx, inbox)
+        if refusals := list(self._refusals):
+            _log_failure(tx.attempt("record refusals", lambda one: one.batch.audit.extend(refusals)))
+        self._refusals_recorded = len(refusals)
         _guarded("end jobs whose time is over", lambda: end_overdue(tx))
         _guarded("move reservations on", lambda: reservations.keep_up(tx))
         _guarded("keep crontabs up", lambda: crontabs.keep_up(tx))

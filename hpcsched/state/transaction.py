@@ -8,10 +8,11 @@ change and its commit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from hpcnode.wire.message import WireError
+from hpcsched.auth.audit import AuditEntry
 from hpcsched.auth.tokens import Credential
 from hpcsched.errors import HpcschedError, InvariantError, RequestError, report_fault
 from hpcsched.lifecycle.events import Allocated, JobEvent, NodesAdded, Respecified, Submitted
@@ -28,6 +29,9 @@ from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.fairshare import UsedResources, at, charge_of, plus, weights_of
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.scripts import set_apart
+
+SHOWN_DIFFERENCES = 20  # objects of one request in the audit log
+_NOT_LOGGED = frozenset(("spec", "refusals", "secret_sha256"))  # a specification has the environment, which may have secrets
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -81,6 +85,7 @@ class WriteBatch:
     failures: list[RankFailure] = field(default_factory=list)
     # Tokens from before a restore whose jobs continue.
     adopted: list[str] = field(default_factory=list)
+    audit: list[AuditEntry] = field(default_factory=list)
     clock: str = ""  # the clock mark of the head node, if it changed
 
     def __bool__(self) -> bool:
@@ -276,6 +281,43 @@ class Transaction:
                 return {job_id: self.cluster.jobs[JobId(job_id)].spec for job_id in job_ids}
         return None if self._within is None else self._within.requested(uid, request_id)
 
+    def audit(self, entry: AuditEntry) -> None:
+        """Add a record to the audit log: in the same commit as the changes, or not at all."""
+        self.batch.audit.append(entry)
+
+    def differences(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """Return what this transaction changed: its objects in words, earlier and new values.
+
+        Only values that differ, of at most `SHOWN_DIFFERENCES` objects.
+        """
+        changed: list[tuple[str, Any, Any]] = []
+        made = {job.id for jobs in self.batch.submitted for job in jobs}
+        for jobs in self.batch.submitted:
+            spec = jobs[0].spec
+            after = {
+                "name": spec.name,
+                "partition": jobs[0].partition,
+                "tasks": len(jobs),
+                "script": spec.script_sha256,
+            }
+            changed.append((f"job {jobs[0].number}", {}, after))
+        for job_id, before in self._jobs_before.items():
+            if job_id not in made and before is not None:
+                changed.append((f"job {before.display_id}", before, self.cluster.jobs.get(job_id)))
+        for (table, key), before in self._before.items():
+            if table != "usage":
+                changed.append((f"{table.removesuffix('s')} {key}", before, getattr(self.cluster, table).get(key)))
+        for name, state in self.batch.partitions.items():
+            earlier = self._partitions_before[0].get(name) if self._partitions_before else None
+            changed.append((f"partition {name}", {"state": earlier and earlier.state.value}, {"state": state.value}))
+        shown = [(name, *_differing(before, after)) for name, before, after in changed[:SHOWN_DIFFERENCES]]
+        more = [f"and {len(changed) - len(shown)} more"] if len(changed) > len(shown) else []
+        return (
+            ", ".join([name for name, _, _ in shown] + more),
+            {name: before for name, before, _ in shown if before},
+            {name: after for name, _, after in shown if after},
+        )
+
     def undo(self) -> None:
         """Restore the cluster to its state before this transaction."""
         for job_id, job in self._jobs_before.items():
@@ -349,6 +391,26 @@ class Transaction:
         self._jobs_before.setdefault(job.id, self.cluster.jobs.get(job.id))
         self.cluster.put(job)
         self.batch.jobs[job.id] = job
+
+
+def _differing(before: Any, after: Any) -> tuple[Any, Any]:
+    """Return the parts of two values that differ, as values for JSON."""
+    kind = before if before is not None else after
+    if isinstance(kind, dict):
+        return before, after
+    if not is_dataclass(kind):
+        return _plain(before), _plain(after)
+    names = [field.name for field in fields(kind) if field.name not in _NOT_LOGGED]
+    if before is not None and after is not None:
+        names = [name for name in names if getattr(before, name) != getattr(after, name)]
+    earlier, later = (
+        {name: _plain(getattr(value, name)) for name in names} if value else {} for value in (before, after)
+    )
+    return earlier, later
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | bool | None) else str(getattr(value, "value", value))[:200]
 
 
 def _add_missing(known: dict[K, V], more: Mapping[K, V]) -> None:

@@ -236,6 +236,23 @@ requests = Table(
     sqlite_with_rowid=False,
 )
 
+audit = Table(
+    "audit",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at_s", Float, nullable=False),
+    Column("uid", Integer, nullable=False),
+    Column("user", Text, nullable=False),
+    Column("role", Text, nullable=False),
+    Column("source", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("object", Text, nullable=False),
+    Column("before", Text, nullable=False),
+    Column("after", Text, nullable=False),
+    Column("outcome", Text, nullable=False),
+    Column("hash", Text, nullable=False),
+)
+
 usage = Table(
     "usage",
     metadata,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, null, or_, select, update
 
+from hpcsched.auth.audit import GENESIS, AuditEntry, AuditRecord, chained, record_from_json, record_to_json
 from hpcsched.auth.tokens import Credential
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
@@ -36,6 +37,7 @@ from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (
     Env,
+    audit,
     credential_of,
     credential_row,
     credentials,
@@ -147,6 +149,7 @@ class Store:
         self.unopened: frozenset[int] = frozenset()
         # Of each row of `submissions`: the jobs without a row of their own.
         self._unchanged: dict[int, set[int]] = {}
+        self._audit_end: tuple[int, str] | None = None  # number and hash of the last audit record; None: not read yet
 
     def close(self) -> None:
         """Close the database file."""
@@ -179,6 +182,7 @@ class Store:
         unchanged = set[int]().union(*new.values())
         changed = [job for job_id, job in batch.jobs.items() if job_id not in unchanged]
         first = self._first_changes(changed)
+        records = self._chained(batch.audit) if batch.audit else []
         with writing(self.connection) as connection:
             macs = _put_specs(connection, batch.specs, self.keys.newest)
             _put(connection, _NEW_SCRIPT, _script_row, batch.scripts.items())
@@ -194,6 +198,7 @@ class Store:
             _put(connection, _PUT_TRAINING, training_row, batch.training.values())
             _put(connection, _NEW_FAILURE, failure_row, batch.failures)
             _put(connection, _NEW_REQUEST, _request_row, batch.requests)
+            _put(connection, _NEW_AUDIT, record_to_json, records)
             _put(connection, PUT_META, _meta_row, _facts(batch))
             if over := _attempts_over(changed, batch.events):
                 _END_STEPS.run_many(connection, over)
@@ -203,6 +208,8 @@ class Store:
             _replace(connection, _DELETE_TRIGGER, _NEW_TRIGGER, trigger_row, batch.triggers)
             _replace(connection, _DELETE_CREDENTIAL, _NEW_CREDENTIAL, credential_row, batch.credentials)
         self._env_macs |= macs
+        if records:
+            self._audit_end = records[-1].seq, records[-1].hash
         self._unchanged |= {number: ids for number, ids in new.items() if ids}
         for number, ids in first.items():
             self._unchanged[number] -= ids
@@ -217,6 +224,29 @@ class Store:
             if job.id in self._unchanged.get(number, ()):
                 first.setdefault(number, set()).add(job.id)
         return first
+
+    # ----- the audit log
+
+    def _chained(self, entries: Iterable[AuditEntry]) -> list[AuditRecord]:
+        records: list[AuditRecord] = []
+        seq, previous = self.audit_end()
+        for entry in entries:
+            seq += 1
+            records.append(chained(entry, seq, previous))
+            previous = records[-1].hash
+        return records
+
+    def audit_end(self) -> tuple[int, str]:
+        """Return the number and the hash of the last audit record; of none: 0 and `GENESIS`."""
+        if self._audit_end is None:
+            last = self._rows(_LAST_AUDIT)
+            self._audit_end = (last[0].seq, last[0].hash) if last else (0, GENESIS)
+        return self._audit_end
+
+    def audit_records(self, after: int, limit: int) -> list[AuditRecord]:
+        """Return the audit records with numbers above `after`, in order, `limit` at most."""
+        found = self._rows(_AUDIT, {"after_seq": after, "most": limit})
+        return [record_from_json(row._asdict()) for row in found]
 
     # ----- scripts
 
@@ -625,6 +655,10 @@ _EVENTS = Statement(
     .order_by(events.c.seq)
 )
 _LAST_EVENT = Statement(select(func.max(events.c.at_s)))
+
+_NEW_AUDIT = Statement(insert(audit))
+_LAST_AUDIT = Statement(select(audit.c.seq, audit.c.hash).order_by(audit.c.seq.desc()).limit(1))
+_AUDIT = Statement(select(audit).where(audit.c.seq > place("after_seq")).order_by(audit.c.seq).limit(place("most")))
 
 _NEW_REQUEST = Statement(insert(requests))
 _REQUEST = Statement(

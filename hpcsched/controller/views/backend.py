@@ -7,7 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -28,8 +28,10 @@ from hpcsched.api.views import (
     training_view,
     why_waiting,
 )
+from hpcsched.auth.audit import REFUSED, entry_of, record_to_json
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, allows, authorize, reach
 from hpcsched.controller import credentials, usage_ledger
+from hpcsched.controller.audit_heads import AuditHeads
 from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
@@ -76,6 +78,7 @@ log = logging.getLogger("hpcsched.backend")
 
 PROBE_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 15.0
+MAX_AUDIT_RECORDS = 5000  # of one answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,7 @@ class ControllerBackend(Reading):
         apply_config: Callable[[list[str]], list[str]],
         database: Path,
         credentials: Credentials | None = None,
+        audit_heads: AuditHeads | None = None,
     ) -> None:
         super().__init__(controller.cluster, clock)
         self._controller = controller
@@ -110,6 +114,7 @@ class ControllerBackend(Reading):
         self._apply_config = apply_config
         self._database = database
         self._credentials = credentials or Credentials(controller.cluster, database.parent, "", clock)
+        self._audit_heads = audit_heads
         # Requests that take several ticks.
         self._changing: set[asyncio.Task[requests.Outcome]] = set()
         # If False, all jobs run as the accounts that the nodes were added with.
@@ -143,7 +148,9 @@ class ControllerBackend(Reading):
                 f"cannot submit: uid {identity.uid} has no account on this machine, so that no node knows as whom to run the job"
             )
         seen = self._controller.store.request_jobs
-        jobs = await self._change(lambda tx: requests.submit(tx, identity, request_id, specs, seen))
+        jobs = await self._change(
+            identity, Action.SUBMIT, lambda tx: requests.submit(tx, identity, request_id, specs, seen)
+        )
         return {"jobs": jobs, "notes": []}
 
     async def test(self, identity: Identity, spec: JobSpec) -> Json:
@@ -250,13 +257,15 @@ class ControllerBackend(Reading):
             if not isinstance(changes, dict):
                 raise RequestError('cannot change the job: the body must have {"changes": {name: text}}')
             texts = {str(name): str(value) for name, value in changes.items()}
-            outcome = await self._change_jobs(lambda tx: update(tx, identity, references, texts))
+            outcome = await self._change_jobs(identity, verb, lambda tx: update(tx, identity, references, texts))
         elif verb == "requeue":
             how = {name: body.get(name) is True for name in ("incomplete", "held", "special")}
-            outcome = await self._change_jobs(lambda tx: requests.requeue(tx, identity, references, **how))
+            outcome = await self._change_jobs(
+                identity, verb, lambda tx: requests.requeue(tx, identity, references, **how)
+            )
         else:
             work = _WORK[verb]
-            outcome = await self._change_jobs(lambda tx: work(tx, identity, references))
+            outcome = await self._change_jobs(identity, verb, lambda tx: work(tx, identity, references))
         return outcome.as_json()
 
     async def _cancel(self, identity: Identity, references: list[str], filters: dict[str, str], body: Json) -> Json:
@@ -275,7 +284,8 @@ class ControllerBackend(Reading):
                 outcome.add(requests.signal(tx, identity, meant.batch, filters, signum, True, False))
             return outcome
 
-        outcome = await self._change_jobs(work)
+        asked = {"references": references, "filters": filters, "signal": body.get("signal")}
+        outcome = await self._change_jobs(identity, "cancel" if signum is None else "signal", work, asked)
         self._controller.send_signals(outcome.signals)
         listener = self._controller.listener
         if meant.steps and listener is not None:
@@ -382,16 +392,22 @@ class ControllerBackend(Reading):
             raise RequestError('cannot do that: the body must have {"nodes": "n[1-2]"}')
         if verb == "fence":
             removed = self._cluster.gone_nodes()
-            fenced = await self._change(lambda tx: requests.fence(tx, identity, nodes, why))
+            fenced = await self._change(identity, Action.FENCE, lambda tx: requests.fence(tx, identity, nodes, why))
             self._fleet.retry(requests.find_nodes(self._cluster, nodes, removed))
             return fenced.as_json()
         if verb == "remove":
             force = body.get("force") is True
-            return await self._change(lambda tx: remove_node(tx, identity, NodeName(nodes), force=force))
+            return await self._change(
+                identity, Action.REMOVE_NODE, lambda tx: remove_node(tx, identity, NodeName(nodes), force=force)
+            )
         if verb == "drain":
-            return {"nodes": await self._change(lambda tx: requests.drain(tx, identity, nodes, why, by))}
+            return {
+                "nodes": await self._change(identity, "drain", lambda tx: requests.drain(tx, identity, nodes, why, by))
+            }
         only_by = str(body.get("only_by") or "")
-        return {"nodes": await self._change(lambda tx: requests.resume(tx, identity, nodes, only_by))}
+        return {
+            "nodes": await self._change(identity, "resume", lambda tx: requests.resume(tx, identity, nodes, only_by))
+        }
 
     def reservations(self, identity: Identity) -> Json:
         now_s = self._clock()
@@ -408,7 +424,9 @@ class ControllerBackend(Reading):
         name, state = body.get("name"), body.get("state")
         if not isinstance(name, str) or not isinstance(state, str):
             raise RequestError('cannot change a partition: the body must be {"name": text, "state": text}')
-        made = await self._change(lambda tx: requests.set_partition_state(tx, identity, name, state))
+        made = await self._change(
+            identity, Action.UPDATE_PARTITION, lambda tx: requests.set_partition_state(tx, identity, name, state)
+        )
         return {"name": made.name, "state": made.state.value}
 
     async def act_on_reservation(self, identity: Identity, verb: str, body: Json) -> Json:
@@ -417,11 +435,13 @@ class ControllerBackend(Reading):
             raise RequestError('cannot do that: the body must be {"name": text, "changes": {name: text}}')
         texts = {str(key): str(value) for key, value in changes.items()}
         if verb == "delete":
-            await self._change(lambda tx: reservation_requests.delete(tx, identity, name))
+            await self._change(
+                identity, "delete-reservation", lambda tx: reservation_requests.delete(tx, identity, name)
+            )
             return {"name": name}
         self._check_people(texts)
         work = reservation_requests.create if verb == "create" else reservation_requests.update
-        made = await self._change(lambda tx: work(tx, identity, name, texts))
+        made = await self._change(identity, f"{verb}-reservation", lambda tx: work(tx, identity, name, texts))
         return {"name": made.name, "reservation": reservation_view(made, self._cluster, self._clock())}
 
     def _check_people(self, changes: Mapping[str, str]) -> None:
@@ -450,9 +470,11 @@ class ControllerBackend(Reading):
         if not isinstance(text, str) or not isinstance(jobs, list):
             raise RequestError('cannot take the crontab: the body must be {"text": text, "jobs": [...]}')
         if not text.strip():
-            await self._change(lambda tx: crontabs.remove(tx, owner))
+            await self._change(identity, "remove-crontab", lambda tx: crontabs.remove(tx, owner))
             return crontabs.view(None)
-        return crontabs.view(await self._change(lambda tx: crontabs.install(tx, owner, text, jobs)))
+        return crontabs.view(
+            await self._change(identity, "install-crontab", lambda tx: crontabs.install(tx, owner, text, jobs))
+        )
 
     def _owner(self, identity: Identity, user: str) -> Identity:
         """Return the identity, or the user that an admin acts for."""
@@ -469,13 +491,17 @@ class ControllerBackend(Reading):
 
     async def act_on_triggers(self, identity: Identity, verb: str, body: Json) -> Json:
         if verb == "set":
-            made = await self._change(lambda tx: triggers.create(tx, identity, body))
+            made = await self._change(identity, "set-trigger", lambda tx: triggers.create(tx, identity, body))
             return {"id": made.id}
         number = body.get("id")
         if number is not None and type(number) is not int:
             raise RequestError("cannot clear a trigger: its id must be a number")
         target, user = str(body.get("target") or ""), str(body.get("user") or "")
-        return {"cleared": await self._change(lambda tx: triggers.clear(tx, identity, number, target, user))}
+        return {
+            "cleared": await self._change(
+                identity, "clear-trigger", lambda tx: triggers.clear(tx, identity, number, target, user)
+            )
+        }
 
     # ----- credentials of the API over the network
 
@@ -492,9 +518,13 @@ class ControllerBackend(Reading):
             ids, user = body.get("ids") or [], str(body.get("user") or "")
             if not _is_texts(ids) or not (ids or user):
                 raise RequestError('cannot revoke a token: the body must be {"ids": [ids]} or {"user": name}')
-            return {"revoked": await self._change(lambda tx: credentials.revoke(tx, identity, ids, user))}
+            return {
+                "revoked": await self._change(
+                    identity, "revoke-token", lambda tx: credentials.revoke(tx, identity, ids, user)
+                )
+            }
         made, secret = self._credentials.prepare(identity, body)
-        await self._change(lambda tx: credentials.put(tx, made))
+        await self._change(identity, "create-token", lambda tx: credentials.put(tx, made))
         log.info("%s made the %s %s of %s", identity.user, made.kind, made.id, made.user)
         return {"id": made.id, "user": made.user, "expires_at_s": made.expires_at_s, "token": secret}
 
@@ -505,13 +535,17 @@ class ControllerBackend(Reading):
         """Open a session with a one-time code or an id token."""
         code = self._credentials.use_code(body)
         made, secret = self._credentials.new_session(code.uid, code.user, code.scopes, source)
-        await self._change(lambda tx: credentials.put(tx, made))
+        identity = replace(identity_of(code.uid, self.access()), source="session")
+        await self._change(identity, "open-session", lambda tx: credentials.put(tx, made))
         return {"session": secret, "user": made.user, "expires_at_s": made.expires_at_s}
 
     async def close_session(self, identity: Identity, credential_id: str) -> Json:
         if not credential_id:
             raise RequestError("cannot close the session: the request has none")
-        return {"revoked": await self._change(lambda tx: credentials.revoke(tx, identity, [credential_id]))}
+        revoked = await self._change(
+            identity, "close-session", lambda tx: credentials.revoke(tx, identity, [credential_id])
+        )
+        return {"revoked": revoked}
 
     def priorities(self, identity: Identity, query: Json) -> Json:
         """Return the priorities of the waiting jobs that match `query`, as in `jobs`."""
@@ -541,7 +575,9 @@ class ControllerBackend(Reading):
             raise RequestError(
                 'cannot reset usage: the body must be {"accounts": [names], "users": [names]}, empty for all'
             )
-        found = await self._change(lambda tx: usage_ledger.reset(tx, identity, accounts, users))
+        found = await self._change(
+            identity, Action.RESET_USAGE, lambda tx: usage_ledger.reset(tx, identity, accounts, users)
+        )
         self._controller.reconfigured()
         log.info("%s reset the usage of %s", identity.user, ", ".join(map("/".join, found)) or "nobody")
         return {"reset": [{"account": account, "user": user} for account, user in found]}
@@ -558,9 +594,9 @@ class ControllerBackend(Reading):
         if not _is_texts(tokens) or not tokens:
             raise RequestError('cannot do that: the body must be {"tokens": [tokens or their beginnings, or "all"]}')
         if verb == "adopt":
-            adopted = await self._change(lambda tx: orphans.adopt(tx, identity, tokens))
+            adopted = await self._change(identity, "adopt", lambda tx: orphans.adopt(tx, identity, tokens))
             return {"jobs": adopted, "left": len(self._cluster.undecided_launches)}
-        ended = await self._change(lambda tx: orphans.end(tx, identity, tokens))
+        ended = await self._change(identity, "end", lambda tx: orphans.end(tx, identity, tokens))
         self._controller.end_orphans(ended)
         return {"nodes": list(ended)}
 
@@ -591,7 +627,10 @@ class ControllerBackend(Reading):
             if name not in self._cluster.nodes:
                 there = ", ".join(self._cluster.nodes) or "none"
                 raise NotFoundError(f"Invalid node name specified: {name[:60]!r}; there are: {there}")
-        return {"changed": self._apply_config(same_machine)}
+        await self._change(identity, Action.RECONFIGURE, lambda tx: None, {"same_machine": same_machine})
+        changed = self._apply_config(same_machine)
+        await self._change(identity, Action.RECONFIGURE, lambda tx: None, {"changed": changed})
+        return {"changed": changed}
 
     async def backup(self, identity: Identity, path: object) -> Json:
         """Write a copy of the database to the new file `path`, in a thread.
@@ -610,19 +649,22 @@ class ControllerBackend(Reading):
             )
         if not path.startswith("/"):
             raise RequestError(f"cannot write a backup to {path[:200]!r}: the path must be absolute")
+        await self._change(identity, Action.BACK_UP, lambda tx: None, {"path": path})
         size = await asyncio.to_thread(back_up, self._database, Path(path))
         return {"path": path, "size": size}
 
-    async def _change_jobs(self, work: Callable[[Transaction], requests.Outcome]) -> requests.Outcome:
+    async def _change_jobs(
+        self, identity: Identity, verb: str, work: Callable[[Transaction], requests.Outcome], asked: Json | None = None
+    ) -> requests.Outcome:
         """Do `work` in the next tick, and its remaining jobs in later ticks.
 
         This continues even if the client disconnects.
         """
 
         async def all_parts() -> requests.Outcome:
-            outcome = await self._change(work)
+            outcome = await self._change(identity, verb, work, asked)
             while outcome.remaining:
-                part = await self._change(partial(requests.continued, done=outcome))
+                part = await self._change(identity, verb, partial(requests.continued, done=outcome))
                 outcome.remaining = []
                 outcome.add(part)
             return outcome
@@ -630,15 +672,55 @@ class ControllerBackend(Reading):
         task = asyncio.create_task(all_parts())
         self._changing.add(task)
         task.add_done_callback(self._changed)
-        return await asyncio.shield(task)
+        outcome = await asyncio.shield(task)
+        for error in outcome.errors:
+            if error["kind"] == PermissionDeniedError.__name__:
+                self.note_refusal(identity, verb, error["error"])
+        return outcome
+
+    def note_refusal(self, identity: Identity, asked: str, why: str) -> None:
+        """Record in the audit log that a request was refused."""
+        self._controller.note_refusal(entry_of(identity, asked, self._clock(), outcome=f"{REFUSED}: {why}"))
+
+    def audit(self, identity: Identity, query: Mapping[str, str]) -> Json:
+        """Return audit records with numbers above `after`, and how many there are."""
+        authorize(identity, Action.READ_AUDIT)
+        after = whole_number(query.get("after", "0"), "after")
+        limit = max(1, min(whole_number(query.get("limit", "1000"), "limit"), MAX_AUDIT_RECORDS))
+        records = self._controller.store.audit_records(after, limit)
+        last, _ = self._controller.store.audit_end()
+        return {"records": [record_to_json(record) for record in records], "last": last}
+
+    def audit_heads(self, identity: Identity) -> Json:
+        """Return the signed ends of the audit log, signed anew, and the public key."""
+        authorize(identity, Action.READ_AUDIT)
+        if self._audit_heads is None:
+            raise UnavailableError("cannot show the signed heads: this controller signs none")
+        self._audit_heads.sign(self._clock())
+        return {"heads": self._audit_heads.heads(), "public_key": self._audit_heads.public_key()}
 
     def _changed(self, task: asyncio.Task[requests.Outcome]) -> None:
         self._changing.discard(task)
         if not task.cancelled():
             task.exception()  # the client is told, or has left
 
-    async def _change(self, work: Callable[[Transaction], T]) -> T:
-        """Do `work` in the next tick, and return its result when it is on disk."""
+    async def _change(
+        self, identity: Identity, action: Action | str, work: Callable[[Transaction], T], asked: Json | None = None
+    ) -> T:
+        """Do `work` in the next tick; return its result when it is on disk with its record.
+
+        `asked`: the request, if its effect alone does not show it.
+        """
+        name = action if isinstance(action, str) else action.value
+
+        def recorded(tx: Transaction) -> T:
+            result = work(tx)
+            objects, before, after = tx.differences()
+            if asked:
+                after |= {"asked": asked}
+            tx.audit(entry_of(identity, name, tx.now_s, object=objects, before=before, after=after))
+            return result
+
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def done(result: Any) -> None:
@@ -649,7 +731,7 @@ class ControllerBackend(Reading):
             else:
                 future.set_result(result)
 
-        self._controller.ask(work, done)
+        self._controller.ask(recorded, done)
         return await future
 
 

@@ -87,7 +87,7 @@ def make_server(
     """
     routes = _Routes(reader, coming)
     found = [*_gets(routes), *_posts(routes)]
-    routed = web.Router(web.Route(route.method, route.path, _with_errors(route.handler)) for route in found)
+    routed = web.Router(web.Route(route.method, route.path, routes.with_errors(route.handler)) for route in found)
     routes.router = routed
     return web.Server(routed, _refusal, socket_limits, identify)
 
@@ -116,6 +116,8 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/config", by(lambda call: call.backend.config(call.identity))),
         web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/outages", routes.in_turn(by(lambda call: call.backend.outages(call.identity, call.query)))),
+        web.get("/v1/audit", routes.in_turn(by(lambda call: call.backend.audit(call.identity, call.query)))),
+        web.get("/v1/audit/heads", routes.in_turn(by(lambda call: call.backend.audit_heads(call.identity)))),
         web.get("/v1/log", routes.log),
         web.get("/v1/whoami", by(lambda call: call.backend.whoami(call.identity))),
         web.get("/v1/tokens", by(lambda call: call.backend.tokens(call.identity, call.query.get("user", "")))),
@@ -214,6 +216,41 @@ class _Routes:
         if request.uid is not None:
             return replace(identity_of(request.uid, self._reader.access()).as_user(), source="job")
         return identity_of(_uid_of(request), self._reader.access())
+
+    def with_errors(self, handler: web.Handler) -> web.Handler:
+        """Return `handler` with its errors turned into error responses."""
+
+        async def handle(request: web.Request) -> web.Response:
+            try:
+                is_admins = request.method == "POST" and request.path.startswith(ADMINS_PATHS)
+                # The client may have disconnected afterwards.
+                uid = _uid_of(request) if is_admins else None
+                if why := why_out_of_scope(request.scopes, request.method, request.path):
+                    raise PermissionDeniedError(f"cannot {request.method} {request.path[:200]}: {why}")
+                response = await handler(request)
+            except Exception as raised:
+                error = (
+                    raised
+                    if isinstance(raised, HpcschedError)
+                    else report_fault(raised, f"answer {request.method} {request.path[:200]!r}")
+                )
+                # The frames refer to the request, its jobs and each other. They would stay in memory until
+                # the next garbage collection.
+                raised.__traceback__ = None
+                if len(request.body) > LARGE_BODY_BYTES:
+                    gc.collect(0)
+                if isinstance(error, PermissionDeniedError) and self._coming.done():
+                    self._coming.result().note_refusal(
+                        self._identity(request), f"{request.method} {request.path[:200]}", str(error)
+                    )
+                status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+                at = {} if error.at is None else {"at": error.at}
+                return answer({"error": str(error), "kind": type(error).__name__, **at}, status)
+            if uid is not None:
+                log.info("uid %d: %s %.300r", uid, request.path, request.body)
+            return response
+
+        return handle
 
     async def submit(self, request: web.Request) -> web.Response:
         body = await self._body(request)
@@ -368,38 +405,6 @@ def _uid_of(request: web.Request) -> int:
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:
     return whole_number(query[name], name) if name in query else default
-
-
-def _with_errors(handler: web.Handler) -> web.Handler:
-    """Return `handler` with its errors turned into error responses."""
-
-    async def handle(request: web.Request) -> web.Response:
-        try:
-            is_admins = request.method == "POST" and request.path.startswith(ADMINS_PATHS)
-            # The client may have disconnected afterwards.
-            uid = _uid_of(request) if is_admins else None
-            if why := why_out_of_scope(request.scopes, request.method, request.path):
-                raise PermissionDeniedError(f"cannot {request.method} {request.path[:200]}: {why}")
-            response = await handler(request)
-        except Exception as raised:
-            error = (
-                raised
-                if isinstance(raised, HpcschedError)
-                else report_fault(raised, f"answer {request.method} {request.path[:200]!r}")
-            )
-            # The frames refer to the request, its jobs and each other. They would stay in memory until
-            # the next garbage collection.
-            raised.__traceback__ = None
-            if len(request.body) > LARGE_BODY_BYTES:
-                gc.collect(0)
-            status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-            at = {} if error.at is None else {"at": error.at}
-            return answer({"error": str(error), "kind": type(error).__name__, **at}, status)
-        if uid is not None:
-            log.info("uid %d: %s %.300r", uid, request.path, request.body)
-        return response
-
-    return handle
 
 
 def _refusal(status: int, why: str) -> web.Response:

@@ -8,12 +8,15 @@ import json
 import logging
 import socket
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from hpcsched.api import web
-from hpcsched.controller.views.routes import LARGE_BODY_BYTES, _uid_of, _with_errors
+from hpcsched.controller.views.routes import LARGE_BODY_BYTES, _Routes, _uid_of
 from hpcsched.errors import NotFoundError, RequestError
+
+STARTING = _Routes(SimpleNamespace(), SimpleNamespace(done=lambda: False))  # type: ignore[arg-type]  # has no backend yet
 
 
 class Asked(list[int]):
@@ -39,8 +42,8 @@ def test_nothing_of_a_large_request_stays_after_an_error(raised: Exception, stat
     request = web.Request("POST", "/v1/submit", {}, {}, b" " * (LARGE_BODY_BYTES + 1), None)
     gc.disable()
     try:
-        asyncio.run(_with_errors(handler)(request))  # the log keeps the traceback of a fault's first occurrence
-        response = asyncio.run(_with_errors(handler)(request))
+        asyncio.run(STARTING.with_errors(handler)(request))  # the log keeps the traceback of a fault's first occurrence
+        response = asyncio.run(STARTING.with_errors(handler)(request))
         assert made[1]() is None
     finally:
         gc.enable()
@@ -61,7 +64,7 @@ def test_a_client_that_has_gone_is_no_fault(gone_first: bool, caplog: pytest.Log
     if gone_first:
         ours.close()
     with caplog.at_level(logging.ERROR):
-        response = asyncio.run(_with_errors(handler)(request))
+        response = asyncio.run(STARTING.with_errors(handler)(request))
     theirs.close()
     assert response.status == (503 if gone_first else 200)
     assert not caplog.records

@@ -1,0 +1,111 @@
+"""Sign the end of the audit log: into a second file, and to the system's log.
+
+The private key (Ed25519) is in the state directory and is made at the first signature. Each line of
+the file is a `Head` as JSON. Copies on another machine, such as a central syslog, show that a log
+and this file were replaced together.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import syslog
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcsched.auth.audit import Head, signed_text
+from hpcsched.errors import UnavailableError
+
+if TYPE_CHECKING:  # the first requests are answered before it is loaded
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+log = logging.getLogger("hpcsched.audit")
+
+KEY_FILE = "audit.key"  # in the state directory
+HEADS_FILE = "audit.heads"
+KEY_BYTES = 32
+MAX_HEADS = 100_000  # that are read: the last ones
+
+
+class AuditHeads:
+    """Signs the last record of the audit log if there are new records."""
+
+    def __init__(self, state_dir: Path, heads: Path, end: Callable[[], tuple[int, str]], *, to_syslog: bool) -> None:
+        self._key_file = state_dir / KEY_FILE
+        self._heads = heads
+        self._end = end
+        self._to_syslog = to_syslog
+        self._signed = 0  # number of the record that was signed last
+        self._failed = ""
+
+    def sign(self, at_s: float) -> None:
+        """Sign the last record, unless it is signed. A failure is logged once and tried again."""
+        seq, last_hash = self._end()
+        if seq == self._signed:
+            return
+        try:
+            head = Head(seq=seq, hash=last_hash, at_s=at_s)
+            signature = self._key().sign(signed_text(head))
+            line = json.dumps(asdict(replace(head, signature=base64.b64encode(signature).decode())))
+            self._append(line)
+        except (OSError, UnavailableError) as error:
+            if str(error) != self._failed:
+                log.error("cannot sign the audit log: %s; trying again", error)
+            self._failed = str(error)
+            return
+        self._signed, self._failed = seq, ""
+        if self._to_syslog:
+            syslog.openlog("hpcschedd", 0, syslog.LOG_AUTHPRIV)
+            syslog.syslog(syslog.LOG_NOTICE, f"audit head {line}")
+
+    def public_key(self) -> str:
+        """Return the public key as base64. Raises UnavailableError."""
+        return base64.b64encode(self._key().public_key().public_bytes_raw()).decode()
+
+    def heads(self) -> list[dict[str, Any]]:
+        """Return the signed heads. Raises UnavailableError if the file cannot be read."""
+        try:
+            lines = self._heads.read_text(encoding="utf-8").splitlines() if self._heads.exists() else []
+            return [json.loads(line) for line in lines[-MAX_HEADS:]]
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"cannot read {self._heads}: {error}") from None
+
+    def _key(self) -> Ed25519PrivateKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        try:
+            with open(self._key_file, "rb", opener=_no_follow) as stream:
+                status, text = os.fstat(stream.fileno()), stream.read(KEY_BYTES + 1)
+        except FileNotFoundError:
+            return self._new_key()
+        except OSError as error:
+            raise UnavailableError(f"cannot read {self._key_file}: {error.strerror}") from None
+        if status.st_mode & 0o077 or len(text) != KEY_BYTES:
+            raise UnavailableError(f"cannot use {self._key_file}: it is no key that only its owner can read")
+        return Ed25519PrivateKey.from_private_bytes(text)
+
+    def _new_key(self) -> Ed25519PrivateKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        key = Ed25519PrivateKey.generate()
+        descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "wb") as stream:
+            stream.write(key.private_bytes_raw())
+            stream.flush()
+            os.fsync(stream.fileno())
+        return key
+
+    def _append(self, line: str) -> None:
+        descriptor = os.open(self._heads, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
