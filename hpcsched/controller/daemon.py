@@ -22,7 +22,6 @@ from hpcsched import paths
 from hpcsched.api import web
 from hpcsched.api.connection_limits import SocketLimits
 from hpcsched.config.load import Config, load_config
-from hpcsched.controller.audit_heads import HEADS_FILE, AuditHeads
 from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.nodes.edits import refused_edits
@@ -42,6 +41,7 @@ from hpcsched.model.node import Node
 from hpcsched.model.trigger import Trigger
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import WriteBatch
+from hpcsched.store.audit_heads import HEADS_FILE, AuditHeads
 from hpcsched.store.engine import damage_of, damaged, open_read_only
 from hpcsched.store.store import Store
 

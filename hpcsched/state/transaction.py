@@ -31,7 +31,9 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.scripts import set_apart
 
 SHOWN_DIFFERENCES = 20  # objects of one request in the audit log
-_NOT_LOGGED = frozenset(("spec", "refusals", "secret_sha256"))  # a specification has the environment, which may have secrets
+_NOT_LOGGED = frozenset(
+    ("spec", "refusals", "secret_sha256")
+)  # a specification has the environment, which may have secrets
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -31,7 +31,6 @@ from hpcsched.api.views import (
 from hpcsched.auth.audit import REFUSED, entry_of, record_to_json
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, allows, authorize, reach
 from hpcsched.controller import credentials, usage_ledger
-from hpcsched.controller.audit_heads import AuditHeads
 from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
@@ -68,6 +67,7 @@ from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
+from hpcsched.store.audit_heads import AuditHeads
 from hpcsched.store.backup import back_up
 from hpcsched.store.store import HistoryQuery
 
