@@ -40,6 +40,10 @@ class PermissionDeniedError(RequestError):
     """The user has no permission for this action."""
 
 
+class UnsignedError(PermissionDeniedError):
+    """The job must be signed by its user; the whole command does that."""
+
+
 class NotFoundError(RequestError):
     """The named job, node or partition does not exist."""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hpcnode.commands import slurm_text
 from hpcsched import client
 from hpcsched.cli.output import complain, guarded, note, print_json, print_version
-from hpcsched.cli.process import finish, own_call, work_dir
+from hpcsched.cli.process import finish, own_call, submit_jobs, work_dir
 from hpcsched.client import Json
 from hpcsched.commands.call import Call
 from hpcsched.commands.options import UsageError, option_lines
@@ -171,9 +171,9 @@ def submit_each(setup: Setup, line: CommandLine, argv: Sequence[str], request_id
     answered: list[Json] = []
     notes: list[str] = []
     for number, at in enumerate(range(0, len(requests), PART_JOBS)):
-        jobs = [spec_to_json(request.built.spec) for request in requests[at : at + PART_JOBS]]
+        specs = [request.built.spec for request in requests[at : at + PART_JOBS]]
         try:
-            answer = client.call_again("POST", "/v1/submit", {"request_id": f"{request_id}.{number}", "jobs": jobs})
+            answer = submit_jobs(f"{request_id}.{number}", specs)
         except HpcschedError as error:
             raise _about(error, paths, at, request_id) from None
         answered += answer["jobs"]

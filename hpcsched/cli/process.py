@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from hpcnode.os import rlimits
 from hpcsched import client
 from hpcsched.cli.output import is_terminal, note, outlive_its_end, terminal_width
 from hpcsched.commands.call import Call, Caller, Json
-from hpcsched.errors import RequestError, UnavailableError
+from hpcsched.errors import RequestError, UnavailableError, UnsignedError
 from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
 from hpcsched.listing.text import clean
 from hpcsched.model.codec import spec_to_json
@@ -74,6 +74,22 @@ def _read_script(path: str | None, at: int | None) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
+def submit_jobs(request_id: str, specs: Sequence[JobSpec]) -> Json:
+    """Submit the jobs, signed if the cluster wants that; return the answer.
+
+    Raises as `client.call_again`.
+    """
+    body = {"request_id": request_id, "jobs": [spec_to_json(spec) for spec in specs]}
+    try:
+        return client.call_again("POST", "/v1/submit", body)
+    except UnsignedError:
+        from hpcsched.cli.signing import own_key, signed  # slow to import, and most clusters do not want it
+
+        key, cluster = own_key(), client.call("GET", "/v1/ping")["cluster"]
+        ready = [signed(spec, cluster=cluster, request_id=request_id, key=key) for spec in specs]
+        return client.call_again("POST", "/v1/submit", {**body, "jobs": [spec_to_json(spec) for spec in ready]})
+
+
 class _Standard:
     """The standard output and error of this process."""
 
@@ -104,7 +120,7 @@ class _Socket:
 
     async def submit(self, request_id: str, spec: JobSpec) -> Json:
         try:
-            return client.call_again("POST", "/v1/submit", {"request_id": request_id, "jobs": [spec_to_json(spec)]})
+            return submit_jobs(request_id, [spec])
         except client.BrokenConnectionError as error:
             raise UnavailableError(
                 f"{error}; the job may be in the queue already: to submit it for sure and once, "

@@ -17,7 +17,7 @@ from hpcsched.commands.call import Call, OwnProcessError
 from hpcsched.commands.options import FAILED, UsageError
 from hpcsched.commands.options import explained as explained_by_us
 from hpcsched.commands.slurm import NO_CONTACT, explained, refuse_other_clusters
-from hpcsched.errors import HpcschedError, RequestError, UnavailableError
+from hpcsched.errors import HpcschedError, RequestError, UnavailableError, UnsignedError
 from hpcsched.jobscript.build import Built, Layers, SubmissionWords, build_submission, read_layers
 from hpcsched.jobscript.options import CommandLine, is_set, last, parse_command_line
 from hpcsched.listing.text import clean
@@ -85,7 +85,12 @@ async def submit(argv: Sequence[str], call: Call, setup: Setup, *, request_id: s
         raise OwnProcessError
     request = await read(line, argv, call, setup, now_s)
     write_options(request, call, setup)
-    await send(request, call, setup, request_id=request_id)
+    try:
+        await send(request, call, setup, request_id=request_id)
+    except UnsignedError:
+        if call.in_own_process:
+            raise
+        raise OwnProcessError from None  # the user's key is not for the controller
     return 0
 
 

@@ -313,6 +313,9 @@ CONTROLLER = (
         "directory run in it.", shown='"/run/hpcsched"'),
     Key("user", optional(user), "",
         "The account of a controller that serves all users and is not root: hpcsched init --user. Empty: root, or one's own."),
+    Key("sign_jobs", yes_no, False,
+        "Whether users must sign the jobs that they submit, as nodes with the root helper demand; hsub does it with a key of the "
+        "user. See hpcsched-helper(8)."),
     Key("log_level", one_of("debug", "info", "warning", "error"), "info",
         "How much the controller says: debug, info, warning or error."),
     Key("log_max_size", memory_mib, "16M",

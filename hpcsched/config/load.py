@@ -104,6 +104,7 @@ class ControllerSettings:
     state_dir: Path
     run_dir: Path
     user: str | None
+    sign_jobs: bool
     log_level: str
     log_max_size: int  # MiB
     log_files: int

@@ -89,11 +89,12 @@ def choose_root(asked, cluster, node):
 def make_root(root):
     """Make the directory; reject one in which other users could change our files."""
     root = os.path.realpath(root)
-    # 0711 if the agent is root: other users' jobs must reach bin/ below it.
-    os.umask(0o066 if os.geteuid() == 0 else 0o077)
+    # 0711 if the agent has jobs of other users: they must reach bin/ below it.
+    for_all = os.geteuid() == 0 or "agent" in policy()
+    os.umask(0o066 if for_all else 0o077)
     if not os.path.isdir(root):
         os.makedirs(root)
-    os.umask(0o022 if os.geteuid() == 0 else 0o077)
+    os.umask(0o022 if for_all else 0o077)
     path, forbidden = root, stat.S_IWGRP | stat.S_IWOTH
     # In a user namespace without a uid for root, the owner of `/` is root.
     trusted = (0, os.stat("/").st_uid, os.geteuid())

@@ -24,6 +24,9 @@ class DependencyKind(StrEnum):
     SINGLETON = "singleton"
 
 
+SIGNED_REQUEST = "HPCSCHED_SIGNED_REQUEST"  # the variable that has the user's signature; see `hpcnode.helper`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependency:
     """One term of ``--dependency``; `job_ids` is empty for a singleton.

@@ -16,6 +16,7 @@ import click
 
 from hpcsched import paths
 from hpcsched.api.identity import is_account
+from hpcsched.cli.signing import public_line
 from hpcsched.config.keys import BadValue
 from hpcsched.config.keys import python as python_path
 from hpcsched.config.load import Config, build_config, load_config, load_nodes
@@ -81,11 +82,17 @@ def init(share: str | None, name: str, user: str | None, force: bool, only_datab
     "--from", "source", metavar="PATTERN", default="", help="Accept logins only from these addresses (sshd(8))."
 )
 @click.option("--bundle", is_flag=True, help="Print the SHA-256 of hpcnode.pyz instead, for bundles in node.json.")
-def key(python: str, source: str, bundle: bool) -> None:
+@click.option(
+    "--user", "own", is_flag=True, help="Print your own public key instead, for /etc/hpcsched/users of the nodes."
+)
+def key(python: str, source: str, bundle: bool, own: bool) -> None:
     """Print the line for authorized_keys on the nodes, which allows the controller to log in.
 
     The key then starts the agent there, and nothing else.
     """
+    if own:
+        click.echo(public_line())
+        return
     if bundle:
         click.echo(build_bundle().sha256)
         return

@@ -54,7 +54,7 @@ from hpcsched.controller.views.queue import (
     visible,
     why_words,
 )
-from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError, UnsignedError
 from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
 from hpcsched.model.codec import value_to_json
@@ -62,7 +62,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import Link
 from hpcsched.model.reservation import at
-from hpcsched.model.spec import JobSpec
+from hpcsched.model.spec import SIGNED_REQUEST, JobSpec
 from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.snapshot import snapshot_to_json
@@ -147,6 +147,13 @@ class ControllerBackend(Reading):
             raise PermissionDeniedError(
                 f"cannot submit: uid {identity.uid} has no account on this machine, so that no node knows as whom to run the job"
             )
+        if self._cluster.config.controller.sign_jobs:
+            for spec in specs:
+                if SIGNED_REQUEST not in dict(spec.env):
+                    raise UnsignedError(
+                        "cannot submit: jobs of this cluster are signed by their users (sign_jobs in hpcsched.toml); use hsub or "
+                        "sbatch on the head, which sign"
+                    )
         seen = self._controller.store.request_jobs
         jobs = await self._change(
             identity, Action.SUBMIT, lambda tx: requests.submit(tx, identity, request_id, specs, seen)

@@ -69,6 +69,7 @@ class AgentError(Exception):
 class Agent:
     """One agent, from its lock to its end."""
 
+    _for_all = False  # the agent has tasks of other users, whose commands may connect
     _idle_timer: Optional[Timer] = None
     _tick_timer: Optional[Timer] = None
     _starts_timer: Optional[Timer] = None
@@ -197,7 +198,8 @@ class Agent:
             pass
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
-        os.chmod(path, 0o666 if os.geteuid() == 0 else 0o600)  # the peer of each connection is checked
+        self._for_all = os.geteuid() == 0 or user.has_helper()
+        os.chmod(path, 0o666 if self._for_all else 0o600)  # the peer of each connection is checked
         listener.listen(128)
         listener.setblocking(False)
         self._loop.watch(listener.fileno(), READ, lambda _events: self._accept(listener))
@@ -210,7 +212,7 @@ class Agent:
             except OSError:
                 return
             _, uid = peer(sock)
-            if os.geteuid() != 0 and uid not in (os.geteuid(), 0):
+            if not self._for_all and uid not in (os.geteuid(), 0):
                 sock.close()
                 continue
             try:
@@ -419,6 +421,9 @@ class Agent:
             account = self._find_account(order.user)
         except user.UserError as error:
             self.to_controller(*failed(str(error)))
+            return
+        if os.geteuid() not in (0, account.uid):  # the root helper starts signed tasks, and reads nothing
+            self.to_controller(*failed("the agent of this node is not root; read the file itself"))
             return
         self._helpers.ask(lambda: helpers.read_file(order, account), failed, lambda answer: self.to_controller(*answer))
 

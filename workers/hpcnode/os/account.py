@@ -16,6 +16,7 @@ from typing import Any, Dict, List, NamedTuple
 
 from hpcnode.os.process import forbid_new_privileges
 
+HELPER_SOCKET = "/run/hpcsched-helper/helper.sock"  # of `hpcnode.helper`, by which a plain agent starts tasks as users
 POLICY_PATH = "/etc/hpcsched/node.json"
 SHADOW_PATH = "/etc/shadow"
 NOBODY_UID = 65534
@@ -75,7 +76,7 @@ def find_account(name: str, agent_uid: int, allow_uid_below: int = 0) -> UserAcc
         entry = pwd.getpwnam(name) if name else pwd.getpwuid(agent_uid)
     except KeyError:
         raise UserError("cannot run as %s: this node has no such account" % (name or "uid %d" % agent_uid)) from None
-    if agent_uid != 0 and entry.pw_uid != agent_uid:
+    if agent_uid != 0 and entry.pw_uid != agent_uid and not has_helper():
         raise UserError(
             "cannot run as %s: the agent of this node runs as %s and is not root" % (name, _name_of(agent_uid))
         )
@@ -84,10 +85,15 @@ def find_account(name: str, agent_uid: int, allow_uid_below: int = 0) -> UserAcc
         why = why_refused(entry, allow_uid_below)
         if why:
             raise UserError("cannot run as %s: %s" % (entry.pw_name, why))
-    groups = os.getgrouplist(entry.pw_name, entry.pw_gid) if agent_uid == 0 else []
+    groups = os.getgrouplist(entry.pw_name, entry.pw_gid) if agent_uid == 0 else []  # the helper looks itself
     return UserAccount(
         entry.pw_name, entry.pw_uid, entry.pw_gid, groups, entry.pw_dir or "/", entry.pw_shell or "/bin/sh"
     )
+
+
+def has_helper() -> bool:
+    """Return whether the root helper serves this process."""
+    return os.geteuid() != 0 and os.access(HELPER_SOCKET, os.W_OK)
 
 
 def _name_of(uid: int) -> str:

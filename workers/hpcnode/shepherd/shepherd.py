@@ -163,7 +163,8 @@ class Shepherd:
         shared = environment.step_environment(
             launch, job.account, root=setting.spool.root, socket_path=setting.socket_path, has_gpus=setting.has_gpus
         )
-        shared.update(job.environment)
+        if not self._is_helped:
+            shared.update(job.environment)
         release_read, self._release_fd = os.pipe2(os.O_CLOEXEC)
         for local_rank in range(launch.tasks.count):
             self._fork_task(local_rank, shared, release_read)
@@ -236,7 +237,21 @@ class Shepherd:
             wait_for_children=launch.wait_for_children,
             signals=self.own.signals,
             confined=self._confined,
+            helped=self._helped() if self._is_helped else None,
         )
+
+    @property
+    def _is_helped(self) -> bool:
+        """Whether the root helper starts the tasks: this process cannot become their user."""
+        return os.geteuid() not in (0, self.job.account.uid)
+
+    def _helped(self) -> task_files.Helped:
+        launch = self.launch
+        script = ""
+        if launch.step == protocol.BATCH:
+            with open(self.setting.spool.script(self.token), encoding="utf-8", errors="surrogateescape") as file:
+                script = file.read()
+        return task_files.Helped(launch.job_id, launch.attempt, launch.step, script)
 
     def _input_pipe(self, rank: int) -> Optional[int]:
         """Return the read end of the task's input if messages feed it, None if it is a file."""

@@ -20,13 +20,16 @@ from __future__ import annotations
 import _signal
 import _thread
 import errno
+import json
 import os
 import re
 import resource
 import signal
+import socket
 import stat
+import struct
 import time
-from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
 from hpcnode.os import account as user
 from hpcnode.os import cgroup, mounts, rlimits
@@ -161,6 +164,15 @@ _ADVICE = "; use a directory that all nodes have (a share, or --chdir=DIR), or l
 NOT_RELEASED = 127
 
 
+class Helped(NamedTuple):
+    """What the root helper is told besides the plan of a task."""
+
+    job_id: int
+    attempt: int
+    step: str
+    script: str
+
+
 class TaskPlan(NamedTuple):
     """The program, the account, the files and the limits of one task."""
 
@@ -188,6 +200,7 @@ class TaskPlan(NamedTuple):
     signals: Sequence[int]  # signals to reset, see `touched_signals`
     confined: StepConfinement
     in_group: bool = False  # it was born in its cgroup of version 2
+    helped: Optional[Helped] = None  # the root helper starts the task; this process stands for it
 
 
 def touched_signals() -> List[int]:
@@ -208,6 +221,9 @@ def run_task(plan: TaskPlan) -> NoReturn:
         os.setsid()
         _reset_signals(plan.signals)
         _restore_oom_score()
+        if plan.helped is not None:
+            die_with_parent()
+            _stand_for_task(plan, plan.helped)
         tmp = _confine(plan)
         user.become(plan.account)
         os.umask(plan.umask)
@@ -233,6 +249,61 @@ def _confine(plan: TaskPlan) -> mounts.HostTmp:
     if not plan.confined.cover.is_empty:
         mounts.enter(plan.confined.cover)
     return tmp
+
+
+# ----- a task that the root helper starts: this process forwards signals to it, and ends as it did. If this process is killed,
+# the helper kills the task and all below it.
+
+
+def _stand_for_task(plan: TaskPlan, helped: Helped) -> NoReturn:
+    """Have the helper start the task. Raises OSError."""
+    if plan.prolog or plan.epilog or plan.wait_for_children:
+        raise FilesError(
+            "cannot run a task prolog or epilog, or wait for children: the root helper of this node does not"
+        )
+    passed = [plan.status_fd, plan.release_fd]
+    passed += [fd for fd in (plan.stdin_fd, plan.stdout_fd, plan.stderr_fd) if fd is not None]
+    data = json.dumps(_order_for_helper(plan, helped)).encode("utf-8", "surrogateescape")
+    helper = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    helper.connect(user.HELPER_SOCKET)
+    for number in range(1, 32):
+        if number not in _LEFT_ALONE:
+            signal.signal(number, lambda signum, _frame: helper.send(bytes([signum])))
+    socket.send_fds(helper, [struct.pack("!I", len(data))], passed)
+    helper.sendall(data)
+    for fd in passed:
+        os.close(fd)
+    answer = helper.recv(4)
+    if len(answer) < 4:
+        os._exit(NOT_RELEASED)
+    status: int = struct.unpack("!I", answer)[0]
+    _end_as(status)
+
+
+def _order_for_helper(plan: TaskPlan, helped: Helped) -> Dict[str, Any]:
+    env = dict(plan.env)
+    users = ":".join(folder for folder in env["PATH"].split(":") if folder not in environment.own_folders(env))
+    env["PATH"] = ":".join([*user.read_policy(user.POLICY_PATH).get("path", ()), users])
+    stderr = "" if plan.stderr in ("", plan.stdout) else _path(plan.stderr)
+    return {
+        "user": plan.account.name,
+        "job": helped.job_id,
+        "attempt": helped.attempt,
+        "step": helped.step,
+        "script": helped.script,
+        "args": plan.argv[1:] if plan.is_script else [],
+        "argv": [] if plan.is_script else plan.argv,
+        "env": env,
+        "work_dir": plan.work_dir,
+        "files": [
+            None if plan.stdin_fd is not None else _path(plan.stdin),
+            None if plan.stdout_fd is not None else _path(plan.stdout),
+            None if plan.stderr_fd is not None else stderr,
+        ],
+        "truncate": [plan.truncate_stdout, plan.truncate_stderr],
+        "umask": plan.umask,
+        "limits": [list(limit) for limit in plan.limits],
+    }
 
 
 def _refuse(plan: TaskPlan, why: str) -> NoReturn:

@@ -1,0 +1,148 @@
+"""Nodes whose agent is a plain account: jobs run as their users by the root helper, if the users have signed them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from other_user import installation
+from test_service_account import ForAll, ended, run_as
+from waiting import wait_until
+
+import hpcnode
+from hpcsched.loopback.nodes import LoopbackNodes, start_nodes
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can start the helper")
+
+HEAD, AGENT, ANN, BOB = "bin", "daemon", "games", "www-data"  # accounts that every Debian has
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
+NODE_JSON = Path("/etc/hpcsched/node.json")
+PLACES = ("/etc/hpcsched", "/run/hpcsched-helper", "/var/lib/hpcsched-helper")
+
+
+class Helped(ForAll):
+    """A cluster whose nodes let the controller in to a plain account."""
+
+    def start_machines(self) -> LoopbackNodes:
+        self.machines = start_nodes(self.base / "nodes", self._names, server="embedded", user=AGENT)
+        return self.machines
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[None]:
+    """Give this process, and what it starts, directories of the system of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
+        pytest.skip("NOT TESTED: no mount namespace here")
+    made = [place for place in PLACES if not os.path.isdir(place)]
+    for place in PLACES:
+        os.makedirs(place, exist_ok=True)
+        assert libc.mount(b"none", place.encode(), b"tmpfs", 0, b"mode=755") == 0
+    yield
+    for place in PLACES:
+        libc.umount2(place.encode(), 2)
+    for place in made:
+        os.rmdir(place)
+
+
+@pytest.fixture(scope="module")
+def cluster(places: None) -> Iterator[Helped]:
+    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
+        base = Path(directory)
+        base.chmod(0o755)
+        settings = {"controller": {"run_dir": str(base / "run"), "kill_wait_s": 1, "user": HEAD, "requeue_delay_s": 0,
+                                   "sign_jobs": True}}  # fmt: skip
+        made = Helped(base, names=("n1", "n2"), settings=settings)
+        made.bin_dir = installation(base / "env")
+        policy = {"agent": AGENT, "min_uid": 1, "users": [ANN, BOB], "cluster": "demo", "path": ["/opt/hpcsched/bin"]}
+        NODE_JSON.write_text(json.dumps(policy))
+        Path("/etc/hpcsched/users").mkdir()
+        installed = base / "helper.py"
+        shutil.copyfile(Path(hpcnode.__file__).with_name("helper.py"), installed)
+        with open(base / "helper.log", "wb") as log:
+            helper = subprocess.Popen(["/usr/bin/python3", "-I", "-S", installed], stdout=log, stderr=log)
+        try:
+            wait_until(lambda: os.path.exists("/run/hpcsched-helper/helper.sock"), what="the helper")
+            with made as started:
+                started.share.chmod(0o1777)
+                yield started
+        finally:
+            helper.kill()
+            helper.wait()
+
+
+def let_in(cluster: Helped, user: str) -> None:
+    """Install the user's public key, as an admin does on each node."""
+    line = run_as(cluster, user, "hpcsched", "key", "--user")
+    Path(f"/etc/hpcsched/users/{user}.pub").write_text(line)
+
+
+def submit(cluster: Helped, user: str, script: str, *options: str) -> int:
+    return int(run_as(cluster, user, "hsub", "--parsable", *options, stdin="#!/bin/bash\n" + script))
+
+
+def test_a_signed_job_runs_as_its_user(cluster: Helped) -> None:
+    let_in(cluster, ANN)
+    job_id = submit(
+        cluster, ANN, "id -un; grep -E 'NoNewPrivs|CapEff|Groups' /proc/self/status; echo $SLURM_JOB_ID; exit 3"
+    )
+    job = ended(cluster, job_id)
+    assert (job["state"], job["exit_code"]) == ("FAILED", 3), job["reason_detail"]
+    output = cluster.share / ANN / f"slurm-{job_id}.out"
+    assert output.stat().st_uid == pwd.getpwnam(ANN).pw_uid
+    lines = output.read_text().split()
+    assert lines[0] == ANN
+    assert lines[-1] == str(job_id)
+    assert int(lines[lines.index("CapEff:") + 1], 16) == 0
+    assert lines[lines.index("NoNewPrivs:") + 1] == "1"
+
+
+def test_a_cancelled_job_leaves_nothing(cluster: Helped) -> None:
+    let_in(cluster, ANN)
+    script = "setsid sh -c 'trap \"\" TERM; exec sleep 7654321' & trap '' TERM; sleep 7654321"
+    job_id = submit(cluster, ANN, script)
+
+    def left() -> int:
+        return subprocess.run(["pgrep", "-fc", "^sleep 7654321"], capture_output=True).stdout.strip() not in (b"", b"0")
+
+    wait_until(left, what="the job's processes")
+    run_as(cluster, ANN, "hcancel", str(job_id))
+    assert ended(cluster, job_id)["state"] == "CANCELLED"
+    wait_until(lambda: not left(), what="the end of all processes")
+
+
+def test_an_unsigned_job_of_another_entrance_is_refused_in_words(cluster: Helped) -> None:
+    body = {"request_id": "", "jobs": [{"name": "j", "script": "#!/bin/sh\n", "work_dir": "/tmp"}]}
+    with pytest.raises(Exception, match="jobs of this cluster are signed by their users"):
+        cluster.api("POST", "/v1/submit", body)
+
+
+def test_d8_a_user_whose_key_is_not_there_runs_nothing(cluster: Helped) -> None:
+    job_id = submit(cluster, BOB, "echo it ran > bob.txt")
+    job = wait_until(lambda: refused(cluster, job_id), what="the refusal")
+    assert "the root helper of this node refused: cannot read /etc/hpcsched/users/www-data.pub" in job
+    assert not (cluster.share / BOB / "bob.txt").exists()
+
+
+def refused(cluster: Helped, job_id: int) -> Any:
+    found = cluster.api("GET", f"/v1/job/{job_id}")["jobs"][0]
+    return found["reason_detail"] if found["state"] in ("FAILED", "PENDING") and found["reason_detail"] else None
+
+
+def test_steps_run_beside_the_script_and_on_the_other_nodes(cluster: Helped) -> None:
+    let_in(cluster, ANN)
+    hrun = cluster.bin_dir / "hrun"
+    job_id = submit(cluster, ANN, f"{hrun} -N2 -n2 id -un; {hrun} -n1 -N1 sh -c 'echo one; exit 4'; echo $?", "-N2")
+    assert ended(cluster, job_id)["state"] == "COMPLETED"
+    words = (cluster.share / ANN / f"slurm-{job_id}.out").read_text().split()
+    assert words[:3] == [ANN, ANN, "one"]
+    assert words[-1] == "4"
