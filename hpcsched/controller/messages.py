@@ -155,6 +155,7 @@ def claim_part(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Laun
         cpus=share.cpus,
         mem_mib=share.mem_mib,
         gpus=list(share.gpus),
+        confine=confinement(job, cluster, node),
     )
 
 

@@ -11,7 +11,8 @@ Rules:
   fire when only the *thread* that started us ends, so it is used for our own child only.)
 - Processes are found by their ancestry in /proc, never by name.
 
-SSH and the programs of the node are not known here. Sources: prctl(2), pidfd_open(2), unshare(2), user_namespaces(7), proc(5).
+SSH and the programs of the node are not known here. Sources: prctl(2), pidfd_open(2), unshare(2), user_namespaces(7),
+mount_namespaces(7), proc(5).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from collections.abc import Callable, Iterable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWUSER = 0x10000000
+MS_REC, MS_SLAVE = 0x4000, 0x80000
 STOPPED_STATES = frozenset("TtZX")
 SETTLE_S = 1.0
 KILL_S = 20.0
@@ -122,6 +125,17 @@ def take_own_hostname(hostname: str) -> bool:
     return True
 
 
+def keep_own_mounts() -> None:
+    """Enter a mount namespace, if possible, so that mounts of the node end with it."""
+    if os.geteuid() == 0 and _succeeds_in_a_child(_enter_mount_namespace):
+        _enter_mount_namespace()
+
+
+def _enter_mount_namespace() -> None:
+    _unshare(CLONE_NEWNS)
+    _libc_call("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None)
+
+
 def _succeeds_in_a_child(attempt: Callable[[], None]) -> bool:
     # A process cannot leave a half-made user namespace, so a child tries first.
     pid = os.fork()
@@ -147,7 +161,7 @@ def _enter_uts_namespace(hostname: str) -> None:
     socket.sethostname(hostname)
 
 
-def _libc_call(name: str, *args: int) -> None:
+def _libc_call(name: str, *args: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args) != 0:
         code = ctypes.get_errno()
@@ -238,6 +252,7 @@ def main(argv: list[str]) -> int:
     owner_pid, hostname, log_path, *command = argv
     watch = owner_watch(int(owner_pid))
     own = take_own_hostname(hostname)
+    keep_own_mounts()
     _libc_call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake = _wakeup_descriptor()
     server = start_server(command, log_path)

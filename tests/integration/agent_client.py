@@ -137,6 +137,9 @@ class NodeUnderTest:
                 agent.poll()
         for agent in self.agents:
             agent.wait(PATIENCE_S)
+        for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+            if line.split()[1].startswith(f"{self.root}/") and AS_ROOT:  # of agents that were killed
+                subprocess.run(["umount", "-l", line.split()[1]], check=False)
 
 
 class Controller:

@@ -77,6 +77,9 @@ class Node:
 
     def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
 
+    def claim(self, launch: protocol.Launch, account: Any) -> None:
+        pass
+
     def job_over(self, job: str) -> None:
         pass
 

@@ -567,6 +567,9 @@ class SimShepherdPool:
         for wire in self._wires.values():
             wire.agent_ended()
 
+    def claim(self, launch: protocol.Launch, account: UserAccount) -> None:
+        pass
+
     def job_over(self, job: str) -> None:
         pass
 

@@ -26,7 +26,11 @@ def main() -> int:
         _leave(_step_command(word, rest))
     if word == "probe":
         return _probe(rest)
-    sys.stderr.write("usage: hpcnode attach|agent|probe|hrun|hrsh|srun|scontrol ...\n")
+    if word == "adopt":
+        from hpcnode.agent import adopt
+
+        return adopt.main(rest)
+    sys.stderr.write("usage: hpcnode attach|agent|adopt|probe|hrun|hrsh|srun|scontrol ...\n")
     return 2
 
 

@@ -184,6 +184,7 @@ def write_shims(root: str, source: str = "") -> None:
         "hrsh": ["hrsh"],
         "hpty": ["hpty"],
         "htun": ["htun"],
+        "hadopt": ["adopt", root],
         "slurm/srun": ["srun", root],
         "slurm/scontrol": ["scontrol"],
     }

@@ -159,6 +159,9 @@ class NotedShepherds:
     def send(self, text: str, message: protocol.Message, blob: bytes = b"") -> None:
         self.sent.append((text, message))
 
+    def claim(self, launch: protocol.Launch, account: UserAccount) -> None:
+        pass
+
     def job_over(self, job: str) -> None:
         pass
 

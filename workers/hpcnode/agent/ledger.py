@@ -456,6 +456,7 @@ class Ledger:
                 entry.account = self._find_account(launch.user, launch.allow_uid_below)
             entry.starts += 1
             if launch.step == protocol.ALLOC:
+                self._shepherds.claim(launch, entry.account)
                 self._publish(entry)
                 return
             # Part of the order: a quick shepherd would have released its tasks before a second message.

@@ -28,6 +28,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Tu
 from hpcnode.os import cgroup, process
 from hpcnode.os.account import UserAccount
 from hpcnode.os.loop import READ, Loop, Stream, Timer, wake_on_signals
+from hpcnode.shepherd import confinement
 from hpcnode.shepherd.assignment import Assignment, Own, Setting
 from hpcnode.shepherd.confinement import JobRemains
 from hpcnode.shepherd.environment import MARKER
@@ -350,6 +351,10 @@ class ShepherdPool:
         if group:
             cgroup.remove(group)
         return True
+
+    def claim(self, launch: protocol.Launch, account: UserAccount) -> None:
+        """Make what confines a job that has this node and runs nothing here yet. Raises OSError."""
+        confinement.begin(self._setting.ground, launch, account, self._setting.socket_path)
 
     def job_over(self, job: str) -> None:
         """Take away the groups and private directories of a job that is over on this node."""

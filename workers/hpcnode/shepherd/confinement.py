@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -25,7 +26,8 @@ from hpcnode.os.loop import Loop
 from hpcnode.wire import protocol
 
 NOT_ROOT = "the agent is not root"
-OWNER_FILE = "owner"  # in a job's private directory: who may log in, see `hpcnode.agent.adopt`
+OWNERS = "owners"  # a file for each job here: who may log in, see `hpcnode.agent.adopt`
+NEW = ".new"  # the end of the name of a file that is being written
 RETRY_S = 0.1
 Ability = Tuple[str, bool, str]
 
@@ -37,6 +39,14 @@ class Ground(NamedTuple):
     tree: cgroup.Tree = cgroup.Tree()
     missing: Dict[str, str] = {}  # see `mounts.find_missing`
     no_filter: str = NOT_ROOT  # why no BPF program can keep jobs from devices; "": it can
+
+
+class JobOwner(NamedTuple):
+    """Whose job has this node, and where the job's groups are."""
+
+    uid: int
+    job_id: int
+    groups: List[str]
 
 
 class StepConfinement(NamedTuple):
@@ -120,7 +130,7 @@ def begin(ground: Ground, launch: protocol.Launch, account: UserAccount, socket_
             proc="proc" in wanted and "proc" not in ground.missing,
             keep=keep,
         )
-        _note_owner(ground, job, launch, account)
+    _note_owner(ground, job, launch, account)
     return StepConfinement(group, cover)
 
 
@@ -138,11 +148,31 @@ def _deny_gpus(ground: Ground, job: str, share: protocol.Confinement) -> None:
 
 def _note_owner(ground: Ground, job: str, launch: protocol.Launch, account: UserAccount) -> None:
     """Note whose job it is and where its groups are, for logins."""
-    path = os.path.join(mounts.job_folder(ground.root, job), OWNER_FILE)
+    if os.geteuid() != 0 or not ground.root:
+        return
+    path = os.path.join(ground.root, OWNERS, job)
     groups = [os.path.join(root, cgroup.JOB_PREFIX + job) for root in ground.tree.roots()]
-    with open(path + "." + launch.step, "w") as file:
-        json.dump({"uid": account.uid, "job": launch.job_id, "groups": groups}, file)
-    os.replace(path + "." + launch.step, path)
+    new = "%s.%s%s" % (path, launch.step, NEW)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with open(new, "w") as file:
+        json.dump(JobOwner(account.uid, launch.job_id, groups), file)
+    os.replace(new, path)
+
+
+def owners(root: str) -> List[JobOwner]:
+    """Return the jobs that have the node of this agent. Raises OSError."""
+    found: List[JobOwner] = []
+    try:
+        names = os.listdir(os.path.join(root, OWNERS))
+    except FileNotFoundError:
+        return found
+    for name in [name for name in names if not name.endswith(NEW)]:
+        try:
+            with open(os.path.join(root, OWNERS, name)) as file:
+                found.append(JobOwner(*json.load(file)))
+        except FileNotFoundError:
+            pass  # over by now
+    return [owner for owner in found if owner.groups]
 
 
 def memory_left_mib(held: StepConfinement, mem_mib: int) -> int:
@@ -162,6 +192,8 @@ class JobRemains:
     def job_over(self, job: str) -> None:
         """Take away everything of a job that is over here."""
         ground = self._ground
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(ground.root, OWNERS, job))
         if ground.tree.roots() and not cgroup.remove_job(ground.tree, job) and job not in self._going:
             self._going[job] = None
             self._loop.later(RETRY_S, lambda: self._again(job))
@@ -180,8 +212,16 @@ class JobRemains:
             cgroup.remove_abandoned(self._ground.tree, time.time())
         for job in set(cgroup.jobs(self._ground.tree)) - kept:
             self.job_over(job)
-        for name in set(mounts.jobs(self._ground.root)) - kept:
+        known = {*mounts.jobs(self._ground.root), *_names(os.path.join(self._ground.root, OWNERS))}
+        for name in known - kept:
             if name.startswith(mounts.GONE):
                 self.delete(os.path.join(self._ground.root, mounts.TMPS, name))
             else:
                 self.job_over(name)
+
+
+def _names(path: str) -> List[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
