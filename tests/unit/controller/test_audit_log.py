@@ -1,0 +1,103 @@
+"""The audit log of the controller: no change without its record, no secrets, bounded records."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from cluster import ANN, BOB, ROOT, Cluster
+from jobs import spec
+
+from hpcsched.auth.audit import MAX_TEXT, verify
+from hpcsched.auth.authorize import Identity
+from hpcsched.errors import HpcschedError
+from hpcsched.model.codec import spec_to_json
+
+
+@pytest.fixture
+def cluster(tmp_path: Any) -> Cluster:
+    return Cluster("n1", path=tmp_path / "hpcsched.db")
+
+
+def do(cluster: Cluster, work: Any) -> Any:
+    """Return the answer of a request to the backend, or the text of its error."""
+
+    async def play() -> Any:
+        asked = asyncio.ensure_future(work(cluster.backend()))
+        while not asked.done():
+            await asyncio.sleep(0)
+            cluster.tick()
+        try:
+            return await asked
+        except HpcschedError as error:
+            return str(error)
+
+    return asyncio.run(play())
+
+
+def hold(cluster: Cluster, identity: Identity, *jobs: int) -> Any:
+    return do(cluster, lambda backend: backend.act(identity, "hold", {"jobs": [str(job) for job in jobs]}))
+
+
+def records(cluster: Cluster) -> list[Any]:
+    return cluster.store.audit_records(0, 1000)
+
+
+def test_e8_without_a_record_nothing_is_changed(cluster: Cluster) -> None:
+    job = cluster.submit(ANN, begin_at_s=int(cluster.now_s) + 1000)
+    cluster.store.connection.execute("ALTER TABLE audit RENAME TO elsewhere")
+    answer = hold(cluster, ANN, job)
+    assert "errors" not in answer, answer
+    assert cluster.job(job).hold.value == "none"
+    cluster.store.connection.execute("ALTER TABLE elsewhere RENAME TO audit")
+    hold(cluster, ANN, job)
+    assert cluster.job(job).hold.value == "user"
+    assert [record.action for record in records(cluster)] == ["hold"]
+
+
+def test_a_change_has_the_values_before_and_after(cluster: Cluster) -> None:
+    job = cluster.submit(ANN, begin_at_s=int(cluster.now_s) + 1000)
+    hold(cluster, ANN, job)
+    (record,) = records(cluster)
+    assert json.loads(record.before) == {f"job {job}": {"hold": "none"}}
+    assert json.loads(record.after) == {f"job {job}": {"hold": "user"}}
+
+
+def test_f1_a_secret_of_the_environment_is_in_no_record(cluster: Cluster) -> None:
+    secret = spec(env=(("TOKEN", "canary-in-the-mine"),), begin_at_s=int(cluster.now_s) + 1000)
+    job = do(cluster, lambda backend: backend.submit(ROOT, "", [secret]))["jobs"][0]["job_id"]
+    changes = {"comment": "x", "num_nodes": "1"}
+    do(cluster, lambda backend: backend.act(ROOT, "update", {"jobs": [str(job)], "changes": changes}))
+    assert [record.action for record in records(cluster)] == ["submit", "update"]
+    assert "canary" in str(spec_to_json(secret))
+    assert "canary" not in repr(records(cluster))
+
+
+def test_a_large_request_makes_one_bounded_record(cluster: Cluster) -> None:
+    begin_at_s = int(cluster.now_s) + 1000
+    jobs = [cluster.submit(ANN, begin_at_s=begin_at_s, name="x" * 100) for _ in range(60)]
+    hold(cluster, ANN, *jobs)
+    (record,) = records(cluster)
+    assert record.object.endswith("and 40 more")
+    assert max(len(record.before), len(record.after)) <= MAX_TEXT
+
+
+def test_a3_refused_parts_of_a_request_are_recorded(cluster: Cluster) -> None:
+    mine, others = (cluster.submit(who, begin_at_s=int(cluster.now_s) + 1000) for who in (BOB, ANN))
+    hold(cluster, BOB, mine, others)
+    cluster.tick()
+    assert [(record.user, record.outcome.partition(":")[0]) for record in records(cluster)] == [
+        ("bob", "done"),
+        ("bob", "refused"),
+    ]
+    assert verify(records(cluster), [], lambda head: True) == (2, "")
+
+
+def test_the_chain_goes_on_after_a_restart(cluster: Cluster) -> None:
+    job = cluster.submit(ANN, begin_at_s=int(cluster.now_s) + 1000)
+    hold(cluster, ANN, job)
+    cluster.store._audit_end = None  # as a new controller has it
+    do(cluster, lambda backend: backend.act(ANN, "release", {"jobs": [str(job)]}))
+    assert verify(records(cluster), [], lambda head: True) == (2, "")
