@@ -19,6 +19,7 @@ from hpcsched import client
 from hpcsched.errors import ConfigError
 from hpcsched.model.spec import SIGNED_REQUEST, JobSpec
 
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"  # that nodes give a job without one
 VALID_S = 7 * 86400
 MAX_REQUEUES = 20  # starts of one job on one node that are signed for
 
@@ -51,6 +52,7 @@ def signed(spec: JobSpec, *, cluster: str, request_id: str, key: Ed25519PrivateK
     """Return the job with a signed request in its environment."""
     now_s = int(time.time())
     env = [(name, value) for name, value in spec.env if name != SIGNED_REQUEST]
+    env += [] if "PATH" in dict(env) else [("PATH", DEFAULT_PATH)]  # the node would add it, and it would not be signed
     tasks = len(spec.array.indices) if spec.array is not None else 1
     request = {
         "v": 1,

@@ -19,7 +19,14 @@ from test_service_account import ForAll, ended, run_as
 from waiting import wait_until
 
 import hpcnode
+from hpcnode.wire import protocol
+from hpcsched.config.load import load_config
+from hpcsched.launch import dial_for
+from hpcsched.launch.bundle import build_bundle
+from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.launch.visit import asking
 from hpcsched.loopback.nodes import LoopbackNodes, start_nodes
+from hpcsched.model.ids import LaunchToken
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can start the helper")
 
@@ -146,3 +153,42 @@ def test_steps_run_beside_the_script_and_on_the_other_nodes(cluster: Helped) -> 
     words = (cluster.share / ANN / f"slurm-{job_id}.out").read_text().split()
     assert words[:3] == [ANN, ANN, "one"]
     assert words[-1] == "4"
+
+
+def test_an_array_and_a_job_without_an_environment_are_signed_too(cluster: Helped) -> None:
+    let_in(cluster, ANN)
+    job_id = submit(cluster, ANN, "echo task $SLURM_ARRAY_TASK_ID", "--array=1-3", "--output=array-%a")
+    bare = submit(cluster, ANN, "echo $PATH", "--export=NONE", "--output=bare")
+    wait_until(lambda: (cluster.share / ANN / "bare").exists(), what="the job without an environment")
+    for task in (1, 2, 3):
+        path = cluster.share / ANN / f"array-{task}"
+        wait_until(lambda path=path: path.exists() and path.read_text(), what=f"task {task} of job {job_id}")
+        assert path.read_text() == f"task {task}\n"
+    assert ended(cluster, bare)["state"] == "COMPLETED"
+
+
+def test_d8_who_has_the_controllers_key_runs_nothing_as_root_or_a_stranger(cluster: Helped) -> None:
+    """Runs last: the node takes the thief for a newer controller."""
+    let_in(cluster, ANN)
+    cluster.down()
+    config = load_config(cluster.config_dir)
+    spec = config.nodes[0]
+    identity = ControllerIdentity(cluster=config.name, incarnation="f" * 16, epoch=10**6)
+    work = cluster.base / "stolen"
+    work.mkdir(mode=0o777)
+    work.chmod(0o1777)
+    with asking(spec, dial=dial_for(spec, config), bundle=build_bundle(), identity=identity, timeout_s=60) as ask:
+        for number, user in enumerate(("root", BOB, ANN, "nobody", HEAD), 1):
+            token = LaunchToken.parse(f"ffffffffffffffff.{number}.0.batch.{spec.name}.{number:032x}")
+            launch = protocol.Launch(
+                token=str(token), job_id=number, attempt=0, step="batch", epoch=10**6, user=user, work_dir=str(work), argv=[],
+                env={"PATH": "/usr/bin:/bin"}, cpus=1, mem_mib=1, gpus=[], allow_uid_below=0,
+                tasks=protocol.TaskSet(first_rank=0, count=1, total=1, node_rank=0, nnodes=1),
+            )  # fmt: skip
+            ask._pipe.send_all(protocol.encode(launch, f"#!/bin/sh\nid > {work}/{user}\n".encode()))
+            report, _ = ask(protocol.Ping(number), protocol.Report)
+            while report.token != str(token) or report.status not in (protocol.REFUSED, protocol.ENDED):
+                report, _ = ask(protocol.Ping(number), protocol.Report)
+            assert report.status == protocol.REFUSED
+            assert "the root helper of this node refused" in report.why
+    assert list(work.iterdir()) == []
