@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -81,7 +82,7 @@ def allocation_environment(job: Job, cluster: ClusterState) -> dict[str, str]:
 
 def _environment(job: Job, cluster: ClusterState) -> dict[str, str]:
     first = cluster.nodes[job.shares[0].node]
-    return job_environment(
+    return job_key(job, cluster) | job_environment(
         job,
         cluster=cluster.config.name,
         conf=str(cluster.config.config_dir / paths.CONFIG_FILE),
@@ -90,6 +91,16 @@ def _environment(job: Job, cluster: ClusterState) -> dict[str, str]:
         devices=devices_of(first),
         cut_at_s=cut_at_s(job, cluster.reservations.get(job.reservation)),
     )
+
+
+def job_key(job: Job, cluster: ClusterState) -> dict[str, str]:
+    """Return the variable with the key of the job's attempt.
+
+    Its ranks know each other by it. It is the same for all steps of the attempt, and is not stored.
+    """
+    if not cluster.jobs_secret:
+        return {}
+    return {"HPCSCHED_JOB_KEY": hmac.digest(cluster.jobs_secret, job.token.encode(), "sha256").hex()}
 
 
 def launch_batch(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Launch:

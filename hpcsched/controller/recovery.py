@@ -138,6 +138,7 @@ def load_state(cluster: ClusterState, store: Store, now_s: float) -> None:
     for job in store.load_jobs(now_s - cluster.config.controller.min_job_age_s):
         cluster.put(job)
     cluster.unopened_specs = store.unopened
+    cluster.jobs_secret = store.keys.oldest.jobs_secret
     cluster.ended = dict.fromkeys(sorted(cluster.ended, key=lambda job_id: cluster.jobs[job_id].ended_at_s or 0.0))
     cluster.scripts.keep_only(set(store.script_hashes()))
     cluster.usage = {used.key: used for used in store.load_usage()}

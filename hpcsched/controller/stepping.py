@@ -375,7 +375,7 @@ class Stepping:
 
     def _environment(self, job: Job, step: StepPlan) -> Mapping[str, str]:
         config, options = self._cluster.config, step.options
-        return step_environment(
+        return messages.job_key(job, self._cluster) | step_environment(
             job,
             step.number,
             step.tasks,

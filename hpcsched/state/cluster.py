@@ -81,6 +81,8 @@ class ClusterState:
     last_spec_id: int = 0
     # Specifications whose environment no key opens: their waiting jobs are held.
     unopened_specs: frozenset[int] = frozenset()
+    # The keys of jobs are derived from it; empty: jobs get none.
+    jobs_secret: bytes = field(default=b"", repr=False)
     # Usage of released resources, charged.
     usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
     # Last status from the programs of active jobs.

@@ -62,6 +62,11 @@ class SealingKey:
         """Return the keyed hash under which equal texts are found."""
         return hmac.digest(self._mac_key, text, "sha256").hex()
 
+    @cached_property
+    def jobs_secret(self) -> bytes:
+        """Return the secret from which the keys of jobs are derived."""
+        return self._derived(b"jobs")
+
     def seal(self, mac: str, text: bytes) -> bytes:
         """Return `text` encrypted, and bound to its `mac`."""
         nonce = os.urandom(NONCE_BYTES)
@@ -90,6 +95,11 @@ class SealingKeys:
     def ids(self) -> list[str]:
         """Return the ids of the keys, the newest first."""
         return list(self._by_id)
+
+    @property
+    def oldest(self) -> SealingKey:
+        """Return the oldest key, which a rotation does not change."""
+        return list(self._by_id.values())[-1]
 
     def open(self, key_id: str, mac: str, sealed: bytes) -> bytes | None:
         """Return the text; None: the key is not here, or the text was altered."""

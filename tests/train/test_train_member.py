@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from roster_line import connected
 from waiting import played, wait_until
 
 from hpctrain.elastic.__main__ import was_killed
 from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Roster, RosterSettings
 from hpctrain.elastic.serve import MOST_IN_VAIN, RosterServer
+from hpctrain.peers import HOST, Messages, Proof
 
 
 class FakeRoster:
@@ -33,10 +35,16 @@ class FakeRoster:
 
     def _welcome(self) -> None:
         self._peer, _ = self._listener.accept()
+        with self._peer.makefile("rb") as lines:
+            mine, other = Proof(b"k", HOST, encrypted=False), bytes.fromhex(lines.readline().decode())
+            self._peer.sendall(f"{mine.nonce.hex()} {mine.of(HOST, other).hex()}\n".encode())
+            session = mine.checked(other, bytes.fromhex(lines.readline().decode()))
+        assert session is not None
+        self._messages = Messages(session)
         self.say(type="welcome", number=0)
 
     def say(self, **message: object) -> None:
-        self._peer.sendall(json.dumps(message).encode() + b"\n")
+        self._peer.sendall(self._messages.wrapped(json.dumps(message).encode()))
 
     def close(self) -> None:
         self.member.done()
@@ -110,13 +118,13 @@ def test_a_member_told_to_end_is_not_lost() -> None:
         assert not server.roster.members
 
     async def spare(port: int, before_end=lambda: None) -> None:  # noqa: ANN001
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b'{"type": "join", "key": "k", "slot": 3}\n')
-        assert json.loads(await reader.readline())["type"] == "welcome"
+        line = await connected(port, "k")
+        line.say(type="join", slot=3)
+        assert (await line.hear())["type"] == "welcome"
         before_end()
-        assert json.loads(await reader.readline())["type"] == "end"
-        writer.write_eof()  # its process ends
-        assert await reader.read() == b"", "the server has taken note"
+        assert (await line.hear())["type"] == "end"
+        line.writer.write_eof()  # its process ends
+        assert await line.reader.read() == b"", "the server has taken note"
 
     asyncio.run(go())
     assert said == []
@@ -141,10 +149,12 @@ def test_a_member_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
     async def go() -> None:
         roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
         server = RosterServer(roster, "k", said.append, lost.append, misfits.append)
-        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
-        writer.write(b'{"type": "join", "key": "k", "slot": 3}\n{"type": "turned away", "why": "other code"}\n')
-        writer.write_eof()
-        assert json.loads(await reader.read())["type"] == "welcome"
+        line = await connected(await server.listen("127.0.0.1"), "k")
+        line.say(type="join", slot=3)
+        line.say(type="turned away", why="other code")
+        line.writer.write_eof()
+        assert (await line.hear())["type"] == "welcome"
+        assert await line.reader.read() == b"", "the server has taken note"
         await server.close()
         assert not roster.members
 
@@ -157,9 +167,8 @@ def test_a_connection_without_the_runs_key_gets_no_answer() -> None:
     async def go() -> None:
         roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
         server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
-        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
-        writer.write(b'{"type": "join", "key": "l", "slot": 3}\n')
-        assert await reader.read() == b""
+        line = await connected(await server.listen("127.0.0.1"), "l")
+        assert await line.reader.read() == b""
         await server.close()
         assert not roster.members
 

@@ -458,9 +458,9 @@ class Run:
         agree(self.comm, {what: hash_of(value)})
 
     def share(self, make: Callable[[], T]) -> T:
-        """Return on every rank what `make` returns on the first one (picklable, small).
+        """Return on every rank what `make` returns on the first one.
 
-        All ranks call it.
+        It is small: numbers, texts, bytes, paths, arrays, and lists, tuples and dicts of them. All ranks call it.
         """
         made: T = gather_from_all(self.comm, make() if self.is_first else None)[0]
         return made

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import struct
+
+from roster_line import RosterLine, connected
 
 from hpctrain.elastic.roster import Roster, RosterSettings
 from hpctrain.elastic.serve import RosterServer
@@ -17,25 +18,22 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close breaks the connection off, a
 class Member:
     """One end of a connection to the server."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    def say(self, **message: object) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+    def __init__(self, line: RosterLine) -> None:
+        self._line, self.say = line, line.say
 
     async def hear(self, word: str) -> None:
         """Read until the server says this."""
-        while json.loads(await self._reader.readline())["type"] != word:
+        while (await self._line.hear())["type"] != word:
             pass
 
     async def break_off(self) -> None:
-        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-        self._writer.close()
+        self._line.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._line.writer.close()
 
 
 async def join(port: int, slot: int) -> Member:
-    member = Member(*await asyncio.open_connection("127.0.0.1", port))
-    member.say(type="join", key=KEY, slot=slot)
+    member = Member(await connected(port, KEY))
+    member.say(type="join", slot=slot)
     await member.hear("welcome")
     return member
 

@@ -14,6 +14,7 @@ from hpctrain.comm.torch_dist import TorchCommunicator
 from hpctrain.elastic.member import Membership, is_elastic
 from hpctrain.env import LauncherKind, RankInfo, rank_info
 from hpctrain.errors import TrainError
+from hpctrain.peers import encryption_wanted
 
 # ----- the backend: the option's, else by launcher and hardware
 
@@ -34,6 +35,11 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
             )
         return ElasticCommunicator(Membership(environ), by_gloo=backend == "gloo")
     here = rank_info(environ)
+    if here.launcher is not LauncherKind.NOBODY and encryption_wanted(environ):
+        raise TrainError(
+            "cannot encrypt the connections of MPI, gloo and nccl, which are their own: start the ranks with python3 -m "
+            "hpctrain.elastic, or leave out HPCTRAIN_ENCRYPT=1"
+        )
     match choose(backend, here):
         case "mpi":
             return MpiCommunicator(here)

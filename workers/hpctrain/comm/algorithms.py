@@ -22,6 +22,7 @@ from hpctrain.comm.hosts import Hosts
 from hpctrain.comm.ring import HALVES, SMALL_BYTES, Ring
 from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.comm.tcp_ring import TcpRing
+from hpctrain.values import gather_over_mpi
 
 TRIED_BYTES = (1 << 10, 16 << 10, 256 << 10, 2 << 20)
 BUDGET_S = 0.6
@@ -185,7 +186,7 @@ def measured(
     for size_bytes in sizes_bytes:
         if choices:
             growth = size_bytes / sizes_bytes[len(choices) - 1]
-            spent_s = comm.allreduce(time.perf_counter() - began_s, mpi.MAX)
+            spent_s = max(gather_over_mpi(comm, time.perf_counter() - began_s))
             if spent_s + REPEATS * growth * sum(choices[-1].seconds.values()) > BUDGET_S:
                 break
         seconds = {
@@ -228,7 +229,7 @@ def measure(mpi: Any, comm: Any, algorithm: Algorithm, size_bytes: int) -> float
         comm.Barrier()
         started_s = time.perf_counter()
         algorithm.all_reduce(flat_L)
-        times_s.append(comm.allreduce(time.perf_counter() - started_s, mpi.MAX))
+        times_s.append(max(gather_over_mpi(comm, time.perf_counter() - started_s)))
         flat_L.fill_(1.0)
     return min(times_s[1:])
 
@@ -237,4 +238,4 @@ def _agrees(comm: Any, algorithm: Algorithm, size_bytes: int) -> bool:
     """Return whether all ranks end with the same bits."""
     flat_L = torch.rand(size_bytes // 4, generator=torch.Generator().manual_seed(comm.Get_rank()))
     algorithm.all_reduce(flat_L)
-    return len(set(comm.allgather(hashlib.sha256(flat_L.numpy().data).digest()))) == 1
+    return len(set(gather_over_mpi(comm, hashlib.sha256(flat_L.numpy().data).digest()))) == 1

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from hpctrain.errors import TrainError
+from hpctrain.values import decode, encode
 
 MOST_BUCKET_BYTES = 32 << 20
 
@@ -98,7 +99,7 @@ class Communicator(Protocol):
         """Wait until every rank has called it."""
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return every rank's (small, picklable) value, by rank."""
+        """Return every rank's (small) value, by rank; see `hpctrain.values`."""
 
     def abort(self, code: int) -> None:
         """End all ranks at once; does not return."""
@@ -129,6 +130,15 @@ class Plain:
 
     def follow(self, plan: object) -> None:
         """Do nothing: no choices."""
+
+
+def gather_over(comm: Communicator, value: object) -> list[Any]:
+    """Return every rank's value, by rank, over the group's exchange of tensors."""
+    mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+    lengths = torch.zeros(comm.size, dtype=torch.int64)
+    lengths[comm.rank] = mine.numel()
+    comm.all_reduce(lengths)
+    return [decode(part.numpy().tobytes()) for part in comm.all_gather(mine, lengths.tolist())]
 
 
 class SingleCommunicator(Plain):

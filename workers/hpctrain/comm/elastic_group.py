@@ -10,9 +10,7 @@ discarded.  The next `rendezvous` is with the remaining members.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
 import socket
 import threading
 import time
@@ -25,13 +23,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm.base import Background, BucketPlan, Plain, Work, check_contiguous, done
-from hpctrain.comm.hosts import MEET_S, Offer, await_left, own_addresses, reach, tune
+from hpctrain.comm.base import Background, BucketPlan, Plain, Work, check_contiguous, done, gather_over
+from hpctrain.comm.hosts import MEET_S, Offer, await_left, bound_store, own_addresses, reach
 from hpctrain.comm.ring import HALVES
 from hpctrain.comm.tcp_ring import TcpRing
 from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Message, members_of
 from hpctrain.errors import EXIT_FAILED, PeerLost, TrainError
+from hpctrain.peers import encryption_wanted, keyed
 
 # ----- a Gloo group for one generation of an elastic run
 # Gloo notices a peer that dies, but nothing wakes a rank that waits for a silent peer, not even its `abort`.  Shutting down the
@@ -104,10 +103,10 @@ def store_for(rank: int, address: str, share_port: Callable[[int], int], patienc
     made = None
     try:
         if rank == 0:
-            made = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=patience)
+            made = bound_store(address, None, patience)
         port = share_port(made.port if made is not None else 0)
         return made or dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise TrainError(f"cannot meet at {address}: {_first_line(error)}") from None
 
 
@@ -129,7 +128,7 @@ def _open_sockets() -> list[tuple[int, str]]:
     return found
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].partition(". This is typically")[0]
 
 
@@ -150,6 +149,11 @@ class ElasticCommunicator(Plain):
         self.rank, self.size = 0, 1  # alone
         self._listener = socket.create_server(("", 0), backlog=64)
         self._secret = os.urandom(16)
+        self._encrypted = encryption_wanted(os.environ)
+        if self._encrypted and by_gloo:
+            raise TrainError(
+                "cannot encrypt over gloo, whose connections are its own: leave out --backend gloo, or HPCTRAIN_ENCRYPT"
+            )
         self._tcp_ring: TcpRing | None = None
         self._background = Background()
         self._failed = False  # an exchange of this generation failed
@@ -253,12 +257,7 @@ class ElasticCommunicator(Plain):
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every rank's value, by rank."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = mine.numel()
-        self.all_reduce(lengths)
-        parts = self.all_gather(mine, lengths.tolist())
-        return [pickle.loads(part.numpy().tobytes()) for part in parts]  # noqa: S301 (of members: they had the key)
+        return gather_over(self, value)
 
     def abort(self, code: int) -> None:
         """End this process, and the run with it."""
@@ -307,8 +306,6 @@ class ElasticCommunicator(Plain):
                 if connection is not None:
                     connection.close()
             return False
-        for connection in (peer, found[0]):
-            tune(connection)
         self._tcp_ring = TcpRing(self.rank, self.size, to_right=peer, from_left=found[0])
         self.membership.watch(self.generation, self._tcp_ring.break_off)
         return not self._by_gloo or self._make_group(members)
@@ -334,11 +331,14 @@ class ElasticCommunicator(Plain):
         return True
 
     def _offer(self, host: Message, guest: Message) -> Offer:
-        """Return the address of `host`, and the secrets of it and `guest` in this generation."""
+        """Return the address of `host`, and the key of it and `guest` in this generation.
+
+        The run's key is part of it, so that whoever has overheard the roster does not have it.
+        """
         seed = f"{host['secret']}.{guest['secret']}.{self.generation}".encode()
-        secrets = hashlib.blake2b(seed, digest_size=32).digest()
+        key = keyed(self.membership.key, b"ring", seed)
         addresses = cast("list[str]", host["addresses"])
-        return Offer(addresses=tuple(addresses), port=cast(int, host["port"]), secret=secrets[:16], answer=secrets[16:])
+        return Offer(addresses=tuple(addresses), port=cast(int, host["port"]), key=key, encrypted=self._encrypted)
 
 
 class _WatchedWork(Work):

@@ -2,9 +2,9 @@
 
 Ranks share a host if they share memory, name and network: namespaces of one kernel that stand for several hosts count as
 several.  One rank of each host, its leader, communicates with other hosts.
-Every host listens for a moment, and sends its addresses and a secret over MPI.  The connecting side shows the secret and gets
-another one, so that an address that several hosts have (a bridge of containers, loopback) leads to the right host or to none.
-It confirms at last that it is still there: after a late answer it has already tried again on another connection.
+Every host listens for a moment, and sends its addresses and a secret over MPI.  Both sides prove that they have it, and the
+job's key (`hpctrain.peers`), so that an address that several hosts have (a bridge of containers, loopback) leads to the right
+host or to none.  The connecting side's proof is last: after a late answer it has already tried again on another connection.
 Rules: the order is that of ranks unless links differ; then the slowest link in use is as fast as possible.  Every rank
 computes the order from the same facts.  All or none: if one pair cannot connect, MPI's connections are used.
 """
@@ -19,13 +19,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from hpctrain.comm.tcp_ring import TcpRing
+from hpctrain.peers import job_key, keyed, prove_as_guest, prove_as_host, tunnel
+from hpctrain.values import broadcast_over_mpi, gather_over_mpi, travels
 
 PROBE_BYTES = 256 << 10
 PROBES = 3
@@ -40,14 +44,14 @@ class Hosts:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         reach = comm.Split_type(mpi.COMM_TYPE_SHARED)
-        names = reach.allgather(identity())
+        names = gather_over_mpi(reach, identity())
         self.here = reach.Split(names.index(identity()), comm.Get_rank())
         reach.Free()
         self.is_leader = self.here.Get_rank() == 0
         leaders = comm.Split(0 if self.is_leader else mpi.UNDEFINED, comm.Get_rank())
-        self.count: int = self.here.bcast(leaders.Get_size() if self.is_leader else None)
+        self.count: int = broadcast_over_mpi(self.here, leaders.Get_size() if self.is_leader else None)
         self.leaders = self._in_order(leaders) if self.is_leader else None
-        self.order: list[int] = self.here.bcast(self._order if self.is_leader else None)
+        self.order: list[int] = broadcast_over_mpi(self.here, self._order if self.is_leader else None)
 
     def free(self) -> None:
         """Free the communicators; all ranks call it."""
@@ -92,7 +96,7 @@ def link_speeds(mpi: Any, comm: Any) -> list[list[float]]:
             comm.Sendrecv([outgoing, mpi.BYTE], partner, TAG, [incoming, mpi.BYTE], partner, TAG)
             best_s = min(best_s, time.perf_counter() - started_s)
         mine[partner] = PROBE_BYTES / best_s
-    both = comm.allgather(mine)
+    both = gather_over_mpi(comm, mine)
     return [[min(both[a][b], both[b][a]) for b in range(size)] for a in range(size)]
 
 
@@ -124,20 +128,20 @@ MEET_S = 5.0
 TRY_S = 1.0
 NAP_S = 0.02
 SECRET_BYTES = 16
-STILL_HERE = b"\1"
 BUFFER_BYTES = 4 << 20
 SIOCGIFADDR = 0x8915
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "lo")  # interfaces to try last
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """The addresses, port and secrets of a listening host."""
+    """The addresses and port of a listening host, and the key of both ends."""
 
     addresses: tuple[str, ...]
     port: int
-    secret: bytes
-    answer: bytes
+    key: bytes
+    encrypted: bool = False
 
 
 def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
@@ -150,27 +154,37 @@ def connect_ring(mpi: Any, comm: Any) -> TcpRing | None:
         offer = Offer(
             addresses=tuple(own_addresses()),
             port=listener.getsockname()[1],
-            secret=os.urandom(SECRET_BYTES),
-            answer=os.urandom(SECRET_BYTES),
+            key=os.urandom(SECRET_BYTES),
         )
-        offers = comm.allgather(offer)
+        # MPI's own connections may be overheard: the job's key is not sent over them.
+        offers = [replace(one, key=keyed(job_key(os.environ), one.key)) for one in gather_over_mpi(comm, offer)]
         found: list[socket.socket] = []
         until_s = time.monotonic() + MEET_S
-        waiter = threading.Thread(target=await_left, args=(listener, offer, until_s, found))
+        waiter = threading.Thread(target=await_left, args=(listener, offers[rank], until_s, found))
         waiter.start()
         right = reach(offers[(rank + 1) % size], until_s)
         waiter.join()
     met = right is not None and bool(found)
-    if comm.allreduce(int(met), mpi.MIN):
+    if all(gather_over_mpi(comm, met)):
         assert right is not None
-        for connection in (right, found[0]):
-            tune(connection)
         return TcpRing(rank, size, to_right=right, from_left=found[0])
     if right is not None:
         right.close()
     for connection in found:
         connection.close()
     return None
+
+
+def bound_store(address: str, size: int | None, timeout: timedelta) -> dist.TCPStore:
+    """Return a store of torch that listens on one address.
+
+    By itself it listens on all, and it asks no key of anybody.
+    """
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address, port, size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
 
 def own_addresses() -> list[str]:
@@ -198,15 +212,18 @@ def await_left(
     found: list[socket.socket],
     is_given_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Accept connections until one shows the secret, and put it into `found`."""
+    """Accept connections until one proves that it has the key, and put it into `found`."""
     listener.settimeout(NAP_S)
     while not found and not is_given_up() and time.monotonic() < until_s:
         try:
             peer, _ = listener.accept()
         except TimeoutError:
             continue
-        if _receive(peer, SECRET_BYTES) == offer.secret and _send(peer, offer.answer) and _receive(peer, 1):
-            found.append(peer)
+        peer.settimeout(TRY_S)
+        session = prove_as_host(peer, offer.key, encrypted=offer.encrypted)
+        if session is not None:
+            tune(peer)
+            found.append(tunnel(peer, session))
         else:
             peer.close()
 
@@ -221,30 +238,12 @@ def reach(offer: Offer, until_s: float, is_given_up: Callable[[], bool] = lambda
                 peer = socket.create_connection((address, offer.port), TRY_S)
             except OSError:
                 continue
-            if _send(peer, offer.secret) and _receive(peer, SECRET_BYTES) == offer.answer and _send(peer, STILL_HERE):
-                return peer
+            session = prove_as_guest(peer, offer.key, encrypted=offer.encrypted)
+            if session is not None:
+                tune(peer)
+                return tunnel(peer, session)
             peer.close()  # another program's port, or a slow peer
         time.sleep(NAP_S)
-
-
-def _send(peer: socket.socket, content: bytes) -> bool:
-    try:
-        peer.sendall(content)
-    except OSError:
-        return False  # the peer is gone
-    return True
-
-
-def _receive(peer: socket.socket, length: int) -> bytes:
-    """Return `length` bytes, or fewer if the peer takes too long or ends."""
-    peer.settimeout(TRY_S)
-    got = b""
-    try:
-        while len(got) < length and (part := peer.recv(length - len(got))):
-            got += part
-    except OSError:
-        pass
-    return got
 
 
 def tune(connection: socket.socket) -> None:

@@ -43,6 +43,7 @@ from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.comm.tcp_ring import TcpRing
 from hpctrain.env import INSTALL_HINTS, RankInfo
 from hpctrain.errors import MissingPackageError, TrainError
+from hpctrain.values import broadcast_over_mpi, gather_over_mpi
 
 # ----- buckets for the gradient, by the speed of the link between hosts
 # On one host the sum takes less time than a thread beside the backward pass would cost: one bucket, summed after it.
@@ -70,7 +71,7 @@ def bucket_plan_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketP
         if seconds * SECOND_BYTES / FIRST_BYTES < PATIENCE_S:
             size_bytes, seconds = SECOND_BYTES, measure(mpi, hosts.leaders, between, SECOND_BYTES)
         bytes_per_s = 2 * (hosts.count - 1) / hosts.count * size_bytes / seconds
-    bytes_per_s = hosts.here.bcast(bytes_per_s)
+    bytes_per_s = broadcast_over_mpi(hosts.here, bytes_per_s)
     return BucketPlan(bucket_bytes=bucket_bytes(bytes_per_s), beside=True, bytes_per_s=bytes_per_s)
 
 
@@ -256,7 +257,7 @@ class MpiCommunicator(Plain):
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every rank's value, by rank."""
-        return self._comm.allgather(value)
+        return gather_over_mpi(self._comm, value)
 
     def abort(self, code: int) -> None:
         """End all ranks at once."""

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm.base import Background, BucketPlan, Plain, Work, check_contiguous
-from hpctrain.comm.hosts import NAP_S, TRY_S, identity, interfaces, own_addresses
+from hpctrain.comm.base import Background, BucketPlan, Plain, Work, check_contiguous, gather_over
+from hpctrain.comm.hosts import NAP_S, TRY_S, bound_store, identity, interfaces, own_addresses
 from hpctrain.comm.mpi import load_mpi
 from hpctrain.env import LauncherKind, RankInfo
 from hpctrain.errors import TrainError
+from hpctrain.values import broadcast_over_mpi, gather_over_mpi
 
 TIMEOUT = timedelta(minutes=10)
 MEET_S = 60.0  # hosts may be slow to start
@@ -130,9 +131,7 @@ class TorchCommunicator(Plain):
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every rank's value, by rank."""
-        values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        return gather_over(self, value)
 
     def abort(self, code: int) -> None:
         """End this rank; its launcher (torchrun, hrun) then ends the others."""
@@ -200,7 +199,7 @@ def _store_for(place: RankInfo, environ: Mapping[str, str]) -> tuple[dist.Store,
     if place.launcher is LauncherKind.MPI:
         return _store_over_mpi()
     if place.launcher is LauncherKind.NOBODY:
-        return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=TIMEOUT), 0, 1, "127.0.0.1"
+        return bound_store("127.0.0.1", 1, TIMEOUT), 0, 1, "127.0.0.1"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise TrainError(
@@ -218,17 +217,20 @@ def _store_over_mpi() -> tuple[dist.Store, int, int, str]:
     world = load_mpi().COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     store: dist.Store | None
-    where = world.allgather(identity())
+    where = gather_over_mpi(world, identity())
     secret = os.urandom(16)
     if rank == 0:
-        own = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        if all(host == where[0] for host in where):
+            own = bound_store("127.0.0.1", size, TIMEOUT)
+        else:
+            own = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         own.set("secret", secret)  # type: ignore[arg-type]  # bytes work; torch's stubs know str only
-        world.bcast((own_addresses(), own.port, secret))
+        broadcast_over_mpi(world, (own_addresses(), own.port, secret))
         store, reached = own, "127.0.0.1"
     else:
-        addresses, port, secret = world.bcast(None)
+        addresses, port, secret = broadcast_over_mpi(world, None)
         store, reached = _reach_store(["127.0.0.1"] if where[rank] == where[0] else addresses, port, secret)
-    all_reached = world.allgather(reached)
+    all_reached = gather_over_mpi(world, reached)
     if store is None or "" in all_reached:
         raise TrainError(
             f"cannot meet over torch.distributed: rank {all_reached.index('')} reaches none of the addresses of rank 0; "

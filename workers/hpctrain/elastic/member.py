@@ -16,11 +16,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import cast
 
 from hpctrain.elastic.roster import Message
 from hpctrain.errors import EXIT_REQUEUE, TrainError
+from hpctrain.peers import GUEST, Messages, Proof, encryption_wanted
 
+MOST_LINE_BYTES = 64 << 20
 BEAT_S, SHORTEST_BEAT_S = 0.1, 0.01
 CONNECT_S = 10.0
 
@@ -42,12 +45,14 @@ class Membership:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(None)
         self._sending = threading.Lock()
-        self._lines = self._socket.makefile("r")
-        self._send({"type": "join", "key": environ["HPCTRAIN_ROSTER_KEY"], "slot": int(environ["HPCTRAIN_SLOT"])})
-        welcome = self._lines.readline()
+        self._unread = bytearray()
+        self.key = environ["HPCTRAIN_ROSTER_KEY"].encode()
+        self._messages = self._proved(encryption_wanted(environ))
+        self._send({"type": "join", "slot": int(environ["HPCTRAIN_SLOT"])})
+        welcome = self._line()
         if not welcome:
             raise TrainError("cannot join the run: its roster refused")
-        self.number: int = json.loads(welcome)["number"]
+        self.number: int = json.loads(self._messages.unwrapped(welcome))["number"]
         self.changing = False  # the roster wants a new generation after the current step
         self.host = self._socket.getsockname()[0]  # this host's address as the roster's host sees it
         self._generations: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -58,8 +63,29 @@ class Membership:
         self._due = threading.Event()
         self._closed = False
         self._pause = threading.Event()  # never set: only waits
-        threading.Thread(target=self._listen, name="roster", daemon=True).start()
-        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._listen, name="roster", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _proved(self, encrypted: bool) -> Messages:
+        """Prove to each other that roster and member have the run's key."""
+        mine = Proof(self.key, GUEST, encrypted=encrypted)
+        try:
+            self._socket.sendall(mine.nonce.hex().encode() + b"\n")
+            other, proof = map(bytes.fromhex, self._line().decode().split())
+            session = mine.checked(other, proof)
+            if session is not None:
+                self._socket.sendall(mine.of(GUEST, other).hex().encode() + b"\n")
+        except (OSError, ValueError):
+            session = None
+        if session is None:
+            raise TrainError(
+                "cannot join the run: its roster has another key, or only one of the two has HPCTRAIN_ENCRYPT=1"
+            )
+        return Messages(session)
 
     def ready(self, offer: Message) -> None:
         """Report that this member can take part, and its address for the others."""
@@ -101,6 +127,11 @@ class Membership:
         """Report that this member ends without an error."""
         self._closed = True
         self._send({"type": "done"})
+        self._due.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+        for thread in self._threads:  # the libraries that they use end with the process
+            thread.join(CONNECT_S)
 
     def failed(self, why: str) -> None:
         """Report that this member ends by an error that any other member would have too."""
@@ -115,17 +146,31 @@ class Membership:
     def _send(self, message: Message) -> None:
         with self._sending:
             try:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
+                self._socket.sendall(self._messages.wrapped(json.dumps(message).encode()))
             except OSError:
                 self._out("the roster is gone")
 
     def _listen(self) -> None:
         try:
-            for line in self._lines:
-                self._handle(json.loads(line))
-        except OSError:
-            pass  # a broken connection is an ended one
+            while line := self._line():
+                self._handle(json.loads(self._messages.unwrapped(line)))
+        except (OSError, ValueError):
+            pass  # a broken connection, or one with a forged message, is an ended one
         self._out("the roster is gone")
+
+    def _line(self) -> bytes:
+        """Return the next line, empty at the end.
+
+        Not by a file: at exit, Python fails if a thread reads from one.
+        """
+        while (end := self._unread.find(b"\n")) < 0:
+            part = self._socket.recv(1 << 16)
+            if not part or len(self._unread) > MOST_LINE_BYTES:
+                return b""
+            self._unread += part
+        line = bytes(self._unread[: end + 1])
+        del self._unread[: end + 1]
+        return line
 
     def _handle(self, message: Message) -> None:
         match message["type"]:

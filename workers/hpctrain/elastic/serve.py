@@ -2,7 +2,8 @@
 
 One TCP listener, a JSON object per line in both directions.
 
-A member sends `join` (with the run's key and its slot), `ready`, `heartbeat`, `left`, `done`, `turned away` or
+Both ends prove that they have the run's key, and each line is authenticated (`hpctrain.peers`). A member sends `join` (with its
+slot), `ready`, `heartbeat`, `left`, `done`, `turned away` or
 `failed`; the roster sends `generation`, `broken`, `changing`, `leave` or `end`.  A member whose connection ends without
 `done` is lost.  Does not start processes, nor decide which members take part.
 """
@@ -10,8 +11,8 @@ A member sends `join` (with the run's key and its slot), `ready`, `heartbeat`, `
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
+import os
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hpctrain.elastic.roster import Loss, Message, Roster
+from hpctrain.peers import HOST, Messages, Proof, encryption_wanted
 
 # ----- the cost of faults: from the last heartbeat of a lost rank until it is missed, the next step, and full strength
 # Knows no clocks: `now_s` is monotonic, and passed in.
@@ -149,6 +151,7 @@ class RunAccount:
 LINE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.1
 LATE_S = 0.5
+GREETING_S = 10.0
 MOST_IN_VAIN = 5  # each takes as long as members try to meet
 
 
@@ -165,12 +168,14 @@ class RosterServer:
     ) -> None:
         """Prepare the server; `on_lost` and `on_misfit` get the slot of the member."""
         self.roster, self._key, self._report, self._on_lost, self._on_misfit = roster, key, report, on_lost, on_misfit
+        self._encrypted = encryption_wanted(os.environ)
         self.account = RunAccount(time.monotonic())
         self.over = asyncio.Event()
         self.done: dict[int, int] = {}  # slot by number, of members that have ended without an error
         self.first = -1  # the first member of the current generation
         self.failure = ""
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._messages: dict[int, Messages] = {}
         self._spares: set[int] = set()  # members that were reported as spares
         self._leaving: set[int] = set()  # members that were told to leave
         self.joined: Counter[int] = Counter()  # how many members each slot has had
@@ -229,18 +234,20 @@ class RosterServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = None
         try:
-            first = json.loads(await asyncio.wait_for(reader.readline(), 10.0))
-            if not hmac.compare_digest(str(first.get("key", "")), self._key):
+            messages = await asyncio.wait_for(self._proved(reader, writer), GREETING_S)
+            if messages is None:
                 return
+            first = json.loads(messages.unwrapped(await asyncio.wait_for(reader.readline(), GREETING_S)))
             slot = int(first["slot"])
             number = self.roster.join(slot, time.monotonic()).number
             self.joined[slot] += 1
             self._writers[number] = writer
+            self._messages[number] = messages
             self._send(number, {"type": "welcome", "number": number})
             if self.over.is_set():
                 self._end(number)
             while (line := await reader.readline()) and number in self.roster.members:
-                self._handle(number, json.loads(line))
+                self._handle(number, json.loads(messages.unwrapped(line)))
                 self.settle()
         except (TimeoutError, OSError, ValueError, KeyError, TypeError, asyncio.LimitOverrunError) as error:
             why = f"its connection broke ({error})"
@@ -255,6 +262,14 @@ class RosterServer:
             else:
                 self.lose(number, why)
             self.settle()
+
+    async def _proved(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Messages | None:
+        """Prove the run's key to each other; None: the member does not have it."""
+        mine = Proof(self._key.encode(), HOST, encrypted=self._encrypted)
+        other = bytes.fromhex((await reader.readline()).decode().strip())
+        writer.write(f"{mine.nonce.hex()} {mine.of(HOST, other).hex()}\n".encode())
+        session = mine.checked(other, bytes.fromhex((await reader.readline()).decode().strip()))
+        return None if session is None else Messages(session)
 
     def _handle(self, number: int, message: Message) -> None:
         now_s = time.monotonic()
@@ -330,4 +345,4 @@ class RosterServer:
     def _send(self, number: int, message: Message) -> None:
         writer = self._writers.get(number)
         if writer is not None and not writer.is_closing():
-            writer.write(json.dumps(message).encode() + b"\n")
+            writer.write(self._messages[number].wrapped(json.dumps(message).encode()))

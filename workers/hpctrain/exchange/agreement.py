@@ -30,6 +30,7 @@ import torch
 
 from hpctrain.comm import Communicator
 from hpctrain.errors import MismatchError, TrainError
+from hpctrain.values import travels
 
 SHORT = 12  # displayed hexadecimal digits of a hash
 OF_ONE_RANK = ("verbose", "threads")  # options in which ranks may differ
@@ -37,6 +38,7 @@ OF_ONE_RANK = ("verbose", "threads")  # options in which ranks may differ
 Facts = Mapping[str, str]
 
 
+@travels
 class Ended:
     """The message of a rank that has reached the end of the script without training."""
 
@@ -62,7 +64,7 @@ def agree(comm: Communicator, facts: Facts) -> list[str]:
 
 
 def gather_from_all(comm: Communicator, value: object) -> list[Any]:
-    """Return every rank's (small, picklable) value, by rank; all ranks call it.
+    """Return every rank's (small) value, by rank; all ranks call it.
 
     Raises:
         TrainError: other ranks have reached the end of the script.

@@ -17,6 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hpctrain.values import travels
+
 FORGET = 0.9  # weight of a step relative to the next one
 CHANGED = 1.25  # ratio of measured and expected time that counts as a change if it happens twice in a row
 LEARNING_STEPS = 2
@@ -170,6 +172,7 @@ LATELY = 0.05  # weight of a step in the recent average
 WORTH_NAMING = 0.02  # of a step that the others wait
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
     """Seconds of each rank in one step.

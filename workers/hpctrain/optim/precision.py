@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.errors import TrainError
+from hpctrain.values import travels
 
 FIRST_SCALE = 2.0**16
 GROWTH_STEPS = 2000  # consecutive finite steps after which the scale doubles
@@ -42,6 +43,7 @@ class Precision(enum.Enum):
         return torch.autocast(device.type, dtype=self.dtype)
 
 
+@travels
 @dataclass(slots=True, kw_only=True)
 class LossScale:
     """The factor of the loss; fixed at 1 unless the forward pass computes in float16."""

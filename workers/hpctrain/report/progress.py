@@ -13,8 +13,10 @@ from hpctrain.checkpoint.writing.maker import CheckpointReport
 from hpctrain.exchange.balance import RankTimes
 from hpctrain.optim.precision import LossScale, Precision, loss_scale_for
 from hpctrain.settings import TrainSettings
+from hpctrain.values import travels
 
 
+@travels
 @dataclass(slots=True, kw_only=True)
 class TrainingProgress:
     """The progress of a run: what a checkpoint saves besides tensors."""
@@ -66,6 +68,7 @@ class RunIdentity:
     job: str | None
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """The result of a step; times in seconds, on this rank."""

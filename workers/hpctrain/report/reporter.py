@@ -31,12 +31,14 @@ from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
 from hpctrain.report.metrics import MetricsFile, Writers
 from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
 from hpctrain.settings import TrainSettings, epochs_text
+from hpctrain.values import travels
 
 # ----- goodput: the share of a run's time in steps that count, over all attempts
 # Each line of metrics.jsonl carries it.  The time begins with the run's first attempt, and includes restarts and waiting in
 # a queue.  A step that has to be taken again, because the run resumes from an older checkpoint, does not count.
 
 
+@travels
 @dataclass(slots=True, kw_only=True)
 class Goodput:
     """The goodput account of a run; times are epoch seconds."""

@@ -9,13 +9,24 @@ checkpoint, not the run: it is left out until it joins again.
 
 from __future__ import annotations
 
-import hmac
 import json
+import os
 import socket
 import struct
 import time
 from dataclasses import dataclass
 from typing import Any
+
+from hpctrain.peers import (
+    Messages,
+    Session,
+    encryption_wanted,
+    job_key,
+    keyed,
+    prove_as_guest,
+    prove_as_host,
+)
+from hpctrain.values import travels
 
 LENGTH = struct.Struct("!Q")
 SECRET_BYTES = 32
@@ -25,6 +36,7 @@ SILENT_S = 600.0  # a part that is not reported within this time counts as lost
 MOST_BYTES = 1 << 30
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """The address of the first rank's writer, for one other rank."""
@@ -43,8 +55,8 @@ class First:
     """The first writer, which collects the parts of all and announces the result."""
 
     def __init__(self, size: int, listener: socket.socket, secret: bytes) -> None:
-        self._size, self._listener, self._secret = size, listener, secret
-        self._others: dict[int, socket.socket] = {}
+        self._size, self._listener, self._key = size, listener, _key_of(secret)
+        self._others: dict[int, _Line] = {}
 
     def collect(self, step: int) -> list[dict[str, Any]]:
         """Return the other writers' messages about the checkpoint of a step, by rank.
@@ -59,7 +71,7 @@ class First:
         """Send the result to all others."""
         for rank, connection in list(self._others.items()):
             try:
-                _send(connection, what)
+                connection.send(what)
             except OSError:
                 self._drop(rank)
 
@@ -83,21 +95,23 @@ class First:
                 return
             try:
                 connection.settimeout(TRY_S)
-                if not hmac.compare_digest(_exactly(connection, SECRET_BYTES), self._secret):
+                session = prove_as_host(connection, self._key, encrypted=encryption_wanted(os.environ))
+                if session is None:
                     raise Lost("a stranger")
-                rank = _receive(connection)["rank"]
-                _send(connection, {"joined": True})
+                line = _Line(connection, session)
+                rank = line.receive()["rank"]
+                line.send({"joined": True})
             except (OSError, ValueError, KeyError):
                 connection.close()
                 continue
             self._drop(rank)
-            self._others[rank] = connection
+            self._others[rank] = line
 
     def _received_from(self, rank: int, step: int) -> dict[str, Any]:
         connection = self._others[rank]
         connection.settimeout(SILENT_S)
         try:
-            while (message := _receive(connection))["step"] != step:
+            while (message := connection.receive())["step"] != step:
                 pass  # about an earlier checkpoint, which has failed
         except (OSError, ValueError, KeyError) as error:
             self._drop(rank)
@@ -114,7 +128,7 @@ class Other:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._line: socket.socket | None = None
+        self._line: _Line | None = None
 
     def report(self, what: dict[str, Any]) -> dict[str, Any]:
         """Report to the first writer, and return the result.
@@ -125,8 +139,8 @@ class Other:
         try:
             line = self._line = self._line or self._joined()
             line.settimeout(SILENT_S)
-            _send(line, what)
-            return _receive(line)
+            line.send(what)
+            return line.receive()
         except (OSError, ValueError) as error:
             self.close()
             raise Lost(f"the first rank's writer is gone: {error}") from error
@@ -137,33 +151,55 @@ class Other:
             self._line.close()
             self._line = None
 
-    def _joined(self) -> socket.socket:
+    def _joined(self) -> _Line:
+        key, encrypted = _key_of(self._endpoint.secret), encryption_wanted(os.environ)
         for address in self._endpoint.addresses:
             try:
-                line = socket.create_connection((address, self._endpoint.port), TRY_S)
-                line.sendall(self._endpoint.secret)
-                _send(line, {"rank": self._endpoint.rank})
-                line.settimeout(JOIN_S)
-                _receive(line)
+                connection = socket.create_connection((address, self._endpoint.port), TRY_S)
+                # The first writer may accept late: it accepts when it needs the others' parts.
+                connection.settimeout(JOIN_S)
+                session = prove_as_guest(connection, key, encrypted=encrypted)
+                if session is None:
+                    connection.close()
+                    continue
+                line = _Line(connection, session)
+                line.send({"rank": self._endpoint.rank})
+                line.receive()
             except (OSError, ValueError):
                 continue  # another host may have the same address
             return line
         raise Lost(f"no answer at {', '.join(self._endpoint.addresses)}, port {self._endpoint.port}")
 
 
-def _send(line: socket.socket, what: dict[str, Any]) -> None:
-    content = json.dumps(what, separators=(",", ":")).encode()
-    line.sendall(LENGTH.pack(len(content)) + content)
+def _key_of(secret: bytes) -> bytes:
+    """Return the key of the writers' connections.
+
+    The secret may have been overheard, the job's key not.
+    """
+    return keyed(job_key(os.environ), b"writers", secret)
 
 
-def _receive(line: socket.socket) -> dict[str, Any]:
-    (length,) = LENGTH.unpack(_exactly(line, LENGTH.size))
-    if length > MOST_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    message = json.loads(_exactly(line, length))
-    if not isinstance(message, dict):
-        raise ValueError("no object")
-    return message
+class _Line:
+    """A connection whose messages are authenticated."""
+
+    def __init__(self, connection: socket.socket, session: Session) -> None:
+        self._connection, self._messages = connection, Messages(session)
+        self.settimeout, self.close = connection.settimeout, connection.close
+
+    def send(self, what: dict[str, Any]) -> None:
+        """Send a message. Raises OSError."""
+        content = self._messages.wrapped(json.dumps(what, separators=(",", ":")).encode())
+        self._connection.sendall(LENGTH.pack(len(content)) + content)
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message. Raises OSError, ValueError."""
+        (length,) = LENGTH.unpack(_exactly(self._connection, LENGTH.size))
+        if length > MOST_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        message = json.loads(self._messages.unwrapped(_exactly(self._connection, length)))
+        if not isinstance(message, dict):
+            raise ValueError("no object")
+        return message
 
 
 def _exactly(line: socket.socket, length: int) -> bytes:

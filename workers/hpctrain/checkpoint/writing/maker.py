@@ -38,8 +38,10 @@ from hpctrain.checkpoint.writing.publish import (
     write_part,
 )
 from hpctrain.errors import PublishError, StaleAttemptError
+from hpctrain.values import travels
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
     """The result of one checkpoint.
