@@ -119,7 +119,10 @@ def policy():
             status = os.fstat(file.fileno())
             if status.st_uid not in (0, os.stat("/").st_uid) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ValueError("cannot trust %s: it must belong to root, and only root may write it" % POLICY)
-            return json.loads(file.read().decode("utf-8"))
+            found = json.loads(file.read().decode("utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("cannot read %s: not a JSON object" % POLICY)
+            return found
     except (IOError, OSError):
         if os.path.lexists(POLICY):
             raise

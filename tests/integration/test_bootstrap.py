@@ -211,3 +211,55 @@ def test_stdin_may_be_a_socket(bundle: Bundle, tmp_path: Path) -> None:
         said = b"".join(iter(lambda: ours.recv(65536), b""))
     assert process.wait(timeout=PATIENCE_S) == 0
     assert said.endswith(b"--node n|")
+
+
+def argv_with_policy(path: Path) -> list[str]:
+    """Return the bootstrap's command with the administrator's policy in another file."""
+    return [sys.executable, "-E", "-s", "-S", "-c", SOURCE.replace("/etc/hpcsched/node.json", str(path))]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the policy of a node belongs to root")
+def test_a_node_s_policy_names_the_code_that_may_run_and_its_directory(bundle: Bundle, tmp_path: Path) -> None:
+    policy, root = tmp_path / "node.json", tmp_path / "root"
+    policy.write_text(json.dumps({"bundles": ["0" * 64], "root": str(root)}))
+    answers, _ = run(argv_with_policy(policy), order(bundle, root) + bundle.data)
+    assert f"cannot run hpcnode.pyz {bundle.sha256}: it is not in bundles" in answers[0]["error"]
+    policy.write_text(json.dumps({"bundles": [bundle.sha256], "root": str(root)}))
+    answers, _ = run(argv_with_policy(policy), order(bundle, tmp_path / "elsewhere") + bundle.data)
+    assert f"root in {policy} is '{root}'" in answers[0]["error"]
+    for name in ("..", ".", "a/b", ""):
+        answers, _ = run(argv_with_policy(policy), order(bundle, root, node=name) + bundle.data)
+        assert "cannot use the name" in answers[0]["error"]
+    assert not root.exists()
+    answers, rest = run(argv_with_policy(policy), order(bundle, root) + bundle.data + b"x")
+    assert [list(answer)[0] for answer in answers] == ["need", "ready"]
+    assert rest.startswith(b"attach ")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the policy of a node belongs to root")
+@pytest.mark.parametrize("broken", ["mode", "owner", "text", "list", "folder"])
+def test_a_policy_that_cannot_be_trusted_lets_nothing_run(bundle: Bundle, tmp_path: Path, broken: str) -> None:
+    policy, root = tmp_path / "node.json", tmp_path / "root"
+    if broken == "folder":
+        policy.mkdir()
+    else:
+        policy.write_text({"text": "{", "list": "[]"}.get(broken, "{}"))
+    if broken == "mode":
+        policy.chmod(0o666)
+    if broken == "owner":
+        os.chown(policy, NOBODY, NOBODY)
+    answers, rest = run(argv_with_policy(policy), order(bundle, root) + bundle.data)
+    assert [list(answer)[0] for answer in answers] == ["error"]
+    assert rest == b""
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\5\1\0\0\0\3", b"id\n", b"", b"{" * 70_000])
+def test_who_is_not_the_controller_gets_no_word(said: bytes) -> None:
+    assert run(bootstrap_argv(sys.executable), said) == ([], b"")
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1 << 40])
+def test_a_bundle_of_another_size_is_refused(bundle: Bundle, tmp_path: Path, size: int) -> None:
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, tmp_path / "root", size=size))
+    assert "cannot take" in answers[0]["error"]
