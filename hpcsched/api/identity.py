@@ -54,6 +54,14 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
+def home_of(uid: int) -> str:
+    """Return the home directory of an account, "" if it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_dir
+    except KeyError:
+        return ""
+
+
 def why_refused(uid: int, allow_uid_below: int) -> str:
     """Return why jobs of `uid` are refused unless `allow_uid_below` is 0, "" if they are not."""
     try:

@@ -31,6 +31,7 @@ from hpcnode.os import account as user
 from hpcnode.os import rlimits
 from hpcnode.wire import protocol, sockets
 from hpcnode.wire.sockets import connect
+from hpcsched import client
 from hpcsched.errors import HpcschedError
 from hpcsched.model.text import whole_number
 from hpcsched.model.units import parse_signal
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
         print(face.version or f"hpcsched {hpcsched.__version__}")
         return 0
     try:
+        client.must_be_local(face.name)
         _change_user(values)
         return _Allocation(face, values, command).run()
     except (HallocError, HpcschedError, user.UserError, sockets.NotFound, protocol.WireError) as error:

@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _work(words: Words) -> int:
     if not words.operands:
         raise UsageError("cannot open a shell: name one job; see hsh --help")
+    client.must_be_local(COMMAND.name)
     reference, *rest = words.operands
     job = client.call("GET", client.job_path(reference))["jobs"][0]
     node = [f"--nodelist={rest[0]}"] if rest else []

@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _work(words: Words) -> int:
     if len(words.operands) != 2:
         raise UsageError("cannot tell what to reach: name a job and a port; see htunnel --help")
+    client.must_be_local(COMMAND.name)
     reference, port = words.operands[0], _port(words.operands[1])
     listener = _listen(_port(words.last("local")) if words.has("local") else None, port)
     job = client.call("GET", client.job_path(reference))["jobs"][0]

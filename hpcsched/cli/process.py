@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 def own_call(work_dir: str = "") -> Call:
     """Return a call by this process. `work_dir`: its directory, for commands that need it."""
+    is_remote = client.is_remote()
     caller = Caller(
-        environ=rlimits.environment(),
+        environ=dict(os.environ) if is_remote else rlimits.environment(),
         uid=os.getuid(),
         user=client.my_name(),
         host=os.uname().nodename,
@@ -34,6 +35,7 @@ def own_call(work_dir: str = "") -> Call:
         out_is_terminal=is_terminal(),
         err_is_terminal=sys.stderr.isatty(),
         in_our_zone=True,
+        is_remote=is_remote,
     )
     return Call(caller=caller, api=_Socket(), output=_Standard(), script=_read_script, in_own_process=True)
 
@@ -52,7 +54,12 @@ def finish(work: Coroutine[object, object, T]) -> T:
 
 
 def work_dir() -> str:
-    """Return the directory that this process runs in. Raises RequestError."""
+    """Return the directory that this process runs in.
+
+    On another machine than the cluster's: the user's home there. Raises RequestError.
+    """
+    if client.is_remote():
+        return str(client.call("GET", "/v1/me").get("home") or "/")
     try:
         return os.getcwd()
     except OSError as error:
@@ -128,6 +135,8 @@ class _Socket:
             ) from None
 
     def is_account(self, name: str) -> bool:
+        if client.is_remote():
+            return True  # the controller knows
         try:
             pwd.getpwnam(name)
         except KeyError:

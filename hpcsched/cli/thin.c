@@ -2,7 +2,7 @@
  * and print what it answers. thin.py is the same where no compiler was; hpcsched/api/command.py has the answer's form.
  *
  * Knows no options and no formats. What it cannot do itself (no controller, a terminal to read from, text that is not UTF-8,
- * the answer "python") the Python command does, which takes the place of this process and says what is wrong. */
+ * the answer "python", a gateway) the Python command does, which takes the place of this process and says what is wrong. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -292,6 +292,7 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     if (strstr(name, "cancel") && (getenv("HPCSCHED_JOB_ID") || getenv("SLURM_JOB_ID")))
         signal(SIGTERM, SIG_IGN); /* it may end its own job */
+    if (getenv("HPCSCHED_URL") && *getenv("HPCSCHED_URL")) python(); /* TLS is for Python */
     if (getrandom(random, sizeof random, 0) != sizeof random) python();
     for (int at = 0; at < 16; at++) snprintf(request_id + 2 * at, 3, "%02x", random[at]);
     if (strstr(name, "sub") || strstr(name, "batch"))

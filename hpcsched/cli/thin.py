@@ -53,6 +53,8 @@ def whole(argv: Sequence[str] | None = None) -> int:
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Run the command `name` by the controller, or else here; return its exit status."""
+    if client.is_remote():  # the cluster has no file and no account of this machine
+        return _whole(name, argv)
     status = guarded(name, lambda words: _by_controller(name, words), argv)
     return _whole(name, argv) if status == _PYTHON else status
 

@@ -4,7 +4,9 @@ Commands must start fast. This package therefore implements only the part of HTT
 needs (`protocol`: a request and an answer, both with Content-Length). http.client is not imported:
 that costs as much as Python's start. For the same reason values are plain tuples (`dataclasses`
 costs 6 ms), paths are text, and the socket is the interpreter's own (`socket` first creates
-enumerations of some hundred constants). It knows no routes except that of logs.
+enumerations of some hundred constants). It knows no routes except those of logs and of one's name.
+
+With HPCSCHED_URL the same requests go to a gateway (`https`).
 
 `Client` (`blocking`) and `AsyncClient` (`aio`) are for programs: `from hpcsched import Client`.
 
@@ -22,6 +24,7 @@ from _socket import AF_UNIX, SO_PEERCRED, SOCK_STREAM, SOL_SOCKET, socket
 from hpcsched import errors, paths
 from hpcsched.client import protocol
 from hpcsched.client.protocol import (
+    READ_BYTES,
     TIMEOUT_S,
     BrokenConnectionError,
     HttpReply,
@@ -59,7 +62,6 @@ __all__ = [
     "request",
 ]
 
-READ_BYTES = 256 << 10
 CROWDED_S = 0.02  # pause before the next attempt to connect if the socket's queue is full
 _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 _NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
@@ -75,8 +77,27 @@ def socket_path() -> str:
     return given or paths.api_socket(os.environ, os.getuid())
 
 
+def is_remote() -> bool:
+    """Return whether HPCSCHED_URL names a gateway.
+
+    Then no file and no account of this machine is the cluster's.
+    """
+    return bool(os.environ.get("HPCSCHED_URL", ""))
+
+
+def must_be_local(name: str) -> None:
+    """Raise ConfigError if HPCSCHED_URL is set: the command `name` connects to a node."""
+    if is_remote():
+        raise errors.ConfigError(
+            f"cannot run {name} on this machine: HPCSCHED_URL names a cluster elsewhere, and {name} connects to its head and "
+            "nodes; log in to the head and run it there"
+        )
+
+
 def my_name() -> str:
     """Return the account's name, or its number if it has none, as the controller does."""
+    if is_remote():
+        return str(call("GET", "/v1/me")["user"])
     import pwd
 
     try:
@@ -184,7 +205,14 @@ def run(flow: Flow[T], send: Callable[[Send], HttpReply]) -> T:
 
 
 def perform(step: Send, where: str | PathLike[str] | None = None) -> HttpReply:
-    """Send one request to the socket `where`, None for the default, and return the answer."""
+    """Send one request and return the answer.
+
+    `where`: the socket; None for the gateway of HPCSCHED_URL, else for the default socket.
+    """
+    if where is None and is_remote():
+        from hpcsched.client import https  # its imports take longer than Python's start
+
+        return https.perform(https.find_endpoint(), step)
     try:
         sock = _connect(os.fspath(where or socket_path()), step.timeout_s)
     except errors.UnavailableError:
@@ -201,21 +229,11 @@ def perform(step: Send, where: str | PathLike[str] | None = None) -> HttpReply:
             pass  # it did not read all, and may have sent the reason
         return _read(sock)
     except TimeoutError:
-        raise late(step.timeout_s) from None
+        raise protocol.late(step.timeout_s) from None
     except OSError as error:
-        raise lost(error) from None
+        raise protocol.lost(error) from None
     finally:
         sock.close()
-
-
-def late(timeout_s: float) -> BrokenConnectionError:
-    """Return the error for an answer that does not come in time."""
-    return BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s")
-
-
-def lost(error: OSError) -> BrokenConnectionError:
-    """Return the error for a connection that broke."""
-    return BrokenConnectionError(f"lost the connection to the hpcsched controller: {error.strerror or error}")
 
 
 def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float) -> HttpReply:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcsched import client as transport
-from hpcsched.client import jobs
+from hpcsched.client import https, jobs
+from hpcsched.client.https import GatewayEndpoint
 from hpcsched.client.jobs import JobInfo, LogFlow, NodeInfo, Prepared
 from hpcsched.client.place import ClusterConnection, find_connection
-from hpcsched.client.protocol import HttpReply, Pause, ReplyReader, Send, request_bytes
+from hpcsched.client.protocol import READ_BYTES, HttpReply, Pause, ReplyReader, Send, late, lost, request_bytes
 from hpcsched.errors import HpcschedError
 
 if TYPE_CHECKING:
@@ -32,10 +33,19 @@ class AsyncClient:
     """A connection to a cluster, for programs with an event loop."""
 
     def __init__(
-        self, *, socket: str | Path | None = None, results: str = "", calls: str | Path | None = None, python: str = ""
+        self,
+        url: str = "",
+        *,
+        token: str = "",
+        ca_file: str | Path = "",
+        socket: str | Path | None = None,
+        results: str = "",
+        calls: str | Path | None = None,
+        python: str = "",
     ) -> None:
+        """Connect as `Client`. Raises ConfigError, RequestError."""
         self._connection: ClusterConnection = find_connection(
-            socket=socket, results=results, calls=calls, python=python
+            url=url, token=token, ca_file=ca_file, socket=socket, results=results, calls=calls, python=python
         )
 
     async def submit(
@@ -47,7 +57,7 @@ class AsyncClient:
         **options: object,
     ) -> AsyncJob:
         """Submit a function with its arguments, or a script, as `Client.submit`."""
-        prepared = self._connection.prepare(what, args, kwargs or {}, options, request_id)
+        prepared = await self._run(self._connection.prepare(what, args, kwargs or {}, options, request_id))
         return AsyncJob(self, await self._run(jobs.submit(prepared)), None, prepared.call)
 
     async def map(
@@ -62,7 +72,8 @@ class AsyncClient:
         """Submit a script as an array, as `Client.submit_array`."""
         return await self._submit_array(self._connection.prepare_array(script, args, options, request_id))
 
-    async def _submit_array(self, prepared: Prepared) -> AsyncJobArray:
+    async def _submit_array(self, preparing: Flow[Prepared]) -> AsyncJobArray:
+        prepared = await self._run(preparing)
         return AsyncJobArray(self, await self._run(jobs.submit(prepared)), prepared.tasks, prepared.call)
 
     async def job(self, job_id: int, task: int | None = None) -> AsyncJob:
@@ -78,7 +89,7 @@ class AsyncClient:
         return await self._run(jobs.nodes())
 
     async def _run(self, flow: Flow[T]) -> T:
-        return await run(flow, lambda step: perform(step, self._connection.socket))
+        return await run(flow, lambda step: perform(step, self._connection))
 
 
 class AsyncJob:
@@ -204,19 +215,32 @@ async def run(flow: Flow[T], send: Callable[[Send], Awaitable[HttpReply]]) -> T:
         return result
 
 
-async def perform(step: Send, where: str) -> HttpReply:
-    """Send one request to the controller's socket, "" for the default, and return the answer."""
-    path = where or transport.socket_path()
+async def perform(step: Send, connection: ClusterConnection) -> HttpReply:
+    """Send one request, and return the answer."""
     try:
         async with asyncio.timeout(step.timeout_s):
-            sock = await _connected(path)
+            if connection.endpoint is not None:
+                return await _by_gateway(step, connection.endpoint)
+            sock = await _connected(connection.socket or transport.socket_path())
             reader, writer = await asyncio.open_unix_connection(sock=sock)
-            try:
-                return await _exchanged(reader, writer, request_bytes(step.method, step.path, step.body))
-            finally:
-                writer.close()
+            return await _exchanged(reader, writer, request_bytes(step.method, step.path, step.body))
     except TimeoutError:
-        raise transport.late(step.timeout_s) from None
+        raise late(step.timeout_s) from None
+
+
+async def _by_gateway(step: Send, endpoint: GatewayEndpoint) -> HttpReply:
+    try:
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        try:
+            https.check_peer(endpoint, writer.get_extra_info("peername"))
+            if endpoint.tls is not None:
+                await writer.start_tls(endpoint.tls, server_hostname=endpoint.host)
+        except BaseException:
+            writer.close()
+            raise
+    except OSError as error:
+        raise https.unreachable(endpoint, error) from None
+    return https.checked_reply(endpoint, await _exchanged(reader, writer, https.request_of(endpoint, step)))
 
 
 async def _connected(path: str) -> socket.socket:
@@ -247,8 +271,10 @@ async def _exchanged(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     parser = ReplyReader()
     writer.write(request)
     try:
-        while (reply := parser.feed(await reader.read(transport.READ_BYTES))) is None:
+        while (reply := parser.feed(await reader.read(READ_BYTES))) is None:
             pass
         return reply
     except OSError as error:
-        raise transport.lost(error) from None
+        raise lost(error) from None
+    finally:
+        writer.close()

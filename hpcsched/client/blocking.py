@@ -33,10 +33,25 @@ class Client:
     """A connection to a cluster, for programs that wait. Threads may share it."""
 
     def __init__(
-        self, *, socket: str | Path | None = None, results: str = "", calls: str | Path | None = None, python: str = ""
+        self,
+        url: str = "",
+        *,
+        token: str = "",
+        ca_file: str | Path = "",
+        socket: str | Path | None = None,
+        results: str = "",
+        calls: str | Path | None = None,
+        python: str = "",
     ) -> None:
+        """Connect to the gateway at `url`, or without one to the controller's socket.
+
+        `url`: default HPCSCHED_URL. `token` and `ca_file`: default as for the commands. `results`: ``pickle`` or ``json``; see
+        docs/python.md. `calls`: the folder of function calls. `python`: the program that runs functions.
+
+        Raises ConfigError, RequestError.
+        """
         self._connection: ClusterConnection = find_connection(
-            socket=socket, results=results, calls=calls, python=python
+            url=url, token=token, ca_file=ca_file, socket=socket, results=results, calls=calls, python=python
         )
 
     def submit(
@@ -54,7 +69,7 @@ class Client:
         `options` are those of hsub: ``time="1:00:00", cpus_per_task=4, exclusive=True``. The same `request_id` creates the
         same job once. Raises RequestError, UnavailableError.
         """
-        prepared = self._connection.prepare(what, args, kwargs or {}, options, request_id)
+        prepared = self._run(self._connection.prepare(what, args, kwargs or {}, options, request_id))
         return SubmittedJob(self, self._run(jobs.submit(prepared)), None, prepared.call)
 
     def map(
@@ -64,8 +79,7 @@ class Client:
 
         ``array="%4"`` runs at most four at a time. Raises RequestError, UnavailableError.
         """
-        prepared = self._connection.prepare_map(function, iterables, options, request_id)
-        return self._submit_array(prepared)
+        return self._submit_array(self._connection.prepare_map(function, iterables, options, request_id))
 
     def submit_array(
         self, script: str | os.PathLike[str], *args: str, request_id: str = "", **options: object
@@ -73,7 +87,8 @@ class Client:
         """Submit a script as an array: with the option ``array="0-9"``, here or in the script."""
         return self._submit_array(self._connection.prepare_array(script, args, options, request_id))
 
-    def _submit_array(self, prepared: Prepared) -> JobArray:
+    def _submit_array(self, preparing: Flow[Prepared]) -> JobArray:
+        prepared = self._run(preparing)
         job_id = self._run(jobs.submit(prepared))
         return JobArray(self, job_id, prepared.tasks, prepared.call)
 

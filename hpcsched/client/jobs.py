@@ -30,7 +30,7 @@ from hpcsched.errors import (
     WaitTimeoutError,
     error_of,
 )
-from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers, without_environment
 from hpcsched.jobscript.options import Use, find_option, parse_command_line
 from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
 from hpcsched.listing.jobs import ENDED_STATES
@@ -151,6 +151,7 @@ class SubmitPlace:
     host: str
     calls: Path | None
     python: str
+    is_remote: bool = False  # then jobs take nothing of `environ` unless the option export names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +246,13 @@ def _spec(place: SubmitPlace, script: str, path: str, args: Sequence[str], optio
         command="hsub",
         argv=tuple(words),
         script=script,
-        script_path=path,
+        script_path="" if place.is_remote else path,
         environ=place.environ,
         work_dir=place.work_dir,
         host=place.host,
     )
-    return build_submission(called, line, read_layers(called, line), time.time()).spec
+    layers = read_layers(called, line)
+    return build_submission(called, line, without_environment(layers) if place.is_remote else layers, time.time()).spec
 
 
 def option_words(options: Mapping[str, object]) -> list[str]:
@@ -279,6 +281,12 @@ def own_environment() -> dict[str, str]:
 
 
 # ----- flows
+
+
+def home() -> Flow[str]:
+    """Return the user's home directory on the cluster. Raises RequestError if there is none."""
+    answer = yield from ask("GET", "/v1/me", again=True)
+    return str(answer.get("home") or "/")
 
 
 def submit(prepared: Prepared) -> Flow[int]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Json = dict[str, "Any"]
 
 TIMEOUT_S = 60.0
+READ_BYTES = 256 << 10
 MAX_HEAD_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 256 << 20
 RETRY_S = 10.0  # retry time while the controller restarts, for requests that may be repeated
@@ -82,6 +83,16 @@ class LogChunk(namedtuple("LogChunk", "data offset size path ended")):
 
 class BrokenConnectionError(errors.UnavailableError):
     """The connection ended before the answer. It is unknown whether the request took effect."""
+
+
+def late(timeout_s: float) -> BrokenConnectionError:
+    """Return the error for an answer that does not come in time."""
+    return BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s")
+
+
+def lost(error: OSError) -> BrokenConnectionError:
+    """Return the error for a connection that broke."""
+    return BrokenConnectionError(f"lost the connection to the hpcsched controller: {error.strerror or error}")
 
 
 def exchange(

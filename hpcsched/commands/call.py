@@ -45,6 +45,7 @@ class Caller:
     out_is_terminal: bool
     err_is_terminal: bool
     in_our_zone: bool  # its local time is that of the process that runs this code
+    is_remote: bool = False  # it is on a machine without the cluster's files and accounts
 
     @property
     def wants_colour(self) -> bool:

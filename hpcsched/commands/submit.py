@@ -18,7 +18,7 @@ from hpcsched.commands.options import FAILED, UsageError
 from hpcsched.commands.options import explained as explained_by_us
 from hpcsched.commands.slurm import NO_CONTACT, explained, refuse_other_clusters
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError, UnsignedError
-from hpcsched.jobscript.build import Built, Layers, SubmissionWords, build_submission, read_layers
+from hpcsched.jobscript.build import Built, Layers, SubmissionWords, build_submission, read_layers, without_environment
 from hpcsched.jobscript.options import CommandLine, is_set, last, parse_command_line
 from hpcsched.listing.text import clean
 
@@ -112,12 +112,16 @@ async def read(line: CommandLine, argv: Sequence[str], call: Call, setup: Setup,
         command=setup.name,
         argv=tuple(argv),
         script=None if wrapped else call.script(line.script, None if from_stdin else len(argv) - len(line.args) - 1),
-        script_path="" if from_stdin or wrapped else _path(call.caller.work_dir, line.script or ""),
+        script_path=""
+        if from_stdin or wrapped or call.caller.is_remote
+        else _path(call.caller.work_dir, line.script or ""),
         environ=call.caller.environ,
         work_dir=call.caller.work_dir,
         host=call.caller.host,
     )
     layers = read_layers(words, line)
+    if call.caller.is_remote:
+        layers = without_environment(layers)
     _check_place(layers, call)
     built = build_submission(words, line, layers, now_s, call.api.job_id_of)
     if setup.slurms:

@@ -329,6 +329,21 @@ def read_layers(words: SubmissionWords, line: CommandLine) -> Layers:
     return Layers(script=script, options=options, further=directives.further, notes=(*late, *misspelled))
 
 
+def without_environment(layers: Layers) -> Layers:
+    """Return the layers for a submission from another machine.
+
+    Its variables are for options. A job takes them along if the option export says so.
+    """
+    if "export" in layers.options:
+        return layers
+    return Layers(
+        script=layers.script,
+        options={**layers.options, "export": ["NONE"]},
+        further=layers.further,
+        notes=layers.notes,
+    )
+
+
 def build_submission(
     words: SubmissionWords,
     line: CommandLine,

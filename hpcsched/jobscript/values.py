@@ -510,13 +510,19 @@ def _items(text: str) -> list[str]:
     return [item for item in items if item]
 
 
+# Of a client of the gateway: a job must not have its user's token, and asks its own controller.
+CREDENTIALS = frozenset({"HPCSCHED_TOKEN", "HPCSCHED_TOKEN_FILE", "HPCSCHED_URL", "HPCSCHED_CA_FILE"})
+
+
 def _names_to_take(export: Export, environ: Mapping[str, str]) -> list[str]:
     """Return the names in `environ` that `export` asks for; within a job, without the variables of that job."""
     if not export.everything:
         return [name for name in export.names if name in environ and name != "_"]
     within_job = "HPCSCHED_JOB_ID" in environ or "SLURM_JOB_ID" in environ
     # bash's $_ names the command that ran hsub.
-    return [name for name in environ if name != "_" and not (within_job and _is_of_a_job(name))]
+    return [
+        name for name in environ if name != "_" and name not in CREDENTIALS and not (within_job and _is_of_a_job(name))
+    ]
 
 
 def exported(export: Export, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,9 @@ COMMANDS = {
     "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
     "demo": ("hpcsched.demo.show:demo", "Show a small cluster at work on this machine, then remove it."),
 }
+
+
+REMOTE = ("top",)  # commands that ask the controller alone, so that they work through a gateway
 
 
 class LazyGroup(click.Group):
@@ -67,8 +71,11 @@ def _nearest(word: str, known: list[str]) -> str:
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hpcsched.__version__, "-V", "--version", message="hpcsched (hpcsched) %(version)s")
-def hpcsched_command() -> None:
+@click.pass_context
+def hpcsched_command(ctx: click.Context) -> None:
     """Set up and run a cluster: Slurm's job model for the machines you already own."""
+    if ctx.invoked_subcommand not in REMOTE:
+        os.environ.pop("HPCSCHED_URL", None)  # these are for this machine's cluster
 
 
 @hpcsched_command.command()

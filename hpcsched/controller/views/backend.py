@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import hpcsched
 from hpcnode.wire import protocol
-from hpcsched.api.identity import identity_of, is_account, uid_of
+from hpcsched.api.identity import home_of, identity_of, is_account, uid_of
 from hpcsched.api.views import (
     failure_view,
     how_it_ended,
@@ -139,6 +139,11 @@ class ControllerBackend(Reading):
             "undecided": len(self._cluster.undecided_launches),
             "not_taken": [*self._cluster.not_taken, *gone_notes(self._cluster)],
         }
+
+    def me(self, identity: Identity) -> Json:
+        """Return who asks: clients on other machines have neither the account nor its home."""
+        role = identity.role.value
+        return {"user": identity.user, "uid": identity.uid, "home": home_of(identity.uid), "role": role}
 
     # ----- jobs
 

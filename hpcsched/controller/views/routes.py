@@ -98,6 +98,7 @@ def _gets(routes: _Routes) -> list[web.Route]:
     # fmt: off
     return [
         web.get("/v1/ping", by(lambda call: call.backend.ping())),
+        web.get("/v1/me", by(lambda call: call.backend.me(call.identity))),
         web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
         web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
         web.get("/v1/job/{name}", by(lambda call: call.backend.job(call.identity, call.name))),

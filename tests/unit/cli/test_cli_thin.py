@@ -259,3 +259,12 @@ def test_the_controller_is_found_where_the_configuration_says(
     where.symlink_to(api.path)
     assert run("hsub", "job.sh", env={**environ, "HPCSCHED_API": None}).returncode == 0
     assert api.requests("POST /v1/command") or api.requests("POST /v1/submit")
+
+
+def test_with_a_gateway_the_controller_of_this_machine_is_not_asked(run: Run, api: FakeApi) -> None:
+    away = {"HPCSCHED_URL": "http://127.0.0.1:1", "HPCSCHED_TOKEN": f"eyJ{'x' * 20}.{'y' * 20}.{'z' * 20}"}
+    for words in (("hqueue",), ("hcancel", "7"), ("hsub", "job.sh")):
+        done = run(*words, env=away)
+        assert b"Unable to contact hpcsched gateway (127.0.0.1:1: Connection refused)" in done.stderr
+        assert done.returncode == 1
+    assert api.asked == []
