@@ -1,0 +1,34 @@
+"""The table of attacks in README.md: complete, in order, and naming tests that exist."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+COUNTS = {"A": 13, "B": 11, "C": 8, "D": 8, "E": 8, "F": 7, "G": 8}
+_ROW = re.compile(r"\| ([A-G]\d+) \| (.*)\|")
+_TEST = re.compile(r"^ *(?:async )?def (test_\w+)", re.M)
+
+
+def table() -> list[tuple[str, list[str]]]:
+    rows = map(_ROW.fullmatch, Path(__file__).with_name("README.md").read_text().splitlines())
+    return [(row[1], re.findall(r"`([^`]+)`", row[2])) for row in rows if row]
+
+
+def test_each_attack_has_a_row_in_order() -> None:
+    assert [name for name, _ in table()] == [
+        f"{group}{n}" for group, last in COUNTS.items() for n in range(1, last + 1)
+    ]
+
+
+def test_the_tests_that_the_table_names_exist() -> None:
+    missing = []
+    for attack, tests in table():
+        for test in tests:
+            path, _, pattern = test.partition("::")
+            names = _TEST.findall((TESTS / path).read_text()) if (TESTS / path).is_file() else []
+            if not any(fnmatchcase(name, pattern) for name in names):
+                missing.append((attack, test))
+    assert not missing
