@@ -157,6 +157,7 @@ class Agent:
         paths.unpack_aside(self.root, log)
         self._loop.run()
         self._tidy()
+        self._shepherds.remains.tidy()
         os.unlink(self._socket_path)
         listener.close()
 

@@ -452,8 +452,6 @@ def remove_step(tree: Tree, group: StepGroup) -> None:
                 _rmdir(path)
             else:
                 remove(path)
-        for root in tree.roots():
-            _remove_base(root)
 
 
 def remove_job(tree: Tree, job: str) -> bool:
@@ -467,14 +465,12 @@ def _remove_job(tree: Tree, root: str, job: str) -> bool:
     """Remove a job's group in one hierarchy; return whether it is still there."""
     path = os.path.join(root, JOB_PREFIX + job)
     if not os.path.isdir(path):
-        _remove_base(root)
         return False
     if root == tree.unified:
         kill(path)
     elif not tree.unified:
         _kill_one_by_one(path)
     remove(path)
-    _remove_base(root)
     return os.path.isdir(path)
 
 
@@ -497,6 +493,13 @@ def jobs(tree: Tree) -> Set[str]:
     """Return the jobs that have groups of this agent."""
     names = {name for root in tree.roots() for name in _children(root)}
     return {name[len(JOB_PREFIX) :] for name in names if name.startswith(JOB_PREFIX)}
+
+
+def remove_unused(tree: Tree) -> None:
+    """Remove the agent's own directories, if no job has a group there."""
+    with _locked(tree):
+        for root in tree.roots():
+            _remove_base(root)
 
 
 def remove_abandoned(tree: Tree, now_s: float) -> None:

@@ -161,13 +161,15 @@ def _begin(private: str, proc: bool) -> None:
         _mount_proc(path)
 
 
-def _end_if_unused(private: str) -> None:
-    if set(_names(private)) - {"proc"}:
-        return
-    for path in (os.path.join(private, "proc"), private):
-        _unmount(path)
-        with contextlib.suppress(OSError):  # never made
-            os.rmdir(path)
+def end_if_unused(root: str) -> None:
+    """Unmount what all jobs share, if no job is here."""
+    with _private(root) as private:
+        if not os.path.isdir(private) or set(_names(private)) - {"proc"}:
+            return
+        for path in (os.path.join(private, "proc"), private):
+            _unmount(path)
+            with contextlib.suppress(OSError):  # never made
+                os.rmdir(path)
 
 
 # ----- of a job
@@ -236,7 +238,6 @@ def remove(root: str, job: str) -> str:
                 path = os.path.join(folder, name)
                 (os.rmdir if os.path.isdir(path) else os.unlink)(path)
             os.rmdir(folder)
-            _end_if_unused(private)
     gone = os.path.join(root, TMPS, GONE + os.urandom(8).hex())
     try:
         os.rename(os.path.join(root, TMPS, job), gone)

@@ -22,13 +22,14 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 from hpcnode import paths
 from hpcnode.os import cgroup, device_filter, mounts
 from hpcnode.os.account import UserAccount
-from hpcnode.os.loop import Loop
+from hpcnode.os.loop import Loop, Timer
 from hpcnode.wire import protocol
 
 NOT_ROOT = "the agent is not root"
 OWNERS = "owners"  # a file for each job here: who may log in, see `hpcnode.agent.adopt`
 NEW = ".new"  # the end of the name of a file that is being written
 RETRY_S = 0.1
+TIDY_S = 2.0
 Ability = Tuple[str, bool, str]
 
 
@@ -186,6 +187,7 @@ class JobRemains:
     def __init__(self, loop: Loop, ground: Ground) -> None:
         self._loop = loop
         self._ground = ground
+        self._tidy_timer: Optional[Timer] = None
         self._going: Dict[str, None] = {}  # jobs with groups that are not empty yet
         self.delete: Callable[[str], None] = paths.remove_tree  # may take long
 
@@ -200,6 +202,16 @@ class JobRemains:
         gone = mounts.remove(ground.root, job) if ground.root else ""
         if gone:
             self.delete(gone)
+        if self._tidy_timer is None:
+            self._tidy_timer = self._loop.later(TIDY_S, self.tidy)
+
+    def tidy(self) -> None:
+        """Remove what jobs here share, if there are none: the next one makes it again."""
+        self._tidy_timer = None
+        if self._ground.tree.roots():
+            cgroup.remove_unused(self._ground.tree)
+        if self._ground.root:
+            mounts.end_if_unused(self._ground.root)
 
     def _again(self, job: str) -> None:
         del self._going[job]
