@@ -413,6 +413,14 @@ class Store:
         rows = self._rows(_EVENTS, {"of_job": job_id})
         return [from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)) for row in rows]
 
+    def events_after(self, seq: int) -> list[Any]:
+        """Return some of the next events of all jobs: seq, at_s, job_id and kind."""
+        return self._rows(_EVENTS_AFTER, {"after": seq})
+
+    def last_event(self) -> int:
+        """Return the number of the last event, 0 if there is none."""
+        return int(self._value(_LAST_EVENT) or 0)  # int: of our own database
+
     # ----- steps and training
 
     def load_steps(self, job_ids: Iterable[int]) -> list[StepRecord]:
@@ -707,6 +715,13 @@ _CRONTABS = Statement(select(crontabs).order_by(crontabs.c.uid))
 _NEW_TRIGGER = Statement(insert(triggers))
 _DELETE_TRIGGER = Statement(delete(triggers).where(triggers.c.id == place("of")))
 _TRIGGERS = Statement(select(triggers).order_by(triggers.c.id))
+_EVENTS_AFTER = Statement(
+    select(events.c.seq, events.c.at_s, events.c.job_id, events.c.kind)
+    .where(events.c.seq > place("after"))
+    .order_by(events.c.seq)
+    .limit(500)
+)
+_LAST_EVENT = Statement(select(func.max(events.c.seq)))
 _NEW_CREDENTIAL = Statement(insert(credentials))
 _DELETE_CREDENTIAL = Statement(delete(credentials).where(credentials.c.id == place("of")))
 _CREDENTIALS = Statement(select(credentials).order_by(credentials.c.id))

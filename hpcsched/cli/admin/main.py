@@ -29,6 +29,8 @@ COMMANDS = {
     "slurm-path": ("hpcsched.cli.admin.shell:slurm_path", "Print the directory of the commands with Slurm's names."),
     "completion": ("hpcsched.cli.admin.shell:completion", "Print shell completion for bash, zsh or fish."),
     "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
+    "gateway": ("hpcsched.cli.admin.gateway:gateway", "Serve the API to the network over HTTPS."),
+    "web": ("hpcsched.cli.admin.gateway:web", "Print a link that opens a session in a browser."),
     "demo": ("hpcsched.demo.show:demo", "Show a small cluster at work on this machine, then remove it."),
 }
 

@@ -58,7 +58,7 @@ from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, 
 from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
 from hpcsched.model.codec import value_to_json
-from hpcsched.model.ids import NodeName
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import Link
 from hpcsched.model.reservation import at
@@ -348,6 +348,25 @@ class ControllerBackend(Reading):
             return LogPart(data=b"", offset=0, size=0, path=path, ended=False)
         ended = over and answer.offset + len(blob) >= answer.size
         return LogPart(data=blob, offset=answer.offset, size=answer.size, path=path, ended=ended)
+
+    def events(self, identity: Identity, after: int | None) -> Json:
+        """Return the events of visible jobs after number `after`; None: none, from now on.
+
+        `state` is the job's present state.
+        """
+        store = self._controller.store
+        found: list[Json] = []
+        if after is None:
+            return {"events": found, "next": store.last_event()}
+        sees_all = reach(identity, Action.VIEW_JOBS) is Reach.ALL
+        for row in store.events_after(after):
+            after = row.seq
+            job = self._cluster.jobs.get(JobId(row.job_id))
+            if sees_all or (job is not None and allows(identity, Action.VIEW_JOBS, job)):
+                state = None if job is None else job.state.value
+                event = {"seq": row.seq, "at_s": row.at_s, "job_id": row.job_id, "kind": row.kind, "state": state}
+                found.append(event)
+        return {"events": found, "next": after}
 
     # ----- nodes and the rest
 

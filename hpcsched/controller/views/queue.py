@@ -448,6 +448,16 @@ def selected(cluster: ClusterState, identity: Identity, query: Query) -> list[Jo
     return jobs
 
 
+def _page(jobs: list[Job], query: Query) -> tuple[list[Job], bool]:
+    """Return the jobs of the query's page, by number, and whether there are more."""
+    if "limit" not in query and "after" not in query:
+        return jobs, False
+    after = whole_number(query.get("after") or "0", "cursor")
+    limit = max(1, whole_number(query.get("limit") or "1000", "limit"))
+    rest = sorted((job for job in jobs if job.number > after), key=lambda job: job.number)
+    return rest[:limit], len(rest) > limit
+
+
 def _check_users(cluster: ClusterState, text: str) -> None:
     """Reject an unknown user name, because it is more likely mistyped than idle."""
     for name in text.split(",") if text else ():
@@ -517,11 +527,14 @@ class Reading:
         with self._counted():
             now_s = self._clock()
             breaks, texts = AnswerPauses(), []
-            for job in self.selected(identity, query):
+            filters = {name: value for name, value in query.items() if name not in ("after", "limit")}
+            found, more = _page(self.selected(identity, filters), query)
+            for job in found:
                 texts.append(json_text(job_view(job, self._cluster, identity, now_s)))
                 if breaks.due():
                     await breaks.take()
-            return jobs_text(now_s, texts)
+            text = jobs_text(now_s, texts)
+            return text if not more else text.rstrip()[:-1] + b',"next_cursor":"%d"}' % found[-1].number
 
     async def queue(self, identity: Identity, query: dict[str, str]) -> str:
         """Return the jobs as text lines. Raises the errors of `selected`, and UsageError."""

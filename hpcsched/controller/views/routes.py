@@ -61,6 +61,7 @@ ADMINS_PATHS = (
 LOG_CHUNK_BYTES = 1 << 20
 LARGE_BODY_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
+EVENTS_PAUSE_S = 0.25
 
 Json = dict[str, Any]
 
@@ -120,6 +121,7 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/audit", routes.in_turn(by(lambda call: call.backend.audit(call.identity, call.query)))),
         web.get("/v1/audit/heads", routes.in_turn(by(lambda call: call.backend.audit_heads(call.identity)))),
         web.get("/v1/log", routes.log),
+        web.get("/v1/events", routes.events),
         web.get("/v1/whoami", by(lambda call: call.backend.whoami(call.identity))),
         web.get("/v1/tokens", by(lambda call: call.backend.tokens(call.identity, call.query.get("user", "")))),
     ]
@@ -348,6 +350,19 @@ class _Routes:
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._identity(request), request.query))
+
+    async def events(self, request: web.Request) -> web.Response:
+        """Send the events after one; wait up to `wait_s` for more."""
+        query, identity, loop = request.query, self._identity(request), asyncio.get_running_loop()
+        after = _number(query, "after", 0) if "after" in query else None
+        until_s = loop.time() + min(number(query.get("wait_s", "0"), "wait_s"), LOG_WAIT_S)
+        backend = await self._backend()
+        while True:
+            found = backend.events(identity, after)
+            if found["events"] or after is None or loop.time() >= until_s:
+                return answer(found)
+            after = found["next"]
+            await asyncio.sleep(min(EVENTS_PAUSE_S, until_s - loop.time()))
 
     async def log(self, request: web.Request) -> web.Response:
         """Send a part of a job's output; wait up to `wait_s` for more output."""

@@ -1,0 +1,357 @@
+"""Accept connections: TLS 1.3, limits for each address, and deadlines.
+
+Deadlines are for handshakes, heads, bodies and slow readers.
+
+uvicorn's protocol parses the requests. Connections are accepted here, because a limit must count those whose handshake is not
+complete. One task checks all deadlines once per second.
+
+Sources: RFC 8446 (TLS 1.3), uvicorn's documentation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pwd
+import socket
+import ssl
+import stat
+import time
+from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from hpcsched.config.load import GatewaySettings
+from hpcsched.errors import ConfigError
+from hpcsched.gateway.app import GatewayApp
+from hpcsched.gateway.routes import MAX_BODY_BYTES
+from hpcsched.gateway.upstream import Upstream, UpstreamError
+
+log = logging.getLogger("hpcsched.gateway")
+
+HANDSHAKE_S = 5.0
+HEAD_S = 10.0
+BODY_S = 60.0
+WRITE_S = 60.0  # without progress of a reader
+KEEP_ALIVE_S = 30
+CHECK_S = 1.0
+MAX_HEAD_BYTES = 32 << 10
+BACKLOG = 2048
+AT_ONCE = 64  # connections that are accepted in one turn of the event loop
+PAUSE_S = 0.2  # when no file is left
+CLOSED_S = 2.0
+
+
+def tls_context(settings: GatewaySettings) -> ssl.SSLContext:
+    """Return the TLS settings: version 1.3 only. Raises ConfigError."""
+    for name, path in (("certificate", settings.certificate), ("key", settings.key)):
+        if not path:
+            raise ConfigError(
+                f"cannot start the gateway: [gateway] {name} is not set in hpcsched.toml. A certificate for a trial: "
+                "openssl req -x509 -newkey ed25519 -nodes -days 365 -subj /CN=$(hostname) -addext "
+                "subjectAltName=DNS:$(hostname) -keyout gateway.key -out gateway.crt"
+            )
+    _check_key(Path(settings.key))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.certificate, settings.key)
+        if settings.client_ca:
+            context.load_verify_locations(settings.client_ca)
+            context.verify_mode = ssl.CERT_OPTIONAL
+            context.verify_flags |= ssl.VERIFY_X509_STRICT
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot start the gateway: its certificate, key or client_ca cannot be read: {why}"
+        ) from None
+    return context
+
+
+def _check_key(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot start the gateway: cannot read the key {path}: {error.strerror}") from None
+    if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise ConfigError(f"cannot start the gateway: others can read or write the key {path}; run: chmod 640 {path}")
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """Return the listening socket. Raises ConfigError."""
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(found[0][4])
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {address} port {port}: {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def become(user: str | None) -> None:
+    """Leave root for the gateway's account. Raises ConfigError."""
+    if os.getuid() != 0:
+        return
+    if not user:
+        raise ConfigError(
+            "cannot run the gateway as root: set user in [gateway] of hpcsched.toml to an account of its own"
+        )
+    try:
+        account = pwd.getpwnam(user)
+    except KeyError:
+        raise ConfigError(f"cannot run the gateway: this machine has no account {user!r} ([gateway] user)") from None
+    if account.pw_uid == 0:
+        raise ConfigError("cannot run the gateway: [gateway] user is root; use an account of its own")
+    os.setgroups([])
+    os.setresgid(account.pw_gid, account.pw_gid, account.pw_gid)
+    os.setresuid(account.pw_uid, account.pw_uid, account.pw_uid)
+
+
+async def check_controller(upstream: Upstream) -> None:
+    """Check that the controller accepts us as its gateway, and asks for credentials.
+
+    Raises ConfigError. A controller that does not run is no error: it may start later.
+    """
+    try:
+        reply = await upstream.ask("GET", "/v1/ping", {"x-hpcsched-gateway": "start"}, timeout_s=20.0)
+    except UpstreamError as error:
+        log.warning("%s; requests are answered when it runs", error)
+        return
+    if reply.status != 401:
+        raise ConfigError(
+            "cannot start the gateway: the controller does not accept this account as its gateway: set user in [gateway] of "
+            f"hpcsched.toml to {pwd.getpwuid(os.getuid()).pw_name!r}, and run hctl reconfigure"
+        )
+
+
+class GatewayServer:
+    """Serves an application on one listening socket."""
+
+    def __init__(self, app: GatewayApp, settings: GatewaySettings, tls: ssl.SSLContext | None) -> None:
+        self._settings = settings
+        self._tls = tls
+        self._config = uvicorn.Config(
+            app.asgi(),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._of: Counter[str] = Counter()  # connections by address
+        self._count = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._refused = 0
+
+    async def serve(self, sock: socket.socket, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set."""
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._loop.add_reader(sock.fileno(), self._accept)
+        checks = self._loop.create_task(self._check())
+        await stop.wait()
+        checks.cancel()
+        self._loop.remove_reader(sock.fileno())
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        for task in list(self._tasks):
+            task.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("cannot accept a connection: %s; trying again", error.strerror)
+                self._loop.remove_reader(self._sock.fileno())
+                self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock.fileno(), self._accept)
+                return
+            host = _network_of(address[0])
+            settings = self._settings
+            if self._count >= settings.max_connections or self._of[host] >= settings.connections_per_address:
+                self._refused += 1
+                if str(self._refused).strip("0") == "1":  # 1, 10, 100 ...
+                    log.warning("refused %d connections so far: too many, lately from %s", self._refused, host)
+                sock.close()
+                continue
+            self._count += 1
+            self._of[host] += 1
+            task = self._loop.create_task(self._serve_one(sock, host))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve_one(self, sock: socket.socket, host: str) -> None:
+        """Do the handshake, and wait for the connection's end."""
+        ended = asyncio.Event()
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            times = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": CLOSED_S} if self._tls else {}
+            await self._loop.connect_accepted_socket(
+                lambda: GatewayConnection(self._config, self._state, ended), sock, ssl=self._tls, **times
+            )
+            await ended.wait()
+        except (OSError, ssl.SSLError):  # no handshake, or too late: nothing to answer
+            sock.close()
+        finally:
+            self._count -= 1
+            self._of[host] -= 1
+            if not self._of[host]:
+                del self._of[host]
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now_s = time.monotonic()
+            for connection in list(self._state.connections):
+                if isinstance(connection, GatewayConnection):
+                    connection.check(now_s)
+
+
+class GatewayConnection(HttpToolsProtocol):
+    """One connection, with bounds on the head, the body and the time."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, ended: asyncio.Event) -> None:
+        super().__init__(config, state, {})
+        self._ended = ended
+        self._certificate = ""
+        self._head_bytes = 0
+        self._in_head = True
+        self._in_body = False
+        self._began_s = time.monotonic()
+        self._unread_bytes = 0
+        self._read_s = self._began_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        tls = transport.get_extra_info("ssl_object")
+        certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+        if certificate:
+            self._certificate = sha256(certificate).hexdigest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._ended.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            if not self._head_bytes:
+                self._began_s = time.monotonic()
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, "cannot read the request: its head is too long")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._certificate:
+            self.scope["state"]["certificate"] = self._certificate
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._in_body = True
+        self._began_s = time.monotonic()
+        size = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        if not self.url.isascii() or sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refuse(400, "cannot read the request: its address is not ASCII, or its head is too long")
+            return
+        if len(size) > 12 or int(size) > MAX_BODY_BYTES:  # int: the parser has read it
+            self._refuse(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
+            return
+        try:
+            super().on_headers_complete()
+        except (httptools.HttpParserInvalidURLError, AttributeError, UnicodeDecodeError):
+            self._refuse(400, "cannot read the request: its address is not valid")
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._in_body = False
+        self._head_bytes = 0
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            self._refuse(400, "cannot read the request: it is not HTTP/1.1")
+
+    def _refuse(self, status: int, why: str) -> None:
+        from hpcsched.gateway.app import problem
+
+        answer = problem(status, why, "RequestError")
+        head = [f"HTTP/1.1 {status} -", "connection: close"]
+        head += [f"{name.decode()}: {value.decode()}" for name, value in answer.raw_headers]
+        self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + bytes(answer.body))
+        self.transport.close()
+
+    def check(self, now_s: float) -> None:
+        """Close the connection if its head, its body or its reader is too slow."""
+        if self.transport.is_closing():
+            return
+        unread_bytes = self.transport.get_write_buffer_size()
+        if not unread_bytes or unread_bytes < self._unread_bytes:
+            self._read_s = now_s
+        self._unread_bytes = unread_bytes
+        waits = self._in_head and (self._head_bytes or self.cycle is None) and now_s - self._began_s > HEAD_S
+        sends = self._in_body and now_s - self._began_s > BODY_S
+        if waits or sends:
+            self._refuse(408, "cannot read the request: it came too slowly")
+        if now_s - self._read_s > WRITE_S:
+            self.transport.abort()
+
+
+def _network_of(address: str) -> str:
+    from hpcsched.gateway.app import _network
+
+    return _network(address)
+
+
+def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -> None:
+    """Serve until a signal.
+
+    `insecure`: without TLS, on the loopback address only; credentials are needed all the same.
+    """
+    import signal
+
+    tls = None if insecure else tls_context(settings)
+    address = "127.0.0.1" if insecure else settings.address
+    sock = listening_socket(address, settings.port)
+    become(settings.user)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # of each malformed request
+
+    async def serve() -> None:
+        upstream = Upstream(api_socket)
+        await check_controller(upstream)
+        stop = asyncio.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+        log.info("ready at %s://%s:%d", "http" if insecure else "https", address, sock.getsockname()[1])
+        await GatewayServer(GatewayApp(upstream, settings), settings, tls).serve(sock, stop)
+        upstream.close()
+
+    try:
+        import uvloop
+
+        uvloop.run(serve())
+    except ImportError:
+        asyncio.run(serve())

@@ -1,0 +1,436 @@
+"""The gateway under attack: wrong TLS and certificates, half requests, floods, and no way in without a credential."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pwd
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jwt")
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from waiting import wait_until
+
+from hpcsched.loopback.cluster import LocalCluster
+
+AS_ROOT = os.geteuid() == 0
+GATEWAY = pwd.getpwuid(1 if AS_ROOT else os.geteuid()).pw_name
+USER = pwd.getpwuid(65534 if AS_ROOT else os.geteuid()).pw_name
+
+
+def openssl(*words: str | Path) -> None:
+    subprocess.run(["openssl", *words], check=True, capture_output=True)
+
+
+def certificate(base: Path, name: str, *, ca: str = "", eku: str = "", days: str = "3") -> Path:
+    """Make NAME.crt and NAME.key, signed by the CA or by itself."""
+    key, made = base / f"{name}.key", base / f"{name}.crt"
+    more = ["-addext", f"extendedKeyUsage={eku}"] if eku else []
+    if ca:
+        more += ["-CA", str(base / f"{ca}.crt"), "-CAkey", str(base / f"{ca}.key")]
+        more += ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", "authorityKeyIdentifier=keyid"]
+    elif name.startswith("ca"):
+        more += ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+    else:
+        more += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    openssl(
+        "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", f"/CN={name}", "-keyout", key, "-out", made, "-days", days, *more
+    )  # fmt: skip
+    key.chmod(0o600)
+    return made
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@dataclass
+class Served:
+    """A cluster with a gateway."""
+
+    cluster: LocalCluster
+    base: Path
+    port: int
+    token: str
+    pid: int
+
+    def context(self, certificate: str = "") -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.base / "gateway.crt")
+        if certificate:
+            context.load_cert_chain(self.base / f"{certificate}.crt", self.base / f"{certificate}.key")
+        return context
+
+    def connect(self, **how: Any) -> http.client.HTTPSConnection:
+        return http.client.HTTPSConnection("localhost", self.port, context=self.context(**how), timeout=30)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        token: str | None = None,
+        certificate: str = "",
+        **headers: str,
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Return status, JSON and headers of an answer on a connection of its own."""
+        token = self.token if token is None else token
+        sent = {"Authorization": f"Bearer {token}"} if token else {}
+        sent |= {"Content-Type": "application/json"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        connection = self.connect(certificate=certificate)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), sent)
+            answer = connection.getresponse()
+            data = answer.read()
+            names = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, json.loads(data) if data[:1] == b"{" else data, names
+        finally:
+            connection.close()
+
+
+@contextmanager
+def serving(base: Path, **settings: object) -> Iterator[Served]:
+    certificate(base, "gateway")
+    certificate(base, "ca")
+    port = free_port()
+    gateway: dict[str, object] = {
+        "port": port,
+        "certificate": str(base / "gateway.crt"),
+        "key": str(base / "gateway.key"),
+    }
+    gateway |= {"user": GATEWAY} if AS_ROOT else {}
+    gateway |= {"client_ca": str(base / "ca.crt"), "rate": 0, **settings}
+    controller = {"run_dir": str(base / "run"), "request_rate": 0}
+    with LocalCluster(base, ["n1"], settings={"gateway": gateway, "controller": controller}) as cluster:
+        whose = [f"--user={USER}"] if AS_ROOT else []
+        token = cluster.run("hctl", "token", "create", "--scope=read,submit,manage", *whose).stdout.strip()
+        log = base / "gateway.log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(["hpcsched", "gateway"], env=cluster.env, stderr=stream, stdout=stream, cwd="/")
+        try:
+            wait_until(lambda: b"ready at" in log.read_bytes() or process.poll() is not None)
+            assert process.poll() is None, log.read_text()
+            yield Served(cluster, base, port, token, process.pid)
+            assert process.poll() is None, log.read_text()
+            assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    base = Path(tempfile.mkdtemp(prefix="gateway-"))
+    base.chmod(0o755)
+    try:
+        with serving(base) as found:
+            yield found
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+# ----- A13: no way in without TLS and a credential
+
+
+def test_a13_the_controller_listens_on_no_network_address(served: Served) -> None:
+    pid = served.cluster.api("GET", "/v1/ping")["pid"]
+    inodes = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(path)}
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            listens = fields[3] == "0A" or table.startswith("udp")
+            assert not (listens and f"socket:[{fields[9]}]" in inodes), line
+
+
+def test_a13_the_gateway_is_not_root_and_holds_no_file_of_the_controller(served: Served) -> None:
+    status = Path(f"/proc/{served.pid}/status").read_text()
+    uids = next(line.split()[1:] for line in status.splitlines() if line.startswith("Uid:"))
+    assert set(uids) == {str(1 if AS_ROOT else os.geteuid())}
+    if AS_ROOT:
+        assert "CapEff:\t0000000000000000" in status
+    state = str(served.cluster.config_dir / "state")
+    assert not [path for path in Path(f"/proc/{served.pid}/fd").iterdir() if os.readlink(path).startswith(state)]
+
+
+def test_a13_every_route_needs_a_credential(served: Served) -> None:
+    description = served.ask("GET", "/api/v1/openapi.json", token="")[1]
+    for path, methods in description["paths"].items():
+        for method in methods:
+            status, answer, headers = served.ask(method.upper(), path.replace("{job}", "1"), {}, token="")
+            assert (status, answer["kind"]) == (401, "UnauthenticatedError"), (method, path)
+            assert headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"certificate": ""}, "certificate is not set"),
+        ({"key": ""}, "key is not set"),
+        ({"mode": 0o644}, "others can read or write the key"),
+        *([({"user": "root"}, "is root"), ({"user": "games"}, "does not accept this account")] if AS_ROOT else []),
+    ],
+)
+def test_a13_the_gateway_refuses_to_start(served: Served, tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    settings = {"certificate": str(served.base / "gateway.crt"), "key": str(tmp_path / "k.key"), "port": free_port()}
+    settings |= {"user": GATEWAY} if AS_ROOT else {}
+    settings |= {name: value for name, value in change.items() if name != "mode"}
+    shutil.copy(served.base / "gateway.key", tmp_path / "k.key")
+    (tmp_path / "k.key").chmod(change.get("mode", 0o600))
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    run_dir = json.dumps(str(served.base / "run"))
+    (tmp_path / "hpcsched.toml").write_text(f"[controller]\nrun_dir = {run_dir}\n[gateway]\n" + "\n".join(lines) + "\n")
+    done = subprocess.run(
+        ["hpcsched", "gateway"],
+        env=served.cluster.env | {"HPCSCHED_CONFIG": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a13_the_development_option_keeps_credentials_and_the_loopback_address(served: Served) -> None:
+    port = free_port()
+    words = ["hpcsched", "gateway", "--insecure-loopback", f"--port={port}"]
+    with subprocess.Popen(words, env=served.cluster.env, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            while "ready at" not in (line := process.stderr.readline()):
+                assert line, "it ended"
+            assert f"http://127.0.0.1:{port}" in line
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection.request("GET", "/api/v1/ping")
+            assert connection.getresponse().status == 401
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(("127.0.0.2", port), timeout=5)
+        finally:
+            process.terminate()
+
+
+# ----- A12: TLS
+
+
+def handshake(served: Served, context: ssl.SSLContext, name: str = "localhost") -> str:
+    with (
+        socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw,
+        context.wrap_socket(raw, server_hostname=name) as sock,
+    ):
+        sock.sendall(b"GET /api/v1/whoami HTTP/1.1\r\nHost: x\r\n\r\n")
+        return sock.recv(100).decode()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2])
+def test_a12_older_tls_is_refused(served: Served, version: ssl.TLSVersion) -> None:
+    context = served.context()
+    with pytest.warns(DeprecationWarning, match="deprecated") if version < ssl.TLSVersion.TLSv1_2 else ExitStack():
+        context.minimum_version = version
+        context.maximum_version = version
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        handshake(served, context)
+    assert "401" in handshake(served, served.context())
+
+
+def test_a12_a_client_sees_a_wrong_name_and_an_unknown_ca(served: Served) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(served, served.context(), name="other.example.org")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(served, ssl.create_default_context())
+
+
+def test_a12_plain_text_on_the_tls_port_is_refused(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as sock:
+        sock.sendall(b"GET /api/v1/ping HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n\r\n")
+        sock.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: sock.recv(4096), b""))
+    assert b"HTTP/" not in received
+    assert served.ask("GET", "/api/v1/ping")[0] == 200
+
+
+def test_a12_client_certificates(served: Served) -> None:
+    certificate(served.base, "service", ca="ca", eku="clientAuth")
+    certificate(served.base, "server", ca="ca", eku="serverAuth")
+    certificate(served.base, "unknown", ca="ca", eku="clientAuth")
+    certificate(served.base, "ca2")
+    certificate(served.base, "stranger", ca="ca2", eku="clientAuth")
+    whose = [f"--user={USER}"] if AS_ROOT else []
+    for name in ("service", "server"):
+        path = served.base / f"{name}.crt"
+        served.cluster.run("hctl", "token", "create", f"--certificate={path}", *whose)
+    status, answer, _ = served.ask("GET", "/api/v1/whoami", token="", certificate="service")
+    assert (status, answer["user"]) == (200, USER)
+    for name in ("server", "stranger"):  # without the purpose of clients; of another CA
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.BadStatusLine)):
+            served.ask("GET", "/api/v1/whoami", token="", certificate=name)
+    assert served.ask("GET", "/api/v1/whoami", token="", certificate="unknown")[0] == 401  # not registered
+    tokens = json.loads(served.cluster.run("hctl", "token", "list", "--json", *whose).stdout)["tokens"]
+    served.cluster.run("hctl", "token", "revoke", *[one["id"] for one in tokens if one["kind"] == "certificate"])
+    assert served.ask("GET", "/api/v1/whoami", token="", certificate="service")[0] == 401
+
+
+def test_a12_500_half_handshakes_and_slow_readers_are_ended_and_others_are_answered(served: Served) -> None:
+    with ExitStack() as stack:
+        hello = b"\x16\x03\x01\x02\x00\x01"
+        half = []
+        for number in range(500):
+            sock = stack.enter_context(socket.socket())
+            sock.bind((f"127.0.{1 + number // 50}.{1 + number % 50}", 0))
+            sock.settimeout(30)
+            sock.connect(("127.0.0.1", served.port))
+            sock.sendall(hello)
+            half.append(sock)
+        took = []
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 3:
+            at_s = time.monotonic()
+            assert served.ask("GET", "/api/v1/ping")[0] == 200
+            took.append(time.monotonic() - at_s)
+        assert sorted(took)[len(took) // 2] < 1.0
+        for sock in half:
+            assert sock.recv(100)[:1] in (b"", b"\x15")  # the end, or an alert
+
+
+def test_a12_one_address_has_a_limited_number_of_connections(served: Served) -> None:
+    with ExitStack() as stack:
+        taken = []
+        for _ in range(100):
+            sock = stack.enter_context(socket.socket())
+            sock.bind(("127.0.99.1", 0))
+            sock.settimeout(0.2 if len(taken) > 80 else 5)
+            sock.connect(("127.0.0.1", served.port))
+            taken.append(sock)
+        assert served.ask("GET", "/api/v1/ping")[0] == 200  # another address
+        ended = 0
+        for sock in taken[64:]:
+            sock.settimeout(3)
+            try:
+                ended += sock.recv(1) == b""
+            except ConnectionError:
+                ended += 1
+        assert ended == 36
+
+
+# ----- A2, F5 through the gateway
+
+
+def test_a2_headers_of_clients_that_only_the_gateway_sets_are_not_forwarded(served: Served) -> None:
+    for name in ("X-Hpcsched-Gateway", "X-Hpcsched-Certificate", "X-Hpcsched-Session", "X-User"):
+        status, _, _ = served.ask("GET", "/api/v1/whoami", token="", **{name: "root"})
+        assert status == 401, name
+        assert served.ask("GET", "/api/v1/whoami", **{name: "root"})[1]["user"] == USER
+    status, _, _ = served.ask("GET", "/api/v1/whoami", X_SLURM_USER_TOKEN=served.token)
+    assert status == 401  # two credentials
+    assert served.ask("GET", "/api/v1/whoami", token="", X_SLURM_USER_TOKEN=served.token)[0] == 200
+    for value in ("Basic cm9vdDo=", "Bearer", "Bearer a b", "bearer ", "Negotiate x", "Bearer " + "a" * 9000):
+        assert served.ask("GET", "/api/v1/whoami", token="", Authorization=value)[0] in (401, 431), value
+
+
+def test_a2_a_header_cannot_be_smuggled_to_the_controller(served: Served) -> None:
+    for line in ("\r\nX-Hpcsched-Certificate: 00", "\nX-Hpcsched-Session: a"):
+        with pytest.raises(ValueError, match="Invalid header"):
+            served.ask("GET", "/api/v1/whoami", Authorization=f"Bearer {served.token}{line}")
+    for path in (
+        "/api/v1/job/1%0d%0aX-Hpcsched-Session:%20a",
+        "/api/v1/job/..%2f..%2fv1%2fbackup",
+        "/api/v1/job/%ff",
+        "/api/v1/job/",
+    ):
+        assert served.ask("GET", path)[0] in (400, 404), path
+    with pytest.raises(http.client.InvalidURL):
+        served.ask("GET", "/api/v1/job/1 HTTP/1.1\r\nX: y")
+
+
+def test_f5_a_revoked_token_is_refused_at_the_next_request(served: Served) -> None:
+    whose = [f"--user={USER}"] if AS_ROOT else []
+    made = json.loads(served.cluster.run("hctl", "token", "create", "--json", *whose).stdout)
+    assert served.ask("GET", "/api/v1/whoami", token=made["token"])[0] == 200
+    served.cluster.run("hctl", "token", "revoke", made["id"])
+    assert served.ask("GET", "/api/v1/whoami", token=made["token"])[0] == 401
+
+
+def test_f5_a_session_of_a_link_needs_a_header_to_change_anything_and_ends(served: Served) -> None:
+    code = served.cluster.run("hpcsched", "web").stdout.strip().partition("code=")[2]
+    status, _, headers = served.ask("POST", "/api/v1/session", {"code": code}, token="")
+    assert status == 200
+    cookie = headers["set-cookie"]
+    assert all(word in cookie for word in ("__Host-hpcsched=", "HttpOnly", "Secure", "SameSite=strict", "Path=/"))
+    assert served.ask("POST", "/api/v1/session", {"code": code}, token="")[0] == 401
+    session = {"Cookie": cookie.partition(";")[0]}
+    assert served.ask("GET", "/api/v1/whoami", token="", **session)[0] == 200
+    assert served.ask("POST", "/api/v1/cancel", {"jobs": ["1"]}, token="", **session)[0] == 403
+    assert served.ask("POST", "/api/v1/cancel", {"jobs": ["1"]}, token="", X_Requested_With="x", **session)[0] == 200
+    assert served.ask("DELETE", "/api/v1/session", token="", X_Requested_With="x", **session)[0] == 200
+    assert served.ask("GET", "/api/v1/whoami", token="", **session)[0] == 401
+
+
+# ----- what the API does
+
+
+def test_jobs_are_submitted_once_listed_in_pages_followed_and_cancelled(served: Served) -> None:
+    spec = {"name": "x", "script": "#!/bin/sh\necho h\u00e4llo\n", "work_dir": "/tmp", "hold": True}
+    first = served.ask("POST", "/api/v1/submit", {"jobs": [spec]}, Idempotency_Key="one")
+    again = served.ask("POST", "/api/v1/submit", {"jobs": [spec]}, Idempotency_Key="one")
+    assert first[0] == again[0] == 200
+    assert first[1] == again[1]
+    more = served.ask("POST", "/api/v1/submit", {"jobs": [spec] * 4}, Idempotency_Key="four")
+    wanted = [first[1]["jobs"][0]["job_id"], *(job["job_id"] for job in more[1]["jobs"])]
+    found, cursor = [], "0"
+    while cursor:
+        page = served.ask("GET", f"/api/v1/jobs?user={USER}&state=PENDING&limit=2&cursor={cursor}")[1]
+        found += [job["id"] for job in page["jobs"]]
+        cursor = page.get("next_cursor", "")
+    assert found == wanted
+    status, _, headers = served.ask("GET", "/api/v1/jobs")
+    assert served.ask("GET", "/api/v1/jobs", If_None_Match=headers["etag"])[0] == 304
+    done = served.ask("POST", "/api/v1/cancel", {"jobs": [str(job) for job in wanted]})
+    assert (done[0], done[1]["errors"]) == (200, [])
+    assert served.ask("GET", "/api/v1/jobs", If_None_Match=headers["etag"])[0] == 200
+    connection = served.connect()
+    connection.request("GET", "/api/v1/events?after=0", headers={"Authorization": f"Bearer {served.token}"})
+    stream = connection.getresponse()
+    lines = [stream.readline() for _ in range(3)]
+    assert lines[:2] == [b"id: 1\n", b"event: job\n"]
+    assert json.loads(lines[2].partition(b": ")[2])["kind"] == "Submitted"
+    connection.close()
+
+
+def test_floods_get_429_with_retry_after_and_others_do_not() -> None:
+    base = Path(tempfile.mkdtemp(prefix="gateway-"))
+    base.chmod(0o755)
+    try:
+        with serving(base, rate=5, burst=20) as served:
+            other = served.cluster.run(
+                "hctl", "token", "create", *([f"--user={USER}"] if AS_ROOT else [])
+            ).stdout.strip()
+            assert served.ask("GET", "/api/v1/whoami", token=other)[0] == 200
+            answers = [served.ask("GET", "/api/v1/whoami") for _ in range(40)]
+            assert [status for status, _, _ in answers[:15]] == [200] * 15
+            refused = [headers for status, _, headers in answers if status == 429]
+            assert refused
+            assert all(int(headers["retry-after"]) >= 1 for headers in refused)
+            assert served.ask("GET", "/api/v1/whoami", token=other)[0] == 200
+            # Guessed tokens are counted by address, and cost more.
+            guesses = [served.ask("GET", "/api/v1/whoami", token=f"a.b.{number}")[0] for number in range(20)]
+            assert guesses[-1] == 429
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
