@@ -102,10 +102,15 @@ class GatewayApp:
             *more,
             Route("/{path:path}", self._guarded(self.nothing), methods=METHODS),
         ]
-        return Starlette(routes=routes)
+        handlers = {404: self._guarded(self.nothing), 405: self._wrong_method}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def _wrong_method(self, request: Request, error: Exception) -> Response:
+        headers = getattr(error, "headers", None) or {}
+        return problem(405, f"cannot {request.method} {request.url.path[:200]!r}", "RequestError", headers=headers)
 
     def _guarded(self, handler: Any) -> Any:
-        async def handle(request: Request) -> Response:
+        async def handle(request: Request, _error: Exception | None = None) -> Response:
             try:
                 answer: Response = await handler(request)
                 return answer

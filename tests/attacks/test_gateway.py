@@ -360,6 +360,18 @@ def test_a2_a_header_cannot_be_smuggled_to_the_controller(served: Served) -> Non
         served.ask("GET", "/api/v1/job/1 HTTP/1.1\r\nX: y")
 
 
+def test_every_error_is_a_problem(served: Served) -> None:
+    for method, path, wanted in (
+        ("GET", "/nothing", 404),
+        ("GET", "/api/v1/job/a%0Ab/why", 404),
+        ("DELETE", "/api/v1/jobs", 405),
+        ("GET", "/api/v1/jobs?limit=x", 400),
+        ("POST", "/api/v1/submit", 400),
+    ):
+        status, answer, headers = served.ask(method, path)
+        assert (status, answer["status"], headers["content-type"]) == (wanted, wanted, "application/problem+json"), path
+
+
 def test_f5_a_revoked_token_is_refused_at_the_next_request(served: Served) -> None:
     whose = [f"--user={USER}"] if AS_ROOT else []
     made = json.loads(served.cluster.run("hctl", "token", "create", "--json", *whose).stdout)
