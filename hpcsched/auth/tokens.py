@@ -119,7 +119,7 @@ HEAD_ONLY = frozenset(
     }
 )
 # Without a credential, because they make one.
-PUBLIC = frozenset({"/v1/sessions/open", "/v1/sessions/oidc"})
+PUBLIC = frozenset({"/v1/sessions/open"})
 
 
 _ACTIONS: Mapping[Scope, frozenset[Action]] = {

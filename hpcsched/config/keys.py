@@ -507,11 +507,6 @@ GATEWAY = (
     Key("burst", whole(1, 1_000_000), 500, "How many requests it may send at once before rate counts."),
     Key("connections_per_address", whole(1, 100_000), 64, "How many connections one address may have."),
     Key("max_connections", whole(1, 1_000_000), 4000, "How many connections all addresses may have."),
-    Key("oidc_issuer", text, "", "The issuer of id tokens for a login by OpenID Connect. Empty: no such login."),
-    Key("oidc_client_id", text, "", "The client id of this cluster at the issuer, which id tokens have as audience."),
-    Key("oidc_keys", absolute_path, "",
-        "A file with the issuer's public keys (a JWK set), which the admin saved. Only these keys are trusted."),
-    Key("oidc_user_claim", text, "preferred_username", "The claim of an id token that has the name of the user's account."),
 )
 # fmt: on
 

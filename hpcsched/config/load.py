@@ -203,10 +203,6 @@ class GatewaySettings:
     burst: int
     connections_per_address: int
     max_connections: int
-    oidc_issuer: str
-    oidc_client_id: str
-    oidc_keys: str
-    oidc_user_claim: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from hpcsched.api import web
 from hpcsched.api.identity import uid_of, user_name
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.auth.tokens import (
+    PUBLIC,
     KEY_NAMES,
     MAX_NAME_CHARS,
     Credential,
@@ -112,7 +113,7 @@ class Credentials:
             )
         request.source = "".join(filter(str.isprintable, source[:64]))
         request.scopes = ()
-        if request.path in _PUBLIC:
+        if request.path in PUBLIC:
             return
         credential = self._credential_of(request)
         request.uid, request.scopes, request.credential_id = credential.uid, credential.scopes, credential.id
@@ -327,9 +328,6 @@ class Credentials:
     def scopes_of_code(self, body: Json) -> tuple[Scope, ...]:
         """Return the scopes that a link was asked for."""
         return read_scopes(str(body.get("scopes") or "read,submit,manage"))
-
-
-_PUBLIC = frozenset({"/v1/sessions/open", "/v1/sessions/oidc"})
 
 
 def _private_opener(path: str, flags: int) -> int:

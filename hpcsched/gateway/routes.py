@@ -73,7 +73,7 @@ _LOG = (("job", TEXT), ("stream", TEXT), ("offset", WHOLE))
 # fmt: off
 ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute("GET", "/ping", "read", "Version, cluster, and counts of jobs and nodes"),
-    ApiRoute("GET", "/whoami", "read", "User and role of the credential"),
+    ApiRoute("GET", "/me", "read", "User, role and home directory of the credential"),
     ApiRoute("GET", "/jobs", "read", "Jobs, waiting, running and recently ended", (*_JOBS, *_PAGE), answer="page"),
     ApiRoute("GET", "/queue", "read", "The queue as text, as hqueue prints it", (*_JOBS, *_LISTING), answer="text"),
     ApiRoute("GET", "/job/{job}", "read", "A job, an array or a task"),

@@ -235,7 +235,7 @@ def handshake(served: Served, context: ssl.SSLContext, name: str = "localhost") 
         socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw,
         context.wrap_socket(raw, server_hostname=name) as sock,
     ):
-        sock.sendall(b"GET /api/v1/whoami HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock.sendall(b"GET /api/v1/me HTTP/1.1\r\nHost: x\r\n\r\n")
         return sock.recv(100).decode()
 
 
@@ -277,15 +277,15 @@ def test_a12_client_certificates(served: Served) -> None:
     for name in ("service", "server"):
         path = served.base / f"{name}.crt"
         served.cluster.run("hctl", "token", "create", f"--certificate={path}", *whose)
-    status, answer, _ = served.ask("GET", "/api/v1/whoami", token="", certificate="service")
+    status, answer, _ = served.ask("GET", "/api/v1/me", token="", certificate="service")
     assert (status, answer["user"]) == (200, USER)
     for name in ("server", "stranger"):  # without the purpose of clients; of another CA
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.BadStatusLine)):
-            served.ask("GET", "/api/v1/whoami", token="", certificate=name)
-    assert served.ask("GET", "/api/v1/whoami", token="", certificate="unknown")[0] == 401  # not registered
+            served.ask("GET", "/api/v1/me", token="", certificate=name)
+    assert served.ask("GET", "/api/v1/me", token="", certificate="unknown")[0] == 401  # not registered
     tokens = json.loads(served.cluster.run("hctl", "token", "list", "--json", *whose).stdout)["tokens"]
     served.cluster.run("hctl", "token", "revoke", *[one["id"] for one in tokens if one["kind"] == "certificate"])
-    assert served.ask("GET", "/api/v1/whoami", token="", certificate="service")[0] == 401
+    assert served.ask("GET", "/api/v1/me", token="", certificate="service")[0] == 401
 
 
 def test_a12_500_half_handshakes_and_slow_readers_are_ended_and_others_are_answered(served: Served) -> None:
@@ -335,20 +335,20 @@ def test_a12_one_address_has_a_limited_number_of_connections(served: Served) -> 
 
 def test_a2_headers_of_clients_that_only_the_gateway_sets_are_not_forwarded(served: Served) -> None:
     for name in ("X-Hpcsched-Gateway", "X-Hpcsched-Certificate", "X-Hpcsched-Session", "X-User"):
-        status, _, _ = served.ask("GET", "/api/v1/whoami", token="", **{name: "root"})
+        status, _, _ = served.ask("GET", "/api/v1/me", token="", **{name: "root"})
         assert status == 401, name
-        assert served.ask("GET", "/api/v1/whoami", **{name: "root"})[1]["user"] == USER
-    status, _, _ = served.ask("GET", "/api/v1/whoami", X_SLURM_USER_TOKEN=served.token)
+        assert served.ask("GET", "/api/v1/me", **{name: "root"})[1]["user"] == USER
+    status, _, _ = served.ask("GET", "/api/v1/me", X_SLURM_USER_TOKEN=served.token)
     assert status == 401  # two credentials
-    assert served.ask("GET", "/api/v1/whoami", token="", X_SLURM_USER_TOKEN=served.token)[0] == 200
+    assert served.ask("GET", "/api/v1/me", token="", X_SLURM_USER_TOKEN=served.token)[0] == 200
     for value in ("Basic cm9vdDo=", "Bearer", "Bearer a b", "bearer ", "Negotiate x", "Bearer " + "a" * 9000):
-        assert served.ask("GET", "/api/v1/whoami", token="", Authorization=value)[0] in (401, 431), value
+        assert served.ask("GET", "/api/v1/me", token="", Authorization=value)[0] in (401, 431), value
 
 
 def test_a2_a_header_cannot_be_smuggled_to_the_controller(served: Served) -> None:
     for line in ("\r\nX-Hpcsched-Certificate: 00", "\nX-Hpcsched-Session: a"):
         with pytest.raises(ValueError, match="Invalid header"):
-            served.ask("GET", "/api/v1/whoami", Authorization=f"Bearer {served.token}{line}")
+            served.ask("GET", "/api/v1/me", Authorization=f"Bearer {served.token}{line}")
     for path in (
         "/api/v1/job/1%0d%0aX-Hpcsched-Session:%20a",
         "/api/v1/job/..%2f..%2fv1%2fbackup",
@@ -375,9 +375,9 @@ def test_every_error_is_a_problem(served: Served) -> None:
 def test_f5_a_revoked_token_is_refused_at_the_next_request(served: Served) -> None:
     whose = [f"--user={USER}"] if AS_ROOT else []
     made = json.loads(served.cluster.run("hctl", "token", "create", "--json", *whose).stdout)
-    assert served.ask("GET", "/api/v1/whoami", token=made["token"])[0] == 200
+    assert served.ask("GET", "/api/v1/me", token=made["token"])[0] == 200
     served.cluster.run("hctl", "token", "revoke", made["id"])
-    assert served.ask("GET", "/api/v1/whoami", token=made["token"])[0] == 401
+    assert served.ask("GET", "/api/v1/me", token=made["token"])[0] == 401
 
 
 def test_f5_a_session_of_a_link_needs_a_header_to_change_anything_and_ends(served: Served) -> None:
@@ -388,11 +388,11 @@ def test_f5_a_session_of_a_link_needs_a_header_to_change_anything_and_ends(serve
     assert all(word in cookie for word in ("__Host-hpcsched=", "HttpOnly", "Secure", "SameSite=strict", "Path=/"))
     assert served.ask("POST", "/api/v1/session", {"code": code}, token="")[0] == 401
     session = {"Cookie": cookie.partition(";")[0]}
-    assert served.ask("GET", "/api/v1/whoami", token="", **session)[0] == 200
+    assert served.ask("GET", "/api/v1/me", token="", **session)[0] == 200
     assert served.ask("POST", "/api/v1/cancel", {"jobs": ["1"]}, token="", **session)[0] == 403
     assert served.ask("POST", "/api/v1/cancel", {"jobs": ["1"]}, token="", X_Requested_With="x", **session)[0] == 200
     assert served.ask("DELETE", "/api/v1/session", token="", X_Requested_With="x", **session)[0] == 200
-    assert served.ask("GET", "/api/v1/whoami", token="", **session)[0] == 401
+    assert served.ask("GET", "/api/v1/me", token="", **session)[0] == 401
 
 
 # ----- what the API does
@@ -434,15 +434,15 @@ def test_floods_get_429_with_retry_after_and_others_do_not() -> None:
             other = served.cluster.run(
                 "hctl", "token", "create", *([f"--user={USER}"] if AS_ROOT else [])
             ).stdout.strip()
-            assert served.ask("GET", "/api/v1/whoami", token=other)[0] == 200
-            answers = [served.ask("GET", "/api/v1/whoami") for _ in range(40)]
+            assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
+            answers = [served.ask("GET", "/api/v1/me") for _ in range(40)]
             assert [status for status, _, _ in answers[:15]] == [200] * 15
             refused = [headers for status, _, headers in answers if status == 429]
             assert refused
             assert all(int(headers["retry-after"]) >= 1 for headers in refused)
-            assert served.ask("GET", "/api/v1/whoami", token=other)[0] == 200
+            assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
             # Guessed tokens are counted by address, and cost more.
-            guesses = [served.ask("GET", "/api/v1/whoami", token=f"a.b.{number}")[0] for number in range(20)]
+            guesses = [served.ask("GET", "/api/v1/me", token=f"a.b.{number}")[0] for number in range(20)]
             assert guesses[-1] == 429
     finally:
         shutil.rmtree(base, ignore_errors=True)

@@ -46,7 +46,7 @@ def create(cluster: LocalCluster, *options: str, user: str = USER) -> str:
     return cluster.run("hctl", "token", "create", "--scope=read", *whose, *options).stdout.strip()
 
 
-def by_gateway(cluster: LocalCluster, token: str, route: str = "/v1/whoami", **headers: str) -> Reply:
+def by_gateway(cluster: LocalCluster, token: str, route: str = "/v1/me", **headers: str) -> Reply:
     return ask(cluster.api_socket, "GET", route, headers=forwarded(token, **headers), uid=GATEWAY_UID)
 
 
@@ -138,10 +138,10 @@ def test_a2_the_gateway_cannot_name_a_user(cluster: LocalCluster) -> None:
 def test_a2_only_the_gateways_account_forwards_credentials(cluster: LocalCluster) -> None:
     token = create(cluster)
     for uid in (2, 65534, 0):
-        answer = ask(cluster.api_socket, "GET", "/v1/whoami", headers=forwarded(token), uid=uid)
+        answer = ask(cluster.api_socket, "GET", "/v1/me", headers=forwarded(token), uid=uid)
         assert (answer.status, answer.body["kind"]) == (403, "PermissionDeniedError"), uid
     # The gateway's own account is nobody without a credential.
-    assert ask(cluster.api_socket, "GET", "/v1/whoami", uid=GATEWAY_UID).status == 401
+    assert ask(cluster.api_socket, "GET", "/v1/me", uid=GATEWAY_UID).status == 401
 
 
 def test_a2_a_scope_limits_a_token_and_the_head_keeps_its_own_verbs(cluster: LocalCluster) -> None:

@@ -536,9 +536,6 @@ class ControllerBackend(Reading):
 
     # ----- credentials of the API over the network
 
-    def whoami(self, identity: Identity) -> Json:
-        return {"user": identity.user, "uid": identity.uid, "role": identity.role.value}
-
     def tokens(self, identity: Identity, user: str) -> Json:
         return {"now_s": self._clock(), "tokens": credentials.views(self._cluster, identity, user)}
 
@@ -562,8 +559,8 @@ class ControllerBackend(Reading):
     def session_link(self, identity: Identity, body: Json) -> Json:
         return self._credentials.make_code(identity, self._credentials.scopes_of_code(body))
 
-    async def open_session(self, verb: str, body: Json, source: str) -> Json:
-        """Open a session with a one-time code or an id token."""
+    async def open_session(self, body: Json, source: str) -> Json:
+        """Open a session with a one-time code."""
         code = self._credentials.use_code(body)
         made, secret = self._credentials.new_session(code.uid, code.user, code.scopes, source)
         identity = replace(identity_of(code.uid, self.access()), source="session")

@@ -122,7 +122,6 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/audit/heads", routes.in_turn(by(lambda call: call.backend.audit_heads(call.identity)))),
         web.get("/v1/log", routes.log),
         web.get("/v1/events", routes.events),
-        web.get("/v1/whoami", by(lambda call: call.backend.whoami(call.identity))),
         web.get("/v1/tokens", by(lambda call: call.backend.tokens(call.identity, call.query.get("user", "")))),
     ]
     # fmt: on
@@ -145,7 +144,7 @@ def _posts(routes: _Routes) -> list[web.Route]:
         web.post("/v1/crontab", by(lambda call: call.backend.install_crontab(call.identity, call.body))),
         web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
         web.post("/v1/tokens/{name:create|revoke|rotate-key}", routes.act_on_tokens),
-        web.post("/v1/sessions/{name:link|open|oidc|close}", routes.act_on_sessions),
+        web.post("/v1/sessions/{name:link|open|close}", routes.act_on_sessions),
         web.post("/v1/reservations/{name:create|update|delete}",
                  by(lambda call: call.backend.act_on_reservation(call.identity, call.name, call.body))),
         web.post("/v1/reconfigure",
@@ -346,7 +345,7 @@ class _Routes:
             return answer(backend.session_link(self._identity(request), body))
         if verb == "close":
             return answer(await backend.close_session(self._identity(request), request.credential_id))
-        return answer(await backend.open_session(verb, body, request.source))
+        return answer(await backend.open_session(body, request.source))
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._identity(request), request.query))
