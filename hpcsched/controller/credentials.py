@@ -27,9 +27,9 @@ from hpcsched.api import web
 from hpcsched.api.identity import uid_of, user_name
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.auth.tokens import (
-    PUBLIC,
     KEY_NAMES,
     MAX_NAME_CHARS,
+    PUBLIC,
     Credential,
     CredentialKind,
     Scope,
