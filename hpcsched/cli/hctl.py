@@ -282,11 +282,12 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "wrong, a job may run twice. For admins.",
     ),
     "backup": (
-        ("backup DIR [keep=N]", "backup FILE"),
+        ("backup DIR [keep=N] [encrypt=KEY|FILE]", "backup FILE"),
         "DIR, an existing directory: write a new directory into it, for 'hpcsched restore' on this head or another. It "
         "contains the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key; the keys "
         "that node files name (identity_file), and ssh_config. It does not contain output files, checkpoints, known_hosts or "
-        "user accounts. With keep=N, only the newest N backups of this cluster stay in DIR. FILE, a new file: copy only the "
+        "user accounts. With keep=N, only the newest N backups of this cluster stay in DIR. With encrypt=, "
+        "it is one file, encrypted for a public key of age or SSH, or for those in a file. FILE, a new file: copy only the "
         "database.",
     ),
     "snapshot": (
@@ -731,16 +732,17 @@ BACKUP_TIMEOUT_S = 600.0
 
 def _backup(rest: Sequence[str], words: Words) -> int:
     keep = [word for word in rest if word.startswith("keep=")]
-    rest = [word for word in rest if word not in keep]
+    encrypt = tuple([word.removeprefix("encrypt=") for word in rest if word.startswith("encrypt=")])
+    rest = [word for word in rest if not word.startswith(("keep=", "encrypt="))]
     if len(rest) != 1:
         raise UsageError(
             "cannot back up: name one directory, for all of the cluster, or one new file, for its database"
         )
     path = os.path.abspath(rest[0])
     if os.path.isdir(path):
-        return _back_up_cluster(path, keep[-1].removeprefix("keep=") if keep else "", words)
-    if keep:
-        raise UsageError("cannot keep a number of backups: that is for a directory, which must be there")
+        return _back_up_cluster(path, keep[-1].removeprefix("keep=") if keep else "", encrypt, words)
+    if keep or encrypt:
+        raise UsageError("cannot keep a number of backups, or encrypt: that is for a directory, which must be there")
     answer = client.call("POST", "/v1/backup", {"path": path}, timeout_s=BACKUP_TIMEOUT_S)
     if words.has("json"):
         print_json(answer)
@@ -749,7 +751,7 @@ def _backup(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
-def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
+def _back_up_cluster(directory: str, keep: str, encrypt: tuple[str, ...], words: Words) -> int:
     from pathlib import Path  # no other verb needs these: SQLAlchemy, click, the whole configuration
 
     from hpcsched.cli.admin.backup import back_up_cluster, contents_in_words
@@ -758,7 +760,7 @@ def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
     if keep and not (keep.isascii() and keep.isdigit() and int(keep[:6]) >= 1):
         raise UsageError(f"cannot keep {keep[:20]!r} backups: write keep=7, say")
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
-    made = back_up_cluster(config, Path(directory), int(keep[:6]) if keep else None)
+    made = back_up_cluster(config, Path(directory), int(keep[:6]) if keep else None, encrypt)
     if words.has("json"):
         print_json({"version": 1, "path": str(made)})
     else:

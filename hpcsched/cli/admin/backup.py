@@ -34,6 +34,7 @@ import click
 import hpcsched
 from hpcnode.os.durable import sync_folder
 from hpcsched import paths
+from hpcsched.cli.admin.age import SUFFIX, encrypt_folder, opened, recipients_of
 from hpcsched.cli.admin.init import give_to_controller
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.lock import StateLock
@@ -61,8 +62,16 @@ STRAYS = {
 @click.option(
     "--keep", metavar="N", type=click.IntRange(1), help="Keep only the newest N backups of this cluster in DIR."
 )
-def back_up(directory: Path, keep: int | None) -> None:
+@click.option(
+    "--encrypt",
+    metavar="KEY|FILE",
+    multiple=True,
+    help="Encrypt it for this public key (age or SSH), or those of the file.",
+)
+def back_up(directory: Path, keep: int | None, encrypt: tuple[str, ...]) -> None:
     """Back up the cluster into a new directory below DIR.
+
+    With --encrypt, it is one encrypted file (age) in DIR.
 
     A backup contains the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key;
     the keys that node files name (identity_file), and ssh_config. It does not contain output files, checkpoints, known_hosts or
@@ -71,7 +80,7 @@ def back_up(directory: Path, keep: int | None) -> None:
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     if not directory.is_dir():
         raise RequestError(f"cannot back up into {directory}: there is no such directory")
-    made = back_up_cluster(config, directory.absolute(), keep)
+    made = back_up_cluster(config, directory.absolute(), keep, encrypt)
     click.echo(f"backed up the cluster to {made}: {contents_in_words(made)}")
 
 
@@ -86,7 +95,8 @@ def back_up(directory: Path, keep: int | None) -> None:
     help="What becomes of what the nodes still run: jobs that the backup knows continue and the rest waits for hctl strays; "
     "all of it waits; or all of it is ended.",
 )
-def restore(source: Path, force: bool, strays: str) -> None:
+@click.option("--identity", metavar="FILE", type=click.Path(path_type=Path), help="Private key of an encrypted backup.")
+def restore(source: Path, force: bool, strays: str, identity: Path | None) -> None:
     """Restore the files of a cluster from a backup (DIR), or only its database (FILE).
 
     The controller must be down. DIR is a backup made by hctl backup or hpcsched backup, or a directory of such backups: then
@@ -94,7 +104,10 @@ def restore(source: Path, force: bool, strays: str) -> None:
     """
     now = datetime.now()
     if source.is_dir():
-        _restore_cluster(_newest(source.absolute()), now, force=force, strays=strays)
+        source = _newest(source.absolute())
+    if source.is_dir() or source.name.endswith(SUFFIX):
+        with _folder_of(source, identity) as folder:
+            _restore_cluster(folder, now, force=force, strays=strays)
         return
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     state_dir = config.controller.state_dir
@@ -108,13 +121,23 @@ def restore(source: Path, force: bool, strays: str) -> None:
     click.echo(f"start it with 'hpcsched up': what the nodes still run {STRAYS[strays]}")
 
 
+@contextmanager
+def _folder_of(source: Path, identity: Path | None) -> Iterator[Path]:
+    """Yield the directory of a backup, which is opened if it is encrypted."""
+    if source.is_dir():
+        yield source
+        return
+    with opened(source, identity) as folder:
+        yield folder
+
+
 def _newest(directory: Path) -> Path:
     if (directory / MANIFEST).exists():
         return directory
-    found = backups_in(directory)
+    found = backups_in(directory) + [path for path in directory.glob(f"*{SUFFIX}") if _ENCRYPTED.match(path.name)]
     if not found:
         raise ConfigError(f"cannot restore from {directory}: there is no backup of a cluster in it")
-    return found[-1]
+    return max(found, key=lambda path: path.name.removesuffix(SUFFIX)[-15:])
 
 
 def _restore_cluster(source: Path, now: datetime, *, force: bool, strays: str) -> None:
@@ -304,13 +327,17 @@ MANIFEST = "manifest.json"
 ETC = "etc"
 NAMED = f"{ETC}/named"
 _NAME = re.compile(r".+-\d{8}T\d{6}\Z")
+_ENCRYPTED = re.compile(r".+-\d{8}T\d{6}\.tar\.age\Z")
 
 
-def back_up_cluster(config: Config, directory: Path, keep: int | None = None) -> Path:
+def back_up_cluster(config: Config, directory: Path, keep: int | None = None, encrypt: tuple[str, ...] = ()) -> Path:
     """Write a backup into a new directory below `directory`, and return it.
 
-    Only the newest `keep` backups are kept. Raises HpcschedError.
+    With public keys to `encrypt` for, it is an encrypted file. Only the newest `keep` backups are
+    kept. Raises HpcschedError.
     """
+    if encrypt:
+        return _back_up_encrypted(config, directory, keep, encrypt)
     database = config.controller.state_dir / paths.DATABASE_FILE
     target = directory / f"{config.name}-{datetime.now():%Y%m%dT%H%M%S}"
     part = directory / f".{target.name}.{secrets.token_hex(4)}.part"
@@ -327,6 +354,33 @@ def back_up_cluster(config: Config, directory: Path, keep: int | None = None) ->
             shutil.rmtree(part, ignore_errors=True)
         if keep is not None:
             _delete_old(config.name, directory, keep)
+    except OSError as error:
+        raise UnavailableError(f"cannot back up into {directory}: {error.filename}: {error.strerror}") from None
+    return target
+
+
+def _back_up_encrypted(config: Config, directory: Path, keep: int | None, encrypt: tuple[str, ...]) -> Path:
+    """Write an encrypted backup; its plain text is never in `directory`."""
+    recipients = recipients_of(encrypt)
+    target = directory / f"{config.name}-{datetime.now():%Y%m%dT%H%M%S}{SUFFIX}"
+    part = directory / f".{target.name}.{secrets.token_hex(4)}.part"
+    try:
+        with TemporaryDirectory(prefix=".backup-", dir=config.controller.state_dir) as temporary:
+            folder = Path(temporary) / "backup"
+            folder.mkdir(mode=0o700)
+            _fill(config, config.controller.state_dir / paths.DATABASE_FILE, folder)
+            verify(folder)
+            try:
+                encrypt_folder(folder, part, recipients)
+                os.link(part, target)  # unlike a rename, it never replaces a backup
+            finally:
+                part.unlink(missing_ok=True)
+        sync_folder(str(directory))
+        own = re.compile(re.escape(config.name) + r"-\d{8}T\d{6}\.tar\.age\Z")
+        for path in sorted(path for path in directory.glob(f"*{SUFFIX}") if own.match(path.name))[: -(keep or 10**9)]:
+            path.unlink()
+    except FileExistsError:
+        raise RequestError(f"cannot back up into {target}: it is there already; try again in a second") from None
     except OSError as error:
         raise UnavailableError(f"cannot back up into {directory}: {error.filename}: {error.strerror}") from None
     return target
@@ -412,6 +466,8 @@ def _is_inside(name: str) -> bool:
 
 def contents_in_words(directory: Path) -> str:
     """Return the contents of a backup in words."""
+    if directory.name.endswith(SUFFIX):
+        return "encrypted; restore it with: hpcsched restore --identity FILE"
     named = read_manifest(directory)["named"]
     others = f", and {', '.join(named.values())}" if named else ""
     return f"database, configuration (conf.d too), node files and launch key{others}"
