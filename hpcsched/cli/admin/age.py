@@ -64,7 +64,10 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def encrypt_folder(folder: Path, target: Path, recipients: list[Any]) -> None:
-    """Write the files of `folder` encrypted to `target`, durably and readable by its owner only. Raises OSError."""
+    """Write the files of `folder` encrypted to `target`, which only its owner can read.
+
+    Raises: OSError.
+    """
     plain = folder.with_name(folder.name + ".tar")
     try:
         with (
