@@ -1,0 +1,193 @@
+"""What a user can have the controller read: expressions that would grow, long texts for regular expressions, SQL in names."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from unit.controller.cluster import ANN, BOB, ROOT, Cluster
+
+import hpcnode
+import hpcsched
+from hpcsched.controller.requests.jobs import cancel
+from hpcsched.controller.requests.update import update
+from hpcsched.controller.views.queue import selected
+from hpcsched.errors import HpcschedError, RequestError
+from hpcsched.jobscript.values import checked_dependency, parse_array, parse_licenses
+from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.spec import Dependency, DependencyKind
+from hpcsched.store.store import HistoryQuery
+
+CPU_S = 0.05  # for a request of any kind
+
+
+def cpu_s(work: Callable[[], Any]) -> float:
+    before = time.thread_time()
+    work()
+    return time.thread_time() - before
+
+
+def change(cluster: Cluster, job_id: int, **changes: str) -> None:
+    outcome = cluster.ask(lambda tx: update(tx, ANN, [str(job_id)], changes))
+    if outcome.errors:
+        raise RequestError(outcome.errors[0]["error"])
+
+
+# ----- expressions
+
+BOMBS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "node range": (expand_hostlist, "n[0-999999999]"),
+    "node product": (expand_hostlist, "a" + "[1-9]" * 12),
+    "node brackets": (expand_hostlist, "[" * 50_000),
+    "array range": (parse_array, "0-4294967295"),
+    "array ranges": (parse_array, "0-4294967295," * 1000),
+    "array step": (parse_array, "0-99999999999999999999:1"),
+    "dependency chain": (checked_dependency, "afterok" + ":1" * 100_000),
+    "dependency terms": (checked_dependency, "afterok:1," * 100_000),
+    "licences": (parse_licenses, "a:1," * 10_000),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_d4_a_bomb_takes_little_time_and_is_refused(name: str) -> None:
+    parse, text = BOMBS[name]
+
+    def work() -> None:
+        with pytest.raises(HpcschedError):
+            parse(text)
+
+    assert min(cpu_s(work) for _ in range(3)) < CPU_S
+
+
+def test_d4_a_chain_and_a_circle_of_dependencies_hold_nobody_up() -> None:
+    cluster = Cluster("n1")
+    chain = [cluster.submit(hold=True)]
+    for _ in range(500):
+        after = Dependency(kind=DependencyKind.AFTER_OK, job_ids=(chain[-1],))
+        chain.append(cluster.submit(dependency=(after,)))
+    with pytest.raises(RequestError, match="circle|itself"):
+        change(cluster, chain[0], dependency=f"afterok:{chain[-1]}")
+    assert min(cpu_s(cluster.tick) for _ in range(3)) < CPU_S
+
+
+# ----- regular expressions
+
+BITS = (
+    "a",
+    "1",
+    " ",
+    ",",
+    "[",
+    "%",
+    "-",
+    "a1",
+    "a,",
+    "1-",
+    "_",
+    "/",
+    "\\",
+    "=",
+    '"',
+    "a=",
+    "\n",
+    "0:",
+    "afterok:1,",
+    ".",
+)
+LENGTH = 5000
+
+
+def modules() -> Iterator[ModuleType]:
+    for top in (hpcsched, hpcnode):
+        for found in pkgutil.walk_packages(top.__path__, top.__name__ + "."):
+            if (
+                not found.name.endswith("__main__")
+                and ".cli" not in found.name
+                and not found.name.endswith("launch.bootstrap")
+            ):
+                yield importlib.import_module(found.name)
+
+
+def test_d5_no_regular_expression_of_ours_takes_long_for_any_text() -> None:
+    patterns = {
+        value: f"{module.__name__}.{name}"
+        for module in modules()
+        for name, value in vars(module).items()
+        if isinstance(value, re.Pattern)
+    }
+    assert len(patterns) > 40
+    slow = set()
+    for pattern, name in patterns.items():
+        for bit in BITS:
+            text: Any = bit * (LENGTH // len(bit)) + "\0"
+            text = text.encode() if isinstance(pattern.pattern, bytes) else text
+            for how in (pattern.match, pattern.fullmatch):
+                if cpu_s(lambda how=how, text=text: how(text)) > CPU_S:
+                    slow.add(name)
+    assert not slow
+
+
+# ----- SQL
+
+INJECTIONS = [
+    "' OR '1'='1",
+    "x' UNION SELECT * FROM jobs --",
+    "'; DROP TABLE jobs; --",
+    "%",
+    "_%",
+    "$.a",
+    '" OR ""="',
+    "\\",
+]
+
+
+@pytest.mark.parametrize("text", INJECTIONS)
+def test_d1_sql_in_a_name_is_a_name_and_in_a_question_finds_that_name_alone(text: str) -> None:
+    cluster = Cluster("n1")
+    mine = cluster.submit(ANN, name=text, comment=text, partition="")
+    cluster.submit(BOB, name="other")
+    store = cluster.store
+    for query in (HistoryQuery(users=(text,)), HistoryQuery(states=(text,))):
+        assert store.history(query) == []
+    assert [job.id for job in store.history(HistoryQuery(names=(text,)))] == [mine]
+    for field in ("user", "account", "qos", "partition", "state", "nodes", "id"):
+        try:
+            found = selected(cluster.state, ROOT, {field: text})
+        except HpcschedError:
+            continue
+        assert found == []
+    assert len(store.history(HistoryQuery())) == 2
+
+
+# ----- priority
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [({"nice": "-1"}, "negative nice"), ({"priority": "9"}, "needs the role"), ({"site_factor": "1"}, "site factor")],
+)
+def test_e6_a_user_cannot_raise_the_own_priority(asked: dict[str, str], why: str) -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(ANN, hold=True)
+    with pytest.raises(HpcschedError, match=why):
+        change(cluster, job_id, **asked)
+    if "nice" in asked:
+        with pytest.raises(HpcschedError, match=why):
+            cluster.submit(ANN, nice=-1)
+
+
+def test_e6_a_job_that_is_cancelled_and_submitted_again_is_no_older() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(ANN, ntasks=2)
+    first = cluster.submit(ANN)
+    cluster.tick(1000.0)
+    cluster.ask(lambda tx: cancel(tx, ANN, [str(first)], {}))
+    again = cluster.submit(ANN)
+    cluster.tick()
+    assert (cluster.job(again).accrued_from_s or cluster.now_s) > cluster.now_s - 10
