@@ -24,7 +24,7 @@ from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.spec import Dependency, DependencyKind
 from hpcsched.store.store import HistoryQuery
 
-CPU_S = 0.05  # for a request of any kind
+CPU_S = 0.5  # for a request of any kind
 
 
 def cpu_s(work: Callable[[], Any]) -> float:

@@ -275,7 +275,7 @@ async def _status_of(command: list[str], uid: int) -> int:
 
 
 def check_program(program: Path, uid: int) -> None:
-    """Check that only root and the user can replace the program, or what leads to it, as sshd's StrictModes does.
+    """Check that only root and the user can replace the program, as sshd's StrictModes does.
 
     Each directory and link on the way belongs to one of the two; in a directory that others may write, with a sticky bit, they
     cannot rename what is not theirs.
