@@ -81,6 +81,7 @@ async def _serve(config: Config) -> int:
 
 def main() -> None:
     """Run the command, and print errors for users on stderr."""
+    os.umask(0o077)
     try:
         command(prog_name="hpcschedd")
     except HpcschedError as error:

@@ -126,7 +126,7 @@ def test_others_see_that_a_job_is_there_and_no_more_and_cannot_touch_it(cluster:
         refused = as_user(BOB, lambda m=method, p=path, b=body: client.call(m, p, b, where=cluster.api_socket))
         assert refused["jobs"] == []
         assert f"it belongs to {ANN}" in refused["errors"][0]["error"]
-    assert "only root" in as_user(
+    assert "needs the role operator" in as_user(
         BOB, lambda: client.call("POST", "/v1/nodes/drain", {"nodes": "n1", "why": "x"}, where=cluster.api_socket)
     )
     log = as_user(BOB, lambda: client.call("GET", f"{ref}/story", where=cluster.api_socket))

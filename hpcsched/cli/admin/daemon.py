@@ -128,7 +128,7 @@ def open_log(log: Path) -> BinaryIO:
     """Open the log for appending, and create its directory. Raises UnavailableError."""
     try:
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return log.open("ab")
+        return open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))  # whatever the umask is
     except OSError as error:
         raise UnavailableError(f"cannot start hpcschedd: cannot write its log {log}: {error.strerror}") from None
 
