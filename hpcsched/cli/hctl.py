@@ -179,6 +179,7 @@ COMMAND = Command(
         "checkpoint list|verify|prune|export JOB|DIRECTORY [FILE] [NAME=VALUE...]",
         "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE]",
         "token list [--user=NAME] | revoke ID... | revoke --user=NAME | rotate-key",
+        "security",
         "ping | reconfigure [NODES]",
     ),
     "Show and change jobs, nodes, partitions, reservations and the configuration. 'hctl VERB --help' describes one verb. "
@@ -323,6 +324,12 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "--certificate, requests with this client certificate act as the user, and no token is printed. 'revoke' ends tokens, "
         "sessions and certificates at once. 'rotate-key' makes a new signing key; tokens of the last key stay valid, older ones "
         "end. --user and rotate-key are for admins.",
+    ),
+    "security": (
+        ("security [--json]",),
+        "Report what is wrong with the security of the installation: files, keys, accounts, nodes, limits, kernels, versions, "
+        "gateway, tokens, audit log. Each finding says why, and how to correct it. It works without the controller, as far as "
+        "it can. Exit status: 0 no findings; 1 findings; 2 something could not be looked at.",
     ),
     "ping": (("ping",), "Report whether the controller is running."),
     "reconfigure": (
@@ -965,6 +972,34 @@ def _reconfigure(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
+def _security(rest: Sequence[str], words: Words) -> int:
+    """Print the findings; the status is 1 with any, 2 if a check was not possible."""
+    import time  # no other verb needs these
+
+    from hpcsched.doctor.security import faults, findings
+    from hpcsched.doctor.security_facts import look
+
+    if rest:
+        raise UsageError(f"cannot understand {rest[0][:60]!r}: hctl security takes no words")
+    facts, looking = look(os.environ, time.time())
+    found = findings(facts)
+    count = faults(found)
+    if words.has("json"):
+        shown = [finding.as_json() for finding in found]
+        answer = {"findings": shown, "faults": count, "not_checked": looking.unseen, "skipped": looking.skipped}
+        print_json({"version": 1, **answer})
+    else:
+        for finding in found:
+            print(clean(f"{finding.rule.id} {finding.rule.severity}: {finding.rule.title}: {finding.at}"))
+            print(clean(f"    {finding.detail}"))
+            print(clean(f"    why: {finding.rule.why}"))
+            print(clean(f"    fix: {finding.fix}"))
+        for text in (*looking.unseen, *looking.skipped):
+            print(clean(f"not checked: {text}"))
+        print(f"{count} {'finding' if count == 1 else 'findings'}")
+    return 1 if count else 2 if looking.unseen else 0
+
+
 # ----- tokens, sessions and client certificates of the API over the network
 
 TOKEN_OPTIONS = {"create": ("scope", "expires", "name", "user", "certificate"), "list": ("user",), "revoke": ("user",)}
@@ -1055,6 +1090,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "audit": _audit,
     "strays": _strays,
     "token": _token,
+    "security": _security,
     "checkpoint": lambda rest, words: _on_checkpoints(rest, words.has("json")),
 }
 

@@ -1,7 +1,7 @@
 """The facts of a node: what it has, how it is, and how fast its cpus and links are.
 
     cpus mem_mib gpus disk_free_mib disk_total_mib tmp_free_mib load python kernel machine hostname machine_id boot_id
-    time_s user uid is_root leftovers root uptime_s mem_free_mib tmp_total_mib link_mbps speed (if it was measured)
+    time_s user uid is_root leftovers security root uptime_s mem_free_mib tmp_total_mib link_mbps speed (if it was measured)
 
 `machine_id` is equal on nodes that share a machine: it is the kernel's boot id, because /etc/machine-id is equal on cloned
 machines. `gpus` is a list of {index, name, uuid, mem_mib, mig}; `mig` is a list of {profile, uuid} of its MIG devices.
@@ -25,7 +25,7 @@ import sys
 import time
 from typing import Any, Collection, Dict, List, Mapping, Optional
 
-from hpcnode.os import process
+from hpcnode.os import account, process
 from hpcnode.os.account import has_helper
 from hpcnode.shepherd.environment import AGENT_ROOT as _AGENT_ROOT
 
@@ -106,12 +106,41 @@ def facts(
     if thorough and os.geteuid() == 0:
         found.update(python_of_users(sys.executable, root))
     if thorough:
+        found["security"] = security(environ)
         found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root), link_mbps=link_mbps())
     if measure:
         found["speed"] = cpu_speed()
     found.update(_memory())
     found.update(_disk("disk", root))
     found.update(_disk("tmp", "/tmp"))  # noqa: S108 - only its free space is looked at
+    return found
+
+
+KERNEL_SETTINGS = (
+    "fs.protected_symlinks",
+    "fs.protected_hardlinks",
+    "fs.protected_fifos",
+    "fs.protected_regular",
+    "kernel.yama.ptrace_scope",
+)
+
+
+def security(environ: Mapping[str, str]) -> Dict[str, Any]:
+    """Return what `hctl security` judges: policy, kernel, sshd, how the agent was started.
+
+    `forced_command`: sshd tells a command of authorized_keys what the client asked for instead.
+    """
+    found: Dict[str, Any] = {"forced_command": "SSH_ORIGINAL_COMMAND" in environ, "kernel": {}}
+    for name in KERNEL_SETTINGS:
+        text = _first_line("/proc/sys/" + name.replace(".", "/")) or ""
+        if text.isdigit():
+            found["kernel"][name] = int(text)
+    try:
+        policy = account.read_policy(account.POLICY_PATH)
+        found["policy"] = {name: policy[name] for name in ("allow_root", "min_uid") if name in policy}
+    except account.UserError as error:
+        found["policy_error"] = str(error)
+    found["openssh"] = _output_of("sh", "-c", "ssh -V 2>&1").strip()
     return found
 
 
