@@ -171,7 +171,7 @@ def test_a_directory_in_one_that_others_may_write_is_not_trusted(cluster: ForAll
 def test_root_and_the_account_are_admins_and_others_are_not(cluster: ForAll) -> None:
     cluster.run("hctl", "drain", "n2", "test")
     run_as(cluster, SERVICE, "hctl", "resume", "n2")
-    assert "only root" in run_as(cluster, ANN, "hctl", "drain", "n2", "test", check=False)
+    assert "needs the role" in run_as(cluster, ANN, "hctl", "drain", "n2", "test", check=False)
     assert cluster.run("hhealth", check=False).stdout
     cluster.run("hctl", "reconfigure")
 
@@ -260,6 +260,7 @@ def test_init_gives_the_account_what_it_needs_and_the_rest_to_root(tmp_path: Pat
             "cluster-id": 0,
             "id_ed25519.pub": 0,
             "id_ed25519": uid,
+            "seal.key": uid,
             "state": uid,
         }
         assert (base / "etc" / "id_ed25519").stat().st_mode & 0o777 == 0o600

@@ -93,12 +93,20 @@ def test_every_manual_page_is_where_man_looks(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "installed"), [("etc/examples", "examples"), ("etc/cron.d", "cron.d"), ("systemd", "systemd")]
+    ("kept", "installed"),
+    [
+        ("etc/examples", "examples"),
+        ("etc/cron.d", "cron.d"),
+        ("systemd", "systemd"),
+        ("systemd/sysusers.d", "systemd/sysusers.d"),
+        ("systemd/tmpfiles.d", "systemd/tmpfiles.d"),
+    ],
 )
-def test_examples_unit_and_cron_file_come_along(prefix: Path, kept: str, installed: str) -> None:
+def test_examples_units_and_cron_file_come_along(prefix: Path, kept: str, installed: str) -> None:
     names = {path.name for path in (ROOT / kept).iterdir() if path.is_file()}
     assert names
-    assert {path.name for path in (prefix / "share" / "hpcsched" / installed).iterdir()} == names
+    found = prefix / "share" / "hpcsched" / installed
+    assert {path.name for path in found.iterdir() if path.is_file()} == names
 
 
 @pytest.mark.parametrize("package", ["hpcsched", "hpcnode", "hpctrain"])
