@@ -419,7 +419,7 @@ class Store:
 
     def last_event(self) -> int:
         """Return the number of the last event, 0 if there is none."""
-        return int(self._value(_LAST_EVENT) or 0)  # int: of our own database
+        return int(self._value(_LAST_EVENT_SEQ) or 0)  # int: of our own database
 
     # ----- steps and training
 
@@ -721,7 +721,7 @@ _EVENTS_AFTER = Statement(
     .order_by(events.c.seq)
     .limit(500)
 )
-_LAST_EVENT = Statement(select(func.max(events.c.seq)))
+_LAST_EVENT_SEQ = Statement(select(func.max(events.c.seq)))
 _NEW_CREDENTIAL = Statement(insert(credentials))
 _DELETE_CREDENTIAL = Statement(delete(credentials).where(credentials.c.id == place("of")))
 _CREDENTIALS = Statement(select(credentials).order_by(credentials.c.id))

@@ -179,7 +179,7 @@ def test_a_node_whose_disk_is_full_gets_no_jobs_until_there_is_room(tmp_path_fac
     base.chmod(0o755)
     small = base / "nodes" / "n1" / "agent"
     small.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=711", "hpcsched-test", str(small)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=711", "hpcsched-test", str(small)], check=True)
     try:
         with LocalCluster(base, names=("n1", "n2"), settings=SETTINGS) as cluster:
             # What the agent unpacks at its start would go again for want of room, and leave some.

@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from hpctrain.errors import TrainError
 
@@ -66,6 +67,10 @@ def _plain(value: object) -> object:
             return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
         case PurePath():
             return {"path": str(value)}
+        case torch.Tensor():
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            text = base64.b64encode(flat.numpy().tobytes()).decode()
+            return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), text]}
     name = type(value).__name__
     if _CLASSES.get(name) is not type(value):
         raise TrainError(f"cannot send a value of type {type(value)!r} to other ranks")
@@ -93,6 +98,13 @@ def _value(plain: Any) -> Any:
             if np.dtype(dtype).kind not in "biufc":
                 raise ValueError(f"{dtype!r:.40} is no number")
             return np.frombuffer(bytearray(base64.b64decode(text, validate=True)), np.dtype(dtype)).reshape(shape)
+        case "tensor":
+            name, shape, text = content
+            dtype = getattr(torch, name)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name!r:.40} is no type of a tensor")
+            raw = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)) or bytearray(1), dtype=torch.uint8)
+            return raw.view(dtype).reshape(shape) if text else torch.empty(shape, dtype=dtype)
         case "class":
             name, fields = content
             made: Any = object.__new__(_CLASSES[name])
