@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from waiting import wait_until
 from hpcnode.os import cgroup
 from hpcnode.shepherd import confinement
 from hpcnode.wire import protocol
+from tests.attacks.siege import SYSTEM_PYTHON
 
 EVERYTHING = ["cpus", "processes", "gpus", "shm", "tmp", "proc"]
 ACCOUNT = "nobody" if AS_ROOT else ""
@@ -71,6 +75,42 @@ def run(node: NodeUnderTest, work: Path, script: str, **fields: object) -> proto
 
 def said(work: Path) -> str:
     return (work / "out").read_text()
+
+
+LOCK = """import fcntl, os, sys
+for path in sys.argv[1:]:
+    fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_e4_a_user_who_locks_the_directories_of_groups_delays_no_job(node: NodeUnderTest, work: Path) -> None:
+    """Whoever may open a file, even to read it, can lock it: flock(2)."""
+    roots = confinement.survey(str(node.root), "n1", _boot_id(node)).tree.roots()
+    above = {str(Path(root).parents[1]) for root in roots}
+    words = [SYSTEM_PYTHON, "-I", "-c", LOCK, *above]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, user=65534, group=65534, extra_groups=[], stdin=pipe, stdout=pipe) as hostile:
+        assert hostile.stdout is not None
+        assert hostile.stdout.readline() == b"locked\n"
+        assert run(node, work, "echo ran").codes == [0]
+
+
+def _come_and_go(name: str) -> None:
+    for _ in range(100):
+        tree = cgroup.find(name)
+        if tree.roots():
+            cgroup.remove_abandoned(tree, time.time())
+            group = cgroup.create(tree, "9.9.0", "0", cgroup.JobLimits(processes=9))
+            assert group is not None
+            cgroup.remove_step(tree, group)
+            cgroup.remove_unused(tree)
+
+
+def test_agents_that_start_on_one_machine_at_the_same_time_keep_their_groups() -> None:
+    with ProcessPoolExecutor(4) as pool:
+        list(pool.map(_come_and_go, [f"test-{os.getpid()}-{number}" for number in range(4)]))
 
 
 BUSY = """python3 - <<'X'

@@ -120,23 +120,9 @@ def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(cr
         crashing.up()
         jobs = {node: crashing.submit(crashing.one_task(0.1, nodelist=(node,)))[0] for node in points}
         for node, point in points.items():
-            for patience_s in (
-                40.0,
-                40.0,
-                PATIENCE_S,
-            ):  # another process of the node may have met the point: arm it again
-                try:
-                    wait_until(
-                        lambda node=node, point=point: crashing.has_crashed(node, point),
-                        patience_s,
-                        f"a death at {point}",
-                    )
-                    break
-                except AssertionError:
-                    if patience_s == PATIENCE_S:
-                        raise
-                    crashing.crash_next_agent(node, point)
-                    jobs[node] = crashing.submit(crashing.one_task(0.1, nodelist=(node,)))[0]
+            wait_until(
+                lambda node=node, point=point: crashing.has_crashed(node, point), PATIENCE_S, f"a death at {point}"
+            )
             crashing.note_kill("shepherd", node, since_s)
             if NODE_POINTS[point] == AGAIN:
                 crashing.kill_agent(node)  # or the next shepherd would die there as well

@@ -12,7 +12,8 @@ Rules:
   started the agent.
 - A task is born in its group (clone3), because moving a process takes the kernel up to 20 ms. In version 1 the task writes
   to `tasks`, which moves one thread without that cost.
-- Groups are created and removed under a lock, so a job's group does not vanish while a step enters it.
+- Groups are created and removed under a lock that all agents of a user on the machine share, so no directory vanishes while
+  another agent or step uses it. The lock is a file that others cannot open: who opens a file, even to read it, can lock it.
 - What cannot be limited here is said by `Tree.missing`, and every other thing works.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/, clone(2) CLONE_INTO_CGROUP, sched(7), cpuset(7).
@@ -38,6 +39,8 @@ PERIOD_US = 100_000
 MAX_WEIGHT = 10_000
 MAX_ROUNDS = 100
 ABANDONED_S = 3600.0
+_NOT_DELEGATED = "the agent is not root, and its cgroup is not delegated to it"
+LOCK_FILE = "/run/hpcsched-groups.lock"  # of root's agents
 ENTRY_S = 10.0  # from the making of a group until its first process
 CLONE_INTO_CGROUP = 0x200000000
 SYS_CLONE3 = 435  # on every architecture but alpha
@@ -60,6 +63,7 @@ class Tree(NamedTuple):
     unified: str = ""  # of version 2; "": not usable
     controllers: Dict[str, str] = {}  # controller -> directory, in either version
     missing: Dict[str, str] = {}  # controller -> why it is not usable
+    lock: str = ""  # the file that is locked while groups are created or removed
 
     def roots(self) -> List[str]:
         """Return every directory that has groups of jobs, each once."""
@@ -78,6 +82,16 @@ class StepGroup(NamedTuple):
 def find(agent: str) -> Tree:
     """Return the directories in which the agent of this name may make groups."""
     mounts, own = _mounts(), _own_groups()
+    lock = LOCK_FILE if os.geteuid() == 0 else os.path.normpath(mounts.get("", "") + own.get("", "/")) + "/cgroup.kill"
+    try:
+        with _locked(lock):
+            return _find(mounts, own, agent)._replace(lock=lock)
+    except OSError as error:
+        why = "cannot lock %s: %s" % (lock, error.strerror) if os.geteuid() == 0 else _NOT_DELEGATED
+        return Tree(missing=dict.fromkeys(CONTROLLERS, why))
+
+
+def _find(mounts: Dict[str, str], own: Dict[str, str], agent: str) -> Tree:
     unified, offered, why = _find_unified(mounts.get("", ""), own.get("", "/"), agent)
     found: Dict[str, str] = {}
     missing: Dict[str, str] = {}
@@ -138,7 +152,7 @@ def _find_unified(mount: str, own: str, agent: str) -> Tuple[str, List[str], str
     else:
         above = os.path.normpath(mount + own)
         if not os.access(above, os.W_OK) or not os.access(above + "/cgroup.procs", os.W_OK):
-            return "", [], "the agent is not root, and its cgroup is not delegated to it"
+            return "", [], _NOT_DELEGATED
     base = os.path.join(above, OURS, agent)
     try:
         os.makedirs(base, exist_ok=True)
@@ -210,9 +224,9 @@ def _make_v1(path: str, controller: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(tree: Tree) -> Iterator[None]:
-    above = os.path.dirname(os.path.dirname(tree.roots()[0]))  # it stays when our directories go
-    fd = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _locked(path: str) -> Iterator[None]:
+    making = os.O_CREAT if path == LOCK_FILE else 0
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | making, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -231,7 +245,7 @@ def create(tree: Tree, job: str, step: str, limits: JobLimits) -> Optional[StepG
     tasks: List[str] = []
     paths: List[str] = []
     memory = ""
-    with _locked(tree):
+    with _locked(tree.lock):
         for root in tree.roots():
             version_2 = root == tree.unified
             group = os.path.join(root, JOB_PREFIX + job)
@@ -446,7 +460,7 @@ def is_populated(path: str) -> bool:
 
 def remove_step(tree: Tree, group: StepGroup) -> None:
     """Remove the groups of a step without processes, and those of its job if they are empty."""
-    with _locked(tree):
+    with _locked(tree.lock):
         for path in group.paths:
             if os.path.basename(path).startswith(JOB_PREFIX):
                 _rmdir(path)
@@ -456,7 +470,7 @@ def remove_step(tree: Tree, group: StepGroup) -> None:
 
 def remove_job(tree: Tree, job: str) -> bool:
     """Kill what a job has left, logins too, and remove its groups; return whether all went."""
-    with _locked(tree):
+    with _locked(tree.lock):
         left = [_remove_job(tree, root, job) for root in tree.roots()]
     return not any(left)
 
@@ -497,20 +511,21 @@ def jobs(tree: Tree) -> Set[str]:
 
 def remove_unused(tree: Tree) -> None:
     """Remove the agent's own directories, if no job has a group there."""
-    with _locked(tree):
+    with _locked(tree.lock):
         for root in tree.roots():
             _remove_base(root)
 
 
 def remove_abandoned(tree: Tree, now_s: float) -> None:
     """Remove old empty groups of agents that were killed and never came back."""
-    with _locked(tree):
+    with _locked(tree.lock):
         for root in tree.roots():
             above = os.path.dirname(root)
             for agent in _children(above):
                 path = os.path.join(above, agent)
-                if now_s - os.stat(path).st_mtime > ABANDONED_S and not is_populated(path):
-                    remove(path)
+                with contextlib.suppress(FileNotFoundError):  # another manager of groups may remove it
+                    if now_s - os.stat(path).st_mtime > ABANDONED_S and not is_populated(path):
+                        remove(path)
 
 
 def remove(path: str) -> None:
