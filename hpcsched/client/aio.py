@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcsched import client as transport
 from hpcsched.client import https, jobs
 from hpcsched.client.https import GatewayEndpoint
-from hpcsched.client.jobs import JobInfo, LogFlow, NodeInfo, Prepared
+from hpcsched.client.jobs import JobInfo, JobReference, LogFlow, NodeInfo, Prepared, TaskSequence
 from hpcsched.client.place import ClusterConnection, find_connection
 from hpcsched.client.protocol import READ_BYTES, HttpReply, Pause, ReplyReader, Send, late, lost, request_bytes
 from hpcsched.errors import HpcschedError
@@ -92,19 +92,12 @@ class AsyncClient:
         return await run(flow, lambda step: perform(step, self._connection))
 
 
-class AsyncJob:
+class AsyncJob(JobReference):
     """A submitted job, or one task of an array. ``await job`` is ``await job.result()``."""
 
     def __init__(self, client: AsyncClient, job_id: int, task: int | None, call: FunctionCall | None) -> None:
+        super().__init__(job_id, task, call)
         self._client = client
-        self._call = call
-        self.id = job_id
-        self.task = task
-
-    @property
-    def display_id(self) -> str:
-        """Return the id as commands take it: 7, or 7_3 for a task."""
-        return str(self.id) if self.task is None else f"{self.id}_{self.task}"
 
     def __repr__(self) -> str:
         return f"<AsyncJob {self.display_id}>"
@@ -153,27 +146,12 @@ class AsyncJob:
         await self._client._run(jobs.cancel([self.display_id]))
 
 
-class AsyncJobArray(Sequence[AsyncJob]):
+class AsyncJobArray(TaskSequence[AsyncJob]):
     """The tasks of an array, in the order of their indices."""
 
     def __init__(self, client: AsyncClient, job_id: int, tasks: Sequence[int], call: FunctionCall | None) -> None:
+        super().__init__(job_id, tasks, [AsyncJob(client, job_id, task, call) for task in tasks], call)
         self._client = client
-        self._call = call
-        self._indices = tasks
-        self._tasks = [AsyncJob(client, job_id, task, call) for task in tasks]
-        self.id = job_id
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tasks[index]
-
-    def __iter__(self) -> Iterator[AsyncJob]:
-        return iter(self._tasks)
-
-    def __repr__(self) -> str:
-        return f"<AsyncJobArray {self.id}, {len(self)} tasks>"
 
     async def states(self) -> dict[str, str]:
         """Return the state of each task by its id."""

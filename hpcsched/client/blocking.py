@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcsched import client as transport
 from hpcsched.client import jobs
-from hpcsched.client.jobs import JobInfo, LogFlow, NodeInfo, Prepared
+from hpcsched.client.jobs import JobInfo, JobReference, LogFlow, NodeInfo, Prepared, TaskSequence
 from hpcsched.client.place import ClusterConnection, find_connection
 
 if TYPE_CHECKING:
@@ -114,19 +114,12 @@ class Client:
         return transport.run(flow, self._connection.perform)
 
 
-class SubmittedJob:
+class SubmittedJob(JobReference):
     """A submitted job, or one task of an array."""
 
     def __init__(self, client: Client, job_id: int, task: int | None, call: FunctionCall | None) -> None:
+        super().__init__(job_id, task, call)
         self._client = client
-        self._call = call
-        self.id = job_id
-        self.task = task
-
-    @property
-    def display_id(self) -> str:
-        """Return the id as commands take it: 7, or 7_3 for a task."""
-        return str(self.id) if self.task is None else f"{self.id}_{self.task}"
 
     def __repr__(self) -> str:
         return f"<Job {self.display_id}>"
@@ -185,27 +178,12 @@ class SubmittedJob:
         self._client._run(jobs.cancel([self.display_id]))
 
 
-class JobArray(Sequence[SubmittedJob]):
+class JobArray(TaskSequence[SubmittedJob]):
     """The tasks of an array, in the order of their indices."""
 
     def __init__(self, client: Client, job_id: int, tasks: Sequence[int], call: FunctionCall | None) -> None:
+        super().__init__(job_id, tasks, [SubmittedJob(client, job_id, task, call) for task in tasks], call)
         self._client = client
-        self._call = call
-        self._indices = tasks
-        self._tasks = [SubmittedJob(client, job_id, task, call) for task in tasks]
-        self.id = job_id
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tasks[index]
-
-    def __iter__(self) -> Iterator[SubmittedJob]:
-        return iter(self._tasks)
-
-    def __repr__(self) -> str:
-        return f"<JobArray {self.id}, {len(self)} tasks>"
 
     def states(self) -> dict[str, str]:
         """Return the state of each task by its id."""

@@ -12,10 +12,10 @@ import codecs
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcnode.os import rlimits
 from hpcsched.client import functions
@@ -40,6 +40,8 @@ from hpcsched.model.spec import JobSpec
 if TYPE_CHECKING:
     from hpcsched.client.protocol import Flow
 
+T = TypeVar("T")
+
 FIRST_POLL_S = 0.05
 LAST_POLL_S = 1.0
 TASKS_PER_S = 5_000  # of a waited array: the state of more tasks is asked for less often
@@ -47,6 +49,45 @@ SILENCE_S = 60.0  # a wait ends if the controller is not there for so long
 LATE_RESULT_S = 10.0  # for which a shared directory may not show a new file yet
 LOG_WAIT_S = 15.0
 IDS_PER_REQUEST = 200
+
+
+# ----- what jobs of both clients are
+
+
+class JobReference:
+    """Names a submitted job, or one task of an array; `call` is its function, if it has one."""
+
+    def __init__(self, job_id: int, task: int | None, call: FunctionCall | None) -> None:
+        self._call = call
+        self.id = job_id
+        self.task = task
+
+    @property
+    def display_id(self) -> str:
+        """Return the id as commands take it: 7, or 7_3 for a task."""
+        return str(self.id) if self.task is None else f"{self.id}_{self.task}"
+
+
+class TaskSequence(Sequence[T]):
+    """The tasks of an array, in the order of their indices."""
+
+    def __init__(self, job_id: int, indices: Sequence[int], tasks: Sequence[T], call: FunctionCall | None) -> None:
+        self._call = call
+        self._indices = indices
+        self._tasks = tasks
+        self.id = job_id
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tasks[index]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._tasks)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}, {len(self)} tasks>"
 
 
 # ----- values
