@@ -293,7 +293,6 @@ class Transaction:
         Only values that differ, of at most `SHOWN_DIFFERENCES` objects.
         """
         changed: list[tuple[str, Any, Any]] = []
-        made = {job.id for jobs in self.batch.submitted for job in jobs}
         for jobs in self.batch.submitted:
             spec = jobs[0].spec
             after = {
@@ -304,7 +303,7 @@ class Transaction:
             }
             changed.append((f"job {jobs[0].number}", {}, after))
         for job_id, before in self._jobs_before.items():
-            if job_id not in made and before is not None:
+            if before is not None:
                 changed.append((f"job {before.display_id}", before, self.cluster.jobs.get(job_id)))
         for (table, key), before in self._before.items():
             if table != "usage":

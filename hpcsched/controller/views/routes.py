@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -242,9 +243,10 @@ class _Routes:
                 if len(request.body) > LARGE_BODY_BYTES:
                     gc.collect(0)
                 if isinstance(error, PermissionDeniedError) and self._coming.done():
-                    self._coming.result().note_refusal(
-                        self._identity(request), f"{request.method} {request.path[:200]}", str(error)
-                    )
+                    with suppress(UnavailableError):  # the client has disconnected, so its account is unknown
+                        self._coming.result().note_refusal(
+                            self._identity(request), f"{request.method} {request.path[:200]}", str(error)
+                        )
                 status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
                 at = {} if error.at is None else {"at": error.at}
                 return answer({"error": str(error), "kind": type(error).__name__, **at}, status)

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from hpcsched.api import web
+from hpcsched.auth.authorize import AccessPolicy
 from hpcsched.controller.views.routes import LARGE_BODY_BYTES, _Routes, _uid_of
-from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
 
 STARTING = _Routes(SimpleNamespace(), SimpleNamespace(done=lambda: False))  # type: ignore[arg-type]  # has no backend yet
 
@@ -67,4 +68,20 @@ def test_a_client_that_has_gone_is_no_fault(gone_first: bool, caplog: pytest.Log
         response = asyncio.run(STARTING.with_errors(handler)(request))
     theirs.close()
     assert response.status == (503 if gone_first else 200)
+    assert not caplog.records
+
+
+def test_a_refused_client_that_has_gone_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    backend = SimpleNamespace(note_refusal=lambda *_: None)
+    coming = SimpleNamespace(done=lambda: True, result=lambda: backend)
+    routes = _Routes(SimpleNamespace(access=AccessPolicy), coming)  # type: ignore[arg-type]
+
+    async def handler(request: web.Request) -> web.Response:
+        ours.close()
+        raise PermissionDeniedError("no")
+
+    response = asyncio.run(routes.with_errors(handler)(web.Request("GET", "/v1/strays", {}, {}, b"", ours)))
+    theirs.close()
+    assert response.status == 403
     assert not caplog.records
