@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -51,6 +50,7 @@ from hpcsched.errors import (
 )
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
+from hpcsched.store.sealing import private_opener
 
 log = logging.getLogger("hpcsched.credentials")
 
@@ -256,7 +256,7 @@ class Credentials:
     def _load_keys(self) -> SigningKeys | None:
         if self._keys is None:
             try:
-                with open(self._path, "rb", opener=_private_opener) as file:
+                with open(self._path, "rb", opener=private_opener) as file:
                     values = json.loads(file.read(64 << 10))
                 private = {name: base64.b64decode(values["private"][name]) for name in values["private"]}
                 if values["current"] not in private or not private.keys() <= set(KEY_NAMES):
@@ -328,15 +328,6 @@ class Credentials:
     def scopes_of_code(self, body: Json) -> tuple[Scope, ...]:
         """Return the scopes that a link was asked for."""
         return read_scopes(str(body.get("scopes") or "read,submit,manage"))
-
-
-def _private_opener(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-    status = os.fstat(fd)
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        os.close(fd)
-        raise PermissionError(1, "other users can read or write it; run: chmod 600")
-    return fd
 
 
 def _texts(body: Json, names: tuple[str, ...]) -> dict[str, str]:

@@ -17,8 +17,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcnode.os.durable import write_durably
 from hpcsched.auth.audit import Head, signed_text
 from hpcsched.errors import UnavailableError
+from hpcsched.store.sealing import private_opener
 
 if TYPE_CHECKING:  # the first requests are answered before it is loaded
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -78,25 +80,20 @@ class AuditHeads:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         try:
-            with open(self._key_file, "rb", opener=_no_follow) as stream:
-                status, text = os.fstat(stream.fileno()), stream.read(KEY_BYTES + 1)
+            with open(self._key_file, "rb", opener=private_opener) as stream:
+                return Ed25519PrivateKey.from_private_bytes(stream.read(KEY_BYTES + 1))
         except FileNotFoundError:
             return self._new_key()
         except OSError as error:
             raise UnavailableError(f"cannot read {self._key_file}: {error.strerror}") from None
-        if status.st_mode & 0o077 or len(text) != KEY_BYTES:
-            raise UnavailableError(f"cannot use {self._key_file}: it is no key that only its owner can read")
-        return Ed25519PrivateKey.from_private_bytes(text)
+        except ValueError:
+            raise UnavailableError(f"cannot use {self._key_file}: it is damaged; bring back a copy of it") from None
 
     def _new_key(self) -> Ed25519PrivateKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         key = Ed25519PrivateKey.generate()
-        descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "wb") as stream:
-            stream.write(key.private_bytes_raw())
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_durably(str(self._key_file.parent), self._key_file.name, key.private_bytes_raw())
         return key
 
     def _append(self, line: str) -> None:
@@ -105,7 +102,3 @@ class AuditHeads:
             stream.write(line + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-
-
-def _no_follow(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)

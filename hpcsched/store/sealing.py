@@ -151,6 +151,19 @@ def sealing_keys(path: Path, state_dir: Path, owner: int = -1) -> SealingKeys:
     return SealingKeys(path, _read(path, owner), owner)
 
 
+def private_opener(path: str, flags: int) -> int:
+    """Open a file of ours that others cannot read or write, for `open`.
+
+    Raises: PermissionError if they can, or if it is another account's; other OSErrors.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(1, "other users can read or write it; run: chmod 600")
+    return fd
+
+
 def _read(path: Path, owner: int) -> tuple[SealingKey, ...]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
