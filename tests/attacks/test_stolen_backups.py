@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hpcsched.cli.admin.age import opened
+from hpcsched.errors import ConfigError
 from hpcsched.loopback.cluster import LocalCluster
 
 pyrage = pytest.importorskip("pyrage", reason="NOT TESTED: pip install 'hpcsched[backup]'")
@@ -62,3 +66,36 @@ def test_f1_an_encrypted_backup_is_opened_by_its_key_alone(cluster: LocalCluster
     cluster.run("hpcsched", "restore", "--force", "--identity", str(key), str(backups))
     cluster.up()
     assert cluster.api("GET", f"/v1/job/{job_id}")["jobs"][0]["state"] == "PENDING"
+
+
+def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [_member("../outside")],
+        [_member("/tmp/outside")],
+        [_member("a", tarfile.SYMTYPE, "/etc"), _member("a/outside")],
+        [_member("a", tarfile.LNKTYPE, "/etc/passwd")],
+        [_member("a", tarfile.FIFOTYPE)],
+        [_member("a", tarfile.CHRTYPE)],
+        [_member("a"), _member("a")],
+    ],
+)
+def test_b7_an_archive_for_our_key_writes_nothing_elsewhere(members: list[tarfile.TarInfo], tmp_path: Path) -> None:
+    """Everybody who has the public key can make one."""
+    identity = pyrage.x25519.Identity.generate()
+    key, file, content = tmp_path / "key", tmp_path / "backup.tar.age", io.BytesIO()
+    key.write_text(str(identity))
+    key.chmod(0o600)
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for member in members:
+            archive.addfile(member, io.BytesIO())
+    file.write_bytes(pyrage.encrypt(content.getvalue(), [identity.to_public()]))
+    with pytest.raises(ConfigError, match="cannot open"), opened(file, key):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"key", "backup.tar.age"}

@@ -118,9 +118,13 @@ def test_a_job_on_several_nodes_starts_on_all_or_goes_back(
     try:
         job_id = sub("echo ran $HPCSCHED_ATTEMPT >> ran", "-N3", "--no-requeue")
         wait_until(lambda: job(job_id)["state"] == "CONFIGURING")
-        said = cluster.run("hwhy", str(job_id)).stdout
-        missed = "n3 does not answer" in said or job(job_id)["state"] == "PENDING"  # this machine is slow
-        assert missed or "waits for n3 to take its part" in said
+
+        def waits_for_n3_alone() -> bool:
+            said = cluster.run("hwhy", str(job_id)).stdout
+            missed = "n3 does not answer" in said or job(job_id)["state"] == "PENDING"  # this machine is slow
+            return missed or "waits for n3 to take its part" in said
+
+        wait_until(waits_for_n3_alone, what="the other nodes to take their parts")
         wait_until(lambda: job(job_id)["state"] == "PENDING", what="the job to go back to the queue")
         assert "n3 did not answer before the job could start" in cluster.run("hctl", "story", str(job_id)).stdout
         assert not (cluster.share / "ran").exists()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import sys
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from hpctrain.errors import TrainError
 
@@ -67,10 +67,11 @@ def _plain(value: object) -> object:
             return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
         case PurePath():
             return {"path": str(value)}
-        case torch.Tensor():
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            text = base64.b64encode(flat.numpy().tobytes()).decode()
-            return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), text]}
+    torch = sys.modules.get("torch")  # the process that writes checkpoints does without it, and has no tensors
+    if torch is not None and isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        text = base64.b64encode(flat.numpy().tobytes()).decode()
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), text]}
     name = type(value).__name__
     if _CLASSES.get(name) is not type(value):
         raise TrainError(f"cannot send a value of type {type(value)!r} to other ranks")
@@ -99,6 +100,8 @@ def _value(plain: Any) -> Any:
                 raise ValueError(f"{dtype!r:.40} is no number")
             return np.frombuffer(bytearray(base64.b64decode(text, validate=True)), np.dtype(dtype)).reshape(shape)
         case "tensor":
+            import torch  # see `_plain`
+
             name, shape, text = content
             dtype = getattr(torch, name)
             if not isinstance(dtype, torch.dtype):

@@ -10,11 +10,12 @@ Source: age-encryption.org/v1; the library is pyrage, extra `backup`.
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -104,7 +105,7 @@ def opened(file: Path, identity: Path | None) -> Iterator[Path]:
             with open(file, "rb") as source, open(plain, "wb") as target:
                 pyrage.decrypt_io(source, target, identities)
             with tarfile.open(plain) as archive:
-                archive.extractall(folder, filter="data")
+                _extract(archive, folder)
         except (OSError, tarfile.TarError, pyrage.DecryptError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise ConfigError(f"cannot open {file}: {error.strerror}") from None
@@ -113,6 +114,26 @@ def opened(file: Path, identity: Path | None) -> Iterator[Path]:
             ) from None
         plain.unlink()
         yield folder
+
+
+def _extract(archive: tarfile.TarFile, folder: Path) -> None:
+    """Write the directories and files of an archive below `folder`.
+
+    Everybody who has the public key can make an archive, so nothing else in it is accepted. (The filter of `extractall` is
+    missing in Python 3.11.0 to 3.11.3.)
+
+    Raises: TarError for another kind of member or a name that leaves `folder`, OSError.
+    """
+    for member in archive:
+        name = PurePosixPath(member.name)
+        if name.is_absolute() or ".." in name.parts or not (member.isreg() or member.isdir()):
+            raise tarfile.TarError(f"{member.name!r} is not a file or directory of a backup")
+        path = folder / name
+        (path if member.isdir() else path.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (content := archive.extractfile(member)) is not None:
+            mode = member.mode & 0o755 | 0o600
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb") as file:
+                shutil.copyfileobj(content, file)
 
 
 def _identities_of(path: Path) -> list[Any]:
