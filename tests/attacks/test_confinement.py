@@ -105,12 +105,34 @@ def _come_and_go(name: str) -> None:
             group = cgroup.create(tree, "9.9.0", "0", cgroup.JobLimits(processes=9))
             assert group is not None
             cgroup.remove_step(tree, group)
+            cgroup.remove_job(tree, "9.9.0")
             cgroup.remove_unused(tree)
 
 
 def test_agents_that_start_on_one_machine_at_the_same_time_keep_their_groups() -> None:
     with ProcessPoolExecutor(4) as pool:
         list(pool.map(_come_and_go, [f"test-{os.getpid()}-{number}" for number in range(4)]))
+
+
+@needs("cpus")
+def test_a_step_that_ends_leaves_the_groups_that_the_next_step_of_its_job_enters() -> None:
+    tree = cgroup.find(f"test-{os.getpid()}-steps")
+    ended, begun = (cgroup.create(tree, "9.9.0", step, cgroup.JobLimits(processes=9)) for step in "01")
+    assert ended is not None
+    assert begun is not None
+    cgroup.remove_step(tree, ended)
+    pid, is_in_unified = cgroup.fork_into(begun)
+    if pid == 0:
+        try:
+            cgroup.enter(begun, is_in_unified)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    cgroup.remove_step(tree, begun)
+    assert cgroup.remove_job(tree, "9.9.0")
+    assert not cgroup.jobs(tree)
+    cgroup.remove_unused(tree)
 
 
 BUSY = """python3 - <<'X'

@@ -214,5 +214,5 @@ def test_a_step_that_waits_lives_through_a_restart_of_the_controller(cluster: Lo
     output(tmp_path, until="busy)\nhrun: Job")  # it has asked again
     (tmp_path / "go").touch()
     said = output(tmp_path).splitlines()
-    assert said.count("second") == 1
+    assert said.count("second") == 1, said
     assert said.count("first") == 4

@@ -76,7 +76,7 @@ class StepGroup(NamedTuple):
     unified: str  # of version 2; "": none
     tasks: List[str]  # files of version 1 that a task writes itself to
     memory: str  # the group with the step's memory limit; "": memory is not limited
-    paths: List[str]  # of the step and its job, in the order of their removal
+    paths: List[str]  # the step's own groups
 
 
 def find(agent: str) -> Tree:
@@ -265,7 +265,6 @@ def create(tree: Tree, job: str, step: str, limits: JobLimits) -> Optional[StepG
                 memory = own
             if not version_2:
                 tasks.append(own + "/tasks")
-            paths.append(group)
     unified = os.path.join(tree.unified, JOB_PREFIX + job, name) if tree.unified else ""
     return StepGroup(unified, tasks, memory, paths)
 
@@ -459,13 +458,13 @@ def is_populated(path: str) -> bool:
 
 
 def remove_step(tree: Tree, group: StepGroup) -> None:
-    """Remove the groups of a step without processes, and those of its job if they are empty."""
+    """Remove the groups of a step without processes.
+
+    Those of its job stay until the job is over: another step may be about to enter them.
+    """
     with _locked(tree.lock):
         for path in group.paths:
-            if os.path.basename(path).startswith(JOB_PREFIX):
-                _rmdir(path)
-            else:
-                remove(path)
+            remove(path)
 
 
 def remove_job(tree: Tree, job: str) -> bool:
