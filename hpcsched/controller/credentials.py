@@ -61,6 +61,7 @@ KEYS_FILE = "token-keys.json"
 FROM_HEADER = "x-hpcsched-gateway"  # the client's address
 SESSION_HEADER = "x-hpcsched-session"
 CERTIFICATE_HEADER = "x-hpcsched-certificate"
+USER_HEADER = "x-slurm-user-name"  # of Slurm's clients: whose the token is
 MAX_CREDENTIALS = 10_000
 MAX_PER_USER = 100
 MAX_SESSIONS_PER_USER = 20  # then the oldest one ends
@@ -148,6 +149,10 @@ class Credentials:
                 credential = self._of_hash(fingerprint, CredentialKind.CERTIFICATE, certificate_id(fingerprint))
         if why := credential.why_invalid(now_s):
             raise UnauthenticatedError(f"cannot accept the {credential.kind} {credential.id}: it {why}")
+        if headers.get(USER_HEADER, credential.user) != credential.user:
+            raise UnauthenticatedError(
+                f"cannot accept the {credential.kind}: it is not of the user that {USER_HEADER} names"
+            )
         if user_name(credential.uid) != credential.user:
             raise UnauthenticatedError(f"cannot accept the {credential.kind} {credential.id}: its account is gone")
         return credential

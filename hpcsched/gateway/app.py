@@ -36,9 +36,10 @@ MAX_KNOWN = 10_000  # credentials that were accepted lately
 FAILURE_COST = 5.0  # a refused credential counts as so many requests of its address
 STREAM_WAIT_S = 15.0
 MAX_CODE_BYTES = 1_000
+MAX_USER_CHARS = 256
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _NOW = re.compile(rb'"now_s":[-+.0-9e]+,?')
-_SAFE = {
+SAFE_HEADERS = {
     "cache-control": "no-store",
     "strict-transport-security": "max-age=31536000",
     "x-content-type-options": "nosniff",
@@ -75,7 +76,7 @@ def problem(status: int, why: str, kind: str, at: object = None, headers: Mappin
     body |= {"detail": why, "error": why, "kind": kind} | ({} if at is None else {"at": at})
     more = {"www-authenticate": "Bearer"} if status == 401 else {}
     return Response(
-        json.dumps(body), status, {**_SAFE, **more, **(headers or {})}, media_type="application/problem+json"
+        json.dumps(body), status, {**SAFE_HEADERS, **more, **(headers or {})}, media_type="application/problem+json"
     )
 
 
@@ -123,6 +124,21 @@ class GatewayApp:
 
         return handle
 
+    # ----- for other interfaces
+
+    def admit(self, request: Request) -> None:
+        """Count a request that another interface answers. Raises ProblemError."""
+        self._count(request, self._credential(request))
+
+    async def forward(self, request: Request, method: str, path: str, body: bytes = b"") -> UpstreamReply:
+        """Ask the controller with the credential of the request. Raises ProblemError, UpstreamError."""
+        return await self._ask(request, method, path, self._credential(request), body)
+
+    async def json_text(self, request: Request) -> bytes:
+        """Return the body of a request. Raises ProblemError."""
+        self._must_be_json(request)
+        return await self._body(request)
+
     # ----- pages and other small things
 
     async def nothing(self, request: Request) -> Response:
@@ -130,7 +146,7 @@ class GatewayApp:
 
     async def health(self, request: Request) -> Response:
         self._count(request, {})
-        return Response("ok\n", headers=_SAFE, media_type="text/plain")
+        return Response("ok\n", headers=SAFE_HEADERS, media_type="text/plain")
 
     async def description(self, request: Request) -> Response:
         self._count(request, {})
@@ -145,13 +161,13 @@ class GatewayApp:
             f'<form method="post" action="/login"><input type="hidden" name="code" value="{escape(code)}">'
             "<button>Log in</button></form>"
         )
-        return HTMLResponse(page, headers=_SAFE)
+        return HTMLResponse(page, headers=SAFE_HEADERS)
 
     async def login(self, request: Request) -> Response:
         self._count(request, {})
         data = await self._body(request, MAX_CODE_BYTES)
         codes = parse_qs(data.decode("latin-1")).get("code", [""])
-        answer = RedirectResponse("/healthz", 303, headers=_SAFE)
+        answer = RedirectResponse("/healthz", 303, headers=SAFE_HEADERS)
         return await self._opened(request, {"code": codes[0]}, answer)
 
     async def session(self, request: Request) -> Response:
@@ -181,7 +197,7 @@ class GatewayApp:
             return self._answer(request, reply, "json")
         values = json.loads(reply.body)
         secret = values.pop("session")
-        made = answer or Response(json.dumps(values), headers=_SAFE, media_type="application/json")
+        made = answer or Response(json.dumps(values), headers=SAFE_HEADERS, media_type="application/json")
         age_s = int(max(0, values["expires_at_s"] - time.time()))  # int: of our own controller
         made.set_cookie(COOKIE, secret, max_age=age_s, path="/", secure=True, httponly=True, samesite="strict")
         return made
@@ -258,7 +274,7 @@ class GatewayApp:
         body: bytes = b"",
         wait_s: float = 0,
     ) -> UpstreamReply:
-        headers = {"x-hpcsched-gateway": _source(request), **credential}
+        headers = {"x-hpcsched-gateway": _source(request), **credential, **_user_name(request)}
         reply = await self.upstream.ask(method, path, headers, body, timeout_s=60.0 + wait_s)
         if credential:
             key = _key_of(credential)
@@ -276,9 +292,9 @@ class GatewayApp:
             return _problem_of(reply)
         if kind == "bytes":
             headers = {name: value for name, value in reply.headers.items() if name.startswith("x-")}
-            return Response(reply.body, headers={**_SAFE, **headers}, media_type="application/octet-stream")
+            return Response(reply.body, headers={**SAFE_HEADERS, **headers}, media_type="application/octet-stream")
         if request.method != "GET":
-            return Response(reply.body, headers=_SAFE, media_type="application/json")
+            return Response(reply.body, headers=SAFE_HEADERS, media_type="application/json")
         return self._tagged(request, reply.body, reply.headers.get("content-type", "application/json"))
 
     def _tagged(self, request: Request, body: bytes, media_type: str) -> Response:
@@ -286,7 +302,7 @@ class GatewayApp:
         digest = blake2b(_NOW.sub(b"", body[:400], count=1), digest_size=16)
         digest.update(body[400:])
         tag = f'W/"{digest.hexdigest()}"'
-        headers = {**_SAFE, "etag": tag, "cache-control": "private, no-cache"}
+        headers = {**SAFE_HEADERS, "etag": tag, "cache-control": "private, no-cache"}
         wanted = request.headers.get("if-none-match", "")
         if wanted == "*" or tag in [one.strip() for one in wanted.split(",")]:
             return Response(status_code=304, headers=headers)
@@ -352,7 +368,7 @@ class GatewayApp:
             except (ProblemError, UpstreamError) as error:
                 yield _event("error", {"error": str(error)})
 
-        return StreamingResponse(whole(), headers=_SAFE, media_type="text/event-stream")
+        return StreamingResponse(whole(), headers=SAFE_HEADERS, media_type="text/event-stream")
 
     async def _polled(
         self, request: Request, credential: Mapping[str, str], path: str, query: Mapping[str, str]
@@ -420,6 +436,14 @@ def _query_of(request: Request) -> list[tuple[str, str]]:
 
 def _key_of(credential: Mapping[str, str]) -> bytes:
     return blake2b("\n".join(credential.values()).encode(), digest_size=16).digest()
+
+
+def _user_name(request: Request) -> dict[str, str]:
+    """Return the header of Slurm's clients that says whose the token is, for the controller to check."""
+    name = request.headers.get("x-slurm-user-name", "")
+    if len(name) > MAX_USER_CHARS or not name.isprintable() or not name.isascii():
+        raise ProblemError(401, "cannot accept the request: X-SLURM-USER-NAME is not the name of a user")
+    return {"x-slurm-user-name": name} if name else {}
 
 
 def _source(request: Request) -> str:

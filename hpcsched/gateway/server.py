@@ -32,6 +32,7 @@ from hpcsched.config.load import GatewaySettings
 from hpcsched.errors import ConfigError
 from hpcsched.gateway.app import GatewayApp
 from hpcsched.gateway.routes import MAX_BODY_BYTES
+from hpcsched.gateway.slurmrestd import SlurmPaths
 from hpcsched.gateway.upstream import Upstream, UpstreamError
 
 log = logging.getLogger("hpcsched.gateway")
@@ -142,7 +143,7 @@ class GatewayServer:
         self._settings = settings
         self._tls = tls
         self._config = uvicorn.Config(
-            app.asgi(),
+            app.asgi(SlurmPaths(app).routes()),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -337,7 +338,7 @@ def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -
     address = "127.0.0.1" if insecure else settings.address
     sock = listening_socket(address, settings.port)
     become(settings.user)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # of each malformed request
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # of each malformed request
 
     async def serve() -> None:
         upstream = Upstream(api_socket)

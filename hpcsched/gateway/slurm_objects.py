@@ -14,7 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpcnode.commands import slurm_text
-from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError, UnavailableError
+from hpcsched.errors import (
+    HpcschedError,
+    NotFoundError,
+    PermissionDeniedError,
+    RequestError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from hpcsched.jobscript.build import build_spec
 from hpcsched.jobscript.options import Settings
 from hpcsched.model.frozen import replace
@@ -25,8 +32,48 @@ Json = dict[str, Any]
 
 VERSIONS = ("v0.0.40", "v0.0.41", "v0.0.42", "v0.0.43", "v0.0.44")
 RELEASE = ("25", "11", "0")  # of Slurm, whose paths and objects these are
-INVALID_JOB_ID, ACCESS_DENIED, NO_CONTACT, UNKNOWN_FAILURE = 2017, 2002, 1800, -1
+UNKNOWN_FAILURE = -1
 MAX_VARIABLES = 2_000
+
+# Slurm's words for an error, and its number.
+_NUMBER_OF: Mapping[str, int] = {
+    "Unable to contact slurm controller (connect failure)": 1800,
+    "Rate limit exceeded, please retry momentarily": 1804,
+    "Invalid partition name specified": 2000,
+    "Access/permission denied": 2002,
+    "Slurm temporarily unable to accept job, sleeping and retrying": 2007,
+    "Job script not specified": 2009,
+    "Requested node configuration is not available": 2014,
+    "Invalid job id specified": 2017,
+    "Invalid node name specified": 2018,
+    "Job/step already completing or completed": 2021,
+    "Requested operation not supported on this system": 2036,
+    "Job dependency problem": 2038,
+    "Invalid account or account/partition combination specified": 2045,
+    "Invalid license specification": 2048,
+    "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)": 2050,
+    "Requested time limit is invalid (missing or exceeds some limit)": 2051,
+    "Requested reservation is invalid": 2053,
+    "Invalid qos specification": 2066,
+    "Required partition not available (inactive or drain)": 2070,
+    "Invalid job array specification": 2081,
+    "Query empty or not RFC7320 compliant": 9000,
+    "Failure during parsing": 9001,
+    "Jobs description entry not found, empty or not dictionary or list": 9002,
+    "Unable to find requested URL": 9006,
+    "Authentication failure": 9008,
+}
+INVALID_JOB, INVALID_NODE = "Invalid job id specified", "Invalid node name specified"
+INVALID_PARTITION, INVALID_RESERVATION = "Invalid partition name specified", "Requested reservation is invalid"
+# Part of our text: Slurm's words, for what is wrong with a request besides the job in it.
+_OF_REQUESTS = (
+    ("the body must be", "Jobs description entry not found, empty or not dictionary or list"),
+    ("the request has no script", "Job script not specified"),
+    ("already ended", "Job/step already completing or completed"),
+    ("cannot take the field", "Failure during parsing"),
+    ("cannot read", "Failure during parsing"),
+    ("the parameter", "Query empty or not RFC7320 compliant"),
+)
 
 # Field of a description: our option, where the value is the option's text.
 _TEXTS = {
@@ -73,19 +120,38 @@ def answer(body: Json, *, errors: Sequence[Json] = (), warnings: Sequence[str] =
     return {**body, "meta": meta, "errors": list(errors), "warnings": told}
 
 
-def error_of(error: HpcschedError, source: str) -> tuple[int, Json]:
-    """Return the HTTP status of an error, and the error as slurmrestd shows it."""
-    status, number, words = 500, UNKNOWN_FAILURE, slurm_text.of_job(str(error))
+def error_of(error: HpcschedError, source: str, missing: str = INVALID_JOB) -> tuple[int, Json]:
+    """Return the HTTP status of an error, and the error as slurmrestd shows it.
+
+    `missing`: Slurm's words if something was not found; "" to take those for a job that was refused.
+    """
+    status, words = 500, ""
     match error:
+        case UnauthenticatedError():
+            status, words = 401, "Authentication failure"
         case PermissionDeniedError():
-            status, number, words = 403, ACCESS_DENIED, "Access/permission denied"
+            status, words = 403, "Access/permission denied"
         case NotFoundError():
-            status, number, words = 404, INVALID_JOB_ID, "Invalid job id specified"
+            status, words = 404, missing or slurm_text.of_job(str(error))
         case RequestError():
             status = 400
+            words = next((words for part, words in _OF_REQUESTS if part in str(error)), "") or slurm_text.of_job(
+                str(error)
+            )
         case UnavailableError():
-            status, number, words = 503, NO_CONTACT, "Unable to contact slurm controller (connect failure)"
-    return status, {"description": str(error), "error_number": number, "error": words, "source": source}
+            status, words = 503, "Unable to contact slurm controller (connect failure)"
+    return status, error_object(str(error), words, source)
+
+
+def error_object(why: str, words: str, source: str) -> Json:
+    """Return an error as slurmrestd shows it; `words`: Slurm's for it, "" if it has none."""
+    shown = words or "Unspecified error"
+    return {
+        "description": why,
+        "error_number": _NUMBER_OF.get(shown, UNKNOWN_FAILURE),
+        "error": shown,
+        "source": source,
+    }
 
 
 # ----- what is shown
@@ -94,6 +160,15 @@ def error_of(error: HpcschedError, source: str) -> tuple[int, Json]:
 def number(value: float | None) -> Json:
     """Return a number that may be missing."""
     return {"set": value is not None, "infinite": False, "number": 0 if value is None else int(value)}
+
+
+def _fraction(value: float | None) -> Json:
+    return {"set": value is not None, "infinite": False, "number": 0.0 if value is None else float(value)}
+
+
+def _usage(value: float | None) -> Json:
+    """Return a number without a bound: None is infinite, as of who has used nothing."""
+    return _fraction(value) | {"set": value is not None, "infinite": value is None}
 
 
 def minutes(value_s: float | None) -> Json:
@@ -259,6 +334,166 @@ def partition_object(view: Json, cluster: str) -> Json:
         "priority": {"job_factor": view["priority_job_factor"], "tier": view["priority_tier"]},
         "qos": {"allowed": ",".join(view["allow_qos"]), "deny": "", "assigned": ""},
     }
+
+
+def ping_object(ping: Json, latency_us: int) -> Json:
+    """Return the controller as slurmctld answers a ping; `ping`: its answer to ours."""
+    return {
+        "hostname": ping["cluster"],
+        "pinged": "UP",
+        "responding": True,
+        "latency": latency_us,
+        "mode": "primary",
+        "primary": True,
+    }
+
+
+def statistics_object(ping: Json) -> Json:
+    """Return the counts of slurmctld that the controller has."""
+    counts = ping["counts"]
+    return {
+        "req_time": number(ping["now_s"]),
+        "req_time_start": number(ping["started_at_s"]),
+        "job_states_ts": number(ping["now_s"]),
+        "jobs_pending": counts.get("PENDING", 0),
+        "jobs_running": counts.get("RUNNING", 0),
+        "schedule_queue_length": counts.get("PENDING", 0),
+    }
+
+
+def license_object(view: Json) -> Json:
+    """Return a licence of slurmctld."""
+    named = {"LicenseName": view["name"], "Total": view["total"], "Used": view["used"], "Free": view["free"]}
+    return {**named, "Remote": False, "Reserved": 0}
+
+
+def reservation_object(view: Json) -> Json:
+    """Return a reservation of slurmctld."""
+    return {
+        "accounts": ",".join(view["accounts"]),
+        "core_count": view["cpus"],
+        "end_time": number(view["end_s"]),
+        "features": view["features"],
+        "name": view["name"],
+        "node_count": len(view["nodes"]),
+        "node_list": view["node_list"],
+        "partition": view["partition"],
+        "start_time": number(view["start_s"]),
+        "tres": f"cpu={view['cpus']}",
+        "users": ",".join(view["users"]),
+    }
+
+
+def share_object(view: Json, cluster: str, version: str) -> Json:
+    """Return a row of the tree of accounts and users."""
+    factor, level = view["fairshare"], view["level_fs"]
+    is_plain = version in ("v0.0.40", "v0.0.41")  # later ones can say that a number is infinite
+    return {
+        "id": 0,
+        "cluster": cluster,
+        "name": view["user"] or view["account"] or "root",
+        "parent": view["account"] if view["user"] else "root" if view["account"] else "",
+        "partition": "",
+        "shares": number(view["shares"]),
+        "shares_normalized": _fraction(view["norm_shares"]),
+        "effective_usage": view["effective_usage"] if is_plain else _usage(view["effective_usage"]),
+        "usage_normalized": _fraction(view["norm_usage"]),
+        "usage": int(view["usage"]),
+        "fairshare": {"factor": factor, "level": level}
+        if is_plain
+        else {"factor": _usage(factor), "level": _usage(level)},
+        "type": ["USER"] if view["user"] else ["ASSOCIATION"],
+    }
+
+
+def history_object(view: Json, cluster: str) -> Json:
+    """Return a job of slurmdbd. Texts that the asker may not see are empty."""
+    return {
+        "account": view["account"],
+        "allocation_nodes": len(view["nodes"]),
+        "array": {
+            "job_id": view["array_job_id"] or 0,
+            "limits": {"max": {"running": {"tasks": view["array_limit"] or 0}}},
+            "task_id": number(view["array_task_id"]),
+            "task": "",
+        },
+        "cluster": cluster,
+        "comment": {"administrator": "", "job": view["comment"] or "", "system": ""},
+        "constraints": view["constraint"],
+        "derived_exit_code": exit_object(view),
+        "exit_code": exit_object(view),
+        "het": {"job_id": view["het_job_id"] or 0, "job_offset": number(view["het_offset"])},
+        "job_id": view["id"],
+        "name": view["name"],
+        "nodes": view["node_list"] or "None assigned",
+        "partition": view["partition"],
+        "priority": number(view["priority"]),
+        "qos": view["qos"] or "normal",
+        "required": {
+            "CPUs": view["num_cpus"],
+            "memory_per_cpu": number(view["mem_per_cpu_mib"]),
+            "memory_per_node": number(None if view["mem_per_cpu_mib"] else view["mem_mib"]),
+        },
+        "restart_cnt": view["restarts"],
+        "state": {"current": [view["state"]], "reason": view["reason"] or "None"},
+        "steps": [],
+        "submit_line": view["submit_line"] or "",
+        "time": {
+            "elapsed": int(view["elapsed_s"] or 0),
+            "eligible": int(view["eligible_at_s"] or 0),
+            "end": int(view["ended_at_s"] or 0),
+            "start": int(view["started_at_s"] or 0),
+            "submission": int(view["submitted_at_s"]),
+            "suspended": int(view["suspended_s"] or 0),
+            "limit": minutes(view["time_limit_s"]),
+        },
+        "user": view["user"],
+        "working_directory": view["work_dir"] or "",
+    }
+
+
+# ----- what is changed
+
+_CHANGES = {
+    "account": "account", "array_max_tasks": "array_task_throttle", "comment": "comment", "constraints": "constraint",
+    "cpus_per_task": "cpus_per_task", "dependency": "dependency", "excluded_nodes": "exclude", "licenses": "licenses",
+    "mail_user": "mail_user", "memory_per_cpu": "mem_per_cpu", "memory_per_node": "mem",
+    "minimum_cpus_per_node": "mincpus", "name": "name", "nice": "nice", "nodes": "num_nodes", "partition": "partition",
+    "prefer": "prefer", "priority": "priority", "qos": "qos", "required_nodes": "nodelist", "requeue": "requeue",
+    "reservation": "reservation", "tasks": "ntasks", "tasks_per_node": "ntasks_per_node", "time_limit": "time_limit",
+    "time_minimum": "time_min",
+}  # fmt: skip
+
+
+def changes_of(described: Json) -> tuple[dict[str, str], bool | None]:
+    """Return the changes that a description asks for, and whether to hold the job (None: as it is).
+
+    Raises RequestError for a field that cannot be changed.
+    """
+    given = {name: value for name, value in described.items() if not _is_empty(value)}
+    hold = _flag(given, "hold") if "hold" in given else None
+    changes = {}
+    for name in given.keys() - {"hold", "job_id"}:
+        if name not in _CHANGES:
+            raise RequestError(
+                f"cannot take the field {name[:60]}: it cannot be changed here; can: {', '.join(sorted(_CHANGES))}"
+            )
+        changes[_CHANGES[name]] = _change(given, name)
+    if not changes and hold is None:
+        raise RequestError("cannot change the job: the body must be a description of a job with some fields")
+    return changes, hold
+
+
+def _change(given: Json, name: str) -> str:
+    """Return a field's value as ``hctl update`` takes it."""
+    if name == "requeue":
+        return "1" if _flag(given, name) else "0"
+    if name in _LISTS:
+        return ",".join(_texts(given, name))
+    if name in _NUMBERS or name == "array_max_tasks":
+        value = _number(given, name)
+        return f"{value}M" if name in _MIB and value.isdigit() else value
+    return _text(given, name)
 
 
 # ----- what is submitted

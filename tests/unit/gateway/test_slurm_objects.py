@@ -113,7 +113,8 @@ def test_errors_have_slurms_numbers_and_words() -> None:
     for error, expected in (
         (NotFoundError("cannot find job 9"), (404, 2017, "Invalid job id specified")),
         (PermissionDeniedError("cannot cancel job 9"), (403, 2002, "Access/permission denied")),
-        (RequestError("cannot submit: invalid partition name 'x'"), (400, -1, "Invalid partition name specified")),
+        (RequestError("cannot submit: invalid partition name 'x'"), (400, 2000, "Invalid partition name specified")),
+        (RequestError("cannot take the field tasks: it is not a number"), (400, 9001, "Failure during parsing")),
         (UnavailableError("gone"), (503, 1800, "Unable to contact slurm controller (connect failure)")),
     ):
         status, shown = error_of(error, "here")
