@@ -131,7 +131,7 @@ class GatewayApp:
         self._count(request, self._credential(request))
 
     async def forward(self, request: Request, method: str, path: str, body: bytes = b"") -> UpstreamReply:
-        """Ask the controller with the credential of the request. Raises ProblemError, UpstreamError."""
+        """Ask the controller as the request's user. Raises ProblemError, UpstreamError."""
         return await self._ask(request, method, path, self._credential(request), body)
 
     async def json_text(self, request: Request) -> bytes:
@@ -439,7 +439,7 @@ def _key_of(credential: Mapping[str, str]) -> bytes:
 
 
 def _user_name(request: Request) -> dict[str, str]:
-    """Return the header of Slurm's clients that says whose the token is, for the controller to check."""
+    """Return the header with the token's user of Slurm's clients; the controller checks it."""
     name = request.headers.get("x-slurm-user-name", "")
     if len(name) > MAX_USER_CHARS or not name.isprintable() or not name.isascii():
         raise ProblemError(401, "cannot accept the request: X-SLURM-USER-NAME is not the name of a user")

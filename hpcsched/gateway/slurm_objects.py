@@ -466,9 +466,9 @@ _CHANGES = {
 
 
 def changes_of(described: Json) -> tuple[dict[str, str], bool | None]:
-    """Return the changes that a description asks for, and whether to hold the job (None: as it is).
+    """Return the changes that a description asks for, and whether to hold the job.
 
-    Raises RequestError for a field that cannot be changed.
+    None: it is left as it is. Raises RequestError for a field that cannot be changed.
     """
     given = {name: value for name, value in described.items() if not _is_empty(value)}
     hold = _flag(given, "hold") if "hold" in given else None

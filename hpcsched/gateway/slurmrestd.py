@@ -376,7 +376,7 @@ _WORDS = {
 
 
 def _found(method: str, path: str) -> tuple[SlurmRoute, str, str]:
-    """Return the route of a request, its version, and the name in its path. Raises ProblemError."""
+    """Return route, version and name in the path of a request. Raises ProblemError."""
     family, version, *rest = [*path.strip("/").split("/"), "", ""]
     words = [word for word in rest if word]
     if version not in objects.VERSIONS:

@@ -1,4 +1,4 @@
-"""The clients of slurmrestd that are on PyPI, unmodified, over TLS to a real gateway: list, submit, wait, read, cancel."""
+"""Unmodified clients of slurmrestd use a real gateway over TLS."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def served() -> Iterator[Served]:
 
 
 class SlurmClient:
-    """A generated client of one version of slurmrestd's API, with the names of its methods made short."""
+    """A generated client of one version of slurmrestd's API, with short names of its methods."""
 
     def __init__(self, module: Any, version: int, served: Served, user: str = "") -> None:
         configuration = module.Configuration(host=f"https://localhost:{served.port}")
