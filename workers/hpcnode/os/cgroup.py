@@ -14,6 +14,7 @@ Rules:
   to `tasks`, which moves one thread without that cost.
 - Groups are created and removed under a lock that all agents of a user on the machine share, so no directory vanishes while
   another agent or step uses it. The lock is a file that others cannot open: who opens a file, even to read it, can lock it.
+- A job has a group only where something is limited, and in version 2, because each costs the start of a job.
 - What cannot be limited here is said by `Tree.missing`, and every other thing works.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/, clone(2) CLONE_INTO_CGROUP, sched(7), cpuset(7).
@@ -35,6 +36,8 @@ LOGINS = "logins"  # the group of adopted ssh logins in a job's group
 CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "io", "devices")
 _SYSTEMD = (".slice", ".scope", ".service")
 _V1_NAMES = {"blkio": "io"}
+_IO_WEIGHTS = {"/io.weight": 10_000, "/blkio.bfq.weight": 1000}  # file -> most
+_NO_WEIGHTS = "no disk scheduler here takes weights of jobs"
 PERIOD_US = 100_000
 MAX_WEIGHT = 10_000
 MAX_ROUNDS = 100
@@ -55,6 +58,7 @@ class JobLimits(NamedTuple):
     mem_mib: int = 0
     step_mem_mib: int = 0
     processes: int = 0
+    devices: bool = False  # whether devices will be denied
 
 
 class Tree(NamedTuple):
@@ -99,11 +103,15 @@ def _find(mounts: Dict[str, str], own: Dict[str, str], agent: str) -> Tree:
         if name in mounts:
             path = _v1_base(mounts[name], own.get(name, "/"), agent)
             usable = _make_v1(path, name)
-            _remove_base(path)
             why_not = "cannot make groups in %s" % mounts[name]
+            if usable and name == "io":
+                usable, why_not = _has_weights(path), _NO_WEIGHTS
+            _remove_base(path)
         else:
             path, usable = unified, name in offered
             why_not = why or "the kernel offers no controller %s to cgroups of version 2 here" % name
+            if name == "io" and "-io" in offered:
+                why_not = _NO_WEIGHTS
         if usable:
             found[name] = path
         else:
@@ -161,10 +169,16 @@ def _find_unified(mount: str, own: str, agent: str) -> Tuple[str, List[str], str
     usable = _can_use(base)
     _enable_below(base)
     offered = _read(base + "/cgroup.controllers").split()
+    if "io" in offered and not _has_weights(base):
+        offered[offered.index("io")] = "-io"
     _remove_base(base)
     return (
         (base, offered, "") if usable else ("", [], "cannot enter groups in %s, or the kernel cannot kill them" % above)
     )
+
+
+def _has_weights(base: str) -> bool:
+    return any(os.path.exists(base + name) for name in _IO_WEIGHTS)
 
 
 def _enable_below(base: str) -> None:
@@ -245,11 +259,16 @@ def create(tree: Tree, job: str, step: str, limits: JobLimits) -> Optional[StepG
     tasks: List[str] = []
     paths: List[str] = []
     memory = ""
+    wanted = [name for name in tree.controllers if _limits(tree, name, limits)]
+    if not tree.unified:
+        wanted = wanted or list(tree.controllers)[:1]  # to find the job's processes
     with _locked(tree.lock):
         for root in tree.roots():
             version_2 = root == tree.unified
             group = os.path.join(root, JOB_PREFIX + job)
-            has = [each for each, path in tree.controllers.items() if path == root]
+            has = [each for each in wanted if tree.controllers[each] == root]
+            if not has and not version_2:
+                continue
             _make_base(root, has, version_2)
             _make(group, has, version_2)
             for controller in has:
@@ -267,6 +286,17 @@ def create(tree: Tree, job: str, step: str, limits: JobLimits) -> Optional[StepG
                 tasks.append(own + "/tasks")
     unified = os.path.join(tree.unified, JOB_PREFIX + job, name) if tree.unified else ""
     return StepGroup(unified, tasks, memory, paths)
+
+
+def _limits(tree: Tree, controller: str, limits: JobLimits) -> bool:
+    """Return whether a job with these limits needs the controller."""
+    if controller == "cpuset":
+        return limits.pin and 0 < limits.cpus < len(_usable_cpus(tree))
+    if controller == "memory":
+        return limits.mem_mib > 0 or limits.step_mem_mib > 0
+    return bool(
+        {"cpu": limits.cpus, "io": limits.cpus, "pids": limits.processes, "devices": limits.devices}[controller]
+    )
 
 
 def _make_base(base: str, controllers: Iterable[str], version_2: bool) -> None:
@@ -305,10 +335,8 @@ def _limit_job(tree: Tree, group: str, controller: str, limits: JobLimits, versi
             _must_write(group + "/cpu.cfs_quota_us", str(quota))
             _write(group + "/cpu.shares", str(1024 * limits.cpus))
     elif controller == "io" and limits.cpus > 0:
-        weight = str(min(MAX_WEIGHT, 100 * limits.cpus)) if version_2 else str(min(1000, 100 * limits.cpus))
-        _write(
-            group + ("/io.weight" if version_2 else "/blkio.bfq.weight"), weight
-        )  # only some disk schedulers have it
+        for name in _IO_WEIGHTS:
+            _write(group + name, str(min(_IO_WEIGHTS[name], 100 * limits.cpus)))
     elif controller == "cpuset" and limits.pin:
         _pin(tree, group, limits.cpus)
 
@@ -329,14 +357,20 @@ def _limit_memory(group: str, mem_mib: int, version_2: bool) -> None:
 
 def _pin(tree: Tree, group: str, count: int) -> None:
     """Give the job cpus that no other job has, whole cores first; none if too few are free."""
-    base = tree.controllers["cpuset"]
-    usable = cpu_list(_read(base + "/cpuset.cpus.effective") or _read(base + "/cpuset.effective_cpus"))
+    usable = _usable_cpus(tree)
     present = cpu_list(_read(group + "/cpuset.cpus"))
     if present and len(present) < len(usable):
         return  # an earlier step of the job did it
-    free = sorted(usable - _pinned(base, usable), key=lambda cpu: (_core(cpu), cpu))
-    if 0 < count <= len(free) and count < len(usable):
+    free = sorted(usable - _pinned(tree.controllers["cpuset"], usable), key=lambda cpu: (_core(cpu), cpu))
+    if count <= len(free):
         _must_write(group + "/cpuset.cpus", ",".join(map(str, free[:count])))
+
+
+def _usable_cpus(tree: Tree) -> Set[int]:
+    base = tree.controllers["cpuset"]
+    while not os.path.isdir(base):  # not made yet: those of the group above
+        base = os.path.dirname(base)
+    return cpu_list(_read(base + "/cpuset.cpus.effective") or _read(base + "/cpuset.effective_cpus"))
 
 
 def _pinned(base: str, usable: Set[int]) -> Set[int]:

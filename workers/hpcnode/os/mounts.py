@@ -1,6 +1,6 @@
 """Private /tmp, /dev/shm and /proc of a job, by mount namespaces. Needs root.
 
-    ROOT/private/          mode 0700, a mount whose changes no other namespace sees; there while a job uses it
+    ROOT/private/          mode 0700, a small tmpfs whose mounts no other namespace sees; there while a job uses it
       proc/                /proc with hidepid=2, for all jobs
       JOB/shm/             a tmpfs as large as the job's memory
     ROOT/tmp/JOB/          a directory on disk; ROOT/tmp has mode 0700
@@ -150,10 +150,9 @@ def _private(root: str) -> Iterator[str]:
 
 
 def _begin(private: str, proc: bool) -> None:
-    if not os.path.isdir(private) or os.path.realpath(private) not in _mounted():
+    if not _is_mounted(private):
         os.makedirs(private, mode=0o700, exist_ok=True)
-        os.chmod(private, 0o700)
-        _mount(private, private, "", MS_BIND)
+        _mount("tmpfs", private, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0700,size=4m")
         _mount("", private, "", MS_PRIVATE)
     path = os.path.join(private, "proc")
     if proc and not _is_mounted(path):

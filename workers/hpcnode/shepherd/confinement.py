@@ -26,7 +26,7 @@ from hpcnode.os.loop import Loop, Timer
 from hpcnode.wire import protocol
 
 NOT_ROOT = "the agent is not root"
-OWNERS = "owners"  # a file for each job here: who may log in, see `hpcnode.agent.adopt`
+OWNERS = "/run/hpcsched-owners"  # of each root of an agent, a file for each job there: see `hpcnode.agent.adopt`
 NEW = ".new"  # the end of the name of a file that is being written
 RETRY_S = 0.1
 TIDY_S = 2.0
@@ -116,12 +116,13 @@ def begin(ground: Ground, launch: protocol.Launch, account: UserAccount, socket_
         step_mem_mib=launch.mem_mib,
         processes=share.max_processes if "processes" in wanted else 0,
     )
-    group = cgroup.create(ground.tree, job, launch.step, limits)
-    if "gpus" in wanted:
-        _deny_gpus(ground, job, share)
+    devices = _denied_gpus(share) if "gpus" in wanted else []
+    group = cgroup.create(ground.tree, job, launch.step, limits._replace(devices=bool(devices)))
+    if devices:
+        _deny(ground, job, devices)
     keep = (launch.work_dir, ground.root, socket_path, account.home, launch.env.get("TMPDIR", ""))
     cover = mounts.Cover()
-    if "namespace" not in ground.missing and ground.root:
+    if "namespace" not in ground.missing and ground.root and wanted & {"tmp", "shm", "proc"}:
         cover = mounts.make(
             ground.root,
             job,
@@ -135,11 +136,12 @@ def begin(ground: Ground, launch: protocol.Launch, account: UserAccount, socket_
     return StepConfinement(group, cover)
 
 
-def _deny_gpus(ground: Ground, job: str, share: protocol.Confinement) -> None:
+def _denied_gpus(share: protocol.Confinement) -> List[device_filter.Device]:
     files = device_filter.gpu_files(share.gpu_files)
-    devices = device_filter.denied(files, share.gpus) if files else []
-    if not devices:
-        return
+    return device_filter.denied(files, share.gpus) if files else []
+
+
+def _deny(ground: Ground, job: str, devices: List[device_filter.Device]) -> None:
     tree, name = ground.tree, cgroup.JOB_PREFIX + job
     if tree.unified and not ground.no_filter:
         device_filter.deny_by_bpf(os.path.join(tree.unified, name), devices)
@@ -151,8 +153,9 @@ def _note_owner(ground: Ground, job: str, launch: protocol.Launch, account: User
     """Note whose job it is and where its groups are, for logins."""
     if os.geteuid() != 0 or not ground.root:
         return
-    path = os.path.join(ground.root, OWNERS, job)
+    path = os.path.join(owners_directory(ground.root), job)
     groups = [os.path.join(root, cgroup.JOB_PREFIX + job) for root in ground.tree.roots()]
+    groups = [group for group in groups if os.path.isdir(group)]
     new = "%s.%s%s" % (path, launch.step, NEW)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     with open(new, "w") as file:
@@ -160,16 +163,21 @@ def _note_owner(ground: Ground, job: str, launch: protocol.Launch, account: User
     os.replace(new, path)
 
 
+def owners_directory(root: str) -> str:
+    """Return where the owners of the jobs of an agent are: in memory, because each job would cost a file on disk."""
+    return os.path.join(OWNERS, root.replace("%", "%25").replace("/", "%2F"))
+
+
 def owners(root: str) -> List[JobOwner]:
     """Return the jobs that have the node of this agent. Raises OSError."""
     found: List[JobOwner] = []
     try:
-        names = os.listdir(os.path.join(root, OWNERS))
+        names = os.listdir(owners_directory(root))
     except FileNotFoundError:
         return found
     for name in [name for name in names if not name.endswith(NEW)]:
         try:
-            with open(os.path.join(root, OWNERS, name)) as file:
+            with open(os.path.join(owners_directory(root), name)) as file:
                 found.append(JobOwner(*json.load(file)))
         except FileNotFoundError:
             pass  # over by now
@@ -194,8 +202,9 @@ class JobRemains:
     def job_over(self, job: str) -> None:
         """Take away everything of a job that is over here."""
         ground = self._ground
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(ground.root, OWNERS, job))
+        if os.geteuid() == 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(owners_directory(ground.root), job))
         if ground.tree.roots() and not cgroup.remove_job(ground.tree, job) and job not in self._going:
             self._going[job] = None
             self._loop.later(RETRY_S, lambda: self._again(job))
@@ -210,6 +219,9 @@ class JobRemains:
         self._tidy_timer = None
         if self._ground.tree.roots():
             cgroup.remove_unused(self._ground.tree)
+        if os.geteuid() == 0:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                os.rmdir(owners_directory(self._ground.root))
         if self._ground.root:
             mounts.end_if_unused(self._ground.root)
 
@@ -224,7 +236,8 @@ class JobRemains:
             cgroup.remove_abandoned(self._ground.tree, time.time())
         for job in set(cgroup.jobs(self._ground.tree)) - kept:
             self.job_over(job)
-        known = {*mounts.jobs(self._ground.root), *_names(os.path.join(self._ground.root, OWNERS))}
+        noted = _names(owners_directory(self._ground.root)) if os.geteuid() == 0 else []
+        known = {*mounts.jobs(self._ground.root), *noted}
         for name in known - kept:
             if name.startswith(mounts.GONE):
                 self.delete(os.path.join(self._ground.root, mounts.TMPS, name))
