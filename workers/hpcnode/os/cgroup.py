@@ -41,6 +41,7 @@ _NO_WEIGHTS = "no disk scheduler here takes weights of jobs"
 PERIOD_US = 100_000
 MAX_WEIGHT = 10_000
 MAX_ROUNDS = 100
+READ_BYTES = 1 << 16
 ABANDONED_S = 3600.0
 _NOT_DELEGATED = "the agent is not root, and its cgroup is not delegated to it"
 LOCK_FILE = "/run/hpcsched-groups.lock"  # of root's agents
@@ -374,15 +375,20 @@ def _usable_cpus(tree: Tree) -> Set[int]:
 
 
 def _pinned(base: str, usable: Set[int]) -> Set[int]:
-    """Return the cpus of jobs of all agents on this machine."""
+    """Return the cpus of jobs of all agents on this machine.
+
+    The search ends when all are taken: a node has many jobs, and each of them costs a read.
+    """
     taken: Set[int] = set()
     above = os.path.dirname(base)
     for agent in _children(above):
         for job in _children(os.path.join(above, agent)):
             path = os.path.join(above, agent, job)
-            cpus = cpu_list(_read(path + "/cpuset.cpus"))
-            if job.startswith(JOB_PREFIX) and len(cpus) < len(usable) and _is_used(path):
+            cpus = cpu_list(_read(path + "/cpuset.cpus")) if job.startswith(JOB_PREFIX) else usable
+            if len(cpus) < len(usable) and not cpus <= taken and _is_used(path):
                 taken |= cpus
+                if taken >= usable:
+                    return taken
     return taken
 
 
@@ -586,11 +592,20 @@ def _number(path: str) -> int:
 
 
 def _read(path: str) -> str:
+    """Return a file of the kernel, or "". A stream of Python's costs four times as much, many times for each job."""
     try:
-        with open(path) as file:
-            return file.read()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    parts: List[bytes] = []
+    try:
+        while not parts or parts[-1]:
+            parts.append(os.read(fd, READ_BYTES))
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+    return os.fsdecode(b"".join(parts))
 
 
 def _must_write(path: str, text: str) -> None:
