@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import httptools
 
@@ -105,8 +105,7 @@ class _UpstreamConnection(asyncio.Protocol):
         self._answer: asyncio.Future[UpstreamReply] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         sock: socket.socket = transport.get_extra_info("socket")
         _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         self.is_open = uid in trusted_uids(sock.getpeername())
