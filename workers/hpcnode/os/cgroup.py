@@ -592,7 +592,10 @@ def _number(path: str) -> int:
 
 
 def _read(path: str) -> str:
-    """Return a file of the kernel, or "". A stream of Python's costs four times as much, many times for each job."""
+    """Return a file of the kernel, or "".
+
+    A stream of Python's costs four times as much, many times for each job.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

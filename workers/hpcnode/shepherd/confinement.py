@@ -164,7 +164,10 @@ def _note_owner(ground: Ground, job: str, launch: protocol.Launch, account: User
 
 
 def owners_directory(root: str) -> str:
-    """Return where the owners of the jobs of an agent are: in memory, because each job would cost a file on disk."""
+    """Return the directory of the owners of an agent's jobs.
+
+    It is in memory, because each job would cost a file on disk.
+    """
     return os.path.join(OWNERS, root.replace("%", "%25").replace("/", "%2F"))
 
 
