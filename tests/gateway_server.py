@@ -6,10 +6,12 @@ import http.client
 import json
 import os
 import pwd
+import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +100,19 @@ class Served:
 
 
 @contextmanager
-def serving(base: Path, **settings: object) -> Iterator[Served]:
+def serving(**settings: object) -> Iterator[Served]:
+    """Start a cluster and its gateway in a directory of their own."""
+    base = Path(tempfile.mkdtemp(prefix="gateway-"))
+    base.chmod(0o755)
+    try:
+        with _serving(base, settings) as served:
+            yield served
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@contextmanager
+def _serving(base: Path, settings: Mapping[str, object]) -> Iterator[Served]:
     certificate(base, "gateway")
     certificate(base, "ca")
     port = free_port()

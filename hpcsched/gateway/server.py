@@ -338,7 +338,7 @@ def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -
     address = "127.0.0.1" if insecure else settings.address
     sock = listening_socket(address, settings.port)
     become(settings.user)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # of each malformed request
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request
 
     async def serve() -> None:
         upstream = Upstream(api_socket)

@@ -26,7 +26,6 @@ from hpcsched.gateway.app import METHODS, SAFE_HEADERS, GatewayApp, ProblemError
 from hpcsched.gateway.slurm_objects import Json
 from hpcsched.gateway.upstream import UpstreamError
 from hpcsched.model.codec import spec_to_json
-from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.text import number
 
 PAGE_JOBS = 200  # converted at a time: other requests are answered in between
@@ -82,8 +81,7 @@ class SlurmPaths:
             self._app.admit(request)
             route, version, name = _found(request.method, request.url.path)
             missing = route.missing
-            call = SlurmCall(request, version, name, _query(request, route), [])
-            call.warnings.extend(_ignored(request, route))
+            call = SlurmCall(request, version, name, *_parameters(request, route))
             body = await route.handler(self, call)
             if isinstance(body, Response):
                 return body
@@ -156,10 +154,10 @@ class SlurmPaths:
 
         return StreamingResponse(text(), headers=SAFE_HEADERS, media_type="application/json")
 
-    async def _pages(self, call: SlurmCall) -> AsyncIterator[Json]:
+    async def _pages(self, call: SlurmCall, **wanted: str) -> AsyncIterator[Json]:
         after: dict[str, str] = {}
         while True:
-            page = await self._ask(call, "GET", "/v1/jobs", limit=str(PAGE_JOBS), **after)
+            page = await self._ask(call, "GET", "/v1/jobs", limit=str(PAGE_JOBS), **wanted, **after)
             yield page
             if "next_cursor" not in page:
                 return
@@ -168,9 +166,13 @@ class SlurmPaths:
     async def states(self, call: SlurmCall) -> Json:
         """Return the states of jobs; of all without ``job_id``."""
         wanted = {"id": call.query["job_id"]} if call.query.get("job_id") else {}
-        found = (await self._ask(call, "GET", "/v1/jobs", **wanted))["jobs"]
-        shown = [{"job_id": view["display_id"], "state": [view["state"]], "reason": view["reason"]} for view in found]
-        return {"jobs": shown}
+        return {
+            "jobs": [
+                {"job_id": view["display_id"], "state": [view["state"]], "reason": view["reason"]}
+                async for page in self._pages(call, **wanted)
+                for view in page["jobs"]
+            ]
+        }
 
     async def job(self, call: SlurmCall) -> Json:
         cluster = await self._cluster_name(call)
@@ -272,14 +274,13 @@ class SlurmPaths:
         await self._ask(call, "GET", "/v1/me")
         body = {name: value for name, value in (await self._described(call)).items() if value not in (None, "", [], {})}
         states = body.get("state")
-        names = expand_hostlist(call.name)
         if body.keys() - {"state", "reason", "name"} or states not in (["DRAIN"], ["RESUME"], ["UNDRAIN"]):
             raise RequestError(
                 'cannot take the field state: it must be ["DRAIN"] or ["RESUME"], with a reason, and no others'
             )
         verb = "drain" if states == ["DRAIN"] else "resume"
         why = {"why": str(body.get("reason", ""))} if verb == "drain" else {}
-        await self._ask(call, "POST", f"/v1/nodes/{verb}", {"nodes": ",".join(names), **why})
+        await self._ask(call, "POST", f"/v1/nodes/{verb}", {"nodes": call.name, **why})
         return {}
 
     async def partitions(self, call: SlurmCall) -> Json:
@@ -393,7 +394,8 @@ def _found(method: str, path: str) -> tuple[SlurmRoute, str, str]:
     raise ProblemError(404, f"cannot {method} {path[:200]!r}: see docs/rest.md for the paths that exist")
 
 
-def _query(request: Request, route: SlurmRoute) -> dict[str, str]:
+def _parameters(request: Request, route: SlurmRoute) -> tuple[dict[str, str], list[str]]:
+    """Return the parameters of a request that its route takes, and warnings about the others. Raises RequestError."""
     text = request.scope["query_string"].decode("latin-1")
     try:
         pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_PARAMETERS)
@@ -403,13 +405,8 @@ def _query(request: Request, route: SlurmRoute) -> dict[str, str]:
     for value in query.values():
         if len(value) > 4_000 or not value.isprintable():
             raise RequestError("cannot read the request: the parameter is too long, or not printable")
-    return query
-
-
-def _ignored(request: Request, route: SlurmRoute) -> list[str]:
-    """Return warnings about the parameters that have no effect."""
-    names = {name for name in request.query_params if name not in route.query}
-    return [f"the parameter {name[:40]!r} has no effect" for name in sorted(names)[:MAX_PARAMETERS]]
+    ignored = sorted({name for name, _ in pairs} - set(route.query))
+    return query, [f"the parameter {name[:40]!r} has no effect" for name in ignored]
 
 
 def _reference(text: str) -> str:

@@ -9,7 +9,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,13 +26,8 @@ from gateway_server import AS_ROOT, GATEWAY, USER, Served, certificate, free_por
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    base = Path(tempfile.mkdtemp(prefix="gateway-"))
-    base.chmod(0o755)
-    try:
-        with serving(base) as found:
-            yield found
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+    with serving() as found:
+        yield found
 
 
 # ----- A13: no way in without TLS and a credential
@@ -316,22 +310,15 @@ def test_jobs_are_submitted_once_listed_in_pages_followed_and_cancelled(served: 
 
 
 def test_floods_get_429_with_retry_after_and_others_do_not() -> None:
-    base = Path(tempfile.mkdtemp(prefix="gateway-"))
-    base.chmod(0o755)
-    try:
-        with serving(base, rate=5, burst=20) as served:
-            other = served.cluster.run(
-                "hctl", "token", "create", *([f"--user={USER}"] if AS_ROOT else [])
-            ).stdout.strip()
-            assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
-            answers = [served.ask("GET", "/api/v1/me") for _ in range(40)]
-            assert [status for status, _, _ in answers[:15]] == [200] * 15
-            refused = [headers for status, _, headers in answers if status == 429]
-            assert refused
-            assert all(int(headers["retry-after"]) >= 1 for headers in refused)
-            assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
-            # Guessed tokens are counted by address, and cost more.
-            guesses = [served.ask("GET", "/api/v1/me", token=f"a.b.{number}")[0] for number in range(20)]
-            assert guesses[-1] == 429
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+    with serving(rate=5, burst=20) as served:
+        other = served.cluster.run("hctl", "token", "create", *([f"--user={USER}"] if AS_ROOT else [])).stdout.strip()
+        assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
+        answers = [served.ask("GET", "/api/v1/me") for _ in range(40)]
+        assert [status for status, _, _ in answers[:15]] == [200] * 15
+        refused = [headers for status, _, headers in answers if status == 429]
+        assert refused
+        assert all(int(headers["retry-after"]) >= 1 for headers in refused)
+        assert served.ask("GET", "/api/v1/me", token=other)[0] == 200
+        # Guessed tokens are counted by address, and cost more.
+        guesses = [served.ask("GET", "/api/v1/me", token=f"a.b.{number}")[0] for number in range(20)]
+        assert guesses[-1] == 429

@@ -19,6 +19,7 @@ from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_to
 from waiting import wait_until
 
 from hpcnode.agent import adopt
+from hpcnode.shepherd import confinement
 from hpcnode.wire import protocol
 
 SSHD, PAM_EXEC = shutil.which("sshd", path="/usr/sbin:/sbin"), list(Path("/lib").glob("*/security/pam_exec.so"))
@@ -156,6 +157,13 @@ def test_e3_a_claim_without_a_step_lets_its_user_in(node: NodeUnderTest, server:
     controller.wait_status(token, protocol.CLAIMED)
     groups, err = server.ssh(OWNER, "cat /proc/self/cgroup").communicate(timeout=30)
     assert f"/job-{INCARNATION}.1.0/logins" in groups, err
+
+
+def test_e3_the_job_is_found_if_the_root_of_the_agent_is_named_by_a_link(node: NodeUnderTest) -> None:
+    start_job(node)
+    link = node.root.parent / "link"
+    link.symlink_to(node.root)
+    assert [owner.job_id for owner in confinement.owners(str(link))] == [1]
 
 
 def test_root_and_the_account_of_the_agent_may_always_log_in(tmp_path: Path) -> None:

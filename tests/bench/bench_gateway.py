@@ -8,19 +8,17 @@ Prints requests per second, p50 and p99. The client is a process of its own, on 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.attacks.test_gateway import serving
+from tests.gateway_server import serving
 
 CONNECTIONS = 8
 
@@ -61,42 +59,35 @@ def client(port: str, path: str, token: str, ca: str, for_s: str, count: str, pa
 
 
 def measure(for_s: float) -> None:
-    base = Path(tempfile.mkdtemp(prefix="bench-gateway-"))
-    base.chmod(0o755)
-    try:
-        with serving(base, connections_per_address=1000) as served:
-            spec = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp", "hold": True}
-            assert served.ask("POST", "/api/v1/submit", {"jobs": [spec] * 10})[0] == 200
+    with serving(connections_per_address=1000) as served:
+        spec = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp", "hold": True}
+        assert served.ask("POST", "/api/v1/submit", {"jobs": [spec] * 10})[0] == 200
 
-            def run(label: str, path: str, count: int, pause_s: float = 0.0) -> None:
-                words = [served.port, path, served.token, served.base / "gateway.crt", for_s, count, pause_s]
-                done = subprocess.run(
-                    [sys.executable, __file__, *map(str, words)], capture_output=True, text=True, check=True
-                )
-                print(f"{label:44}{done.stdout}", end="", flush=True)
+        def run(label: str, path: str, count: int, pause_s: float = 0.0) -> None:
+            words = [served.port, path, served.token, served.base / "gateway.crt", for_s, count, pause_s]
+            done = subprocess.run(
+                [sys.executable, __file__, *map(str, words)], capture_output=True, text=True, check=True
+            )
+            print(f"{label:44}{done.stdout}", end="", flush=True)
 
-            run("GET /ping, 1 connection, 100/s", "/api/v1/ping", 1, 0.01)
-            run("GET /job/1, 1 connection, 100/s", "/api/v1/job/1", 1, 0.01)
-            run(f"GET /ping, {CONNECTIONS} connections", "/api/v1/ping", CONNECTIONS)
-            run(f"GET /job/1, {CONNECTIONS} connections", "/api/v1/job/1", CONNECTIONS)
-            with ExitStack() as stack:
-                for number in range(500):
-                    sock = stack.enter_context(socket.socket())
-                    sock.bind((f"127.0.{1 + number // 50}.{1 + number % 50}", 0))
-                    sock.connect(("127.0.0.1", served.port))
-                    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
-                slow = served.context()
-                for _ in range(50):
-                    raw = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    reader = stack.enter_context(slow.wrap_socket(raw, server_hostname="localhost"))
-                    asked = (
-                        f"GET /api/v1/openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.token}\r\n\r\n"
-                    )
-                    reader.sendall(asked.encode() * 5)
-                run("the same at 100/s, 500 half-open, 50 slow", "/api/v1/ping", 1, 0.01)
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
+        run("GET /ping, 1 connection, 100/s", "/api/v1/ping", 1, 0.01)
+        run("GET /job/1, 1 connection, 100/s", "/api/v1/job/1", 1, 0.01)
+        run(f"GET /ping, {CONNECTIONS} connections", "/api/v1/ping", CONNECTIONS)
+        run(f"GET /job/1, {CONNECTIONS} connections", "/api/v1/job/1", CONNECTIONS)
+        with ExitStack() as stack:
+            for number in range(500):
+                sock = stack.enter_context(socket.socket())
+                sock.bind((f"127.0.{1 + number // 50}.{1 + number % 50}", 0))
+                sock.connect(("127.0.0.1", served.port))
+                sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+            slow = served.context()
+            for _ in range(50):
+                raw = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                reader = stack.enter_context(slow.wrap_socket(raw, server_hostname="localhost"))
+                asked = f"GET /api/v1/openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.token}\r\n\r\n"
+                reader.sendall(asked.encode() * 5)
+            run("the same at 100/s, 500 half-open, 50 slow", "/api/v1/ping", 1, 0.01)
 
 
 if __name__ == "__main__":

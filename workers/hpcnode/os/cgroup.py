@@ -37,7 +37,6 @@ CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "io", "devices")
 _SYSTEMD = (".slice", ".scope", ".service")
 _V1_NAMES = {"blkio": "io"}
 _IO_WEIGHTS = {"/io.weight": 10_000, "/blkio.bfq.weight": 1000}  # file -> most
-_NO_WEIGHTS = "no disk scheduler here takes weights of jobs"
 PERIOD_US = 100_000
 MAX_WEIGHT = 10_000
 MAX_ROUNDS = 100
@@ -105,18 +104,19 @@ def _find(mounts: Dict[str, str], own: Dict[str, str], agent: str) -> Tree:
             path = _v1_base(mounts[name], own.get(name, "/"), agent)
             usable = _make_v1(path, name)
             why_not = "cannot make groups in %s" % mounts[name]
-            if usable and name == "io":
-                usable, why_not = _has_weights(path), _NO_WEIGHTS
-            _remove_base(path)
         else:
             path, usable = unified, name in offered
             why_not = why or "the kernel offers no controller %s to cgroups of version 2 here" % name
-            if name == "io" and "-io" in offered:
-                why_not = _NO_WEIGHTS
+        if usable and name == "io" and not any(os.path.exists(path + weight) for weight in _IO_WEIGHTS):
+            usable, why_not = False, "no disk scheduler here takes weights of jobs"
         if usable:
             found[name] = path
         else:
             missing[name] = why_not
+        if name in mounts:
+            _remove_base(path)
+    if unified:
+        _remove_base(unified)
     return Tree(unified, found, missing)
 
 
@@ -153,7 +153,7 @@ def _v1_base(mount: str, own: str, agent: str) -> str:
 
 
 def _find_unified(mount: str, own: str, agent: str) -> Tuple[str, List[str], str]:
-    """Return our directory of version 2 and its controllers, or "" and why there is none."""
+    """Make our directory of version 2; return it and its controllers, or "" and why there is none."""
     if not mount:
         return "", [], "cgroup version 2 is not mounted"
     if os.geteuid() == 0:
@@ -170,16 +170,10 @@ def _find_unified(mount: str, own: str, agent: str) -> Tuple[str, List[str], str
     usable = _can_use(base)
     _enable_below(base)
     offered = _read(base + "/cgroup.controllers").split()
-    if "io" in offered and not _has_weights(base):
-        offered[offered.index("io")] = "-io"
+    if usable:
+        return base, offered, ""
     _remove_base(base)
-    return (
-        (base, offered, "") if usable else ("", [], "cannot enter groups in %s, or the kernel cannot kill them" % above)
-    )
-
-
-def _has_weights(base: str) -> bool:
-    return any(os.path.exists(base + name) for name in _IO_WEIGHTS)
+    return "", [], "cannot enter groups in %s, or the kernel cannot kill them" % above
 
 
 def _enable_below(base: str) -> None:
@@ -383,8 +377,10 @@ def _pinned(base: str, usable: Set[int]) -> Set[int]:
     above = os.path.dirname(base)
     for agent in _children(above):
         for job in _children(os.path.join(above, agent)):
+            if not job.startswith(JOB_PREFIX):
+                continue
             path = os.path.join(above, agent, job)
-            cpus = cpu_list(_read(path + "/cpuset.cpus")) if job.startswith(JOB_PREFIX) else usable
+            cpus = cpu_list(_read(path + "/cpuset.cpus"))
             if len(cpus) < len(usable) and not cpus <= taken and _is_used(path):
                 taken |= cpus
                 if taken >= usable:

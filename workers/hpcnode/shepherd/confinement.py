@@ -40,6 +40,7 @@ class Ground(NamedTuple):
     tree: cgroup.Tree = cgroup.Tree()
     missing: Dict[str, str] = {}  # see `mounts.find_missing`
     no_filter: str = NOT_ROOT  # why no BPF program can keep jobs from devices; "": it can
+    owners: str = ""  # the directory of the owners of jobs; "": the agent is not root, and no login is adopted
 
 
 class JobOwner(NamedTuple):
@@ -63,8 +64,10 @@ def survey(root: str, node: str, boot_id: str) -> Ground:
 
     agent = hashlib.sha256(os.fsencode("%s %s" % (boot_id, root))).hexdigest()[:8]  # agents of one machine differ
     name = "%s-%s" % (node, agent)
-    no_filter = device_filter.why_no_bpf() if os.geteuid() == 0 else NOT_ROOT
-    return Ground(root, cgroup.find(name), mounts.find_missing(root), no_filter)
+    missing = mounts.find_missing(root)
+    if os.geteuid() != 0:
+        return Ground(root, cgroup.find(name), missing)
+    return Ground(root, cgroup.find(name), missing, device_filter.why_no_bpf(), owners_directory(root))
 
 
 def abilities(ground: Ground) -> List[Ability]:
@@ -151,9 +154,9 @@ def _deny(ground: Ground, job: str, devices: List[device_filter.Device]) -> None
 
 def _note_owner(ground: Ground, job: str, launch: protocol.Launch, account: UserAccount) -> None:
     """Note whose job it is and where its groups are, for logins."""
-    if os.geteuid() != 0 or not ground.root:
+    if not ground.owners:
         return
-    path = os.path.join(owners_directory(ground.root), job)
+    path = os.path.join(ground.owners, job)
     groups = [os.path.join(root, cgroup.JOB_PREFIX + job) for root in ground.tree.roots()]
     groups = [group for group in groups if os.path.isdir(group)]
     new = "%s.%s%s" % (path, launch.step, NEW)
@@ -164,23 +167,24 @@ def _note_owner(ground: Ground, job: str, launch: protocol.Launch, account: User
 
 
 def owners_directory(root: str) -> str:
-    """Return the directory of the owners of an agent's jobs.
+    """Return the directory of the owners of an agent's jobs; `root` may be written in any way.
 
     It is in memory, because each job would cost a file on disk.
     """
-    return os.path.join(OWNERS, root.replace("%", "%25").replace("/", "%2F"))
+    return os.path.join(OWNERS, os.path.realpath(root).replace("%", "%25").replace("/", "%2F"))
 
 
 def owners(root: str) -> List[JobOwner]:
     """Return the jobs that have the node of this agent. Raises OSError."""
     found: List[JobOwner] = []
+    directory = owners_directory(root)
     try:
-        names = os.listdir(owners_directory(root))
+        names = os.listdir(directory)
     except FileNotFoundError:
         return found
     for name in [name for name in names if not name.endswith(NEW)]:
         try:
-            with open(os.path.join(owners_directory(root), name)) as file:
+            with open(os.path.join(directory, name)) as file:
                 found.append(JobOwner(*json.load(file)))
         except FileNotFoundError:
             pass  # over by now
@@ -205,9 +209,9 @@ class JobRemains:
     def job_over(self, job: str) -> None:
         """Take away everything of a job that is over here."""
         ground = self._ground
-        if os.geteuid() == 0:
+        if ground.owners:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(owners_directory(ground.root), job))
+                os.unlink(os.path.join(ground.owners, job))
         if ground.tree.roots() and not cgroup.remove_job(ground.tree, job) and job not in self._going:
             self._going[job] = None
             self._loop.later(RETRY_S, lambda: self._again(job))
@@ -222,9 +226,9 @@ class JobRemains:
         self._tidy_timer = None
         if self._ground.tree.roots():
             cgroup.remove_unused(self._ground.tree)
-        if os.geteuid() == 0:
+        if self._ground.owners:
             with contextlib.suppress(OSError):  # not empty, or never made
-                os.rmdir(owners_directory(self._ground.root))
+                os.rmdir(self._ground.owners)
         if self._ground.root:
             mounts.end_if_unused(self._ground.root)
 
@@ -239,8 +243,7 @@ class JobRemains:
             cgroup.remove_abandoned(self._ground.tree, time.time())
         for job in set(cgroup.jobs(self._ground.tree)) - kept:
             self.job_over(job)
-        noted = _names(owners_directory(self._ground.root)) if os.geteuid() == 0 else []
-        known = {*mounts.jobs(self._ground.root), *noted}
+        known = {*mounts.jobs(self._ground.root), *(_names(self._ground.owners) if self._ground.owners else ())}
         for name in known - kept:
             if name.startswith(mounts.GONE):
                 self.delete(os.path.join(self._ground.root, mounts.TMPS, name))
