@@ -395,7 +395,10 @@ def _found(method: str, path: str) -> tuple[SlurmRoute, str, str]:
 
 
 def _parameters(request: Request, route: SlurmRoute) -> tuple[dict[str, str], list[str]]:
-    """Return the parameters of a request that its route takes, and warnings about the others. Raises RequestError."""
+    """Return the parameters that a route takes, and warnings about the others.
+
+    Raises RequestError.
+    """
     text = request.scope["query_string"].decode("latin-1")
     try:
         pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_PARAMETERS)

@@ -153,7 +153,10 @@ def _v1_base(mount: str, own: str, agent: str) -> str:
 
 
 def _find_unified(mount: str, own: str, agent: str) -> Tuple[str, List[str], str]:
-    """Make our directory of version 2; return it and its controllers, or "" and why there is none."""
+    """Make our directory of version 2.
+
+    Return it and its controllers, or "" and why there is none.
+    """
     if not mount:
         return "", [], "cgroup version 2 is not mounted"
     if os.geteuid() == 0:

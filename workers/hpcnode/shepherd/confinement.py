@@ -167,9 +167,9 @@ def _note_owner(ground: Ground, job: str, launch: protocol.Launch, account: User
 
 
 def owners_directory(root: str) -> str:
-    """Return the directory of the owners of an agent's jobs; `root` may be written in any way.
+    """Return the directory of the owners of an agent's jobs.
 
-    It is in memory, because each job would cost a file on disk.
+    `root` may be written in any way. The directory is in memory, because each job would cost a file on disk.
     """
     return os.path.join(OWNERS, os.path.realpath(root).replace("%", "%25").replace("/", "%2F"))
 
