@@ -24,7 +24,7 @@ from hpcsched.model.resources import Gpu
 from hpcsched.model.units import format_time_s, parse_mem_mib
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.preempt.plan import full_plan
+from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, snapshot_from_json
 from hpcsched.sim.forecast import Forecast, forecast, with_nodes, without_nodes
 from hpcsched.sim.policies import KINDS, PLAN, POLICIES, POOL, Simulation, json_of, simulate

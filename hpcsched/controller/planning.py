@@ -35,7 +35,7 @@ from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.plan import steps_of
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.preempt.plan import full_plan, is_plain
+from hpcsched.sched.preempt import full_plan, is_plain
 from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import Promise, Snapshot
 from hpcsched.state.transaction import Transaction

@@ -25,7 +25,7 @@ from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.job import Job, JobState
 from hpcsched.sched.decisions import Plan, Preemption, Victim
 from hpcsched.sched.policy import PreemptRules
-from hpcsched.sched.preempt.victims import answer_s, exempt_s
+from hpcsched.sched.preempt import answer_s, exempt_s
 from hpcsched.sched.sentences import plural
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction

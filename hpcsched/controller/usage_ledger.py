@@ -13,7 +13,7 @@ from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Account, Accounting, Association, Qos, UserRules
 from hpcsched.model.text import nearest
-from hpcsched.sched.queue.fairshare import UsedResources, at, by_association, factors_of, plus, running_use, weights_of
+from hpcsched.sched.fairshare import UsedResources, at, by_association, factors_of, plus, running_use, weights_of
 from hpcsched.sched.snapshot import UsageLedger
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction

@@ -2,7 +2,7 @@
 
 An *association* is a user in an account: what fair share and limits are about. Accounts form a tree below an unnamed root.
 Without configured accounts, every user is an association of the root, with equal shares, and the account of a job is only a
-label. Knows nothing of what has been used (`hpcsched.sched.queue.fairshare`) or of what runs (`hpcsched.sched.limits`).
+label. Knows nothing of what has been used (`hpcsched.sched.fairshare`) or of what runs (`hpcsched.sched.limits`).
 
 *TRES* (trackable resources) are counted under Slurm's names: cpu, mem (MiB), node, gres/gpu, gres/gpu:TYPE, billing,
 license/NAME. Sources: sacctmgr(1), tres.html and qos.html of Slurm's documentation.

@@ -3,7 +3,7 @@
 A repeating reservation is stored as its current or next occurrence, and advances when that is over. Days are those of the local
 calendar: a reservation that begins at nine begins at nine also after the clocks change.
 
-Knows nothing of waiting jobs (`hpcsched.sched.queue.queues`) or of who may create one. Source: scontrol(1),
+Knows nothing of waiting jobs (`hpcsched.sched.queues`) or of who may create one. Source: scontrol(1),
 "RESERVATIONS"; reservations.html of Slurm's documentation.
 """
 

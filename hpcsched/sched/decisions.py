@@ -1,6 +1,6 @@
 """The decisions of a plan: starts, waits with reasons, preemptions and resizes.
 
-Knows nothing of the algorithms: see `plan`, `preempt.plan` and `preempt.elastic`.
+Knows nothing of the algorithms: see `plan` and `preempt`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from hpcsched.sched.place.reserved_intervals import ReservedInterval
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.plan import steps_of
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.queue.priority import in_order, scale_of
+from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.sentences import lacks, listed, needs
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot

@@ -42,8 +42,8 @@ from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.model.units import MINUTE_S, format_mem, format_time_s, known_limit_s
 from hpcsched.sched.decisions import Wait
+from hpcsched.sched.fairshare import factor_of, weights_of
 from hpcsched.sched.place.request import Shape
-from hpcsched.sched.queue.fairshare import factor_of, weights_of
 from hpcsched.sched.sentences import listed, plural
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 from hpcsched.sched.tres import Held, held_by, least_there, with_billing

@@ -36,7 +36,7 @@ from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed, ReservedInt
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.pool import Steps
-from hpcsched.sched.queue.queues import (
+from hpcsched.sched.queues import (
     PartitionQueue,
     PartitionQueues,
     certain_until_s,

@@ -1,6 +1,6 @@
 """The plan: which waiting jobs start now and where, and why the other jobs wait.
 
-Jobs are considered in order (see `queue.priority`). A job that fits starts. The first job of a partition that does not fit is
+Jobs are considered in order (see `priority`). A job that fits starts. The first job of a partition that does not fit is
 its *head*. It gets a reserved slot at its *shadow time*: the earliest time at which it fits if every running job runs to its
 limit. With EASY backfill, a later job starts if it fits now and leaves every reserved slot untouched: it ends before the slot,
 or uses resources that the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define it, job
@@ -42,8 +42,8 @@ from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.place.reserved_intervals import NEVER_S, Interval
 from hpcsched.sched.placement import SUM_ERROR_S, Placement
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.queue.priority import order_in_steps, scale_of
-from hpcsched.sched.queue.queues import PartitionQueue, cut_short_s, eligible_jobs
+from hpcsched.sched.priority import order_in_steps, scale_of
+from hpcsched.sched.queues import PartitionQueue, cut_short_s, eligible_jobs
 from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.sentences import listed, needs
 from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, RunningJob, Snapshot, allows

@@ -18,7 +18,7 @@ from hpcsched.sched.place.node_fit import NodePart
 from hpcsched.sched.place.request import with_overcommit
 from hpcsched.sched.placement import Placement, RunTimes
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.queue.queues import PartitionQueue, PartitionQueues
+from hpcsched.sched.queues import PartitionQueue, PartitionQueues
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.sched.tres import Held, held_by, held_of
 

@@ -27,13 +27,13 @@ from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import known_limit_s
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.sched.guard.experience import NO_EXPERIENCE, Experience
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gpus import GpuSlot, Units, all_units, gpu_slots
 from hpcsched.sched.place.request import LicenseCounts, ResourceRequest, Shape, request_of, time_limit_in, without_nodes
 from hpcsched.sched.place.reserved_intervals import ReservedInterval, reserved_intervals_of
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.queue.fairshare import UsedResources
 
 UNKNOWN_TMP_MIB = 1 << 53  # a node without tmp_disk satisfies any --tmp
 LEAST_LIMIT_S = 1  # minimum of a time limit that is cut for a deadline

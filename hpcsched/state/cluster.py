@@ -21,7 +21,7 @@ from hpcsched.model.node import OURSELVES, Link, Node, NodeSpec, Partition, Part
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Wait
-from hpcsched.sched.queue.fairshare import UsedResources
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.state.scripts import ScriptUses
 
 BLOCKED = "runs what was launched before the database was restored: hctl strays"

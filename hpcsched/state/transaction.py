@@ -26,7 +26,7 @@ from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.queue.fairshare import UsedResources, at, charge_of, plus, weights_of
+from hpcsched.sched.fairshare import UsedResources, at, charge_of, plus, weights_of
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.scripts import set_apart
 

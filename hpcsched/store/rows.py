@@ -31,7 +31,7 @@ from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger, TriggerEvent
-from hpcsched.sched.queue.fairshare import UsedResources
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord
 from hpcsched.store.sealing import SealingKey
 

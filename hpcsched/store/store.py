@@ -32,7 +32,7 @@ from hpcsched.model.node import PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.queue.fairshare import UsedResources
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.state.transaction import StepRecord, WriteBatch
 from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsched.sched.queue.fairshare import Branch, fair_tree
+from hpcsched.sched.fairshare import Branch, fair_tree
 
 AMOUNTS = st.integers(0, 12).map(float)
 SHARES = st.integers(0, 4)

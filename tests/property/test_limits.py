@@ -12,9 +12,9 @@ from unit.sched.world import world
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, Tres, UserRules
 from hpcsched.model.job import Job
 from hpcsched.model.resources import Share
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
-from hpcsched.sched.queue.fairshare import UsedResources
 from hpcsched.sched.snapshot import UsageLedger
 
 USERS = {"ann": ("a", "sub"), "bob": ("a",), "cat": ("b", "sub")}

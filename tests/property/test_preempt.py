@@ -18,8 +18,7 @@ from hpcsched.sched.decisions import Plan
 from hpcsched.sched.place.request import ResourceRequest
 from hpcsched.sched.plan import as_running, plan
 from hpcsched.sched.policy import Policy, PreemptRules
-from hpcsched.sched.preempt.plan import full_plan
-from hpcsched.sched.preempt.victims import FEW_CANDIDATES, lost_s, without
+from hpcsched.sched.preempt import FEW_CANDIDATES, full_plan, lost_s, without
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot, UsageLedger
 
 RANKS = ("low", "mid", "top")

@@ -45,7 +45,7 @@ from hpcsched.lifecycle.events import (
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, LaunchToken
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
-from hpcsched.sched.queue.fairshare import UsedResources
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.state.transaction import WriteBatch
 from simulation.machine import Machine, Program
 

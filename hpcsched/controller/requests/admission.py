@@ -21,9 +21,9 @@ from hpcsched.model.node import Partition
 from hpcsched.model.spec import Dependency, JobSpec
 from hpcsched.model.text import nearest
 from hpcsched.model.units import UNLIMITED_S, format_time_s, known_limit_s
+from hpcsched.sched.fairshare import factor_of, weights_of
 from hpcsched.sched.limits import EACH_USER, SUBMISSION, Holder, Kind, LimitRule, Whose, never_text, rules_of, why_never
 from hpcsched.sched.place.request import request_of
-from hpcsched.sched.queue.fairshare import factor_of, weights_of
 from hpcsched.sched.snapshot import LEAST_LIMIT_S, node_view
 from hpcsched.sched.tres import least_there, with_billing
 from hpcsched.state.cluster import ClusterState
@@ -232,7 +232,7 @@ def _check_licenses(accounting: Accounting, spec: JobSpec) -> None:
 
 # ----- conditions that a job waits for: the jobs exist, there is no cycle, the deadline is possible
 #
-# Checked when a job is submitted and when it is changed. `hpcsched.sched.queue.queues` evaluates
+# Checked when a job is submitted and when it is changed. `hpcsched.sched.queues` evaluates
 # dependencies later.
 
 

@@ -30,10 +30,10 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, Reason, components_of
 from hpcsched.model.text import whole_number
 from hpcsched.sched.explain import WhatIf, explain, in_words
+from hpcsched.sched.fairshare import ShareUsage, UsedResources, share_usages
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.preempt.plan import full_plan
-from hpcsched.sched.queue.fairshare import ShareUsage, UsedResources, share_usages
-from hpcsched.sched.queue.priority import Breakdown, breakdown_of, scale_of
+from hpcsched.sched.preempt import full_plan
+from hpcsched.sched.priority import Breakdown, breakdown_of, scale_of
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.state.cluster import ClusterState
 

@@ -22,8 +22,8 @@ from hpcsched.sched.guard.experience import Needed
 from hpcsched.sched.limits import LimitCounts
 from hpcsched.sched.placement import RunTimes
 from hpcsched.sched.policy import Backfill, Guard, Policy
-from hpcsched.sched.queue.priority import scale_of, without_age
-from hpcsched.sched.queue.queues import PartitionQueues
+from hpcsched.sched.priority import scale_of, without_age
+from hpcsched.sched.queues import PartitionQueues
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 from hpcsched.sched.tres import Held, all_of, held_by, least_of
 

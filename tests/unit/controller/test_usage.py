@@ -19,7 +19,7 @@ from hpcsched.errors import PermissionDeniedError, RequestError, UnavailableErro
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.sched.queue.fairshare import integral
+from hpcsched.sched.fairshare import integral
 
 HALF_LIFE_S = 1000.0
 LAB = Accounting(

@@ -10,7 +10,7 @@ import pytest
 from hpcsched.errors import ProtocolError, RequestError
 from hpcsched.model.accounting import NO_ACCOUNTING, Account, Accounting, Limits, Qos, UserRules, resolve
 from hpcsched.model.codec import value_from_json, value_to_json
-from hpcsched.sched.queue.fairshare import UsedResources
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.sched.snapshot import UsageLedger
 
 LAB = Accounting(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hpcsched.model.accounting import Account, Accounting, Fairness, UserRules
-from hpcsched.sched.queue.fairshare import Branch, classic_factor, factors_of, fair_tree, share_usages
+from hpcsched.sched.fairshare import Branch, classic_factor, factors_of, fair_tree, share_usages
 
 EXAMPLE = Accounting(
     accounts=(

@@ -11,9 +11,9 @@ from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRule
 from hpcsched.model.job import JobState
 from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.fairshare import UsedResources
 from hpcsched.sched.plan import plan
-from hpcsched.sched.preempt.plan import full_plan
-from hpcsched.sched.queue.fairshare import UsedResources
+from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import UsageLedger
 
 MINUTE_S = 60.0

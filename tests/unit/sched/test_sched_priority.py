@@ -10,7 +10,7 @@ from unit.sched.world import world
 from hpcsched.model.accounting import Accounting
 from hpcsched.model.node import Partition
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.queue.priority import HIGHEST, Breakdown, breakdown_of, in_order, priority_of, scale_of
+from hpcsched.sched.priority import HIGHEST, Breakdown, breakdown_of, in_order, priority_of, scale_of
 from hpcsched.sched.snapshot import PendingJob, UsageLedger
 
 DAY_S = 86400.0

@@ -10,7 +10,7 @@ from jobs import T0, job, share, spec
 from hpcsched.model.accounting import Accounting, Qos
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Partition
-from hpcsched.sched.queue.fairshare import (
+from hpcsched.sched.fairshare import (
     UsedResources,
     at,
     by_association,

@@ -25,7 +25,7 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.preempt.plan import full_plan
+from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import Snapshot, snapshot_of
 
 MEM_MIB = 1000  # of a node that does not say

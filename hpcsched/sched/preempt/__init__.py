@@ -1,1 +1,0 @@
-"""Preemption, and elastic jobs that give nodes back or get more."""

@@ -1,1 +1,0 @@
-"""The order of waiting jobs: eligibility, priority, fair share, usage, reservations."""
