@@ -27,8 +27,7 @@ from hpcsched.api.identity import is_account
 from hpcsched.auth.authorize import Identity
 from hpcsched.commands import cancel, queue, submit
 from hpcsched.commands.call import Call, Caller, Collected, Entrance, Json, OwnProcessError, ScriptError
-from hpcsched.commands.options import explained
-from hpcsched.commands.slurm import explained as slurm_explained
+from hpcsched.commands.options import explained, slurm_explained
 from hpcsched.errors import HpcschedError, RequestError, error_of
 from hpcsched.model.spec import JobSpec
 

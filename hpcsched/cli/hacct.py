@@ -7,6 +7,7 @@ The grammar is sacct's. Columns are as wide as their content unless a width is g
 from __future__ import annotations
 
 import grp
+import math
 import os
 import pwd
 import sys
@@ -16,27 +17,43 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.output import print_json, run_command
-from hpcsched.cli.render.acct_fields import (
-    HistoryColumn,
-    HistoryRow,
-    columns_of,
-    cpu_part,
-    field_names,
-    job_rows,
-    mem_part,
-    slurms_columns,
-)
 from hpcsched.cli.render.records import print_accounting
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, split_list
-from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, Face, with_names
+from hpcsched.commands.options import (
+    ELSEWHERE,
+    FAILED,
+    HELP,
+    INVALID_JOB,
+    VERSION,
+    Command,
+    Face,
+    Option,
+    UsageError,
+    Words,
+    nearest,
+    split_list,
+    with_names,
+)
 from hpcsched.errors import NotFoundError, RequestError
-from hpcsched.listing.jobs import index_ranges, parse_states
-from hpcsched.listing.text import clean, columns, fitted
+from hpcsched.listing import queue
+from hpcsched.listing.formats import Look
+from hpcsched.listing.jobs import (
+    ENDED_STATES,
+    exit_text,
+    goodput_text,
+    index_ranges,
+    loss_text,
+    memory_in_all,
+    parse_states,
+    rate_text,
+    step_text,
+)
+from hpcsched.listing.text import clean, columns, date_text, fitted
 from hpcsched.model.dates import parse_when
-from hpcsched.model.hostlist import expand_hostlist
-from hpcsched.model.units import format_time_s
+from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
+from hpcsched.model.job import exit_words
+from hpcsched.model.units import format_mem, format_time_s
 
 DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
 OUR_FIELDS = f"{DEFAULT_FIELDS},Start,End,Elapsed,Meaning"
@@ -496,3 +513,485 @@ def _size_text(kib: float) -> str:
             return f"{kib:.2f} {unit}"
         kib /= 1024
     return f"{kib:.2f} {_SEFF_UNITS[-1]}"
+
+
+# ----- columns with sacct's names, the rows of a job and its steps, and the efficiency of a job
+# A job or a step is the JSON object of the API's history. CPU time is that of all steps; memory is that of the largest step,
+# assuming equal tasks, as in seff. Only ended jobs have an efficiency: running ones have not been measured to their end.
+# Source: sacct(1), "Job Accounting Fields".
+
+
+class HistoryRow(namedtuple("HistoryRow", "job step")):
+    """One line: a job (`step` is None), or one of its steps."""
+
+    __slots__ = ()
+
+    job: Json
+    step: Json | None
+
+
+class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms most", defaults=(0, 10, 0))):
+    """A requested column.
+
+    `width` 0 is as wide as the content, but at most `most` if that is not 0; `slurms` is sacct's default width.
+    """
+
+    __slots__ = ()
+
+    name: str
+    text: Callable[[HistoryRow], str]
+    right: bool
+    width: int
+    slurms: int
+    most: int
+
+
+def job_rows(job: Json, *, steps: bool) -> list[HistoryRow]:
+    """Return the rows of a job.
+
+    With `steps` also the steps of its last attempt, the batch step first.
+    """
+    mine = [step for step in job["steps"] if step.get("attempt", job["attempt"]) == job["attempt"]] if steps else []
+    mine.sort(key=lambda step: -1 if step["step"] == "batch" else int(step["step"]))
+    return [HistoryRow(job, None), *(HistoryRow(job, step) for step in mine)]
+
+
+def columns_of(text: str, known: Sequence[HistoryColumn] = ()) -> list[HistoryColumn]:
+    """Return the columns for a list of names with optional widths. Raises UsageError."""
+    return [_column(word, known or _COLUMNS) for word in split_list(text)]
+
+
+def field_names(known: Sequence[HistoryColumn] = ()) -> list[str]:
+    """Return the names of all columns."""
+    return [column.name for column in known or _COLUMNS]
+
+
+def _column(word: str, known: Sequence[HistoryColumn]) -> HistoryColumn:
+    name, percent, width = word.partition("%")
+    for column in known:
+        if column.name.lower() == name.strip().lower():
+            if not percent:
+                return column
+            digits = width.lstrip("-+")
+            if not (digits.isascii() and digits.isdigit() and 0 < int(digits[:5]) <= 4096):
+                raise UsageError(f"cannot show column {word[:60]!r}: the width must be a number, as {column.name}%20")
+            return column._replace(width=int(digits), right=not width.startswith("-"))
+    near = nearest(name.lower(), [column.name.lower() for column in known])
+    hint = f"did you mean {' or '.join(near)}?" if near else "see hacct --helpformat"
+    raise UsageError(f"cannot show column {word[:60]!r}: no such column; {hint}")
+
+
+# ----- the efficiency of a job, and one line of advice for the next request: `hacct --eff`
+
+
+SHORT_S = 10  # a shorter run is all start-up
+BUSY = 0.5  # of the CPUs: less than this is worth a note
+ROOMY = 0.3  # of the memory: less than this is worth a note
+SPARE = 1.25  # memory to request, as a multiple of the used memory
+SMALL_MIB = 512  # ignore savings below this
+LATE = 0.25  # of the time limit: less than this is worth a note, because shorter jobs start sooner
+LONG_S = 3600
+
+
+def time_part(job: Json) -> float | None:
+    """Return the used fraction of the time limit; None without a limit."""
+    return job["elapsed_s"] / job["time_limit_s"] if job["time_limit_s"] and job["started_at_s"] else None
+
+
+def cpu_part(job: Json) -> float | None:
+    """Return the fraction of CPU time that was busy; None if it is not known."""
+    busy_s = _busy_s(job)
+    given_s = job["elapsed_s"] * job["num_cpus"]
+    return None if busy_s is None or given_s <= 0 else busy_s / given_s
+
+
+def mem_part(job: Json) -> float | None:
+    """Return the used fraction of the memory.
+
+    None if it is not known, or the job had all memory of its nodes.
+    """
+    used_mib = _used_mib(job)
+    return None if used_mib is None or not job["mem_mib"] else used_mib / job["mem_mib"]
+
+
+def part_text(part: float | None) -> str:
+    """Return a fraction as ``37%``."""
+    return "" if part is None else f"{part * 100:.0f}%"
+
+
+def advice(job: Json) -> str:
+    """Return advice for the next request in one line.
+
+    "" for a job that has not ended or never ran.
+    """
+    if job["state"] not in ENDED_STATES or job["started_at_s"] is None:
+        return ""
+    nodes = max(1, job["num_nodes"])
+    if job["state"] == "OUT_OF_MEMORY":
+        given = (job["mem_mib"] or 0) // nodes
+        wanted = _round_mib(max(2 * given, SPARE * (_used_mib(job) or 0) / nodes))
+        return f"took more than the {format_mem(given)} that it had on each node: --mem={format_mem(wanted)}"
+    if job["state"] == "TIMEOUT":
+        limit = format_time_s(job["time_limit_s"])
+        return f"was ended at its limit of {limit}: a longer --time, or checkpoints and --requeue"
+    if job["elapsed_s"] < SHORT_S:
+        return "ran too shortly to tell"
+    found = [text for text in (_about_cpus(job), _about_memory(job, nodes), _about_time(job)) if text]
+    return "; ".join(found) or ("used what it was given" if cpu_part(job) is not None else "nothing was measured")
+
+
+def _busy_s(job: Json) -> float | None:
+    steps = [step for step in _last_steps(job) if step["cpu_user_s"] is not None]
+    return sum(step["cpu_user_s"] + (step["cpu_system_s"] or 0.0) for step in steps) if steps else None
+
+
+def _used_mib(job: Json) -> float | None:
+    sizes = [step["max_rss_kib"] * step["ntasks"] / 1024 for step in _last_steps(job) if step["max_rss_kib"]]
+    return max(sizes, default=None)
+
+
+def _last_steps(job: Json) -> list[Json]:
+    return [step for step in job["steps"] if step.get("attempt", job["attempt"]) == job["attempt"]]
+
+
+def _about_cpus(job: Json) -> str:
+    part = cpu_part(job)
+    if part is None or part >= BUSY:
+        return ""
+    if job["gpus"]:
+        return f"its {job['num_cpus']} cpus were busy for {part_text(part)} of the time, as may be with GPUs"
+    busy = part * job["num_cpus"]
+    if job["num_cpus"] == 1 or math.ceil(busy) >= job["num_cpus"]:
+        return f"its cpu was busy for {part_text(part)} of the time: it waited for files, the network or others"
+    return f"of its {job['num_cpus']} cpus {busy:.1f} were busy: ask for {max(1, math.ceil(busy))}"
+
+
+def _about_memory(job: Json, nodes: int) -> str:
+    part, used_mib = mem_part(job), _used_mib(job)
+    if part is None or used_mib is None or part > ROOMY or job["mem_mib"] / nodes < SMALL_MIB:
+        return ""
+    wanted = _round_mib(SPARE * used_mib / nodes)
+    given = format_mem(job["mem_mib"] // nodes)
+    return f"used {format_mem(math.ceil(used_mib / nodes))} of {given} on a node: --mem={format_mem(wanted)}"
+
+
+def _about_time(job: Json) -> str:
+    part = time_part(job)
+    if part is None or part > LATE or job["time_limit_s"] < LONG_S or job["state"] != "COMPLETED":
+        return ""
+    return f"took {format_time_s(job['elapsed_s'])} of {format_time_s(job['time_limit_s'])}: a shorter --time starts sooner"
+
+
+def _round_mib(mib: float) -> int:
+    """Return a round size: a multiple of 100M, or of 1G above 1G."""
+    step = 100 if mib < 1024 else 1024
+    return math.ceil(mib / step) * step
+
+
+# ----- the text of a row
+
+
+def _id(row: HistoryRow) -> str:
+    return row.job["display_id"] + (f".{row.step['step']}" if row.step else "")
+
+
+def _raw_id(row: HistoryRow) -> str:
+    return str(row.job["id"]) + (f".{row.step['step']}" if row.step else "")
+
+
+def _state(row: HistoryRow) -> str:
+    state = str(row.step["state"] if row.step else row.job["state"])
+    by = row.job.get("ended_by", row.job.get("ended_by_uid"))  # a name, if the command has looked it up
+    return f"CANCELLED by {by}" if state == "CANCELLED" and by is not None and not row.step else state
+
+
+def _nodes(row: HistoryRow) -> list[str]:
+    return row.step["nodes"] if row.step else row.job["nodes"]
+
+
+def _start_s(row: HistoryRow) -> float | None:
+    return (row.step or row.job)["started_at_s"]
+
+
+def _end_s(row: HistoryRow) -> float | None:
+    return (row.step or row.job)["ended_at_s"]
+
+
+def _elapsed_s(row: HistoryRow) -> float:
+    if row.step is None:
+        return row.job["elapsed_s"]
+    start_s, end_s = _start_s(row), _end_s(row)
+    if start_s is None:
+        return 0.0
+    if end_s is None:  # a running step has run as long as its job, minus the time before its start
+        end_s = (row.job["started_at_s"] or start_s) + row.job["elapsed_s"]
+    return max(0.0, end_s - start_s)
+
+
+def _cpu_s(row: HistoryRow, *keys: str) -> float:
+    """Return the CPU time of a step, or for a job the sum of its steps, in seconds."""
+    steps = [row.step] if row.step else [line.step for line in job_rows(row.job, steps=True)[1:] if line.step]
+    return sum(step[key] or 0.0 for step in steps for key in keys)
+
+
+def _cpu_text(seconds: float) -> str:
+    """Return CPU time like sacct: ``MM:SS.mmm`` below an hour, else ``H:M:S``."""
+    if seconds >= 3600:
+        return format_time_s(seconds, full=True)
+    minutes, millis = divmod(round(seconds * 1000), 60_000)
+    return f"{minutes:02}:{millis // 1000:02}.{millis % 1000:03}"
+
+
+def _max_rss(row: HistoryRow) -> str:
+    return f"{row.step['max_rss_kib']}K" if row.step and row.step["max_rss_kib"] else ""
+
+
+def _of_job(key: str, none: str = "") -> Callable[[HistoryRow], str]:
+    """Return a writer for a value that steps share with their job."""
+    return lambda row: none if row.job[key] in (None, "") else str(row.job[key])
+
+
+def _only_job(key: str) -> Callable[[HistoryRow], str]:
+    return lambda row: "" if row.step or row.job[key] in (None, "") else str(row.job[key])
+
+
+def _alloc_cpus(row: HistoryRow) -> str:
+    if not row.job["nodes"]:
+        return "0"
+    if row.step is None:
+        return str(row.job["num_cpus"])
+    on_nodes = sum(share["cpus"] for share in row.job["shares"] if share["node"] in row.step["nodes"])
+    return str(
+        on_nodes if row.step["step"] == "batch" else min(on_nodes, row.step["ntasks"] * row.job["cpus_per_task"])
+    )
+
+
+def _name(row: HistoryRow) -> str:
+    return str(row.step["name"] or row.step["step"]) if row.step else str(row.job["name"])
+
+
+def _meaning(row: HistoryRow) -> str:
+    """Return the meaning of the exit status, and the cause of the end if it is known."""
+    if row.step:
+        return exit_words(row.step["exit_code"] or 0, row.step["exit_signal"] or 0)
+    cancelled = row.job["state"] == "CANCELLED"  # the state says it all
+    words = "" if cancelled else exit_words(row.job["exit_code"] or 0, row.job["exit_signal"] or 0)
+    known = row.job["reason_detail"] if row.job["state"] in ENDED_STATES else ""
+    return "; ".join(filter(None, (words, known)))
+
+
+def _trained(row: HistoryRow, key: str) -> str:
+    return str((row.job.get("training") or {}).get(key) or "")
+
+
+def _tres(row: HistoryRow) -> str:
+    """Return the TRES of a job or step in alphabetical order, like sacct."""
+    job = row.job
+    if not job["nodes"]:
+        return ""
+    if row.step is None:
+        return _in_order(_amounts(job, job["mem_mib"] or 0))
+    mem_mib = sum(share["mem_mib"] for share in job["shares"] if share["node"] in row.step["nodes"])
+    nodes = len(row.step["nodes"])
+    return _in_order({"cpu": _alloc_cpus(row), "mem": format_mem(mem_mib), "node": str(nodes)})
+
+
+def _req_tres(row: HistoryRow) -> str:
+    if row.step:
+        return ""
+    return _in_order(_amounts(row.job, 0) | {"mem": memory_in_all(row.job)})
+
+
+def _amounts(job: Json, mem_mib: int) -> dict[str, str]:
+    cpus = str(job["num_cpus"])
+    amounts = {"billing": cpus, "cpu": cpus, "mem": format_mem(mem_mib), "node": str(job["num_nodes"])}
+    shards = job.get("shards", 0)  # missing in the answer of an older controller
+    return amounts | {f"gres/{name}": str(count) for name, count in (("gpu", job["gpus"]), ("shard", shards)) if count}
+
+
+def _in_order(amounts: dict[str, str]) -> str:
+    return ",".join(f"{name}={amount}" for name, amount in sorted(amounts.items()))
+
+
+def _cpu_time_s(row: HistoryRow) -> float:
+    return _elapsed_s(row) * int(_alloc_cpus(row))
+
+
+def _waited_s(row: HistoryRow) -> float:
+    until_s = row.job["started_at_s"] or row.job["ended_at_s"]
+    since_s = row.job["eligible_at_s"] or row.job["submitted_at_s"]
+    return max(0.0, until_s - since_s) if until_s is not None and row.step is None else 0.0
+
+
+def _derived_exit(row: HistoryRow) -> str:
+    """Return the highest exit code of the job's steps except the batch step."""
+    steps = [line.step for line in job_rows(row.job, steps=True)[1:] if line.step and line.step["step"] != "batch"]
+    return f"{max((step['exit_code'] or 0 for step in steps), default=0)}:0"
+
+
+def _time(seconds: float) -> str:
+    return format_time_s(seconds, full=True)
+
+
+def _job_text(text: Callable[[Json], str]) -> Callable[[HistoryRow], str]:
+    return lambda row: "" if row.step else text(row.job)
+
+
+def _group(job: Json, *, number: bool) -> str:
+    name = "gid" if number else "group"
+    return next(field for field in queue.FIELDS if field.name == name).text(job, Look(0.0))
+
+
+def _moved(key: str, *, each: bool = False) -> Callable[[HistoryRow], str]:
+    """Return a writer for the bytes moved by a step, or on average by `each` of its tasks."""
+
+    def text(row: HistoryRow) -> str:
+        count = row.step.get(key) if row.step else None  # missing in the answer of an older controller
+        return "" if count is None or row.step is None else size_text(count / (row.step["ntasks"] if each else 1))
+
+    return text
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes like sacct: ``512``, ``3.50M``, ``50M``."""
+    size, unit = float(count), ""
+    for larger in "KMGTP":
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return (f"{size:.0f}" if size == int(size) else f"{size:.2f}") + unit
+
+
+def _tres_usage(row: HistoryRow, *, tasks: int, out: bool = False) -> str:
+    """Return a step's usage like sacct's TRESUsage columns.
+
+    CPU time and bytes are divided by `tasks`; the memory is that of one task.
+    """
+    step = row.step
+    if not step or step["cpu_user_s"] is None:
+        return ""
+    moved = step.get("disk_write_bytes" if out else "disk_read_bytes")
+    disk = [] if moved is None else [f"fs/disk={moved // tasks}"]
+    if out:
+        return ",".join(disk)
+    memory = [f"mem={step['max_rss_kib']}K"] if step["max_rss_kib"] else []
+    return ",".join([f"cpu={_time(_cpu_s(row, 'cpu_user_s', 'cpu_system_s') / tasks)}", *disk, *memory])
+
+
+def _usage(*, each: bool, out: bool = False) -> Callable[[HistoryRow], str]:
+    return lambda row: _tres_usage(row, tasks=max(1, row.step["ntasks"]) if each and row.step else 1, out=out)
+
+
+def _average_cpu(row: HistoryRow) -> str:
+    if not row.step or row.step["cpu_user_s"] is None:
+        return ""
+    return _time(_cpu_s(row, "cpu_user_s", "cpu_system_s") / max(1, row.step["ntasks"]))
+
+
+def _flags(job: Json) -> str:
+    return "SchedBackfill" if job["started_at_s"] is not None else ""
+
+
+def _part(part: Callable[[Json], float | None]) -> Callable[[HistoryRow], str]:
+    return lambda row: "" if row.step else part_text(part(row.job))
+
+
+# fmt: off
+_COLUMNS = (
+    HistoryColumn("Account", _of_job("account"), True),
+    HistoryColumn("Advice", lambda row: "" if row.step else advice(row.job), False),
+    HistoryColumn("AllocCPUS", _alloc_cpus, True),
+    HistoryColumn("AllocNodes", lambda row: str(len(_nodes(row))), True),
+    HistoryColumn("AllocTRES", _tres, True),
+    HistoryColumn("AveCPU", _average_cpu, True),
+    HistoryColumn("AveDiskRead", _moved("disk_read_bytes", each=True), True, slurms=14),
+    HistoryColumn("AveDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=14),
+    HistoryColumn("AveRSS", _max_rss, True),
+    HistoryColumn("Comment", _only_job("comment"), True, slurms=14),
+    HistoryColumn("Constraints", _only_job("constraint"), True, slurms=18),
+    HistoryColumn("CPUEff", _part(cpu_part), True),
+    HistoryColumn("CPUTime", lambda row: _time(_cpu_time_s(row)), True),
+    HistoryColumn("CPUTimeRAW", lambda row: str(int(_cpu_time_s(row))), True),
+    HistoryColumn("DerivedExitCode", lambda row: "" if row.step else _derived_exit(row), True, slurms=15),
+    HistoryColumn("Elapsed", lambda row: _time(_elapsed_s(row)), True),
+    HistoryColumn("ElapsedRaw", lambda row: str(int(_elapsed_s(row))), True),
+    HistoryColumn("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True, slurms=19),
+    HistoryColumn("End", lambda row: date_text(_end_s(row), "Unknown"), True, slurms=19),
+    HistoryColumn("ExitCode", lambda row: exit_text(row.step or row.job), True, slurms=8),
+    HistoryColumn("Flags", _job_text(_flags), True, slurms=15),
+    HistoryColumn("GID", _job_text(lambda job: _group(job, number=True)), True, slurms=6),
+    HistoryColumn("Group", _job_text(lambda job: _group(job, number=False)), True, slurms=9),
+    HistoryColumn("JobID", _id, False, slurms=12),
+    HistoryColumn("JobIDRaw", _raw_id, False, slurms=12),
+    HistoryColumn("JobName", _name, True),
+    HistoryColumn("MaxDiskRead", _moved("disk_read_bytes", each=True), True, slurms=12),
+    HistoryColumn("MaxDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=12),
+    HistoryColumn("MaxRSS", _max_rss, True),
+    HistoryColumn("Meaning", _meaning, False, most=60),
+    HistoryColumn("MemEff", _part(mem_part), True),
+    HistoryColumn("NCPUS", _alloc_cpus, True),
+    HistoryColumn("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True, slurms=8),
+    HistoryColumn("NodeList", lambda row: compress_hostlist(_nodes(row)) or "None assigned", True, slurms=15),
+    HistoryColumn("NTasks", lambda row: str(row.step["ntasks"]) if row.step else "", True, slurms=8),
+    HistoryColumn("Partition", _only_job("partition"), True),
+    HistoryColumn("Planned", lambda row: "" if row.step else _time(_waited_s(row)), True),
+    HistoryColumn("PreemptedBy", lambda row: "" if row.step else str(row.job.get("preempted_by") or ""), True),
+    HistoryColumn("Priority", _only_job("priority"), True),
+    HistoryColumn("QOS", _only_job("qos"), True),
+    HistoryColumn("Reason", lambda row: "" if row.step else row.job["reason"] or "None", True, slurms=22),
+    HistoryColumn("ReqCPUS", lambda row: str(row.job["num_cpus"]) if row.step is None else _alloc_cpus(row), True, slurms=8),
+    HistoryColumn("ReqMem", lambda row: "" if row.step else memory_in_all(row.job), True),
+    HistoryColumn("ReqNodes", lambda row: str(row.job["num_nodes"]) if row.step is None else "", True, slurms=8),
+    HistoryColumn("ReqTRES", _req_tres, True),
+    HistoryColumn("Reservation", _only_job("reservation"), True, slurms=20),
+    HistoryColumn("Reserved", lambda row: "" if row.step else _time(_waited_s(row)), True),
+    HistoryColumn("Restarts", _only_job("restarts"), True),
+    HistoryColumn("Start", lambda row: date_text(_start_s(row), "Unknown"), True, slurms=19),
+    HistoryColumn("State", _state, True),
+    HistoryColumn("Submit", lambda row: date_text(row.job["submitted_at_s"], "Unknown"), True, slurms=19),
+    HistoryColumn("SubmitLine", _only_job("submit_line"), True, slurms=20),
+    HistoryColumn("Suspended", _job_text(lambda job: _time(job.get("suspended_s", 0.0))), True),
+    HistoryColumn("SystemCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_system_s")), True),
+    HistoryColumn("TimeEff", _part(time_part), True),
+    HistoryColumn("Timelimit", _job_text(lambda job: format_time_s(job["time_limit_s"], full=True)), True),
+    HistoryColumn("TimelimitRaw", _job_text(lambda job: str((job["time_limit_s"] or 0) // 60 or "UNLIMITED")), True),
+    HistoryColumn("TotalCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s", "cpu_system_s")), True),
+    HistoryColumn("TRESUsageInAve", _usage(each=True), True, slurms=14),
+    HistoryColumn("TRESUsageInMax", _usage(each=True), True, slurms=14),
+    HistoryColumn("TRESUsageInTot", _usage(each=False), True, slurms=14),
+    HistoryColumn("TRESUsageOutAve", _usage(each=True, out=True), True, slurms=15),
+    HistoryColumn("TRESUsageOutMax", _usage(each=True, out=True), True, slurms=15),
+    HistoryColumn("TRESUsageOutTot", _usage(each=False, out=True), True, slurms=15),
+    HistoryColumn("TrainCheckpoint", lambda row: "" if row.step else _trained(row, "checkpoint_step"), True),
+    HistoryColumn("TrainGoodput", lambda row: "" if row.step else goodput_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("TrainLoss", lambda row: "" if row.step else loss_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("TrainSamplesPerSec", lambda row: "" if row.step else rate_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("TrainSteps", lambda row: "" if row.step else step_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("UID", _only_job("uid"), True, slurms=6),
+    HistoryColumn("User", _only_job("user"), True, slurms=9),
+    HistoryColumn("UserCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s")), True),
+    HistoryColumn("WorkDir", _only_job("work_dir"), True, slurms=20),
+)
+
+# Columns of sacct without a counterpart here: known, but empty.
+_EMPTY = (
+    "AdminComment AssocID AveCPUFreq AvePages AveVMSize BlockID ConsumedEnergy "
+    "ConsumedEnergyRaw Container DBIndex Extra FailedNode JobExtra Layout Licenses MaxDiskReadNode MaxDiskReadTask "
+    "MaxDiskWriteNode MaxDiskWriteTask MaxPages MaxPagesNode MaxPagesTask MaxRSSNode MaxRSSTask MaxVMSize "
+    "MaxVMSizeNode MaxVMSizeTask McsLabel MinCPU MinCPUNode MinCPUTask PlannedCPU PlannedCPURAW QOSRAW ReqCPUFreq "
+    "ReqCPUFreqGov ReqCPUFreqMax ReqCPUFreqMin ReqGRES AllocGRES ReservationId SystemComment TRESUsageInMaxNode "
+    "TRESUsageInMaxTask TRESUsageInMin TRESUsageInMinNode TRESUsageInMinTask "
+    "TRESUsageOutMaxNode TRESUsageOutMaxTask TRESUsageOutMin TRESUsageOutMinNode TRESUsageOutMinTask WCKey "
+    "WCKeyID"
+)
+# fmt: on
+_OTHERS = (
+    HistoryColumn("Cluster", lambda row: "", True),
+    *(HistoryColumn(name, lambda row: "", True) for name in _EMPTY.split()),
+)
+
+
+def slurms_columns(cluster: str) -> tuple[HistoryColumn, ...]:
+    """Return all columns of sacct, and ours; `cluster` is the name of the cluster."""
+    others = [other._replace(text=lambda row: cluster) if other.name == "Cluster" else other for other in _OTHERS]
+    return tuple(sorted((*_COLUMNS, *others), key=lambda column: column.name.lower()))

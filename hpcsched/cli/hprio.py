@@ -13,8 +13,7 @@ from hpcsched import client
 from hpcsched.cli.output import print_json, run_command
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP_LONG, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.listing.formats import FormatField, Look, format_lines, parse_percent
 from hpcsched.listing.text import clean, columns
 

@@ -12,8 +12,7 @@ from hpcsched import client
 from hpcsched.cli.output import print_json, print_separated, run_command
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.listing.text import clean, columns, fitted
 
 COMMAND = Command(

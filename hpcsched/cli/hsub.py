@@ -16,8 +16,7 @@ from hpcsched.cli.output import complain, guarded, note, print_json, print_versi
 from hpcsched.cli.process import finish, own_call, submit_jobs, work_dir
 from hpcsched.client import Json
 from hpcsched.commands.call import Call
-from hpcsched.commands.options import UsageError, option_lines
-from hpcsched.commands.slurm import SLURM_VERSION, usage_text
+from hpcsched.commands.options import SLURM_VERSION, UsageError, option_lines, usage_text
 from hpcsched.commands.submit import (
     HSUB,
     SBATCH,

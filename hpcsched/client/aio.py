@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpcsched import client as transport
 from hpcsched.client import https, jobs
 from hpcsched.client.https import GatewayEndpoint
-from hpcsched.client.jobs import JobInfo, JobReference, LogFlow, NodeInfo, Prepared, TaskSequence
-from hpcsched.client.place import ClusterConnection, find_connection
+from hpcsched.client.jobs import (
+    ClusterConnection,
+    JobInfo,
+    JobReference,
+    LogFlow,
+    NodeInfo,
+    Prepared,
+    TaskSequence,
+    find_connection,
+)
 from hpcsched.client.protocol import READ_BYTES, HttpReply, Pause, ReplyReader, Send, late, lost, request_bytes
 from hpcsched.errors import HpcschedError
 

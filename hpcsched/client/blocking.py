@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcsched import client as transport
 from hpcsched.client import jobs
-from hpcsched.client.jobs import JobInfo, JobReference, LogFlow, NodeInfo, Prepared, TaskSequence
-from hpcsched.client.place import ClusterConnection, find_connection
+from hpcsched.client.jobs import (
+    ClusterConnection,
+    JobInfo,
+    JobReference,
+    LogFlow,
+    NodeInfo,
+    Prepared,
+    TaskSequence,
+    find_connection,
+)
 
 if TYPE_CHECKING:
     from hpcsched.client.functions import FunctionCall

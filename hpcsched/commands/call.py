@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hpcsched.commands.options import Words
+from hpcsched.commands.options import Words, clusters_of, refuse_others
 from hpcsched.model.spec import JobSpec
 
 Json = dict[str, Any]
@@ -131,3 +131,9 @@ class Call:
 
 # Runs one call and returns its exit status. Raises HpcschedError, OwnProcessError, ScriptError.
 Entrance = Callable[[Sequence[str], Call], Awaitable[int]]
+
+
+async def refuse_other_clusters(text: str, call: Call) -> None:
+    """Raise RequestError if ``--clusters`` names a cluster other than the controller's."""
+    if named := clusters_of(text):
+        refuse_others(named, str((await call.api.get("/v1/ping"))["cluster"]))

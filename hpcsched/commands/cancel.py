@@ -9,9 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcsched.commands.call import Call, Caller, Json
-from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, read_words, split_list
-from hpcsched.commands.slurm import ELSEWHERE, Face, refuse_other_clusters, with_usage
+from hpcsched.commands.call import Call, Caller, Json, refuse_other_clusters
+from hpcsched.commands.options import (
+    ELSEWHERE,
+    FAILED,
+    HELP,
+    VERSION,
+    Command,
+    Face,
+    Option,
+    UsageError,
+    Words,
+    read_words,
+    split_list,
+    with_usage,
+)
 from hpcsched.errors import RequestError
 from hpcsched.listing.jobs import parse_states
 from hpcsched.listing.text import clean

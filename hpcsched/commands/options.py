@@ -1,4 +1,4 @@
-"""The option tables of commands: read words by them (`hpcnode.commands.getopt_long`), and write help texts.
+"""The option tables of commands: read words by them (`hpcnode.commands.getopt_long`), and write help texts and errors.
 
 Options may follow operands. Long options may be abbreviated if that is unambiguous. Users, and tools that call Slurm's commands,
 rely on this. `hsub` has its own table, because its options are those of job scripts (`hpcsched.jobscript.options`). Knows no
@@ -9,16 +9,22 @@ abbreviated options nor these optional values.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from hpcnode.commands import slurm_text
 from hpcnode.commands.getopt_long import OptionReader, SlurmOption
-from hpcsched.errors import HpcschedError
+from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
 from hpcsched.errors import UsageError as UsageError
 from hpcsched.listing.text import nearest as nearest
 from hpcsched.listing.text import split_list as split_list
 
+TYPE_CHECKING = False  # for type checkers; importing typing takes a tenth of a command's start
+if TYPE_CHECKING:
+    from hpcsched.jobscript.options import ScriptOption as JobOption
+
+
 FAILED = 1  # exit statuses
-USAGE = 2
+USAGE_ERROR = 2
 HELP_WIDTH = 100
 HELP_COLUMN = 28
 
@@ -204,4 +210,93 @@ def header_note(name: str) -> str:
 
 def explained(name: str, error: HpcschedError) -> tuple[str, int]:
     """Return an error's text for standard error, and the exit status."""
-    return f"{name}: error: {error}", USAGE if isinstance(error, UsageError) else FAILED
+    return f"{name}: error: {error}", USAGE_ERROR if isinstance(error, UsageError) else FAILED
+
+
+# ----- the commands with Slurm's names: version, accepted options, and errors
+# Clients match these texts, so they are exactly Slurm's. Additional information follows on a separate line. The version is
+# below 23.11: clients then use neither the external launcher nor the later JSON.
+# Sources: the commands of Slurm 22.05 and 23.02; ``getopt_long(3)``.
+
+
+SLURM_VERSION = "23.02.7"
+NO_CONTACT = "Unable to contact slurm controller (connect failure)"
+INVALID_JOB = "Invalid job id specified"
+
+# Options of every command that have no effect in a single cluster.
+ELSEWHERE = (
+    Option("clusters", "M", "NAMES", "there is one cluster", aliases=("cluster",)),
+    Option("federation", help="there is one cluster"),
+    Option("local", help="there is one cluster"),
+    Option("sibling", help="there is one cluster"),
+    Option("noconvert", help="numbers are never rounded"),
+)
+USAGE = Option("usage", help="show the options in short")
+
+
+class Face(namedtuple("Face", "command contact")):
+    """A command with Slurm's name. `contact`: start of its error if the controller is silent."""
+
+    __slots__ = ()
+
+    command: Command
+    contact: str
+
+
+def with_usage(face: Face) -> Command:
+    """Return the face's command with ``--usage``, its options in Slurm's order."""
+    options = {option.name: option for option in (*face.command.options, USAGE)}
+    command: Command = face.command._replace(
+        options=tuple(options[name] for name in slurm_text.ordered(face.command.name, options))
+    )
+    return command
+
+
+def usage_text(name: str, options: Iterable[Option | JobOption], *operands: str) -> str:
+    """Return the output of ``--usage``: each option with its value in brackets, in order.
+
+    The order is Slurm's.
+    """
+    known = {option.name: option for option in options}
+    words = [
+        slurm_text.usage_word(option.name, option.short, option.metavar)
+        for option in map(known.get, slurm_text.ordered(name, known))
+        if option
+    ]
+    return slurm_text.usage_text(name, [*words, *operands])
+
+
+def slurm_explained(name: str, error: HpcschedError, contact: str) -> tuple[str, int]:
+    """Return the text of Slurm's command for an error, and its exit status."""
+    if isinstance(error, UsageError) and error.getopt:
+        return f'{name}: {error.getopt}\nTry "{name} --help" for more information', FAILED
+    if isinstance(error, UnavailableError) and not error.by_controller:
+        return f"{contact}: {NO_CONTACT}\n{name}: error: {error}", FAILED
+    if isinstance(error, NotFoundError) and str(error).startswith(INVALID_JOB):
+        return f"{contact}: {INVALID_JOB}", FAILED
+    return f"{name}: error: {error}", FAILED
+
+
+def with_names(options: Sequence[Option], names: str) -> tuple[Option, ...]:
+    """Return those of `options` in `names` (separated by spaces), shared by both commands."""
+    wanted = names.split()
+    found = {option.name: option for option in options}
+    return tuple(found[name] for name in wanted)
+
+
+def clusters_of(text: str) -> list[str]:
+    """Return the cluster names in ``--clusters``, without "all" (this cluster)."""
+    return [name for name in split_list(text) if name != "all"]
+
+
+def refuse_others(names: Iterable[str], own: str) -> None:
+    """Raise RequestError if one of the clusters `names` is not `own`."""
+    other = next((name for name in names if name != own), None)
+    if other is not None:
+        raise RequestError(f"No cluster '{other[:60]}' known by database.")
+
+
+def refuse_operands(words: Words) -> None:
+    """Raise UsageError if there are operands."""
+    if words.operands:
+        raise UsageError("", getopt=f"error: Unrecognized option: {words.operands[0][:60]}")

@@ -9,9 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpcsched.commands.call import Call, Caller
-from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, Words, header_note, read_words
-from hpcsched.commands.slurm import ELSEWHERE, Face, refuse_operands, refuse_other_clusters, with_names, with_usage
+from hpcsched.commands.call import Call, Caller, refuse_other_clusters
+from hpcsched.commands.options import (
+    ELSEWHERE,
+    HELP_LONG,
+    VERSION,
+    Command,
+    Face,
+    Option,
+    Words,
+    header_note,
+    read_words,
+    refuse_operands,
+    with_names,
+    with_usage,
+)
 from hpcsched.listing.jobs import detail_lines, parse_states
 from hpcsched.listing.text import BOLD, clean, painted
 

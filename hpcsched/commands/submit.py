@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcnode.commands import slurm_text
-from hpcsched.commands.call import Call, OwnProcessError
-from hpcsched.commands.options import FAILED, UsageError
-from hpcsched.commands.options import explained as explained_by_us
-from hpcsched.commands.slurm import NO_CONTACT, explained, refuse_other_clusters
+from hpcsched.commands.call import Call, OwnProcessError, refuse_other_clusters
+from hpcsched.commands.options import FAILED, NO_CONTACT, UsageError, explained, slurm_explained
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError, UnsignedError
 from hpcsched.jobscript.build import Built, Layers, SubmissionWords, build_submission, read_layers, without_environment
 from hpcsched.jobscript.options import CommandLine, is_set, last, parse_command_line
@@ -47,7 +45,7 @@ class Setup:
 
     def explain(self, name: str, error: HpcschedError) -> tuple[str, int]:
         """Return an error's text for standard error, and the exit status."""
-        return _explained(name, error) if self.slurms else explained_by_us(name, error)
+        return _explained(name, error) if self.slurms else explained(name, error)
 
 
 HSUB = Setup(name="hsub", slurms=False)
@@ -67,7 +65,7 @@ def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
         return f"{name}: error: {_FAILURE}: {NO_CONTACT}\n{name}: error: {error}", FAILED
     if error.by_controller:
         return f"{name}: error: {_FAILURE}: {slurm_text.of_job(str(error))}\n{name}: error: {error}", FAILED
-    text, status = explained(name, error, f"{name}: error")
+    text, status = slurm_explained(name, error, f"{name}: error")
     words = [slurms for ours, slurms in _BEFORE if ours in str(error)]
     file = str(error).removeprefix(_BEFORE[0][0]).rpartition(": ")[0]
     return "\n".join([*(f"{name}: error: {phrase.format(file)}" for phrase in words), text]), status

@@ -28,8 +28,16 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsched.cli.admin.top import ClusterReader, is_live
-from hpcsched.cli.render.screen import ClusterScreen, StoryLine, clock, picture, size_text, story_text
-from hpcsched.cli.render.training_run import SavedCheckpoint, TrainingRun
+from hpcsched.cli.render.screen import (
+    ClusterScreen,
+    SavedCheckpoint,
+    StoryLine,
+    TrainingRun,
+    clock,
+    picture,
+    size_text,
+    story_text,
+)
 from hpcsched.demo.keeper import ClusterKeeper, Server, demo_cluster, stop_kept
 from hpcsched.demo.story import OUT_DIR, TRAIN_NAME, Story, StoryPlan, StoryResult, read_end, training_options
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hpcsched.cli.render.screen import ClusterScreen, StoryLine
-from hpcsched.cli.render.training_run import TrainingRun
+from hpcsched.cli.render.screen import ClusterScreen, StoryLine, TrainingRun
 from hpcsched.errors import UnavailableError
 from hpcsched.listing.jobs import ACTIVE_STATES
 from hpcsched.loopback.cluster import LocalCluster

@@ -22,8 +22,7 @@ from hpcsched.launch.bundle import authorized_line, build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.hostkeys import CERTIFICATE_S, PRINCIPAL, certificate_of, make_key
 from hpcsched.launch.visit import visit
-from hpcsched.loopback.cluster import LocalCluster
-from hpcsched.loopback.nodes import LoopbackNode, why_no_sshd
+from hpcsched.loopback.cluster import LocalCluster, LoopbackNode, why_no_sshd
 
 pytestmark = pytest.mark.skipif(
     why_no_sshd("root" if os.getuid() == 0 else os.environ.get("USER", "nobody")) is not None,

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.loopback.cluster import LocalCluster
-from hpcsched.loopback.nodes import LoopbackNode
+from hpcsched.loopback.cluster import LocalCluster, LoopbackNode
 
 UNSHARE = [shutil.which("unshare") or "unshare", "--mount"]
 

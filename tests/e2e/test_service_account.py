@@ -17,8 +17,7 @@ from other_user import installation
 from waiting import wait_until
 
 from hpcsched import client, errors
-from hpcsched.loopback.cluster import LocalCluster
-from hpcsched.loopback.nodes import LoopbackNode
+from hpcsched.loopback.cluster import LocalCluster, LoopbackNode
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can start a controller as another account")
 

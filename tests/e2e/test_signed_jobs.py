@@ -25,7 +25,7 @@ from hpcsched.launch import dial_for
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.visit import asking
-from hpcsched.loopback.nodes import LoopbackNodes, start_nodes
+from hpcsched.loopback.cluster import LoopbackNodes, start_nodes
 from hpcsched.model.ids import LaunchToken
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can start the helper")

@@ -19,7 +19,7 @@ from hpcsched.launch.local import local_dial
 from hpcsched.launch.pipe import Dial
 from hpcsched.launch.ssh import ssh_dial
 from hpcsched.launch.sshconfig import SshSettings
-from hpcsched.loopback.nodes import LoopbackNode
+from hpcsched.loopback.cluster import LoopbackNode
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 

@@ -14,7 +14,7 @@ from killable import QUICK, KillableCluster
 from losing_disk import LosingDisk, why_not
 from waiting import wait_until
 
-from hpcsched.loopback.nodes import LoopbackNode
+from hpcsched.loopback.cluster import LoopbackNode
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.loopback.nodes import LoopbackNodes, start_nodes
+from hpcsched.loopback.cluster import LoopbackNodes, start_nodes
 
 BIN = Path(sys.executable).parent
 

@@ -13,7 +13,7 @@ from kill_rounds import kill_rounds
 from killable import PATIENCE_S, KillableCluster, new_cluster
 from waiting import wait_until
 
-from hpcsched.loopback.nodes import LoopbackNode
+from hpcsched.loopback.cluster import LoopbackNode
 from hpcsched.model.job import FINAL
 
 # Where the agent or the shepherd dies, and what becomes of the job: its state, and the attempt that came to it.

@@ -25,8 +25,8 @@ from waiting import PATIENCE_S, wait_until
 
 import hpcsched
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
-from hpcsched.loopback import nodes as loopback
-from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes, write_ssh_config
+from hpcsched.loopback import cluster as loopback
+from hpcsched.loopback.cluster import LoopbackNode, LoopbackNodes, start_nodes, write_ssh_config
 
 MIB = 1024 * 1024
 NOBODY = 65534
@@ -384,7 +384,7 @@ def test_stop_leaves_no_process_and_may_be_called_again(own_cluster: LoopbackNod
 OWNER = """
 import json, sys, threading
 from pathlib import Path
-from hpcsched.loopback.nodes import start_nodes
+from hpcsched.loopback.cluster import start_nodes
 
 def start():
     global nodes
@@ -486,7 +486,7 @@ def _as_nobody(server: str, base_dir: Path, tmp_path: Path) -> Iterator[subproce
 def _interpreter_for_nobody(environment: dict[str, str]) -> str:
     for interpreter in (sys.executable, DEBIAN_PYTHON):
         if os.path.exists(interpreter) and runs(
-            NOBODY, interpreter, first="import hpcsched.loopback.nodes", env=environment
+            NOBODY, interpreter, first="import hpcsched.loopback.cluster", env=environment
         ):
             return interpreter
     pytest.skip(f"NOT TESTED as a plain user: no Python that nobody may run imports {REPOSITORY}/hpcsched")

@@ -22,7 +22,7 @@ from hpcsched.cli.admin.main import hpcsched_command, run
 from hpcsched.config.load import load_config
 from hpcsched.errors import ConfigError
 from hpcsched.launch.hostkeys import blob_of, fingerprint_of
-from hpcsched.loopback.nodes import LoopbackNodes, start_nodes
+from hpcsched.loopback.cluster import LoopbackNodes, start_nodes
 from hpcsched.paths import default_state_dir
 
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"

@@ -27,8 +27,8 @@ from hpcsched.launch.hostkeys import make_key
 from hpcsched.launch.link import LinkTimes
 from hpcsched.launch.pipe import Abort
 from hpcsched.launch.ssh import peek_host_key
-from hpcsched.loopback import nodes as loopback
-from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes
+from hpcsched.loopback import cluster as loopback
+from hpcsched.loopback.cluster import LoopbackNode, LoopbackNodes, start_nodes
 from hpcsched.model.node import NodeSpec
 
 MIB = 1 << 20

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.live import Live
 
 from hpcsched import client
-from hpcsched.cli.render.screen import ClusterScreen, QueuedJob, picture, plain_text
-from hpcsched.cli.render.training_run import MetricsReader
+from hpcsched.cli.render.screen import ClusterScreen, MetricsReader, QueuedJob, picture, plain_text
 from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
 from hpcsched.listing.jobs import ACTIVE_STATES
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from hpcsched.cli.output import print_json
 from hpcsched.client import Json
-from hpcsched.commands.slurm import SLURM_VERSION
+from hpcsched.commands.options import SLURM_VERSION
 from hpcsched.listing.jobs import (
     end_s,
     exit_text,

@@ -1,6 +1,6 @@
 """Slurm's names for the commands: sbatch, squeue, scancel, sacct, sinfo, scontrol and the rest.
 
-They run the code of our own commands with Slurm's defaults, formats, messages and exit statuses (`hpcsched.commands.slurm`).
+They run the code of our own commands with Slurm's defaults, formats, messages and exit statuses (`hpcsched.commands.options`).
 They are found only if the directory of ``hpcsched slurm-path`` is in the PATH.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.output import run_command
-from hpcsched.commands.options import Words
-from hpcsched.commands.slurm import (
+from hpcsched.commands.options import (
     SLURM_VERSION,
     Face,
+    Words,
     clusters_of,
-    explained,
     refuse_operands,
     refuse_others,
+    slurm_explained,
     usage_text,
     with_usage,
 )
@@ -41,7 +41,7 @@ def run_face(face: Face, work: Callable[[Words], int], argv: Sequence[str] | Non
         command,
         here,
         argv,
-        explain=lambda name, error: explained(name, error, face.contact),
+        explain=lambda name, error: slurm_explained(name, error, face.contact),
         version=lambda name: print(f"slurm {SLURM_VERSION}"),
     )
 

@@ -13,8 +13,7 @@ from hpcsched import client
 from hpcsched.cli.output import print_json, print_separated
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words, split_list
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean, date_text, fitted
 from hpcsched.model.units import format_time_s

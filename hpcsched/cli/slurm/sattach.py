@@ -16,8 +16,7 @@ from hpcnode.commands.step_client import ConnectionLost, Front, ListeningClient
 from hpcnode.wire import protocol, sockets
 from hpcnode.wire.sockets import connect
 from hpcsched.cli.slurm import run_face
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.errors import RequestError, UnavailableError
 
 SATTACH = Face(

@@ -14,8 +14,7 @@ from pathlib import Path
 from hpcnode.commands import bcast, hrun
 from hpcsched import client
 from hpcsched.cli.slurm import run_face
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean
 from hpcsched.model.hostlist import expand_hostlist

@@ -20,8 +20,20 @@ from hpcsched.cli.slurm import run_face
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.cli.slurm.sstat import running_steps
 from hpcsched.client import Json
-from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, Words, split_list
-from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, SLURM_VERSION, Face, explained
+from hpcsched.commands.options import (
+    ELSEWHERE,
+    FAILED,
+    HELP,
+    INVALID_JOB,
+    SLURM_VERSION,
+    VERSION,
+    Command,
+    Face,
+    Option,
+    Words,
+    slurm_explained,
+    split_list,
+)
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.listing.jobs import ENDED_STATES, end_s, index_ranges
 from hpcsched.listing.text import clean, date_text
@@ -83,7 +95,9 @@ def _prompt(words: Words) -> int:
                 status, last = _run(command, words), line
         except (HpcschedError, ValueError) as error:
             text, status = (
-                explained("scontrol", error, SCONTROL.contact) if isinstance(error, HpcschedError) else (str(error), 1)
+                slurm_explained("scontrol", error, SCONTROL.contact)
+                if isinstance(error, HpcschedError)
+                else (str(error), 1)
             )
             print(text, file=sys.stderr)
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.build import SubmissionWords, build_submission, read_layers
 from hpcsched.jobscript.options import parse_command_line

@@ -9,8 +9,7 @@ from hpcsched import client
 from hpcsched.cli.output import print_json
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, Words
 from hpcsched.errors import RequestError
 from hpcsched.listing.jobs import ACTIVE_STATES, ENDED_STATES
 

@@ -18,8 +18,7 @@ from hpcsched import client
 from hpcsched.cli.output import print_separated
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.listing.text import clean
 from hpcsched.model.dates import parse_when
 

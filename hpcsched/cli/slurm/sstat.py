@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcsched import client
+from hpcsched.cli.hacct import HistoryRow, columns_of, field_names, slurms_columns
 from hpcsched.cli.output import print_separated
-from hpcsched.cli.render.acct_fields import HistoryRow, columns_of, field_names, slurms_columns
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, Words
-from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, INVALID_JOB, VERSION, Command, Face, Option, Words
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.formats import FormatField, Look, format_lines, parse_percent
 from hpcsched.listing.jobs import ACTIVE_STATES

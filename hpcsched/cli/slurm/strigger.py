@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
-from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.listing.text import clean
 from hpcsched.model.hostlist import expand_hostlist
 

@@ -11,8 +11,15 @@ from rich.console import Console
 from screens import job, node, queued, training, whole_screen
 
 from hpcsched.cli.admin.top import ClusterReader
-from hpcsched.cli.render.screen import BrailleCanvas, ClusterScreen, checkpoint_lines, picture, plain_text, smoothed
-from hpcsched.cli.render.training_run import TrainingRun
+from hpcsched.cli.render.screen import (
+    BrailleCanvas,
+    ClusterScreen,
+    TrainingRun,
+    checkpoint_lines,
+    picture,
+    plain_text,
+    smoothed,
+)
 
 LIMBO = "node n1 does not answer (connection refused); the job may still run there"
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold]x[/bold]\n"

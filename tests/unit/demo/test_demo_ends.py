@@ -15,7 +15,7 @@ from hpcsched.demo.keeper import stop_kept
 from hpcsched.demo.show import DemoOptions, closing_rows, make_directory, plan_of, sample_of
 from hpcsched.demo.story import Story, StoryResult
 from hpcsched.errors import RequestError, UnavailableError
-from hpcsched.loopback.nodes import is_hopeless
+from hpcsched.loopback.cluster import is_hopeless
 
 
 class Screens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcnode.commands import scontrol, srun
-from hpcsched.commands.slurm import SLURM_VERSION
+from hpcsched.commands.options import SLURM_VERSION
 from hpcsched.model.hostlist import expand_hostlist
 
 
