@@ -347,8 +347,9 @@ CONTROLLER = (
         "nobody and of locked accounts without a login shell. 0: jobs of all accounts are allowed."),
     Key("confine", confinement, ["cpus", "processes", "gpus", "shm", "proc"],
         "What nodes keep a job to, where the agent runs as root: cpus (its cpus, and no more), processes (max_processes), gpus "
-        "(no other GPU can be opened), shm (a private /dev/shm, counted as its memory), proc (other users' processes are "
-        "hidden), tmp (a private /tmp, deleted at the end). Memory always is. A node's file may say otherwise."),
+        "(no other GPU can be opened), shm (private /dev/shm and System V and POSIX shared memory, counted as its memory), proc "
+        "(other users' processes are hidden), tmp (a private /tmp, deleted at the end). Memory always is. A node's file may "
+        "say otherwise."),
     Key("max_processes", whole(0), 4096,
         "The most processes and threads that a job may have on a node, with processes in confine. 0: no limit."),
     Key("request_rate", number(), 50,

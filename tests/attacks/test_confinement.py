@@ -6,7 +6,9 @@ enforced, and the agent must say so. There is no GPU here: other character devic
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -348,6 +350,60 @@ def test_steps_of_a_job_share_its_dev_shm_and_other_jobs_do_not(node: NodeUnderT
         controller.final(controller.launch(token=new_token(job=job, step="0"), argv=argv, stdout=name, **fields))
     assert "hello" in (work / "mine").read_text()
     assert "hello" not in (work / "other").read_text()
+
+
+IPC = """/usr/bin/python3 - %d <<'X'
+import ctypes, sys
+key = int(sys.argv[1])
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+libc.mq_open.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+segment = libc.shmget(key, 64 << 20, 0o1600)
+ctypes.memset(ctypes.c_void_p(libc.shmat(segment, None, 0)), 1, 64 << 20)
+assert libc.semget(key, 1, 0o1600) >= 0 and libc.msgget(key, 0o1600) >= 0
+assert libc.mq_open(b"/hpcsched-%%d" %% key, 0o102, 0o600, None) >= 0
+X
+"""
+SEES = "grep -cw %d /proc/sysvipc/shm /proc/sysvipc/sem /proc/sysvipc/msg"
+
+
+def _ipc_objects(key: int) -> list[str]:
+    """Return where the node has objects of this key."""
+    libc = ctypes.CDLL(None)
+    found = [
+        name for name in ("shm", "sem", "msg") if re.search(rf"\b{key}\b", Path("/proc/sysvipc", name).read_text())
+    ]
+    return [*found, "mqueue"] if libc.mq_open(b"/hpcsched-%d" % key, os.O_RDONLY) >= 0 else found
+
+
+def _shared_kib() -> int:
+    return int(re.search(r"Shmem: +([0-9]+) kB", Path("/proc/meminfo").read_text())[1])  # type: ignore[index]
+
+
+@needs("shm")
+def test_b9_no_shared_memory_or_message_queue_stays_while_another_job_runs(node: NodeUnderTest, work: Path) -> None:
+    """Also: the steps of a job share System V objects, and another job does not see them."""
+    key = 0x10000000 + os.getpid()
+    before_kib = _shared_kib()
+    controller = Controller(node)
+    fields = {"confine": share(mem_mib=300), "work_dir": str(work), "user": ACCOUNT}
+    script = IPC % key + "head -c 64M /dev/zero > /dev/shm/x; touch made; sleep 600"
+    token = controller.launch(script, token=new_token(), **fields)
+    wait_until((work / "made").exists, what="the objects")
+    argv = ["sh", "-c", f"echo $$ > pid; {SEES % key}; sleep 600"]
+    other = controller.launch(token=new_token(job=2, step="0"), argv=argv, stdout="other", **fields)
+    controller.final(
+        controller.launch(token=new_token(step="0"), argv=argv[:2] + [SEES % key], stdout="mine", **fields)
+    )
+    assert (work / "mine").read_text().count(":1") == 3
+    wait_until(lambda: (work / "other").read_text().count(":0") == 3, what="the other job")
+    assert _ipc_objects(key) == []
+    assert _shared_kib() > before_kib + (100 << 10)
+    controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+    controller.final(token)
+    wait_until(lambda: _shared_kib() < before_kib + (40 << 10), what="the end of the shared memory")
+    controller.send(protocol.EndJob(INCARNATION, 2, 0, 0.0))
+    controller.final(other)
 
 
 def test_e4_a_node_says_what_it_cannot_enforce(place: Path) -> None:

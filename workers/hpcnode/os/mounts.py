@@ -1,13 +1,15 @@
-"""Private /tmp, /dev/shm and /proc of a job, by mount namespaces. Needs root.
+"""Private /tmp, /dev/shm, IPC objects and /proc of a job, by namespaces. Needs root.
 
     ROOT/private/          mode 0700, a small tmpfs whose mounts no other namespace sees; there while a job uses it
       proc/                /proc with hidepid=2, for all jobs
       JOB/shm/             a tmpfs as large as the job's memory
+      JOB/ipc              the job's IPC namespace: System V shared memory, semaphores and queues, and POSIX message queues
     ROOT/tmp/JOB/          a directory on disk; ROOT/tmp has mode 0700
 
 Each task has a mount namespace of its own, in which these directories cover /dev/shm, /tmp and /proc. All tasks of a job on a
 node cover them with the same directories, so its steps, mpirun's daemons and their ranks share them, and they last as long as
-the job has the node. Pages of the tmpfs are charged to the job's memory cgroup.
+the job has the node. Pages of the tmpfs are charged to the job's memory cgroup. Likewise all its tasks enter one IPC namespace,
+with which the kernel removes what is in it.
 
 Rules:
 - A job keeps directories below /tmp that it was given (work directory, home, the agent's root): the first directory below /tmp
@@ -16,7 +18,7 @@ Rules:
 - No path below a directory that a user can write to is followed: names are opened with O_NOFOLLOW and mounted by descriptor.
 - hidepid needs a kernel of 5.8: before, it would change every /proc of the machine.
 
-Sources: mount_namespaces(7), mount(2), unshare(2), proc(5), tmpfs(5).
+Sources: mount_namespaces(7), ipc_namespaces(7), mq_overview(7), mount(2), unshare(2), setns(2), proc(5), tmpfs(5).
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ import os
 import stat
 from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 
-TMP, SHM, PROC = "/tmp", "/dev/shm", "/proc"  # noqa: S108 - what is covered
+TMP, SHM, PROC, QUEUES = "/tmp", "/dev/shm", "/proc", "/dev/mqueue"  # noqa: S108 - what is covered
+OWN_IPC = "/proc/self/ns/ipc"
 PRIVATE, TMPS = "private", "tmp"
 GONE = ".gone-"  # before the name of a /tmp that is being deleted
 FIRST_HIDEPID = (5, 8)
 
-CLONE_NEWNS = 0x20000
+CLONE_NEWNS, CLONE_NEWIPC = 0x20000, 0x8000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC = 0x2, 0x4, 0x8, 0x1000, 0x4000
 MS_PRIVATE, MS_SLAVE = 0x40000, 0x80000
 MNT_DETACH = 2
@@ -48,6 +51,7 @@ class Cover(NamedTuple):
     tmp: str = ""
     shm: str = ""
     proc: str = ""
+    ipc: str = ""  # the file of an IPC namespace
     keep: Tuple[str, ...] = ()  # directories below /tmp that stay visible
 
     @property
@@ -89,15 +93,23 @@ def _is_mounted(path: str) -> bool:
 def find_missing(root: str) -> Dict[str, str]:
     """Return what is not possible here and why; nothing stays mounted.
 
-    The keys are "namespace" (then nothing is possible) and "proc".
+    The keys are "namespace" (then nothing is possible), "ipc" and "proc".
     """
+    all_of_it = ("namespace", "ipc", "proc")
     if os.geteuid() != 0:
-        return dict.fromkeys(("namespace", "proc"), "the agent is not root")
+        return dict.fromkeys(all_of_it, "the agent is not root")
     why = _why_in_child(lambda: enter(Cover()))
     if why:
-        return dict.fromkeys(("namespace", "proc"), why)
-    why = _why_no_hidepid() or _why_in_child(lambda: _try_proc(root))
-    return {"proc": why} if why else {}
+        return dict.fromkeys(all_of_it, why)
+    found = {
+        "ipc": _why_in_child(_unshare_ipc),
+        "proc": _why_no_hidepid() or _why_in_child(lambda: _try_proc(root)),
+    }
+    return {name: why for name, why in found.items() if why}
+
+
+def _unshare_ipc() -> None:
+    _check(_libc().unshare(CLONE_NEWIPC), "cannot have an IPC namespace")
 
 
 def _try_proc(root: str) -> None:
@@ -179,12 +191,16 @@ def job_folder(root: str, job: str) -> str:
     return os.path.join(root, PRIVATE, job)
 
 
-def make(root: str, job: str, mem_mib: int, *, tmp: bool, shm: bool, proc: bool, keep: Iterable[str]) -> Cover:
+def make(
+    root: str, job: str, mem_mib: int, *, tmp: bool, shm: bool, ipc: bool, proc: bool, keep: Iterable[str]
+) -> Cover:
     """Make what the tasks of a job cover the node's directories with. Raises OSError."""
     with _private(root) as private:
         _begin(private, proc)
-        return _make(private, job, mem_mib, tmp=tmp, shm=shm, keep=keep)._replace(
-            proc=os.path.join(private, "proc") if proc else ""
+        cover = _make(private, job, mem_mib, tmp=tmp, shm=shm, keep=keep)
+        return cover._replace(
+            proc=os.path.join(private, "proc") if proc else "",
+            ipc=_make_ipc(os.path.join(private, job, "ipc")) if ipc else "",
         )
 
 
@@ -207,6 +223,20 @@ def _make(private: str, job: str, mem_mib: int, *, tmp: bool, shm: bool, keep: I
             os.chmod(path, 0o1777)  # noqa: S103 - as /tmp
         cover = cover._replace(tmp=path)
     return cover
+
+
+def _make_ipc(path: str) -> str:
+    """Make an IPC namespace that a file keeps; this process stays in its own."""
+    if not _is_mounted(path):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        ours = os.open(OWN_IPC, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _unshare_ipc()
+            _mount(OWN_IPC, path, "", MS_BIND)
+        finally:
+            _check(_libc().setns(ours, CLONE_NEWIPC), "cannot return to the IPC namespace")
+            os.close(ours)
+    return path
 
 
 def _firsts(paths: Iterable[str]) -> List[str]:
@@ -232,7 +262,8 @@ def remove(root: str, job: str) -> str:
     if os.path.isdir(job_folder(root, job)):
         with _private(root) as private:
             folder = os.path.join(private, job)
-            _unmount(os.path.join(folder, "shm"))
+            for name in ("shm", "ipc"):
+                _unmount(os.path.join(folder, name))
             for name in os.listdir(folder):
                 path = os.path.join(folder, name)
                 (os.rmdir if os.path.isdir(path) else os.unlink)(path)
@@ -280,6 +311,8 @@ def enter(cover: Cover) -> None:
     """Cover the node's directories with the job's in a new mount namespace. Raises OSError."""
     _check(_libc().unshare(CLONE_NEWNS), "cannot have a mount namespace")
     _mount("", "/", "", MS_REC | MS_SLAVE)
+    if cover.ipc:
+        _enter_ipc(cover.ipc)
     if cover.shm and os.path.isdir(SHM):
         _mount(cover.shm, SHM, "", MS_BIND)
     if cover.tmp:
@@ -293,6 +326,16 @@ def enter(cover: Cover) -> None:
                 os.symlink(target, os.path.join(TMP, name))
     if cover.proc:
         _mount(cover.proc, PROC, "", MS_BIND)
+
+
+def _enter_ipc(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_libc().setns(fd, CLONE_NEWIPC), "cannot enter the job's IPC namespace")
+    finally:
+        os.close(fd)
+    if os.path.ismount(QUEUES):  # its files are the queues of the node
+        _mount("mqueue", QUEUES, "mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def _opened(path: str) -> Tuple[str, int]:

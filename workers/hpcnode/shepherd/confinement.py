@@ -90,7 +90,7 @@ def abilities(ground: Ground) -> List[Ability]:
     add("io", tree.missing.get("io", ""))
     add("gpus", _why_no_devices(ground))
     no_namespace = ground.missing.get("namespace", "")
-    add("shm", no_namespace)
+    add("shm", no_namespace or ground.missing.get("ipc", ""))
     add("tmp", no_namespace)
     add("proc", ground.missing.get("proc", ""))
     add("logins", "" if tree.roots() and os.geteuid() == 0 else NOT_ROOT if os.geteuid() else "no cgroup is usable")
@@ -132,6 +132,7 @@ def begin(ground: Ground, launch: protocol.Launch, account: UserAccount, socket_
             share.mem_mib or launch.mem_mib,
             tmp="tmp" in wanted and os.path.normpath(launch.work_dir) != mounts.TMP,
             shm="shm" in wanted,
+            ipc="shm" in wanted and "ipc" not in ground.missing,
             proc="proc" in wanted and "proc" not in ground.missing,
             keep=keep,
         )
