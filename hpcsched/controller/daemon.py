@@ -1,6 +1,6 @@
 """Run the controller on an event loop: nodes, ticks, configuration and shutdown.
 
-`hpcsched.controller.opening` runs before it.
+`hpcsched.controller.__main__` runs before it.
 """
 
 from __future__ import annotations

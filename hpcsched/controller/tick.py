@@ -26,11 +26,11 @@ from hpcsched.controller.nodes import edits, orphans
 from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
 from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Slice, Waits
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
+from hpcsched.controller.reports import Trainings
 from hpcsched.controller.requests import crontabs, reservations, triggers
 from hpcsched.controller.requests.admission import check_account, check_share_of_queue, settle
 from hpcsched.controller.requests.jobs import SignalJob, place_of
 from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_of, next_time_s, warn_at_s
-from hpcsched.controller.training import Trainings
 from hpcsched.controller.usage_ledger import UsageLedgerCache
 from hpcsched.controller.views.queue import first_start
 from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError, report_fault

@@ -1,8 +1,8 @@
 """Connections to nodes: the open channel to each agent, and what is copied there first.
 
 The controller calls `make_link`. Modules: link (the event loop's view); greeting (first messages);
-bundle, bootstrap (files copied to the node); ssh, sshconfig, hostkeys (over a network); local (this
-machine); environment, files, layout (a job's view).
+bundle, bootstrap (files copied to the node); ssh, sshconfig, hostkeys (over a network); pipe (also on
+this machine).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_link(
 def dial_for(spec: NodeSpec, config: Config) -> Dial:
     """Return the Dial for this node: SSH, or a local one if the node is this machine."""
     from hpcsched.config.keys import LOCAL_HOST
-    from hpcsched.launch.local import local_dial
+    from hpcsched.launch.pipe import local_dial
 
     if spec.host == LOCAL_HOST:
         return local_dial(spec)

@@ -28,10 +28,10 @@ from functools import partial
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Reason
+from hpcsched.model.reservation import ReservedInterval
 from hpcsched.model.units import MINUTE_S, UNLIMITED_S, format_mem, format_time_s
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.place.request import GpuCounts, ResourceRequest, Shape
-from hpcsched.sched.place.reserved_intervals import ReservedInterval
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.plan import steps_of
 from hpcsched.sched.policy import Backfill, Policy

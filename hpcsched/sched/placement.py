@@ -23,7 +23,7 @@ from typing import TypeVar
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
-from hpcsched.model.reservation import Reservation
+from hpcsched.model.reservation import NEVER_S, Closed, Reservation, ReservedInterval
 from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.decisions import Wait
 from hpcsched.sched.guard.experience import Needed
@@ -32,7 +32,6 @@ from hpcsched.sched.place.fragmentation import mix_of
 from hpcsched.sched.place.groups import ComponentGroup, ShapeGroup, ShapeGroups
 from hpcsched.sched.place.node_fit import NodePart
 from hpcsched.sched.place.request import LicenseCounts, Shape
-from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed, ReservedInterval
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.pool import Steps

@@ -32,14 +32,13 @@ from dataclasses import fields, replace
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, Reason
-from hpcsched.model.reservation import Reservation
+from hpcsched.model.reservation import NEVER_S, Interval, Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.guard.on_nodes import guarded
 from hpcsched.sched.place.node_fit import NodePart, Seat
 from hpcsched.sched.place.request import ResourceRequest, Shape
-from hpcsched.sched.place.reserved_intervals import NEVER_S, Interval
 from hpcsched.sched.placement import SUM_ERROR_S, Placement
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import order_in_steps, scale_of

@@ -26,9 +26,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
+from math import inf
 from operator import itemgetter
-
-from hpcsched.sched.place.reserved_intervals import NEVER_S
 
 Procs = Sequence[int] | Mapping[int, int]  # by a job's number
 Limits = Sequence[float] | Mapping[int, float]
@@ -288,10 +287,10 @@ class Steps:
             del self.times_s[:over], self.free[:over]
         self.times_s[0] = now_s
 
-    def earliest(self, procs: int, length_s: float, from_s: float = -NEVER_S) -> float:
+    def earliest(self, procs: int, length_s: float, from_s: float = -inf) -> float:
         """Return the first time at or after `from_s` with `procs` free for `length_s`.
 
-        `NEVER_S`: never.
+        `inf`: never.
         """
         times_s, free = self.times_s, self.free
         start_s = -1.0
@@ -304,9 +303,9 @@ class Steps:
             elif not fits:
                 fits = True
                 start_s = max(times_s[at], from_s)
-        return start_s if fits else NEVER_S
+        return start_s if fits else inf
 
-    def fits_now(self, procs: int, length_s: float, own_start_s: float = NEVER_S) -> bool:
+    def fits_now(self, procs: int, length_s: float, own_start_s: float = inf) -> bool:
         """Say whether `procs` are free from the first step on for `length_s`.
 
         From `own_start_s` on, the job's own promise holds as many processors: there it always fits.
@@ -343,7 +342,7 @@ class ConservativePool:
             self.ends_of[job] = now_s + limit_s
             return (job,)
         self.promises[job] = start_s
-        if start_s < NEVER_S:
+        if start_s < inf:
             self.steps.add(start_s, start_s + limit_s, -procs)
         return NO_JOBS
 
@@ -399,7 +398,7 @@ class PromisedPool(Pool):
             promised = 0
             for job in tuple(self.queue):
                 procs, limit_s, number = job
-                start_s = NEVER_S
+                start_s = inf
                 if promised < self.depth:
                     start_s = steps.earliest(procs, limit_s)
                 elif steps.fits_now(procs, limit_s):
@@ -410,7 +409,7 @@ class PromisedPool(Pool):
                     started.append(number)
                 elif promised < self.depth:
                     promised += 1
-                if start_s < NEVER_S:
+                if start_s < inf:
                     steps.add(start_s, start_s + limit_s, -procs)
                 if not steps.free[0] and (promised >= self.depth or not self.free):
                     break

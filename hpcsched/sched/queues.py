@@ -9,7 +9,7 @@ refers to that task alone. A job that is no longer known counts as ended long ag
 `afternotok` and `aftercorr` on it are never satisfied. A job never starts if it could not end by its deadline even if it
 started now.
 
-`place.reserved_intervals` has the times at which nodes are closed; the reasons, in words, are here.
+`model.reservation` has the times at which nodes are closed; the reasons, in words, are here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from enum import Enum
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, JobState, Reason
 from hpcsched.model.node import Partition, PartitionState
-from hpcsched.model.reservation import MAX_PERIOD_S, Interval, Reservation, occurrences
+from hpcsched.model.reservation import HORIZON_S, MAX_PERIOD_S, NEVER_S, Interval, Reservation, occurrences
 from hpcsched.model.spec import Dependency, DependencyKind
 from hpcsched.model.units import format_time_s
 from hpcsched.sched.decisions import Wait
-from hpcsched.sched.place.reserved_intervals import HORIZON_S, NEVER_S
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.sentences import listed
 from hpcsched.sched.snapshot import JobFact, NodeView, PendingJob, RunningJob, Snapshot, relaxed

@@ -23,7 +23,7 @@ from hpcsched.model.codec import value_from_json, value_to_json
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Refusal
 from hpcsched.model.node import Link, Node, Partition, PartitionState
-from hpcsched.model.reservation import Reservation, at
+from hpcsched.model.reservation import Reservation, ReservedInterval, at, reserved_intervals_of
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import known_limit_s
@@ -32,7 +32,6 @@ from hpcsched.sched.guard.experience import NO_EXPERIENCE, Experience
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gpus import GpuSlot, Units, all_units, gpu_slots
 from hpcsched.sched.place.request import LicenseCounts, ResourceRequest, Shape, request_of, time_limit_in, without_nodes
-from hpcsched.sched.place.reserved_intervals import ReservedInterval, reserved_intervals_of
 from hpcsched.sched.policy import Policy
 
 UNKNOWN_TMP_MIB = 1 << 53  # a node without tmp_disk satisfies any --tmp

@@ -17,9 +17,9 @@ from heapq import heappop, heappush
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState, Reason
 from hpcsched.model.node import Partition
+from hpcsched.model.reservation import NEVER_S, reserved_intervals_of
 from hpcsched.sched.decisions import Plan, Wait
 from hpcsched.sched.guard.experience import Expected
-from hpcsched.sched.place.reserved_intervals import NEVER_S, reserved_intervals_of
 from hpcsched.sched.plan import as_running, plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot

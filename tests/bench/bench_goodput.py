@@ -1,6 +1,6 @@
 """What part of the time three ranks and a spare train while one of the ranks is killed every minute: for twenty minutes.
 
-The goodput is the run's own account (`hpctrain.report.reporter`): seconds of steps that count over all seconds since it began.
+The goodput is the run's own account (`hpctrain.reporter`): seconds of steps that count over all seconds since it began.
 """
 
 from __future__ import annotations

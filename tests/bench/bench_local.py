@@ -6,7 +6,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from hpctrain.report.metrics import read_metrics
+from hpctrain.metrics import read_metrics
 from tests.bench import hosts
 from tests.bench.figures import Figure
 

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
-from hpcsched.model.reservation import Flag, Reservation
+from hpcsched.model.reservation import Flag, Reservation, reserved_intervals_of
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.sched.explain import explain
 from hpcsched.sched.place.request import ResourceRequest, Shape
-from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.pool import Pool

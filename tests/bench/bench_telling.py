@@ -19,10 +19,10 @@ from hpctrain.batch import Batch, Phases
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.examples.chargpt import Gpt
 from hpctrain.exchange.balance import RankTimes
+from hpctrain.loop import RunIdentity, StepReport, TrainingProgress
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
-from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
-from hpctrain.report.reporter import Goodput, Reporter, ReporterSetup, RunRecord
+from hpctrain.reporter import Goodput, Reporter, ReporterSetup, RunRecord
 from hpctrain.settings import settings_of
 from tests.bench.figures import Figure, from_samples
 

@@ -14,7 +14,7 @@ import pytest
 from waiting import wait_until
 
 from hpcsched.loopback.cluster import LocalCluster
-from hpctrain.report.metrics import read_metrics
+from hpctrain.metrics import read_metrics
 
 TESTS = Path(__file__).parents[1]
 SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 12 --eval-every 0 --sample 0 --checkpoint-every 50"

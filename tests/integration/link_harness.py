@@ -15,8 +15,7 @@ from hpcnode.wire import protocol
 from hpcsched.launch.bundle import Bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.link import LinkTimes, NodeLink
-from hpcsched.launch.local import local_dial
-from hpcsched.launch.pipe import Dial
+from hpcsched.launch.pipe import Dial, local_dial
 from hpcsched.launch.ssh import ssh_dial
 from hpcsched.launch.sshconfig import SshSettings
 from hpcsched.loopback.cluster import LoopbackNode

@@ -22,7 +22,7 @@ from agent_client import (
 from waiting import PATIENCE_S, wait_until
 
 from hpcnode.wire import protocol
-from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
+from hpctrain.heartbeat import Heartbeat, HeartbeatStatus
 
 ELSEWHERE = protocol.Address("n2", 5)
 

@@ -19,7 +19,7 @@ from waiting import wait_until
 CONTROLLER = """\
 import asyncio, pathlib, sys, time
 from hpcsched.config.load import load_config
-from hpcsched.controller.opening import serve
+from hpcsched.controller.__main__ import serve
 off = pathlib.Path(sys.argv[2])
 sys.exit(asyncio.run(serve(load_config(pathlib.Path(sys.argv[1])), lambda: time.time() + float(off.read_text()))))
 """

@@ -15,7 +15,7 @@ from unit.controller.cluster import ANN, Cluster
 
 from hpcsched import paths
 from hpcsched.config.load import Config, load_config
-from hpcsched.controller.opening import serve
+from hpcsched.controller.__main__ import serve
 from hpcsched.errors import ConfigError
 from hpcsched.store import backup
 

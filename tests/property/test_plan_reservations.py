@@ -9,12 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from property.test_plan import POLICIES, POLICY, worlds
 
-from hpcsched.model.reservation import Flag, Reservation, clash, occurrences
+from hpcsched.model.reservation import Flag, Reservation, clash, occurrences, reserved_intervals_of
 from hpcsched.model.units import UNLIMITED_S, parse_time_s
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.explain import WhatIf, smaller_requests
 from hpcsched.sched.place.request import ResourceRequest
-from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot

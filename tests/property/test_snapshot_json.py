@@ -14,12 +14,11 @@ from hpcsched.errors import ProtocolError
 from hpcsched.model.accounting import Account, Accounting, Limits, PreemptMode, PreemptType, Qos
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, JobState
-from hpcsched.model.reservation import Flag, Reservation
+from hpcsched.model.reservation import Flag, Reservation, reserved_intervals_of
 from hpcsched.model.spec import Dependency, DependencyKind
 from hpcsched.sched.fairshare import UsedResources
 from hpcsched.sched.guard.experience import Experience
 from hpcsched.sched.place.request import ResourceRequest, Shape
-from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy, PreemptRules
 from hpcsched.sched.snapshot import (

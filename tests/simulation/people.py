@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcnode.wire import protocol
 from hpcsched.auth.authorize import Identity, Role
 from hpcsched.controller import preemption
-from hpcsched.controller.requests import jobs, running_jobs, update
+from hpcsched.controller.requests import jobs, update
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
@@ -71,10 +71,10 @@ class People:
         self._on_jobs("hold", name, lambda tx, refs: jobs.hold(tx, ANN, refs))
 
     def suspend(self, name: str) -> None:
-        self._on_jobs("suspend", name, lambda tx, refs: running_jobs.suspend(tx, ROOT, refs))
+        self._on_jobs("suspend", name, lambda tx, refs: jobs.suspend(tx, ROOT, refs))
 
     def go_on(self, name: str) -> None:
-        self._on_jobs("resume", name, lambda tx, refs: running_jobs.resume(tx, ROOT, refs))
+        self._on_jobs("resume", name, lambda tx, refs: jobs.resume(tx, ROOT, refs))
 
     def resize(self, name: str, count: int) -> None:
         """Have the jobs go on with so many nodes."""
@@ -92,7 +92,7 @@ class People:
         self._ask(f"drain {node}", lambda tx, _: jobs.drain(tx, ROOT, node, "test", ""), lambda _: None)
 
     def resume(self, node: str) -> None:
-        self._ask(f"resume {node}", lambda tx, _: jobs.resume(tx, ROOT, node, ""), lambda _: None)
+        self._ask(f"resume {node}", lambda tx, _: jobs.resume_nodes(tx, ROOT, node, ""), lambda _: None)
 
     def fence(self, node: str, heard: Callable[[], None]) -> None:
         """Say that the node runs nothing: it has to be off, until `heard` is called."""
@@ -132,7 +132,7 @@ class People:
                 self._ask(f"release {ref}", lambda tx, _, ref=ref: jobs.release(tx, ANN, [ref]), lambda _: None)
             elif job.state is JobState.SUSPENDED and job.suspended_for is None:
                 ref = str(job.id)
-                self._ask(f"resume {ref}", lambda tx, _, ref=ref: running_jobs.resume(tx, ROOT, [ref]), lambda _: None)
+                self._ask(f"resume {ref}", lambda tx, _, ref=ref: jobs.resume(tx, ROOT, [ref]), lambda _: None)
 
     def _ask(self, what: str, work: Work, told: Told, heard: Callable[[], None] = lambda: None) -> None:
         self.waiting += 1

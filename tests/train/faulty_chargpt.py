@@ -34,7 +34,7 @@ from hpctrain.elastic.member import Membership
 from hpctrain.env import StopRequest
 from hpctrain.examples import chargpt
 from hpctrain.examples.chargpt import main
-from hpctrain.report.metrics import MetricsFile
+from hpctrain.metrics import MetricsFile
 from hpctrain.run import Run
 
 

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.script import Checkpointer, Trees
 from hpctrain.checkpoint.tree import flattened, grown, keepable
 from hpctrain.checkpoint.writing.maker import CheckpointReport
 from hpctrain.errors import EXIT_REQUEUE, MismatchError, TrainError
-from hpctrain.report.heartbeat import Heartbeat
+from hpctrain.heartbeat import Heartbeat
 
 TREES = st.recursive(
     st.none()

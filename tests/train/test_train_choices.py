@@ -9,7 +9,7 @@ import pytest
 from ranks import HERE, Ended, needs_mpi, run_mpi, run_plain
 
 from hpctrain.checkpoint.restore import checkpoint_names
-from hpctrain.report.metrics import read_metrics
+from hpctrain.metrics import read_metrics
 
 TINY = HERE / "tiny.py"
 CHOICES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_train_checkpoint import write
 
-from hpctrain.report.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
-from hpctrain.report.reporter import Goodput, RunRecord, resume_goodput
+from hpctrain.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
+from hpctrain.reporter import Goodput, RunRecord, resume_goodput
 
 
 def life(path: Path, goodput: Goodput, steps: range, *, from_s: float, step_s: float = 1.0) -> None:

@@ -20,7 +20,7 @@ from ranks import HERE, clean_environment, finish, mpirun, needs_mpi, python, ru
 from waiting import wait_until
 
 from hpctrain.errors import MissingPackageError
-from hpctrain.report.metrics import Writers, check_writers
+from hpctrain.metrics import Writers, check_writers
 from hpctrain.settings import epochs_text
 
 SCRIPT = HERE / "telling.py"
@@ -217,7 +217,7 @@ def test_a_metrics_writer_that_fails_is_dropped_and_training_continues(
         def write(self, *_: object) -> None:
             raise ConnectionError("no route")
 
-    monkeypatch.setattr("hpctrain.report.metrics._make", lambda *_: Broken())
+    monkeypatch.setattr("hpctrain.metrics._make", lambda *_: Broken())
     write(tmp_path, "mlflow")
     assert capsys.readouterr().out == "metrics: cannot write to mlflow any more: no route\n"
 

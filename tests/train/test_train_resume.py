@@ -14,9 +14,9 @@ from ranks import HERE, Ended, finish, mpirun, needs_mpi, python, run_mpi, run_p
 from waiting import wait_until
 
 from hpctrain.errors import EXIT_REQUEUE
+from hpctrain.metrics import MetricsFile, read_metrics
 from hpctrain.plot import main as plot
 from hpctrain.plot import read_curve
-from hpctrain.report.metrics import MetricsFile, read_metrics
 
 STEPS = 24
 SMALL = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.env import require
 from hpctrain.errors import EXIT_FAILED, TrainError
-from hpctrain.report.metrics import read_metrics
+from hpctrain.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

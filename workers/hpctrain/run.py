@@ -75,16 +75,25 @@ from hpctrain.exchange.agreement import (
     hash_of,
 )
 from hpctrain.exchange.sync import Sync, make_sync
-from hpctrain.loop import LoopSetup, StepProfiler, TrainingLoop, live_tensors, seed_step
+from hpctrain.heartbeat import Heartbeat
+from hpctrain.loop import (
+    LoopSetup,
+    RunIdentity,
+    StepProfiler,
+    StepReport,
+    TrainingLoop,
+    TrainingProgress,
+    live_tensors,
+    progress_from,
+    seed_step,
+)
+from hpctrain.metrics import check_writers
 from hpctrain.optim.precision import Precision, loss_scale_for
 from hpctrain.optim.schedule import EpochEnd
 from hpctrain.optim.torch_optim import Optimizer, TorchSchedule, guarded, optimizer_for
 from hpctrain.optim.zero import ShardedOptimizer, check_elementwise
 from hpctrain.options import options_from
-from hpctrain.report.heartbeat import Heartbeat
-from hpctrain.report.metrics import check_writers
-from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress, progress_from
-from hpctrain.report.reporter import Goodput, Reporter, ReporterSetup, RunRecord
+from hpctrain.reporter import Goodput, Reporter, ReporterSetup, RunRecord
 from hpctrain.settings import (
     DEFAULT_BATCH,
     TrainSettings,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcnode.commands import bcast, hrun
+from hpcnode.commands import hrun
 from hpcsched import client
 from hpcsched.cli.slurm import run_face
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
@@ -68,7 +68,7 @@ def _work(words: Words) -> int:
     source, destination = words.operands
     job_id = _job_of(words, "cannot copy: not in a job; give one with --jobid")
     try:
-        step = bcast.step_words(
+        step = hrun.step_words(
             source,
             shlex.quote(destination),
             job_id,

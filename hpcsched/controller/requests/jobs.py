@@ -3,10 +3,14 @@
 A function here either records events and returns the answer, or raises and leaves nothing behind:
 the tick undoes it. Signals are not events. They are returned in the outcome and sent after the
 commit.
+
+Requests may name single steps: `hcancel 12.0`. `12.batch` is the batch script: to end it is to end
+the job. Source: scancel(1).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -25,7 +29,7 @@ from hpcsched.controller.requests.job_ids import component_in, find_jobs, matche
 from hpcsched.controller.requests.reservations import check_use
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
-from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued
+from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued, Resumed, Suspended
 from hpcsched.lifecycle.job import can
 from hpcsched.lifecycle.node import NodeDrained, NodeFenced, NodeResumed
 from hpcsched.model.hostlist import expand_hostlist
@@ -34,6 +38,7 @@ from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
 from hpcsched.model.node import Link, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.text import whole_number
 from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.request import request_of
 from hpcsched.state.cluster import ClusterState
@@ -55,6 +60,9 @@ _SETTLED = frozenset(("account", "qos"))  # set by default if the job names none
 _SHOWN = {"script_sha256": "script"}
 SHOWN = 3  # differences shown
 _COMPARED = tuple(field.name for field in fields(JobSpec) if field.name not in _OF_THE_COMMAND)
+
+
+_STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
 
 
 def jobs_again(request_id: str, made: Mapping[int, JobSpec], specs: Sequence[JobSpec]) -> list[dict[str, int]]:
@@ -537,7 +545,7 @@ def drain(tx: Transaction, identity: Identity, nodes: str, why: str, by: str) ->
     return list(names)
 
 
-def resume(tx: Transaction, identity: Identity, nodes: str, only_by: str) -> list[str]:
+def resume_nodes(tx: Transaction, identity: Identity, nodes: str, only_by: str) -> list[str]:
     """Resume these nodes; with `only_by`, only the nodes that it drained."""
     authorize(identity, Action.DRAIN, what="resume a node")
     names = [
@@ -587,3 +595,82 @@ def fence(tx: Transaction, identity: Identity, nodes: str, why: str) -> Outcome:
             tx.record_node(NodeFenced(node=name, at_s=tx.now_s, by=identity.user, why=why))
     outcome.jobs = list(outcome.became)
     return outcome
+
+
+class Meant(NamedTuple):
+    """The parsed references of a request."""
+
+    jobs: list[str]
+    batch: list[str]  # jobs of which only the batch script is referenced
+    steps: list[tuple[str, int]]  # job, number
+
+
+def sort_out(references: Iterable[str]) -> Meant:
+    """Return which of the references are jobs, which batch scripts and which steps."""
+    meant = Meant([], [], [])
+    for reference in references:
+        match = _STEP.match(reference)
+        if match is None:
+            meant.jobs.append(reference)
+        elif match[2] == "batch":
+            meant.batch.append(match[1])
+        else:
+            meant.steps.append((match[1], whole_number(match[2], "a step")))
+    return meant
+
+
+def act_on_steps(
+    cluster: ClusterState,
+    act_on_step: Callable[[Job, int, int | None, str], bool],
+    identity: Identity,
+    steps: Iterable[tuple[str, int]],
+    filters: dict[str, str],
+    signum: int | None,
+    outcome: Outcome,
+) -> None:
+    """Send `signum` to these steps of matching jobs, or end them if it is None.
+
+    Refusals are added to `outcome`.
+    """
+    for reference, number in steps:
+        try:
+            jobs = find_jobs(cluster, reference, identity.uid)
+            if not all(matches(job, filters) for job in jobs):
+                continue
+            if len(jobs) > 1:
+                raise RequestError(
+                    f"cannot tell which step {number} of job {reference} is meant: say {jobs[0].display_id}"
+                )
+            authorize(identity, Action.CANCEL, jobs[0], f"cancel a step of job {jobs[0].display_id}")
+            if not act_on_step(jobs[0], number, signum, identity.user):
+                raise NotFoundError(f"Invalid job id specified: no step {reference}.{number} is running")
+        except HpcschedError as error:
+            outcome.refuse(f"{reference}.{number}", error)
+        else:
+            outcome.jobs.append(jobs[0].id)
+
+
+def suspend(tx: Transaction, identity: Identity, references: Iterable[str]) -> Outcome:
+    """Suspend the named running jobs. They keep their resources."""
+
+    def suspend_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
+        if not can(job, Suspended):
+            raise RequestError(f"cannot suspend job {job.display_id}: it is {job.state}")
+        tx.record(Suspended(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid))
+
+    return each_job(tx, identity, references, {}, Action.SUSPEND, suspend_job)
+
+
+def resume(tx: Transaction, identity: Identity, references: Iterable[str]) -> Outcome:
+    """Resume the named suspended jobs."""
+
+    def resume_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
+        if not can(job, Resumed):
+            raise RequestError(f"cannot resume job {job.display_id}: it is {job.state}, not SUSPENDED")
+        if job.suspended_for is not None:
+            raise RequestError(
+                f"cannot resume job {job.display_id}: job {job.suspended_for} has its cpus; it goes on when they are free"
+            )
+        tx.record(Resumed(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid))
+
+    return each_job(tx, identity, references, {}, Action.SUSPEND, resume_job, "resume")

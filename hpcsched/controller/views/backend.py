@@ -36,12 +36,12 @@ from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.nodes.loss import remove_node
-from hpcsched.controller.requests import crontabs, running_jobs, triggers
+from hpcsched.controller.requests import crontabs, triggers
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.requests import reservations as reservation_requests
 from hpcsched.controller.requests.job_ids import find_jobs, listed_of
+from hpcsched.controller.requests.jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.reservations import read_options
-from hpcsched.controller.requests.running_jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.history import history_text, outages_of, story_of
@@ -301,7 +301,7 @@ class ControllerBackend(Reading):
         self._controller.send_signals(outcome.signals)
         listener = self._controller.listener
         if meant.steps and listener is not None:
-            act_on_steps(self._cluster, listener, identity, meant.steps, filters, signum, outcome)
+            act_on_steps(self._cluster, listener.act_on_step, identity, meant.steps, filters, signum, outcome)
         answer = outcome.as_json()
         for_steps = [sent.job for sent in outcome.signals if not sent.batch_only and not sent.full]
         without = [job.display_id for job in for_steps if listener is None or not listener.has_steps(job)]
@@ -437,7 +437,9 @@ class ControllerBackend(Reading):
             }
         only_by = str(body.get("only_by") or "")
         return {
-            "nodes": await self._change(identity, "resume", lambda tx: requests.resume(tx, identity, nodes, only_by))
+            "nodes": await self._change(
+                identity, "resume", lambda tx: requests.resume_nodes(tx, identity, nodes, only_by)
+            )
         }
 
     def reservations(self, identity: Identity) -> Json:
@@ -766,8 +768,8 @@ class ControllerBackend(Reading):
 _WORK = {
     "hold": requests.hold,
     "release": requests.release,
-    "suspend": running_jobs.suspend,
-    "resume": running_jobs.resume,
+    "suspend": requests.suspend,
+    "resume": requests.resume,
 }
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpcsched.model.reservation import NEVER_S
 from hpcsched.sched.guard.decide import Candidate, WaitBound, decide
 from hpcsched.sched.guard.experience import History, Needed, RequestUse, ShadowEasy
-from hpcsched.sched.place.reserved_intervals import NEVER_S
 from hpcsched.sched.policy import Guard
 from hpcsched.sched.pool import Pool, Steps, Waiting, steps_of
 

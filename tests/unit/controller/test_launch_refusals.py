@@ -138,7 +138,7 @@ def test_a_node_that_could_not_start_three_jobs_in_a_row_is_drained(askers: tupl
     assert first.drained
     said = "cannot enter the job's directory ...: No such file or directory"
     assert first.drained_why == f"3 jobs in a row (the last: 3) could not be started here, and could elsewhere: {said}"
-    cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", ""))
+    cluster.ask(lambda tx: jobs.resume_nodes(tx, ROOT, "n1", ""))
     assert not cluster.state.nodes[NodeName("n1")].drained
     assert not cluster.state.nodes[NodeName("n1")].launch_failures
 

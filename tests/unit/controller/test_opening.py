@@ -11,8 +11,8 @@ from unit.controller.cluster import ANN, Cluster
 
 from hpcsched.api import connection_limits
 from hpcsched.auth.authorize import Identity, Role
+from hpcsched.controller.__main__ import first_answers
 from hpcsched.controller.head_socket import HeadStreams
-from hpcsched.controller.opening import first_answers
 from hpcsched.controller.views.queue import Reading
 from hpcsched.errors import ConfigError, NotFoundError
 

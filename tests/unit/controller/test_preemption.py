@@ -13,7 +13,7 @@ from cluster import ANN, ROOT, Cluster
 from hpcnode.wire import protocol
 from hpcsched.api.views import in_a_sentence, job_view, node_views, why_waiting
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.requests import jobs, running_jobs
+from hpcsched.controller.requests import jobs
 from hpcsched.controller.views.history import story_of
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.job import JobState
@@ -109,7 +109,7 @@ def test_one_that_is_suspended_goes_on_afterwards_and_its_node_is_never_overbook
     assert states(cluster, low, high) == ["SUSPENDED", "CONFIGURING"]
     assert [message.on for _, message in cluster.sent(protocol.SuspendJob)] == [True]
     assert node_views(cluster.state, cluster.now_s)[0]["cpus_alloc"] == 2
-    refused = cluster.ask(lambda tx: running_jobs.resume(tx, ROOT, [str(low)]))
+    refused = cluster.ask(lambda tx: jobs.resume(tx, ROOT, [str(low)]))
     assert f"job {high} has its cpus" in refused.errors[0]["error"]
     cluster.run(high)
     cluster.end(high)

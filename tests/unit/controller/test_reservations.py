@@ -12,7 +12,7 @@ from jobs import partition
 from hpcsched.api.views import node_views
 from hpcsched.auth.authorize import Identity
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.requests import jobs, reservations, running_jobs
+from hpcsched.controller.requests import jobs, reservations
 from hpcsched.controller.requests.update import update
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.job import JobState, Reason
@@ -244,7 +244,7 @@ def test_a_suspended_job_ends_with_its_reservation_too() -> None:
     reserve(cluster, StartTime="now")
     job_id = cluster.submit(reservation="r", time_limit_s=300)
     cluster.run(job_id)
-    cluster.ask(lambda tx: running_jobs.suspend(tx, ROOT, [str(job_id)]))
+    cluster.ask(lambda tx: jobs.suspend(tx, ROOT, [str(job_id)]))
     assert cluster.job(job_id).state is JobState.SUSPENDED
     cluster.tick(600.0)
     assert cluster.job(job_id).outcome is JobState.TIMEOUT

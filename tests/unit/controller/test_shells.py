@@ -8,7 +8,7 @@ import pytest
 from step_bench import a_job
 
 from hpcnode.wire import protocol
-from hpcsched.controller.requests.held_jobs import ShellPorts, Shells
+from hpcsched.controller.stepping import ShellPorts, Shells
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus

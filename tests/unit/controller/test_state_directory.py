@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpcsched.cli.admin import daemon
+from hpcsched.controller.__main__ import make_own_dir
 from hpcsched.controller.lock import HOLDER_FILE, StateLock
-from hpcsched.controller.opening import make_own_dir
 from hpcsched.errors import ConfigError, UnavailableError
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcsched.controller.requests.running_jobs import sort_out
+from hpcsched.controller.requests.jobs import sort_out
 
 
 def test_what_is_meant() -> None:

@@ -13,7 +13,7 @@ from hpcnode.wire import protocol
 from hpcsched.api.views import node_views
 from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes import orphans
-from hpcsched.controller.requests import jobs, running_jobs
+from hpcsched.controller.requests import jobs
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.lifecycle.events import Adopted
 from hpcsched.model.ids import LaunchToken, NodeName
@@ -273,7 +273,7 @@ def test_a_suspended_job_is_adopted(tmp_path: Path) -> None:
     restored = Restored(tmp_path, "adopt")
     job_id = restored.before.submit()
     restored.before.run(job_id)
-    restored.before.ask(lambda tx: running_jobs.suspend(tx, ROOT, [str(job_id)]))
+    restored.before.ask(lambda tx: jobs.suspend(tx, ROOT, [str(job_id)]))
     restored.back_up()
     after = restored.restore()
     after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))

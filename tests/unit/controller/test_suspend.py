@@ -10,7 +10,7 @@ from cluster import ANN, ROOT, Cluster
 from hpcnode.wire import protocol
 from hpcsched.api.views import elapsed_s
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.requests import jobs, running_jobs
+from hpcsched.controller.requests import jobs
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 
@@ -30,11 +30,11 @@ def claimed(cluster: Cluster, job_id: int, name: str) -> protocol.Report:
 
 
 def suspend(cluster: Cluster, job_id: int) -> None:
-    assert cluster.ask(lambda tx: running_jobs.suspend(tx, ROOT, [str(job_id)])).jobs == [job_id]
+    assert cluster.ask(lambda tx: jobs.suspend(tx, ROOT, [str(job_id)])).jobs == [job_id]
 
 
 def resume(cluster: Cluster, job_id: int) -> None:
-    assert cluster.ask(lambda tx: running_jobs.resume(tx, ROOT, [str(job_id)])).jobs == [job_id]
+    assert cluster.ask(lambda tx: jobs.resume(tx, ROOT, [str(job_id)])).jobs == [job_id]
 
 
 def told(cluster: Cluster) -> list[tuple[str, bool]]:
@@ -120,15 +120,15 @@ def test_what_cannot_be_is_refused(state: str) -> None:
     if state == "suspended":
         suspend(cluster, job_id)
     number = str(waiting if state == "waiting" else job_id)
-    work = running_jobs.resume if state == "running" else running_jobs.suspend
+    work = jobs.resume if state == "running" else jobs.suspend
     outcome = cluster.ask(lambda tx: work(tx, ROOT, [number]))
     assert f"job {number}: it is {cluster.job(int(number)).state}" in outcome.errors[0]["error"]
 
 
 def test_only_admins_suspend_and_resume() -> None:
     cluster, job_id = running("n1")
-    refused = cluster.ask(lambda tx: running_jobs.suspend(tx, ANN, [str(job_id)]))
+    refused = cluster.ask(lambda tx: jobs.suspend(tx, ANN, [str(job_id)]))
     assert "this needs the role operator or admin" in refused.errors[0]["error"]
     suspend(cluster, job_id)
-    refused = cluster.ask(lambda tx: running_jobs.resume(tx, ANN, [str(job_id)]))
+    refused = cluster.ask(lambda tx: jobs.resume(tx, ANN, [str(job_id)]))
     assert "this needs the role operator or admin" in refused.errors[0]["error"]

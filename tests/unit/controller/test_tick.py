@@ -372,8 +372,8 @@ def test_a_drained_node_gets_no_new_job_and_a_health_check_resumes_only_its_own(
     cluster.ask(lambda tx: jobs.drain(tx, ROOT, "n1", "new fan", ""))
     job_id = cluster.submit()
     assert cluster.job(job_id).state is JobState.PENDING
-    assert cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", "hhealth")) == []
-    cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", ""))
+    assert cluster.ask(lambda tx: jobs.resume_nodes(tx, ROOT, "n1", "hhealth")) == []
+    cluster.ask(lambda tx: jobs.resume_nodes(tx, ROOT, "n1", ""))
     assert cluster.job(job_id).state is JobState.CONFIGURING
     with pytest.raises(PermissionDeniedError):
         cluster.ask(lambda tx: jobs.drain(tx, ANN, "n1", "mine", ""))
@@ -470,7 +470,7 @@ def test_the_events_of_a_node_replay_to_its_state() -> None:
     cluster.tick(5.0)
     cluster.controller.node_down(NodeName("n1"), "no route")
     cluster.tick(5.0)
-    cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", ""))
+    cluster.ask(lambda tx: jobs.resume_nodes(tx, ROOT, "n1", ""))
     cluster.welcome("n1", boot_id="boot-2")
     events = [type(event).__name__ for event in cluster.store.load_node_events("n1")]
     assert events == ["NodeUp", "NodeDrained", "NodeDown", "NodeDown", "NodeResumed", "NodeUp"]

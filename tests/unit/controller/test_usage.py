@@ -12,7 +12,7 @@ from unit.controller.cluster import BOB, ROOT, Cluster
 from hpcsched.api.views import job_view
 from hpcsched.controller import usage_ledger
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.requests import jobs, running_jobs
+from hpcsched.controller.requests import jobs
 from hpcsched.controller.usage_ledger import UsageLedgerCache, charged, used_now
 from hpcsched.controller.views.queue import priority_views
 from hpcsched.errors import PermissionDeniedError, RequestError, UnavailableError
@@ -158,10 +158,10 @@ def test_the_time_that_a_job_is_suspended_is_charged_to_nobody() -> None:
     job = cluster.submit()
     cluster.run(job)
     cluster.tick(10.0)
-    cluster.ask(lambda tx: running_jobs.suspend(tx, ROOT, [str(job)]))
+    cluster.ask(lambda tx: jobs.suspend(tx, ROOT, [str(job)]))
     cluster.tick(1000.0)
     assert billed(cluster) == {("physics", "ann"): pytest.approx(10.0)}
-    cluster.ask(lambda tx: running_jobs.resume(tx, ROOT, [str(job)]))
+    cluster.ask(lambda tx: jobs.resume(tx, ROOT, [str(job)]))
     cluster.tick(5.0)
     assert billed(cluster) == {("physics", "ann"): pytest.approx(15.0)}
     cluster.end(job)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.report import metrics
-from hpctrain.report.metrics import LINE_END, RETRY_S, MetricsFile, read_metrics
+from hpctrain import metrics
+from hpctrain.metrics import LINE_END, RETRY_S, MetricsFile, read_metrics
 
 
 class Share:

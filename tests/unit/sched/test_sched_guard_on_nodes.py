@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from unit.sched.world import World, world
 
-from hpcsched.model.reservation import Reservation
+from hpcsched.model.reservation import Reservation, reserved_intervals_of
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.guard.experience import Experience
-from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Guard, ShortJobs
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.sched.world import world
 
-from hpcsched.sched.place.openings import Floors, Openings
+from hpcsched.model.reservation import without
+from hpcsched.sched.place.groups import Floors, Openings
 from hpcsched.sched.place.request import Shape
-from hpcsched.sched.place.reserved_intervals import without
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Policy
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.reservation import ReservedInterval, closed_to
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.place.reserved_intervals import ReservedInterval, closed_to
 from hpcsched.sched.plan import plan
 
 INDEX = {NodeName("n1"): 0, NodeName("n2"): 1}

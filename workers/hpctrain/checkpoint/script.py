@@ -37,7 +37,7 @@ from hpctrain.checkpoint.writing.snapshot import TensorSnapshot
 from hpctrain.checkpoint.writing.writer import ProcessWriter
 from hpctrain.env import StopRequest, job_facts, rank_info
 from hpctrain.errors import EXIT_REQUEUE, MismatchError
-from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
+from hpctrain.heartbeat import Heartbeat, HeartbeatStatus
 
 
 class Stateful(Protocol):

@@ -26,10 +26,9 @@ from hpctrain.comm import Communicator
 from hpctrain.env import StopRequest
 from hpctrain.errors import EXIT_REQUEUE, DamagedError
 from hpctrain.exchange.balance import RankTimes, Scaling
-from hpctrain.loop import TrainingLoop
-from hpctrain.report.heartbeat import Heartbeat, HeartbeatStatus
-from hpctrain.report.metrics import MetricsFile, Writers
-from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
+from hpctrain.heartbeat import Heartbeat, HeartbeatStatus
+from hpctrain.loop import RunIdentity, StepReport, TrainingLoop, TrainingProgress
+from hpctrain.metrics import MetricsFile, Writers
 from hpctrain.settings import TrainSettings, epochs_text
 from hpctrain.values import travels
 
