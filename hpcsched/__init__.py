@@ -11,7 +11,7 @@ Follow one job through the code:
 4. the event changes the job lifecycle/job.py, the only table of what may become what; state/transaction.py
 5. it goes on disk           store/store.py, one commit for all that came in; then the id is answered
 6. a plan gives it nodes     controller/planning.py: when; sched/plan.py, pure: snapshot in, plan out;
-                             sched/scheduling_pass.py and sched/placement.py: what is free
+                             sched/scheduling_pass.py: what is free
 7. its launch is sent        lifecycle/effects.py says what must be true, controller/messages.py says it on the wire
 8. over one SSH connection   controller/nodes/links.py, launch/link.py, launch/ssh.py
 9. a node runs it            workers/hpcnode/agent/agent.py gets it, workers/hpcnode/agent/ledger.py claims it in

@@ -39,11 +39,10 @@ from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.guard.on_nodes import guarded
 from hpcsched.sched.place.node_fit import NodePart, Seat
 from hpcsched.sched.place.request import ResourceRequest, Shape
-from hpcsched.sched.placement import SUM_ERROR_S, Placement
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import order_in_steps, scale_of
 from hpcsched.sched.queues import PartitionQueue, cut_short_s, eligible_jobs
-from hpcsched.sched.scheduling_pass import SchedulingPass
+from hpcsched.sched.scheduling_pass import SUM_ERROR_S, Placement, SchedulingPass
 from hpcsched.sched.sentences import listed, needs
 from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, RunningJob, Snapshot, allows
 

@@ -1,26 +1,503 @@
-"""The state of one scheduling pass, with its two actions: start a job, reserve a slot.
+"""The state of one scheduling pass: where and when jobs fit, starts and reserved slots.
 
-`plan` and the policies decide the order. This module applies each decision to the nodes, the licences, the limits and the
-reserved slots, so that every later decision of the pass includes it.
+`plan` and the policies decide the order. `SchedulingPass` applies each decision to the nodes, the licences, the limits and the
+reserved slots, so that every later decision of the pass includes it. `Placement` says where and when a job fits: now, later, or
+never. It combines nodes over time (`place.timeline`, `place.groups`), licences, reserved slots and run times.
 
 Within one pass, free resources only shrink. So a shape that did not fit is not tried again, and the seats of a shape are
 updated only on nodes with a new start. This makes passes over long queues cheap.
+
+Run times: a job is expected to run until its time limit, a lowered limit, or an earlier end. If requests are not trusted
+(see `guard.experience.Needed`), a plan uses the predicted run times of jobs. Reserved intervals stay closed to every job with a
+limit that reaches into them: such a job counts with its limit.
+
+Reserved slots: parts of nodes, and licences, that one pass reserves for waiting jobs. A job has at most one slot. A *promised*
+slot is kept in later passes too (see `plan`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TypeVar
+
 from hpcsched.model.ids import JobId
+from hpcsched.model.job import Reason
+from hpcsched.model.node import Partition
+from hpcsched.model.reservation import NEVER_S, Closed, Reservation, ReservedInterval
 from hpcsched.model.resources import Share
+from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
-from hpcsched.sched.guard.on_nodes import trusting
+from hpcsched.sched.guard.experience import Needed
 from hpcsched.sched.limits import LimitCounts
+from hpcsched.sched.place.feasible import impossible_shape, never_fits
+from hpcsched.sched.place.fragmentation import mix_of
+from hpcsched.sched.place.groups import ComponentGroup, ShapeGroup, ShapeGroups
 from hpcsched.sched.place.node_fit import NodePart
-from hpcsched.sched.place.request import with_overcommit
-from hpcsched.sched.placement import Placement, RunTimes
-from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.queues import PartitionQueue, PartitionQueues
-from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.place.request import LicenseCounts, Shape, with_overcommit
+from hpcsched.sched.place.timeline import Timeline
+from hpcsched.sched.policy import Backfill, Guard, Policy
+from hpcsched.sched.pool import Steps
+from hpcsched.sched.queues import (
+    PartitionQueue,
+    PartitionQueues,
+    certain_until_s,
+    cut_short_s,
+    wait_for_reservation,
+)
+from hpcsched.sched.sentences import listed, needs, plural
+from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, PromisedPart, Snapshot, allows
 from hpcsched.sched.tres import Held, held_by, held_of
+
+SUM_ERROR_S = 1e-6  # more than the rounding error of a sum of Unix times
+
+
+class RunTimes:
+    """The expected run times of the jobs of one pass."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reservations: Mapping[str, Reservation],
+        blocks: Sequence[ReservedInterval] = (),
+        needed: Needed | None = None,
+    ) -> None:
+        self._policy = policy
+        self._reservations = reservations
+        self._blocks = blocks
+        self._needed = needed
+
+    def limit_s(self, job: PendingJob) -> int:
+        """Return the time limit of `job`, in seconds."""
+        return known_limit_s(job.request.time_limit_s) or self._policy.default_time_limit_s
+
+    def needed_s(self, job: PendingJob, start_s: float) -> float:
+        """Return how long `job` needs if it starts at `start_s`, in seconds.
+
+        That is its time limit, or less if requests are not trusted.
+        """
+        limit_s = self.limit_s(job)
+        if self._needed is None or job.lowers or job.reservation:
+            return limit_s
+        end_s = start_s + limit_s
+        if self._blocks and any(block.start_s < end_s and block.end_s > start_s for block in self._blocks):
+            return limit_s
+        return self._needed.length_s(job.uid, limit_s)
+
+    def least_s(self, job: PendingJob, start_s: float) -> float:
+        """Return the least length of a slot of `job`, in seconds.
+
+        That is the time that the job needs, or ``--time-min`` if its time limit may be lowered.
+        """
+        if job.lowers and job.time_min_s is not None:
+            return min(self.limit_s(job), job.time_min_s)
+        return self.needed_s(job, start_s)
+
+    def cut_s(self, job: PendingJob) -> float:
+        """Return when `job` is cut short, regardless of its start; `NEVER_S`: never."""
+        return NEVER_S if job.free_to_go else cut_short_s(job, self._reservations)
+
+    def end_s(self, job: PendingJob, start_s: float, limit_s: float | None = None) -> float:
+        """Return the expected end of `job` if it starts at `start_s`.
+
+        The job ends after the time that it needs, or when it is cut short.
+        """
+        end_s = start_s + (self.needed_s(job, start_s) if limit_s is None else limit_s)
+        cut_s = self.cut_s(job)
+        return min(end_s, cut_s) if start_s < cut_s else end_s
+
+
+# ----- jobs with a time limit that may be lowered (``--time-min``): the longest time that fits now
+# As in Slurm: a slot is as long as the least time, and a job that starts gets as much more, in whole minutes, as leaves the
+# slots of others untouched. Source: sbatch(1), --time-min.
+
+
+Found = TypeVar("Found")
+
+
+def longest(fits: Callable[[float], Found | None], least_s: float, most_s: float) -> tuple[Found, float] | None:
+    """Return the result of `fits` for the latest end that fits, and that end.
+
+    None: `fits` returns None even for `least_s`. Ends are `most_s`, or `least_s` plus whole
+    minutes. A job that fits also fits for less time, so the end is found by bisection.
+    """
+    found = fits(most_s)
+    if found is not None or most_s <= least_s:
+        return None if found is None else (found, most_s)
+    found = fits(least_s)
+    if found is None:
+        return None
+    low, high = 0, ceil((most_s - least_s) / MINUTE_S)
+    while high - low > 1:
+        middle = (low + high) // 2
+        more = fits(least_s + middle * MINUTE_S)
+        if more is None:
+            high = middle
+        else:
+            low, found = middle, more
+    return found, least_s + low * MINUTE_S
+
+
+class FreeLicenses:
+    """Free licences over time: `totals` minus `held`, each until its time."""
+
+    def __init__(self, now_s: float, totals: Mapping[str, int], held: Iterable[tuple[LicenseCounts, float]]) -> None:
+        self._now_s = now_s
+        self._steps = {name: Steps(now_s, count) for name, count in totals.items()}
+        for counts, end_s in held:
+            self.take(counts, now_s, end_s)
+
+    def take(self, counts: Iterable[tuple[str, int]], start_s: float, end_s: float) -> None:
+        """Take `counts` over ``[start_s, end_s)``."""
+        for name, count in counts:
+            if name in self._steps:
+                self._steps[name].add(start_s, end_s, -count)
+
+    def give(self, counts: LicenseCounts, start_s: float, end_s: float) -> None:
+        """Give back `counts`, which were taken over ``[start_s, end_s)``."""
+        self.take([(name, -count) for name, count in counts], start_s, end_s)
+
+    def free_now(self) -> dict[str, int]:
+        """Return the number of free licences now, by name."""
+        return {name: steps.free[0] for name, steps in self._steps.items()}
+
+    def earliest(self, counts: LicenseCounts, length_s: float, from_s: float) -> float:
+        """Return the first time at or after `from_s` with `counts` free for `length_s`.
+
+        `NEVER_S`: never.
+        """
+        start_s = from_s
+        while True:
+            found_s = start_s
+            for name, count in counts:
+                steps = self._steps.get(name)
+                found_s = steps.earliest(count, length_s, found_s) if steps is not None else NEVER_S
+            if found_s in (start_s, NEVER_S):
+                return found_s
+            start_s = found_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedSlot:
+    """Parts of nodes, and licences, that are reserved for a job over ``[start_s, end_s)``."""
+
+    partition: str
+    start_s: float
+    end_s: float
+    parts: Sequence[NodePart]
+    licenses: LicenseCounts
+
+
+class ReservedSlots:
+    """The reserved slots of one pass, at most one for each job.
+
+    `promises`: the slots that later passes keep.
+    """
+
+    def __init__(self, timeline: Timeline, licenses: FreeLicenses) -> None:
+        self.promises: dict[JobId, Promise] = {}
+        self._timeline = timeline
+        self._licenses = licenses
+        self._slots: dict[JobId, ReservedSlot] = {}
+
+    def of(self, job: PendingJob) -> ReservedSlot | None:
+        """Return the slot of `job`, in any of its partitions; None: it has none."""
+        return self._slots.get(job.id)
+
+    def is_due(self, job_id: JobId) -> bool:
+        """Say whether the job has a slot that begins now."""
+        slot = self._slots.get(job_id)
+        return slot is not None and slot.start_s <= self._timeline.now_s
+
+    def in_the_way(self, job: PendingJob, nodes: Collection[int], until_s: float) -> list[JobId]:
+        """Return the other jobs with slots on `nodes` that begin before `until_s`.
+
+        They are in the order of their starts.
+        """
+        slots = sorted(self._slots.items(), key=lambda item: item[1].start_s)
+        return [
+            job_id
+            for job_id, slot in slots
+            if job_id != job.id and slot.start_s < until_s and any(part.node in nodes for part in slot.parts)
+        ]
+
+    def reserve(self, job: PendingJob, start_s: float, end_s: float, parts: Sequence[NodePart]) -> None:
+        """Reserve `parts` for `job`, which has no slot yet."""
+        for part in parts:
+            self._timeline.reserve(part.node, start_s, end_s, part.use)
+        self._licenses.take(job.licenses, start_s, end_s)
+        self._slots[job.id] = ReservedSlot(
+            partition=job.partition, start_s=start_s, end_s=end_s, parts=parts, licenses=job.licenses
+        )
+
+    def promise(self, job: PendingJob) -> None:
+        """Promise its slot to `job`, in later passes too."""
+        slot, timeline = self._slots[job.id], self._timeline
+        self.promises[job.id] = Promise(
+            job_id=job.id,
+            partition=job.partition,
+            request=job.request,
+            start_s=slot.start_s,
+            parts=tuple([_promised_part(timeline, part) for part in slot.parts]),
+        )
+
+    def release(self, job_id: JobId) -> None:
+        """Give up the slot of the job and its promise, if it has any."""
+        self.promises.pop(job_id, None)
+        slot = self._slots.pop(job_id, None)
+        if slot is not None:
+            for part in slot.parts:
+                self._timeline.take_back(part.node, slot.start_s, slot.end_s, part.use)
+            self._licenses.give(slot.licenses, slot.start_s, slot.end_s)
+
+    def put_aside(self, job_id: JobId) -> tuple[ReservedSlot, Promise | None] | None:
+        """Release the slot of the job until `put_back` reserves it again; None: it has none."""
+        slot, promise = self._slots.get(job_id), self.promises.get(job_id)
+        self.release(job_id)
+        return None if slot is None else (slot, promise)
+
+    def put_back(self, job: PendingJob, aside: tuple[ReservedSlot, Promise | None]) -> ReservedSlot:
+        """Reserve the slot that `put_aside` returned again, and return it."""
+        slot, promise = aside
+        for part in slot.parts:
+            self._timeline.reserve(part.node, slot.start_s, slot.end_s, part.use)
+        self._licenses.take(slot.licenses, slot.start_s, slot.end_s)
+        self._slots[job.id] = slot
+        if promise is not None:
+            self.promises[job.id] = promise
+        return slot
+
+    def has_licenses(self, job: PendingJob, limit_s: float) -> bool:
+        """Say whether the licences of `job` are free now, including those of its own slot."""
+        if not job.licenses:
+            return True
+        now_s, slot, licenses = self._timeline.now_s, self._slots.get(job.id), self._licenses
+        if slot is not None:
+            licenses.give(slot.licenses, slot.start_s, slot.end_s)
+        has = licenses.earliest(job.licenses, limit_s, now_s) <= now_s
+        if slot is not None:
+            licenses.take(slot.licenses, slot.start_s, slot.end_s)
+        return has
+
+
+def _promised_part(timeline: Timeline, part: NodePart) -> PromisedPart:
+    node = part.node
+    return PromisedPart(timeline.nodes[node].name, part.tasks, part.use, timeline.types[node], part.component)
+
+
+class Placement:
+    """The free resources in one pass, on nodes and of licences, and the reserved slots."""
+
+    def __init__(self, snapshot: Snapshot, policy: Policy, needed: Needed | None) -> None:
+        reservations = {reservation.name: reservation for reservation in snapshot.reservations}
+        self.reservations = reservations
+        self.timeline = Timeline(snapshot, policy, needed)
+        self.queues = PartitionQueues(snapshot, reservations)
+        self.run_times = RunTimes(policy, reservations, snapshot.reserved_intervals, needed)
+        certain_s = certain_until_s(snapshot.reservations, snapshot.now_s)
+        self.timeline.sure_until_s = min(self.timeline.sure_until_s, certain_s)
+        self.closed, mix = Closed(snapshot.reserved_intervals, self.timeline.index), mix_of(snapshot)
+        self.groups = ShapeGroups(snapshot, self.timeline, self.closed, mix)
+        self._unreserved = ShapeGroups(snapshot, self.timeline, Closed((), self.timeline.index), mix)
+        self._total_licenses = dict(snapshot.ledger.accounting.licenses)
+        held = [(job.licenses, self.timeline.end_of(job)) for job in snapshot.running if job.licenses]
+        self.licenses = FreeLicenses(snapshot.now_s, self._total_licenses, held)
+        self.slots = ReservedSlots(self.timeline, self.licenses)
+        self._snapshot = snapshot
+        self._never: dict[ShapeGroup | ComponentGroup, Wait | None] = {}
+        self._most_free_cpus: dict[str, tuple[int, int]] = {}  # by partition: starts when computed, cpus
+
+    def group(self, job: PendingJob) -> ShapeGroup | ComponentGroup:
+        """Return the group of jobs of the same shape, partition and reservation."""
+        return self.groups.of(job, self.queues.of(job).nodes)
+
+    def has_licenses(self, job: PendingJob, end_s: float) -> bool:
+        """Say whether the licences of `job` are free from now until `end_s`."""
+        return not job.licenses or self.slots.has_licenses(job, end_s - self.timeline.now_s)
+
+    def least_end_s(self, job: PendingJob, start_s: float) -> float:
+        """Return the end of a slot for `job` if it starts at `start_s`."""
+        return self.run_times.end_s(job, start_s, self.run_times.least_s(job, start_s))
+
+    # ----- now
+
+    def now(self, job: PendingJob, end_s: float) -> tuple[list[NodePart] | None, float]:
+        """Return the parts of `job` if it starts now, and its end.
+
+        The end is `end_s`, or earlier if the time limit may be lowered.
+        """
+        if job.lowers:
+            return self._now_until(job, end_s)
+        group = self.group(job)
+        parts = group.place(end_s)
+        if parts is None:
+            slot = self.slots.of(job)
+            if slot is not None and slot.partition == job.partition:
+                parts = group.place_with(slot.parts, slot.start_s, end_s)
+        return parts, end_s
+
+    def offer(self, job: PendingJob) -> list[NodePart] | None:
+        """Return the parts of one more job that is next in the queue; None if it waits."""
+        end_s = self.least_end_s(job, self.timeline.now_s)
+        return self.group(job).place(end_s) if self.has_licenses(job, end_s) else None
+
+    def _now_until(self, job: PendingJob, end_s: float) -> tuple[list[NodePart] | None, float]:
+        """Return the parts of `job` now, and the latest possible end, at most `end_s`.
+
+        The time limit of the job may be lowered.
+        """
+
+        def fits(until_s: float) -> list[NodePart] | None:
+            return self.group(job).place(until_s) if self.has_licenses(job, until_s) else None
+
+        now_s, aside = self.timeline.now_s, self.slots.put_aside(job.id)  # it may get more than its own slot
+        found = longest(fits, min(end_s, now_s + self.run_times.least_s(job, now_s)), end_s)
+        if found is None and aside is not None:
+            slot = self.slots.put_back(job, aside)
+            if self.slots.is_due(job.id) and slot.partition == job.partition:
+                return list(slot.parts), slot.end_s
+        return found or (None, end_s)
+
+    def is_full(self, job: PendingJob, queue: PartitionQueue) -> bool:
+        """Say whether every node of the partition has too few free cpus for `job`.
+
+        This is a cheap test.
+        """
+        starts, most = self._most_free_cpus.get(job.partition, (-1, 0))
+        if starts != len(self.timeline.changed):
+            most = max((self.timeline.profiles[node].rooms[0][0] for node in queue.nodes), default=0)
+            self._most_free_cpus[job.partition] = (len(self.timeline.changed), most)
+        return most < job.request.shape.cpus_least
+
+    # ----- later
+
+    def earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[NodePart]] | None:
+        """Return the earliest start of `job`, at `from_s` or later, and its parts.
+
+        Nodes and licences are free then. None: never.
+        """
+        from_s = max(self.timeline.now_s, from_s)
+        found = self._earliest_for(job, self.run_times.least_s(job, from_s), from_s)
+        cut_s = self.run_times.cut_s(job)
+        if cut_s == NEVER_S or (found is not None and found[0] < cut_s):
+            return found
+        return self._earliest_until(job, from_s, cut_s) or found
+
+    def earliest_beside_others(self, job: PendingJob) -> float | None:
+        """Return the earliest start of `job` if its own reserved slot is given up.
+
+        The slots of other jobs stay. None: never.
+        """
+        aside = self.slots.put_aside(job.id)
+        found = self.earliest(job)
+        if aside is not None:
+            self.slots.put_back(job, aside)
+        return found[0] if found is not None else None
+
+    def sure(self, start_s: float | None) -> float | None:
+        """Return `start_s` if it is certain, else None.
+
+        It is uncertain if it depends on jobs without a limit or on distant reservations.
+        """
+        return start_s if start_s is not None and start_s < self.timeline.sure_until_s else None
+
+    def _earliest_until(self, job: PendingJob, from_s: float, cut_s: float) -> tuple[float, list[NodePart]] | None:
+        """Return the earliest start of `job` if it is cut short at `cut_s`, and its parts.
+
+        The start is found by bisection, because nodes only get freer.
+        """
+        from_s = max(from_s, cut_s - self.run_times.least_s(job, from_s))
+        profiles = [self.timeline.profiles[node] for node in self.group(job).nodes]
+        later = {at_s for profile in profiles for at_s in profile.times_s if from_s < at_s < cut_s}
+        times_s = [from_s, *sorted(later)]
+        found = None
+        low, high = 0, len(times_s)
+        while low < high:
+            middle = (low + high) // 2
+            at_s = times_s[middle]
+            here = self._earliest_for(job, cut_s - at_s - SUM_ERROR_S, at_s)
+            if here is not None and here[0] == at_s:
+                found, high = here, middle
+            else:
+                low = middle + 1
+        return found
+
+    def _earliest_for(self, job: PendingJob, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
+        """Return the earliest start of `job` with nodes and licences free for `limit_s`.
+
+        The start is at `from_s` or later. None: never.
+        """
+        group = self.group(job)
+        while True:
+            found = group.earliest(limit_s, from_s)
+            if found is None or not job.licenses:
+                return found
+            from_s = self.licenses.earliest(job.licenses, limit_s, found[0])
+            if from_s == NEVER_S:
+                return None
+            if from_s == found[0]:
+                return found
+
+    # ----- why not
+
+    def never(self, job: PendingJob, queue: PartitionQueue) -> Wait | None:
+        """Return the wait of a `job` that cannot start on the answering nodes.
+
+        None: it can start once other jobs end.
+        """
+        group = self.group(job)
+        if group not in self._never:
+            nodes = [self._snapshot.nodes[node] for node in group.nodes]
+            never = never_fits(group.shape, nodes)
+            views = self.queues.open_to(queue) if never else ()
+            self._never[group] = not_available(group.shape, queue.partition, views) if never else None
+        return self._never[group]
+
+    def short_of_licenses(self, job: PendingJob) -> Wait | None:
+        """Return the wait of `job` if its licences are not free now; None: they are."""
+        if self.has_licenses(job, self.least_end_s(job, self.timeline.now_s)):
+            return None
+        return no_licenses(job.licenses, self.licenses.free_now(), self._total_licenses)
+
+    def wait_for_reservation(self, job: PendingJob, queue: PartitionQueue) -> Wait | None:
+        """Return the wait of `job` if only reservations keep it from starting now.
+
+        None: other jobs are in its way.
+        """
+        if not self._snapshot.reserved_intervals:
+            return None
+        end_s = self.least_end_s(job, self.timeline.now_s)
+        group = self._unreserved.of(replace(job, reservation=""), queue.nodes)
+        if not self.has_licenses(job, end_s) or group.place(end_s) is None:
+            return None
+        return wait_for_reservation(self._snapshot, job, group.nodes, end_s)
+
+
+def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView]) -> Wait:
+    """Return the wait of a job that does not fit even if the answering nodes are empty."""
+    never = impossible_shape(shape, nodes, partition)
+    if never is not None:  # the configuration has changed since the submission
+        return Wait(reason=Reason.NODES_UNAVAILABLE, detail=never)
+    names = set(partition.nodes)
+    present = [node for node in nodes if node.name in names]
+    away = [f"{node.name} {node.why_not}" for node in present if not node.usable and allows(shape, node)]
+    of = f"of the {plural(len(present), 'node')} of partition {partition.name!r}"
+    return Wait(reason=Reason.NODES_UNAVAILABLE, detail=f"needs {needs(shape)}; {of} {listed(away)}")
+
+
+def no_licenses(wanted: LicenseCounts, free: Mapping[str, int], there: Mapping[str, int]) -> Wait:
+    """Return the wait for licences: their names, and how many of each are free."""
+    unknown = [name for name, _ in wanted if name not in there]
+    if unknown:
+        return Wait(reason=Reason.LICENSES, detail=f"the cluster has no licence {unknown[0]!r} any more")
+    short = [
+        f"{count} of the {there[name]} licences {name}, of which {max(0, free[name])} are free now"
+        for name, count in wanted
+        if free[name] < count
+    ]
+    text = f"needs {listed(short)}" if short else "needs licences that are promised to a job before it"
+    return Wait(reason=Reason.LICENSES, detail=text)
 
 
 class SchedulingPass:
@@ -32,7 +509,7 @@ class SchedulingPass:
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self.snapshot = snapshot
         self.policy = policy
-        self.guard, self.needed = trusting(snapshot, policy)
+        self.guard, self.needed = _guard_of(snapshot, policy)
         self.placement = Placement(snapshot, policy, self.needed)
         self.limits = LimitCounts(snapshot)
         self.starts: list[Start] = []
@@ -230,3 +707,11 @@ def _can_do_with_less(job: PendingJob, parts: list[NodePart]) -> bool:
     """
     shape = job.request.shape
     return len(parts) > shape.nodes_min and shape.ntasks is None and not (shape.gpus_total or shape.nodelist)
+
+
+def _guard_of(snapshot: Snapshot, policy: Policy) -> tuple[Guard, Needed | None]:
+    """Return the guard of a pass, and the expected run times if requests are not trusted."""
+    guard, experience = policy.guard, snapshot.experience
+    if policy.backfill is not Backfill.DEFAULT or not guard.distrusts(experience.request_use):
+        return guard, None
+    return guard.where_distrusted(), Needed(experience.longest_runs_s, guard.distrust_times)

@@ -13,52 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
 
 from hpcsched.model.accounting import CPU, GPU, MEM
-from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.ids import NodeName
 from hpcsched.sched.guard.decide import Candidate, WaitBound, decide
-from hpcsched.sched.guard.experience import Needed
-from hpcsched.sched.limits import LimitCounts
-from hpcsched.sched.placement import RunTimes
-from hpcsched.sched.policy import Backfill, Guard, Policy
 from hpcsched.sched.priority import scale_of, without_age
-from hpcsched.sched.queues import PartitionQueues
-from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.scheduling_pass import SchedulingPass
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob
 from hpcsched.sched.tres import Held, all_of, held_by, least_of
 
 UNLIMITED = float("inf")
 QueueKey = tuple[str, str]  # partition, reservation
 
 
-class PassUnderWay(Protocol):
-    """The parts of a scheduling pass that the policy uses."""
-
-    snapshot: Snapshot
-    policy: Policy
-    guard: Guard
-    needed: Needed | None
-    priorities: dict[JobId, int]
-    limits: LimitCounts
-    started_ids: set[JobId]
-
-    @property
-    def queues(self) -> PartitionQueues: ...
-
-    @property
-    def run_times(self) -> RunTimes: ...
-
-    def start_now(self, job: PendingJob) -> bool:
-        """Start `job` if it fits beside the slots of other jobs; say whether it starts."""
-
-    def reserve_from(self, job: PendingJob, from_s: float) -> bool:
-        """Reserve a slot for `job` at `from_s` or later; say whether it has a slot.
-
-        The slot begins at the first time from `from_s` on at which the job fits.
-        """
-
-
-def guarded(current: PassUnderWay, queue: Sequence[PendingJob]) -> Iterator[None]:
+def guarded(current: SchedulingPass, queue: Sequence[PendingJob]) -> Iterator[None]:
     """Start jobs of `queue`, and promise others a start; each step decides about one job.
 
     `queue` is in the order of priorities.
@@ -74,15 +42,7 @@ def guarded(current: PassUnderWay, queue: Sequence[PendingJob]) -> Iterator[None
         yield from decide(candidates, _wait_bound(current, candidates), capacity)
 
 
-def trusting(snapshot: Snapshot, policy: Policy) -> tuple[Guard, Needed | None]:
-    """Return the guard of a pass, and the expected run times if requests are not trusted."""
-    guard, experience = policy.guard, snapshot.experience
-    if policy.backfill is not Backfill.DEFAULT or not guard.distrusts(experience.request_use):
-        return guard, None
-    return guard.where_distrusted(), Needed(experience.longest_runs_s, guard.distrust_times)
-
-
-def _start_first_by_priority(current: PassUnderWay, jobs: Sequence[PendingJob]) -> Iterator[None]:
+def _start_first_by_priority(current: SchedulingPass, jobs: Sequence[PendingJob]) -> Iterator[None]:
     """Start the jobs that are first by more than their age, or promise them a start."""
     policy, scale = current.policy, scale_of(current.snapshot)
     worths = [without_age(job, current.priorities[job.id], scale, policy) for job in jobs]
@@ -101,7 +61,7 @@ def _start_first_by_priority(current: PassUnderWay, jobs: Sequence[PendingJob]) 
         yield
 
 
-def _wait_bound(current: PassUnderWay, candidates: Sequence[Candidate[PendingJob]]) -> WaitBound:
+def _wait_bound(current: SchedulingPass, candidates: Sequence[Candidate[PendingJob]]) -> WaitBound:
     now_s, guard, experience = current.snapshot.now_s, current.guard, current.snapshot.experience
     return WaitBound(
         guard,
@@ -120,7 +80,7 @@ def _queue_key(job: PendingJob) -> QueueKey:
 class _NodeCapacity:
     """The free resources in a pass; see `decide.Capacity`."""
 
-    def __init__(self, current: PassUnderWay) -> None:
+    def __init__(self, current: SchedulingPass) -> None:
         self._current = current
         self._machines: dict[QueueKey, Held] = {}  # all nodes of the queue together
         self._amounts: dict[tuple[str, str, int], float] = {}  # by queue and shape

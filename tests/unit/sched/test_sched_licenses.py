@@ -9,9 +9,9 @@ from unit.sched.world import World, world
 from hpcsched.model.accounting import NO_ACCOUNTING
 from hpcsched.model.ids import JobId
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.placement import FreeLicenses
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
+from hpcsched.sched.scheduling_pass import FreeLicenses
 from hpcsched.sched.snapshot import UsageLedger
 
 ONE, TWO = (("matlab", 1),), (("matlab", 2),)

@@ -9,8 +9,8 @@ from unit.sched.world import World, world
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.reservation import Reservation
-from hpcsched.sched.placement import longest
 from hpcsched.sched.policy import Backfill
+from hpcsched.sched.scheduling_pass import longest
 
 HOUR_S = 3600
 
