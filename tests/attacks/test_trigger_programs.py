@@ -47,7 +47,7 @@ def test_f7_what_a_link_leads_through_is_checked(program: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(UID != 0, reason="needs to run as root: it gives files to another user")
-def test_f7_a_program_of_another_user_is_not_run_though_it_lies_below_a_sticky_directory(program: Path) -> None:
+def test_f7_a_program_of_another_user_below_a_sticky_directory_is_not_run(program: Path) -> None:
     program.parent.chmod(0o1777)
     check_program(program, UID)
     link = program.parent / "link"

@@ -69,7 +69,7 @@ def test_the_ranks_of_an_elastic_job_follow_its_nodes(
     assert report["faults"] == [], "ranks left, none was lost"
 
 
-def test_an_elastic_job_goes_on_when_a_node_loses_power_and_has_it_again_when_it_is_back(
+def test_an_elastic_job_survives_a_nodes_power_loss_and_has_it_again_afterwards(
     cluster: LocalCluster, sub: Callable[..., int], running: Any, job: Any, ended: Any, output: Callable[[int], str]
 ) -> None:
     script = SCRIPT.replace("--out elastic", "--out power")
@@ -90,7 +90,7 @@ def test_an_elastic_job_goes_on_when_a_node_loses_power_and_has_it_again_when_it
     ended(number)
 
 
-def test_when_all_nodes_and_the_controller_die_the_job_goes_on_later_with_the_same_samples(
+def test_when_all_nodes_and_the_controller_die_a_job_continues_with_the_same_samples(
     cluster: LocalCluster, sub: Callable[..., int], running: Any, ended: Any, output: Callable[[int], str]
 ) -> None:
     words = "--steps 60 --checkpoint-every 4 --base-every 3"

@@ -201,7 +201,7 @@ def test_a_dead_node_is_given_up_and_removed_in_one(cluster: KillableCluster) ->
     assert "was removed by" in cluster.run("hctl", "story", str(job)).stdout
 
 
-def test_a_node_that_was_removed_by_force_while_no_controller_ran_leaves_every_command_working(
+def test_a_node_removed_by_force_without_a_controller_leaves_commands_working(
     cluster: KillableCluster,
 ) -> None:
     job = running(cluster)

@@ -282,7 +282,7 @@ def left_of(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def test_a_state_directory_that_others_may_read_is_refused_before_anything_is_written(
+def test_a_state_directory_that_others_may_read_is_refused_before_any_write(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -269,7 +269,7 @@ async def test_who_does_not_read_is_answered_no_more_until_he_does() -> None:
 
 
 @played
-async def test_an_account_that_reads_none_of_its_answers_loses_the_connection_of_one_too_many() -> None:
+async def test_an_account_that_reads_no_answers_loses_the_connection_of_one_too_many() -> None:
     async def large(request: web.Request) -> web.Response:
         return web.Response(b"x" * (1 << 22))
 

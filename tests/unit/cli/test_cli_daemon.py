@@ -40,7 +40,7 @@ def test_a_controller_that_is_too_busy_to_answer_is_stopped(
     assert capsys.readouterr().out == "hpcschedd is not running\n"
 
 
-def test_a_socket_that_cannot_be_reached_is_not_taken_for_a_controller_that_does_not_run(
+def test_an_unreachable_socket_is_not_taken_for_a_stopped_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

@@ -149,7 +149,7 @@ def test_a_job_that_waits_is_moved_only_to_where_it_is_let_in() -> None:
     assert "only jobs of the QOS high" in changed(made, ANN, job, qos="normal")[0]
 
 
-def test_a_job_that_waits_is_not_moved_to_a_partition_whose_limits_it_breaks_by_itself() -> None:
+def test_a_waiting_job_is_not_moved_to_a_partition_whose_limits_it_breaks_alone() -> None:
     made = cluster(Accounting())
     main = made.state.partitions["main"]
     made.state.partitions["small"] = replace(main, name="small", limits=Limits(max_tres_per_job=(("cpu", 1),)))

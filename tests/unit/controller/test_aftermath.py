@@ -66,7 +66,7 @@ def test_a_job_that_was_queued_again_says_why_and_from_when_it_may_start() -> No
     assert detail.startswith("was queued again after its attempt 0 (requeued by ann), and may start from ")
 
 
-def test_a_signal_goes_to_the_steps_on_all_nodes_of_the_job_and_to_the_script_alone_if_asked() -> None:
+def test_a_signal_goes_to_steps_on_all_nodes_and_to_the_script_alone_on_request() -> None:
     cluster = Cluster("n1", "n2")
     job_id = cluster.submit(nodes_min=2)
     token = claim_token(cluster.job(job_id), NodeName("n2"))

@@ -42,7 +42,7 @@ def test_a_backup_replaces_no_file_and_leaves_no_part_behind(tmp_path: Path) -> 
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
-def test_a_restore_is_another_incarnation_keeps_the_old_database_and_gives_no_id_twice(tmp_path: Path) -> None:
+def test_a_restore_is_a_new_incarnation_keeps_the_old_database_and_reuses_no_id(tmp_path: Path) -> None:
     cluster = Cluster("n1", path=tmp_path / "h.db")
     cluster.submit()
     back_up(tmp_path / "h.db", tmp_path / "copy")

@@ -45,7 +45,7 @@ def test_what_nodes_say_while_the_disk_is_full_counts_when_it_has_room_again() -
     assert len(cluster.state.jobs) == 2
 
 
-def test_an_inventory_that_holds_another_kind_of_message_is_refused_and_no_bug_of_ours() -> None:
+def test_an_inventory_with_another_kind_of_message_is_refused_and_no_fault_of_ours() -> None:
     cluster = Cluster("n1", up=False)
     foreign = {"type": "Pong", "request": 1}
     faults = reported_faults()

@@ -66,7 +66,7 @@ def test_a_job_that_is_being_ended_on_a_silent_node_says_what_it_will_be(by: str
     assert f"something of the job may still run there. The job {fate} when the node answers" in now(cluster, job_id)
 
 
-def test_a_job_that_is_being_ended_says_where_something_of_it_may_be_left_and_what_hinders_the_node() -> None:
+def test_an_ending_job_says_where_it_may_have_processes_and_what_hinders_the_node() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit(requeue=True)
     cluster.run(job_id)

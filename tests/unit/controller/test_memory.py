@@ -103,7 +103,7 @@ def ended(cluster: Cluster, job: int) -> None:
     cluster.gone(job, "n1")
 
 
-def test_with_the_policy_default_the_measure_is_what_plain_easy_would_have_made_of_the_same_jobs() -> None:
+def test_with_the_policy_default_waits_are_measured_against_plain_easy() -> None:
     cluster = rehearsing()
     first, second = cluster.submit(ntasks=1), cluster.submit(ntasks=1)
     cluster.run(first)

@@ -66,7 +66,7 @@ def test_the_victim_is_queued_again_and_the_winner_has_its_node() -> None:
     assert cluster.job(low).preempted_by is None
 
 
-def test_a_job_that_may_save_what_it_has_gets_its_signal_and_is_queued_again_at_once_when_it_has() -> None:
+def test_a_preempted_job_gets_its_signal_to_save_and_is_requeued_as_soon_as_it_ends() -> None:
     cluster = cluster_of("n1", mode=PreemptMode.CHECKPOINT, grace_s=120.0)
     low = start_low(cluster, signal=SignalSpec(signum=signal.SIGUSR1, before_s=60, batch_only=True))
     high = submit(cluster, "high")

@@ -122,7 +122,7 @@ def test_few_layouts_are_kept() -> None:
     assert len(kept._cached) == queue.MOST_CACHED
 
 
-def test_a_row_that_shows_nothing_of_what_the_next_plan_says_is_sorted_anew_and_not_written(written: list[int]) -> None:
+def test_a_row_that_shows_nothing_of_the_next_plan_is_sorted_again_and_not_rewritten(written: list[int]) -> None:
     cluster = Cluster("n1")
     kept = QueueRows(cluster.state)
     ids = [cluster.submit(begin_at_s=int(T0) + 86_400) for _ in range(3)]

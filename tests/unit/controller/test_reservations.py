@@ -263,7 +263,7 @@ def test_a_job_runs_as_long_as_its_reservation_is_made_to_last() -> None:
     assert cluster.job(job_id).outcome is JobState.TIMEOUT
 
 
-def test_the_next_reservation_may_follow_at_once_on_nodes_whose_jobs_end_with_this_one() -> None:
+def test_a_reservation_may_follow_at_once_on_nodes_whose_jobs_end_with_the_last() -> None:
     cluster = Cluster("n1")
     reserve(cluster, StartTime="now")
     cluster.run(cluster.submit(reservation="r", time_limit_s=3600))

@@ -106,7 +106,7 @@ def test_an_elastic_job_cannot_be_given_more_by_an_update_nor_be_told_twice_at_o
     assert "it is just being given more; try again" in resize(cluster, job_id, 1).errors[0]["error"]
 
 
-def test_what_an_elastic_job_was_asked_for_is_withdrawn_when_it_is_to_have_more_than_that() -> None:
+def test_a_request_to_an_elastic_job_is_withdrawn_when_it_is_to_have_more() -> None:
     cluster = Cluster("n1", "n2", "n3")
     job_id = start(cluster, 1, 3, elastic=True)
     cluster.submit(nodes_min=2, cpus_per_task=2)
@@ -215,7 +215,7 @@ def test_a_node_that_reboots_while_it_is_given_or_given_back_ends_nothing() -> N
     assert (cluster.job(job_id).state, cluster.job(job_id).held_nodes) == (JobState.RUNNING, ("n1",))
 
 
-def test_a_node_that_comes_back_is_another_stay_and_nothing_late_of_the_first_is_taken_for_it() -> None:
+def test_a_node_that_rejoins_is_a_new_stay_and_late_reports_of_the_old_are_ignored() -> None:
     cluster, job_id, claim = growing()
     cluster.says("n2", protocol.Report(seq=9, token=claim.token, status=protocol.CLAIMED, at_s=cluster.now_s))
     give_back(cluster, job_id, 1)

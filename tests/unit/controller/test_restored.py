@@ -99,7 +99,7 @@ def test_an_end_that_was_asked_for_before_goes_to_what_runs_from_before(restored
     assert after.job(job_id).state is JobState.CANCELLED
 
 
-def test_a_waiting_job_that_may_have_been_started_since_waits_until_every_node_has_spoken(restored: Restored) -> None:
+def test_a_waiting_job_that_may_have_started_since_waits_for_every_nodes_report(restored: Restored) -> None:
     held = restored.before.submit(hold=True)
     restored.back_up()
     after = restored.restore()

@@ -108,7 +108,7 @@ def test_a_gang_is_adopted_with_its_parts(restored: Restored) -> None:
     assert after.sent(protocol.Launch) == []
 
 
-def test_what_is_to_end_is_told_so_also_after_its_node_was_away_and_its_job_runs_again(restored: Restored) -> None:
+def test_an_orphan_to_end_is_told_so_after_its_node_was_away_and_its_job_restarted(restored: Restored) -> None:
     job_id = restored.before.submit(requeue=True)
     restored.before.run(job_id)
     restored.back_up()
@@ -130,7 +130,7 @@ def test_what_is_to_end_is_told_so_also_after_its_node_was_away_and_its_job_runs
     assert not after.state.to_kill
 
 
-def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_of_new_jobs(restored: Restored) -> None:
+def test_an_unknown_launch_is_not_adopted_and_keeps_new_jobs_off_its_node(restored: Restored) -> None:
     restored.back_up()
     later = restored.before.submit()
     restored.before.run(later)

@@ -62,7 +62,7 @@ def test_a_failed_commit_leaves_nothing_behind_and_is_answered() -> None:
     assert cluster.submit() == 1
 
 
-def test_requests_that_come_together_share_a_commit_and_one_that_is_refused_spoils_no_other() -> None:
+def test_requests_that_come_together_share_a_commit_and_a_refused_one_spoils_none() -> None:
     cluster = Cluster("n1")
     commits: list[int] = []
     commit = cluster.store.commit
@@ -134,7 +134,7 @@ def test_where_and_when_a_command_ran_makes_no_other_job_of_it() -> None:
     assert answer == [{"job_id": first, "tasks": 3}]
 
 
-def test_a_job_that_got_its_account_from_the_configuration_is_the_same_when_it_is_asked_for_again() -> None:
+def test_a_repeated_request_finds_the_job_that_got_its_account_from_the_config() -> None:
     made = {7: spec(account="lab", qos="normal")}
     assert jobs_again("r1", made, [spec()]) == [{"job_id": 7, "tasks": 1}]
     with pytest.raises(RequestError, match="differs in its account"):
@@ -310,7 +310,7 @@ def test_a_script_that_fails_while_a_node_is_away_runs_again(silent_first: bool)
     assert cluster.job(job_id).attempt == 1
 
 
-def test_a_node_that_lost_its_record_loses_the_job_and_one_that_never_got_the_launch_gets_it_again() -> None:
+def test_a_node_that_lost_its_record_loses_the_job_and_a_missed_launch_is_repeated() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit()
     cluster.sent(protocol.Launch)
@@ -400,7 +400,7 @@ def test_old_ends_are_forgotten_in_memory_and_kept_on_disk() -> None:
     assert cluster.store.history(HistoryQuery(job_ids=(job_id,)))[0].state is JobState.COMPLETED
 
 
-def test_a_job_that_gets_its_nodes_as_the_last_of_them_comes_asks_them_all_to_claim_their_part() -> None:
+def test_a_job_that_starts_as_its_last_node_comes_asks_all_to_claim_their_part() -> None:
     cluster = Cluster("n1", "n2")
     cluster.controller.node_down(NodeName("n1"), "off")
     job_id = cluster.submit(nodes_min=2)

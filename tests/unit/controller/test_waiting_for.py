@@ -242,7 +242,7 @@ def test_a_throttle_is_changed_while_the_array_runs() -> None:
         change(cluster, str(cluster.submit()), array_task_throttle="1")
 
 
-def test_a_job_of_two_partitions_has_one_while_it_runs_and_both_again_when_it_is_requeued() -> None:
+def test_a_job_of_two_partitions_has_one_while_it_runs_and_both_when_requeued() -> None:
     cluster = Cluster("n1", "n2")
     cluster.state.partitions = {"a": partition("n1", name="a"), "b": partition("n2", name="b", default=False)}
     cluster.controller.reconfigured()
