@@ -142,8 +142,8 @@ class Node:
         return self.spec.name
 
     def not_enforced(self, confine: tuple[str, ...]) -> tuple[Ability, ...]:
-        """Return what the node cannot enforce of memory, and of `confine` of cluster or node."""
-        wanted = {"memory", *(confine if self.spec.confine is None else self.spec.confine)}
+        """Return what the node cannot enforce of memory and huge pages, and of `confine` of cluster or node."""
+        wanted = {"memory", "hugepages", *(confine if self.spec.confine is None else self.spec.confine)}
         if not self.spec.gpus:
             wanted.discard("gpus")
         return tuple(ability for ability in self.abilities if not ability.can and ability.word in wanted)

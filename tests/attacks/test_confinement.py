@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -192,8 +193,7 @@ def test_e4_files_in_dev_shm_are_memory_of_the_job(node: NodeUnderTest, work: Pa
     wait_until((work / "out2").exists, what="the files")
     tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
     group = Path(tree.controllers["memory"]) / f"job-{INCARNATION}.1.0"
-    highest = next(group / name for name in ("memory.peak", "memory.max_usage_in_bytes") if (group / name).exists())
-    assert 80 << 20 < int(highest.read_text()) <= 100 << 20
+    assert 80 << 20 < _highest(group) <= 100 << 20
     assert set(os.listdir("/dev/shm")) == before
     controller.send(protocol.EndStep(token, 0.0, "enough"))
     controller.final(token)
@@ -204,7 +204,127 @@ def _boot_id(node: NodeUnderTest) -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+# Ways to have memory that is no process's own, or is not seen when a process ends. Each tries to have more than 100 MiB.
+HOARDS = {
+    "files in /dev/shm of a process that has ended": """
+        if os.fork() == 0:
+            open("/dev/shm/x", "wb").write(bytes(60 << 20))
+            os._exit(0)
+        os.wait()
+        kept = bytearray(b"x") * (60 << 20)""",
+    "memfd": """
+        for _ in range(15):
+            os.write(os.memfd_create("x"), bytes(10 << 20))""",
+    "System V segments": """
+        for _ in range(15):
+            place = libc.shmat(libc.shmget(0, 10 << 20, 0o1600), None, 0)
+            libc.memset(ctypes.c_void_p(place), 1, 10 << 20)
+            libc.shmdt(ctypes.c_void_p(place))""",
+    "many processes": """
+        for _ in range(15):
+            if os.fork() == 0:
+                kept = bytearray(b"x") * (10 << 20)
+                time.sleep(600)
+        time.sleep(1)""",
+    "locked memory": """
+        kept = mmap.mmap(-1, 150 << 20)
+        libc.mlock(ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(kept))), 150 << 20)
+        kept.write(bytes(150 << 20))""",
+    "buffers of local sockets": """
+        ends = [end for _ in range(400) for end in socket.socketpair()]
+        for end in ends:
+            end.setblocking(False)
+            for _ in range(20):
+                with contextlib.suppress(BlockingIOError):
+                    end.send(bytes(1 << 16))""",
+    "buffers of TCP and UDP": """
+        udp = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(300)]
+        for end in udp:
+            end.bind(("127.0.0.1", 0))
+            for _ in range(20):
+                with contextlib.suppress(OSError):
+                    udp[0].sendto(bytes(60000), end.getsockname())
+        print("buffers", Path("/proc/net/sockstat").read_text())""",
+}
+HOARD = """import contextlib, ctypes, mmap, os, socket, sys, time
+from pathlib import Path
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+%s
+"""
+
+
 @needs("memory")
+@needs("shm")
+def test_b9_no_way_of_having_memory_exceeds_the_limit(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    fields = {"confine": share(mem_mib=100, cpus=0), "mem_mib": 100, "work_dir": str(work), "user": ACCOUNT}
+    tokens = []
+    for number, hoard in enumerate(HOARDS.values(), 1):
+        (work / f"{number}.py").write_text(HOARD % textwrap.dedent(hoard))
+        script = f"{SYSTEM_PYTHON} -I {number}.py; touch done{number}; sleep 600"
+        tokens.append(controller.launch(script, token=new_token(job=number), stdout=f"out{number}", **fields))
+    root = Path(confinement.survey(str(node.root), "n1", _boot_id(node)).tree.controllers["memory"])
+    for number, name in enumerate(HOARDS, 1):
+        wait_until((work / f"done{number}").exists, what=name)
+        group = root / f"job-{INCARNATION}.{number}.0"
+        assert _highest(group) <= 100 << 20, name
+        sockets = group / "memory.kmem.tcp.max_usage_in_bytes"  # what version 1 counts by itself
+        if "UDP" in name and sockets.exists():
+            assert 1 << 20 < int(sockets.read_text()) <= 7 << 20
+        controller.send(protocol.EndJob(INCARNATION, number, 0, 0.0))
+    killed = [controller.final(token).out_of_memory for token in tokens]
+    assert killed == ["buffers of TCP" not in name for name in HOARDS]
+
+
+def _highest(group: Path) -> int:
+    """Return the most memory that a group has had."""
+    files = [group / name for name in ("memory.peak", "memory.max_usage_in_bytes")]
+    return next(int(file.read_text()) for file in files if file.exists())
+
+
+HUGE = f"""{SYSTEM_PYTHON} -I - <<'X'
+import mmap
+kept = mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)
+kept.write(bytes(2 << 20))
+print("has huge pages")
+X
+"""
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[None]:
+    """Let the kernel make huge pages for programs that ask for them."""
+    file = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages")
+    if not AS_ROOT or not file.exists():
+        pytest.skip("needs root, and a kernel with huge pages")
+    before = file.read_text()
+    try:
+        file.write_text("2")
+        yield
+    finally:
+        file.write_text(before)
+
+
+@needs("memory")
+@pytest.mark.usefixtures("huge_pages")
+def test_b9_huge_pages_are_counted_as_memory_or_a_job_has_none(node: NodeUnderTest, work: Path) -> None:
+    run(node, work, HUGE)
+    if "has huge pages" not in said(work):
+        pytest.skip("the kernel has no two free megabytes in a row")
+    able = {word: can for word, can, _ in Controller(node).welcome.facts["abilities"]}
+    run(
+        node,
+        work,
+        HUGE,
+        confine=share(mem_mib=1 if cgroup.COUNTED in Path("/proc/mounts").read_text() else 100),
+        stdout="limited",
+    )
+    assert ("has huge pages" in (work / "limited").read_text()) is not able["hugepages"]
+
+
+@needs("memory")
+@needs("shm")
 def test_b9_memory_and_dev_shm_together_stay_below_the_limit(node: NodeUnderTest, work: Path) -> None:
     script = "head -c 70M /dev/zero > /dev/shm/x; python3 -c 'x = bytearray(60 << 20); print(len(x))'"
     ended = run(node, work, script, confine=share(mem_mib=100), mem_mib=100)
@@ -413,6 +533,22 @@ def test_e4_a_node_says_what_it_cannot_enforce(place: Path) -> None:
     assert facts["shm"] == (False, "the agent is not root")
     assert set(facts) >= {*EVERYTHING, "memory", "kill", "logins"}
     assert all(can or why for can, why in facts.values())
+
+
+@needs("cpus")
+def test_e4_jobs_together_have_the_weight_of_the_cpus_of_the_node(node: NodeUnderTest, work: Path) -> None:
+    """Else a busy process outside of jobs would take a cpu of a large node from the job that has it."""
+    controller = Controller(node)
+    token = controller.launch("touch made; sleep 60", confine=share(), work_dir=str(work), user=ACCOUNT)
+    wait_until((work / "made").exists, what="the job")
+    group = Path(confinement.survey(str(node.root), "n1", _boot_id(node)).tree.controllers["cpu"])
+    weights = {"cpu.weight": 100, "cpu.shares": 1024}
+    name = next(name for name in weights if (group / name).exists())
+    most = min(10_000, 100 * (os.cpu_count() or 1)) if name == "cpu.weight" else 1024 * (os.cpu_count() or 1)
+    assert [int((path / name).read_text()) for path in (group, group.parent)] == [most, most]
+    assert int((group / f"job-{INCARNATION}.1.0" / name).read_text()) == weights[name]
+    controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+    controller.final(token)
 
 
 @needs("cpus")

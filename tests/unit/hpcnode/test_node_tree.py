@@ -35,6 +35,44 @@ print(json.dumps({"ends": ends, "delays_s": [delay_s for delay_s, _ in calls], "
 """
 
 
+BY_GROUP = """
+import json, subprocess, sys
+from pathlib import Path
+from hpcnode.shepherd.process_tree import ProcessTree
+
+class Loop:
+    def later(self, delay_s, call):
+        calls.append(call)
+
+calls, group = [], Path(sys.argv[1])
+tree = ProcessTree(Loop())
+tree.group = str(group)
+living = subprocess.Popen(["sleep", "600"])
+killed = []
+tree.kill()
+killed.append((group / "cgroup.kill").read_text())
+(group / "cgroup.kill").write_text("")
+calls.pop()()
+killed.append((group / "cgroup.kill").read_text())
+alive = living.poll() is None
+(group / "cgroup.events").write_text("populated 0")
+calls.pop()()
+print(json.dumps({"killed": killed, "alive": alive, "end": living.wait()}))
+"""
+
+
+def test_e2_a_tree_with_a_cgroup_is_killed_through_it_before_any_process_is_looked_for(tmp_path: Path) -> None:
+    """A directory stands for the group. What is left when it is empty has been moved out of it."""
+    (tmp_path / "cgroup.kill").touch()
+    (tmp_path / "cgroup.events").write_text("populated 1")
+    environ = os.environ | {"PYTHONPATH": str(Path(hpcnode.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", BY_GROUP, tmp_path], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"killed": ["1", "1"], "alive": True, "end": -9}
+
+
 def test_a_kill_is_repeated_until_no_process_is_left() -> None:
     environ = os.environ | {"PYTHONPATH": str(Path(hpcnode.__file__).parents[1])}
     done = subprocess.run(

@@ -14,8 +14,11 @@ Rules:
   to `tasks`, which moves one thread without that cost.
 - Groups are created and removed under a lock that all agents of a user on the machine share, so no directory vanishes while
   another agent or step uses it. The lock is a file that others cannot open: who opens a file, even to read it, can lock it.
+- The groups above those of jobs have the weight of the node's cpus: with that of one cpu, a job on each cpu of a large node
+  would get next to nothing beside any other process of the node.
 - A job has a group only where something is limited, and in version 2, because each costs the start of a job.
 - What cannot be limited here is said by `Tree.missing`, and every other thing works.
+- A job has no huge pages where the kernel does not count them as memory; programs then take usual ones.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/, clone(2) CLONE_INTO_CGROUP, sched(7), cpuset(7).
 """
@@ -25,20 +28,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import signal
 import time
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 OURS = "hpcsched"
 JOB_PREFIX = "job-"
 LOGINS = "logins"  # the group of adopted ssh logins in a job's group
-CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "io", "devices")
+CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "io", "devices", "hugetlb")
 _SYSTEMD = (".slice", ".scope", ".service")
 _V1_NAMES = {"blkio": "io"}
 _IO_WEIGHTS = {"/io.weight": 10_000, "/blkio.bfq.weight": 1000}  # file -> most
 PERIOD_US = 100_000
 MAX_WEIGHT = 10_000
+HUGE_PAGES = "/sys/kernel/mm/hugepages"
+COUNTED = "memory_hugetlb_accounting"  # an option of the mount of version 2
+SOCKETS_PART = 16  # version 1 does not count buffers of sockets as memory: they have this part of the limit besides
 MAX_ROUNDS = 100
 READ_BYTES = 1 << 16
 ABANDONED_S = 3600.0
@@ -109,9 +116,11 @@ def _find(mounts: Dict[str, str], own: Dict[str, str], agent: str) -> Tree:
             why_not = why or "the kernel offers no controller %s to cgroups of version 2 here" % name
         if usable and name == "io" and not any(os.path.exists(path + weight) for weight in _IO_WEIGHTS):
             usable, why_not = False, "no disk scheduler here takes weights of jobs"
+        if name == "hugetlb" and COUNTED in _read("/proc/self/mounts"):
+            usable, why_not = False, ""
         if usable:
             found[name] = path
-        else:
+        elif why_not:
             missing[name] = why_not
         if name in mounts:
             _remove_base(path)
@@ -191,10 +200,10 @@ def _remove_base(base: str) -> None:
     _rmdir(os.path.dirname(base))
 
 
-def _enable(path: str) -> None:
+def _enable(path: str, wanted: Sequence[str] = CONTROLLERS) -> None:
     """Let groups below `path` have controllers, one by one: each may be refused."""
     for name in _read(path + "/cgroup.controllers").split():
-        if name in CONTROLLERS:
+        if name in wanted:
             _write(path + "/cgroup.subtree_control", "+" + name)
 
 
@@ -292,6 +301,8 @@ def _limits(tree: Tree, controller: str, limits: JobLimits) -> bool:
         return limits.pin and 0 < limits.cpus < len(_usable_cpus(tree))
     if controller == "memory":
         return limits.mem_mib > 0 or limits.step_mem_mib > 0
+    if controller == "hugetlb":
+        return limits.mem_mib > 0
     return bool(
         {"cpu": limits.cpus, "io": limits.cpus, "pids": limits.processes, "devices": limits.devices}[controller]
     )
@@ -305,6 +316,16 @@ def _make_base(base: str, controllers: Iterable[str], version_2: bool) -> None:
         _enable_below(base)
     else:
         _make_v1(base, "cpuset" if "cpuset" in controllers else "")
+    for path in (os.path.dirname(base), base):
+        _weigh(path, os.cpu_count() or 1, version_2)
+
+
+def _weigh(group: str, cpus: int, version_2: bool) -> None:
+    """Give a group the weight of so many cpus; not every hierarchy has weights."""
+    if version_2:
+        _write(group + "/cpu.weight", str(min(MAX_WEIGHT, 100 * cpus)))
+    else:
+        _write(group + "/cpu.shares", str(1024 * cpus))
 
 
 def _make(path: str, controllers: Iterable[str], version_2: bool) -> None:
@@ -313,7 +334,7 @@ def _make(path: str, controllers: Iterable[str], version_2: bool) -> None:
     except FileExistsError:
         pass
     if version_2:
-        _enable(path)
+        _enable(path, ["memory"])  # all other limits are on the job's group
     elif "cpuset" in controllers:
         _make_v1(path, "cpuset")
 
@@ -327,14 +348,15 @@ def _limit_job(tree: Tree, group: str, controller: str, limits: JobLimits, versi
         quota = limits.cpus * PERIOD_US
         if version_2:
             _must_write(group + "/cpu.max", "%d %d" % (quota, PERIOD_US))
-            _write(group + "/cpu.weight", str(min(MAX_WEIGHT, 100 * limits.cpus)))
         else:
             _must_write(group + "/cpu.cfs_period_us", str(PERIOD_US))
             _must_write(group + "/cpu.cfs_quota_us", str(quota))
-            _write(group + "/cpu.shares", str(1024 * limits.cpus))
+        _weigh(group, limits.cpus, version_2)
     elif controller == "io" and limits.cpus > 0:
         for name in _IO_WEIGHTS:
             _write(group + name, str(min(_IO_WEIGHTS[name], 100 * limits.cpus)))
+    elif controller == "hugetlb":
+        _deny_huge_pages(group, version_2)
     elif controller == "cpuset" and limits.pin:
         _pin(tree, group, limits.cpus)
 
@@ -351,6 +373,29 @@ def _limit_memory(group: str, mem_mib: int, version_2: bool) -> None:
         _write(total, limit)
     _must_write(group + "/memory.limit_in_bytes", limit)
     _write(total, limit)
+    _write(group + "/memory.kmem.tcp.limit_in_bytes", str((mem_mib << 20) // SOCKETS_PART))
+
+
+def _deny_huge_pages(group: str, version_2: bool) -> None:
+    limit = "max" if version_2 else "limit_in_bytes"
+    for size in _huge_page_sizes():
+        if not _write("%s/hugetlb.%s.rsvd.%s" % (group, size, limit), "0"):  # a kernel before 5.7
+            _must_write("%s/hugetlb.%s.%s" % (group, size, limit), "0")
+
+
+@functools.lru_cache(maxsize=1)
+def _huge_page_sizes() -> List[str]:
+    """Return the sizes of huge pages, as in the names of control files: 2MB."""
+    sizes_kib = [int(name[len("hugepages-") : -len("kB")]) for name in _children(HUGE_PAGES)]  # int: the kernel's
+    return [
+        "%dGB" % (kib >> 20) if kib >> 20 else "%dMB" % (kib >> 10) if kib >> 10 else "%dKB" % kib for kib in sizes_kib
+    ]
+
+
+def has_huge_pages() -> bool:
+    """Return whether this node has huge pages, or may make some for programs that ask for them."""
+    files = ("nr_hugepages", "nr_overcommit_hugepages")
+    return any(_number(os.path.join(HUGE_PAGES, size, name)) for size in _children(HUGE_PAGES) for name in files)
 
 
 def _pin(tree: Tree, group: str, count: int) -> None:

@@ -73,7 +73,7 @@ def survey(root: str, node: str, boot_id: str) -> Ground:
 def abilities(ground: Ground) -> List[Ability]:
     """Return what this node can enforce on jobs: a word, whether it can, and why not.
 
-    The words are those of `confine`, and kill (nothing of a job survives it), memory, swap-free io shares and logins.
+    The words are those of `confine`, and kill (nothing of a job survives it), memory, hugepages, io shares and logins.
     """
     tree = ground.tree
     found: List[Ability] = []
@@ -84,6 +84,7 @@ def abilities(ground: Ground) -> List[Ability]:
     no_group = "" if tree.unified else "no cgroup of version 2 is usable"
     add("kill", no_group)
     add("memory", tree.missing.get("memory", ""))
+    add("hugepages", tree.missing.get("hugetlb", "") if cgroup.has_huge_pages() else "")
     add("cpus", tree.missing.get("cpu", ""))
     add("pin", tree.missing.get("cpuset", ""))
     add("processes", tree.missing.get("pids", ""))

@@ -151,7 +151,7 @@ class Shepherd:
         setting = self.setting
         self._confined = confinement.begin(setting.ground, self.launch, self.job.account, setting.socket_path)
         if self._confined.group is not None:
-            self._suspension.group = self._confined.group.unified
+            self._suspension.group = self._tree.group = self._confined.group.unified
 
     def _remove_group(self) -> None:
         """Remove the step's groups, if they are empty."""
