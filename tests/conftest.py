@@ -65,6 +65,7 @@ LONGEST = (
     "unit/hpctrain/test_train_tcp_ring.py",
     "integration/test_hhealth.py",
     "train/test_train_resume.py",
+    "attacks/test_fresh_lab.py",
     "attacks/test_fuzz.py",
     "train/test_train_comm.py",
     "integration/test_agent_lease.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -749,7 +750,10 @@ def _backup(rest: Sequence[str], words: Words) -> int:
     if os.path.isdir(path):
         return _back_up_cluster(path, keep[-1].removeprefix("keep=") if keep else "", encrypt, words)
     if keep or encrypt:
-        raise UsageError("cannot keep a number of backups, or encrypt: that is for a directory, which must be there")
+        raise UsageError(
+            f"cannot keep a number of backups, or encrypt: {clean(path)} is not a directory; run: "
+            f"install -d -m 700 {clean(shlex.quote(path))}"
+        )
     answer = client.call("POST", "/v1/backup", {"path": path}, timeout_s=BACKUP_TIMEOUT_S)
     if words.has("json"):
         print_json(answer)

@@ -142,7 +142,7 @@ RULES = {rule.id: rule for rule in (
     Rule("HS-61", _M, "gateway certificate that expires soon", "In less than 21 days users are kept out.",
          "replace {path}, and restart hpcsched gateway", "SC-17 SC-23", "3.10"),
     Rule("HS-62", _C, "key of the gateway that others can read or write", "Its reader can take the place of the gateway.",
-         "chmod 600 {path}", "SC-12 SC-23", "3.10"),
+         "chown {owner} {path}; chmod 600 {path}", "SC-12 SC-23", "3.10"),
     Rule("HS-63", _M, "weak key or signature of the gateway's certificate", "RSA below 2048 bits, curves below 256 bits and SHA-1 can be attacked.",
          "make a new key and certificate: openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout gateway.key -out gateway.csr",
          "SC-12 SC-13", "3.10"),

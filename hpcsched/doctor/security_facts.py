@@ -78,7 +78,7 @@ class Looking:
         except OSError as error:
             self.unseen.append(f"{path}: {error.strerror}")
             return
-        private = _is_private(status)
+        private = _is_private(status, owners)
         self.found.setdefault(str(path), PathFacts(str(path), part, status.st_mode, status.st_uid, owners, private))
 
     def above(self, path: Path, owners: tuple[int, ...]) -> None:
@@ -97,15 +97,25 @@ class Looking:
             return []
 
 
-def _is_private(status: os.stat_result) -> bool:
-    """Return whether the group of a file is root's, or its owner's alone."""
+def _is_private(status: os.stat_result, owners: tuple[int, ...]) -> bool:
+    """Return whether a file's group is root's, or of an account that may own the file alone."""
     if status.st_gid == 0:
         return True
     try:
-        owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
+        group = grp.getgrgid(status.st_gid)
     except KeyError:
         return False
-    return owner.pw_gid == group.gr_gid and owner.pw_name == group.gr_name and set(group.gr_mem) <= {owner.pw_name}
+    return any(_is_group_of(group, uid) for uid in {status.st_uid, *owners})
+
+
+def _is_group_of(group: grp.struct_group, uid: int) -> bool:
+    """Return whether a group is an account's own: of its name, without other members."""
+    try:
+        account = pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    own = account.pw_gid == group.gr_gid and account.pw_name == group.gr_name
+    return own and set(group.gr_mem) <= {account.pw_name}
 
 
 def look(environ: Mapping[str, str], now_s: float, proc: Path = Path("/proc")) -> tuple[SecurityFacts, Looking]:
@@ -444,7 +454,7 @@ def _audit_facts(config: Config, looking: Looking) -> dict[str, Any]:
             looking.unseen.append(f"{heads}: its last line is no signed end")
     records = _ask(looking, "audit log", f"/v1/audit?after={seq}&limit=1").get("records", ())
     try:
-        beside: bool | None = heads.stat().st_dev == (state / paths.DATABASE_FILE).stat().st_dev
+        beside: bool | None = heads.parent.stat().st_dev == state.stat().st_dev
     except OSError:
         beside = None
     return {

@@ -27,7 +27,7 @@ from hpcnode import paths
 from hpcnode.agent import helpers, probe
 from hpcnode.agent.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
 from hpcnode.agent.shepherds import ShepherdPool
-from hpcnode.agent.step_commands import Clients, Frames, ResumableClients, peer
+from hpcnode.agent.step_commands import Clients, CommandClient, Frames, ResumableClients, peer
 from hpcnode.lease import Renewals
 from hpcnode.os import account as user
 from hpcnode.os import process
@@ -117,6 +117,7 @@ class Agent:
         self._handlers = self._make_handlers()
         self._controller: Optional[Stream] = None
         self._welcomed = False
+        self._link_pid = 0  # at the other end of its connection: what sshd started
         self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not known yet
         self._watchers: Dict[str, List[protocol.Address]] = {}  # other readers of the output of a token
         self._paused = False
@@ -225,12 +226,13 @@ class Agent:
     # ----- the controller
 
     def take_over(
-        self, stream: Stream, uid: int, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
+        self, client: CommandClient, stream: Stream, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
     ) -> bool:
         """Accept the connection of a controller, if it is allowed.
 
         `frames` came after its `hello`.
         """
+        uid = client.uid
         why = self._refusal(hello, uid)
         if why:
             log("a controller was refused: %s" % why)
@@ -243,7 +245,7 @@ class Agent:
             self._controller.close_when_sent()
         framer.limit, framer.max_values = protocol.MAX_FRAME_BYTES, 0
         self._end_renewals()
-        self._controller, self._welcomed = stream, False
+        self._controller, self._welcomed, self._link_pid = stream, False, client.pid
         stream.what = "the controller's connection"
         stream.on_data = lambda data: self._received(stream, framer, data)
         self._look_then_welcome(stream)
@@ -406,7 +408,7 @@ class Agent:
         def look() -> Dict[str, Any]:
             if order.link_token:
                 return probe.link_facts(order.link_token, order.link_host, order.link_port)
-            return probe.facts(self.root, self._environ, live, measure=order.measure)
+            return probe.facts(self.root, self._environ, live, measure=order.measure, link_pid=self._link_pid)
 
         self._helpers.ask(
             lambda: (protocol.Facts(order.request, look()), b""),

@@ -81,10 +81,12 @@ def facts(
     live_jobs: Collection[int],
     thorough: bool = True,
     measure: bool = False,
+    link_pid: int = 0,
 ) -> Dict[str, Any]:
     """Return the facts of this node.
 
-    `thorough`: with GPUs and leftovers, which may take seconds. `measure`: with speed.
+    `thorough`: with GPUs and leftovers, which may take seconds. `measure`: with speed. `link_pid`: the process that sshd
+    started for the controller; 0: this one.
     """
     found: Dict[str, Any] = {
         "cpus": len(os.sched_getaffinity(0)),
@@ -106,7 +108,7 @@ def facts(
     if thorough and os.geteuid() == 0:
         found.update(python_of_users(sys.executable, root))
     if thorough:
-        found["security"] = security(environ)
+        found["security"] = security(link_pid or os.getpid())
         found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root), link_mbps=link_mbps())
     if measure:
         found["speed"] = cpu_speed()
@@ -125,12 +127,13 @@ KERNEL_SETTINGS = (
 )
 
 
-def security(environ: Mapping[str, str]) -> Dict[str, Any]:
-    """Return what `hctl security` judges: policy, kernel, sshd, how the agent was started.
+def security(link_pid: int) -> Dict[str, Any]:
+    """Return what `hctl security` judges: policy, kernel, sshd, the login of the controller.
 
     `forced_command`: sshd tells a command of authorized_keys what the client asked for instead.
     """
-    found: Dict[str, Any] = {"forced_command": "SSH_ORIGINAL_COMMAND" in environ, "kernel": {}}
+    forced = b"SSH_ORIGINAL_COMMAND" in process.environment_of(link_pid)
+    found: Dict[str, Any] = {"forced_command": forced, "kernel": {}}
     for name in KERNEL_SETTINGS:
         text = _first_line("/proc/sys/" + name.replace(".", "/")) or ""
         if text.isdigit():

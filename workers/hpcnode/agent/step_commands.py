@@ -160,7 +160,7 @@ class AgentServices(Protocol):
     def to_shepherd(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
     def send_again(self, stream: int) -> None: ...
     def take_over(
-        self, stream: Stream, uid: int, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
+        self, client: CommandClient, stream: Stream, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
     ) -> bool: ...
 
 
@@ -337,7 +337,7 @@ class Clients:
         hello = frames[0][0]
         if not isinstance(hello, protocol.Hello):
             return False
-        if self._home.take_over(client.stream, client.uid, hello, frames[1:], client.framer):
+        if self._home.take_over(client, client.stream, hello, frames[1:], client.framer):
             self._forget(client)
         else:
             self._leave(client)
