@@ -24,6 +24,10 @@ class RequestError(HpcschedError):
     """The request is impossible: the user must change it."""
 
 
+class ConflictError(RequestError):
+    """The request contradicts an earlier one: the same idempotency key with another content."""
+
+
 class UsageError(RequestError):
     """A command line cannot be parsed: exit status 2. `getopt`: getopt_long(3)'s text for it."""
 

@@ -391,9 +391,13 @@ def step_view(step: StepRecord) -> dict[str, Any]:
 json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
-def jobs_text(now_s: float, jobs: Iterable[str]) -> bytes:
-    """Return the answer with these jobs, each already JSON."""
-    return f'{{"version":{VERSION},"now_s":{json_text(now_s)},"jobs":[{",".join(jobs)}]}}'.encode()
+def jobs_text(now_s: float, jobs: Iterable[str], next_cursor: str = "") -> bytes:
+    """Return the answer with these jobs, each already JSON.
+
+    `next_cursor`: "" if there are no more.
+    """
+    more = f',"next_cursor":{json_text(next_cursor)}' if next_cursor else ""
+    return f'{{"version":{VERSION},"now_s":{json_text(now_s)},"jobs":[{",".join(jobs)}]{more}}}'.encode()
 
 
 LEAST_PRIORITY = 1  # of a job before its first scheduling pass: 0 means held

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hpcsched.errors import PermissionDeniedError
 
@@ -190,13 +190,20 @@ class AccessPolicy:
         return self.default
 
 
+class RepeatableRequest(NamedTuple):
+    """A change with an idempotency key. `content`: the hash of its path and body."""
+
+    key: str
+    content: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """The account behind a request, and what it may do.
 
     `accounts`: accounts that it coordinates. `hidden`: actions whose objects `[privacy]` hides.
     `scope`: the actions that its token allows; None: no token, or one without a limit. `source`:
-    where the request came from, for the audit log.
+    where the request came from, for the audit log. `request`: the request, if its client may repeat it.
     """
 
     uid: int
@@ -206,6 +213,7 @@ class Identity:
     hidden: frozenset[Action] = frozenset()
     scope: frozenset[Action] | None = None
     source: str = "socket"
+    request: RepeatableRequest | None = None
 
     def as_user(self) -> Identity:
         """Return this identity with the rights of a user at most, as its jobs have them."""

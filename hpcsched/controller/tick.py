@@ -55,6 +55,10 @@ log = logging.getLogger("hpcsched.controller")
 
 PURGE_EVERY_S = 60.0
 PURGE_SCRIPTS = 200  # per pass
+PURGE_REQUESTS_EVERY_S = 600.0
+REQUEST_S = 30 * 86400.0  # how long a request id or idempotency key is known
+REQUESTS_OF_USER = 10_000  # known of a user at most
+PURGE_REQUESTS = 20_000  # per pass and user
 SEALED = Wait(
     reason=Reason.HELD_ADMIN,
     detail="held: its environment is sealed with a key that the controller does not have. An admin can bring back a copy of the "
@@ -201,6 +205,7 @@ class Controller:
         self._not_started: dict[JobId, _NotStarted] = {}
         self._timer_at_s: float | None = None  # the next begin time or time limit
         self._next_purge_s = 0.0
+        self._next_request_purge_s = 0.0
         # New jobs that the memory has not read yet, and when they changed.
         self._unnoted: list[tuple[Job, float]] = []
         self._unread: set[JobId] = set()  # jobs whose scripts could not be read from disk
@@ -872,6 +877,9 @@ class Controller:
             self.cluster.forget_ended(now_s - self.cluster.config.controller.min_job_age_s)
             self.cluster.forget_oldest(ENDED_JOBS)
             self._purge_scripts(now_s, whole=True)
+        if now_s >= self._next_request_purge_s:
+            self._next_request_purge_s = now_s + PURGE_REQUESTS_EVERY_S
+            self.store.forget_requests(now_s - REQUEST_S, REQUESTS_OF_USER, PURGE_REQUESTS)
             self._purge_environments()
         elif len(self.cluster.ended) > ENDED_JOBS + ENDED_JOBS // 10:
             self.cluster.forget_oldest(ENDED_JOBS)

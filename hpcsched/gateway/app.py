@@ -11,11 +11,13 @@ import codecs
 import json
 import re
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from html import escape
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
@@ -35,9 +37,11 @@ MAX_KEY_CHARS = 200
 MAX_KNOWN = 10_000  # credentials that were accepted lately
 FAILURE_COST = 5.0  # a refused credential counts as so many requests of its address
 STREAM_WAIT_S = 15.0
+MAX_AT_ONCE = 64  # requests of a credential that the controller answers
 MAX_CODE_BYTES = 1_000
 MAX_USER_CHARS = 256
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NOW = re.compile(rb'"now_s":[-+.0-9e]+,?')
 SAFE_HEADERS = {
     "cache-control": "no-store",
@@ -88,6 +92,7 @@ class GatewayApp:
         self._settings = settings
         self._rates = Rates(settings.rate, settings.burst, time.monotonic)
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._asked: Counter[bytes] = Counter()  # requests that the controller is answering, by credential
         self._routing = Routing()
         self._openapi = json.dumps(openapi(), separators=(",", ":")).encode()
 
@@ -226,8 +231,9 @@ class GatewayApp:
             return await self._stream(request, route, credential, dict(pairs))
         if pairs:
             path += "?" + urlencode([("after" if name == "cursor" else name, value) for name, value in pairs])
-        body = await self._json_body(request, route) if route.method == "POST" else b""
-        reply = await self._ask(request, route.method, path, credential, body)
+        body = await self.json_text(request) if route.method == "POST" else b""
+        key = _idempotency_key(request) if route.repeatable else {}
+        reply = await self._ask(request, route.method, path, credential, body, more=key)
         return self._answer(request, reply, route.answer)
 
     def _credential(self, request: Request) -> dict[str, str]:
@@ -273,11 +279,13 @@ class GatewayApp:
         credential: Mapping[str, str],
         body: bytes = b"",
         wait_s: float = 0,
+        more: Mapping[str, str] = _NO_HEADERS,
     ) -> UpstreamReply:
-        headers = {"x-hpcsched-gateway": _source(request), **credential, **_user_name(request)}
-        reply = await self.upstream.ask(method, path, headers, body, timeout_s=60.0 + wait_s)
+        headers = {"x-hpcsched-gateway": _source(request), **credential, **_user_name(request), **more}
+        key = _key_of(credential) if credential else _network(_source(request)).encode()
+        with self._place(key):
+            reply = await self.upstream.ask(method, path, headers, body, timeout_s=60.0 + wait_s)
         if credential:
-            key = _key_of(credential)
             if reply.status == 401:
                 self._known.pop(key, None)
                 self._count(request, {}, FAILURE_COST)
@@ -287,22 +295,50 @@ class GatewayApp:
                     self._known.popitem(last=False)
         return reply
 
+    @contextmanager
+    def _place(self, key: bytes) -> Iterator[None]:
+        """Count a request that the controller answers.
+
+        Raises ProblemError if the credential has too many. Otherwise its requests that wait could
+        take all connections to the controller.
+        """
+        if self._asked[key] >= MAX_AT_ONCE:
+            why = (
+                f"cannot answer now: {MAX_AT_ONCE} requests of this credential are being answered; wait, and ask again"
+            )
+            raise ProblemError(429, why, {"retry-after": "1"})
+        self._asked[key] += 1
+        try:
+            yield
+        finally:
+            self._asked[key] -= 1
+            if not self._asked[key]:
+                del self._asked[key]
+
     def _answer(self, request: Request, reply: UpstreamReply, kind: str) -> Response:
         if reply.status != 200:
             return _problem_of(reply)
         if kind == "bytes":
             headers = {name: value for name, value in reply.headers.items() if name.startswith("x-")}
-            return Response(reply.body, headers={**SAFE_HEADERS, **headers}, media_type="application/octet-stream")
+            if request.method != "GET":
+                return Response(reply.body, headers={**SAFE_HEADERS, **headers}, media_type="application/octet-stream")
+            return self._tagged(request, reply.body, "application/octet-stream", headers)
         if request.method != "GET":
             return Response(reply.body, headers=SAFE_HEADERS, media_type="application/json")
         return self._tagged(request, reply.body, reply.headers.get("content-type", "application/json"))
 
-    def _tagged(self, request: Request, body: bytes, media_type: str) -> Response:
-        """Return the answer with its ETag, or 304 if the client has it."""
-        digest = blake2b(_NOW.sub(b"", body[:400], count=1), digest_size=16)
+    def _tagged(
+        self, request: Request, body: bytes, media_type: str, more: Mapping[str, str] = _NO_HEADERS
+    ) -> Response:
+        """Return the answer with its ETag, or 304 if the client has it.
+
+        `more`: headers that the tag covers.
+        """
+        digest = blake2b(repr(sorted(more.items())).encode(), digest_size=16)
+        digest.update(_NOW.sub(b"", body[:400], count=1))
         digest.update(body[400:])
         tag = f'W/"{digest.hexdigest()}"'
-        headers = {**SAFE_HEADERS, "etag": tag, "cache-control": "private, no-cache"}
+        headers = {**SAFE_HEADERS, **more, "etag": tag, "cache-control": "private, no-cache"}
         wanted = request.headers.get("if-none-match", "")
         if wanted == "*" or tag in [one.strip() for one in wanted.split(",")]:
             return Response(status_code=304, headers=headers)
@@ -325,23 +361,6 @@ class GatewayApp:
                 )
             parts.append(part)
         return b"".join(parts)
-
-    async def _json_body(self, request: Request, route: ApiRoute) -> bytes:
-        """Return the body, with the idempotency key as the request id of a submission."""
-        self._must_be_json(request)
-        body = await self._body(request)
-        key = request.headers.get("idempotency-key")
-        if key is None or route.path != "/submit":
-            return body
-        if not key or len(key) > MAX_KEY_CHARS or not key.isprintable():
-            raise ProblemError(400, f"cannot use the idempotency key: 1 to {MAX_KEY_CHARS} printable characters")
-        try:
-            values = json.loads(body)
-        except (ValueError, RecursionError):
-            raise ProblemError(400, "cannot read the request: it is not JSON") from None
-        if not isinstance(values, dict) or values.setdefault("request_id", key) != key:
-            raise ProblemError(400, "cannot submit: request_id and Idempotency-Key differ, or the body is no object")
-        return json.dumps(values).encode()
 
     # ----- server-sent events
 
@@ -385,8 +404,8 @@ class GatewayApp:
             query = {"wait_s": wait_s} | ({"after": after} if after else {})
             values = json.loads((await self._polled(request, credential, "/v1/events", query)).body)
             lines = [_event("job", event, event["seq"]) for event in values["events"]]
-            yield b"".join(lines) or b": \n\n"
             after, wait_s = str(values["next"]), str(STREAM_WAIT_S)
+            yield b"".join(lines) or f"id: {after}\n\n".encode()  # no event, but a place to continue from
 
     async def _output(
         self, request: Request, credential: Mapping[str, str], query: dict[str, str]
@@ -398,9 +417,11 @@ class GatewayApp:
             offset = int(reply.headers["x-offset"])  # int: of our own controller
             after = offset + len(reply.body)
             ended = reply.headers["x-ended"] == "1"
+            begun = offset - len(decoder.getstate()[0])  # of a character whose rest comes now
             text = decoder.decode(reply.body, final=ended)
-            piece = _event("output", {"offset": offset, "data": text}, after) if text else b""
-            yield piece + (_event("end", {"offset": after}, after) if ended else b"") or b": \n\n"
+            whole = after - len(decoder.getstate()[0])
+            piece = _event("output", {"offset": begun, "data": text}, whole) if text else b""
+            yield piece + (_event("end", {"offset": after}, after) if ended else b"") or f"id: {whole}\n\n".encode()
             if ended:
                 return
             query |= {"offset": str(after), "wait_s": str(STREAM_WAIT_S)}
@@ -444,6 +465,14 @@ def _user_name(request: Request) -> dict[str, str]:
     if len(name) > MAX_USER_CHARS or not name.isprintable() or not name.isascii():
         raise ProblemError(401, "cannot accept the request: X-SLURM-USER-NAME is not the name of a user")
     return {"x-slurm-user-name": name} if name else {}
+
+
+def _idempotency_key(request: Request) -> dict[str, str]:
+    """Return the header with the client's idempotency key; the controller checks it."""
+    keys = request.headers.getlist("idempotency-key")
+    if len(keys) > 1 or not all(0 < len(key) <= MAX_KEY_CHARS and key.isprintable() for key in keys):
+        raise ProblemError(400, f"cannot use the idempotency key: one, with 1 to {MAX_KEY_CHARS} printable characters")
+    return {"idempotency-key": keys[0]} if keys else {}
 
 
 def _source(request: Request) -> str:

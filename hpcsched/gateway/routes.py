@@ -18,27 +18,61 @@ from urllib.parse import quote, unquote
 
 import hpcsched
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.text import MAX_DIGITS
 
 Json = dict[str, Any]
 
 PREFIX = "/api/v1"
 MAX_BODY_BYTES = 8 << 20
 MAX_VALUE_CHARS = 4_000  # of a parameter
+# Of numbers and texts in a body: what `hpcnode.wire.gate` reads.
+MAX_WHOLE = 10**MAX_DIGITS - 1
+MAX_FRACTION = 1e300
+MAX_NAMES = 10_000
+_TEXT_VALUE = {"type": "string", "pattern": r"^[^\x00]*$"}
 
-# Kinds of parameters: a pattern of their text, and their JSON Schema.
-TEXT, NUMBER, WHOLE, FLAG = "text", "number", "whole", "flag"
-_PATTERNS = {
-    TEXT: re.compile(r"[^\x00-\x1f\x7f]*\Z"),
-    NUMBER: re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,9})?\Z"),
-    WHOLE: re.compile(r"-?[0-9]{1,15}\Z"),
-    FLAG: re.compile(r"[01]\Z"),
-}
-_KINDS: Mapping[str, Json] = {
-    TEXT: {"type": "string", "maxLength": MAX_VALUE_CHARS, "pattern": r"^[^\x00-\x1f\x7f]*$"},
-    NUMBER: {"type": "number", "minimum": -1e14, "maximum": 1e14},
-    WHOLE: {"type": "integer", "minimum": -(10**14), "maximum": 10**14},
-    FLAG: {"type": "string", "enum": ["0", "1"]},
-}
+
+@dataclass(frozen=True, slots=True)
+class ParameterKind:
+    """What a parameter may be: a pattern of its text, bounds of its number, its JSON Schema."""
+
+    words: str
+    pattern: re.Pattern[str]
+    schema: Json
+    least: float = 0.0
+    most: float = 0.0
+
+    def why_bad(self, value: str) -> str:
+        """Return what the value must be, "" if it is that."""
+        if len(value) > MAX_VALUE_CHARS or not self.pattern.match(value):
+            return self.words
+        return "" if self.least == self.most or self.least <= float(value) <= self.most else self.words
+
+
+def _whole(least: int, most: int) -> ParameterKind:
+    schema = {"type": "integer", "minimum": least, "maximum": most}
+    return ParameterKind(f"a whole number from {least} to {most}", re.compile(r"-?[0-9]{1,15}\Z"), schema, least, most)
+
+
+def _number(least: float, most: float) -> ParameterKind:
+    schema = {"type": "number", "minimum": least, "maximum": most}
+    pattern = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,20})?\Z")
+    return ParameterKind(f"a number from {least:g} to {most:g}", pattern, schema, least, most)
+
+
+TEXT = ParameterKind(
+    f"a text of at most {MAX_VALUE_CHARS} characters without control characters",
+    re.compile(r"[^\x00-\x1f\x7f]*\Z"),
+    {"type": "string", "maxLength": MAX_VALUE_CHARS, "pattern": r"^[^\x00-\x1f\x7f]*$"},
+)
+FLAG = ParameterKind("0 or 1", re.compile(r"[01]\Z"), {"type": "string", "enum": ["0", "1"]})
+LIMIT = _whole(1, 10_000)
+EVENT = _whole(0, 10**15 - 1)
+BYTES = _whole(0, 10**15 - 1)
+CHUNK = _whole(1, 1 << 20)
+WIDTH = _whole(0, 1_000)
+TIME = _number(0, 1e11)  # Unix seconds
+WAIT = _number(0, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +86,28 @@ class ApiRoute:
     path: str
     scope: str
     summary: str
-    query: tuple[tuple[str, str], ...] = ()
+    query: tuple[tuple[str, ParameterKind], ...] = ()
     body: str = ""
     answer: str = "json"
 
+    @property
+    def repeatable(self) -> bool:
+        """Return whether the route takes an idempotency key: it changes something."""
+        return self.method == "POST" and self.path not in ("/test", "/command")
 
-def _texts(*names: str) -> tuple[tuple[str, str], ...]:
+
+def _texts(*names: str) -> tuple[tuple[str, ParameterKind], ...]:
     return tuple((name, TEXT) for name in names)
 
 
 _JOBS = _texts("id", "user", "name", "partition", "account", "qos", "reservation", "license", "state", "nodes", "whose")
 _JOBS = (*_JOBS, ("expected", FLAG), ("strict", FLAG))
-_PAGE = (("limit", WHOLE), ("cursor", TEXT))
+_PAGE = (("limit", LIMIT), ("cursor", TEXT))
 _LISTING = (
-    *_texts("format", "order", "time_format"), ("width", WHOLE),
+    *_texts("format", "order", "time_format"), ("width", WIDTH),
     *((name, FLAG) for name in ("long", "array", "noheader", "dated", "fit", "colour", "others", "ended", "fold")),
 )  # fmt: skip
-_LOG = (("job", TEXT), ("stream", TEXT), ("offset", WHOLE))
+_LOG = (("job", TEXT), ("stream", TEXT), ("offset", BYTES))
 
 # fmt: off
 ROUTES: tuple[ApiRoute, ...] = (
@@ -80,30 +119,31 @@ ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute("GET", "/job/{job}/why", "read", "Why a job waits"),
     ApiRoute("GET", "/job/{job}/story", "read", "The history of a job"),
     ApiRoute("GET", "/history", "read", "Ended jobs",
-             (*_texts("id", "user", "state", "name"), ("start_s", NUMBER), ("end_s", NUMBER), ("limit", WHOLE))),
-    ApiRoute("GET", "/nodes", "read", "Nodes"),
-    ApiRoute("GET", "/partitions", "read", "Partitions"),
-    ApiRoute("GET", "/reservations", "read", "Reservations"),
-    ApiRoute("GET", "/licenses", "read", "Licences and their use"),
-    ApiRoute("GET", "/shares", "read", "Fair share of accounts and users"),
-    ApiRoute("GET", "/priorities", "read", "Priorities of waiting jobs", _JOBS),
-    ApiRoute("GET", "/outages", "read", "Times without answers from nodes", (("start_s", NUMBER), ("end_s", NUMBER))),
+             (*_texts("id", "user", "state", "name"), ("start_s", TIME), ("end_s", TIME), *_PAGE), answer="page"),
+    ApiRoute("GET", "/nodes", "read", "Nodes", _PAGE, answer="page"),
+    ApiRoute("GET", "/partitions", "read", "Partitions", _PAGE, answer="page"),
+    ApiRoute("GET", "/reservations", "read", "Reservations", _PAGE, answer="page"),
+    ApiRoute("GET", "/licenses", "read", "Licences and their use", _PAGE, answer="page"),
+    ApiRoute("GET", "/shares", "read", "Fair share of accounts and users", _PAGE, answer="page"),
+    ApiRoute("GET", "/priorities", "read", "Priorities of waiting jobs", (*_JOBS, *_PAGE), answer="page"),
+    ApiRoute("GET", "/outages", "read", "Times without answers from nodes", (("start_s", TIME), ("end_s", TIME), *_PAGE),
+             answer="page"),
     ApiRoute("GET", "/config", "read", "The configuration"),
     ApiRoute("GET", "/snapshot", "read", "The cluster as a plan sees it"),
     ApiRoute("GET", "/crontab", "read", "The crontab", _texts("user")),
-    ApiRoute("GET", "/triggers", "read", "Triggers"),
-    ApiRoute("GET", "/strays", "admin", "Launches from before a restore"),
-    ApiRoute("GET", "/log", "read", "A part of a job's output", (*_LOG, ("limit", WHOLE), ("wait_s", NUMBER)), answer="bytes"),
+    ApiRoute("GET", "/triggers", "read", "Triggers", _PAGE, answer="page"),
+    ApiRoute("GET", "/strays", "admin", "Launches from before a restore", _PAGE, answer="page"),
+    ApiRoute("GET", "/log", "read", "A part of a job's output", (*_LOG, ("limit", CHUNK), ("wait_s", WAIT)), answer="bytes"),
     ApiRoute("GET", "/log/stream", "read", "The output of a job as it is written", _LOG, answer="events"),
-    ApiRoute("GET", "/events", "read", "Changes of jobs as they happen", (("after", WHOLE),), answer="events"),
-    ApiRoute("GET", "/tokens", "read", "Tokens, sessions and certificates", _texts("user")),
+    ApiRoute("GET", "/events", "read", "Changes of jobs as they happen", (("after", EVENT),), answer="events"),
+    ApiRoute("GET", "/tokens", "read", "Tokens, sessions and certificates", (*_texts("user"), *_PAGE), answer="page"),
     ApiRoute("POST", "/submit", "submit", "Submit jobs", body="Submit"),
     ApiRoute("POST", "/test", "submit", "When a job would start", body="Test"),
     ApiRoute("POST", "/command", "read", "Run hsub, hqueue or hcancel", body="Object", answer="bytes"),
-    ApiRoute("POST", "/cancel", "manage", "Cancel or signal jobs", body="Jobs"),
+    ApiRoute("POST", "/cancel", "manage", "Cancel or signal jobs", body="Cancel"),
     ApiRoute("POST", "/hold", "manage", "Hold jobs", body="Jobs"),
     ApiRoute("POST", "/release", "manage", "Release held jobs", body="Jobs"),
-    ApiRoute("POST", "/requeue", "manage", "Requeue jobs", body="Jobs"),
+    ApiRoute("POST", "/requeue", "manage", "Requeue jobs", body="Requeue"),
     ApiRoute("POST", "/suspend", "manage", "Suspend jobs", body="Jobs"),
     ApiRoute("POST", "/resume", "manage", "Resume suspended jobs", body="Jobs"),
     ApiRoute("POST", "/update", "manage", "Change jobs", body="Update"),
@@ -169,8 +209,8 @@ def why_bad_query(route: ApiRoute, pairs: Sequence[tuple[str, str]]) -> str:
         if name in seen:
             return f"parameter {name!r} is given twice"
         seen.add(name)
-        if len(value) > MAX_VALUE_CHARS or not _PATTERNS[kind].match(value):
-            return f"parameter {name!r} has the value {value[:40]!r}, which is not a {kind}"
+        if wanted := kind.why_bad(value):
+            return f"parameter {name!r} has the value {value[:40]!r}; it must be {wanted}"
     return ""
 
 
@@ -197,10 +237,10 @@ def schema_of(kind: Any) -> Json:
         return {"type": "string", "enum": [one.value for one in kind]}
     supertype = getattr(kind, "__supertype__", kind)  # of a NewType
     plain: dict[Any, Json] = {
-        str: {"type": "string"},
+        str: _TEXT_VALUE,
         bool: {"type": "boolean"},
-        int: {"type": "integer"},
-        float: {"type": "number"},
+        int: {"type": "integer", "minimum": -MAX_WHOLE, "maximum": MAX_WHOLE},
+        float: {"type": "number", "minimum": -MAX_FRACTION, "maximum": MAX_FRACTION},
         type(None): {"type": "null"},
     }
     return plain[supertype]
@@ -237,8 +277,19 @@ def _dataclasses_in(hint: Any) -> list[Any]:
     return own + [found for part in typing.get_args(hint) for found in _dataclasses_in(part)]
 
 
-_TEXT_MAP: Json = {"type": "object", "additionalProperties": {"type": "string"}}
-_NAMES: Json = {"type": "array", "items": {"type": "string"}, "maxItems": 10_000}
+_TEXT_MAP: Json = {"type": "object", "additionalProperties": _TEXT_VALUE, "maxProperties": MAX_NAMES}
+_NAMES: Json = {"type": "array", "items": _TEXT_VALUE, "maxItems": MAX_NAMES}
+
+
+_FLAG_VALUE: Json = {"type": "boolean"}
+_NULL_OR_TEXT: Json = {"type": ["string", "null"]}
+_FILTER_VALUES: Json = {
+    "type": "object",
+    "properties": dict.fromkeys(
+        ("user", "name", "state", "partition", "account", "qos", "reservation", "node"), _TEXT_VALUE
+    ),
+    "additionalProperties": False,
+}
 
 
 def _object(required: Sequence[str], **properties: Json) -> Json:
@@ -249,18 +300,22 @@ _BODIES: Mapping[str, Json] = {
     "Object": {"type": "object"},
     "Submit": _object(
         ["jobs"],
-        request_id={"type": "string", "maxLength": 200},
+        request_id=_TEXT_VALUE | {"maxLength": 200},
         jobs={"type": "array", "items": {"$ref": "#/components/schemas/JobSpec"}, "minItems": 1, "maxItems": 1000},
     ),
     "Test": _object(["job"], job={"$ref": "#/components/schemas/JobSpec"}),
-    "Jobs": _object(["jobs"], jobs=_NAMES, filters=_TEXT_MAP, signal={"type": "string"}),
+    "Jobs": _object(["jobs"], jobs=_NAMES),
+    "Cancel": _object(
+        ["jobs"], jobs=_NAMES, filters=_FILTER_VALUES, signal=_NULL_OR_TEXT, batch=_FLAG_VALUE, full=_FLAG_VALUE
+    ),
+    "Requeue": _object(["jobs"], jobs=_NAMES, incomplete=_FLAG_VALUE, held=_FLAG_VALUE, special=_FLAG_VALUE),
     "Update": _object(["jobs", "changes"], jobs=_NAMES, changes=_TEXT_MAP),
-    "Nodes": _object(["nodes"], nodes={"type": "string"}, why={"type": "string"}),
-    "Partition": _object(["name", "state"], name={"type": "string"}, state={"type": "string"}),
-    "Reservation": _object([], name={"type": "string"}, changes=_TEXT_MAP),
+    "Nodes": _object(["nodes"], nodes=_TEXT_VALUE, why=_TEXT_VALUE),
+    "Partition": _object(["name", "state"], name=_TEXT_VALUE, state=_TEXT_VALUE),
+    "Reservation": _object([], name=_TEXT_VALUE, changes=_TEXT_MAP),
     "Usage": _object([], accounts=_NAMES, users=_NAMES),
     "Strays": _object(["tokens"], tokens=_NAMES),
-    "Revoke": _object([], ids=_NAMES, user={"type": "string"}),
+    "Revoke": _object([], ids=_NAMES, user=_TEXT_VALUE),
     "Problem": _object(
         ["type", "title", "status", "detail", "error", "kind"],
         type={"type": "string"},
@@ -271,16 +326,21 @@ _BODIES: Mapping[str, Json] = {
         kind={"type": "string"},
         at={"type": "integer"},
     ),
-    "Answer": {"type": "object", "properties": {"version": {"const": 1}}, "required": ["version"]},
+    "Answer": _object(["version"], version={"const": 1}),
+    "Page": _object(["version"], version={"const": 1}, next_cursor={"type": "string"}),
 }
 _STATUSES = {
     400: "The request is impossible",
     401: "No valid credential",
     403: "Not allowed",
     404: "Not found",
+    405: "The path has other methods",
+    408: "The request came too slowly",
+    409: "The idempotency key belongs to another request",
     413: "The body is too long",
     415: "The body is not JSON",
-    429: "Too many requests",
+    429: "Too many requests: wait as many seconds as Retry-After says",
+    431: "The head of the request is too long",
     500: "A bug of hpcsched",
     502: "The controller does not run",
     503: "Not now",
@@ -312,7 +372,7 @@ def openapi() -> Json:
 def _operation(route: ApiRoute) -> Json:
     words = re.sub(r"[{}]", "", route.path).strip("/").replace("/", "_")
     parameters: list[Json] = [
-        {"name": name, "in": "query", "required": False, "schema": _KINDS[kind]} for name, kind in route.query
+        {"name": name, "in": "query", "required": False, "schema": kind.schema} for name, kind in route.query
     ]
     if "{job}" in route.path:
         parameters.append(
@@ -323,7 +383,8 @@ def _operation(route: ApiRoute) -> Json:
                 "schema": {"type": "string", "minLength": 1, "maxLength": 4000},
             }
         )
-    good: Json = {"schema": {"$ref": "#/components/schemas/Answer"}}
+    schema = "Page" if route.answer == "page" else "Answer"
+    good: Json = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
     kind = _TYPES.get(route.answer, "application/json")
     answers: Json = {"200": {"description": "Done", "content": {kind: good if kind == "application/json" else {}}}}
     if route.method == "GET" and route.answer != "events":
@@ -343,12 +404,7 @@ def _operation(route: ApiRoute) -> Json:
             "required": True,
             "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{route.body}"}}},
         }
-        parameters.append(
-            {
-                "name": "Idempotency-Key",
-                "in": "header",
-                "required": False,
-                "schema": {"type": "string", "maxLength": 200},
-            }
-        )
+    if route.repeatable:
+        key = {"type": "string", "minLength": 1, "maxLength": 200}
+        parameters.append({"name": "Idempotency-Key", "in": "header", "required": False, "schema": key})
     return operation

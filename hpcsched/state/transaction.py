@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hpcnode.wire.message import WireError
 from hpcsched.auth.audit import AuditEntry
@@ -62,6 +62,19 @@ class StepRecord:
     kept: str | None = None  # state that the next controller needs: hpcsched.steps.service
 
 
+class NotedRequest(NamedTuple):
+    """A request that its client may repeat: a submission, or another change.
+
+    `content`: the hash of another change, "" of a submission.
+    """
+
+    uid: int
+    request_id: str
+    job_ids: list[int]
+    at_s: float
+    content: str = ""
+
+
 @dataclass(slots=True)
 class WriteBatch:
     """The changes of one tick, committed together."""
@@ -76,8 +89,8 @@ class WriteBatch:
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRecord] = field(default_factory=dict)
     usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
-    # (uid, request id, job ids, at_s)
-    requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)
+    requests: list[NotedRequest] = field(default_factory=list)
+    answers: dict[tuple[int, str], str] = field(default_factory=dict)  # of noted requests, by uid and request id
     partitions: dict[str, PartitionState] = field(default_factory=dict)  # states set by admins
     reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
     crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
@@ -269,18 +282,25 @@ class Transaction:
         """Add a rank's failure to the commit; the first report of a rank counts."""
         self.batch.failures.append(failure)
 
-    def note_request(self, uid: int, request_id: str, job_ids: list[int]) -> None:
-        """Record the jobs of a request id, so that a repeated request gets the same jobs."""
-        self.batch.requests.append((uid, request_id, job_ids, self.now_s))
+    def note_request(self, uid: int, request_id: str, job_ids: list[int], content: str = "") -> None:
+        """Record a request id with its jobs or its content.
+
+        A repeated request gets the same answer.
+        """
+        self.batch.requests.append(NotedRequest(uid, request_id, job_ids, self.now_s, content))
+
+    def note_answer(self, uid: int, request_id: str, answer: str) -> None:
+        """Record the answer of a noted request."""
+        self.batch.answers[(uid, request_id)] = answer
 
     def requested(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
         """Return the jobs that this transaction created for a request id, or None.
 
         The store does not know them yet.
         """
-        for noted_uid, noted_id, job_ids, _ in self.batch.requests:
-            if (noted_uid, noted_id) == (uid, request_id):
-                return {job_id: self.cluster.jobs[JobId(job_id)].spec for job_id in job_ids}
+        for noted in self.batch.requests:
+            if noted[:2] == (uid, request_id):
+                return {job_id: self.cluster.jobs[JobId(job_id)].spec for job_id in noted.job_ids}
         return None if self._within is None else self._within.requested(uid, request_id)
 
     def audit(self, entry: AuditEntry) -> None:

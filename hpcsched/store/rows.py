@@ -231,8 +231,11 @@ requests = Table(
     metadata,
     Column("uid", Integer, primary_key=True),
     Column("request_id", Text, primary_key=True),
-    Column("job_ids", Text, nullable=False),
+    Column("job_ids", Text, nullable=False),  # of a submission
     Column("at_s", Float, nullable=False),
+    Column("content", Text, nullable=False),  # hash of another change, "" of a submission
+    Column("answer", Text, nullable=False),  # JSON of another change's answer, "" if it is not known
+    Index("requests_of_user", "uid", "at_s"),
     sqlite_with_rowid=False,
 )
 

@@ -33,7 +33,7 @@ from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.fairshare import UsedResources
-from hpcsched.state.transaction import StepRecord, WriteBatch
+from hpcsched.state.transaction import NotedRequest, StepRecord, WriteBatch
 from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, reading, upsert, writing
 from hpcsched.store.rows import (
     Env,
@@ -109,6 +109,7 @@ class HistoryQuery:
     start_s: float | None = None
     end_s: float | None = None
     limit: int = 10_000
+    before_id: int | None = None
 
 
 class Outage(NamedTuple):
@@ -198,6 +199,7 @@ class Store:
             _put(connection, _PUT_TRAINING, training_row, batch.training.values())
             _put(connection, _NEW_FAILURE, failure_row, batch.failures)
             _put(connection, _NEW_REQUEST, _request_row, batch.requests)
+            _put(connection, _PUT_ANSWER, _answer_row, batch.answers.items())
             _put(connection, _NEW_AUDIT, record_to_json, records)
             _put(connection, PUT_META, _meta_row, _facts(batch))
             if over := _attempts_over(changed, batch.events):
@@ -374,7 +376,7 @@ class Store:
         wanted, ids = set(query.job_ids), set[int]()
         for row, waiting in self._submitted(Statement(found)):
             ids.update(waiting if not wanted or row.id in wanted else wanted.intersection(waiting))
-        return ids
+        return ids if query.before_id is None else {job_id for job_id in ids if job_id < query.before_id}
 
     def past_runs(self, states: Iterable[JobState], limit: int) -> list[PastRun]:
         """Return the last jobs that ended in `states`, the oldest first."""
@@ -407,6 +409,27 @@ class Store:
         """
         job_ids = self._value(_REQUEST, {"of_uid": uid, "of_request": request_id})
         return None if job_ids is None else {job.id: job.spec for job in self.jobs(json.loads(job_ids))}
+
+    def request(self, uid: int, request_id: str) -> tuple[str, str] | None:
+        """Return content and answer of a request, None if it is unknown.
+
+        Both are "" of a submission.
+        """
+        found = self._rows(_REQUEST_ANSWER, {"of_uid": uid, "of_request": request_id})
+        return (found[0].content, found[0].answer) if found else None
+
+    def forget_requests(self, before_s: float, most: int, most_deleted: int) -> None:
+        """Delete the requests of before that time, and the oldest above `most` of each user.
+
+        It deletes at most `most_deleted` of each user. Raises UnavailableError.
+        """
+        uid = -1
+        while (uid := self._value(_NEXT_REQUESTER, {"of_uid": uid})) is not None:
+            above_s = self._value(_NTH_REQUEST, {"of_uid": uid, "most": most})
+            until_s = before_s if above_s is None else max(before_s, above_s)
+            old = self._rows(_OLD_REQUESTS, {"of_uid": uid, "until_s": until_s, "most": most_deleted})
+            if old:
+                self._write(_DELETE_REQUEST, ({"of_uid": uid, "of_request": row.request_id} for row in old))
 
     def load_events(self, job_id: int) -> list[JobEvent]:
         """Return the job's events in order (for an array task: also the array's submission)."""
@@ -673,6 +696,25 @@ _REQUEST = Statement(
     select(requests.c.job_ids).where(requests.c.uid == place("of_uid"), requests.c.request_id == place("of_request"))
 )
 
+_OF_REQUEST = and_(requests.c.uid == place("of_uid"), requests.c.request_id == place("of_request"))
+_REQUEST_ANSWER = Statement(select(requests.c.content, requests.c.answer).where(_OF_REQUEST))
+_PUT_ANSWER = Statement(update(requests).where(_OF_REQUEST), ("answer",))
+_NEXT_REQUESTER = Statement(select(func.min(requests.c.uid)).where(requests.c.uid > place("of_uid")))
+_NTH_REQUEST = Statement(
+    select(requests.c.at_s)
+    .where(requests.c.uid == place("of_uid"))
+    .order_by(requests.c.at_s.desc())
+    .limit(1)
+    .offset(place("most"))
+)
+_OLD_REQUESTS = Statement(
+    select(requests.c.request_id)
+    .where(requests.c.uid == place("of_uid"), requests.c.at_s <= place("until_s"))
+    .order_by(requests.c.at_s)
+    .limit(place("most"))
+)
+_DELETE_REQUEST = Statement(delete(requests).where(_OF_REQUEST))
+
 _PUT_STEP = Statement(upsert(steps))
 _STEPS = Statement(select(steps).where(steps.c.job_id.in_(_PLACES)))
 _OF_ATTEMPT = and_(steps.c.job_id == place("of_job"), steps.c.attempt == place("of_attempt"))
@@ -730,6 +772,8 @@ _CREDENTIALS = Statement(select(credentials).order_by(credentials.c.id))
 def _conditions(query: HistoryQuery, table: Table = jobs) -> list[ColumnElement[bool]]:
     """Return the conditions of a query on the columns of `table`, except its job ids."""
     where: list[ColumnElement[bool]] = []
+    if query.before_id is not None:
+        where.append(table.c.id < query.before_id)
     if query.users:
         where.append(table.c.user.in_(query.users))
     if query.names:
@@ -834,6 +878,10 @@ def _node_event_row(event: NodeEvent) -> Row:
     return {"at_s": event.at_s, "node": event.node, "kind": kind, "data": data}
 
 
-def _request_row(request: tuple[int, str, list[int], float]) -> Row:
-    uid, request_id, job_ids, at_s = request
-    return {"uid": uid, "request_id": request_id, "job_ids": json.dumps(job_ids), "at_s": at_s}
+def _request_row(request: NotedRequest) -> Row:
+    return request._asdict() | {"job_ids": json.dumps(request.job_ids), "answer": ""}
+
+
+def _answer_row(answer: tuple[tuple[int, str], str]) -> Row:
+    (uid, request_id), text = answer
+    return {"of_uid": uid, "of_request": request_id, "answer": text}

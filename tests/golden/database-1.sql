@@ -172,12 +172,15 @@ CREATE TABLE requests (
 	request_id TEXT NOT NULL, 
 	job_ids TEXT NOT NULL, 
 	at_s FLOAT NOT NULL, 
+	content TEXT NOT NULL, 
+	answer TEXT NOT NULL, 
 	PRIMARY KEY (uid, request_id)
 )
  WITHOUT ROWID
 
 ;
-INSERT INTO "requests" VALUES(1000,'one','[1]',1000000.0);
+INSERT INTO "requests" VALUES(1000,'one','[1]',1000000.0,'','');
+CREATE INDEX requests_of_user ON requests (uid, at_s);
 CREATE TABLE reservations (
 	name TEXT NOT NULL, 
 	start_s INTEGER NOT NULL, 

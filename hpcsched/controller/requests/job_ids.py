@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 from hpcnode.wire.gate import MAX_DIGITS
 from hpcsched.errors import NotFoundError, RequestError
@@ -17,6 +18,9 @@ from hpcsched.state.cluster import ClusterState
 
 _REFERENCE = re.compile(r"([0-9]+)(?:_(?:([0-9]+)|\[([0-9,\-]+)\]))?(?:\+([0-9]+))?\Z")
 MAX_TASKS = 100_000
+MAX_REFERENCES = 10_000  # of one request
+MAX_JOB_NAMES = 100  # among them: each is looked for among all jobs
+FILTERS = frozenset({"user", "name", "state", "partition", "account", "qos", "reservation", "node"})
 
 
 def find_jobs(cluster: ClusterState, reference: str, uid: int) -> list[Job]:
@@ -116,11 +120,22 @@ def is_special(job: Job) -> bool:
     return job.state is JobState.PENDING and job.hold is Hold.SPECIAL
 
 
-def matches(job: Job, filters: dict[str, str]) -> bool:
-    """Return whether the job matches the filters.
+def check_references(references: Sequence[str], filters: Mapping[str, str]) -> None:
+    """Raise RequestError if there are too many references, or an unknown filter."""
+    if len(references) > MAX_REFERENCES:
+        raise RequestError(
+            f"cannot take {len(references)} jobs at once: the most is {MAX_REFERENCES}; an array counts as one"
+        )
+    names = sum(_REFERENCE.match(reference) is None for reference in references)
+    if names > MAX_JOB_NAMES:
+        raise RequestError(f"cannot find {names} jobs by name at once: the most is {MAX_JOB_NAMES}; give their ids")
+    if unknown := filters.keys() - FILTERS:
+        shown = ", ".join(sorted(unknown))
+        raise RequestError(f"cannot filter by {shown[:200]}: can filter by {', '.join(sorted(FILTERS))}")
 
-    Filters are user, name, state and others, with comma-separated values.
-    """
+
+def matches(job: Job, filters: Mapping[str, str]) -> bool:
+    """Return whether the job matches the filters, which have comma-separated values."""
     values = {
         "user": job.user,
         "name": job.spec.name,
@@ -131,7 +146,4 @@ def matches(job: Job, filters: dict[str, str]) -> bool:
         "reservation": job.reservation,
         "node": ",".join(share.node for share in job.shares),
     }
-    unknown = set(filters) - set(values)
-    if unknown:
-        raise RequestError(f"cannot filter by {', '.join(sorted(unknown))}: can filter by {', '.join(values)}")
     return all(not set(wanted.split(",")).isdisjoint(values[key].split(",")) for key, wanted in filters.items())

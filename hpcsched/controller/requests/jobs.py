@@ -27,7 +27,7 @@ from hpcsched.controller.requests.admission import (
 )
 from hpcsched.controller.requests.job_ids import component_in, find_jobs, matches
 from hpcsched.controller.requests.reservations import check_use
-from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.errors import ConflictError, HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
 from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued, Resumed, Suspended
 from hpcsched.lifecycle.job import can
@@ -71,9 +71,11 @@ def jobs_again(request_id: str, made: Mapping[int, JobSpec], specs: Sequence[Job
     `made` maps job ids to their specs. `specs` are the specs of the repeated request, without their
     scripts.
 
-    Raises: RequestError if `specs` differ from those of `made`.
+    Raises: ConflictError if `specs` differ from those of `made`.
     """
     ids = ", ".join(map(str, made))
+    if not made:
+        raise _refusal(request_id, "another change")
     if len(made) != len(specs):
         raise _refusal(request_id, f"job {ids}, and {len(specs)} are asked for now")
     for (job_id, before), now in zip(made.items(), specs, strict=True):
@@ -95,8 +97,8 @@ def _differs(name: str, before: JobSpec, now: JobSpec) -> bool:
     return wanted != getattr(before, name) and not (name in _SETTLED and not wanted)
 
 
-def _refusal(request_id: str, what: str) -> RequestError:
-    return RequestError(
+def _refusal(request_id: str, what: str) -> ConflictError:
+    return ConflictError(
         f"cannot submit under request id {request_id!r}: it has already made {what}; for another job give another id, or none"
     )
 

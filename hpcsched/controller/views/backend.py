@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from hpcsched.api.views import (
     how_it_ended,
     in_a_sentence,
     job_view,
+    json_text,
     node_views,
     partition_views,
     refused_on,
@@ -29,7 +31,7 @@ from hpcsched.api.views import (
     why_waiting,
 )
 from hpcsched.auth.audit import REFUSED, entry_of, record_to_json
-from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, allows, authorize, reach
+from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, RepeatableRequest, allows, authorize, reach
 from hpcsched.controller import credentials, usage_ledger
 from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.nodes import orphans
@@ -39,7 +41,7 @@ from hpcsched.controller.nodes.loss import remove_node
 from hpcsched.controller.requests import crontabs, triggers
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.requests import reservations as reservation_requests
-from hpcsched.controller.requests.job_ids import find_jobs, listed_of
+from hpcsched.controller.requests.job_ids import check_references, find_jobs, listed_of
 from hpcsched.controller.requests.jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.reservations import read_options
 from hpcsched.controller.requests.update import update
@@ -54,7 +56,16 @@ from hpcsched.controller.views.queue import (
     visible,
     why_words,
 )
-from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError, UnsignedError
+from hpcsched.errors import (
+    ConflictError,
+    HpcschedError,
+    NotFoundError,
+    PermissionDeniedError,
+    RequestError,
+    UnavailableError,
+    UnsignedError,
+    error_of,
+)
 from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
 from hpcsched.model.codec import value_to_json
@@ -79,6 +90,8 @@ log = logging.getLogger("hpcsched.backend")
 PROBE_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 15.0
 MAX_AUDIT_RECORDS = 5000  # of one answer
+MAX_KEPT_ANSWER = 16 << 10  # characters; a longer answer is not kept for repeated requests
+TOO_LONG = "too long"  # in place of such an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +128,9 @@ class ControllerBackend(Reading):
         self._database = database
         self._credentials = credentials or Credentials(controller.cluster, database.parent, "", clock)
         self._audit_heads = audit_heads
-        # Requests that take several ticks.
-        self._changing: set[asyncio.Task[requests.Outcome]] = set()
+        self._changing: set[asyncio.Task[Any]] = set()  # requests that take several ticks
+        # Requests with an idempotency key that are being answered, by uid and key.
+        self._repeatable: dict[tuple[int, str], tuple[str, asyncio.Task[Json]]] = {}
         # If False, all jobs run as the accounts that the nodes were added with.
         self._serves_all = os.getuid() == 0 or controller.cluster.config.controller.user is not None
 
@@ -256,12 +270,17 @@ class ControllerBackend(Reading):
         return answer
 
     async def act(self, identity: Identity, verb: str, body: Json) -> Json:
-        references = body.get("jobs", [])
-        filters = body.get("filters") or {}
+        references, filters = body.get("jobs"), body.get("filters") or {}
         if not _is_texts(references) or not isinstance(filters, dict) or not _is_texts(list(filters.values())):
             raise RequestError('cannot do that: the body must be {"jobs": [references], "filters": {name: text}}')
         if not references and not filters:
             raise RequestError(f"cannot {verb}: no job was named")
+        if filters and verb != "cancel":
+            raise RequestError(f"cannot {verb} jobs by filters: name the jobs")
+        if not isinstance(body.get("signal") or "", str):
+            raise RequestError("cannot signal jobs: the signal must be a text, such as USR1 or 10")
+        references = list(dict.fromkeys(references))
+        check_references(references, filters)
         if verb == "cancel":
             return await self._cancel(identity, references, filters, body)
         if verb == "update":
@@ -283,7 +302,7 @@ class ControllerBackend(Reading):
     async def _cancel(self, identity: Identity, references: list[str], filters: dict[str, str], body: Json) -> Json:
         """Cancel the referenced jobs or steps, or send them a signal."""
         meant = sort_out(references)
-        signum = parse_signal(str(body["signal"])) if body.get("signal") else None
+        signum = parse_signal(body["signal"]) if body.get("signal") else None
         batch, full = bool(body.get("batch")), bool(body.get("full"))
 
         def work(tx: Transaction) -> requests.Outcome:
@@ -699,10 +718,7 @@ class ControllerBackend(Reading):
                 outcome.add(part)
             return outcome
 
-        task = asyncio.create_task(all_parts())
-        self._changing.add(task)
-        task.add_done_callback(self._changed)
-        outcome = await asyncio.shield(task)
+        outcome = await asyncio.shield(self._kept(all_parts()))
         for error in outcome.errors:
             if error["kind"] == PermissionDeniedError.__name__:
                 self.note_refusal(identity, verb, error["error"])
@@ -729,7 +745,55 @@ class ControllerBackend(Reading):
         self._audit_heads.sign(self._clock())
         return {"heads": self._audit_heads.heads(), "public_key": self._audit_heads.public_key()}
 
-    def _changed(self, task: asyncio.Task[requests.Outcome]) -> None:
+    async def once(self, identity: Identity, work: Callable[[Identity], Awaitable[Json]]) -> Json:
+        """Do `work` for a request with an idempotency key, or return its answer if it is done.
+
+        It is done even if the client disconnects, so that the repeated request finds the answer.
+        Raises ConflictError if the key belongs to another request, or if the answer is lost.
+        """
+        asked = identity.request
+        assert asked is not None
+        place = (identity.uid, asked.key)
+        if place in self._repeatable:
+            content, task = self._repeatable[place]
+            if content != asked.content:
+                raise ConflictError(_other_content(asked.key))
+            return await asyncio.shield(task)
+        known = self._controller.store.request(*place)
+        if known is not None:
+            return _answered_before(asked, *known)
+        task = self._kept(self._answer_once(identity, asked, work))
+        self._repeatable[place] = (asked.content, task)
+        task.add_done_callback(lambda _: self._repeatable.pop(place, None))
+        return await asyncio.shield(task)
+
+    async def _answer_once(
+        self, identity: Identity, asked: RepeatableRequest, work: Callable[[Identity], Awaitable[Json]]
+    ) -> Json:
+        """Do `work`, and keep its answer if it has changed anything."""
+        try:
+            answer = await work(identity)
+        except HpcschedError as error:
+            await self._keep_answer(identity.uid, asked, {"error": str(error), "kind": type(error).__name__})
+            raise
+        await self._keep_answer(identity.uid, asked, answer)
+        return answer
+
+    async def _keep_answer(self, uid: int, asked: RepeatableRequest, answer: Json) -> None:
+        if self._controller.store.request(uid, asked.key) is None:  # nothing was changed: it may be done again
+            return
+        text = json_text(answer)
+        kept = text if len(text) <= MAX_KEPT_ANSWER else TOO_LONG
+        await self._in_tick(lambda tx: tx.note_answer(uid, asked.key, kept))
+
+    def _kept(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Return the task that does `work` even if the client disconnects."""
+        task = asyncio.create_task(work)
+        self._changing.add(task)
+        task.add_done_callback(self._changed)
+        return task
+
+    def _changed(self, task: asyncio.Task[Any]) -> None:
         self._changing.discard(task)
         if not task.cancelled():
             task.exception()  # the client is told, or has left
@@ -749,8 +813,22 @@ class ControllerBackend(Reading):
             if asked:
                 after |= {"asked": asked}
             tx.audit(entry_of(identity, name, tx.now_s, object=objects, before=before, after=after))
+            if identity.request is not None:
+                self._note_request(tx, identity.uid, identity.request)
             return result
 
+        return await self._in_tick(recorded)
+
+    def _note_request(self, tx: Transaction, uid: int, asked: RepeatableRequest) -> None:
+        """Record the request with its first change."""
+        known = self._controller.store.request(uid, asked.key)
+        if tx.requested(uid, asked.key) is not None or (known is not None and known[0] != asked.content):
+            raise ConflictError(_other_content(asked.key))
+        if known is None:
+            tx.note_request(uid, asked.key, [], asked.content)
+
+    async def _in_tick(self, work: Callable[[Transaction], T]) -> T:
+        """Do `work` in the next tick; return its result when it is on disk."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def done(result: Any) -> None:
@@ -761,7 +839,7 @@ class ControllerBackend(Reading):
             else:
                 future.set_result(result)
 
-        self._controller.ask(recorded, done)
+        self._controller.ask(work, done)
         return await future
 
 
@@ -781,6 +859,28 @@ def _probe_question(share: str, asked: Mapping[str, str]) -> protocol.ComparePro
         )
     except ValueError:
         raise RequestError("cannot have nodes compare the share: the request does not name a share probe") from None
+
+
+def _other_content(key: str) -> str:
+    return f"cannot use idempotency key {key!r}: another request had it; give each request a key of its own"
+
+
+def _answered_before(asked: RepeatableRequest, content: str, answer: str) -> Json:
+    """Return the kept answer of the request that `asked` repeats.
+
+    Raises its error, ConflictError.
+    """
+    if content != asked.content:
+        raise ConflictError(_other_content(asked.key))
+    if answer in ("", TOO_LONG):
+        why = "is too long to be kept" if answer else "was lost when the controller stopped; it may be done in part"
+        raise ConflictError(
+            f"cannot answer again: the request of idempotency key {asked.key!r} is done, and its answer {why}"
+        )
+    values: Json = json.loads(answer)
+    if "error" in values and "kind" in values:
+        raise error_of(values)
+    return values
 
 
 def _is_texts(value: object) -> TypeGuard[list[str]]:

@@ -106,6 +106,8 @@ def outages_of(database: Path, query: Json) -> list[Json]:
 async def history_text(database: Path, cluster: ClusterState, identity: Identity, query: Json, now_s: float) -> bytes:
     """Return the jobs that match `query`; unfinished jobs are shown in their present state.
 
+    A page has the newest jobs, or the newest of those before the cursor, by id.
+
     Raises: RequestError, and UnavailableError if the database cannot be read.
     """
     wanted = _history_query(query)
@@ -124,7 +126,7 @@ async def history_text(database: Path, cluster: ClusterState, identity: Identity
     finally:
         thread.submit(store.close)  # after its present read, if the client has disconnected
         thread.shutdown(wait=False)
-    return jobs_text(now_s, texts)
+    return jobs_text(now_s, texts, str(ids[0]) if len(ids) >= wanted.limit else "")
 
 
 def _ids(store: Store, query: HistoryQuery) -> list[int]:
@@ -173,7 +175,7 @@ def _history_query(query: Json) -> HistoryQuery:
     def words(name: str) -> tuple[str, ...]:
         return tuple(word for word in query.get(name, "").split(",") if word)
 
-    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit"}
+    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit", "after"}
     if unknown:
         raise RequestError(f"cannot search the history by {', '.join(sorted(unknown))}")
     return HistoryQuery(
@@ -183,7 +185,8 @@ def _history_query(query: Json) -> HistoryQuery:
         names=words("name"),
         start_s=number(query["start_s"], "start_s") if query.get("start_s") else None,
         end_s=number(query["end_s"], "end_s") if query.get("end_s") else None,
-        limit=max(0, min(whole_number(query.get("limit") or "10000", "limit"), 100_000)),
+        limit=max(1, min(whole_number(query.get("limit") or "10000", "limit"), 100_000)),
+        before_id=whole_number(query["after"], "cursor") if query.get("after") else None,
     )
 
 

@@ -533,8 +533,7 @@ class Reading:
                 texts.append(json_text(job_view(job, self._cluster, identity, now_s)))
                 if breaks.due():
                     await breaks.take()
-            text = jobs_text(now_s, texts)
-            return text if not more else text.rstrip()[:-1] + b',"next_cursor":"%d"}' % found[-1].number
+            return jobs_text(now_s, texts, str(found[-1].number) if more else "")
 
     async def queue(self, identity: Identity, query: dict[str, str]) -> str:
         """Return the jobs as text lines. Raises the errors of `selected`, and UsageError."""

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcnode.wire import gate
@@ -22,11 +23,12 @@ from hpcsched.api.connection_limits import AnswerPauses, AnswerSlots, SocketLimi
 from hpcsched.api.identity import identity_of, peer_uid
 from hpcsched.api.views import VERSION, json_text
 from hpcsched.api.web import Bodies
-from hpcsched.auth.authorize import Identity
+from hpcsched.auth.authorize import Identity, RepeatableRequest
 from hpcsched.auth.tokens import Scope, actions_of, why_out_of_scope
 from hpcsched.commands.call import OwnProcessError
 from hpcsched.controller.views.queue import Reading
 from hpcsched.errors import (
+    ConflictError,
     HpcschedError,
     NotFoundError,
     PermissionDeniedError,
@@ -46,6 +48,9 @@ if TYPE_CHECKING:  # the queue is answered before these modules are loaded
 log = logging.getLogger("hpcsched.api")
 
 MAX_REQUEST_ID = 200
+KEY_HEADER = "idempotency-key"
+# Their answers have secrets, which are not stored.
+UNREPEATABLE = frozenset({"/v1/tokens/create", "/v1/sessions/link", "/v1/sessions/open", "/v1/sessions/close"})
 LONG_AT_ONCE, ALL_LONG_AT_ONCE = 1, 2  # concurrent slow answers, per account and in total
 FEW_JOBS = 20  # per request: it waits for no other request
 MAX_JOBS = 1000  # per request: other requests wait until all of them are checked
@@ -59,6 +64,8 @@ ADMINS_PATHS = (
     "/v1/reconfigure",
     "/v1/backup",
 )
+PAGE = frozenset({"limit", "after"})  # parameters of a page
+MAX_PAGE = 10_000
 LOG_CHUNK_BYTES = 1 << 20
 LARGE_BODY_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
@@ -68,6 +75,7 @@ Json = dict[str, Any]
 
 
 STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
+    (ConflictError, 409),
     (UnauthenticatedError, 401),
     (PermissionDeniedError, 403),
     (NotFoundError, 404),
@@ -106,24 +114,26 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/job/{name}", by(lambda call: call.backend.job(call.identity, call.name))),
         web.get("/v1/job/{name}/story", by(lambda call: call.backend.story(call.identity, call.name))),
         web.get("/v1/job/{name}/why", routes.in_turn(by(lambda call: call.backend.why(call.identity, call.name)))),
-        web.get("/v1/nodes", by(lambda call: call.backend.nodes(call.identity, call.query))),
-        web.get("/v1/strays", by(lambda call: call.backend.strays(call.identity))),
-        web.get("/v1/partitions", by(lambda call: call.backend.partitions())),
-        web.get("/v1/priorities", routes.in_turn(by(lambda call: call.backend.priorities(call.identity, call.query)))),
+        web.get("/v1/nodes", by(lambda call: call.backend.nodes(call.identity, call.query), "nodes")),
+        web.get("/v1/strays", by(lambda call: call.backend.strays(call.identity), "strays")),
+        web.get("/v1/partitions", by(lambda call: call.backend.partitions(), "partitions")),
+        web.get("/v1/priorities",
+                routes.in_turn(by(lambda call: call.backend.priorities(call.identity, call.query), "jobs"))),
         web.get("/v1/snapshot", routes.in_turn(by(lambda call: call.backend.snapshot(call.identity)))),
-        web.get("/v1/shares", by(lambda call: call.backend.shares(call.identity))),
-        web.get("/v1/licenses", by(lambda call: call.backend.licenses())),
+        web.get("/v1/shares", by(lambda call: call.backend.shares(call.identity), "shares")),
+        web.get("/v1/licenses", by(lambda call: call.backend.licenses(), "licenses")),
         web.get("/v1/crontab", by(lambda call: call.backend.crontab(call.identity, call.query.get("user", "")))),
-        web.get("/v1/triggers", by(lambda call: call.backend.triggers(call.identity))),
-        web.get("/v1/reservations", by(lambda call: call.backend.reservations(call.identity))),
+        web.get("/v1/triggers", by(lambda call: call.backend.triggers(call.identity), "triggers")),
+        web.get("/v1/reservations", by(lambda call: call.backend.reservations(call.identity), "reservations")),
         web.get("/v1/config", by(lambda call: call.backend.config(call.identity))),
         web.get("/v1/history", routes.in_turn(routes.history)),
-        web.get("/v1/outages", routes.in_turn(by(lambda call: call.backend.outages(call.identity, call.query)))),
+        web.get("/v1/outages",
+                routes.in_turn(by(lambda call: call.backend.outages(call.identity, call.query), "outages"))),
         web.get("/v1/audit", routes.in_turn(by(lambda call: call.backend.audit(call.identity, call.query)))),
         web.get("/v1/audit/heads", routes.in_turn(by(lambda call: call.backend.audit_heads(call.identity)))),
         web.get("/v1/log", routes.log),
         web.get("/v1/events", routes.events),
-        web.get("/v1/tokens", by(lambda call: call.backend.tokens(call.identity, call.query.get("user", "")))),
+        web.get("/v1/tokens", by(lambda call: call.backend.tokens(call.identity, call.query.get("user", "")), "tokens")),
     ]
     # fmt: on
 
@@ -185,16 +195,39 @@ class _Routes:
         # A client that disconnects cancels its own request only.
         return await asyncio.shield(self._coming)
 
-    def by(self, work: Callable[[_Call], Json | Awaitable[Json]]) -> web.Handler:
-        """Return the handler that answers with the result of `work`."""
+    def by(self, work: Callable[[_Call], Json | Awaitable[Json]], items: str = "") -> web.Handler:
+        """Return the handler that answers with the result of `work`.
+
+        `items`: the name of a list in it of which a client may ask for pages.
+        """
 
         async def handle(request: web.Request) -> web.Response:
             body = await self._body(request) if request.method == "POST" else {}
             name = request.match_info.get("name", "")
-            result = work(_Call(await self._backend(), self._identity(request), name, request.query, body))
-            return answer(result if isinstance(result, dict) else await result)
+            query = {key: request.query[key] for key in request.query if not items or key not in PAGE}
+            call = _Call(await self._backend(), self._identity(request), name, query, body)
+            if KEY_HEADER in request.headers and request.method == "POST" and request.path != "/v1/test":
+                return answer(await self._once(request, call, work))
+            result = work(call)
+            found = result if isinstance(result, dict) else await result
+            return answer(found if not items else page_of(found, items, request.query))
 
         return handle
+
+    async def _once(self, request: web.Request, call: _Call, work: Callable[[_Call], Json | Awaitable[Json]]) -> Json:
+        """Return the answer to a request with an idempotency key. Raises RequestError."""
+        if request.path in UNREPEATABLE:
+            raise RequestError(
+                f"cannot {request.path[4:]} with an idempotency key: its answer has a secret, and is not kept"
+            )
+        content = sha256(f"{request.path}\n".encode() + request.body).hexdigest()
+        asked = RepeatableRequest(_key_of(request), content)
+
+        async def do(identity: Identity) -> Json:
+            result = work(call._replace(identity=identity))
+            return result if isinstance(result, dict) else await result
+
+        return await call.backend.once(replace(call.identity, request=asked), do)
 
     def in_turn(self, handler: web.Handler, *, early: bool = False) -> web.Handler:
         """Return `handler`, limited so that each account waits for its own slow answers.
@@ -260,6 +293,13 @@ class _Routes:
         body = await self._body(request)
         jobs = body.get("jobs")
         request_id = body.get("request_id", "")
+        if KEY_HEADER in request.headers:
+            key = _key_of(request)
+            if request_id not in ("", key):
+                raise RequestError(
+                    "cannot submit: request_id of the body and the idempotency key differ; give one of them"
+                )
+            request_id = key
         if not isinstance(jobs, list) or not jobs or not isinstance(request_id, str):
             raise RequestError('cannot submit: the body must be {"request_id": text, "jobs": [...]}')
         if len(jobs) > MAX_JOBS:
@@ -280,6 +320,8 @@ class _Routes:
         """Run hsub, hqueue or hcancel on behalf of the client that sent the arguments."""
         from hpcsched.api import command  # not needed for the first answers
 
+        if KEY_HEADER in request.headers:
+            raise RequestError("cannot run a command with an idempotency key: send request_id in its body")
         body = await self._body(request)
         try:
             words = command.read_words(body)
@@ -396,6 +438,33 @@ def answer(body: Json, status: int = 200) -> web.Response:
     return web.Response(json_text({"version": VERSION, **body}).encode(), status)
 
 
+def page_of(found: Json, items: str, query: Mapping[str, str]) -> Json:
+    """Return the answer with a page of its list `items`, and the cursor of the next one.
+
+    A cursor has the place and the name of a page's last item. If that was removed meanwhile, the next page begins at its place.
+    """
+    if not PAGE.intersection(query):
+        return found
+    whole = found[items]
+    limit = max(1, min(_number(query, "limit", MAX_PAGE), MAX_PAGE))
+    begin = 0
+    if cursor := query.get("after", ""):
+        place, _, last = cursor.partition(".")
+        begin = whole_number(place, "cursor")
+        names = [_name_of(item) for item in whole]
+        if last in names:
+            begin = names.index(last) + 1
+    shown = whole[begin : begin + limit]
+    more = {"next_cursor": f"{begin + len(shown) - 1}.{_name_of(shown[-1])}"} if begin + limit < len(whole) else {}
+    return found | {items: shown} | more
+
+
+def _name_of(item: Json) -> str:
+    """Return what distinguishes an item from others of its list."""
+    names = ("name",) if "name" in item and "id" not in item else ("id", "token", "account", "user", "node", "start_s")
+    return "/".join(str(item[name]) for name in names if name in item)
+
+
 def _parsed(text: bytes) -> Json:
     try:
         body = gate.read_json(text or b"{}")
@@ -418,6 +487,14 @@ def _uid_of(request: web.Request) -> int:
         return peer_uid(request.peer)
     except OSError as error:  # the client has disconnected; close its connection
         raise UnavailableError(f"cannot tell who asks: {error.strerror}") from None
+
+
+def _key_of(request: web.Request) -> str:
+    """Return the idempotency key of a request. Raises RequestError."""
+    key = request.headers[KEY_HEADER]
+    if not 0 < len(key) <= MAX_REQUEST_ID or not key.isprintable():
+        raise RequestError(f"cannot use the idempotency key: it must have 1 to {MAX_REQUEST_ID} printable characters")
+    return key
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:

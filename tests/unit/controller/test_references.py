@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from unit.controller.cluster import ANN, BOB, Cluster
 
@@ -61,3 +63,22 @@ def test_nobody_is_meant(cluster: Cluster, reference: str) -> None:
 def test_a_name_of_several_is_refused_with_their_numbers(cluster: Cluster) -> None:
     with pytest.raises(RequestError, match="you have 2 of that name: 5 6"):
         find_jobs(cluster.state, "twin", ANN.uid)
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "why"),
+    [
+        ("cancel", {"jobs": [], "filters": {"usr": "ann"}}, "cannot filter by usr"),
+        ("hold", {"jobs": ["2"], "filters": {"user": "bob"}}, "by filters"),
+        ("cancel", {"filters": {"user": "ann"}}, "the body must be"),
+        ("cancel", {"jobs": ["2"], "signal": ["KILL"]}, "the signal must be a text"),
+        ("cancel", {"jobs": [str(number) for number in range(10_001)]}, "the most is 10000"),
+        ("cancel", {"jobs": [f"a{number}" for number in range(101)]}, "the most is 100"),
+    ],
+)
+def test_d4_a_request_that_means_nothing_or_too_many_jobs_is_refused(
+    cluster: Cluster, verb: str, body: dict[str, object], why: str
+) -> None:
+    with pytest.raises(RequestError, match=why):
+        asyncio.run(cluster.backend().act(ANN, verb, body))
+    assert cluster.job(2).state.value == "PENDING"

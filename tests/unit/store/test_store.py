@@ -17,7 +17,7 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
-from hpcsched.state.transaction import StepRecord, WriteBatch
+from hpcsched.state.transaction import NotedRequest, StepRecord, WriteBatch
 from hpcsched.store import rows
 from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch, reading
 from hpcsched.store.store import HistoryQuery, Store
@@ -262,7 +262,7 @@ def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqli
     store = Store(database)
     made = {number: job(number) for number in (4, 5)}
     specs = {one.spec_id: one.spec for one in made.values()}
-    store.commit(WriteBatch(specs=specs, jobs=made, requests=[(1000, "abc", [4, 5], T0)]))
+    store.commit(WriteBatch(specs=specs, jobs=made, requests=[NotedRequest(1000, "abc", [4, 5], T0)]))
     assert store.request_jobs(1000, "abc") == {4: made[4].spec, 5: made[5].spec}
     assert store.request_jobs(1001, "abc") is None
 
