@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
 import textwrap
@@ -425,6 +428,67 @@ def test_b9_nothing_stays_in_tmp(node: NodeUnderTest, work: Path) -> None:
     assert not Path("/tmp", name).exists()
     assert not Path("/dev/shm", name).exists()
     wait_until(lambda: not list((node.root / "tmp").glob("*")), what="the removal of the job's /tmp")
+
+
+PASS_TMP_ON = """python3 - <<'X'
+import os, socket
+for number in range(40):
+    os.makedirs("/tmp/%d/swapped/folder" % number)
+os.symlink("VICTIM", "/tmp/link")
+with socket.socket(socket.AF_UNIX) as outside:
+    outside.connect("outside.sock")
+    socket.send_fds(outside, [b"x"], [os.open("/tmp", os.O_RDONLY)])
+    outside.recv(1)
+X
+"""
+RENAME_EXCHANGE = 2
+
+
+def _swap_for_ever(tmp: int) -> None:
+    """Swap directories with a link to the victim's directory, as the account of the jobs."""
+    entry = pwd.getpwnam(ACCOUNT)
+    os.setgroups([])
+    os.setresgid(entry.pw_gid, entry.pw_gid, entry.pw_gid)
+    os.setresuid(entry.pw_uid, entry.pw_uid, entry.pw_uid)
+    libc = ctypes.CDLL(None)
+    while True:
+        for number in range(40):
+            libc.renameat2(tmp, b"%d/swapped" % number, tmp, b"link", RENAME_EXCHANGE)
+
+
+@needs("tmp")
+def test_b4_a_tmp_that_is_changed_from_outside_while_it_is_deleted_takes_nothing_along(
+    node: NodeUnderTest, work: Path, place: Path
+) -> None:
+    """The job has given a descriptor of its /tmp to a process that outlives it."""
+    victim = place / "victim"
+    (victim / "folder").mkdir(parents=True)
+    (victim / "file").touch()
+    controller = Controller(node)
+    with socket.create_server(str(work / "outside.sock"), family=socket.AF_UNIX) as server:
+        (work / "outside.sock").chmod(0o666)
+        for job in range(1, 4):
+            script = PASS_TMP_ON.replace("VICTIM", str(victim))
+            token = controller.launch(
+                script, token=new_token(job=job), confine=share(), work_dir=str(work), user=ACCOUNT
+            )
+            with server.accept()[0] as connection:
+                _, (tmp,), _, _ = socket.recv_fds(connection, 1, 1)
+                swapper = os.fork()
+                if swapper == 0:
+                    connection.close()  # the job waits for its end
+                    _swap_for_ever(tmp)
+                os.close(tmp)
+            try:
+                controller.final(token)
+                wait_until(
+                    lambda: not list((node.root / "tmp").iterdir()) or len(os.listdir(victim)) < 2,
+                    what="the removal of the job's /tmp",
+                )
+            finally:
+                os.kill(swapper, signal.SIGKILL)
+                os.waitpid(swapper, 0)
+            assert set(os.listdir(victim)) == {"folder", "file"}, f"job {job}"
 
 
 @needs("tmp")

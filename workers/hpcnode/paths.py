@@ -10,10 +10,11 @@ import re
 import shlex
 import stat
 import sys
-from typing import Callable, List
+from typing import Callable, List, Optional
 
 MAX_SOCKET_PATH = 100
 OLD_BUNDLE_S = 600.0
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _BUNDLE = re.compile(r"hpcnode-([0-9a-f]+)\.pyz\Z")
 _STEPS = re.compile(r"steps-[0-9a-f]+-[A-Za-z0-9_.-]+\Z")
 
@@ -48,20 +49,70 @@ def make_socket_folder(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory with its contents, as far as that is possible; it need not exist."""
-    for folder, folders, files in os.walk(path, topdown=False):
-        for delete, names in ((os.unlink, files), (os.rmdir, folders)):
-            for name in names:
-                _try(delete, os.path.join(folder, name))
-        if folder == path:
-            _try(os.rmdir, path)
+    """Delete a directory with its contents, as far as that is possible; it need not exist.
 
-
-def _try(delete: Callable[[str], None], path: str) -> None:
+    Users may change the tree meanwhile: only names in directories that were opened without following links are deleted. A
+    tree of any depth needs two descriptors, because directories are moved to its top before they are emptied.
+    """
     try:
-        delete(path)
+        top = os.open(path, FOLDER)
+    except OSError:
+        return
+    try:
+        device = os.fstat(top).st_dev
+        waiting = _emptied(top, top)
+        while waiting:
+            name = waiting.pop()
+            try:
+                folder = os.open(name, FOLDER, dir_fd=top)
+            except OSError:
+                continue
+            try:
+                if os.fstat(folder).st_dev == device:  # else something is mounted there
+                    waiting += _emptied(folder, top)
+            finally:
+                os.close(folder)
+            _try(os.rmdir, name, top)
+    finally:
+        os.close(top)
+    _try(os.rmdir, path)
+
+
+def _emptied(folder: int, top: int) -> List[str]:
+    """Delete the files of an open directory; return its directories, after a move to `top`."""
+    folders: List[str] = []
+    try:
+        if os.geteuid() == 0:  # from here on no user adds anything
+            os.fchown(folder, 0, 0)
+            os.fchmod(folder, 0o700)
+        with os.scandir(folder) as items:
+            for item in items:
+                if item.is_dir(follow_symlinks=False):
+                    folders.append(item.name)
+                else:
+                    _try(os.unlink, item.name, folder)
     except OSError:
         pass
+    if folder == top:
+        return folders
+    moved = {os.urandom(8).hex(): name for name in folders if not _try(os.rmdir, name, folder)}
+    return [new for new, name in moved.items() if _is_renamed(name, folder, new, top)]
+
+
+def _is_renamed(name: str, folder: int, new: str, top: int) -> bool:
+    try:
+        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
+        return True
+    except OSError:
+        return False
+
+
+def _try(delete: Callable[..., None], path: str, folder: Optional[int] = None) -> bool:
+    try:
+        delete(path, dir_fd=folder)
+        return True
+    except OSError:
+        return False
 
 
 def program() -> str:

@@ -42,6 +42,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Opt
 from hpcnode.lease import read_renewal, write_renewal
 from hpcnode.os.durable import read_object, sync_folder, sync_way_to, to_bytes, write_all, write_durably, write_plainly
 from hpcnode.os.faults import CrashPoints
+from hpcnode.paths import remove_tree
 from hpcnode.wire import protocol
 from hpcnode.wire.protocol import Life, Token, read_token
 
@@ -396,7 +397,7 @@ class Spool:
     def load(self) -> List[Found]:
         """Return all entries. Remove empty ones: their agent died before it reported anything."""
         for name in os.listdir(self.spare):
-            _remove_folder(os.path.join(self.spare, name))
+            remove_tree(os.path.join(self.spare, name))
         names = [name for name in sorted(os.listdir(self.path)) if read_token(name) is not None]
         empty = {name for name in names if not KEPT.intersection(os.listdir(self.entry(name)))}
         for name in empty:
@@ -434,7 +435,7 @@ class Spool:
         else:
             _unlink(script)  # a step has none
         if not reuse:
-            _remove_folder(entry)
+            remove_tree(entry)
             return
         for name in os.listdir(entry):
             if name in REUSED:
@@ -468,13 +469,6 @@ def _rewrite(path: str, data: bytes) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def _remove_folder(path: str) -> None:
-    """Remove a directory and its files."""
-    for name in os.listdir(path):
-        os.unlink(os.path.join(path, name))
-    os.rmdir(path)
 
 
 def _launch(spec: Dict[str, Any]) -> Optional[protocol.Launch]:
