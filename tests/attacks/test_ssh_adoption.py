@@ -26,7 +26,7 @@ SSHD, PAM_EXEC = shutil.which("sshd", path="/usr/sbin:/sbin"), list(Path("/lib")
 pytestmark = pytest.mark.skipif(
     not (AS_ROOT and SSHD and PAM_EXEC and shutil.which("unshare")), reason="needs root, sshd and pam_exec"
 )
-OWNER, STRANGER = "nobody", "daemon"
+OWNER, STRANGER, ADMIN = "nobody", "daemon", "bin"
 CONFIG = """
 Port {port}
 ListenAddress 127.0.0.1
@@ -34,14 +34,22 @@ HostKey {folder}/host_key
 PidFile none
 UsePAM yes
 PasswordAuthentication no
-KbdInteractiveAuthentication no
+KbdInteractiveAuthentication yes
 StrictModes no
 AuthorizedKeysFile {folder}/login.pub
 """
 PAM = """
 auth required pam_permit.so
+account required pam_permit.so
+account [success=1 default=ignore] pam_succeed_if.so quiet user ingroup bin
 account required pam_exec.so quiet stdout {root}/bin/hadopt
-session required pam_permit.so
+session required pam_exec.so {folder}/elsewhere
+session [success=1 default=ignore] pam_succeed_if.so quiet user ingroup bin
+session required pam_exec.so quiet stdout {root}/bin/hadopt
+"""
+# pam_systemd does this: it puts the login into a scope of its own.
+ELSEWHERE = """#!/bin/sh
+[ ! -e {folder}/is_systemd ] || echo $PPID > {mount}/cgroup.procs
 """
 
 
@@ -50,11 +58,11 @@ class Server:
     folder: Path
     port: int
 
-    def ssh(self, user: str, command: str) -> subprocess.Popen[str]:
+    def ssh(self, user: str, command: str, *more: str) -> subprocess.Popen[str]:
         options = ["-F", "none", "-i", f"{self.folder}/login", "-p", str(self.port), "-o", "BatchMode=yes"]
         options += ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
         return subprocess.Popen(
-            ["ssh", *options, f"{user}@127.0.0.1", command],
+            ["ssh", *more, *options, f"{user}@127.0.0.1", command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,12 +90,15 @@ def server(node: NodeUnderTest) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (folder / "config").write_text(CONFIG.format(port=port, folder=folder))
-    (folder / "pam").write_text(PAM.format(root=node.root))
+    (folder / "pam").write_text(PAM.format(root=node.root, folder=folder))
+    mount = next((line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if " cgroup2 " in line), "")
+    (folder / "elsewhere").write_text(ELSEWHERE.format(folder=folder, mount=mount))
+    (folder / "elsewhere").chmod(0o755)
     lines = Path("/etc/passwd").read_text().splitlines()
     (folder / "passwd").write_text(
         "".join(
             ":".join([*line.split(":")[:5], "/", "/bin/sh"]) + "\n"
-            if line.split(":")[0] in (OWNER, STRANGER)
+            if line.split(":")[0] in (OWNER, STRANGER, ADMIN)
             else line + "\n"
             for line in lines
         )
@@ -129,6 +140,7 @@ def test_e3_a_user_without_a_job_cannot_log_in(node: NodeUnderTest, server: Serv
     assert login.returncode != 0
     assert "in\n" not in out
     assert server.ssh(OWNER, "echo in").communicate(timeout=30)[0] == "in\n", err
+    assert server.ssh(ADMIN, "echo in").communicate(timeout=30)[0] == "in\n"
 
 
 def test_e3_a_login_is_a_part_of_the_job_and_ends_with_it(node: NodeUnderTest, server: Server) -> None:
@@ -146,6 +158,56 @@ def test_e3_a_login_is_a_part_of_the_job_and_ends_with_it(node: NodeUnderTest, s
     refused = server.ssh(OWNER, "echo in")
     assert refused.communicate(timeout=30)[0] != "in\n"
     assert refused.returncode != 0
+
+
+def _adopted(groups: str) -> bool:
+    own = [line for line in groups.splitlines() if f"/job-{INCARNATION}.1.0/logins" in line]
+    return {"cpu", "memory", "pids", ""} <= {line.split(":")[1] for line in own}
+
+
+def test_e3_a_login_by_keyboard_interactive_is_a_part_of_the_job(node: NodeUnderTest, server: Server) -> None:
+    """sshd asks PAM in a process of its own then, which is not the login: see sshpam_thread in its auth-pam.c."""
+    start_job(node)
+    login = server.ssh(
+        OWNER, "cat /proc/self/cgroup", "-o", "BatchMode=no", "-o", "PreferredAuthentications=keyboard-interactive"
+    )
+    groups, err = login.communicate(timeout=30)
+    assert _adopted(groups), groups + err
+
+
+def test_e3_a_login_that_another_pam_module_has_moved_is_a_part_of_the_job(node: NodeUnderTest, server: Server) -> None:
+    (server.folder / "is_systemd").touch()
+    start_job(node)
+    groups, err = server.ssh(OWNER, "cat /proc/self/cgroup").communicate(timeout=30)
+    assert _adopted(groups), groups + err
+
+
+def test_e3_without_an_agent_logins_enter_jobs_that_are_there(node: NodeUnderTest, server: Server) -> None:
+    start_job(node)
+    node.kill()
+    assert server.ssh(OWNER, "echo in").communicate(timeout=30)[0] == "in\n"
+    assert server.ssh(STRANGER, "echo in").communicate(timeout=30)[0] != "in\n"
+    (node.root / "bin" / "hadopt").unlink()
+    assert server.ssh(OWNER, "echo in").communicate(timeout=30)[0] != "in\n"
+
+
+def test_e3_a_login_belongs_to_the_newest_job(node: NodeUnderTest, server: Server) -> None:
+    """And stays when an older one ends."""
+    _, token = start_job(node)
+    work = node.root.parent / "work"
+    (work / "made").unlink()
+    controller, _ = start_job(node, token=new_token(job=2))
+    login = server.ssh(
+        OWNER, f"cat /proc/self/cgroup; touch {work}/logged_in; while [ ! -e {work}/leave ]; do sleep 0.01; done"
+    )
+    wait_until((work / "logged_in").exists, what="the login")
+    controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+    controller.final(token)
+    (work / "leave").touch()
+    groups, err = login.communicate(timeout=30)
+    assert f"/job-{INCARNATION}.2.0/logins" in groups, err
+    assert f"/job-{INCARNATION}.1.0/" not in groups
+    assert login.returncode == 0
 
 
 def test_e3_a_claim_without_a_step_lets_its_user_in(node: NodeUnderTest, server: Server) -> None:

@@ -3,6 +3,11 @@
 pam_exec runs it as root, in the stack of sshd:
 
     account required pam_exec.so quiet stdout ROOT/bin/hadopt
+    session required pam_exec.so quiet stdout ROOT/bin/hadopt
+
+The first line refuses a login before it is authenticated in full, also one that only forwards ports. The second one must be the
+last of the session: pam_systemd moves the login into a scope of its own before, and with keyboard-interactive authentication sshd
+asks PAM about the account in a process that is not the login.
 
 Its parent is the process of the login. That enters the `logins` group of the user's newest job here, and what the login starts is
 born there: it has the job's cpus, memory, processes and GPUs, and ends with the job. PAM refuses the login if this exits with
