@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
-from hpcsched.model.node import Link, Node, NodeSpec, Partition
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Link, Node, NodeSpec, Partition, Share
 from hpcsched.model.spec import JobSpec
 
 T0 = 1_000_000.0

@@ -36,9 +36,8 @@ from hpcsched.model.job import (
     TrainingStatus,
     exit_words,
 )
-from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition
+from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition, Share
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.state.cluster import ClusterState

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.output import print_json, run_command
-from hpcsched.cli.render.records import print_accounting
 from hpcsched.cli.slurm import own_cluster, run_face
+from hpcsched.cli.slurm.records import print_accounting
 from hpcsched.client import Json
 from hpcsched.commands.options import (
     ELSEWHERE,

@@ -33,8 +33,7 @@ from hpcnode.wire import protocol, sockets
 from hpcnode.wire.sockets import connect
 from hpcsched import client
 from hpcsched.errors import HpcschedError
-from hpcsched.model.text import whole_number
-from hpcsched.model.units import parse_signal
+from hpcsched.model.units import parse_signal, whole_number
 
 _JOB = (
     *stepoptions.OF_A_JOB, "chdir", "gid", "help", "propagate", "quiet", "uid", "usage", "verbose", "version", "x11",

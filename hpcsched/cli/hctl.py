@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hpcsched import client, paths
 from hpcsched.cli.output import complain, note, outlive_its_end, print_json, run_command
-from hpcsched.cli.render import records
+from hpcsched.cli.slurm import records
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
 from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list

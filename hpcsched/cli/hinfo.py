@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.output import bar, print_json, run_command, wants_colour
-from hpcsched.cli.render.records import print_nodes
 from hpcsched.cli.slurm import look_again, run_face
+from hpcsched.cli.slurm.records import print_nodes
 from hpcsched.client import Json
 from hpcsched.commands.options import (
     ELSEWHERE,

@@ -15,8 +15,8 @@ from dataclasses import replace
 from hpcsched import client
 from hpcsched.cli.output import is_terminal, print_json, run_command
 from hpcsched.cli.process import finish, own_call
-from hpcsched.cli.render.records import print_jobs
 from hpcsched.cli.slurm import look_again, run_face
+from hpcsched.cli.slurm.records import print_jobs
 from hpcsched.cli.slurm.sstat import print_steps
 from hpcsched.client import Json
 from hpcsched.commands.call import Call, Collected

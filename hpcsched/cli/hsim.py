@@ -20,7 +20,7 @@ from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.resources import Gpu
+from hpcsched.model.node import Gpu
 from hpcsched.model.units import format_time_s, parse_mem_mib
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.policy import Backfill, Policy

@@ -51,7 +51,7 @@ from hpcsched.model.accounting import (
 )
 from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.node import Partition
-from hpcsched.model.text import nearest
+from hpcsched.model.units import nearest
 
 UNSET = -1
 _MOST = 2**31

@@ -21,8 +21,7 @@ from hpcsched import paths
 from hpcsched.errors import ConfigError, RequestError
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.hostlist import expand_hostlist
-from hpcsched.model.text import nearest
-from hpcsched.model.units import parse_mem_mib, parse_time_s
+from hpcsched.model.units import nearest, parse_mem_mib, parse_time_s
 
 ALL_NODES = "all"
 LOCAL_HOST = "local"  # a node that is the head itself, without SSH

@@ -30,8 +30,7 @@ from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.events import BecameEligible, EndRequested
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import OVER_LIMIT, Hold, Job, JobState, Reason
-from hpcsched.model.node import Node
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Node, Share
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.plan import steps_of
 from hpcsched.sched.policy import Policy

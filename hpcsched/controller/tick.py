@@ -40,8 +40,7 @@ from hpcsched.lifecycle.job import can, submitted_jobs
 from hpcsched.lifecycle.node import NodeDisconnected, NodeDown, NodeOrphansFound, NodeOrphansGone, NodeUp
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
-from hpcsched.model.node import Link, abilities_of
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Link, Share, abilities_of
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Plan, Start, Wait

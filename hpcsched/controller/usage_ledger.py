@@ -12,7 +12,7 @@ from dataclasses import replace
 from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Account, Accounting, Association, Qos, UserRules
-from hpcsched.model.text import nearest
+from hpcsched.model.units import nearest
 from hpcsched.sched.fairshare import UsedResources, at, by_association, factors_of, plus, running_use, weights_of
 from hpcsched.sched.snapshot import UsageLedger
 from hpcsched.state.cluster import ClusterState

@@ -26,7 +26,7 @@ from hpcsched.gateway.app import METHODS, SAFE_HEADERS, GatewayApp, ProblemError
 from hpcsched.gateway.slurm_objects import Json
 from hpcsched.gateway.upstream import UpstreamError
 from hpcsched.model.codec import spec_to_json
-from hpcsched.model.text import number
+from hpcsched.model.units import number
 
 PAGE_JOBS = 200  # converted at a time: other requests are answered in between
 MAX_PARAMETERS = 50

@@ -30,7 +30,7 @@ from hpcsched.jobscript.script import check_script, foreign_options, read_script
 from hpcsched.jobscript.values import Export, exported, parse_dependency, with_job_ids
 from hpcsched.model.dates import parse_when
 from hpcsched.model.frozen import replace
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import format_time_s, parse_time_s
 from hpcsched.sched.place.features import parse_constraint, parse_features

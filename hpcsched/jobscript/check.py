@@ -32,7 +32,7 @@ from hpcsched.jobscript.values import (
 from hpcsched.model.hostlist import MAX_NAMES
 from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.job import MAX_COMPONENTS
-from hpcsched.model.resources import ANY_GPU, GpuRequest
+from hpcsched.model.node import ANY_GPU, GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 from hpcsched.model.units import MAX_SIGNAL, UNLIMITED_S, format_time_s
 

@@ -22,9 +22,8 @@ from typing import Any
 from hpcnode.commands.getopt_long import OptionReader, SlurmOption
 from hpcsched.errors import RequestError, UsageError
 from hpcsched.jobscript import values
-from hpcsched.jobscript.values import checked_dependency, parse_export, parse_yes_no, short
-from hpcsched.model.text import whole_number
-from hpcsched.model.units import parse_mem_mib, parse_signal_spec
+from hpcsched.jobscript.values import checked_dependency, parse_export, parse_signal_spec, parse_yes_no, short
+from hpcsched.model.units import parse_mem_mib, whole_number
 
 
 class Use(Enum):

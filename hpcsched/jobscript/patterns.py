@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hpcsched.model.job import Job
-from hpcsched.model.text import whole_number
+from hpcsched.model.units import whole_number
 
 MAX_WIDTH = 10
 NO_TASK_ID = 4_294_967_294  # what Slurm fills in for %a outside of an array

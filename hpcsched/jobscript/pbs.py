@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.options import Settings, by_name, put
 from hpcsched.jobscript.values import parse_count, short
-from hpcsched.model.text import whole_number
+from hpcsched.model.units import whole_number
 
 WORDS = ("#PBS", "#BSUB")
 _PBS = "a:A:c:C:D:e:f:hIJ:j:k:l:m:M:N:o:p:P:q:r:R:S:t:T:u:v:VW:Xxz"

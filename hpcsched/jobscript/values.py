@@ -16,10 +16,9 @@ from hpcnode.os import rlimits
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
-from hpcsched.model.resources import ANY_GPU, GpuRequest
-from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
-from hpcsched.model.text import whole_number
-from hpcsched.model.units import MINUTE_S, UNLIMITED_S, parse_mem_mib, parse_time_s
+from hpcsched.model.node import ANY_GPU, GpuRequest
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, SignalSpec
+from hpcsched.model.units import MINUTE_S, UNLIMITED_S, parse_mem_mib, parse_signal, parse_time_s, whole_number
 
 MAX_COUNT = 1_000_000  # of nodes, tasks, cpus
 MAX_ARRAY_TASKS = 100_000
@@ -36,6 +35,7 @@ GPU_TYPE = re.compile(r"(?=[0-9_.-]*[A-Za-z])[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _LICENSE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,62})(?::([0-9]{1,9}))?\Z")
 _LEVEL = r"(?:block|cyclic|fcyclic|\*)"
 _DISTRIBUTION = re.compile(rf"(?:(block|cyclic|\*)|plane=([0-9]{{1,9}}))(?::{_LEVEL}){{0,2}}(?:,(?:pack|nopack))?\Z")
+_SIGNAL = re.compile(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\Z")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}\Z")
 
 # fmt: off
@@ -44,6 +44,18 @@ MAIL_TYPES = (
     "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS",
 )
 # fmt: on
+
+
+def parse_signal_spec(text: str) -> SignalSpec:
+    """Return the value of ``--signal=[B:]SIG[@seconds]``; the default is 60 s before the limit. Raises RequestError."""
+    match = _SIGNAL.match(text.strip())
+    if match is None:
+        raise RequestError(f"cannot read --signal={short(text)}: write [B:]SIGNAL[@seconds], as B:USR1@120")
+    flags, name, before = match.groups()
+    before_s = 60 if before is None else int(before)  # int: bounded
+    if before_s > 65_535:
+        raise RequestError(f"cannot send a signal {before_s} seconds before the limit: the most is 65535")
+    return SignalSpec(signum=parse_signal(name), before_s=before_s, batch_only="B" in (flags or "").upper())
 
 
 def parse_distribution(text: str) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 from hpcsched.errors import InvariantError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, JobState
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.model.spec import Dependency, DependencyKind
 
 

@@ -60,7 +60,7 @@ from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.frozen import copies, replace
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason, Refusal
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.model.spec import JobSpec
 
 CHANGEABLE = {  # field of `Changed`: field of `Job`

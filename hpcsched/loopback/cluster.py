@@ -31,8 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from paramiko.hostkeys import HostKeyEntry
 
 from hpcsched import client, paths
-from hpcsched.config.load import load_config
-from hpcsched.config.template import render_config, render_node
+from hpcsched.config.load import load_config, render_config, render_node
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
 from hpcsched.launch import as_controller
 from hpcsched.loopback import paramiko_sshd, power

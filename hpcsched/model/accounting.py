@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hpcsched.errors import RequestError
-from hpcsched.model.text import nearest
+from hpcsched.model.units import nearest
 
 Tres = tuple[tuple[str, int], ...]  # resource and count, each resource once
 Association = tuple[str, str]  # account ("": the root) and user

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from hpcsched.errors import RequestError
-from hpcsched.model.text import whole_number
+from hpcsched.model.units import whole_number
 
 MAX_ENTRIES = 100
 MAX_TEXT_BYTES = 64 << 10

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hpcsched.model.frozen import frozen, replace
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.resources import Share, without_cpus
+from hpcsched.model.node import Share, without_cpus
 from hpcsched.model.spec import Dependency, JobSpec
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from hpcsched.model.frozen import frozen
 from hpcsched.model.ids import NodeName
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 
 
 class DependencyKind(StrEnum):

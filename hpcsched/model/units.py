@@ -1,4 +1,4 @@
-"""Times, memory sizes and signals in the notations of Slurm's commands, read and written.
+"""Numbers, and times, memory sizes and signals in the notations of Slurm's commands: read and written.
 
 Dates are `hpcsched.model.dates`'. Every reader is linear in the length of its text and raises RequestError with the text, why
 it is refused and what would be right.
@@ -9,12 +9,54 @@ Sources: sbatch(1) --time, --mem, --signal; squeue(1) %l, %M, %m; signal(7).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from math import isfinite
 
 from hpcsched.errors import RequestError
 
-TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
-if TYPE_CHECKING:
-    from hpcsched.model.spec import SignalSpec
+# ----- numbers are read within bounds, and nowhere else
+# `make lint` refuses a bare ``int(text)`` elsewhere: Python reads thousands of digits, slowly, and no table holds them.
+
+
+def whole_number(text: str, what: str = "") -> int:
+    """Return the whole number that `text` spells, at most 18 digits.
+
+    `what` names it in the error. Raises RequestError.
+    """
+    from hpcnode.wire import gate  # here: it costs a command that only writes times and sizes 5 ms
+
+    try:
+        return gate.whole_number(text)
+    except gate.GateError as error:
+        raise RequestError(f"cannot read {what or 'a number'}: {error}") from None
+
+
+def number(text: str, what: str = "") -> float:
+    """Return the number that `text` spells, fractions too; neither NaN nor infinite.
+
+    Raises RequestError.
+    """
+    from hpcnode.wire import gate
+
+    try:
+        found = float(text) if len(text) <= gate.MAX_NUMBER_CHARS else float("nan")
+    except ValueError:
+        found = float("nan")
+    if not isfinite(found):
+        raise RequestError(f"cannot read {what or 'a number'}: {text[:40]!r} is not a number")
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean that?)`` if something known is much like `name`, else ""."""
+    import difflib  # only ever needed for an error message
+
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+# ----- times and sizes
+
 
 MINUTE_S = 60
 HOUR_S = 3600
@@ -133,7 +175,6 @@ _SIGNAL_NAMES = (
 # fmt: on
 _SIGNALS = {name: number for number, name in enumerate(_SIGNAL_NAMES, start=1)}
 MAX_SIGNAL = 64
-_SIGNAL = re.compile(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\Z")
 
 
 def parse_signal(text: str) -> int:
@@ -152,20 +193,6 @@ def parse_signal(text: str) -> int:
 def signal_name(signum: int) -> str:
     """Return the name of `signum` without SIG, or its number where it has none."""
     return _SIGNAL_NAMES[signum - 1] if 1 <= signum <= len(_SIGNAL_NAMES) else str(signum)
-
-
-def parse_signal_spec(text: str) -> SignalSpec:
-    """Return the value of ``--signal=[B:]SIG[@seconds]``; the default is 60 s before the limit. Raises RequestError."""
-    from hpcsched.model.spec import SignalSpec  # here: it costs a command that only writes times and sizes 20 ms
-
-    match = _SIGNAL.match(text.strip())
-    if match is None:
-        raise RequestError(f"cannot read --signal={_short(text)}: write [B:]SIGNAL[@seconds], as B:USR1@120")
-    flags, name, before = match.groups()
-    before_s = 60 if before is None else int(before)  # int: bounded
-    if before_s > 65_535:
-        raise RequestError(f"cannot send a signal {before_s} seconds before the limit: the most is 65535")
-    return SignalSpec(signum=parse_signal(name), before_s=before_s, batch_only="B" in (flags or "").upper())
 
 
 def _short(text: str) -> str:

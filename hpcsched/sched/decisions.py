@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Reason
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.sched.snapshot import Promise
 
 

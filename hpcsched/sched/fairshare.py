@@ -46,8 +46,7 @@ from hpcsched.model.accounting import (
 )
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Partition, Share
 from hpcsched.model.units import MIB_PER_GIB
 
 

@@ -32,8 +32,8 @@ from dataclasses import fields, replace
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, Reason
+from hpcsched.model.node import Share
 from hpcsched.model.reservation import NEVER_S, Interval, Reservation
-from hpcsched.model.resources import Share
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.guard.on_nodes import guarded

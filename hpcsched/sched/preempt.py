@@ -44,8 +44,7 @@ from itertools import combinations
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Reason
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Share, without_cpus
+from hpcsched.model.node import Partition, Share, without_cpus
 from hpcsched.sched.decisions import Plan, Preemption, Resize, Start, Victim, Wait
 from hpcsched.sched.plan import Make, as_running, plan, start_behind, start_of, started
 from hpcsched.sched.policy import Policy, PreemptRules

@@ -24,9 +24,8 @@ from typing import TypeVar
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.model.node import Partition
+from hpcsched.model.node import Partition, Share
 from hpcsched.model.reservation import NEVER_S, Closed, Reservation, ReservedInterval
-from hpcsched.model.resources import Share
 from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.guard.experience import Needed

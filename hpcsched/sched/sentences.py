@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcsched.model.resources import ANY_GPU
+from hpcsched.model.node import ANY_GPU
 from hpcsched.model.units import format_mem
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gpus import GpuSlot, gpus_taken, shard_choices, whole_gpus

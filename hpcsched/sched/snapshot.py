@@ -22,9 +22,8 @@ from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.codec import value_from_json, value_to_json
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Refusal
-from hpcsched.model.node import Link, Node, Partition, PartitionState
+from hpcsched.model.node import Gpu, Link, Node, Partition, PartitionState, Share
 from hpcsched.model.reservation import Reservation, ReservedInterval, at, reserved_intervals_of
-from hpcsched.model.resources import Gpu, Share
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.fairshare import UsedResources

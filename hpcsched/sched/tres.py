@@ -7,7 +7,7 @@ from heapq import nsmallest
 
 from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE
 from hpcsched.model.ids import NodeName
-from hpcsched.model.resources import ANY_GPU, Share
+from hpcsched.model.node import ANY_GPU, Share
 from hpcsched.model.units import MIB_PER_GIB
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gpus import GpuSlot, Units

@@ -21,9 +21,8 @@ from hpcsched.lifecycle.node import NodeEvent, apply_to_node
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, RankFailure, TrainingStatus
-from hpcsched.model.node import Node, Partition, PartitionState
+from hpcsched.model.node import Node, Partition, PartitionState, Share
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.fairshare import UsedResources, at, charge_of, plus, weights_of

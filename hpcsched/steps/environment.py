@@ -21,7 +21,7 @@ from types import MappingProxyType
 from hpcnode.os import rlimits
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import Job, component, components_of
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.steps.layout import NodeTasks, tasks_per_node_text
 

@@ -20,7 +20,7 @@ from itertools import groupby
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 
 MAX_TASKS = 100_000
 

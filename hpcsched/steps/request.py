@@ -36,14 +36,15 @@ from hpcsched.jobscript.values import (
     parse_nodes,
     parse_open_mode,
     parse_priority,
+    parse_signal_spec,
     parse_switches,
 )
 from hpcsched.model.dates import parse_when
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.model.spec import JobSpec, SignalSpec
-from hpcsched.model.units import parse_mem_mib, parse_signal_spec, parse_time_s
+from hpcsched.model.units import parse_mem_mib, parse_time_s
 from hpcsched.steps.layout import StepShape, lay_out
 
 T = TypeVar("T")

@@ -41,7 +41,7 @@ from hpcsched.errors import (
 from hpcsched.jobscript.patterns import PatternFacts, expand_job_pattern, pattern_facts
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
-from hpcsched.model.text import whole_number
+from hpcsched.model.units import whole_number
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.environment import PRESERVED, node_environment, with_propagated, with_users
 from hpcsched.steps.layout import NodeTasks

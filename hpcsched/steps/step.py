@@ -18,7 +18,7 @@ from hpcnode.wire import protocol
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, JobState
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.layout import NodeTasks, lay_out
 from hpcsched.steps.request import StepOptions

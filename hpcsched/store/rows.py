@@ -26,9 +26,8 @@ from hpcsched.model.cron import CronEntry, Crontab
 from hpcsched.model.frozen import replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, RankFailure, Reason, Refusal, TrainingStatus
-from hpcsched.model.node import Node, reach_of
+from hpcsched.model.node import Node, Share, reach_of
 from hpcsched.model.reservation import Flag, Reservation
-from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger, TriggerEvent
 from hpcsched.sched.fairshare import UsedResources

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from hpcsched.config.template import render_node
+from hpcsched.config.load import render_node
 from hpcsched.errors import HpcschedError
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json

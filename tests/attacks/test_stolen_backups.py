@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli.admin.age import opened
+from hpcsched.cli.admin.backup import opened
 from hpcsched.errors import ConfigError
 from hpcsched.loopback.cluster import LocalCluster
 

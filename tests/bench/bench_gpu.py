@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Gpu
+from hpcsched.model.node import Gpu, Partition
 from hpcsched.sched.place import groups
 from hpcsched.sched.place.fragmentation import Mix
 from hpcsched.sched.place.node_fit import Seat

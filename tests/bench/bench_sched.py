@@ -18,9 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.node import Partition
+from hpcsched.model.node import Gpu, Partition, Share
 from hpcsched.model.reservation import Flag, Reservation, reserved_intervals_of
-from hpcsched.model.resources import Gpu, Share
 from hpcsched.sched.explain import explain
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan

@@ -31,8 +31,7 @@ from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.controller.views.routes import make_server
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Link, Node, NodeSpec, Partition
-from hpcsched.model.resources import Gpu, GpuRequest
+from hpcsched.model.node import Gpu, GpuRequest, Link, Node, NodeSpec, Partition
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Backfill
 from hpcsched.state.cluster import ClusterState

@@ -14,8 +14,7 @@ import pytest
 from waiting import wait_until
 
 from hpcsched import client
-from hpcsched.cli.admin import daemon
-from hpcsched.cli.admin.main import hpcsched_command, run
+from hpcsched.cli.admin import daemon, hpcsched_command, run
 from hpcsched.commands.options import FAILED
 from hpcsched.errors import HpcschedError
 from hpcsched.health import check_database

@@ -12,7 +12,7 @@ import pytest
 from killable import KillableCluster
 from waiting import wait_until
 
-from hpcsched.config.template import render_node
+from hpcsched.config.load import render_node
 
 
 @pytest.fixture

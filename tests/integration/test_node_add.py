@@ -17,8 +17,7 @@ import pytest
 from fake_node import fake_bundle
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.cli.admin import node
-from hpcsched.cli.admin.main import hpcsched_command, run
+from hpcsched.cli.admin import hpcsched_command, node, run
 from hpcsched.config.load import load_config
 from hpcsched.errors import ConfigError
 from hpcsched.launch.hostkeys import blob_of, fingerprint_of
@@ -156,7 +155,7 @@ def test_unasked_no_key_is_believed(cluster: Shell, nodes: LoopbackNodes) -> Non
 
 def test_a_person_is_asked(cluster: Shell, nodes: LoopbackNodes) -> None:
     words = ["hpcsched", "node", "add", target(nodes), *access(nodes)]
-    code = f"import sys; sys.argv = {words!r}; from hpcsched.cli.admin.main import main; main()"
+    code = f"import sys; sys.argv = {words!r}; from hpcsched.cli.admin import main; main()"
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)

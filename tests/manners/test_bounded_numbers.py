@@ -1,7 +1,7 @@
 """Text from outside becomes a number in one place per side, where its length is bounded: never by a bare ``int(text)``.
 
 Python's int() reads up to 4,300 digits (and raises ValueError for more, or for "²"), and SQLite keeps 64 bits. What is read
-with it is `hpcsched.model.text` for the head and `hpcnode.wire.gate` for the nodes. A number that is none of a stranger's text
+with it is `hpcsched.model.units` for the head and `hpcnode.wire.gate` for the nodes. A number that is none of a stranger's text
 is converted as before; the line says so with ``# int: why``.
 """
 
@@ -63,4 +63,4 @@ def bare_numbers(path: Path) -> list[str]:
 
 def test_text_from_outside_becomes_a_number_in_one_place() -> None:
     found = [one for path in outside_readers() for one in bare_numbers(path)]
-    assert not found, "use whole_number() of hpcsched.model.text or hpcnode.wire.gate:\n" + "\n".join(found)
+    assert not found, "use whole_number() of hpcsched.model.units or hpcnode.wire.gate:\n" + "\n".join(found)

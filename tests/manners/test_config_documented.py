@@ -9,13 +9,13 @@ import click
 import pytest
 
 import hpcsched
+from hpcsched.cli.admin import COMMANDS, hpcsched_command
 from hpcsched.cli.admin.init import init
-from hpcsched.cli.admin.main import COMMANDS, hpcsched_command
 from hpcsched.cli.admin.node import node
 from hpcsched.cli.hhealth import COMMAND as HHEALTH
 from hpcsched.config.accounts import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
 from hpcsched.config.keys import NODE, REQUIRED, SWITCH, Key
-from hpcsched.config.template import default_config
+from hpcsched.config.load import default_config
 
 REPOSITORY = Path(hpcsched.__file__).parent.parent
 SECTIONS_IN_PAGE = {f"[{name}]": keys for name, keys in ALL_SECTIONS.items()} | {
@@ -41,7 +41,7 @@ def sections(text: str) -> dict[str, str]:
 
 def test_the_sample_is_what_init_writes() -> None:
     assert (REPOSITORY / "etc" / "hpcsched.toml").read_text() == default_config(), (
-        "write it anew: python -c 'from hpcsched.config.template import default_config as d; print(d(), end=\"\")'"
+        "write it anew: python -c 'from hpcsched.config.load import default_config as d; print(d(), end=\"\")'"
     )
 
 

@@ -11,7 +11,7 @@ from unit.sched.world import world
 
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, Tres, UserRules
 from hpcsched.model.job import Job
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.sched.fairshare import UsedResources
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill

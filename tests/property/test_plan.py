@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Gpu, Share
+from hpcsched.model.node import Gpu, Partition, Share
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.place.features import matches, parse_constraint
 from hpcsched.sched.place.request import ResourceRequest, Shape

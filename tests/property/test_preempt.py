@@ -12,8 +12,7 @@ from property.test_plan import SMALL, worlds
 
 from hpcsched.model.accounting import Accounting, Limits, PreemptMode, PreemptType, Qos
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Partition, Share
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.place.request import ResourceRequest
 from hpcsched.sched.plan import as_running, plan

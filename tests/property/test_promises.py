@@ -10,8 +10,7 @@ from property.test_plan import CUT0, CUT1, X0, X1, check_nothing_is_given_twice
 
 from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Gpu
+from hpcsched.model.node import Gpu, Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import as_running, plan

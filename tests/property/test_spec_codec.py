@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpcsched.errors import ProtocolError
 from hpcsched.model.codec import spec_from_json, spec_to_json, spec_to_short_json, value_from_json, value_to_json
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.model.spec import ArraySpec, Dependency, JobSpec, SignalSpec
 
 TEXT = st.text(max_size=12)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsched.errors import RequestError
+from hpcsched.jobscript.values import parse_signal_spec
 from hpcsched.model.dates import parse_when
 from hpcsched.model.units import (
     UNLIMITED_S,
@@ -16,7 +17,6 @@ from hpcsched.model.units import (
     format_time_s,
     parse_mem_mib,
     parse_signal,
-    parse_signal_spec,
     parse_time_s,
     signal_name,
 )

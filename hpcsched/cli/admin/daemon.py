@@ -1,11 +1,13 @@
-"""`hpcsched up`, `hpcsched down`, `hpcsched status`: start and stop the controller, and show its status."""
+"""`hpcsched up`, `down`, `status`, `gateway` and `web`: start and stop the controller, show its status, and serve its API."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pwd
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import click
 
 from hpcsched import client, paths
 from hpcsched.cli.admin.init import give_to_controller, seal_keys_of
-from hpcsched.config.load import Config, load_config
+from hpcsched.config.load import Config, load_config, load_gateway
 from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
 from hpcsched.launch import as_controller
 from hpcsched.listing.text import clean
@@ -226,3 +228,39 @@ def _ping() -> dict[str, Any] | None:
         return client.call("GET", "/v1/ping")
     except UnavailableError:
         return None
+
+
+# ----- `hpcsched gateway` and `hpcsched web`: the API over the network, and links to it
+
+
+@click.command()
+@click.option("--port", type=int, default=None, help="Another port than that of hpcsched.toml.")
+@click.option("--insecure-loopback", is_flag=True, help="For development: without TLS, at 127.0.0.1 only.")
+def gateway(port: int | None, insecure_loopback: bool) -> None:
+    """Serve the API to the network over HTTPS, until a signal.
+
+    See [gateway] in hpcsched.toml(5). Every request needs a credential: hctl token create.
+    """
+    from dataclasses import replace
+
+    try:
+        from hpcsched.gateway import server
+    except ImportError as error:
+        raise ConfigError(f"cannot run the gateway: {error.name} is missing: pip install 'hpcsched[web]'") from None
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = load_gateway(paths.find_config_dir(os.environ, os.getuid()))
+    if port is not None:
+        settings = replace(settings, port=port)
+    server.run(settings, paths.api_socket(os.environ, os.getuid()), insecure=insecure_loopback)
+
+
+@click.command()
+@click.option("--scope", default="read,submit,manage", help="What the session allows: read,submit,manage,admin.")
+def web(scope: str) -> None:
+    """Print a link that opens a session in a browser: once, within a minute."""
+    answer = client.call("POST", "/v1/sessions/link", {"scopes": scope})
+    url = (
+        answer["url"]
+        or f"https://{socket.getfqdn()}:{load_gateway(paths.find_config_dir(os.environ, os.getuid())).port}"
+    )
+    click.echo(f"{url}/login?code={answer['code']}")

@@ -19,8 +19,7 @@ from hpcsched.api.identity import is_account
 from hpcsched.cli.signing import public_line
 from hpcsched.config.keys import BadValue
 from hpcsched.config.keys import python as python_path
-from hpcsched.config.load import Config, build_config, load_config, load_nodes
-from hpcsched.config.template import render_config
+from hpcsched.config.load import Config, build_config, load_config, load_nodes, render_config
 from hpcsched.errors import ConfigError
 from hpcsched.launch import as_controller
 from hpcsched.launch.bundle import authorized_line, build_bundle

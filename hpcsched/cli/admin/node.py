@@ -33,8 +33,7 @@ from hpcsched.api.identity import user_name
 from hpcsched.cli.admin.init import write_file
 from hpcsched.cli.output import print_json
 from hpcsched.config.keys import LOCAL_HOST, BadValue, host, toml_value, user
-from hpcsched.config.load import Config, load_config, node_from
-from hpcsched.config.template import render_node
+from hpcsched.config.load import Config, load_config, node_from, render_node
 from hpcsched.controller.lock import StateLock
 from hpcsched.errors import ConfigError, HpcschedError, NotFoundError, RequestError, UnavailableError
 from hpcsched.launch import as_controller, dial_for, ssh_settings

@@ -24,7 +24,7 @@ import click
 
 import hpcnode
 import hpcsched
-from hpcsched.cli.admin import main
+from hpcsched.cli import admin
 from hpcsched.commands.options import Command, Option
 from hpcsched.errors import ConfigError
 
@@ -119,7 +119,7 @@ def commands() -> list[Completed]:
         found += [Completed(name, shown) for name in names]
     verbs = {"hctl": hctl.VERBS, "scontrol": scontrol.VERBS}
     found = [command._replace(verbs=tuple(verbs.get(command.name, ()))) for command in found]
-    return [*found, Completed("hpcsched", (), tuple(main.COMMANDS))]
+    return [*found, Completed("hpcsched", (), tuple(admin.COMMANDS))]
 
 
 def _of_table(command: Command) -> Completed:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 
 from hpcsched import client
-from hpcsched.cli.render.screen import ClusterScreen, MetricsReader, QueuedJob, picture, plain_text
+from hpcsched.cli.admin.screen import ClusterScreen, MetricsReader, QueuedJob, picture, plain_text
 from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
 from hpcsched.listing.jobs import ACTIVE_STATES
 

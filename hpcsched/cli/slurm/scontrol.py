@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.output import outlive_its_end, print_json
-from hpcsched.cli.render import records
-from hpcsched.cli.slurm import run_face
+from hpcsched.cli.slurm import records, run_face
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.cli.slurm.sstat import running_steps
 from hpcsched.client import Json

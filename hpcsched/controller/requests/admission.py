@@ -19,8 +19,7 @@ from hpcsched.model.frozen import replace
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Partition
 from hpcsched.model.spec import Dependency, JobSpec
-from hpcsched.model.text import nearest
-from hpcsched.model.units import UNLIMITED_S, format_time_s, known_limit_s
+from hpcsched.model.units import UNLIMITED_S, format_time_s, known_limit_s, nearest
 from hpcsched.sched.fairshare import factor_of, weights_of
 from hpcsched.sched.limits import EACH_USER, SUBMISSION, Holder, Kind, LimitRule, Whose, never_text, rules_of, why_never
 from hpcsched.sched.place.request import request_of

@@ -13,7 +13,7 @@ from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.jobs import SPECIAL_EXIT
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, MAX_COMPONENTS, Hold, Job, JobState, component, components_of
-from hpcsched.model.text import whole_number
+from hpcsched.model.units import whole_number
 from hpcsched.state.cluster import ClusterState
 
 _REFERENCE = re.compile(r"([0-9]+)(?:_(?:([0-9]+)|\[([0-9,\-]+)\]))?(?:\+([0-9]+))?\Z")

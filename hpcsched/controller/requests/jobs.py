@@ -38,7 +38,7 @@ from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
 from hpcsched.model.node import Link, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.text import whole_number
+from hpcsched.model.units import whole_number
 from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.request import request_of
 from hpcsched.state.cluster import ClusterState

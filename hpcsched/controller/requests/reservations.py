@@ -19,8 +19,7 @@ from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Link
 from hpcsched.model.reservation import MAX_PERIOD_S, REPEATS, Flag, Reservation, at, clash, first_day, may_use
-from hpcsched.model.text import whole_number
-from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s, parse_time_s
+from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s, parse_time_s, whole_number
 from hpcsched.sched.place.features import matches, parse_features
 from hpcsched.sched.sentences import plural
 from hpcsched.state.cluster import ClusterState

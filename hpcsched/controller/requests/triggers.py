@@ -27,8 +27,8 @@ from hpcsched.lifecycle.clocks import limit_at_s
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Link, Node
-from hpcsched.model.text import whole_number
 from hpcsched.model.trigger import JOB_EVENTS, MAX_OFFSET_S, MAX_TRIGGERS, MAX_TRIGGERS_PER_USER, Trigger, TriggerEvent
+from hpcsched.model.units import whole_number
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 

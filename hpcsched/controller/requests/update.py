@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from math import ceil
 from typing import Any
 
+from hpcnode.wire.gate import MAX_DIGITS
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.preemption import check_size, keep_within
 from hpcsched.controller.requests.admission import check_deadline, check_dependency, dependency_circle, let_in, settle
@@ -27,8 +28,7 @@ from hpcsched.model.dates import parse_when
 from hpcsched.model.frozen import replace
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.text import MAX_DIGITS, nearest, whole_number
-from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s
+from hpcsched.model.units import UNLIMITED_S, format_time_s, nearest, parse_time_s, whole_number
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 

@@ -74,8 +74,7 @@ from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import Link
 from hpcsched.model.reservation import at
 from hpcsched.model.spec import SIGNED_REQUEST, JobSpec
-from hpcsched.model.text import whole_number
-from hpcsched.model.units import parse_signal
+from hpcsched.model.units import parse_signal, whole_number
 from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.audit_heads import AuditHeads

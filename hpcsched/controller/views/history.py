@@ -57,11 +57,9 @@ from hpcsched.lifecycle.job import CHANGEABLE, OUTPUT_FULL
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import MAX_COMPONENTS, Job, TrainingStatus, components_of, exit_words
-from hpcsched.model.node import Link
-from hpcsched.model.resources import Share
-from hpcsched.model.text import number, whole_number
+from hpcsched.model.node import Link, Share
 from hpcsched.model.trigger import Trigger
-from hpcsched.model.units import format_time_s
+from hpcsched.model.units import format_time_s, number, whole_number
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.sentences import plural
 from hpcsched.sched.snapshot import Snapshot

@@ -28,7 +28,7 @@ from hpcsched.listing.text import DIM, painted, split_list
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, Reason, components_of
-from hpcsched.model.text import whole_number
+from hpcsched.model.units import whole_number
 from hpcsched.sched.explain import WhatIf, explain, in_words
 from hpcsched.sched.fairshare import ShareUsage, UsedResources, share_usages
 from hpcsched.sched.policy import Policy

@@ -40,7 +40,7 @@ from hpcsched.errors import (
 )
 from hpcsched.model.codec import spec_from_json
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.text import number, whole_number
+from hpcsched.model.units import number, whole_number
 
 if TYPE_CHECKING:  # the queue is answered before these modules are loaded
     from hpcsched.controller.views.backend import ControllerBackend

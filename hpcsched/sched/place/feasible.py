@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Node, Partition
-from hpcsched.model.resources import ANY_GPU, Gpu
+from hpcsched.model.node import ANY_GPU, Gpu, Node, Partition
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gang import choose, seats_apart

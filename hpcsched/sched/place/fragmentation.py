@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.sched.place.gpus import GpuSlot, Units
 from hpcsched.sched.place.request import Shape, gpu_count
 from hpcsched.sched.place.timeline import NodeResources, less

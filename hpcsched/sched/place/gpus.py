@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcsched.model.resources import ANY_GPU, Gpu, Share
+from hpcsched.model.node import ANY_GPU, Gpu, Share
 from hpcsched.sched.place.request import GpuCounts
 
 Units = tuple[int, ...]

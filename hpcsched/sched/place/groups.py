@@ -26,8 +26,8 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush, merge
 from itertools import islice
 
+from hpcsched.model.node import ANY_GPU
 from hpcsched.model.reservation import NEVER_S, Closed, Interval, without
-from hpcsched.model.resources import ANY_GPU
 from hpcsched.sched.place.fragmentation import Mix
 from hpcsched.sched.place.gang import choose, seats_apart
 from hpcsched.sched.place.gpus import GpuSlot

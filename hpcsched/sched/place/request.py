@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import ANY_GPU, GpuRequest, Share
+from hpcsched.model.node import ANY_GPU, GpuRequest, Partition, Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.place.features import Constraint, Expression, parse_constraint, parse_features
 

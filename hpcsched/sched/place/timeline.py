@@ -12,8 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
+from hpcsched.model.node import Share
 from hpcsched.model.reservation import NEVER_S
-from hpcsched.model.resources import Share
 from hpcsched.sched.guard.experience import Needed
 from hpcsched.sched.place.gpus import FreeGpus, GpuSlot, Grant, Units
 from hpcsched.sched.policy import Policy

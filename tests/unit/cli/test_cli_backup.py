@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpcsched import paths
-from hpcsched.cli.admin import backup
-from hpcsched.cli.admin.main import hpcsched_command, run
-from hpcsched.config.load import load_config
-from hpcsched.config.template import render_node
+from hpcsched.cli.admin import backup, hpcsched_command, run
+from hpcsched.config.load import load_config, render_node
 
 Say = Callable[..., str]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from fake_api import FakeApi, node
 
-from hpcsched.cli.admin import daemon
-from hpcsched.cli.admin.main import hpcsched_command, run
+from hpcsched.cli.admin import daemon, hpcsched_command, run
 
 # Listens as a controller does whose event loop is busy: connections come in, nobody reads them.
 BUSY = """

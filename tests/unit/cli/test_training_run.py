@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hpcsched.cli.render.screen import MetricsReader
+from hpcsched.cli.admin.screen import MetricsReader
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from hpcsched.config.keys import toml_value
-from hpcsched.config.load import Config, load_config, load_node, natural_order
-from hpcsched.config.template import default_config, render_config, render_node
+from hpcsched.config.load import (
+    Config,
+    default_config,
+    load_config,
+    load_node,
+    natural_order,
+    render_config,
+    render_node,
+)
 from hpcsched.errors import ConfigError
 
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.config.load import load_config
-from hpcsched.config.template import render_config
+from hpcsched.config.load import load_config, render_config
 from hpcsched.errors import ConfigError
 
 

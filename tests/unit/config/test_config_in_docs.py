@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.config.load import load_config
-from hpcsched.config.template import render_config
+from hpcsched.config.load import load_config, render_config
 
 DOCS = Path(__file__).parents[3] / "docs"
 SNIPPETS = [

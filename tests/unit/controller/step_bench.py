@@ -9,7 +9,7 @@ from hpcnode.wire import protocol
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import ExitStatus, Job, JobState
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.service import HEAD, Origin, StepPorts, StepService

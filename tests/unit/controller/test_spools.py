@@ -14,8 +14,7 @@ from hpcsched.controller.requests import jobs
 from hpcsched.lifecycle.events import share_from_data, share_to_data
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
-from hpcsched.model.node import Link
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Link, Share
 
 N1 = NodeName("n1")
 

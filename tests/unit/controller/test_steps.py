@@ -12,7 +12,7 @@ from hpcnode.wire import protocol
 from hpcsched.errors import ProtocolError, RequestError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ExitStatus, JobState
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.request import read_allocation
 from hpcsched.steps.service import HEAD, Origin, StepPlan

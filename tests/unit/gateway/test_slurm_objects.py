@@ -8,7 +8,7 @@ import pytest
 
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.gateway.slurm_objects import error_of, minutes, number, submission
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 
 slurmrestapi = pytest.importorskip("slurmrestapi")  # a client that is generated from Slurm's specification
 NOW_S = 1_800_000_000.0

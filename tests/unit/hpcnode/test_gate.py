@@ -10,7 +10,7 @@ import pytest
 from hpcnode.commands.step_client import as_text
 from hpcnode.wire import gate, protocol
 from hpcsched.errors import RequestError
-from hpcsched.model.text import number, whole_number
+from hpcsched.model.units import number, whole_number
 
 
 @pytest.mark.parametrize(

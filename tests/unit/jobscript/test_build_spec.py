@@ -10,7 +10,7 @@ import pytest
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.build import Built, build_spec, script_name
 from hpcsched.jobscript.options import parse_command_line
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.model.spec import ArraySpec, JobSpec, SignalSpec
 from hpcsched.model.units import UNLIMITED_S
 

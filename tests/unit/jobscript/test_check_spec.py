@@ -10,7 +10,7 @@ import pytest
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.check import check_spec
 from hpcsched.model.ids import NodeName
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 
 GOOD = JobSpec(name="n", script="#!/bin/sh\n", work_dir="/w", env=(("A", "a\nb"), ("BASH_FUNC_x%%", "() { :; }")))

@@ -30,7 +30,7 @@ from hpcsched.jobscript.values import (
     terms_text,
     with_job_ids,
 )
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.units import UNLIMITED_S
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
-from hpcsched.model.resources import GpuRequest, Share
+from hpcsched.model.node import GpuRequest, Share
 from hpcsched.model.spec import ArraySpec, JobSpec
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.steps.environment import (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Share
 from hpcsched.steps.layout import NodeTasks, StepShape, lay_out, tasks_per_node_text
 
 

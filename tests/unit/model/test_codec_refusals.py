@@ -8,7 +8,7 @@ import pytest
 
 from hpcsched.errors import ProtocolError
 from hpcsched.model.codec import spec_from_json, spec_to_json
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 
 FULL = JobSpec(

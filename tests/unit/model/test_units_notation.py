@@ -7,6 +7,7 @@ from datetime import datetime
 import pytest
 
 from hpcsched.errors import RequestError
+from hpcsched.jobscript.values import parse_signal_spec
 from hpcsched.model.dates import parse_when
 from hpcsched.model.spec import SignalSpec
 from hpcsched.model.units import (
@@ -15,7 +16,6 @@ from hpcsched.model.units import (
     format_time_s,
     parse_mem_mib,
     parse_signal,
-    parse_signal_spec,
     parse_time_s,
     signal_name,
 )

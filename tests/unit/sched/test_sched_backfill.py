@@ -7,8 +7,7 @@ from unit.sched.world import world
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Reason
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Partition, Share
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.policy import Backfill
 

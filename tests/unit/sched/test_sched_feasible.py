@@ -8,8 +8,7 @@ import pytest
 from unit.sched.world import spec_of, world
 
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Link
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest, Link
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.request import request_of

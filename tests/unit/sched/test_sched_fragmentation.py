@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.sched.world import World, world
 
-from hpcsched.model.resources import Gpu
+from hpcsched.model.node import Gpu
 from hpcsched.sched.place.fragmentation import Demand, Mix, mix_of
 from hpcsched.sched.place.gpus import all_units, gpu_slots
 

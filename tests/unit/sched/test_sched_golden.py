@@ -13,8 +13,7 @@ from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold
-from hpcsched.model.node import Link
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest, Link
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.guard.experience import Experience

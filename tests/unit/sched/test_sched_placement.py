@@ -8,8 +8,7 @@ import pytest
 from unit.sched.world import world
 
 from hpcsched.model.ids import JobId
-from hpcsched.model.node import NodeSpec
-from hpcsched.model.resources import GpuRequest, Share
+from hpcsched.model.node import GpuRequest, NodeSpec, Share
 from hpcsched.sched.place.gpus import GpuSlot, gpus_taken, has_gpus
 
 

@@ -9,8 +9,7 @@ from unit.sched.world import world
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, JobState, Reason
-from hpcsched.model.node import Link, Partition, PartitionState
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Link, Partition, PartitionState, Share
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.decisions import Start
 

@@ -9,8 +9,7 @@ from unit.sched.world import spec_of
 
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import GpuRequest
+from hpcsched.model.node import GpuRequest, Partition
 from hpcsched.sched.place.request import Shape, request_of
 
 MAIN = Partition(name="main", nodes=())

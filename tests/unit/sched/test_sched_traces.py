@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.node import Partition
-from hpcsched.model.resources import Share
+from hpcsched.model.node import Partition, Share
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy

@@ -18,9 +18,8 @@ from typing import Any
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, JobState
-from hpcsched.model.node import Link, Node, NodeSpec, Partition
+from hpcsched.model.node import Gpu, GpuRequest, Link, Node, NodeSpec, Partition, Share
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.resources import Gpu, GpuRequest, Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
