@@ -61,7 +61,7 @@ print(json.dumps({"killed": killed, "alive": alive, "end": living.wait()}))
 """
 
 
-def test_e2_a_tree_with_a_cgroup_is_killed_through_it_before_any_process_is_looked_for(tmp_path: Path) -> None:
+def test_e2_a_tree_with_a_cgroup_is_killed_through_it_before_processes_are_sought(tmp_path: Path) -> None:
     """A directory stands for the group. What is left when it is empty has been moved out of it."""
     (tmp_path / "cgroup.kill").touch()
     (tmp_path / "cgroup.events").write_text("populated 1")
