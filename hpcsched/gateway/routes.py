@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 import hpcsched
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.text import MAX_DIGITS
+from hpcsched.model.units import MAX_DIGITS
 
 Json = dict[str, Any]
 
