@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import hpcsched
+from hpcnode.wire.gate import MAX_DIGITS
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import MAX_DIGITS
 
 Json = dict[str, Any]
 
