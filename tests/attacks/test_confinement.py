@@ -457,7 +457,7 @@ def _swap_for_ever(tmp: int) -> None:
 
 
 @needs("tmp")
-def test_b4_a_tmp_that_is_changed_from_outside_while_it_is_deleted_takes_nothing_along(
+def test_b4_a_tmp_that_is_changed_while_it_is_deleted_takes_nothing_along(
     node: NodeUnderTest, work: Path, place: Path
 ) -> None:
     """The job has given a descriptor of its /tmp to a process that outlives it."""
