@@ -311,7 +311,8 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "checkpoint prune JOB|DIRECTORY [keep=K] [every=HOURS]",
             "checkpoint export JOB|DIRECTORY FILE [step=N] [all=yes]",
         ),
-        "Manage the checkpoints of a training job, on this machine and as you. FILE ends in .safetensors, or is for torch.load.",
+        "Manage the checkpoints of a training job, on this machine and as you. FILE ends in .safetensors, or is for torch.load. "
+        "All take key-file=FILE or key-command=COMMAND for encrypted checkpoints.",
     ),
     "token": (
         (
@@ -1104,7 +1105,13 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
 
 
 # The operands of each verb besides the directory: NAME=VALUE words, and whether a file.
-CHECKPOINT_VERBS = {"list": (), "verify": ("step",), "prune": ("keep", "every"), "export": ("step", "all")}
+KEYS = ("key-file", "key-command")  # of encrypted checkpoints
+CHECKPOINT_VERBS = {
+    "list": KEYS,
+    "verify": ("step", *KEYS),
+    "prune": ("keep", "every", *KEYS),
+    "export": ("step", "all", *KEYS),
+}
 WITH_JSON = ("list", "verify")
 YES, NO = frozenset({"1", "yes", "true"}), frozenset({"0", "no", "false"})
 SOME = 4  # at most this many tasks of an array are listed

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.checkpoint.encryption import CheckpointKey
+from hpctrain.checkpoint.restore import restore_newest
 from hpctrain.checkpoint.writing.files import claim
 from hpctrain.checkpoint.writing.publish import RetentionPolicy
 from hpctrain.checkpoint.writing.writer import ProcessWriter
@@ -32,7 +34,7 @@ def run(quick: bool = False) -> list[Figure]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR", ".")) as folder:
         here = Path(folder)
-        parts = os.environ.get("BENCH_PARTS", "snapshot every-1 every-10 bytes restore").split()
+        parts = os.environ.get("BENCH_PARTS", "snapshot every-1 every-10 bytes restore encrypted").split()
         figures: list[Figure] = []
         if "snapshot" in parts:
             figures += snapshots(here, GPT_110M // (10 if quick else 1), 3 if quick else 4)
@@ -43,6 +45,8 @@ def run(quick: bool = False) -> list[Figure]:
             figures += sizes(here)
         if "restore" in parts:
             figures += restores(here, 4 if quick else 8)
+        if "encrypted" in parts:
+            figures += encrypted(here, GPT_110M // (10 if quick else 3), 5 if quick else 9)
         return figures
 
 
@@ -206,6 +210,40 @@ def restores(here: Path, rounds: int) -> list[Figure]:
             floor_name="a plain read of the base",
         )
     ]
+
+
+def encrypted(here: Path, parameters: int, rounds: int) -> list[Figure]:
+    """Encrypted bases and their restore, over those without a key: in turns, in the same run."""
+    rows = 1000
+    tensors = {f"optim.{name}": torch.randn(rows, parameters // rows) * 1e-3 for name in ("w", "m", "v")}
+    size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+    keys = {"plain": None, "encrypted": CheckpointKey(os.urandom(32))}
+    claims = {name: claim(here / name, NO_JOB, time.time()) for name in keys}
+    policy = RetentionPolicy(keep=1)
+    writers = {name: ProcessWriter(claims[name], None, 1, policy, key=key) for name, key in keys.items()}
+    for writer in writers.values():
+        writer.prepare(tensors)
+    written_s: dict[str, list[float]] = {name: [] for name in keys}
+    restored_s: dict[str, list[float]] = {name: [] for name in keys}
+    for step in range(1, rounds + 2):
+        for name, writer in writers.items():
+            written_s[name].append(_timed(lambda: _written(writer, tensors, step)))  # noqa: B023
+            restored_s[name].append(_timed(lambda: restore_newest(here / name, None, print, key=keys[name])))  # noqa: B023
+    for writer in writers.values():
+        writer.close()
+    figures = []
+    for what, found in (("a base until it is durable", written_s), ("its restore", restored_s)):
+        ratios = [one / other for one, other in zip(found["encrypted"][1:], found["plain"][1:], strict=True)]
+        figures.append(from_samples(f"{what} ({size_mb:.0f} MB), encrypted over plain", ratios, "x"))
+        figures += [Figure(name=f"  {name}", value=statistics.median(found[name][1:]), unit="s") for name in keys]
+    return figures
+
+
+def _written(writer: ProcessWriter, tensors: dict[str, torch.Tensor], step: int) -> None:
+    writer.begin(tensors, facts(step))
+    report = writer.wait()
+    assert report is not None
+    assert report.error is None, report.error
 
 
 def _torch_save(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -83,7 +83,7 @@ def assert_holds(directory: Path, step: int) -> None:
 
 
 def data_file(directory: Path, name: str) -> Path:
-    return directory / from_bytes((directory / f"{name}.json").read_bytes()).data[0].file
+    return directory / from_bytes(name, (directory / f"{name}.json").read_bytes()).data[0].file
 
 
 def flip_byte(path: Path, at: int) -> None:

@@ -18,6 +18,7 @@ from test_train_gradlog import World
 import hpctrain.checkpoint.__main__ as checkpoint_main
 from hpctrain.checkpoint import Checkpointer
 from hpctrain.checkpoint.__main__ import main
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import Manifest, checkpoint_names
 from hpctrain.checkpoint.writing.publish import RetentionPolicy, prune
 
@@ -54,9 +55,9 @@ def test_a_checkpoint_removed_by_a_run_is_not_damaged(
     write(tmp_path / "run", [1, 2, 3, 4], base_every=1)
     reading = checkpoint_main.read_chain
 
-    def removing(directory: Path, name: str) -> list[tuple[Manifest, str]]:
+    def removing(directory: Path, name: str, key: CheckpointKey | None) -> list[tuple[Manifest, str]]:
         prune(directory, RetentionPolicy(keep=1), ())
-        return reading(directory, name)
+        return reading(directory, name, key)
 
     monkeypatch.setattr(checkpoint_main, "read_chain", removing)
     assert main(["list", str(tmp_path / "run")]) == 0
@@ -70,9 +71,9 @@ def test_verify_skips_checkpoints_that_a_run_removes_meanwhile(
     write(tmp_path, [1, 2, 3], base_every=1)
     checking = checkpoint_main._check
 
-    def removing(directory: Path, name: str) -> None:
+    def removing(directory: Path, name: str, key: CheckpointKey | None) -> None:
         prune(directory, RetentionPolicy(keep=1), ())
-        checking(directory, name)
+        checking(directory, name, key)
 
     monkeypatch.setattr(checkpoint_main, "_check", removing)
     assert main(["verify", str(tmp_path)]) == 0
@@ -86,11 +87,13 @@ def test_an_export_looks_again_where_a_run_has_gone_on(tmp_path: Path, monkeypat
     reading = checkpoint_main.exported
     gone_on = []
 
-    def going_on(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    def going_on(
+        directory: Path, name: str, *, everything: bool, key: CheckpointKey | None
+    ) -> tuple[Manifest, dict[str, torch.Tensor]]:
         if not gone_on:
             gone_on.extend(write(run, [3, 4], base_every=1))
             prune(run, RetentionPolicy(keep=1), ())
-        return reading(directory, name, everything=everything)
+        return reading(directory, name, everything=everything, key=key)
 
     monkeypatch.setattr(checkpoint_main, "exported", going_on)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.pt")]) == 0

@@ -12,6 +12,7 @@ import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
 from waiting import PATIENCE_S
 
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import checkpoint_names
 from hpctrain.checkpoint.writing import files, local_fallback
 from hpctrain.checkpoint.writing.files import Claim, claim
@@ -189,8 +190,8 @@ def test_two_attempts_that_bring_the_same_state_leave_one_another_alone(
     keep_step_2(place)
     real, brought = local_fallback._read, []
 
-    def stopped(record: Path) -> local_fallback.LocalPart:
-        found = real(record)
+    def stopped(record: Path, key: CheckpointKey | None) -> local_fallback.LocalPart:
+        found = real(record, key)
         if not brought:
             brought.append("by the second one")
             brought.extend(publish_from(place, claim(share, NO_JOB, now_s=0.0)))

@@ -15,6 +15,7 @@ from thread_writer import ThreadWriter
 from hpctrain.checkpoint import replay, restore
 from hpctrain.checkpoint import replay as replay_in_memory
 from hpctrain.checkpoint.chunks import digest
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import CheckpointFacts, checkpoint_names, from_bytes
 from hpctrain.checkpoint.replay import replay_through
 from hpctrain.checkpoint.restore import RestoredCheckpoint, restore_newest
@@ -55,6 +56,7 @@ class World:
         frozen: bool = False,
         joined: bool = False,
         tied: bool = False,
+        key: CheckpointKey | None = None,
     ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.Sequential(
@@ -72,15 +74,15 @@ class World:
         for group, flat in zip(self.groups, self.flats, strict=True):
             for parameter, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
                 parameter.grad = part.view_as(parameter)
-        self.directory, self.bf16, self.step = directory, bf16, 0
+        self.directory, self.bf16, self.step, self.key = directory, bf16, 0, key
         self.warnings: list[str] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return live_tensors(self.model, self.optimizer)
 
     def restore(self) -> RestoredCheckpoint | None:
-        again = replay_through(self.model, self.optimizer.step, self.tensors, self.warnings.append)
-        restored = restore_newest(self.directory, layout_of(self.tensors()), self.warnings.append, again)
+        again = replay_through(self.model, self.optimizer.step, self.tensors, self.warnings.append, self.key)
+        restored = restore_newest(self.directory, layout_of(self.tensors()), self.warnings.append, again, self.key)
         if restored is not None:
             restored.pour(self.tensors())
             self.step = restored.published.manifest.facts.step
@@ -97,7 +99,8 @@ class World:
         return writer
 
     def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> CheckpointWriter:
-        return ThreadWriter(mine, parent, base_every, Retention(mine, RetentionPolicy(keep=9)), chunk_bytes=4096)
+        retention = Retention(mine, RetentionPolicy(keep=9), key=self.key)
+        return ThreadWriter(mine, parent, base_every, retention, chunk_bytes=4096, key=self.key)
 
     def move(self) -> None:
         self.step += 1
@@ -173,7 +176,9 @@ def test_replayed_steps_lead_to_the_same_bits_and_so_do_later_ones(tmp_path: Pat
 def test_weights_with_two_names_are_taken_again_under_both_and_not_stored_beside(tmp_path: Path, kind: str) -> None:
     first = World(tmp_path, kind, tied=True)
     assert kinds(first.run(3)) == ["base", "gradients", "gradients"]
-    newest = from_bytes((tmp_path / f"{checkpoint_names(tmp_path)[0]}.json").read_bytes())
+    newest = from_bytes(
+        checkpoint_names(tmp_path)[0], (tmp_path / f"{checkpoint_names(tmp_path)[0]}.json").read_bytes()
+    )
     assert {entry.name for entry in newest.tensors} == {f"model.1.{name}" for name, _ in first.model[1].named_buffers()}
     second = World(tmp_path, kind, tied=True)
     restored = second.restore()
@@ -345,7 +350,7 @@ def rewrite(path: Path, change: object) -> None:
     body.pop("checksum")
     change(body["log"])  # type: ignore[operator]
     path.write_bytes(files.to_json(body | {"checksum": digest(files.to_json(body))}) + b"\n")
-    assert from_bytes(path.read_bytes()).kind == "gradients"
+    assert from_bytes(path.stem, path.read_bytes()).kind == "gradients"
 
 
 def test_steps_that_lead_elsewhere_on_the_same_device_are_not_believed(tmp_path: Path) -> None:
@@ -401,7 +406,7 @@ def told(text: str) -> str:
 
 def kinds_in(out: Path) -> list[str]:
     directory = out / "checkpoints"
-    return [from_bytes((directory / f"{name}.json").read_bytes()).kind for name in checkpoint_names(directory)]
+    return [from_bytes(name, (directory / f"{name}.json").read_bytes()).kind for name in checkpoint_names(directory)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -94,6 +96,22 @@ def run_python(program: str, folder: Path, *arguments: str) -> Ended:
         return finish(process)
 
 
+def with_programs(folder: Path) -> dict[str, str]:
+    """Return an environment in which the page's commands are the tests' own."""
+    for name, line in {
+        "mpirun": f'exec {MPIRUN} -n 2 "$@"',
+        "python3": f'exec {shlex.join(python())} "$@"',
+        "hctl": f'exec {Path(sys.executable).with_name("hctl")} "$@"',
+        "pip": "true",
+    }.items():
+        program = folder / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{line}\n")
+        program.chmod(0o755)
+    (program.parent / "python").symlink_to("python3")
+    return {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
 def both_sides(diff: str) -> tuple[list[str], list[str]]:
     lines = diff.splitlines()
     return [line[1:] for line in lines if line[:1] != "+"], [line[1:] for line in lines if line[:1] != "-"]
@@ -155,13 +173,33 @@ def test_the_whole_script_runs_as_it_is(tmp_path: Path) -> None:
 
 
 def test_checkpoints_for_ones_own_loop_are_resumed(tmp_path: Path) -> None:
-    (script,) = blocks("python", "Checkpointer(")
+    (script,) = blocks("python", "schedule=schedule)  # resumes")
     for steps in ("120", "150"):
         program = READERS_OWN + script.replace("10_000", steps) + "print('ends', checkpointer.step)\n"
         ended = run_python(program, tmp_path)
         assert ended.status == 0, ended.output
         assert f"ends {steps}" in ended.output
     assert sorted((tmp_path / "run1/checkpoints").glob("*000000150*"))
+
+
+@needs_mpi
+def test_encrypted_checkpoints_are_made_listed_and_exported(tmp_path: Path) -> None:
+    (script,), (commands,) = blocks("python", "key_file="), blocks("sh", "--checkpoint-key-file")
+    environment = with_programs(tmp_path) | {"HOME": str(tmp_path)}
+    small = "--steps 2 --layers 1 --width 16 --heads 2 --context 16 --sample 0 --out"
+    with started(["bash", "-ec", f"cd {tmp_path}; {commands.replace('--out', small)}"], environment) as job:
+        ended = finish(job)
+    assert ended.status == 0, ended.output
+    assert "model.safetensors: step 2, " in ended.output
+    assert (tmp_path / "run1.key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "own").mkdir()
+    shutil.copy(tmp_path / "run1.key", tmp_path / "own")
+    for _ in range(2):
+        ended = run_python(READERS_OWN + script + "print('ends', checkpointer.step)\n", tmp_path / "own")
+        assert ended.status == 0, ended.output
+    content = [path.read_bytes() for path in (tmp_path / "own/run1/checkpoints").glob("step-*.json")]
+    assert content
+    assert all(b"hpctrain-encrypted" in text for text in content)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +223,7 @@ def test_arrays_are_taken_as_data(tmp_path: Path) -> None:
 
 
 def test_every_snippet_is_of_a_kind_that_is_tested() -> None:
-    assert len(blocks("python")) == 5
+    assert len(blocks("python")) == 6
     assert {kind for kind, _ in BLOCKS} == {"python", "diff", "sh", "bash", "console", "text"}
     for text in blocks("sh") + blocks("bash"):
         assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -198,16 +236,7 @@ def test_commands_run(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "books").mkdir()
     (tmp_path / "books/one.txt").write_text(PAGE)
-    for name, line in {
-        "mpirun": f'exec {MPIRUN} -n 2 "$@"',
-        "python3": f'exec {shlex.join(python())} "$@"',
-        "pip": "true",
-    }.items():
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/bash\n{line}\n")
-        program.chmod(0o755)
-    (program.parent / "python").symlink_to("python3")
+    environment = with_programs(tmp_path)
     small = "--steps 2 --layers 1 --width 16 --heads 2 --context 16 --sample 0"
     commands = blocks("bash")
     assert len(commands) == 5
@@ -216,7 +245,6 @@ def test_commands_run(tmp_path: Path) -> None:
         script = script.replace("--vocabulary 8192", "--vocabulary 300").replace(
             "chargpt --out", f"chargpt {small} --out"
         )
-        environment = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         with started(["bash", "-ec", f"cd {tmp_path}; rm -rf run; {script}"], environment) as process:
             ended = finish(process)
         assert ended.status == 0, ended.output

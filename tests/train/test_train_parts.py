@@ -85,7 +85,9 @@ def test_parts_of_several_ranks_are_one_checkpoint(tmp_path: Path, size: int) ->
     ranks.close()
     assert [[one.error for one in each] for each in reports] == [[None] * size] * 6
     assert [each[0].kind for each in reports] == ["base", "delta", "delta", "delta", "base", "delta"]
-    newest = from_bytes((tmp_path / f"{checkpoint_names(tmp_path)[0]}.json").read_bytes())
+    newest = from_bytes(
+        checkpoint_names(tmp_path)[0], (tmp_path / f"{checkpoint_names(tmp_path)[0]}.json").read_bytes()
+    )
     assert len({data.file for data in newest.data}) == size
     assert_holds(tmp_path, 6)
 
@@ -168,7 +170,9 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_by_three(tmp_path: Path, m
     ended = run_mpi(2, TINY, "--out", tmp_path / "run", "--steps", "8", *options, extra=WITH_WAITING)
     assert ended.status == 0, ended.output
     directory = tmp_path / "run" / "checkpoints"
-    newest = from_bytes((directory / f"{checkpoint_names(directory)[0]}.json").read_bytes())
+    newest = from_bytes(
+        checkpoint_names(directory)[0], (directory / f"{checkpoint_names(directory)[0]}.json").read_bytes()
+    )
     assert len(newest.data) == 2
     assert "base" in kinds_in(tmp_path / "run")
     for size, steps in ((1, "10"), (3, "12")):

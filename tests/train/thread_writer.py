@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import hpctrain.run
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.restore import RestoredCheckpoint
 from hpctrain.checkpoint.writing.files import Claim
 from hpctrain.checkpoint.writing.group import First, Other
@@ -29,8 +30,9 @@ class ThreadWriter(CheckpointWriter):
         retention: Retention,
         chunk_bytes: int = CHUNK_BYTES,
         group: First | Other | None = None,
+        key: CheckpointKey | None = None,
     ) -> None:
-        self._maker = Maker(claim, parent, base_every, retention, chunk_bytes, group)
+        self._maker = Maker(claim, parent, base_every, retention, chunk_bytes, group, key)
         super().__init__(self._maker.writer_state, parent)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._flight: Future[CheckpointReport] | None = None
@@ -64,11 +66,13 @@ def install() -> None:
         real_init(self, *arguments)  # type: ignore[arg-type]
         self._shares_writing = False
 
-    def make_writer(options: object, mine: Claim, restored: RestoredCheckpoint | None) -> CheckpointWriter:
+    def make_writer(
+        options: object, mine: Claim, restored: RestoredCheckpoint | None, key: CheckpointKey | None = None
+    ) -> CheckpointWriter:
         distrusted = restored.damaged if restored else ()
         parent = restored.published if restored else None
-        retention = Retention(mine, hpctrain.run.policy_of(options), distrusted)  # type: ignore[arg-type]
-        return ThreadWriter(mine, parent, options.base_every, retention)  # type: ignore[attr-defined]
+        retention = Retention(mine, hpctrain.run.policy_of(options), distrusted, key)  # type: ignore[arg-type]
+        return ThreadWriter(mine, parent, options.base_every, retention, key=key)  # type: ignore[attr-defined]
 
     hpctrain.run.Run.__init__ = init  # type: ignore[method-assign]
     hpctrain.run.make_writer = make_writer

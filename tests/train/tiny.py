@@ -5,6 +5,7 @@ Usage: tiny.py OPTIONS... [--optimizer NAME] [--die RANK:STEP] [--overflow RANK:
     --overflow R:N    rank R's gradient is not finite at step N, though its loss is
     --grow N          the loss's scale is doubled after N finite steps
     --leave N         the script leaves the loop at its step N
+    --canary HEX      the model has a buffer with these bytes
     --patient         each checkpoint is on the share before the next step, so that all are of one step
 """
 
@@ -81,6 +82,7 @@ def main() -> int:
     parser.add_argument("--grow", type=int, default=precision.GROWTH_STEPS)
     parser.add_argument("--drop", type=float, default=0.2)
     parser.add_argument("--leave", type=int)
+    parser.add_argument("--canary", type=bytes.fromhex)
     parser.add_argument("--patient", action="store_true")
     options = parser.parse_args()
     if options.patient:
@@ -90,6 +92,8 @@ def main() -> int:
         model = torch.nn.Sequential(
             torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(options.drop), torch.nn.Linear(16, 3)
         )
+        if options.canary:
+            model.register_buffer("canary", torch.frombuffer(bytearray(options.canary), dtype=torch.uint8))
         inputs = torch.randn(1000, 6, generator=torch.Generator().manual_seed(0))
         names = (inputs[:, :3].abs()).argmax(dim=1)
         for batch in here.steps(model, MAKERS[options.optimizer](model)):

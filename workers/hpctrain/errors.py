@@ -24,6 +24,10 @@ class DamagedError(TrainError):
     """A checkpoint does not hold what its manifest promises."""
 
 
+class CheckpointKeyError(TrainError):
+    """The key of checkpoints is missing or does not fit them."""
+
+
 class NoCheckpointError(TrainError):
     """The directory has no usable checkpoint."""
 

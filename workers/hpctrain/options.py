@@ -316,8 +316,19 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--save-model",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="write the weights to DIR/model.pt at the end (default: yes)",
+        help="write the weights to DIR/model.pt at the end, not encrypted (default: yes, unless checkpoints are encrypted)",
+    )
+    group.add_argument(
+        "--checkpoint-key-file",
+        type=Path,
+        metavar="FILE",
+        help="encrypt checkpoints with the key in FILE, 32 bytes in hexadecimal or base64, mode 0600 "
+        "(default: $HPCTRAIN_CHECKPOINT_KEY_FILE, else they are not encrypted)",
+    )
+    group.add_argument(
+        "--checkpoint-key-command",
+        metavar="COMMAND",
+        help="the same with the key that COMMAND prints, without a shell (default: $HPCTRAIN_CHECKPOINT_KEY_COMMAND)",
     )
 
 

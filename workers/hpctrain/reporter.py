@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import SUFFIX, checkpoint_names, from_bytes
 from hpctrain.checkpoint.writing.maker import CheckpointReport
 from hpctrain.comm import Communicator
 from hpctrain.env import StopRequest
-from hpctrain.errors import EXIT_REQUEUE, DamagedError
+from hpctrain.errors import EXIT_REQUEUE, CheckpointKeyError, DamagedError
 from hpctrain.exchange.balance import RankTimes, Scaling
 from hpctrain.heartbeat import Heartbeat, HeartbeatStatus
 from hpctrain.loop import RunIdentity, StepReport, TrainingLoop, TrainingProgress
@@ -149,7 +150,7 @@ class RunRecord:
             now_s = time.time()
             self._seen = {"step": step, "time": now_s} | self._followed.step(step_s, now_s)
 
-    def look_for_checkpoint(self, distrusted: Collection[str]) -> None:
+    def look_for_checkpoint(self, distrusted: Collection[str], key: CheckpointKey | None = None) -> None:
         """Find the newest checkpoint if none is known.
 
         An unreadable one is skipped, because people only see it.
@@ -162,8 +163,8 @@ class RunRecord:
                 else [name for name in checkpoint_names(directory) if name not in distrusted]
             )
             for name in names:
-                with suppress(DamagedError):
-                    facts = from_bytes((directory / (name + SUFFIX)).read_bytes()).facts
+                with suppress(DamagedError, CheckpointKeyError):
+                    facts = from_bytes(name, (directory / (name + SUFFIX)).read_bytes(), key).facts
                     self.last_checkpoint.step = facts.step
                     self.last_checkpoint.at_s = time.monotonic() - (time.time() - facts.written_at_s)
                     return

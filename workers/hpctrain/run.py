@@ -34,6 +34,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +47,15 @@ from torch.utils.checkpoint import checkpoint
 
 import hpctrain.comm
 from hpctrain.batch import Batch, MeanLoss, Validation
-from hpctrain.checkpoint.manifest import checkpoint_names
+from hpctrain.checkpoint.encryption import CheckpointKey, checkpoint_key
+from hpctrain.checkpoint.manifest import CheckpointFacts, check_key, checkpoint_names
 from hpctrain.checkpoint.replay import replay_through
 from hpctrain.checkpoint.restore import Replay, RestoredCheckpoint, restore_newest
 from hpctrain.checkpoint.writing.files import Claim, claim, write_draft
 from hpctrain.checkpoint.writing.group import Endpoint
 from hpctrain.checkpoint.writing.local_fallback import bring_host_parts, publish_local_parts
-from hpctrain.checkpoint.writing.publish import RetentionPolicy
-from hpctrain.checkpoint.writing.snapshot import layout_of
+from hpctrain.checkpoint.writing.publish import RetentionPolicy, prune, publish, write_part
+from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, layout_of
 from hpctrain.checkpoint.writing.writer import CheckpointWriter, Interval, ProcessWriter, claims_at_s
 from hpctrain.comm import Communicator, connect
 from hpctrain.comm.elastic_group import ElasticCommunicator
@@ -63,7 +65,15 @@ from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
 from hpctrain.data.torchdata import TorchSource, in_order, source_for
 from hpctrain.env import StopRequest, job_facts, rank_info
-from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
+from hpctrain.errors import (
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    CheckpointKeyError,
+    MismatchError,
+    PeerLost,
+    PublishError,
+    TrainError,
+)
 from hpctrain.exchange.agreement import (
     agree,
     announce_end,
@@ -312,6 +322,8 @@ def _report_failure(comm: Communicator, text: str, error: BaseException) -> None
 DEFAULT_STEPS = 400
 CLAIM_AGAIN_S = 30.0
 MODEL, BEST = "model.pt", "best.pt"
+EXPORT = "python3 -m hpctrain.checkpoint export"
+SEALED_BEST = "best"  # a directory with one encrypted checkpoint
 T = TypeVar("T")
 
 
@@ -387,6 +399,7 @@ class Run:
     ) -> None:
         self._options, self._name, self._stop, self._environ = options, name, stop, environ
         self.comm = comm
+        self._key = checkpoint_key(options.checkpoint_key_file, options.checkpoint_key_command, environ)
         on_gpu = comm.name == "nccl" or torch.cuda.is_available()
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
         self._claim: Claim | None = None  # on the rank that writes
@@ -588,6 +601,7 @@ class Run:
             check_elementwise(optimizer)
         if self.comm.elastic:
             check_elastic(options)
+        self._check_weights_are_kept()
         prepare_model(options, model)
         if isinstance(validation, MeanLoss):
             validation.device = _device_of(model)
@@ -603,6 +617,7 @@ class Run:
             own_schedule=type(schedule).__name__ if schedule is not None else "",
         )
         facts = facts_of(options, model, optimizer) | data_facts(data)
+        facts["keys of checkpoints"] = self._key.id if self._key else "none"
         return TrainingTask(
             model=model,
             optimizer=own,
@@ -612,6 +627,14 @@ class Run:
             schedule=schedule,
             settings=settings,
         )
+
+    def _check_weights_are_kept(self) -> None:
+        options = self._options
+        if self._key is not None and options.checkpoint_every == 0 and options.save_model is None:
+            raise TrainError(
+                "cannot keep the weights encrypted: --checkpoint-every 0 makes no checkpoints; give --save-model to write them "
+                "in plain, or --no-save-model"
+            )
 
     def _print_unused_options(self, task: TrainingTask) -> None:
         options = self._options
@@ -653,7 +676,7 @@ class Run:
         """Bring the ranks to the same state, and make their loop."""
         options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
-        replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
+        replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True), self._key)
         progress = self._catch_up(live, replay, task.settings)
         self._attempt, goodput = self.share(
             lambda: (
@@ -665,7 +688,7 @@ class Run:
             self._writer = self._join_writers(self._attempt)
         if options.zero:
             optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
-        identity = RunIdentity(attempt=self._attempt, generation=comm.generation, job=job_facts(self._environ).job)
+        identity = self._identity()
         reporter = self._reporter(task, identity, progress, hosts, goodput, sync)
         self._interrupted = False
         loop = TrainingLoop(
@@ -709,7 +732,7 @@ class Run:
         if not self.is_first:
             self._record.follow(goodput)
             return None
-        self._record.look_for_checkpoint(self._distrusted)
+        self._record.look_for_checkpoint(self._distrusted, self._key)
         reporter = self._current_reporter = Reporter(
             ReporterSetup(
                 options=self._options,
@@ -757,14 +780,20 @@ class Run:
         if self.is_first:
             assert self._claim is not None
             first = ProcessWriter(
-                self._claim, None, options.base_every, policy_of(options), self._distrusted, ranks=size
+                self._claim, None, options.base_every, policy_of(options), self._distrusted, ranks=size, key=self._key
             )
             self.comm.all_gather_object(first.endpoints(own_addresses()))
             return first
         endpoints: list[Endpoint] = self.comm.all_gather_object(None)[0]
         mine = Claim(directory=options.out / "checkpoints", attempt=attempt)
         return ProcessWriter(
-            mine, None, options.base_every, policy_of(options), ranks=size, endpoint=endpoints[self.rank]
+            mine,
+            None,
+            options.base_every,
+            policy_of(options),
+            ranks=size,
+            endpoint=endpoints[self.rank],
+            key=self._key,
         )
 
     def _report(self, report: StepReport, reporter: Reporter | None, model: torch.nn.Module) -> None:
@@ -773,7 +802,7 @@ class Run:
         if self._lacks_claim and time.monotonic() > self._claim_again_at_s:
             self.comm.changing = True  # the ranks leave the generation, and meet again
         if report.is_best and self._options.patience and self.is_first:
-            self._save_best(model)
+            self._save_best(model, report.step)
         if reporter is not None:
             reporter.step(report)
         else:
@@ -790,17 +819,28 @@ class Run:
         self.weights_sha256 = check_replicas(model, self.comm)
         self.finished, self._ended, self._over = loop.finished, loop.ended, True
         saved = None
-        if self.is_first and self._options.save_model and (loop.finished or loop.ended):
+        saves = self._key is None if self._options.save_model is None else self._options.save_model
+        if self.is_first and saves and (loop.finished or loop.ended):
             saved = self._options.out / MODEL
             self._save(saved, model)
         if reporter:
             reporter.end(loop, self._stop, self.finished, saved)
+            if self._key is not None and saved is None and self.finished:
+                print(f"weights: encrypted, in the last checkpoint; {EXPORT} {self._options.out} FILE", flush=True)
 
-    def _save_best(self, model: torch.nn.Module) -> None:
+    def _save_best(self, model: torch.nn.Module, step: int) -> None:
+        path = self._options.out / (BEST if self._key is None else SEALED_BEST)
         try:
-            save_model(self._options.out / BEST, model)
-        except OSError as error:  # training continues: the share may be back at the next one
-            print(f"{self._name}: cannot write {self._options.out / BEST}: {error.strerror}", flush=True)
+            if self._key is None:
+                save_model(path, model)
+            else:
+                publish_weights(path, model, self._identity(), step, self._key)
+        except (OSError, PublishError) as error:  # training continues: the share may be back at the next one
+            print(f"{self._name}: cannot write {path}: {error}", flush=True)
+
+    def _identity(self) -> RunIdentity:
+        job = job_facts(self._environ).job
+        return RunIdentity(attempt=self._attempt, generation=self.comm.generation, job=job)
 
     def _keep_source(self, source: object) -> None:
         if isinstance(source, TorchSource):
@@ -813,7 +853,7 @@ class Run:
         except OSError as error:
             raise TrainError(
                 f"cannot write {path}: {error.strerror}; the weights are in the last checkpoint: "
-                f"python3 -m hpctrain.checkpoint export {self._options.out}"
+                f"{EXPORT} {self._options.out}"
             ) from error
 
     def _catch_up(
@@ -826,7 +866,7 @@ class Run:
         If the transfer is interrupted, a rank has its old state or all of the new one.
         """
         if self._progress is None:
-            bring_host_parts(self._options.out / "checkpoints")
+            bring_host_parts(self._options.out / "checkpoints", self._key)
         steps = self.comm.all_gather_object(-1 if self._progress is None else self._progress.step)
         begins = max(steps) < 0
         plan = None
@@ -854,6 +894,7 @@ class Run:
         """
         if self._options.resume == "never":
             self._refuse_to_resume()
+        check_key(self._options.out / "checkpoints", self._key)  # before a claim stops an attempt that has the key
         try:
             self._claim = self._take_over()
         except OSError as error:
@@ -864,7 +905,7 @@ class Run:
         restored = self._restore(live(), replay)
         self._distrusted = restored.damaged if restored else ()
         if not self._shares_writing:
-            self._writer = make_writer(self._options, self._claim, restored)
+            self._writer = make_writer(self._options, self._claim, restored, self._key)
         self._progress, plan = self._begin(live(), restored, settings)
         return plan
 
@@ -902,7 +943,7 @@ class Run:
     def _take_over(self) -> Claim:
         """Claim the attempt, so that no earlier attempt can write any more."""
         mine = claim(self._options.out / "checkpoints", job_facts(self._environ), time.time())
-        publish_local_parts(mine)
+        publish_local_parts(mine, self._key)
         return mine
 
     def _take_over_if_possible(self) -> None:
@@ -912,7 +953,7 @@ class Run:
         """
         try:
             self._claim = self._take_over()
-        except (OSError, PublishError) as error:
+        except (OSError, PublishError, CheckpointKeyError) as error:
             self._unclaimed = str(error)
             self._record.last_checkpoint.away = f"checkpoints: cannot be written now: {error}"
             self._claim_again_at_s = time.monotonic() + CLAIM_AGAIN_S
@@ -921,7 +962,7 @@ class Run:
                 flush=True,
             )
             return
-        self._writer = make_writer(self._options, self._claim, None)
+        self._writer = make_writer(self._options, self._claim, None, self._key)
         self._record.last_checkpoint.away = ""
         if self._unclaimed:
             print("checkpoint: checkpoints can be written again", flush=True)
@@ -939,7 +980,7 @@ class Run:
 
     def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> RestoredCheckpoint | None:
         directory = self._options.out / "checkpoints"
-        return restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True), replay)
+        return restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True), replay, self._key)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
@@ -956,11 +997,13 @@ def policy_of(options: argparse.Namespace) -> RetentionPolicy:
     return RetentionPolicy(keep=options.keep, every_s=3600 * options.keep_every)
 
 
-def make_writer(options: argparse.Namespace, mine: Claim, restored: RestoredCheckpoint | None) -> CheckpointWriter:
+def make_writer(
+    options: argparse.Namespace, mine: Claim, restored: RestoredCheckpoint | None, key: CheckpointKey | None = None
+) -> CheckpointWriter:
     """Start the process that writes checkpoints; its increments continue the restored one."""
     distrusted = restored.damaged if restored else ()
     parent = restored.published if restored else None
-    return ProcessWriter(mine, parent, options.base_every, policy_of(options), distrusted)
+    return ProcessWriter(mine, parent, options.base_every, policy_of(options), distrusted, key=key)
 
 
 def save_model(path: Path, model: torch.nn.Module) -> None:
@@ -968,3 +1011,30 @@ def save_model(path: Path, model: torch.nn.Module) -> None:
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     os.replace(write_draft(path, buffer.getvalue()), path)
+
+
+def publish_weights(
+    directory: Path, model: torch.nn.Module, identity: RunIdentity, step: int, key: CheckpointKey
+) -> None:
+    """Write the weights as an encrypted checkpoint, in place of the directory's last one.
+
+    Raises: OSError, PublishError.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    snapshot = TensorSnapshot(layout_of(tensors))
+    snapshot.fill(tensors)
+    facts = CheckpointFacts(
+        step=step,
+        attempt=identity.attempt,
+        generation=identity.generation,
+        world=1,
+        job=identity.job,
+        written_at_s=round(time.time(), 3),
+        state={},
+    )
+    mine = Claim(directory=directory, attempt=identity.attempt)
+    with ThreadPoolExecutor(1, "weights") as pool:
+        part = write_part(mine, snapshot, facts, None, pool, key=key)
+    publish(mine, facts, [part], None, None, key=key)
+    prune(directory, RetentionPolicy(keep=1), (), key)

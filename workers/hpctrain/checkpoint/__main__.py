@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.manifest import Manifest, checkpoint_names
+from hpctrain.checkpoint.encryption import CheckpointKey, checkpoint_key
+from hpctrain.checkpoint.manifest import Manifest, check_key, checkpoint_names
 from hpctrain.checkpoint.replay import can_replay_in_memory, replay_in_memory
 from hpctrain.checkpoint.restore import read_chain, read_checkpoint, verify_log
 from hpctrain.checkpoint.writing.files import write_draft
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not checkpoint_names(directory):
             raise TrainError(f"cannot find checkpoints in {directory}: there is no manifest; name a run's --out")
+        options.key = checkpoint_key(options.key_file, options.key_command, os.environ)
+        check_key(directory, options.key)
         work: Callable[[Path, argparse.Namespace], int] = options.work
         return work(directory, options)
     except (TrainError, OSError) as error:
@@ -66,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         word = words.add_parser(name, help=text, description=text)
         word.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run's --out, or its checkpoints/")
         word.set_defaults(work=work)
+        word.add_argument("--key-file", type=Path, metavar="FILE", help="file with the key of encrypted checkpoints")
+        word.add_argument("--key-command", metavar="COMMAND", help="command that prints this key")
         if name == "prune":
             word.add_argument(
                 "--keep", type=_chains, default=2, metavar="K", help="keep the newest K chains (%(default)s)"
@@ -108,7 +113,7 @@ def _step(text: str) -> int:
 
 
 def _list(directory: Path, options: argparse.Namespace) -> int:
-    rows = [row for name in checkpoint_names(directory) if (row := _listed(directory, name)) is not None]
+    rows = [row for name in checkpoint_names(directory) if (row := _listed(directory, name, options.key)) is not None]
     if options.json:
         _print_json(directory, rows)
     else:
@@ -118,10 +123,10 @@ def _list(directory: Path, options: argparse.Namespace) -> int:
     return int(any(row["damage"] for row in rows))
 
 
-def _listed(directory: Path, name: str) -> dict[str, Any] | None:
+def _listed(directory: Path, name: str, key: CheckpointKey | None) -> dict[str, Any] | None:
     """Return the facts of a checkpoint's manifest; None: it was removed meanwhile."""
     try:
-        manifest = read_chain(directory, name)[-1][0]
+        manifest = read_chain(directory, name, key)[-1][0]
     except DamagedError as error:
         return {"name": name, "damage": str(error)} if _is_there(directory, name) else None
     facts = manifest.facts
@@ -154,7 +159,7 @@ def _verify(directory: Path, options: argparse.Namespace) -> int:
         started_s = time.perf_counter()
         damage = None
         try:
-            _check(directory, name)
+            _check(directory, name, options.key)
         except DamagedError as error:
             if not _is_there(directory, name):
                 continue  # removed meanwhile
@@ -177,9 +182,9 @@ def _is_there(directory: Path, name: str) -> bool:
     return name in checkpoint_names(directory)
 
 
-def _check(directory: Path, name: str) -> None:
-    published = read_checkpoint(directory, name)
-    verify_log(directory, published.logs)
+def _check(directory: Path, name: str, key: CheckpointKey | None) -> None:
+    published = read_checkpoint(directory, name, key=key)
+    verify_log(directory, published.logs, key)
 
 
 def _prune(directory: Path, options: argparse.Namespace) -> int:
@@ -189,21 +194,21 @@ def _prune(directory: Path, options: argparse.Namespace) -> int:
     for name in checkpoint_names(directory):
         if len(whole) >= policy.keep:
             break
-        if _is_whole(directory, name):
-            whole.add(read_chain(directory, name)[0][0].name)
+        if _is_whole(directory, name, options.key):
+            whole.add(read_chain(directory, name, options.key)[0][0].name)
         else:
             print(f"{name} is damaged and does not count")
             damaged.append(name)
     if not whole:
         raise TrainError(f"cannot prune {directory}: no checkpoint is undamaged, so nothing is removed")
-    removed = prune(directory, policy, damaged)
+    removed = prune(directory, policy, damaged, options.key)
     print("\n".join([*removed, f"removed {len(removed)} files"]))
     return 0
 
 
-def _is_whole(directory: Path, name: str) -> bool:
+def _is_whole(directory: Path, name: str, key: CheckpointKey | None) -> bool:
     try:
-        _check(directory, name)
+        _check(directory, name, key)
     except DamagedError:
         return False
     return True
@@ -215,7 +220,7 @@ def _export(directory: Path, options: argparse.Namespace) -> int:
     while wanted:
         name = wanted.pop(0)
         try:
-            manifest, tensors = exported(directory, name, everything=options.all)
+            manifest, tensors = exported(directory, name, everything=options.all, key=options.key)
         except DamagedError as error:
             if not _is_there(directory, name):
                 wanted = _wanted(directory, options.step)
@@ -248,7 +253,9 @@ def _wanted(directory: Path, step: int | None) -> list[str]:
 BEFORE = ("model.", "parts.model.", "state_dict.")
 
 
-def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
+def exported(
+    directory: Path, name: str, *, everything: bool, key: CheckpointKey | None = None
+) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Return a checkpoint after its logged steps.
 
     The model's tensors by its own names, or all tensors.
@@ -257,12 +264,12 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
         DamagedError: it is damaged, or only the program that took its steps can replay them.
         TrainError: none of its tensors has a model's prefix.
     """
-    published = read_checkpoint(directory, name)
+    published = read_checkpoint(directory, name, key=key)
     snapshot = published.snapshot
     assert isinstance(snapshot, TensorSnapshot)
     tensors = snapshot.named()
     if published.logs:
-        _take_again(directory, published, tensors)
+        _take_again(directory, published, tensors, key)
     if not everything:
         tensors = _weights(tensors)
     return published.manifest, {name: tensor.clone() for name, tensor in tensors.items()}
@@ -309,13 +316,15 @@ def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     )
 
 
-def _take_again(directory: Path, published: Published, tensors: dict[str, torch.Tensor]) -> None:
+def _take_again(
+    directory: Path, published: Published, tensors: dict[str, torch.Tensor], key: CheckpointKey | None
+) -> None:
     if not can_replay_in_memory(published.logs):
         raise DamagedError(
             "its steps can only be taken again by the program that took them: export the step of a base, or resume "
             "the run and let it end"
         )
-    replay_in_memory(directory, published.logs, tensors)
+    replay_in_memory(directory, published.logs, tensors, key=key)
     assert published.manifest.log is not None
     largest = difference(probe_of(of_model(tensors)), published.manifest.log.probe)
     if largest:

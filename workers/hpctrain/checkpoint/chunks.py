@@ -39,6 +39,7 @@ class Chunk:
     at: int = 0
     stored: int = 0
     file: int = 0  # index of the manifest's data file
+    number: int = 0  # of the message in an encrypted data file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,8 @@ def chunk_to_json(chunk: Chunk) -> dict[str, object]:
         entry |= {"at": chunk.at, "stored": chunk.stored}
         if chunk.file:
             entry["in"] = chunk.file
+        if chunk.number:
+            entry["number"] = chunk.number
     return entry
 
 
@@ -152,6 +155,7 @@ def chunk_from_json(chunk: dict[str, Any]) -> Chunk:
         at=int(chunk.get("at", 0)),
         stored=int(chunk.get("stored", 0)),
         file=int(chunk.get("in", 0)),
+        number=int(chunk.get("number", 0)),
     )
 
 

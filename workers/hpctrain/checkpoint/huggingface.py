@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,19 @@ FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_schedule
 class Checkpoints(TrainerCallback):
     """Saves the trainer's state at intervals, at the end, and at a stop signal."""
 
-    def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
-        self._trees = Trees(out, base_every=base_every, keep=keep)
-        self._resumed = Path(out) / f"huggingface-{os.getpid()}"
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        every: int = 50,
+        base_every: int = 10,
+        keep: int = 2,
+        key_file: str | os.PathLike[str] | None = None,
+        key_command: str | None = None,
+    ) -> None:
+        """Prepare checkpoints in `out`, as `Checkpointer` does."""
+        self._trees = Trees(out, base_every=base_every, keep=keep, key_file=key_file, key_command=key_command)
+        self._copy: Path | None = None
         self._every = every
         self._stop = StopRequest()
         self._last = 0
@@ -48,14 +57,15 @@ class Checkpoints(TrainerCallback):
         if found is None:
             return None
         self._last, tree = found
-        self._resumed.mkdir(parents=True, exist_ok=True)
+        copy = self._copy = self._trees.copy_path(f"huggingface-{os.getpid()}")
+        copy.mkdir(parents=True, exist_ok=True)
         for name, file in FILES.items():
-            torch.save(tree[name], self._resumed / file)
+            torch.save(tree[name], copy / file)
         random = tree["random"]
         states = {"python": random["python"], "numpy": random["numpy"], "cpu": random["torch"]}
-        torch.save(states | ({"cuda": random["cuda"]} if "cuda" in random else {}), self._resumed / "rng_state.pth")
-        (self._resumed / "trainer_state.json").write_text(tree["trainer"])
-        return str(self._resumed)
+        torch.save(states | ({"cuda": random["cuda"]} if "cuda" in random else {}), copy / "rng_state.pth")
+        (copy / "trainer_state.json").write_text(tree["trainer"])
+        return str(copy)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -65,6 +75,7 @@ class Checkpoints(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Save the state if it is due, or if the run is to stop."""
+        self._remove_copy()  # the trainer has read all of it
         stops = self._stop.received is not None
         if state.is_world_process_zero:
             if stops or (self._every > 0 and state.global_step % self._every == 0):
@@ -80,7 +91,12 @@ class Checkpoints(TrainerCallback):
             self._keep(state, parts, wait=True)
         self._trees.close()
         self._stop.__exit__(None, None, None)
-        shutil.rmtree(self._resumed, ignore_errors=True)
+        self._remove_copy()
+
+    def _remove_copy(self) -> None:
+        if self._copy is not None:
+            self._trees.remove_copy(self._copy)
+            self._copy = None
 
     def _keep(self, state: TrainerState, parts: dict[str, Any], *, wait: bool) -> None:
         tree: dict[str, object] = {name: parts[name].state_dict() for name in FILES}

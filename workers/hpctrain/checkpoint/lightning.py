@@ -30,9 +30,20 @@ RECORDS = ("hyper_parameters", "datamodule_hyper_parameters")
 class Checkpoints(Callback):
     """Saves the trainer's state at intervals, at the end, and at a stop signal."""
 
-    def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
-        self._trees = Trees(out, base_every=base_every, keep=keep)
-        self._out, self._every = Path(out), every
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        every: int = 50,
+        base_every: int = 10,
+        keep: int = 2,
+        key_file: str | os.PathLike[str] | None = None,
+        key_command: str | None = None,
+    ) -> None:
+        """Prepare checkpoints in `out`, as `Checkpointer` does."""
+        self._trees = Trees(out, base_every=base_every, keep=keep, key_file=key_file, key_command=key_command)
+        self._copy: Path | None = None
+        self._every = every
         self._stop = StopRequest()
         self._last = 0
         self._printed: set[str] = set()
@@ -47,13 +58,14 @@ class Checkpoints(Callback):
         if found is None:
             return None
         self._last, tree = found
-        path = self._out / f"lightning-{os.getpid()}.ckpt"
-        torch.save(tree, path)
-        return str(path)
+        self._copy = self._trees.copy_path(f"lightning-{os.getpid()}.ckpt")
+        torch.save(tree, self._copy)
+        return str(self._copy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record signals; Lightning has read its file."""
-        (self._out / f"lightning-{os.getpid()}.ckpt").unlink(missing_ok=True)
+        if self._copy is not None:
+            self._trees.remove_copy(self._copy)
         self._stop.__enter__()
 
     def on_train_batch_end(

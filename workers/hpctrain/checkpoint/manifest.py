@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.chunks import TensorEntry, digest, tensor_from_json, tensor_to_json
+from hpctrain.checkpoint.encryption import CheckpointKey, opened
 from hpctrain.checkpoint.writing.buffers import Buffer
 from hpctrain.checkpoint.writing.files import to_json
-from hpctrain.errors import DamagedError
+from hpctrain.errors import CheckpointKeyError, DamagedError
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 3
-HASH = "blake3"
+HASH, KEYED_HASH = "blake3", "blake3-keyed"
 SUFFIX = ".json"
 NAME = re.compile(r"step-(\d{10,})\.a(\d{4,})")
 KINDS = ("base", "delta", "gradients")
@@ -41,10 +42,11 @@ class Parent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A file of chunks."""
+    """A file of chunks; `salt` if they are encrypted, in hexadecimal."""
 
     file: str
     bytes: int
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,70 +118,107 @@ def facts_from_json(body: Mapping[str, Any]) -> CheckpointFacts:
     )
 
 
-def to_bytes(manifest: Manifest) -> bytes:
-    """Return a manifest as JSON with its checksum."""
+def to_bytes(manifest: Manifest, key: CheckpointKey | None = None) -> bytes:
+    """Return a manifest as JSON with its checksum; encrypted if there is a key."""
     body = {
         "format": FORMAT,
         "version": VERSION,
-        "hash": HASH,
+        "hash": KEYED_HASH if key else HASH,
         "name": manifest.name,
         "kind": manifest.kind,
         "parent": asdict(manifest.parent) if manifest.parent else None,
         "base": manifest.base,
         "depth": manifest.depth,
         "chunk_bytes": manifest.chunk_bytes,
-        "data": [asdict(data) for data in manifest.data],
+        "data": [data_to_json(data) for data in manifest.data],
         "tensors": [tensor_to_json(tensor) for tensor in manifest.tensors],
         **facts_to_json(manifest.facts),
     }
     if manifest.log is not None:
         body["log"] = log_to_json(manifest.log)
-    return to_json(body | {"checksum": digest(to_json(body))}) + b"\n"
+    return checked_to_bytes(manifest.name, body, key)
 
 
-def checksum_of(content: bytes) -> str:
-    """Verify a manifest, and return its checksum.
+def checked_to_bytes(name: str, body: Mapping[str, object], key: CheckpointKey | None) -> bytes:
+    """Return a manifest or record with its checksum; encrypted under `name` if there is a key."""
+    text = to_json(body)
+    content = to_json({**body, "checksum": key.digest(text) if key else digest(text)}) + b"\n"
+    return key.sealed(name, content) if key else content
+
+
+def from_bytes(name: str, content: bytes, key: CheckpointKey | None = None) -> Manifest:
+    """Return the manifest in the content of the file of this name, without its suffix.
+
+    Raises: as `with_checksum`.
+    """
+    return with_checksum(name, content, key)[0]
+
+
+def with_checksum(name: str, content: bytes, key: CheckpointKey | None = None) -> tuple[Manifest, str]:
+    """Return the manifest in a file's content, and its checksum.
 
     Raises:
-        DamagedError: the content is altered.
+        DamagedError: it is incomplete, altered, of an unknown version, of another name, or contradicts itself.
+        CheckpointKeyError: it is encrypted and there is no key or another one, or it is not and there is a key.
     """
-    return _checked_body(content)[1]
-
-
-def from_bytes(content: bytes) -> Manifest:
-    """Return the manifest in a file's content.
-
-    Raises:
-        DamagedError: it is incomplete, altered, of an unknown version, or contradicts itself.
-    """
-    body, _ = _checked_body(content)
+    body = read_json(name, content, key)
+    if body.get("format") != FORMAT:
+        raise DamagedError("it is not a checkpoint manifest")
+    hashes = KEYED_HASH if key else HASH
+    if body.get("version") != VERSION or body.get("hash") != hashes:
+        raise DamagedError(
+            f"it is of version {body.get('version')} with {body.get('hash')} hashes; this program reads version "
+            f"{VERSION} with {hashes}"
+        )
+    checksum = take_checksum(body, key)
     try:
         manifest = _from_json(body)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"a field is missing or wrong ({type(error).__name__}: {error})") from error
-    return manifest
+    if manifest.name != name:
+        raise DamagedError(f"it has the name of {manifest.name}")
+    return manifest, checksum
 
 
-def _checked_body(content: bytes) -> tuple[dict[str, object], str]:
+def read_json(name: str, content: bytes, key: CheckpointKey | None) -> dict[str, Any]:
+    """Return what `checked_to_bytes` has made a file's content of, and the checksum in it.
+
+    Raises: as `with_checksum`.
+    """
     try:
-        body = json.loads(content)
-    except ValueError as error:
+        body = json.loads(opened(name, content, key))
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"it is incomplete ({error})") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise DamagedError("it is not a checkpoint manifest")
-    if body.get("version") != VERSION or body.get("hash") != HASH:
-        raise DamagedError(
-            f"it is of version {body.get('version')} with {body.get('hash')} hashes; this program reads version "
-            f"{VERSION} with {HASH}"
-        )
+    if not isinstance(body, dict):
+        raise DamagedError("it is not an object")
+    return body
+
+
+def take_checksum(body: dict[str, Any], key: CheckpointKey | None) -> str:
+    """Remove the checksum from what `read_json` has returned, verify and return it.
+
+    Raises:
+        DamagedError: it is not the content's.
+    """
     checksum = body.pop("checksum", None)
-    if not isinstance(checksum, str) or digest(to_json(body)) != checksum:
+    text = to_json(body)
+    if not isinstance(checksum, str) or (key.digest(text) if key else digest(text)) != checksum:
         raise DamagedError("its checksum does not match its content")
-    return body, checksum
+    return checksum
+
+
+def data_to_json(data: DataFile) -> dict[str, object]:
+    """Return a data file's entry in a manifest or a record."""
+    return {"file": data.file, "bytes": data.bytes} | ({"salt": data.salt} if data.salt else {})
+
+
+def data_from_json(entry: Mapping[str, Any]) -> DataFile:
+    """Return the data file of an entry. Raises ValueError, KeyError, TypeError."""
+    return DataFile(file=str(entry["file"]), bytes=int(entry["bytes"]), salt=str(entry.get("salt", "")))
 
 
 def _data_from_json(entries: list[dict]) -> tuple[DataFile, ...]:
-    data = tuple(DataFile(file=str(entry["file"]), bytes=int(entry["bytes"])) for entry in entries)
+    data = tuple(data_from_json(entry) for entry in entries)
     outside = [entry.file for entry in data if "/" in entry.file or entry.file.startswith(".")]
     if outside:
         raise ValueError(f"data file {outside[0]!r} is outside of the directory")
@@ -211,6 +250,27 @@ def _from_json(body: dict) -> Manifest:
 
 
 LATEST = "LATEST"
+MOST_HEAD_BYTES = 256  # of a manifest, to tell whether it is encrypted
+
+
+def check_key(directory: Path, key: CheckpointKey | None) -> None:
+    """Check that the key fits all manifests and records of a directory.
+
+    Raises:
+        CheckpointKeyError: names the first file that it does not fit.
+    """
+    try:
+        names = sorted((name for name in os.listdir(directory) if name.endswith(SUFFIX)), reverse=True)
+    except OSError:
+        return  # there are none, or reading them fails later
+    for name in names:
+        try:
+            with (directory / name).open("rb") as stream:
+                opened(name.removesuffix(SUFFIX), stream.read() if key else stream.read(MOST_HEAD_BYTES), key)
+        except CheckpointKeyError as error:
+            raise CheckpointKeyError(f"cannot use {directory / name}: {error}") from None
+        except (DamagedError, OSError):
+            continue
 
 
 def checkpoint_names(directory: Path) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.chunks import ITEM_BYTES, TensorEntry
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import Manifest, StepEntry, StepLog
 from hpctrain.checkpoint.restore import ChunkReader, Gradients, Placed, ReadProgress, Replay, finish, placed
 from hpctrain.checkpoint.writing.gradient_log import device_facts, difference, probe_of, replay_steps
@@ -33,6 +34,7 @@ def replay_through(
     move: Callable[[int, float], None],
     live: Callable[[], Mapping[str, torch.Tensor]],
     warn: Callable[[str], None],
+    key: CheckpointKey | None = None,
 ) -> Replay:
     """Return the replay for `restore_newest`.
 
@@ -46,7 +48,7 @@ def replay_through(
     def take(directory: Path, published: Published) -> None:
         if published.snapshot is None:
             tensors = live()
-            replay_in_memory(directory, published.logs, LiveMemory(tensors).named(), warn)
+            replay_in_memory(directory, published.logs, LiveMemory(tensors).named(), warn, key)
             _compare(published, of_model(tensors), device_facts(model), warn)
             return
         assert isinstance(published.snapshot, TensorSnapshot)
@@ -54,13 +56,13 @@ def replay_through(
             parameter.device.type == "cpu" for parameter in model.parameters()
         ):
             tensors = published.snapshot.named()
-            replay_in_memory(directory, published.logs, tensors, warn)
+            replay_in_memory(directory, published.logs, tensors, warn, key)
             _compare(published, of_model(tensors), device_facts(model), warn)
             return
         published.snapshot.pour(live())
         named = dict(model.named_parameters())
         loose = {entry.name for entry in published.manifest.tensors}
-        gradients = iter(Gradients(directory, published.logs))
+        gradients = iter(Gradients(directory, published.logs, key))
         for manifest in published.logs:
             log = manifest.log
             assert log is not None
@@ -131,6 +133,7 @@ def replay_in_memory(
     logs: tuple[Manifest, ...],
     tensors: Mapping[str, torch.Tensor],
     print_line: Callable[[str], None] = lambda _: None,
+    key: CheckpointKey | None = None,
 ) -> None:
     """Take the steps of `logs` on tensors, by their names in manifests.
 
@@ -141,7 +144,7 @@ def replay_in_memory(
     """
     steps = sum(len(manifest.log.steps) for manifest in logs if manifest.log)
     progress = ReadProgress(print_line, f"taking {steps} logged steps again", logs)
-    with _one_thread_each(), ChunkReader(directory, progress) as reader:
+    with _one_thread_each(), ChunkReader(directory, progress, key) as reader:
         for run in _runs(logs):
             _take(reader, run, tensors)
     for name, first in (logs[-1].log.tied if logs[-1].log else {}).items():

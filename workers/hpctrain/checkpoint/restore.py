@@ -32,11 +32,12 @@ from hpctrain.checkpoint.chunks import (
     hashes_of,
     unpack_into,
 )
-from hpctrain.checkpoint.manifest import SUFFIX, Manifest, checkpoint_names, checksum_of, from_bytes
+from hpctrain.checkpoint.encryption import CheckpointKey, opened_chunk
+from hpctrain.checkpoint.manifest import SUFFIX, DataFile, Manifest, check_key, checkpoint_names, with_checksum
 from hpctrain.checkpoint.writing.buffers import Buffer, lay_out
-from hpctrain.checkpoint.writing.publish import Published, threads
+from hpctrain.checkpoint.writing.publish import Published, magic_of, threads
 from hpctrain.checkpoint.writing.snapshot import Layout, LiveMemory, TensorSnapshot, compare
-from hpctrain.errors import DamagedError, NoCheckpointError
+from hpctrain.errors import CheckpointKeyError, DamagedError, NoCheckpointError
 
 T = TypeVar("T")
 AGAIN_S = (0.0, 0.01, 0.1, 1.0)  # waiting times before the read is repeated
@@ -105,8 +106,8 @@ class ReadProgress:
 class ChunkReader:
     """Several threads that read chunks of a directory."""
 
-    def __init__(self, directory: Path, progress: ReadProgress | None = None) -> None:
-        self._directory, self._progress = directory, progress
+    def __init__(self, directory: Path, progress: ReadProgress | None = None, key: CheckpointKey | None = None) -> None:
+        self._directory, self._progress, self._key = directory, progress, key
         self.pool = ThreadPoolExecutor(threads(), "restore")
         self._own = _Own()
 
@@ -168,7 +169,7 @@ class ChunkReader:
             DamagedError: a file does not exist, or has another length.
         """
         with ExitStack() as stack:
-            yield [stack.enter_context(_opened(self._directory / data.file, data.bytes)) for data in manifest.data]
+            yield [stack.enter_context(_opened(self._directory, data)) for data in manifest.data]
 
     def read(
         self,
@@ -193,20 +194,24 @@ class ChunkReader:
                 continue
             out = content[low : low + chunk.bytes]
             try:
-                self._read_chunk(descriptors[chunk.file], chunk, ITEM_BYTES[entry.dtype], out)
+                salt = manifest.data[chunk.file].salt
+                self._read_chunk(descriptors[chunk.file], salt, chunk, ITEM_BYTES[entry.dtype], out)
             except DamagedError as error:
                 file, end = manifest.data[chunk.file].file, chunk.at + chunk.stored
                 raise DamagedError(
                     f"chunk {number} of {entry.name!r} in {file} (bytes {chunk.at} to {end}) {error}"
                 ) from error
 
-    def _read_chunk(self, descriptor: int, chunk: Chunk, item_bytes: int, out: memoryview) -> None:
-        if chunk.packing is Packing.RAW and chunk.stored == chunk.bytes:
+    def _read_chunk(self, descriptor: int, salt: str, chunk: Chunk, item_bytes: int, out: memoryview) -> None:
+        if self._key is not None:
+            stored = opened_chunk(self._key, salt, chunk.number, self._own.read(descriptor, chunk))
+            unpack_into(out, chunk.packing, stored, item_bytes)
+        elif chunk.packing is Packing.RAW and chunk.stored == chunk.bytes:
             if os.preadv(descriptor, [out], chunk.at) != chunk.bytes:
                 raise DamagedError("ends early")
         else:
             unpack_into(out, chunk.packing, self._own.read(descriptor, chunk), item_bytes)
-        if digest(out) != chunk.hash:
+        if (self._key.digest(out) if self._key else digest(out)) != chunk.hash:
             raise DamagedError("does not match its hash")
         if self._progress is not None:
             self._progress.add(chunk.stored)
@@ -242,12 +247,15 @@ def _stretches(entry: TensorEntry) -> Iterator[list[Placed]]:
 
 
 @contextmanager
-def _opened(path: Path, length: int) -> Iterator[int]:
+def _opened(directory: Path, data: DataFile) -> Iterator[int]:
+    path = directory / data.file
     try:
         with patiently(lambda: path.open("rb")) as stream:
-            size_bytes = os.fstat(stream.fileno()).st_size
-            if size_bytes != length:
-                raise DamagedError(f"{path.name} has {size_bytes} bytes instead of {length}")
+            size_bytes, magic = os.fstat(stream.fileno()).st_size, magic_of(data.salt)
+            if size_bytes != data.bytes:
+                raise DamagedError(f"{path.name} has {size_bytes} bytes instead of {data.bytes}")
+            if os.pread(stream.fileno(), len(magic), 0) != magic:
+                raise DamagedError(f"{path.name} does not begin with {magic.decode()}")
             yield stream.fileno()
     except OSError as error:
         raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error
@@ -280,7 +288,11 @@ class RestoredCheckpoint:
 
 
 def restore_newest(
-    directory: Path, live: Layout | None, warn: Callable[[str], None], replay: Replay | None = None
+    directory: Path,
+    live: Layout | None,
+    warn: Callable[[str], None],
+    replay: Replay | None = None,
+    key: CheckpointKey | None = None,
 ) -> RestoredCheckpoint | None:
     """Read the newest checkpoint that verifies, of layout `live`.
 
@@ -291,11 +303,13 @@ def restore_newest(
     Raises:
         NoCheckpointError: all checkpoints are damaged.
         MismatchError: the newest undamaged one is of another model.
+        CheckpointKeyError: the key does not fit one of them.
     """
+    check_key(directory, key)
     damages: list[tuple[str, str]] = []
     for name in checkpoint_names(directory):
         try:
-            published = read_checkpoint(directory, name, live, warn, replay)
+            published = read_checkpoint(directory, name, live, warn, replay, key)
             if published.logs:
                 published = _replayed(directory, published, replay)
         except DamagedError as error:
@@ -324,6 +338,7 @@ def read_checkpoint(
     live: Layout | None = None,
     print_line: Callable[[str], None] = lambda _: None,
     replay: Replay | None = None,
+    key: CheckpointKey | None = None,
 ) -> Published:
     """Read and verify one checkpoint with its chain, except for gradients.
 
@@ -335,8 +350,9 @@ def read_checkpoint(
     Raises:
         DamagedError: names the file, and the chunk of the tensor.
         MismatchError: its tensors are not those of `live`.
+        CheckpointKeyError: the key does not fit.
     """
-    chain = read_chain(directory, name)
+    chain = read_chain(directory, name, key)
     newest, checksum = chain[-1]
     logs = tuple(manifest for manifest, _ in chain if manifest.log is not None)
     states = chain[: len(chain) - len(logs)]
@@ -349,7 +365,7 @@ def read_checkpoint(
     into: LiveMemory | TensorSnapshot = memory if memory is not None else TensorSnapshot(layout)
     before: dict[str, TensorEntry] = {}
     with ChunkReader(
-        directory, ReadProgress(print_line, f"reading checkpoint {name}", [state for state, _ in states])
+        directory, ReadProgress(print_line, f"reading checkpoint {name}", [state for state, _ in states]), key
     ) as reader:
         for manifest, _ in chain:
             reader.apply(manifest, before, into)
@@ -362,8 +378,8 @@ def read_checkpoint(
 class Gradients:
     """Reads the gradients of logged steps, the next ones while the current ones are in use."""
 
-    def __init__(self, directory: Path, manifests: tuple[Manifest, ...]) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, manifests: tuple[Manifest, ...], key: CheckpointKey | None = None) -> None:
+        self._directory, self._key = directory, key
         self._wanted = [
             (manifest, step.flats) for manifest in manifests for step in (manifest.log.steps if manifest.log else ())
         ]
@@ -375,7 +391,7 @@ class Gradients:
         Raises:
             DamagedError: they are not what was written.
         """
-        with ThreadPoolExecutor(1, "next") as ahead, ChunkReader(self._directory) as reader:
+        with ThreadPoolExecutor(1, "next") as ahead, ChunkReader(self._directory, key=self._key) as reader:
             coming: Future[TensorSnapshot] | None = None
             for index in range(len(self._wanted)):
                 read = coming.result() if coming is not None else self._read(index, reader)
@@ -392,25 +408,26 @@ class Gradients:
         return read
 
 
-def verify_log(directory: Path, logs: tuple[Manifest, ...]) -> None:
+def verify_log(directory: Path, logs: tuple[Manifest, ...], key: CheckpointKey | None = None) -> None:
     """Verify the gradients of logs; only an optimizer can verify their result.
 
     Raises:
         DamagedError: they are not what was written.
     """
-    for _ in Gradients(directory, logs):
+    for _ in Gradients(directory, logs, key):
         pass
 
 
-def read_chain(directory: Path, name: str) -> list[tuple[Manifest, str]]:
+def read_chain(directory: Path, name: str, key: CheckpointKey | None = None) -> list[tuple[Manifest, str]]:
     """Read the manifests from the base to this one, each with its checksum.
 
     Raises:
         DamagedError: one is missing, damaged, or not the parent of the next.
+        CheckpointKeyError: the key does not fit one of them.
     """
-    chain = [_read_manifest(directory, name)]
+    chain = [_read_manifest(directory, name, key)]
     while (parent := chain[-1][0].parent) is not None:
-        manifest, checksum = _read_manifest(directory, parent.name)
+        manifest, checksum = _read_manifest(directory, parent.name, key)
         if checksum != parent.checksum:
             raise DamagedError(f"{parent.name}{SUFFIX} is not the one that {chain[-1][0].name} was made from")
         if manifest.depth != chain[-1][0].depth - 1:
@@ -419,16 +436,15 @@ def read_chain(directory: Path, name: str) -> list[tuple[Manifest, str]]:
     return chain[::-1]
 
 
-def _read_manifest(directory: Path, name: str) -> tuple[Manifest, str]:
+def _read_manifest(directory: Path, name: str, key: CheckpointKey | None) -> tuple[Manifest, str]:
     path = directory / (name + SUFFIX)
     try:
         content = patiently(path.read_bytes)
     except OSError as error:
         raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error
     try:
-        manifest, checksum = from_bytes(content), checksum_of(content)
+        return with_checksum(name, content, key)
     except DamagedError as error:
         raise DamagedError(f"{path.name}: {error}") from error
-    if manifest.name != name:
-        raise DamagedError(f"{path.name} has the name of {manifest.name}")
-    return manifest, checksum
+    except CheckpointKeyError as error:
+        raise CheckpointKeyError(f"cannot use {path}: {error}") from None

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.manifest import CheckpointFacts, checkpoint_names
+from hpctrain.checkpoint.encryption import checkpoint_key
+from hpctrain.checkpoint.manifest import CheckpointFacts, check_key, checkpoint_names
 from hpctrain.checkpoint.restore import RestoredCheckpoint, restore_newest
 from hpctrain.checkpoint.tree import flattened, grown
 from hpctrain.checkpoint.writing.files import Claim, claim
@@ -38,6 +41,8 @@ from hpctrain.checkpoint.writing.writer import ProcessWriter
 from hpctrain.env import StopRequest, job_facts, rank_info
 from hpctrain.errors import EXIT_REQUEUE, MismatchError
 from hpctrain.heartbeat import Heartbeat, HeartbeatStatus
+
+MEMORY = "/dev/shm"  # noqa: S108 (a new directory of mode 0700 is made there)
 
 
 class Stateful(Protocol):
@@ -60,10 +65,17 @@ class Trees:
         base_every: int = 10,
         keep: int = 2,
         keep_every_hours: float = 0.0,
+        key_file: str | os.PathLike[str] | None = None,
+        key_command: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Open a directory; every `base_every`-th checkpoint is a base, and `keep` chains stay."""
+        """Open a directory; every `base_every`-th checkpoint is a base, and `keep` chains stay.
+
+        Raises:
+            CheckpointKeyError: the key cannot be read, or is not private.
+        """
         self._environ = os.environ if environ is None else environ
+        self._key = checkpoint_key(key_file, key_command, self._environ)
         self.directory = Path(out) / "checkpoints"
         self._base_every, self._policy = base_every, RetentionPolicy(keep=keep, every_s=3600 * keep_every_hours)
         self._claim: Claim | None = None
@@ -80,8 +92,9 @@ class Trees:
 
         Raises:
             NoCheckpointError: all checkpoints are damaged.
+            CheckpointKeyError: the key does not fit them.
         """
-        self._restored = restore_newest(self.directory, None, _print)
+        self._restored = restore_newest(self.directory, None, _print, key=self._key)
         if self._restored is None:
             return None
         published = self._restored.published
@@ -160,11 +173,25 @@ class Trees:
             self._saved_step, self._saved_at_s = report.step, time.monotonic()
         return report
 
+    def copy_path(self, name: str) -> Path:
+        """Return a path for a copy in a framework's format; in memory if it must be secret."""
+        if self._key is None:
+            return self.directory.parent / name
+        memory = MEMORY if os.access(MEMORY, os.W_OK) else None
+        return Path(tempfile.mkdtemp(prefix="hpctrain-", dir=memory)) / name
+
+    def remove_copy(self, path: Path) -> None:
+        """Remove the copy at a path of `copy_path`."""
+        path.unlink(missing_ok=True) if not path.is_dir() else shutil.rmtree(path, ignore_errors=True)
+        if self._key is not None:
+            shutil.rmtree(path.parent, ignore_errors=True)
+
     def _new_writer(self) -> ProcessWriter:
+        check_key(self.directory, self._key)
         self._claim = claim(self.directory, job_facts(self._environ), time.time())
         damaged = self._restored.damaged if self._restored else ()
         parent = self._restored.published if self._restored else None
-        self._writer = ProcessWriter(self._claim, parent, self._base_every, self._policy, damaged)
+        self._writer = ProcessWriter(self._claim, parent, self._base_every, self._policy, damaged, key=self._key)
         return self._writer
 
 
@@ -179,6 +206,8 @@ class Checkpointer:
         base_every: int = 10,
         keep: int = 2,
         keep_every_hours: float = 0.0,
+        key_file: str | os.PathLike[str] | None = None,
+        key_command: str | None = None,
         environ: Mapping[str, str] | None = None,
         **parts: Stateful,
     ) -> None:
@@ -187,15 +216,25 @@ class Checkpointer:
         Restore the parts, and set `step`.
 
         `every`: steps between checkpoints.  `base_every`: every so many checkpoints are a base.  `keep`: chains to keep.
+        `key_file` or `key_command`: encrypt with the key in a file, or with the one that a command prints.
 
         Raises:
             MismatchError: the checkpoint is of another model; names the first tensor that differs.
             NoCheckpointError: all checkpoints are damaged.
+            CheckpointKeyError: the key cannot be used, or does not fit the checkpoints.
         """
         environ = os.environ if environ is None else environ
         self._parts, self._every = parts, every
         self._first = rank_info(environ).rank == 0
-        self._trees = Trees(out, base_every=base_every, keep=keep, keep_every_hours=keep_every_hours, environ=environ)
+        self._trees = Trees(
+            out,
+            base_every=base_every,
+            keep=keep,
+            keep_every_hours=keep_every_hours,
+            key_file=key_file,
+            key_command=key_command,
+            environ=environ,
+        )
         self._stop = StopRequest()
         self._stop.__enter__()
         self.step = 0

@@ -11,7 +11,6 @@ removed.  A record has a checksum; readers of checkpoints ignore it.  The local 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -22,16 +21,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.checkpoint.chunks import CHUNK_BYTES, digest
+from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import (
     SUFFIX,
     CheckpointFacts,
+    check_key,
+    checked_to_bytes,
     checkpoint_name,
     checkpoint_names,
     facts_from_json,
     facts_to_json,
     from_bytes,
     order_of,
+    read_json,
+    take_checksum,
 )
 from hpctrain.checkpoint.writing import files
 from hpctrain.checkpoint.writing.buffers import Buffer
@@ -44,7 +48,7 @@ from hpctrain.checkpoint.writing.publish import (
     publish,
     write_part,
 )
-from hpctrain.errors import DamagedError, PublishError
+from hpctrain.errors import CheckpointKeyError, DamagedError, PublishError
 
 PIECE_BYTES = 1 << 20
 RECORD = re.compile(r"part-(step-\d{10,}\.a\d{4,})\.r(\d+)\.json")
@@ -74,22 +78,33 @@ class LocalPart:
 # ----- called by the run
 
 
-def bring_host_parts(directory: Path) -> None:
+def bring_host_parts(directory: Path, key: CheckpointKey | None = None) -> None:
     """Copy the parts that this host has kept to the checkpoint directory.
 
     All ranks call it before one reads there.
+
+    Raises:
+        CheckpointKeyError: the key does not fit them.
     """
     try:
-        bring_parts(local_directory(directory), directory)
+        local = local_directory(directory)
+        if local.exists() and is_ours(local) and _records(local):
+            check_key(local, key)
+            check_key(directory, key)
+        bring_parts(local, directory, key=key)
     except (OSError, PublishError) as error:
         print(f"checkpoint: cannot copy a part that this host has kept to the share: {error}", flush=True)
 
 
-def publish_local_parts(mine: Claim) -> None:
-    """Publish the newest checkpoint that hosts have kept, if the share has no newer status."""
+def publish_local_parts(mine: Claim, key: CheckpointKey | None = None) -> None:
+    """Publish the newest checkpoint that hosts have kept, if the share has no newer status.
+
+    Raises:
+        CheckpointKeyError: the key does not fit them.
+    """
     try:
-        bring_parts(local_directory(mine.directory), mine.directory)
-        names = join_parts(mine)
+        bring_parts(local_directory(mine.directory), mine.directory, key=key)
+        names = join_parts(mine, key)
     except (OSError, PublishError) as error:
         print(f"checkpoint: cannot publish on the share what hosts have kept: {error}", flush=True)
         return
@@ -152,6 +167,7 @@ def keep_part(
     facts: CheckpointFacts,
     pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
+    key: CheckpointKey | None = None,
 ) -> None:
     """Write a rank's part to the local directory, in place of its last status.
 
@@ -162,16 +178,15 @@ def keep_part(
     before = [name for name, of in _records(local) if of == rank]
     if _record_name(checkpoint_name(facts.step, facts.attempt), rank) in before:
         return  # the same step once more
-    part = write_part(Claim(directory=local, attempt=facts.attempt), snapshot, facts, None, pool, chunk_bytes)
+    part = write_part(Claim(directory=local, attempt=facts.attempt), snapshot, facts, None, pool, chunk_bytes, key)
     local_part = LocalPart(facts=facts, rank=rank, ranks=ranks, chunk_bytes=chunk_bytes, part=part)
-    files.commit(
-        files.write_draft(local / local_part.record_name, _to_bytes(local_part)), local / local_part.record_name
-    )
+    record = local / local_part.record_name
+    files.commit(files.write_draft(record, _to_bytes(local_part, key)), record)
     for name in before:
-        _remove(local, name)
+        _remove(local, name, key)
 
 
-def bring_parts(local: Path, directory: Path, rank: int | None = None) -> None:
+def bring_parts(local: Path, directory: Path, rank: int | None = None, key: CheckpointKey | None = None) -> None:
     """Move parts of one rank, or of all ranks of this host, from here to the share.
 
     Raises:
@@ -182,11 +197,11 @@ def bring_parts(local: Path, directory: Path, rank: int | None = None) -> None:
     for name, of in _records(local):
         if rank is None or of == rank:
             with suppress(DamagedError):  # this disk has lost it, or another rank of this host has moved it
-                _bring(local, name, directory)
-            _remove(local, name)
+                _bring(local, name, directory, key)
+            _remove(local, name, key)
 
 
-def join_parts(mine: Claim) -> list[str]:
+def join_parts(mine: Claim, key: CheckpointKey | None = None) -> list[str]:
     """Publish the newest checkpoint with all parts on the share, unless it is outdated.
 
     Returns the names of the published checkpoints, and removes the parts that are not needed any more.
@@ -196,16 +211,16 @@ def join_parts(mine: Claim) -> list[str]:
         StaleAttemptError: a later attempt has taken over.
     """
     joined: list[str] = []
-    for parts in _complete(mine.directory):
+    for parts in _complete(mine.directory, key):
         newest = _newest(mine.directory)
         if newest is None or _order(parts[0].checkpoint) > newest:
             first = parts[0]
-            publish(mine, first.facts, [local_part.part for local_part in parts], None, None, first.chunk_bytes)
+            publish(mine, first.facts, [local_part.part for local_part in parts], None, None, first.chunk_bytes, key)
             joined.append(first.checkpoint)
     newest = _newest(mine.directory)
     for name, _ in _records(mine.directory):
         if newest is not None and _order(_checkpoint_of(name)) <= newest:
-            _remove(mine.directory, name)
+            _remove(mine.directory, name, key)
     return joined
 
 
@@ -214,20 +229,20 @@ def has_waiting_parts(directory: Path) -> bool:
     return bool(_records(directory))
 
 
-def _complete(directory: Path) -> list[list[LocalPart]]:
+def _complete(directory: Path, key: CheckpointKey | None) -> list[list[LocalPart]]:
     """Return the complete checkpoints, newest first, each as its parts by rank."""
     found: dict[str, dict[int, LocalPart]] = {}
     for name, _ in _records(directory):
         with suppress(DamagedError):
-            local_part = _read(directory / name)
+            local_part = _read(directory / name, key)
             found.setdefault(local_part.checkpoint, {})[local_part.rank] = local_part
     names = sorted(found, key=_order, reverse=True)
     whole = [found[name] for name in names if set(found[name]) == set(range(next(iter(found[name].values())).ranks))]
     return [[parts[rank] for rank in sorted(parts)] for parts in whole]
 
 
-def _bring(local: Path, name: str, directory: Path) -> None:
-    local_part = _read(local / name)
+def _bring(local: Path, name: str, directory: Path, key: CheckpointKey | None) -> None:
+    local_part = _read(local / name, key)
     newest = _newest(directory)
     if newest is not None and _order(local_part.checkpoint) <= newest:
         return
@@ -236,15 +251,14 @@ def _bring(local: Path, name: str, directory: Path) -> None:
         pieces = pieces_of(local / local_part.part.data.file, data.bytes)
         files.write_new(directory / data.file, pieces, direct=True)
         files.sync_directory(directory)
-        draft = files.write_draft(
-            directory / name, _to_bytes(replace(local_part, part=replace(local_part.part, data=data)))
-        )
+        moved = replace(local_part, part=replace(local_part.part, data=data))
+        draft = files.write_draft(directory / name, _to_bytes(moved, key))
         try:
             files.commit(draft, directory / name)
         finally:
             files.remove(draft)
     except (DamagedError, PublishError, OSError):
-        if not (directory / name).exists() or data.file not in _files_of(directory / name):
+        if not (directory / name).exists() or data.file not in _files_of(directory / name, key):
             files.remove(directory / data.file)
         if not (directory / name).exists():
             raise  # else another rank of this host was quicker
@@ -267,11 +281,12 @@ def pieces_of(path: Path, length: int) -> Iterator[bytes]:
         raise DamagedError(f"{path} does not exist") from error
 
 
-def _remove(directory: Path, name: str) -> None:
+def _remove(directory: Path, name: str, key: CheckpointKey | None) -> None:
     """Remove a record, and its data file unless a published checkpoint refers to it."""
-    data = set(_files_of(directory / name))
+    data = set(_files_of(directory / name, key))
+    checkpoint = _checkpoint_of(name)
     with suppress(DamagedError, FileNotFoundError):
-        manifest = from_bytes((directory / (_checkpoint_of(name) + SUFFIX)).read_bytes())
+        manifest = from_bytes(checkpoint, (directory / (checkpoint + SUFFIX)).read_bytes(), key)
         data -= {entry.file for entry in manifest.data}
     files.remove(directory / name)
     for file in data:
@@ -308,14 +323,14 @@ def _checkpoint_of(record: str) -> str:
     return match[1]
 
 
-def _files_of(record: Path) -> list[str]:
+def _files_of(record: Path, key: CheckpointKey | None) -> list[str]:
     try:
-        return [_read(record).part.data.file]
+        return [_read(record, key).part.data.file]
     except DamagedError:
         return []
 
 
-def _to_bytes(local_part: LocalPart) -> bytes:
+def _to_bytes(local_part: LocalPart, key: CheckpointKey | None) -> bytes:
     body = {
         "facts": facts_to_json(local_part.facts),
         "rank": local_part.rank,
@@ -323,15 +338,13 @@ def _to_bytes(local_part: LocalPart) -> bytes:
         "chunk_bytes": local_part.chunk_bytes,
         "part": part_to_json(local_part.part),
     }
-    return files.to_json(body | {"checksum": digest(files.to_json(body))}) + b"\n"
+    return checked_to_bytes(local_part.record_name.removesuffix(SUFFIX), body, key)
 
 
-def _read(path: Path) -> LocalPart:
+def _read(path: Path, key: CheckpointKey | None) -> LocalPart:
     try:
-        body = json.loads(path.read_bytes())
-        checksum = body.pop("checksum")
-        if digest(files.to_json(body)) != checksum:
-            raise ValueError("its checksum does not match")
+        body = read_json(path.name.removesuffix(SUFFIX), path.read_bytes(), key)
+        take_checksum(body, key)
         local_part = LocalPart(
             facts=facts_from_json(body["facts"]),
             rank=int(body["rank"]),
@@ -339,7 +352,9 @@ def _read(path: Path) -> LocalPart:
             chunk_bytes=int(body["chunk_bytes"]),
             part=part_from_json(body["part"]),
         )
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except CheckpointKeyError as error:
+        raise CheckpointKeyError(f"cannot use {path}: {error}") from None
+    except (DamagedError, FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path.name} is not a record of a part ({error})") from error
     file = local_part.part.data.file
     if local_part.record_name != path.name or "/" in file or file.startswith("."):

@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import CheckpointFacts, Taken
 from hpctrain.checkpoint.writing.buffers import FULL, Buffer
 from hpctrain.checkpoint.writing.files import Claim
@@ -87,7 +88,8 @@ class WriterSetup:
     chunk_bytes: int
     ranks: int = 1  # number of ranks that write together
     endpoint: Endpoint | None = None  # address of the first writer; None: this is the first
-    secret: bytes = b""  # the others show it to the first
+    secret: bytes = field(default=b"", repr=False)  # the others prove it to the first
+    key: CheckpointKey | None = None  # to encrypt with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +132,13 @@ class Maker:
         retention: Retention,
         chunk_bytes: int = CHUNK_BYTES,
         group: First | Other | None = None,
+        key: CheckpointKey | None = None,
     ) -> None:
         """Prepare the threads; `group`: the writers of the other ranks.
 
         None: this one writes everything.
         """
-        self._claim = claim
+        self._claim, self._key = claim, key
         fits = parent is not None and parent.manifest.chunk_bytes == chunk_bytes
         self._last = footing_of(parent) if parent and fits else None  # the newest checkpoint
         logged = self._last is not None and self._last.kind == "gradients"
@@ -212,7 +215,7 @@ class Maker:
         if taken is None or taken.since != footing.step:
             return plan
         snapshot.copy_progress.wait(FULL)
-        packed = pack_log(taken, footing, self._pool, self._chunk_bytes)
+        packed = pack_log(taken, footing, self._pool, self._chunk_bytes, self._key)
         changes_bytes = estimated_bytes(snapshot, footing.snapshot, self._chunk_bytes)
         self._by_log = packed.bytes < changes_bytes
         note = _choice(packed.bytes, changes_bytes, len(taken.steps), snapshot.bytes)
@@ -239,15 +242,19 @@ class Maker:
     def _write(self, order: WriteOrder, plan: _Plan) -> WrittenPart:
         if plan.kind != "gradients":
             assert order.snapshot is not None
-            return write_part(self._claim, order.snapshot, order.facts, plan.parent, self._pool, self._chunk_bytes)
+            return write_part(
+                self._claim, order.snapshot, order.facts, plan.parent, self._pool, self._chunk_bytes, self._key
+            )
         assert plan.taken is not None
         if plan.parent is None:
             raise PublishError("the logged steps have no parent checkpoint")
-        packed = plan.packed or pack_log(plan.taken, plan.parent, self._pool, self._chunk_bytes)
+        packed = plan.packed or pack_log(plan.taken, plan.parent, self._pool, self._chunk_bytes, self._key)
         return write_log(self._claim, packed, order.facts, plan.parent)
 
     def _published(self, order: WriteOrder, plan: _Plan, parts: list[WrittenPart]) -> _Made:
-        name, checksum, bytes_ = publish(self._claim, order.facts, parts, plan.parent, plan.taken, self._chunk_bytes)
+        name, checksum, bytes_ = publish(
+            self._claim, order.facts, parts, plan.parent, plan.taken, self._chunk_bytes, self._key
+        )
         self._take_over(order, plan, name, checksum, parts[0])
         return _Made(kind=plan.kind, stored_bytes=bytes_ + sum(part.data.bytes for part in parts))
 

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer, BufferChan
 from hpctrain.checkpoint.writing.group import First, Other
 from hpctrain.checkpoint.writing.maker import CheckpointReport, Maker, WriteOrder, WriterSetup, WriterState
 from hpctrain.checkpoint.writing.publish import Retention
-from hpctrain.errors import PublishError, StaleAttemptError
+from hpctrain.errors import CheckpointKeyError, PublishError, StaleAttemptError
 
 NICE = 5  # the trainer has priority
 PATIENCE_S = 60.0  # a share that does not answer for longer counts as away
@@ -65,8 +65,8 @@ class CheckpointKeeper:
 
     def __init__(self, task: WriterSetup, group: First | Other | None, patience_s: float) -> None:
         self._task, self._patience_s = task, patience_s
-        retention = Retention(task.claim, task.policy, task.distrusted)
-        self._maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, group)
+        retention = Retention(task.claim, task.policy, task.distrusted, task.key)
+        self._maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, group, task.key)
         self._alone = group is None  # else every rank's process has a part of the state
         self._rank = task.endpoint.rank if task.endpoint is not None else 0
         self._share = ThreadPoolExecutor(1, "share")
@@ -115,22 +115,22 @@ class CheckpointKeeper:
         """Try to copy the local parts to the share."""
         if self._slow is not None and not self._slow.done():
             return
-        with suppress(PublishError, OSError, StaleAttemptError):
+        with suppress(PublishError, OSError, StaleAttemptError, CheckpointKeyError):
             for name in self._copy_to_share():
                 print(f"checkpoint: {name} is on the share now, which takes checkpoints again", flush=True)
 
     def _copy_to_share(self) -> list[str]:
         """Copy local parts to the share; return the names of the published checkpoints."""
         claim = self._task.claim
-        local_fallback.bring_parts(self._local, claim.directory, self._rank)
-        names = local_fallback.join_parts(claim) if self._rank == 0 else []
+        local_fallback.bring_parts(self._local, claim.directory, self._rank, self._task.key)
+        names = local_fallback.join_parts(claim, self._task.key) if self._rank == 0 else []
         self.waiting = self._rank == 0 and local_fallback.has_waiting_parts(claim.directory)
         return names
 
     def _keep(self, snapshot: Buffer, facts: CheckpointFacts) -> None:
         """Write this process's part of a state to this node's own disk."""
-        ranks, chunk_bytes = self._task.ranks, self._task.chunk_bytes
-        local_fallback.keep_part(self._local, self._rank, ranks, snapshot, facts, self._packers, chunk_bytes)
+        ranks, chunk_bytes, key = self._task.ranks, self._task.chunk_bytes, self._task.key
+        local_fallback.keep_part(self._local, self._rank, ranks, snapshot, facts, self._packers, chunk_bytes, key)
 
     def tidy(self) -> None:
         """Remove old checkpoints."""

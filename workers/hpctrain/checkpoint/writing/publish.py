@@ -13,6 +13,7 @@ attempt is fenced and two passes have seen them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from hpctrain.checkpoint.chunks import (
     piece_from_json,
     piece_to_json,
 )
+from hpctrain.checkpoint.encryption import CheckpointKey, FileSealer
 from hpctrain.checkpoint.manifest import (
     LATEST,
     SUFFIX,
@@ -50,16 +52,19 @@ from hpctrain.checkpoint.manifest import (
     Taken,
     checkpoint_name,
     checkpoint_names,
-    checksum_of,
+    data_from_json,
+    data_to_json,
     from_bytes,
     order_of,
+    read_json,
+    take_checksum,
     to_bytes,
 )
 from hpctrain.checkpoint.writing import files
 from hpctrain.checkpoint.writing.buffers import Buffer, CopyProgress, TensorSlot
-from hpctrain.errors import DamagedError
+from hpctrain.errors import CheckpointKeyError, DamagedError
 
-DATA_MAGIC = b"HPCTDAT1"
+DATA_MAGIC, SEALED_MAGIC = b"HPCTDAT1", b"HPCTENC1"  # of the same length
 SAMPLED = 8  # one chunk of so many is packed to estimate the size of all
 
 
@@ -97,9 +102,11 @@ class _Packed:
 class Packer:
     """Packs the content of one data file, which begins with `at` other bytes."""
 
-    def __init__(self, chunk_bytes: int, at: int, pool: Executor, *, frugal: bool = True) -> None:
+    def __init__(
+        self, chunk_bytes: int, at: int, pool: Executor, sealer: FileSealer | None = None, *, frugal: bool = True
+    ) -> None:
         """Prepare a packer; `frugal`: pack every chunk that gets smaller, at any cost of time."""
-        self._chunk_bytes, self._at, self._pool = chunk_bytes, at, pool
+        self._chunk_bytes, self._at, self._pool, self._sealer = chunk_bytes, at, pool, sealer
         self._stored_before: dict[tuple[object, ...], Chunk] = {}
         self._worth = None if frugal else _Worth()
 
@@ -134,7 +141,9 @@ class Packer:
         before = wanted.old[low:high] if wanted.old is not None else None
         known = wanted.hashes.get(wanted.slot.low_bytes + low)
         plain = self._worth is not None and not self._worth.packs_next()
-        return self._pool.submit(_packed, wanted.content[low:high], ITEM_BYTES[wanted.slot.dtype], known, before, plain)
+        task = _Task(wanted.content[low:high], ITEM_BYTES[wanted.slot.dtype], known, before, plain)
+        sealer = self._sealer
+        return self._pool.submit(_packed, task, sealer, sealer.next_number() if sealer else 0)
 
     def _finish(
         self, waiting: tuple[int, Future[_Packed]], chunks: list[list[Chunk]]
@@ -157,7 +166,7 @@ class Packer:
         known = self._stored_before.get(packed.alike)
         if known is not None:
             return known, None
-        placed = Chunk(bytes=chunk.bytes, hash=chunk.hash, packing=chunk.packing, at=self._at, stored=len(stored))
+        placed = replace(chunk, at=self._at, stored=len(stored))
         self._at += len(stored)
         if packed.alike:
             self._stored_before[packed.alike] = placed
@@ -190,17 +199,29 @@ class _Worth:
             self._cpu_s += packed.cpu_s
 
 
-def _packed(
-    content: memoryview, item_bytes: int, hash_before: str | None, before: memoryview | None, plain: bool
-) -> _Packed:
-    hash_now = digest(content)
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A chunk to pack; `before` is the parent's content, `plain`: do not compress."""
+
+    content: memoryview
+    item_bytes: int
+    hash_before: str | None
+    before: memoryview | None
+    plain: bool
+
+
+def _packed(task: _Task, sealer: FileSealer | None, number: int) -> _Packed:
+    content, hash_before = task.content, task.hash_before
+    hash_now = sealer.digest(content) if sealer else digest(content)
     if hash_now == hash_before:
         return _Packed(chunk=Chunk(bytes=len(content), hash=hash_now, packing=Packing.SAME), stored=None, cpu_s=0.0)
     started_s = time.thread_time()
-    packing, stored = (Packing.RAW, content) if plain else pack(content, item_bytes, before)
-    spent_s = 0.0 if plain else time.thread_time() - started_s
-    chunk = Chunk(bytes=len(content), hash=hash_now, packing=packing)
-    return _Packed(chunk=chunk, stored=stored, cpu_s=spent_s, alike=_alike(chunk, item_bytes, hash_before))
+    packing, stored = (Packing.RAW, content) if task.plain else pack(content, task.item_bytes, task.before)
+    spent_s = 0.0 if task.plain else time.thread_time() - started_s
+    chunk = Chunk(bytes=len(content), hash=hash_now, packing=packing, number=number)
+    if sealer is not None:
+        stored = sealer.seal(number, stored)
+    return _Packed(chunk=chunk, stored=stored, cpu_s=spent_s, alike=_alike(chunk, task.item_bytes, hash_before))
 
 
 def _alike(chunk: Chunk, item_bytes: int, hash_before: str | None) -> tuple[object, ...]:
@@ -265,6 +286,7 @@ class PackedLog:
     pieces: tuple[PieceEntry, ...]
     steps: tuple[tuple[PieceEntry, ...], ...]
     content: list[bytes | memoryview]
+    salt: str = ""  # if it is encrypted
 
     @property
     def bytes(self) -> int:
@@ -316,20 +338,27 @@ def next_footing(
     )
 
 
-def pack_log(taken: Taken, parent: Footing | None, pool: Executor, chunk_bytes: int = CHUNK_BYTES) -> PackedLog:
+def pack_log(
+    taken: Taken,
+    parent: Footing | None,
+    pool: Executor,
+    chunk_bytes: int = CHUNK_BYTES,
+    key: CheckpointKey | None = None,
+) -> PackedLog:
     """Pack the gradients of steps, and the changed tensors that no optimizer moves."""
     at = len(DATA_MAGIC)
+    sealer = FileSealer(key) if key else None
     content: list[bytes | memoryview] = []
 
     def packed(wanted: Iterable[Wanted]) -> tuple[PieceEntry, ...]:
         nonlocal at
-        made = _collect(Packer(chunk_bytes, at, pool).run(wanted), content)
+        made = _collect(Packer(chunk_bytes, at, pool, sealer).run(wanted), content)
         at = len(DATA_MAGIC) + sum(len(piece) for piece in content)
         return made
 
     loose = packed(_wanted(taken.loose, parent.hashes if parent else {}, None))
     steps = tuple(packed(_wanted(step.flats, {}, None)) for step in taken.steps)
-    return PackedLog(pieces=loose, steps=steps, content=content)
+    return PackedLog(pieces=loose, steps=steps, content=content, salt=sealer.salt if sealer else "")
 
 
 def estimated_bytes(snapshot: Buffer, old: Buffer, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -355,6 +384,7 @@ def write_part(
     parent: Footing | None,
     pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
+    key: CheckpointKey | None = None,
 ) -> WrittenPart:
     """Write this rank's part of an increment on `parent`, or of a base if that is None.
 
@@ -362,14 +392,15 @@ def write_part(
         PublishError: the share failed.
         StaleAttemptError: a later attempt has taken over.
     """
-    packer = Packer(chunk_bytes, len(DATA_MAGIC), pool, frugal=parent is not None)
+    sealer = FileSealer(key) if key else None
+    packer = Packer(chunk_bytes, len(DATA_MAGIC), pool, sealer, frugal=parent is not None)
     old = parent.snapshot if parent else None
     found: list[PieceEntry] = []
 
     def content() -> Generator[bytes | memoryview, None, None]:
         found.extend((yield from packer.run(_wanted(snapshot, parent.hashes if parent else {}, old))))
 
-    data = _write(claim, facts, content())
+    data = _write(claim, facts, content(), sealer.salt if sealer else "")
     return WrittenPart(data=data, parent_name=parent.name if parent else None, pieces=tuple(found), steps=())
 
 
@@ -378,7 +409,7 @@ def write_log(claim: files.Claim, packed: PackedLog, facts: CheckpointFacts, par
 
     Raises: as `write_part`.
     """
-    data = _write(claim, facts, packed.content)
+    data = _write(claim, facts, packed.content, packed.salt)
     return WrittenPart(data=data, parent_name=parent.name, pieces=packed.pieces, steps=packed.steps)
 
 
@@ -389,6 +420,7 @@ def publish(
     parent: Footing | None,
     taken: Taken | None,
     chunk_bytes: int = CHUNK_BYTES,
+    key: CheckpointKey | None = None,
 ) -> tuple[str, str, int]:
     """Publish the parts of all ranks as one checkpoint; `taken`: as a log of gradients.
 
@@ -409,7 +441,7 @@ def publish(
         tensors=joined([part.pieces for part in parts]),
         log=_log_of(taken, parts) if taken is not None else None,
     )
-    content = to_bytes(manifest)
+    content = to_bytes(manifest, key)
     path = claim.directory / (name + SUFFIX)
     draft = files.write_draft(path, content)
     try:
@@ -418,7 +450,7 @@ def publish(
     finally:
         files.remove(draft)
     files.replace_hint(path.with_name(LATEST), path.name.encode() + b"\n")
-    return name, checksum_of(content), len(content)
+    return name, take_checksum(read_json(name, content, key), key), len(content)
 
 
 def data_file_name(name: str) -> str:
@@ -429,8 +461,7 @@ def data_file_name(name: str) -> str:
 def part_to_json(part: WrittenPart) -> dict[str, object]:
     """Return a part as a rank reports it to the publishing one."""
     return {
-        "file": part.data.file,
-        "bytes": part.data.bytes,
+        **data_to_json(part.data),
         "parent": part.parent_name,
         "pieces": [piece_to_json(piece) for piece in part.pieces],
         "steps": [[piece_to_json(piece) for piece in step] for step in part.steps],
@@ -440,7 +471,7 @@ def part_to_json(part: WrittenPart) -> dict[str, object]:
 def part_from_json(body: dict[str, Any]) -> WrittenPart:
     """Return the part that `part_to_json` described."""
     return WrittenPart(
-        data=DataFile(file=body["file"], bytes=body["bytes"]),
+        data=data_from_json(body),
         parent_name=body["parent"],
         pieces=tuple(piece_from_json(piece) for piece in body["pieces"]),
         steps=tuple(tuple(piece_from_json(piece) for piece in step) for step in body["steps"]),
@@ -476,17 +507,17 @@ def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buff
         )
 
 
-def _write(claim: files.Claim, facts: CheckpointFacts, content: Iterable[bytes | memoryview]) -> DataFile:
+def _write(claim: files.Claim, facts: CheckpointFacts, content: Iterable[bytes | memoryview], salt: str) -> DataFile:
     files.check_claim(claim)
     path = claim.directory / data_file_name(checkpoint_name(facts.step, facts.attempt))
-    size_bytes = files.write_new(path, _after_magic(content), direct=True)
+    size_bytes = files.write_new(path, itertools.chain([magic_of(salt)], content), direct=True)
     files.sync_directory(claim.directory)
-    return DataFile(file=path.name, bytes=size_bytes)
+    return DataFile(file=path.name, bytes=size_bytes, salt=salt)
 
 
-def _after_magic(content: Iterable[bytes | memoryview]) -> Generator[bytes | memoryview, None, None]:
-    yield DATA_MAGIC
-    yield from content
+def magic_of(salt: str) -> bytes:
+    """Return how a data file begins."""
+    return SEALED_MAGIC if salt else DATA_MAGIC
 
 
 def _collect(
@@ -529,8 +560,14 @@ class RetentionPolicy:
 class Retention:
     """Applies the policy: one pass after each base."""
 
-    def __init__(self, claim: files.Claim, policy: RetentionPolicy, distrusted: Collection[str] = ()) -> None:
-        self._claim = claim
+    def __init__(
+        self,
+        claim: files.Claim,
+        policy: RetentionPolicy,
+        distrusted: Collection[str] = (),
+        key: CheckpointKey | None = None,
+    ) -> None:
+        self._claim, self._key = claim, key
         self._policy = policy
         self._distrusted = frozenset(distrusted)  # damaged at the start: they do not count as kept
         self._seen_unused: frozenset[str] = frozenset()
@@ -543,8 +580,8 @@ class Retention:
         """
         files.check_claim(self._claim)
         directory = self._claim.directory
-        removed = remove_doomed(directory)
-        doom(directory, self._policy, self._distrusted)
+        removed = remove_doomed(directory, self._key)
+        doom(directory, self._policy, self._distrusted, self._key)
         unused = self._leftovers(directory)
         removed += [name for name in sorted(unused & self._seen_unused) if files.remove(directory / name)]
         self._seen_unused = unused
@@ -560,18 +597,22 @@ class Retention:
         )
 
 
-def prune(directory: Path, policy: RetentionPolicy, damaged: Collection[str]) -> list[str]:
+def prune(
+    directory: Path, policy: RetentionPolicy, damaged: Collection[str], key: CheckpointKey | None = None
+) -> list[str]:
     """Remove now what the policy does not keep, and return the names of removed files.
 
     `damaged` chains do not count as kept.  For people: readers begin with the newest chains, which stay.
     """
-    doom(directory, policy, damaged)
-    return remove_doomed(directory)
+    doom(directory, policy, damaged, key)
+    return remove_doomed(directory, key)
 
 
-def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) -> None:
+def doom(
+    directory: Path, policy: RetentionPolicy, distrusted: Collection[str], key: CheckpointKey | None = None
+) -> None:
     """Rename the manifests that the policy does not keep, so that no reader starts on them."""
-    manifests = _readable(directory)
+    manifests = _readable(directory, key)
     newest: dict[str, tuple[int, int]] = {}
     for name, manifest in manifests.items():
         if name not in distrusted:
@@ -587,25 +628,26 @@ def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) 
     files.sync_directory(directory)
 
 
-def remove_doomed(directory: Path) -> list[str]:
+def remove_doomed(directory: Path, key: CheckpointKey | None = None) -> list[str]:
     """Remove renamed manifests, and those of their files that no other one refers to."""
     doomed = sorted(name for name in os.listdir(directory) if name.endswith(DOOMED))
-    used = {data.file for manifest in _readable(directory).values() for data in manifest.data} if doomed else set()
+    used = {data.file for manifest in _readable(directory, key).values() for data in manifest.data} if doomed else set()
     removed = []
     for name in doomed:
         try:
-            data = [data_file.file for data_file in from_bytes((directory / name).read_bytes()).data]
-        except (DamagedError, FileNotFoundError):
+            manifest = from_bytes(name.removesuffix(SUFFIX + DOOMED), (directory / name).read_bytes(), key)
+            data = [data_file.file for data_file in manifest.data]
+        except (DamagedError, CheckpointKeyError, FileNotFoundError):
             data = []  # its data files become leftovers
         removed += [file for file in (*data, name) if file not in used and files.remove(directory / file)]
     return removed
 
 
-def _readable(directory: Path) -> dict[str, Manifest]:
+def _readable(directory: Path, key: CheckpointKey | None) -> dict[str, Manifest]:
     manifests = {}
     for name in checkpoint_names(directory):
         try:
-            manifests[name] = from_bytes((directory / (name + SUFFIX)).read_bytes())
-        except (DamagedError, FileNotFoundError):
+            manifests[name] = from_bytes(name, (directory / (name + SUFFIX)).read_bytes(), key)
+        except (DamagedError, CheckpointKeyError, FileNotFoundError):
             continue  # unreadable: neither use nor remove it
     return manifests

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.encryption import CheckpointKey
 from hpctrain.checkpoint.manifest import CheckpointFacts, Taken
 from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, BufferChannel
 from hpctrain.checkpoint.writing.files import Claim
@@ -205,6 +206,7 @@ class ProcessWriter(CheckpointWriter):
         chunk_bytes: int = CHUNK_BYTES,
         ranks: int = 1,
         endpoint: Endpoint | None = None,
+        key: CheckpointKey | None = None,
     ) -> None:
         """Start the process; `endpoint`: the first writer's address (None: this one)."""
         self._task = WriterSetup(
@@ -217,6 +219,7 @@ class ProcessWriter(CheckpointWriter):
             ranks=ranks,
             endpoint=endpoint,
             secret=secrets.token_bytes(SECRET_BYTES),
+            key=key,
         )
         # The first rank's listener outlives a process that writes, so that the others find the next one there.
         self._listener = socket.create_server(("", 0), backlog=ranks) if ranks > 1 and endpoint is None else None
