@@ -31,7 +31,7 @@ from hpctrain.checkpoint.writing.process import CheckpointKeeper
 from hpctrain.checkpoint.writing.publish import Retention, RetentionPolicy
 from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, layout_of
 from hpctrain.errors import CheckpointKeyError, DamagedError
-from hpctrain.report.progress import RunIdentity
+from hpctrain.loop import RunIdentity
 from hpctrain.run import publish_weights
 
 KEY, OTHER = CheckpointKey(bytes(range(32))), CheckpointKey(bytes(range(1, 33)))
@@ -71,7 +71,7 @@ def key_file(folder: Path, key: CheckpointKey = KEY) -> Path:
 # ----- the format
 
 
-def test_increments_are_as_small_as_without_a_key_and_unchanged_chunks_are_not_stored(tmp_path: Path) -> None:
+def test_increments_are_as_small_as_without_a_key(tmp_path: Path) -> None:
     write(tmp_path / "plain", [1, 2, 3, 4], base_every=3)
     write_encrypted(tmp_path / "sealed", [1, 2, 3, 4])
     for name in checkpoint_names(tmp_path / "plain"):
@@ -366,7 +366,7 @@ def test_an_opened_chunk_of_another_number_or_file_is_refused() -> None:
 
 
 @needs_mpi
-def test_f1_a_killed_run_resumes_from_encrypted_checkpoints_and_leaves_no_weight_readable(tmp_path: Path) -> None:
+def test_f1_a_killed_run_resumes_encrypted_and_leaves_no_weight_readable(tmp_path: Path) -> None:
     script = str(HERE / "tiny.py")
     words = [script, "--steps", "8", "--checkpoint-every", "2", "--patient", "--canary", CANARY.hex()]
     extra = {"PYTHONPATH": str(HERE.parent)}
