@@ -19,8 +19,8 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Partition
 from hpcsched.model.units import known_limit_s
-from hpcsched.sched.guard.experience import REMEMBERED, Experience, RequestUse, ShadowEasy
-from hpcsched.sched.guard.on_nodes import amount_of
+from hpcsched.sched.experience import REMEMBERED, Experience, RequestUse, ShadowEasy
+from hpcsched.sched.guard import amount_of
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.snapshot import NodeView, SnapshotCache, node_view, pending_job
 from hpcsched.sched.tres import all_of, least_of

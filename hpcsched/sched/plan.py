@@ -36,7 +36,7 @@ from hpcsched.model.node import Share
 from hpcsched.model.reservation import NEVER_S, Interval, Reservation
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
-from hpcsched.sched.guard.on_nodes import guarded
+from hpcsched.sched.guard import guarded
 from hpcsched.sched.place.node_fit import NodePart, Seat
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.policy import Backfill, Policy

@@ -8,7 +8,7 @@ Within one pass, free resources only shrink. So a shape that did not fit is not 
 updated only on nodes with a new start. This makes passes over long queues cheap.
 
 Run times: a job is expected to run until its time limit, a lowered limit, or an earlier end. If requests are not trusted
-(see `guard.experience.Needed`), a plan uses the predicted run times of jobs. Reserved intervals stay closed to every job with a
+(see `experience.Needed`), a plan uses the predicted run times of jobs. Reserved intervals stay closed to every job with a
 limit that reaches into them: such a job counts with its limit.
 
 Reserved slots: parts of nodes, and licences, that one pass reserves for waiting jobs. A job has at most one slot. A *promised*
@@ -28,7 +28,7 @@ from hpcsched.model.node import Partition, Share
 from hpcsched.model.reservation import NEVER_S, Closed, Reservation, ReservedInterval
 from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
-from hpcsched.sched.guard.experience import Needed
+from hpcsched.sched.experience import Needed
 from hpcsched.sched.limits import LimitCounts
 from hpcsched.sched.place.feasible import impossible_shape, never_fits
 from hpcsched.sched.place.fragmentation import mix_of

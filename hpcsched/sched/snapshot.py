@@ -26,8 +26,8 @@ from hpcsched.model.node import Gpu, Link, Node, Partition, PartitionState, Shar
 from hpcsched.model.reservation import Reservation, ReservedInterval, at, reserved_intervals_of
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import known_limit_s
+from hpcsched.sched.experience import NO_EXPERIENCE, Experience
 from hpcsched.sched.fairshare import UsedResources
-from hpcsched.sched.guard.experience import NO_EXPERIENCE, Experience
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gpus import GpuSlot, Units, all_units, gpu_slots
 from hpcsched.sched.place.request import LicenseCounts, ResourceRequest, Shape, request_of, time_limit_in, without_nodes

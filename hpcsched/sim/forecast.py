@@ -1,6 +1,6 @@
 """What becomes of a queue if no more jobs are submitted: a snapshot continues, planned by the daemon's own `plan`.
 
-Jobs run to their time limits, or as long as predicted (`sched.guard.experience`); a plan never knows more than the limits. Time
+Jobs run to their time limits, or as long as predicted (`sched.experience`); a plan never knows more than the limits. Time
 advances from event to event: the end of a job, a begin time, the start or end of a reservation, whatever a waiting job waits
 for. Decisions are final; held jobs and jobs that wait for something impossible are left over with their reason.
 
@@ -19,7 +19,7 @@ from hpcsched.model.job import JobState, Reason
 from hpcsched.model.node import Partition
 from hpcsched.model.reservation import NEVER_S, reserved_intervals_of
 from hpcsched.sched.decisions import Plan, Wait
-from hpcsched.sched.guard.experience import Expected
+from hpcsched.sched.experience import Expected
 from hpcsched.sched.plan import as_running, plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot

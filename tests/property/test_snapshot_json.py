@@ -16,8 +16,8 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, JobState
 from hpcsched.model.reservation import Flag, Reservation, reserved_intervals_of
 from hpcsched.model.spec import Dependency, DependencyKind
+from hpcsched.sched.experience import Experience
 from hpcsched.sched.fairshare import UsedResources
-from hpcsched.sched.guard.experience import Experience
 from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy, PreemptRules

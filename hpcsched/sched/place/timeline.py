@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from hpcsched.model.node import Share
 from hpcsched.model.reservation import NEVER_S
-from hpcsched.sched.guard.experience import Needed
+from hpcsched.sched.experience import Needed
 from hpcsched.sched.place.gpus import FreeGpus, GpuSlot, Grant, Units
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot

@@ -9,7 +9,7 @@ import pytest
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.controller.requests import jobs as requests
-from hpcsched.sched.guard.experience import Experience
+from hpcsched.sched.experience import Experience
 from hpcsched.sched.policy import Backfill
 
 
@@ -50,7 +50,7 @@ def test_the_longest_wait_is_remembered_and_all_of_it_after_a_restart(tmp_path: 
 
 
 def test_the_use_of_requests_is_remembered_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcsched.sched.guard.experience.LEAST_JOBS", 3)
+    monkeypatch.setattr("hpcsched.sched.experience.LEAST_JOBS", 3)
     cluster = Cluster("n1", path=tmp_path / "db")
     for asked_s in (100, 400, 100):
         job = cluster.submit(ntasks=2, time_limit_s=asked_s)

@@ -9,8 +9,8 @@ from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold
+from hpcsched.sched.experience import Experience
 from hpcsched.sched.explain import explain, in_words
-from hpcsched.sched.guard.experience import Experience
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
 

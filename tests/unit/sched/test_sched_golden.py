@@ -16,7 +16,7 @@ from hpcsched.model.job import Hold
 from hpcsched.model.node import GpuRequest, Link
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.guard.experience import Experience
+from hpcsched.sched.experience import Experience
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Guard, ShortJobs
 

@@ -8,7 +8,7 @@ from unit.sched.world import World, world
 
 from hpcsched.model.reservation import Reservation, reserved_intervals_of
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.guard.experience import Experience
+from hpcsched.sched.experience import Experience
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Guard, ShortJobs
 

@@ -10,7 +10,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, Reason
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import Dependency, DependencyKind
-from hpcsched.sched.guard.experience import Experience
+from hpcsched.sched.experience import Experience
 from hpcsched.sched.snapshot import NodeView, Snapshot
 from hpcsched.sim.forecast import Forecast, forecast, with_nodes, without_nodes
 

@@ -13,12 +13,11 @@ from unit.sim.brute import brute_starts
 from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
-from hpcsched.sched.guard.decide import Candidate
-from hpcsched.sched.guard.experience import Needed, RequestUse, ShadowEasy
-from hpcsched.sched.guard.on_pool import GuardedPool, PoolCapacity
+from hpcsched.sched.experience import Needed, RequestUse, ShadowEasy
+from hpcsched.sched.guard import Candidate
 from hpcsched.sched.policy import Backfill, Guard, ShortJobs
 from hpcsched.sched.pool import ConservativePool, Waiting
-from hpcsched.sim.policies import PLAN, POLICIES, PlannedLine, replay, simulate
+from hpcsched.sim.policies import PLAN, POLICIES, GuardedPool, PlannedLine, PoolCapacity, replay, simulate
 from hpcsched.sim.swf import Trace, TraceJob, trace_of
 
 

@@ -1,1 +1,0 @@
-"""The policy `default`: short jobs first by predicted run time, with bounded waits."""
