@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import secrets
 from collections import OrderedDict
@@ -51,8 +50,6 @@ from hpcsched.errors import (
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.sealing import private_opener
-
-log = logging.getLogger("hpcsched.credentials")
 
 Json = dict[str, Any]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -20,8 +19,6 @@ from hpcsched.errors import report_fault
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
 from hpcsched.state.cluster import ClusterState
-
-log = logging.getLogger("hpcsched.relaying")
 
 # A job may change jobs, but nothing of the cluster. It may read all that its owner may see.
 CHANGES = frozenset(

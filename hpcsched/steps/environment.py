@@ -48,7 +48,6 @@ def job_environment(
     cluster: str,
     conf: str = "",
     master_addr: str,
-    restart_count: int | None = None,
     share_dir: str = "",
     gid: int | None = None,
     devices: Mapping[int, str] = MappingProxyType({}),
@@ -58,7 +57,6 @@ def job_environment(
 
     - `conf`: path of the configuration file.
     - `master_addr`: address of the first node as the other nodes reach it.
-    - `restart_count`: None means the job's own.
     - `share_dir`: directory that all nodes share, "" if there is none.
     - `gid`: the submitter's group, if known.
     - `devices`: CUDA's names for GPUs of the first node, for GPUs that CUDA does not know by their
@@ -87,8 +85,6 @@ def job_environment(
         facts |= _distribution(job.spec.distribution)
     if cut_at_s is not None:
         facts["JOB_END_TIME"] = str(min(int(cut_at_s), int(facts.get("JOB_END_TIME", cut_at_s))))  # int: of the ledger
-    if restart_count is not None:
-        facts["RESTART_COUNT"] = str(restart_count)
     facts |= _tasks_asked(job)
     ours = _twins(facts) | _of_node(first.node) | _of_installation(job, cluster, conf)
     return with_users(dict(job.spec.env), ours)

@@ -200,7 +200,7 @@ def test_facts_follow_from_the_job(change: dict[str, object], name: str, value: 
 
 
 def test_a_restart_is_counted_for_slurms_programs_from_the_first_one_on() -> None:
-    env = job_environment(job(PLAIN, share("n1")), cluster="lab", master_addr="h", restart_count=1)
+    env = batch(replace(job(PLAIN, share("n1")), restarts=1))
     assert (env["SLURM_RESTART_COUNT"], env["HPCSCHED_RESTART_COUNT"]) == ("1", "1")
     assert batch(job(PLAIN, share("n1")))["HPCSCHED_RESTART_COUNT"] == "0"
 

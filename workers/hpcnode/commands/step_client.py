@@ -22,7 +22,7 @@ import selectors
 import signal
 import socket
 import time
-from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple, Union
+from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from hpcnode.commands.output import LineStream, Outlet
 from hpcnode.wire import protocol
@@ -38,8 +38,6 @@ ASK_AGAIN_S = 0.5
 BACK_AGAIN_S = 0.05
 MOST_BACK_AGAIN_S = 1.0
 MISSING_OUTPUT = "some of the tasks' output did not arrive"
-
-Answer = Union[protocol.StepWaiting, protocol.StepStarted]
 
 
 class ConnectionLost(Exception):

@@ -131,6 +131,10 @@ class Plain:
     def follow(self, plan: object) -> None:
         """Do nothing: no choices."""
 
+    def abort(self, code: int) -> None:
+        """End this process; the launcher (torchrun, hrun) then ends those of other ranks."""
+        os._exit(code)
+
 
 def gather_over(comm: Communicator, value: object) -> list[Any]:
     """Return every rank's value, by rank, over the group's exchange of tensors."""
@@ -187,10 +191,6 @@ class SingleCommunicator(Plain):
     def all_gather_object(self, value: object) -> list[Any]:
         """Return the value of this rank."""
         return [value]
-
-    def abort(self, code: int) -> None:
-        """End this process."""
-        os._exit(code)
 
     def close(self) -> None:
         """Do nothing."""

@@ -128,7 +128,6 @@ MEET_S = 5.0
 TRY_S = 1.0
 NAP_S = 0.02
 SECRET_BYTES = 16
-BUFFER_BYTES = 4 << 20
 SIOCGIFADDR = 0x8915
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "lo")  # interfaces to try last
 

@@ -133,10 +133,6 @@ class TorchCommunicator(Plain):
         """Return every rank's value, by rank."""
         return gather_over(self, value)
 
-    def abort(self, code: int) -> None:
-        """End this rank; its launcher (torchrun, hrun) then ends the others."""
-        os._exit(code)
-
     def close(self) -> None:
         """Leave the group."""
         self._background.close()
