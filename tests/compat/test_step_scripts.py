@@ -35,8 +35,8 @@ def test_a_tasks_prolog_changes_its_environment(slurm: Client, program) -> None:
     told = sorted(line.split() for line in said if "begins" not in line)
     assert [words[:4] for words in told] == [["0", "two", "words", "none"], ["1", "two", "words", "none"]]
     assert all(words[4] == words[5] for words in told)  # SLURM_TASK_PID is the program's
-    said = slurm("srun", "echo", "in spite of it", env={"SLURM_TASK_PROLOG": program("bad", "exit 3")})
-    assert said.stdout == "in spite of it\n"
+    said = slurm("srun", "echo", "in spite of it", env={"SLURM_TASK_PROLOG": program("bad", "exit 3")}, check=False)
+    assert (said.returncode, said.stdout) == (3, "")
     assert "the task prolog" in said.stderr
     assert "ended with status 3" in said.stderr
 

@@ -278,30 +278,32 @@ def _with_scripts(
     """Run the step of a job with --bcast, --prolog and --epilog."""
     bcast_to, prolog, epilog = (values.pop(name, "") for name in ("bcast", "prolog", "epilog"))
     given = command
-    _run_script("prolog", _text(prolog, ""), given, face, environ)
-    if bcast_to:
-        values.setdefault("job-name", os.path.basename(command[0]))
-        command, code = _broadcast(_text(bcast_to, ""), values, command, face, environ)
-        if code:
-            return code
     try:
+        if _run_script("prolog", _text(prolog, ""), given, face, environ):
+            return 1  # as srun: a step whose prolog failed does not start
+        if bcast_to:
+            values.setdefault("job-name", os.path.basename(command[0]))
+            command, code = _broadcast(_text(bcast_to, ""), values, command, face, environ)
+            if code:
+                return code
         return Hrun(values, command, environ, face).run()
     finally:
         _run_script("epilog", _text(epilog, ""), given, face, environ)
 
 
-def _run_script(what: str, program: str, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> None:
-    """Run a program here; its result changes nothing. "" and "none": no program."""
+def _run_script(what: str, program: str, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> int:
+    """Run a program here and return its status; "" and "none": no program."""
     if program in ("", "none"):
-        return
+        return 0
     try:
         pid = os.posix_spawn(program, [program, *command], dict(environ))
     except OSError as error:
         _complain(face, "cannot run the %s %s: %s" % (what, program, error.strerror))
-        return
+        return 127
     status = os.waitpid(pid, 0)[1]
     if status:
         _complain(face, "the %s %s failed: status %d" % (what, program, status >> 8 or status))
+    return status
 
 
 def _broadcast(

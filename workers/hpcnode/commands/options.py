@@ -108,7 +108,8 @@ OPTIONS: Tuple[StepOption, ...] = (
     StepOption("prefer", "", VALUE, "FEATURES", "prefer nodes with these features"),
     StepOption("preserve-env", "E", FLAG, "", "tasks see SLURM_NTASKS and SLURM_JOB_NUM_NODES as they are here"),
     StepOption("priority", "", VALUE, "N", "a fixed priority of the job (0 holds it)"),
-    StepOption("prolog", "", VALUE, "PROGRAM", "run this here before the step, with the command as arguments; none: nothing",
+    StepOption("prolog", "", VALUE, "PROGRAM", "run this here before the step, with the command as arguments; if it fails, the "
+               "step does not start; none: nothing",
                ("SLURM_PROLOG",)),
     StepOption("propagate", "", OPTIONAL, "LIMITS", "resource limits that tasks get: ALL, NONE, NOFILE ...",
                ("SLURM_PROPAGATE",)),
@@ -126,7 +127,7 @@ OPTIONS: Tuple[StepOption, ...] = (
                ("SLURM_REQ_SWITCH",)),
     StepOption("task-epilog", "", VALUE, "PROGRAM", "each task runs this after its program", ("SLURM_TASK_EPILOG",)),
     StepOption("task-prolog", "", VALUE, "PROGRAM", "each task runs this before its program, and reads export NAME=VALUE, unset "
-               "NAME and print TEXT from its output", ("SLURM_TASK_PROLOG",)),
+               "NAME and print TEXT from its output; if it fails, the task does not start", ("SLURM_TASK_PROLOG",)),
     StepOption("test-only", "", FLAG, "", "print when and where the job would start; start nothing"),
     StepOption("time", "t", VALUE, "TIME", "time limit of the step, or of the job", ("SLURM_TIMELIMIT",)),
     StepOption("time-min", "", VALUE, "TIME", "the job's time limit may be lowered to this if it then starts earlier"),

@@ -9,8 +9,9 @@ there. So signals are set by `_signal`, the C module below `signal`.
 
 --task-prolog and --task-epilog run with the task's environment, directory and standard error. Of the prolog's standard output,
 ``export NAME=value`` and ``unset NAME`` change the environment, ``print TEXT`` goes to standard output, other lines are ignored.
-A failed prolog is reported on standard error, and the task runs nevertheless. For an epilog, and for --wait-for-children, the
-first process of the task stays, waits for the program, runs the epilog and ends as the program did.
+As in Slurm, a task whose prolog failed does not start and ends with the prolog's status. A prolog that takes longer than PROLOG_S
+has failed. For an epilog, and for --wait-for-children, the first process of the task stays, waits for prolog and program, runs
+the epilog once and ends as the program did.
 
 Sources: credentials(7), execve(2), signal(7), srun(1).
 """
@@ -24,12 +25,13 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import stat
 import struct
 import time
-from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 from hpcnode.os import account as user
 from hpcnode.os import cgroup, mounts, rlimits
@@ -359,11 +361,11 @@ def _execute(plan: TaskPlan) -> NoReturn:
     env = plan.env
     env["SLURM_TASK_PID"] = str(os.getpid())
     try:
-        if plan.prolog:
-            run_prolog(plan.prolog, env)
         if plan.epilog or plan.wait_for_children:
             stay_for_epilog(plan.epilog, dict(env), plan.wait_for_children)
             env["SLURM_TASK_PID"] = str(os.getpid())
+        if plan.prolog:
+            run_prolog(plan.prolog, env)
         rlimits.apply(plan.limits)
         if plan.is_script:
             _execute_script(plan.argv, env)
@@ -413,29 +415,55 @@ def _execute_script(argv: List[str], env: Dict[str, str]) -> None:
 
 
 MAX_OUTPUT = 1 << 20  # of a prolog
+PROLOG_S = 300.0  # after which a prolog is killed
 EPILOG_S = 10.0  # after which an epilog is killed
 LOOK_S = 0.02
 _LEFT_ALONE = (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD)
 
 
 def run_prolog(program: str, env: Dict[str, str]) -> None:
-    """Run the prolog, and change `env` by its output."""
+    """Run the prolog, and change `env` by its output; if it fails, end as it did."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         os.dup2(write_end, 1)
         _become(program, env)
     os.close(write_end)
-    output = b""
-    while len(output) <= MAX_OUTPUT:
-        data = os.read(read_end, 1 << 16)
-        if not data:
-            break
-        output += data
-    os.close(read_end)  # a prolog that writes more gets SIGPIPE
-    _report_failure("prolog", program, os.waitpid(pid, 0)[1])
-    for line in output[:MAX_OUTPUT].decode("utf-8", "surrogateescape").split("\n"):
+    output, status = _output_of(pid, read_end)
+    if status:
+        _report_failure("prolog", program, status)
+        os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+    for line in output.decode("utf-8", "surrogateescape").split("\n"):
         _take(line.strip("\r"), env)
+
+
+def _output_of(pid: int, read_end: int) -> Tuple[bytes, int]:
+    """Return the output of a prolog and the status of its end; what it has started may keep the pipe open."""
+    output, done, status = b"", 0, 0
+    end_s = time.monotonic() + PROLOG_S
+    while True:
+        is_readable = bool(select.select([read_end], [], [], LOOK_S)[0])
+        data = os.read(read_end, 1 << 16) if is_readable else b""
+        output += data
+        if len(output) > MAX_OUTPUT or (is_readable and not data) or (done and not is_readable):
+            break
+        if not done:
+            done, status = os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > end_s:
+            break
+    os.close(read_end)  # a prolog that writes more gets SIGPIPE
+    return output[:MAX_OUTPUT], status if done else _end_of(pid, end_s)
+
+
+def _end_of(pid: int, end_s: float) -> int:
+    """Return the status of the end of a process, which is killed at `end_s`."""
+    done, status = os.waitpid(pid, os.WNOHANG)
+    while not done:
+        if time.monotonic() > end_s:
+            os.kill(pid, _signal.SIGKILL)
+        time.sleep(LOOK_S)
+        done, status = os.waitpid(pid, os.WNOHANG)
+    return status
 
 
 def _take(line: str, env: Dict[str, str]) -> None:
@@ -494,14 +522,7 @@ def _run_epilog(program: str, env: Dict[str, str]) -> None:
             if number not in _LEFT_ALONE:
                 _signal.signal(number, _signal.SIG_DFL)
         _become(program, env)
-    end_s = time.monotonic() + EPILOG_S
-    done, ended = os.waitpid(pid, os.WNOHANG)
-    while not done:
-        if time.monotonic() > end_s:
-            os.kill(pid, _signal.SIGKILL)
-        time.sleep(LOOK_S)
-        done, ended = os.waitpid(pid, os.WNOHANG)
-    _report_failure("epilog", program, ended)
+    _report_failure("epilog", program, _end_of(pid, time.monotonic() + EPILOG_S))
 
 
 def _end_as(status: int) -> NoReturn:
