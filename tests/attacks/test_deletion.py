@@ -82,9 +82,7 @@ def calls_of_a_deletion(top: Path, before_call: Callable[[int], None]) -> int:
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_b4_a_directory_that_becomes_a_link_before_any_call_takes_nothing_along(
-    tmp_path: Path, victim: Path, name: str
-) -> None:
+def test_b4_a_directory_that_becomes_a_link_takes_nothing_along(tmp_path: Path, victim: Path, name: str) -> None:
     before, count = names_below(victim), MOST_CALLS
     number = 0
     while number < count:
@@ -146,7 +144,7 @@ def open_for(path: Path, uid: int) -> None:
         os.chown(each, uid, uid, follow_symlinks=False)
 
 
-def test_b4_a_race_with_a_process_that_swaps_without_pause_takes_nothing_along(tmp_path: Path, victim: Path) -> None:
+def test_b4_swaps_without_pause_take_nothing_along(tmp_path: Path, victim: Path) -> None:
     uid = NOBODY if os.geteuid() == 0 else os.geteuid()
     base, links = tmp_path / "trees", tmp_path / "links"
     base.mkdir()
