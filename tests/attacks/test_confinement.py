@@ -103,15 +103,18 @@ def test_e4_a_user_who_locks_the_directories_of_groups_delays_no_job(node: NodeU
         assert run(node, work, "echo ran").codes == [0]
 
 
+def _make_job(tree: cgroup.Tree) -> None:
+    limits = cgroup.JobLimits(processes=9)
+    cgroup.make_job(tree, "9", cgroup.controllers_for(tree, limits), limits)
+
+
 def _come_and_go(name: str) -> None:
     for _ in range(100):
         tree = cgroup.find(name)
         if tree.roots():
             cgroup.remove_abandoned(tree, time.time())
-            group = cgroup.create(tree, "9.9.0", "0", cgroup.JobLimits(processes=9))
-            assert group is not None
-            cgroup.remove_step(tree, group)
-            cgroup.remove_job(tree, "9.9.0")
+            _make_job(tree)
+            cgroup.remove_job(tree, "9")
             cgroup.remove_unused(tree)
 
 
@@ -123,10 +126,10 @@ def test_agents_that_start_on_one_machine_at_the_same_time_keep_their_groups() -
 @needs("cpus")
 def test_a_step_that_ends_leaves_the_groups_that_the_next_step_of_its_job_enters() -> None:
     tree = cgroup.find(f"test-{os.getpid()}-steps")
-    ended, begun = (cgroup.create(tree, "9.9.0", step, cgroup.JobLimits(processes=9)) for step in "01")
-    assert ended is not None
-    assert begun is not None
-    cgroup.remove_step(tree, ended)
+    _make_job(tree)
+    controllers = cgroup.controllers_of(tree, "9")
+    ended, begun = (cgroup.make_step(tree, "9", step, controllers, 0) for step in "01")
+    cgroup.remove_step(ended)
     pid, is_in_unified = cgroup.fork_into(begun)
     if pid == 0:
         try:
@@ -135,8 +138,8 @@ def test_a_step_that_ends_leaves_the_groups_that_the_next_step_of_its_job_enters
             os._exit(1)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    cgroup.remove_step(tree, begun)
-    assert cgroup.remove_job(tree, "9.9.0")
+    cgroup.remove_step(begun)
+    assert cgroup.remove_job(tree, "9")
     assert not cgroup.jobs(tree)
     cgroup.remove_unused(tree)
 
@@ -195,12 +198,16 @@ def test_e4_files_in_dev_shm_are_memory_of_the_job(node: NodeUnderTest, work: Pa
     token = controller.launch(TAKE + "sleep 60", confine=confine, mem_mib=100, work_dir=str(work), user=ACCOUNT)
     wait_until((work / "out2").exists, what="the files")
     tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
-    group = Path(tree.controllers["memory"]) / f"job-{INCARNATION}.1.0"
+    group = Path(tree.controllers["memory"]) / f"job-{_sandbox(node)}"
     assert 80 << 20 < _highest(group) <= 100 << 20
     assert set(os.listdir("/dev/shm")) == before
     controller.send(protocol.EndStep(token, 0.0, "enough"))
     controller.final(token)
     wait_until(lambda: f"{node.root}/private" not in Path("/proc/mounts").read_text(), what="the end of the mounts")
+
+
+def _sandbox(node: NodeUnderTest, job: int = 1) -> str:
+    return confinement.owners(confinement.owners_directory(str(node.root)))[f"{INCARNATION}.{job}.0"].sandbox
 
 
 def _boot_id(node: NodeUnderTest) -> str:
@@ -270,7 +277,7 @@ def test_b9_no_way_of_having_memory_exceeds_the_limit(node: NodeUnderTest, work:
     root = Path(confinement.survey(str(node.root), "n1", _boot_id(node)).tree.controllers["memory"])
     for number, name in enumerate(HOARDS, 1):
         wait_until((work / f"done{number}").exists, what=name)
-        group = root / f"job-{INCARNATION}.{number}.0"
+        group = root / f"job-{_sandbox(node, number)}"
         assert _highest(group) <= 100 << 20, name
         sockets = group / "memory.kmem.tcp.max_usage_in_bytes"  # what version 1 counts by itself
         if "UDP" in name and sockets.exists():
@@ -367,7 +374,7 @@ def test_e2_a_fork_bomb_stops_at_its_limit_and_nothing_survives(node: NodeUnderT
     controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
     controller.final(token)
     tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
-    wait_until(lambda: f"{INCARNATION}.1.0" not in cgroup.jobs(tree), what="the removal of the job's groups")
+    wait_until(lambda: not cgroup.jobs(tree), what="the removal of the job's groups")
 
 
 DETACH = """python3 - <<'X'
@@ -599,6 +606,56 @@ def test_e4_a_node_says_what_it_cannot_enforce(place: Path) -> None:
     assert all(can or why for can, why in facts.values())
 
 
+LOOK = """stat -f -c '%S %b' /dev/shm; ls /dev/shm; wc -l < /proc/sysvipc/shm
+touch made; while [ ! -e go ]; do sleep 0.02; done; rm made go
+"""
+
+
+@needs("shm")
+@needs("processes")
+def test_b9_a_job_finds_nothing_of_the_job_that_had_its_sandbox_before(node: NodeUnderTest, work: Path) -> None:
+    """The second job has the groups and mounts of the first, with limits of its own; what is left over is not reused."""
+    controller, names = Controller(node), []
+    tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
+    for job, leave in enumerate(("ipcmk -M 4096 >/dev/null", "touch /dev/shm/left", "true"), 1):
+        fields = {"confine": share(mem_mib=20 * job, max_processes=100 + job), "mem_mib": 20 * job, "stdout": "out"}
+        token = controller.launch(
+            LOOK + leave, token=new_token(job=job), append=False, work_dir=str(work), user=ACCOUNT, **fields
+        )
+        wait_until((work / "made").exists)
+        names.append(_sandbox(node, job))
+        group = Path(tree.controllers["pids"]) / f"job-{names[-1]}"
+        assert (group / "pids.max").read_text() == f"{100 + job}\n"
+        (work / "go").touch()
+        assert controller.final(token).codes == [0]
+        size, segments = said(work).splitlines()
+        assert int(size.split()[0]) * int(size.split()[1]) == 20 * job << 20
+        assert segments == "1"  # the line above the first
+    assert names[0] == names[1] != names[2]
+
+
+@needs("cpus")
+def test_b9_a_killed_agent_s_sandboxes_stay_with_their_jobs(node: NodeUnderTest, work: Path) -> None:
+    """The next agent removes the sandboxes of jobs that are over, and keeps those of jobs that run."""
+    controller = Controller(node)
+    fields = {"confine": share(), "work_dir": str(work), "user": ACCOUNT}
+    controller.final(controller.launch("true", token=new_token(job=2), **fields))
+    token = controller.launch("touch made; while [ ! -e go ]; do sleep 0.05; done", token=new_token(), **fields)
+    wait_until((work / "made").exists)
+    sandbox = _sandbox(node)
+    node.kill()
+    node.start()
+    tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
+    controller = Controller(node)
+    wait_until(lambda: cgroup.jobs(tree) == {sandbox}, what="the removal of idle sandboxes")
+    step = controller.launch(token=new_token(step="0"), argv=["cat", "/proc/self/cgroup"], stdout="step", **fields)
+    assert controller.final(step).codes == [0]
+    assert f"job-{sandbox}" in (work / "step").read_text()
+    (work / "go").touch()
+    assert controller.final(token).codes == [0]
+    wait_until(lambda: not cgroup.jobs(tree), what="the removal of the job's groups")
+
+
 @needs("cpus")
 def test_e4_jobs_together_have_the_weight_of_the_cpus_of_the_node(node: NodeUnderTest, work: Path) -> None:
     """Else a busy process outside of jobs would take a cpu of a large node from the job that has it."""
@@ -610,7 +667,7 @@ def test_e4_jobs_together_have_the_weight_of_the_cpus_of_the_node(node: NodeUnde
     name = next(name for name in weights if (group / name).exists())
     most = min(10_000, 100 * (os.cpu_count() or 1)) if name == "cpu.weight" else 1024 * (os.cpu_count() or 1)
     assert [int((path / name).read_text()) for path in (group, group.parent)] == [most, most]
-    assert int((group / f"job-{INCARNATION}.1.0" / name).read_text()) == weights[name]
+    assert int((group / f"job-{_sandbox(node)}" / name).read_text()) == weights[name]
     controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
     controller.final(token)
 

@@ -133,6 +133,10 @@ def start_job(node: NodeUnderTest, **fields: object) -> tuple[Controller, str]:
     return controller, token
 
 
+def _sandbox(node: NodeUnderTest, job: int = 1) -> str:
+    return confinement.owners(confinement.owners_directory(str(node.root)))[f"{INCARNATION}.{job}.0"].sandbox
+
+
 def test_e3_a_user_without_a_job_cannot_log_in(node: NodeUnderTest, server: Server) -> None:
     start_job(node)
     login = server.ssh(STRANGER, "echo in")
@@ -146,7 +150,7 @@ def test_e3_a_user_without_a_job_cannot_log_in(node: NodeUnderTest, server: Serv
 def test_e3_a_login_is_a_part_of_the_job_and_ends_with_it(node: NodeUnderTest, server: Server) -> None:
     controller, token = start_job(node)
     groups, _ = server.ssh(OWNER, "cat /proc/self/cgroup").communicate(timeout=30)
-    own = [line for line in groups.splitlines() if f"/job-{INCARNATION}.1.0/logins" in line]
+    own = [line for line in groups.splitlines() if f"/job-{_sandbox(node)}/logins" in line]
     assert {"cpu", "memory", "pids", ""} <= {line.split(":")[1] for line in own}
     pid_file = node.root.parent / "work" / "login_pid"
     stays = server.ssh(OWNER, f"setsid sh -c 'echo $$ > {pid_file}; sleep 600' & sleep 600")
@@ -161,7 +165,7 @@ def test_e3_a_login_is_a_part_of_the_job_and_ends_with_it(node: NodeUnderTest, s
 
 
 def _adopted(groups: str) -> bool:
-    own = [line for line in groups.splitlines() if f"/job-{INCARNATION}.1.0/logins" in line]
+    own = [line for line in groups.splitlines() if f"/job-{_sandbox(node)}/logins" in line]
     return {"cpu", "memory", "pids", ""} <= {line.split(":")[1] for line in own}
 
 
@@ -194,6 +198,7 @@ def test_e3_without_an_agent_logins_enter_jobs_that_are_there(node: NodeUnderTes
 def test_e3_a_login_belongs_to_the_newest_job(node: NodeUnderTest, server: Server) -> None:
     """And stays when an older one ends."""
     _, token = start_job(node)
+    older = _sandbox(node)
     work = node.root.parent / "work"
     (work / "made").unlink()
     controller, _ = start_job(node, token=new_token(job=2))
@@ -205,8 +210,8 @@ def test_e3_a_login_belongs_to_the_newest_job(node: NodeUnderTest, server: Serve
     controller.final(token)
     (work / "leave").touch()
     groups, err = login.communicate(timeout=30)
-    assert f"/job-{INCARNATION}.2.0/logins" in groups, err
-    assert f"/job-{INCARNATION}.1.0/" not in groups
+    assert f"/job-{_sandbox(node, 2)}/logins" in groups, err
+    assert f"/job-{older}/" not in groups
     assert login.returncode == 0
 
 
@@ -218,14 +223,15 @@ def test_e3_a_claim_without_a_step_lets_its_user_in(node: NodeUnderTest, server:
     controller.launch(token=token, user=OWNER, confine=confine, work_dir="/", argv=[])
     controller.wait_status(token, protocol.CLAIMED)
     groups, err = server.ssh(OWNER, "cat /proc/self/cgroup").communicate(timeout=30)
-    assert f"/job-{INCARNATION}.1.0/logins" in groups, err
+    assert f"/job-{_sandbox(node)}/logins" in groups, err
 
 
 def test_e3_the_job_is_found_if_the_root_of_the_agent_is_named_by_a_link(node: NodeUnderTest) -> None:
     start_job(node)
     link = node.root.parent / "link"
     link.symlink_to(node.root)
-    assert [owner.job_id for owner in confinement.owners(str(link))] == [1]
+    owners = confinement.owners(confinement.owners_directory(str(link))).values()
+    assert [owner.job_id for owner in owners] == [1]
 
 
 def test_root_and_the_account_of_the_agent_may_always_log_in(tmp_path: Path) -> None:

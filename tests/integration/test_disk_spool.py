@@ -80,7 +80,7 @@ class Node:
     def claim(self, launch: protocol.Launch, account: Any) -> None:
         pass
 
-    def job_over(self, job: str) -> None:
+    def job_over(self, job: str, clean: bool) -> None:
         pass
 
     def kill_remains(self, started: dict[str, Any]) -> bool:

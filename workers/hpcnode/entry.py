@@ -34,7 +34,7 @@ class ShepherdControl(Protocol):
     def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
     def kill_remains(self, started: Dict[str, Any]) -> bool: ...
     def claim(self, launch: protocol.Launch, account: UserAccount) -> None: ...  # of a job without a step here yet
-    def job_over(self, job: str) -> None: ...  # see `hpcnode.shepherd.confinement.job_name`
+    def job_over(self, job: str, clean: bool) -> None: ...  # see `hpcnode.shepherd.confinement.job_name`
 
 
 class Entry:

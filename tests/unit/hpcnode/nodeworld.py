@@ -162,7 +162,7 @@ class NotedShepherds:
     def claim(self, launch: protocol.Launch, account: UserAccount) -> None:
         pass
 
-    def job_over(self, job: str) -> None:
+    def job_over(self, job: str, clean: bool) -> None:
         pass
 
     def kill_remains(self, started: dict[str, Any]) -> bool:

@@ -38,9 +38,10 @@ def _create(base: Path, limits: cgroup.JobLimits) -> cgroup.StepGroup:
     lock = base / "lock"
     lock.touch()
     controllers = dict.fromkeys(("cpu", "cpuset", "io", "memory", "pids"), str(base))
-    group = cgroup.create(cgroup.Tree(str(base), controllers, {}, str(lock)), "9.9.0", "0", limits)
-    assert group is not None
-    return group
+    tree = cgroup.Tree(str(base), controllers, {}, str(lock))
+    cgroup.make_job(tree, "9", list(controllers), limits)
+    cgroup.pin(tree, "9", limits.cpus, set())
+    return cgroup.step_group(tree, "9", cgroup.FIRST_STEP, list(controllers), 0)
 
 
 LIMITS = cgroup.JobLimits(cpus=2, pin=True, mem_mib=100, processes=50)
@@ -48,7 +49,7 @@ LIMITS = cgroup.JobLimits(cpus=2, pin=True, mem_mib=100, processes=50)
 
 def test_every_limit_is_written_where_the_kernel_has_it(tmp_path: Path) -> None:
     base = _group(tmp_path / "hpcsched" / "n1")
-    job = _group(base / "job-9.9.0")
+    job = _group(base / "job-9")
     group = _create(base, LIMITS)
     assert os.path.dirname(group.unified) == str(job)
     assert {
@@ -69,7 +70,7 @@ def test_every_limit_is_written_where_the_kernel_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lacks", ["memory.swap.max", "io.weight", "cpu.weight"])
 def test_a_kernel_without_swap_or_weights_starts_jobs(tmp_path: Path, lacks: str) -> None:
     base = _group(tmp_path / "hpcsched" / "n1")
-    job = _group(base / "job-9.9.0", without=lacks)
+    job = _group(base / "job-9", without=lacks)
     _create(base, LIMITS)
     assert (job / "memory.max").read_text() == str(100 << 20)
 
@@ -77,6 +78,6 @@ def test_a_kernel_without_swap_or_weights_starts_jobs(tmp_path: Path, lacks: str
 @pytest.mark.parametrize("lacks", ["memory.max", "cpu.max", "pids.max", "cpuset.cpus"])
 def test_a_limit_that_cannot_be_set_refuses_the_step(tmp_path: Path, lacks: str) -> None:
     base = _group(tmp_path / "hpcsched" / "n1")
-    _group(base / "job-9.9.0", without=lacks)
+    _group(base / "job-9", without=lacks)
     with pytest.raises(FileNotFoundError):
         _create(base, LIMITS)

@@ -18,6 +18,7 @@ from hpcnode.os import process
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop, Stream
 from hpcnode.shepherd.assignment import Setting
+from hpcnode.shepherd.confinement import Ground, Sandboxes
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.shepherd.relay import listen_in
 from hpcnode.spool import Spool
@@ -75,8 +76,8 @@ def test_a_loop_that_contains_no_faults_raises_them() -> None:
 def test_a_shepherd_whose_message_fails_is_connected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shepherds, "MAX_RETRY_S", 0.01)
     loop, spool, heard = Loop(contains_faults=True), Spool(str(tmp_path), CrashPoints()), []
-    setting = Setting(spool, CrashPoints(), process.boot_id({}), "n1", str(tmp_path / "sock"), None, False)
-    ours = shepherds.ShepherdPool(loop, setting, MpiVariables(str(tmp_path), print))
+    setting = Setting(spool, CrashPoints(), process.boot_id({}), "n1", str(tmp_path / "sock"), False)
+    ours = shepherds.ShepherdPool(loop, setting, MpiVariables(str(tmp_path), print), Sandboxes(loop, Ground()))
     one, bad, good = token(1), InputTaken(0, 0), SignalOtherSteps(10)
     spool.claim(launch(one), b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
     lock_fd = spool.open_lock(one)

@@ -16,6 +16,7 @@ from hpcnode.os.account import find_account
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop
 from hpcnode.shepherd.assignment import Setting
+from hpcnode.shepherd.confinement import Ground, Sandboxes
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.spool import Spool
 
@@ -41,7 +42,9 @@ class Node:
         self.loop = Loop()
         self.spool = Spool(str(root), CrashPoints())
         setting = Setting(self.spool, CrashPoints(), process.boot_id({}), "n1", str(root / "sock"), False)
-        self.shepherds = shepherds.ShepherdPool(self.loop, setting, MpiVariables(str(root), print))
+        self.shepherds = shepherds.ShepherdPool(
+            self.loop, setting, MpiVariables(str(root), print), Sandboxes(self.loop, Ground())
+        )
 
     def start(self, count: int) -> None:
         """Start this many jobs at once."""

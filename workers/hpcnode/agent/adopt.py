@@ -58,10 +58,13 @@ def why_refused(root: str, environ: Mapping[str, str], pid: int) -> str:
         return "this node has no account %r" % name[:60]
     if uid in (0, os.stat(root).st_uid):
         return ""
-    jobs = [owner for owner in confinement.owners(root) if owner.uid == uid]
+    directory = confinement.owners_directory(root)
+    owners = confinement.owners(directory)
+    jobs = [job for job, owner in owners.items() if owner.uid == uid and owner.groups]
     if not jobs:
         return "%s has no job on this node" % name
-    for owner in sorted(jobs, key=lambda owner: owner.job_id, reverse=True):
-        if cgroup.adopt(owner.groups, pid):
+    for job in sorted(jobs, key=lambda job: owners[job].job_id, reverse=True):
+        # Looked at again: if the job has ended meanwhile, the next job may have its sandbox.
+        if cgroup.adopt(owners[job].groups, pid) and confinement.owners(directory).get(job) == owners[job]:
             return ""
     return "cannot put the login into a job of %s: hctl show node says what this node cannot enforce (logins)" % name

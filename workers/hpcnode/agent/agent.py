@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -97,9 +98,9 @@ class Agent:
             node=node,
             socket_path=self._socket_path,
             has_gpus=environment.node_has_gpus(),
-            ground=self._ground,
         )
-        self._shepherds = ShepherdPool(self._loop, setting, MpiVariables(root, log))
+        self._sandboxes = confinement.Sandboxes(self._loop, self._ground)
+        self._shepherds = ShepherdPool(self._loop, setting, MpiVariables(root, log), self._sandboxes)
         self._ledger = Ledger(
             node=node,
             boot_id=self._boot_id,
@@ -139,9 +140,10 @@ class Agent:
                 signal.SIGHUP: lambda: None,
             },
         )
-        self._shepherds.remains.delete = lambda path: self._helpers.do(lambda: paths.remove_tree(path))
+        self._sandboxes.delete = lambda path: self._helpers.do(lambda: paths.remove_tree(path))
+        self._sandboxes.take_over()
         self._ledger.recover()
-        self._shepherds.remains.sweep(self._live_jobs())
+        self._sandboxes.sweep(self._live_jobs())
         if self._ledger.is_idle:
             self._shepherds.forget_mpi_files()
             environment.remove_allocations(self.root)
@@ -158,7 +160,7 @@ class Agent:
         paths.unpack_aside(self.root, log)
         self._loop.run()
         self._tidy()
-        self._shepherds.remains.tidy()
+        self._sandboxes.tidy(math.inf)
         os.unlink(self._socket_path)
         listener.close()
 

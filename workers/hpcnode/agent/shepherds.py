@@ -25,12 +25,11 @@ import socket
 import sys
 from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Tuple
 
-from hpcnode.os import cgroup, process
+from hpcnode.os import cgroup, mounts, process
 from hpcnode.os.account import UserAccount
 from hpcnode.os.loop import READ, Loop, Stream, Timer, wake_on_signals
-from hpcnode.shepherd import confinement
 from hpcnode.shepherd.assignment import Assignment, Own, Setting
-from hpcnode.shepherd.confinement import JobRemains
+from hpcnode.shepherd.confinement import Sandboxes, StepConfinement
 from hpcnode.shepherd.environment import MARKER
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.shepherd.relay import connect_in
@@ -53,6 +52,7 @@ class StepOrder(NamedTuple):
     environment: Dict[str, str]
     round: int
     suspended: bool
+    confined: StepConfinement
 
 
 def send_order(control: socket.socket, order: StepOrder, lock_fd: int, talk: socket.socket) -> None:
@@ -130,11 +130,13 @@ def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assi
         return None
     for fd in fds:
         os.set_inheritable(fd, False)
-    token, account, environment, round_, suspended = json.loads(data.decode("utf-8", "surrogateescape"))
+    token, account, environment, round_, suspended, confined = json.loads(data.decode("utf-8", "surrogateescape"))
     launch = setting.spool.read_launch(token)
     if launch is None:
         raise ValueError("no launch in the spool entry of %s" % token)
-    job = Assignment(launch, UserAccount(*account), environment, round_, suspended)
+    group, cover = confined
+    held = StepConfinement(None if group is None else cgroup.StepGroup(*group), mounts.Cover(*cover))
+    job = Assignment(launch, UserAccount(*account), environment, round_, suspended, held)
     return job, fds[0], socket.socket(fileno=fds[1])
 
 
@@ -156,7 +158,7 @@ class _Member:
 class ShepherdPool:
     """All shepherds of this node, and the idle processes of the pool."""
 
-    def __init__(self, loop: Loop, setting: Setting, mpi: MpiVariables) -> None:
+    def __init__(self, loop: Loop, setting: Setting, mpi: MpiVariables, sandboxes: Sandboxes) -> None:
         self._loop = loop
         self._setting = setting
         self._mpi = mpi
@@ -164,7 +166,7 @@ class ShepherdPool:
         self._members: List[_Member] = []
         self._spare_timer: Optional[Timer] = None
         self._trim_timer: Optional[Timer] = None
-        self.remains = JobRemains(loop, setting.ground)
+        self._sandboxes = sandboxes
         self._streams: Dict[str, Stream] = {}
         self._unsent_frames: Dict[str, List[bytes]] = {}  # for shepherds that live but are not connected yet
         self.round = 0  # counts the readers of all output
@@ -176,10 +178,16 @@ class ShepherdPool:
 
         Raises OSError if the node cannot fork.
         """
-        order = StepOrder(launch.token, account, self._mpi.variables(launch, account), self.round, suspended)
         lock_fd = self._lock(launch.token)
         if lock_fd is None:
             raise OSError("its spool entry is locked by another shepherd")
+        try:
+            confined = self._sandboxes.begin(launch, account, self._setting.socket_path)
+        except OSError:
+            os.close(lock_fd)
+            raise
+        environment = self._mpi.variables(launch, account)
+        order = StepOrder(launch.token, account, environment, self.round, suspended, confined)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         faults = self._setting.faults
         try:
@@ -353,12 +361,15 @@ class ShepherdPool:
         return True
 
     def claim(self, launch: protocol.Launch, account: UserAccount) -> None:
-        """Make what confines a job that has this node and runs nothing here yet. Raises OSError."""
-        confinement.begin(self._setting.ground, launch, account, self._setting.socket_path)
+        """Give a sandbox to a job that has this node and runs nothing here yet. Raises OSError."""
+        self._sandboxes.claim(launch, account)
 
-    def job_over(self, job: str) -> None:
-        """Take away the groups and private directories of a job that is over on this node."""
-        self.remains.job_over(job)
+    def job_over(self, job: str, clean: bool) -> None:
+        """Take back the sandbox of a job that is over on this node.
+
+        `clean`: another job may have it, unless something is found in it.
+        """
+        self._sandboxes.job_over(job, clean)
 
     def _lock(self, token: str) -> Optional[int]:
         fd = self._spool.open_lock(token)

@@ -1,9 +1,11 @@
 """Control groups of jobs: for killing, suspending and limiting what a job has on a node.
 
-    <hierarchy>/hpcsched/<agent>/job-<incarnation>.<job>.<attempt>/<step>-<random>
+    <hierarchy>/hpcsched/<agent>/job-<number>/<step>
 
-A job's group has the limits of its allocation on this node, so all its steps, and logins that it adopted, share them. A step's
-group has the step's memory limit. Tasks are in their step's group before they become the user; shepherds stay outside.
+The groups of a job that is over serve the next one, because to make and remove them takes the kernel longer than to run a
+short job; `hpcnode.shepherd.confinement` says which job has which. A job's group has the limits of its allocation on this node,
+so all its steps, and logins that it adopted, share them. A step's group has the step's memory limit. Tasks are in their step's
+group before they become the user; shepherds stay outside.
 
 Rules:
 - Version 2 is used wherever it is mounted: to kill and freeze a tree for certain. Its controllers limit if it has them;
@@ -12,8 +14,8 @@ Rules:
   started the agent.
 - A task is born in its group (clone3), because moving a process takes the kernel up to 20 ms. In version 1 the task writes
   to `tasks`, which moves one thread without that cost.
-- Groups are created and removed under a lock that all agents of a user on the machine share, so no directory vanishes while
-  another agent or step uses it. The lock is a file that others cannot open: who opens a file, even to read it, can lock it.
+- Groups of jobs are created and removed under a lock that all agents of a user on the machine share, so no directory vanishes
+  while another agent uses it. The lock is a file that others cannot open: who opens a file, even to read it, can lock it.
 - The groups above those of jobs have the weight of the node's cpus: with that of one cpu, a job on each cpu of a large node
   would get next to nothing beside any other process of the node.
 - A job has a group only where something is limited, and in version 2, because each costs the start of a job.
@@ -36,6 +38,7 @@ from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequenc
 
 OURS = "hpcsched"
 JOB_PREFIX = "job-"
+FIRST_STEP = "first"  # the group of the first step of each job that uses these groups
 LOGINS = "logins"  # the group of adopted ssh logins in a job's group
 CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "io", "devices", "hugetlb")
 _SYSTEMD = (".slice", ".scope", ".service")
@@ -87,7 +90,7 @@ class StepGroup(NamedTuple):
     unified: str  # of version 2; "": none
     tasks: List[str]  # files of version 1 that a task writes itself to
     memory: str  # the group with the step's memory limit; "": memory is not limited
-    paths: List[str]  # the step's own groups
+    paths: List[str]  # the step's own groups, which go with it; [] if its job keeps them
 
 
 def find(agent: str) -> Tree:
@@ -241,71 +244,119 @@ def _make_v1(path: str, controller: str) -> bool:
     return os.access(path, os.W_OK)
 
 
-# ----- the groups of a step
+# ----- the groups of a job and of its steps
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    making = os.O_CREAT if path == LOCK_FILE else 0
-    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | making, 0o600)
+def _locked(path: str) -> Iterator[int]:
+    """Lock the groups of this user's agents; root's lock is the file of pinned cpus, too."""
+    how = os.O_CREAT | os.O_RDWR if path == LOCK_FILE else os.O_WRONLY
+    fd = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        yield fd
     finally:
         os.close(fd)
 
 
-def create(tree: Tree, job: str, step: str, limits: JobLimits) -> Optional[StepGroup]:
-    """Make the groups of a step, with their limits; None if this node has no groups.
+def controllers_for(tree: Tree, limits: JobLimits) -> Tuple[str, ...]:
+    """Return the controllers that a job with these limits needs."""
+    wanted = {
+        "cpu": limits.cpus > 0,
+        "io": limits.cpus > 0,
+        "cpuset": limits.pin and limits.cpus > 0,
+        "memory": limits.mem_mib > 0 or limits.step_mem_mib > 0,
+        "pids": limits.processes > 0,
+        "devices": limits.devices,
+        "hugetlb": limits.mem_mib > 0,
+    }
+    found = tuple(name for name in tree.controllers if wanted[name])
+    return found or (() if tree.unified else tuple(tree.controllers)[:1])  # one, to find the job's processes
+
+
+def _roots_with(tree: Tree, controllers: Iterable[str]) -> Iterator[Tuple[str, List[str], bool]]:
+    """Yield the roots where a job has a group, its controllers there, and whether it is version 2."""
+    for root in tree.roots():
+        here = [name for name in controllers if tree.controllers[name] == root]
+        if here or root == tree.unified:
+            yield root, here, root == tree.unified
+
+
+def make_job(tree: Tree, job: str, controllers: Sequence[str], limits: JobLimits) -> None:
+    """Make the groups of a job, with its limits, and those of its first step.
 
     Raises OSError if a group or a limit that this node can have is refused.
     """
-    if not tree.roots():
-        return None
-    name = "%s-%s" % (step, os.urandom(4).hex())
-    tasks: List[str] = []
-    paths: List[str] = []
-    memory = ""
-    wanted = [name for name in tree.controllers if _limits(tree, name, limits)]
-    if not tree.unified:
-        wanted = wanted or list(tree.controllers)[:1]  # to find the job's processes
     with _locked(tree.lock):
-        for root in tree.roots():
-            version_2 = root == tree.unified
-            group = os.path.join(root, JOB_PREFIX + job)
-            has = [each for each in wanted if tree.controllers[each] == root]
-            if not has and not version_2:
-                continue
-            _make_base(root, has, version_2)
-            _make(group, has, version_2)
-            for controller in has:
-                _limit_job(tree, group, controller, limits, version_2)
-            own = os.path.join(group, name)
-            if version_2 or "memory" in has:
-                _make(own, [] if version_2 else has, version_2=False)
-                paths.append(own)
-            else:
-                own = group
-            if "memory" in has and limits.step_mem_mib > 0:
-                _limit_memory(own, limits.step_mem_mib, version_2)
-                memory = own
-            if not version_2:
-                tasks.append(own + "/tasks")
-    unified = os.path.join(tree.unified, JOB_PREFIX + job, name) if tree.unified else ""
-    return StepGroup(unified, tasks, memory, paths)
+        for root, here, version_2 in _roots_with(tree, controllers):
+            _make_base(root, here, version_2)
+            _make(os.path.join(root, JOB_PREFIX + job), here, version_2)
+    limit_job(tree, job, controllers, JobLimits(), limits)
+    make_step(tree, job, FIRST_STEP, controllers, limits.step_mem_mib)
 
 
-def _limits(tree: Tree, controller: str, limits: JobLimits) -> bool:
-    """Return whether a job with these limits needs the controller."""
-    if controller == "cpuset":
-        return limits.pin and 0 < limits.cpus < len(_usable_cpus(tree))
-    if controller == "memory":
-        return limits.mem_mib > 0 or limits.step_mem_mib > 0
-    if controller == "hugetlb":
-        return limits.mem_mib > 0
-    return bool(
-        {"cpu": limits.cpus, "io": limits.cpus, "pids": limits.processes, "devices": limits.devices}[controller]
-    )
+def limit_job(tree: Tree, job: str, controllers: Iterable[str], had: JobLimits, limits: JobLimits) -> None:
+    """Change the limits of a job's groups from what they `had`. Raises OSError."""
+    for name in controllers:
+        root = tree.controllers[name]
+        group, version_2 = os.path.join(root, JOB_PREFIX + job), root == tree.unified
+        if name == "memory" and limits.mem_mib != had.mem_mib:
+            _limit_memory(group, limits.mem_mib, version_2)
+        elif name == "pids" and limits.processes != had.processes:
+            _must_write(group + "/pids.max", str(limits.processes))
+        elif name == "cpu" and limits.cpus != had.cpus:
+            _limit_cpu(group, limits.cpus, version_2)
+        elif name == "io" and limits.cpus != had.cpus:
+            for file in _IO_WEIGHTS:
+                _write(group + file, str(min(_IO_WEIGHTS[file], 100 * limits.cpus)))
+        elif name == "hugetlb" and had.mem_mib == 0:
+            _deny_huge_pages(group, version_2)
+
+
+def make_step(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_mib: int) -> StepGroup:
+    """Make the groups of a step below those of its job. Raises OSError."""
+    paths: List[str] = []
+    for root, here, version_2 in _roots_with(tree, controllers):
+        if version_2 or "memory" in here:
+            paths.append(os.path.join(root, JOB_PREFIX + job, step))
+            _make(paths[-1], [] if version_2 else here, version_2=False)
+    group = step_group(tree, job, step, controllers, mem_mib)
+    if mem_mib > 0 and group.memory:
+        _limit_memory(group.memory, mem_mib, tree.controllers["memory"] == tree.unified)
+    return group._replace(paths=paths)
+
+
+def step_group(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_mib: int) -> StepGroup:
+    """Return the groups of a step that exist already. Its job keeps them."""
+    unified, memory = "", ""
+    tasks: List[str] = []
+    for root, here, version_2 in _roots_with(tree, controllers):
+        own = os.path.join(root, JOB_PREFIX + job)
+        if version_2 or "memory" in here:
+            own = os.path.join(own, step)
+        if version_2:
+            unified = own
+        else:
+            tasks.append(own + "/tasks")
+        if "memory" in here and mem_mib > 0:
+            memory = own
+    return StepGroup(unified, tasks, memory, [])
+
+
+def groups_of(tree: Tree, job: str, controllers: Iterable[str]) -> List[str]:
+    """Return the groups of a job."""
+    return [os.path.join(root, JOB_PREFIX + job) for root, _, _ in _roots_with(tree, controllers)]
+
+
+def controllers_of(tree: Tree, job: str) -> Tuple[str, ...]:
+    """Return the controllers that a job's groups have."""
+    return tuple(name for name, root in tree.controllers.items() if os.path.isdir(os.path.join(root, JOB_PREFIX + job)))
+
+
+def limit_step(tree: Tree, job: str, step: str, mem_mib: int) -> None:
+    """Change the memory limit of a step, which has the memory controller. Raises OSError."""
+    root = tree.controllers["memory"]
+    _limit_memory(os.path.join(root, JOB_PREFIX + job, step), mem_mib, root == tree.unified)
 
 
 def _make_base(base: str, controllers: Iterable[str], version_2: bool) -> None:
@@ -339,41 +390,28 @@ def _make(path: str, controllers: Iterable[str], version_2: bool) -> None:
         _make_v1(path, "cpuset")
 
 
-def _limit_job(tree: Tree, group: str, controller: str, limits: JobLimits, version_2: bool) -> None:
-    if controller == "memory" and limits.mem_mib > 0:
-        _limit_memory(group, limits.mem_mib, version_2)
-    elif controller == "pids" and limits.processes > 0:
-        _must_write(group + "/pids.max", str(limits.processes))
-    elif controller == "cpu" and limits.cpus > 0:
-        quota = limits.cpus * PERIOD_US
-        if version_2:
-            _must_write(group + "/cpu.max", "%d %d" % (quota, PERIOD_US))
-        else:
-            _must_write(group + "/cpu.cfs_period_us", str(PERIOD_US))
-            _must_write(group + "/cpu.cfs_quota_us", str(quota))
-        _weigh(group, limits.cpus, version_2)
-    elif controller == "io" and limits.cpus > 0:
-        for name in _IO_WEIGHTS:
-            _write(group + name, str(min(_IO_WEIGHTS[name], 100 * limits.cpus)))
-    elif controller == "hugetlb":
-        _deny_huge_pages(group, version_2)
-    elif controller == "cpuset" and limits.pin:
-        _pin(tree, group, limits.cpus)
+def _limit_cpu(group: str, cpus: int, version_2: bool) -> None:
+    quota = cpus * PERIOD_US
+    if version_2:
+        _must_write(group + "/cpu.max", "%d %d" % (quota, PERIOD_US))
+    else:
+        _must_write(group + "/cpu.cfs_period_us", str(PERIOD_US))
+        _must_write(group + "/cpu.cfs_quota_us", str(quota))
+    _weigh(group, cpus, version_2)
 
 
 def _limit_memory(group: str, mem_mib: int, version_2: bool) -> None:
-    """Limit memory, and memory with swap to the same."""
-    limit = str(mem_mib << 20)
+    """Limit memory, and memory with swap to the same. 0: no limit."""
     if version_2:
-        _must_write(group + "/memory.max", limit)
+        _must_write(group + "/memory.max", str(mem_mib << 20) if mem_mib else "max")
         _write(group + "/memory.swap.max", "0")  # a kernel without swap lacks the file
         return
-    total = group + "/memory.memsw.limit_in_bytes"
-    if _number(total) < mem_mib << 20:  # it never may be below the other
+    limit, total = str(mem_mib << 20) if mem_mib else "-1", group + "/memory.memsw.limit_in_bytes"
+    if not mem_mib or _number(total) < mem_mib << 20:  # it never may be below the other
         _write(total, limit)
     _must_write(group + "/memory.limit_in_bytes", limit)
     _write(total, limit)
-    _write(group + "/memory.kmem.tcp.limit_in_bytes", str((mem_mib << 20) // SOCKETS_PART))
+    _write(group + "/memory.kmem.tcp.limit_in_bytes", str((mem_mib << 20) // SOCKETS_PART) if mem_mib else "-1")
 
 
 def _deny_huge_pages(group: str, version_2: bool) -> None:
@@ -393,52 +431,84 @@ def _huge_page_sizes() -> List[str]:
 
 
 def has_huge_pages() -> bool:
-    """Return whether this node has huge pages, or may make some for programs that ask for them."""
+    """Return whether this node has huge pages, or makes some when programs ask for them."""
     files = ("nr_hugepages", "nr_overcommit_hugepages")
     return any(_number(os.path.join(HUGE_PAGES, size, name)) for size in _children(HUGE_PAGES) for name in files)
 
 
-def _pin(tree: Tree, group: str, count: int) -> None:
-    """Give the job cpus that no other job has, whole cores first; none if too few are free."""
-    usable = _usable_cpus(tree)
-    present = cpu_list(_read(group + "/cpuset.cpus"))
-    if present and len(present) < len(usable):
-        return  # an earlier step of the job did it
-    free = sorted(usable - _pinned(tree.controllers["cpuset"], usable), key=lambda cpu: (_core(cpu), cpu))
-    if count <= len(free):
-        _must_write(group + "/cpuset.cpus", ",".join(map(str, free[:count])))
+def memory_bytes(tree: Tree, job: str) -> int:
+    """Return what is still charged to a job's group, 0 if its memory is not counted."""
+    if "memory" not in tree.controllers:
+        return 0
+    group = os.path.join(tree.controllers["memory"], JOB_PREFIX + job)
+    return _number(group + "/memory.current") or _number(group + "/memory.usage_in_bytes")
 
 
-def _usable_cpus(tree: Tree) -> Set[int]:
+# ----- cpus of a job's own
+
+
+def usable_cpus(tree: Tree) -> Set[int]:
+    """Return the cpus that jobs may be pinned to."""
     base = tree.controllers["cpuset"]
     while not os.path.isdir(base):  # not made yet: those of the group above
         base = os.path.dirname(base)
     return cpu_list(_read(base + "/cpuset.cpus.effective") or _read(base + "/cpuset.effective_cpus"))
 
 
-def _pinned(base: str, usable: Set[int]) -> Set[int]:
-    """Return the cpus of jobs of all agents on this machine.
+def pin(tree: Tree, job: str, count: int, own: Set[int]) -> Set[int]:
+    """Give the job cpus that no other job has, and return them; none if too few are free.
 
-    The search ends when all are taken: a node has many jobs, and each of them costs a read.
+    Whole cores come first. `own`: those of this agent's other jobs. Those of root's other agents are in the file that is locked.
     """
-    taken: Set[int] = set()
-    above = os.path.dirname(base)
-    for agent in _children(above):
-        for job in _children(os.path.join(above, agent)):
-            if not job.startswith(JOB_PREFIX):
-                continue
-            path = os.path.join(above, agent, job)
-            cpus = cpu_list(_read(path + "/cpuset.cpus"))
-            if len(cpus) < len(usable) and not cpus <= taken and _is_used(path):
-                taken |= cpus
-                if taken >= usable:
-                    return taken
-    return taken
+    usable = usable_cpus(tree)
+    path = os.path.join(tree.controllers["cpuset"], JOB_PREFIX + job)
+    with _locked(tree.lock) as fd:
+        pinned = _read_pins(fd) if tree.lock == LOCK_FILE else {}
+        others = {cpu for cpu, group in pinned.items() if not _is_below(group, tree) and _is_used(group)}
+        free = sorted(usable - own - others, key=lambda cpu: (_core(cpu), cpu))[:count]
+        if len(free) < count:
+            return set()
+        _must_write(path + "/cpuset.cpus", ",".join(map(str, free)))
+        os.utime(path)  # it has no process yet, see `_is_used`
+        if tree.lock == LOCK_FILE:
+            kept = {cpu: group for cpu, group in pinned.items() if group != path and cpu in own | others}
+            _write_pins(fd, {**kept, **dict.fromkeys(free, path)})
+    return set(free)
+
+
+def unpin(tree: Tree, job: str) -> None:
+    """Let the job, which has no process, have all cpus again. Raises OSError."""
+    path = os.path.join(tree.controllers["cpuset"], JOB_PREFIX + job)
+    _must_write(path + "/cpuset.cpus", ",".join(map(str, sorted(usable_cpus(tree)))))
+
+
+def pinned_to(tree: Tree, job: str) -> Set[int]:
+    """Return the cpus of the job's own."""
+    if "cpuset" not in tree.controllers:
+        return set()
+    cpus = cpu_list(_read(os.path.join(tree.controllers["cpuset"], JOB_PREFIX + job, "cpuset.cpus")))
+    return cpus if cpus < usable_cpus(tree) else set()
+
+
+def _is_below(group: str, tree: Tree) -> bool:
+    return group.startswith(tree.controllers["cpuset"] + "/")
+
+
+def _read_pins(fd: int) -> Dict[int, str]:
+    """Return which group has which cpu: a line for each cpu."""
+    lines = os.fsdecode(os.pread(fd, READ_BYTES, 0)).splitlines()
+    words = [line.split(" ", 1) for line in lines]
+    return {int(pair[0]): pair[1] for pair in words if len(pair) == 2 and pair[0].isdigit()}  # int: written by root
+
+
+def _write_pins(fd: int, pins: Dict[int, str]) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, os.fsencode("".join("%d %s\n" % pair for pair in sorted(pins.items()))), 0)
 
 
 def _is_used(path: str) -> bool:
     """Return whether a job's group has processes, or is so new that they are about to enter."""
-    return is_populated(path) or time.time() - os.stat(path).st_mtime < ENTRY_S
+    return os.path.isdir(path) and (is_populated(path) or time.time() - os.stat(path).st_mtime < ENTRY_S)
 
 
 def _core(cpu: int) -> int:
@@ -541,14 +611,16 @@ def is_populated(path: str) -> bool:
     return bool(_read(path + "/cgroup.procs")) or any(below)
 
 
-def remove_step(tree: Tree, group: StepGroup) -> None:
-    """Remove the groups of a step without processes.
+def remove_step(group: StepGroup) -> None:
+    """Remove the groups of a step without processes, unless its job keeps them."""
+    for path in group.paths:
+        remove(path)
 
-    Those of its job stay until the job is over: another step may be about to enter them.
-    """
-    with _locked(tree.lock):
-        for path in group.paths:
-            remove(path)
+
+def is_empty(tree: Tree, job: str, controllers: Iterable[str]) -> bool:
+    """Return whether no process is left in the groups of a job."""
+    root = tree.unified or next((tree.controllers[name] for name in controllers), "")
+    return not root or not is_populated(os.path.join(root, JOB_PREFIX + job))
 
 
 def remove_job(tree: Tree, job: str) -> bool:
@@ -587,7 +659,7 @@ def _below(path: str) -> List[str]:
 
 
 def jobs(tree: Tree) -> Set[str]:
-    """Return the jobs that have groups of this agent."""
+    """Return the names of all groups of jobs of this agent."""
     names = {name for root in tree.roots() for name in _children(root)}
     return {name[len(JOB_PREFIX) :] for name in names if name.startswith(JOB_PREFIX)}
 

@@ -2,8 +2,8 @@
 
     ROOT/private/          mode 0700, a small tmpfs whose mounts no other namespace sees; there while a job uses it
       proc/                /proc with hidepid=2, for all jobs
-      JOB/shm/             a tmpfs as large as the job's memory
-      JOB/ipc              the job's IPC namespace: System V shared memory, semaphores and queues, and POSIX message queues
+      NAME/shm/            a tmpfs as large as the job's memory; a later job may have it, if it is empty
+      NAME/ipc             the job's IPC namespace: System V shared memory, semaphores and queues, and POSIX message queues
     ROOT/tmp/JOB/          a directory on disk; ROOT/tmp has mode 0700
 
 Each task has a mount namespace of its own, in which these directories cover /dev/shm, /tmp and /proc. All tasks of a job on a
@@ -39,7 +39,7 @@ GONE = ".gone-"  # before the name of a /tmp that is being deleted
 FIRST_HIDEPID = (5, 8)
 
 CLONE_NEWNS, CLONE_NEWIPC = 0x20000, 0x8000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC = 0x2, 0x4, 0x8, 0x1000, 0x4000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 0x2, 0x4, 0x8, 0x20, 0x1000, 0x4000
 MS_PRIVATE, MS_SLAVE = 0x40000, 0x80000
 MNT_DETACH = 2
 OPEN = os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
@@ -186,43 +186,22 @@ def end_if_unused(root: str) -> None:
 # ----- of a job
 
 
-def job_folder(root: str, job: str) -> str:
-    """Return the directory of a job."""
-    return os.path.join(root, PRIVATE, job)
-
-
-def make(
-    root: str, job: str, mem_mib: int, *, tmp: bool, shm: bool, ipc: bool, proc: bool, keep: Iterable[str]
-) -> Cover:
-    """Make what the tasks of a job cover the node's directories with. Raises OSError."""
+def make_private(root: str, name: str, mem_mib: int, *, shm: bool, ipc: bool, proc: bool) -> Cover:
+    """Make the private mounts of a job. Raises OSError."""
     with _private(root) as private:
         _begin(private, proc)
-        cover = _make(private, job, mem_mib, tmp=tmp, shm=shm, keep=keep)
-        return cover._replace(
-            proc=os.path.join(private, "proc") if proc else "",
-            ipc=_make_ipc(os.path.join(private, job, "ipc")) if ipc else "",
-        )
-
-
-def _make(private: str, job: str, mem_mib: int, *, tmp: bool, shm: bool, keep: Iterable[str]) -> Cover:
-    folder = os.path.join(private, job)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    cover = Cover(keep=tuple(_firsts(keep)))
-    if shm:
+        folder = os.path.join(private, name)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        cover = Cover(proc=os.path.join(private, "proc") if proc else "")
+        if ipc:
+            cover = cover._replace(ipc=_make_ipc(os.path.join(folder, "ipc")))
+        if not shm:
+            return cover
         path = os.path.join(folder, "shm")
         os.makedirs(path, exist_ok=True)
         if not _is_mounted(path):
-            size = "size=%dm" % mem_mib if mem_mib > 0 else "size=50%"
-            _mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777," + size)
-        cover = cover._replace(shm=path)
-    if tmp:
-        path = os.path.join(os.path.dirname(private), TMPS, job)
-        if not os.path.isdir(path):
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            os.mkdir(path)
-            os.chmod(path, 0o1777)  # noqa: S103 - as /tmp
-        cover = cover._replace(tmp=path)
-    return cover
+            _mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777," + _size(mem_mib))
+        return cover._replace(shm=path)
 
 
 def _make_ipc(path: str) -> str:
@@ -239,14 +218,57 @@ def _make_ipc(path: str) -> str:
     return path
 
 
-def _firsts(paths: Iterable[str]) -> List[str]:
+def find_private(root: str, name: str) -> Cover:
+    """Return the private mounts that an earlier agent has made for a job."""
+    private = os.path.join(root, PRIVATE)
+    paths = [os.path.join(private, *parts) for parts in ((name, "shm"), (name, "ipc"), ("proc",))]
+    shm, ipc, proc = [path if _is_mounted(path) else "" for path in paths]
+    return Cover(shm=shm, ipc=ipc, proc=proc)
+
+
+def renew(cover: Cover) -> None:
+    """Make a new IPC namespace, because the last job may have left something in it.
+
+    Raises OSError.
+    """
+    if cover.ipc:
+        _unmount(cover.ipc)
+        _make_ipc(cover.ipc)
+
+
+def resize(cover: Cover, mem_mib: int) -> None:
+    """Make an empty tmpfs as large as the memory of another job. Raises OSError."""
+    if cover.shm:
+        _mount("tmpfs", cover.shm, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT, _size(mem_mib))
+
+
+def _size(mem_mib: int) -> str:
+    return "size=%dm" % mem_mib if mem_mib > 0 else "size=50%"
+
+
+def is_clean(cover: Cover) -> bool:
+    """Return whether a job has left nothing in its tmpfs."""
+    return not cover.shm or (not os.listdir(cover.shm) and stat.S_IMODE(os.stat(cover.shm).st_mode) == 0o1777)
+
+
+def make_tmp(root: str, job: str) -> str:
+    """Make the private /tmp of a job, or find it. Raises OSError."""
+    path = os.path.join(root, TMPS, job)
+    if not os.path.isdir(path):
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        os.mkdir(path)
+        os.chmod(path, 0o1777)  # noqa: S103 - as /tmp
+    return path
+
+
+def kept(paths: Iterable[str]) -> Tuple[str, ...]:
     """Return the first directory below /tmp of each path that is there."""
     found: Dict[str, None] = {}
     for path in paths:
         parts = os.path.normpath(path).split("/")
         if parts[:2] == ["", TMP[1:]] and len(parts) > 2:
             found["/".join(parts[:3])] = None
-    return list(found)
+    return tuple(found)
 
 
 def used_mib(cover: Cover) -> int:
@@ -257,17 +279,21 @@ def used_mib(cover: Cover) -> int:
     return (info.f_blocks - info.f_bfree) * info.f_frsize >> 20
 
 
-def remove(root: str, job: str) -> str:
-    """Take a job's directories away; return one that the caller must delete, "" for none."""
-    if os.path.isdir(job_folder(root, job)):
-        with _private(root) as private:
-            folder = os.path.join(private, job)
-            for name in ("shm", "ipc"):
-                _unmount(os.path.join(folder, name))
-            for name in os.listdir(folder):
-                path = os.path.join(folder, name)
-                (os.rmdir if os.path.isdir(path) else os.unlink)(path)
+def remove_private(root: str, name: str) -> None:
+    """Take the private mounts of a job away. Raises OSError."""
+    with _private(root) as private:
+        folder = os.path.join(private, name)
+        for entry in ("shm", "ipc"):
+            _unmount(os.path.join(folder, entry))
+        for entry in _names(folder):
+            path = os.path.join(folder, entry)
+            (os.rmdir if os.path.isdir(path) else os.unlink)(path)
+        with contextlib.suppress(FileNotFoundError):
             os.rmdir(folder)
+
+
+def remove_tmp(root: str, job: str) -> str:
+    """Take a job's /tmp away; return the directory that the caller must delete, "" for none."""
     gone = os.path.join(root, TMPS, GONE + os.urandom(8).hex())
     try:
         os.rename(os.path.join(root, TMPS, job), gone)
@@ -276,11 +302,14 @@ def remove(root: str, job: str) -> str:
     return gone
 
 
-def jobs(root: str) -> List[str]:
-    """Return the jobs that have directories here."""
-    return [
-        name for name in {*_names(os.path.join(root, PRIVATE)), *_names(os.path.join(root, TMPS))} if name != "proc"
-    ]
+def private_names(root: str) -> List[str]:
+    """Return the names that have private mounts here."""
+    return [name for name in _names(os.path.join(root, PRIVATE)) if name != "proc"]
+
+
+def tmp_names(root: str) -> List[str]:
+    """Return the jobs that have a /tmp here, and directories that are being deleted."""
+    return _names(os.path.join(root, TMPS))
 
 
 def _names(path: str) -> List[str]:

@@ -7,7 +7,7 @@ from typing import Dict, NamedTuple, Sequence
 from hpcnode.os.account import UserAccount
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.process import ProcessIdentity
-from hpcnode.shepherd.confinement import Ground
+from hpcnode.shepherd.confinement import StepConfinement
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
 
@@ -21,7 +21,6 @@ class Setting(NamedTuple):
     node: str
     socket_path: str
     has_gpus: bool
-    ground: Ground = Ground()  # what can confine jobs here
 
 
 class Own(NamedTuple):
@@ -39,6 +38,7 @@ class Assignment(NamedTuple):
     environment: Dict[str, str]  # added to the launch's
     round: int  # counts the readers of the output, see `hpcnode.agent.shepherds`
     suspended: bool  # the job is suspended: the tasks are released when it is resumed
+    confined: StepConfinement = StepConfinement()
 
 
 class Task:

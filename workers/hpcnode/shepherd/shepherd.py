@@ -92,8 +92,10 @@ class Shepherd:
         self._findings: Set[Finding] = set()
         self._why = ""
         self._suspension = Suspension(loop, job.suspended)
-        self._confined = confinement.StepConfinement()
+        self._confined = job.confined
         self._tree = ProcessTree(loop)
+        if job.confined.group is not None:
+            self._suspension.group = self._tree.group = job.confined.group.unified
         self._usage = Usage()
         self._kill_at_s: Optional[float] = None  # boot clock; None: no end was requested
         self._kill_timer: Optional[Timer] = None
@@ -121,7 +123,6 @@ class Shepherd:
         self.setting.faults.reached("shepherd.begun")
         self._relay.send_hello()
         try:
-            self._confine()
             self._fork_tasks()
         except (OSError, ValueError) as error:
             # The node is at fault if not even one task could be forked; a job that asks for too many tasks is not.
@@ -138,7 +139,7 @@ class Shepherd:
         return self._tree.is_empty and self._relay.is_over
 
     def close(self) -> None:
-        """Close the descriptors of the step, and remove its groups."""
+        """Close the descriptors of the step, and remove the groups that go with it."""
         self._remove_group()
         for task in self._tasks:
             if task.status_fd >= 0:
@@ -146,17 +147,10 @@ class Shepherd:
                 os.close(task.status_fd)
         self._relay.close()
 
-    def _confine(self) -> None:
-        """Prepare what confines the step. Raises OSError."""
-        setting = self.setting
-        self._confined = confinement.begin(setting.ground, self.launch, self.job.account, setting.socket_path)
-        if self._confined.group is not None:
-            self._suspension.group = self._tree.group = self._confined.group.unified
-
     def _remove_group(self) -> None:
-        """Remove the step's groups, if they are empty."""
+        """Remove the groups that go with the step, if they are empty."""
         if self._confined.group is not None:
-            cgroup.remove_step(self.setting.ground.tree, self._confined.group)
+            cgroup.remove_step(self._confined.group)
 
     def _fork_tasks(self) -> None:
         launch, job, setting = self.launch, self.job, self.setting
