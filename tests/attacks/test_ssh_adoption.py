@@ -164,7 +164,7 @@ def test_e3_a_login_is_a_part_of_the_job_and_ends_with_it(node: NodeUnderTest, s
     assert refused.returncode != 0
 
 
-def _adopted(groups: str) -> bool:
+def _adopted(node: NodeUnderTest, groups: str) -> bool:
     own = [line for line in groups.splitlines() if f"/job-{_sandbox(node)}/logins" in line]
     return {"cpu", "memory", "pids", ""} <= {line.split(":")[1] for line in own}
 
@@ -176,14 +176,14 @@ def test_e3_a_login_by_keyboard_interactive_is_a_part_of_the_job(node: NodeUnder
         OWNER, "cat /proc/self/cgroup", "-o", "BatchMode=no", "-o", "PreferredAuthentications=keyboard-interactive"
     )
     groups, err = login.communicate(timeout=30)
-    assert _adopted(groups), groups + err
+    assert _adopted(node, groups), groups + err
 
 
 def test_e3_a_login_that_another_pam_module_has_moved_is_a_part_of_the_job(node: NodeUnderTest, server: Server) -> None:
     (server.folder / "is_systemd").touch()
     start_job(node)
     groups, err = server.ssh(OWNER, "cat /proc/self/cgroup").communicate(timeout=30)
-    assert _adopted(groups), groups + err
+    assert _adopted(node, groups), groups + err
 
 
 def test_e3_without_an_agent_logins_enter_jobs_that_are_there(node: NodeUnderTest, server: Server) -> None:
