@@ -7,7 +7,7 @@ Follow one job through the code:
                              commands/submit.py reads the options by jobscript/build.py and jobscript/script.py;
                              jobscript/check.py
 3. it becomes an event       controller/views/backend.py puts it into a tick, controller/tick.py;
-                             controller/requests/jobs.py and controller/requests/admission.py
+                             controller/requests/submission.py
 4. the event changes the job lifecycle/job.py, the only table of what may become what; state/transaction.py
 5. it goes on disk           store/store.py, one commit for all that came in; then the id is answered
 6. a plan gives it nodes     controller/planning.py: when; sched/plan.py, pure: snapshot in, plan out;

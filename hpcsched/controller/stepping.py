@@ -26,7 +26,7 @@ from hpcsched import paths
 from hpcsched.api.identity import identity_of
 from hpcsched.auth.authorize import Action, Identity, allows
 from hpcsched.controller import messages, preemption
-from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests import submission
 from hpcsched.controller.tick import Controller, Ports
 from hpcsched.errors import HpcschedError, InvariantError, ProtocolError, RequestError, report_fault
 from hpcsched.lifecycle.events import EndRequested, Submitted
@@ -327,7 +327,7 @@ class Stepping:
     def _allocate(self, request: protocol.StepRequest, uid: int) -> JobId:
         assert self._tx is not None
         spec = read_allocation(request, self._clock())
-        made = jobs.submit(self._tx, self._identity(uid), "", [spec], lambda *_: None)
+        made = submission.submit(self._tx, self._identity(uid), "", [spec], lambda *_: None)
         return JobId(made[0]["job_id"])
 
     def _resize(self, job: Job, count: int, uid: int) -> None:

@@ -28,8 +28,8 @@ from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Sli
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
 from hpcsched.controller.reports import Trainings
 from hpcsched.controller.requests import crontabs, reservations, triggers
-from hpcsched.controller.requests.admission import check_account, check_share_of_queue, settle
-from hpcsched.controller.requests.jobs import SignalJob, place_of
+from hpcsched.controller.requests.jobs import SignalJob
+from hpcsched.controller.requests.submission import check_account, check_share_of_queue, place_of, settle
 from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_of, next_time_s, warn_at_s
 from hpcsched.controller.usage_ledger import UsageLedgerCache
 from hpcsched.controller.views.queue import first_start

@@ -26,7 +26,7 @@ from hpcsched.auth.authorize import Identity, Role
 from hpcsched.config.load import build_config
 from hpcsched.controller.daemon import GC_THRESHOLD, Alarm
 from hpcsched.controller.recovery import policy_of
-from hpcsched.controller.requests import jobs as requests
+from hpcsched.controller.requests import submission
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.controller.views.routes import make_server
@@ -132,7 +132,7 @@ async def _submit(head: Head, specs: list[JobSpec]) -> None:
         done = asyncio.get_running_loop().create_future()
         some = specs[at : at + AT_ONCE]
         head.controller.ask(
-            lambda tx, some=some: requests.submit(tx, identity, "", some, head.store.request_jobs), done.set_result
+            lambda tx, some=some: submission.submit(tx, identity, "", some, head.store.request_jobs), done.set_result
         )
         answer = await done
         if isinstance(answer, Exception):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcnode.wire import protocol
 from hpcsched.auth.authorize import Identity, Role
 from hpcsched.controller import preemption
-from hpcsched.controller.requests import jobs, update
+from hpcsched.controller.requests import jobs, submission, update
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
@@ -50,7 +50,7 @@ class People:
         """Submit the jobs under a request id."""
 
         def work(tx: Any, store: Any) -> Any:
-            return jobs.submit(tx, ANN, name, specs, store.request_jobs)
+            return submission.submit(tx, ANN, name, specs, store.request_jobs)
 
         def told(answer: list[dict[str, int]]) -> None:
             ids = [JobId(item["job_id"]) for item in answer]

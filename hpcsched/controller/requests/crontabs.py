@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcsched.api.identity import identity_of
 from hpcsched.auth.authorize import Identity
-from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests import jobs, submission
 from hpcsched.errors import RequestError
 from hpcsched.model.codec import spec_from_json
 from hpcsched.model.cron import MAX_YEARS, CronEntry, Crontab, next_time_s, parse_crontab, parse_schedule, with_disabled
@@ -102,7 +102,9 @@ def _submitted(tx: Transaction, owner: Identity, entry: CronEntry) -> CronEntry:
         why = f"its schedule {entry.schedule!r} is not due in the next {MAX_YEARS} years"
         return replace(entry, job_id=0, problem=why, retry_at_s=tx.now_s + NEVER_DUE_S)
     spec = replace(spec_from_json(json.loads(entry.spec)), begin_at_s=int(due_s))
-    made = tx.attempt("submit a recurring job", lambda inner: jobs.submit(inner, owner, "", [spec], lambda *_: None))
+    made = tx.attempt(
+        "submit a recurring job", lambda inner: submission.submit(inner, owner, "", [spec], lambda *_: None)
+    )
     if isinstance(made, Exception):
         return replace(entry, job_id=0, problem=str(made), retry_at_s=due_s)
     return replace(entry, job_id=made[0]["job_id"], problem="", retry_at_s=0.0)

@@ -1,34 +1,24 @@
-"""Handle job requests inside a transaction: check them, turn them into events, answer.
+"""Change submitted jobs on request, and nodes: check requests, turn them into events, answer.
 
 A function here either records events and returns the answer, or raises and leaves nothing behind:
 the tick undoes it. Signals are not events. They are returned in the outcome and sent after the
 commit.
 
 Requests may name single steps: `hcancel 12.0`. `12.batch` is the batch script: to end it is to end
-the job. Source: scancel(1).
+the job. Source: scancel(1). New jobs are in `submission`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.nodes.loss import lose_node, what_became
-from hpcsched.controller.requests.admission import (
-    admit,
-    check_account,
-    check_deadline,
-    check_dependency,
-    check_share_of_queue,
-    settle,
-)
 from hpcsched.controller.requests.job_ids import component_in, find_jobs, matches
-from hpcsched.controller.requests.reservations import check_use
-from hpcsched.errors import ConflictError, HpcschedError, NotFoundError, PermissionDeniedError, RequestError
-from hpcsched.jobscript import check
+from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued, Resumed, Suspended
 from hpcsched.lifecycle.job import can
 from hpcsched.lifecycle.node import NodeDrained, NodeFenced, NodeResumed
@@ -36,77 +26,13 @@ from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
 from hpcsched.model.node import Link, Partition, PartitionState
-from hpcsched.model.reservation import Reservation
-from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import whole_number
-from hpcsched.sched.place.feasible import impossible
-from hpcsched.sched.place.request import request_of
 from hpcsched.state.cluster import ClusterState
-from hpcsched.state.scripts import set_apart
 from hpcsched.state.transaction import Transaction
 
-# ----- repeated request ids: return the jobs of the first request if the same is requested, else
-# refuse
-#
-# A client that got no answer repeats its request with the same id. The repeated request may differ
-# only in where and when the command ran: the environment, the path of the script, and computed
-# dates (``--begin=now+1hour``).
-
-
-_OF_THE_COMMAND = frozenset(
-    ("env", "script_path", "submit_line", "submit_dir", "submit_host", "begin_at_s", "deadline_at_s", "script_bytes")
-)
-_SETTLED = frozenset(("account", "qos"))  # set by default if the job names none
-_SHOWN = {"script_sha256": "script"}
-SHOWN = 3  # differences shown
-_COMPARED = tuple(field.name for field in fields(JobSpec) if field.name not in _OF_THE_COMMAND)
-
-
 _STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
-
-
-def jobs_again(request_id: str, made: Mapping[int, JobSpec], specs: Sequence[JobSpec]) -> list[dict[str, int]]:
-    """Return the ids and task counts of the jobs that this request id made.
-
-    `made` maps job ids to their specs. `specs` are the specs of the repeated request, without their
-    scripts.
-
-    Raises: ConflictError if `specs` differ from those of `made`.
-    """
-    ids = ", ".join(map(str, made))
-    if not made:
-        raise _refusal(request_id, "another change")
-    if len(made) != len(specs):
-        raise _refusal(request_id, f"job {ids}, and {len(specs)} are asked for now")
-    for (job_id, before), now in zip(made.items(), specs, strict=True):
-        if differing := [_SHOWN.get(name, name) for name in _COMPARED if _differs(name, before, now)]:
-            raise _refusal(
-                request_id,
-                f"job {job_id}, which differs in its {', '.join(differing[:SHOWN])}",
-            )
-    return [{"job_id": job_id, "tasks": task_count(spec)} for job_id, spec in made.items()]
-
-
-def task_count(spec: JobSpec) -> int:
-    """Return how many tasks a job of `spec` has; 1 if it is not an array."""
-    return 1 if spec.array is None else len(spec.array.indices)
-
-
-def _differs(name: str, before: JobSpec, now: JobSpec) -> bool:
-    wanted = getattr(now, name)
-    return wanted != getattr(before, name) and not (name in _SETTLED and not wanted)
-
-
-def _refusal(request_id: str, what: str) -> ConflictError:
-    return ConflictError(
-        f"cannot submit under request id {request_id!r}: it has already made {what}; for another job give another id, or none"
-    )
-
-
 SIGKILL = 9
 JOBS_PER_TICK = 500  # changed by one request in a tick; other requests are answered in between
-
-Seen = Callable[[int, str], Mapping[int, JobSpec] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,160 +85,6 @@ class Outcome:
         """Return the part that the client sees."""
         answer: dict[str, Any] = {"jobs": self.jobs, "errors": self.errors}
         return answer | ({"became": list(self.became.values())} if self.became else {})
-
-
-def submit(
-    tx: Transaction, identity: Identity, request_id: str, specs: list[JobSpec], seen: Seen
-) -> list[dict[str, int]]:
-    """Queue the jobs; return each job's id and number of tasks.
-
-    A repeated request id gets its jobs again. `seen` looks a request id up among the committed
-    ones: it returns the jobs of that request with their specs.
-    """
-    known = None
-    if request_id:
-        known = tx.requested(identity.uid, request_id) or seen(identity.uid, request_id)
-    if known is not None:
-        return jobs_again(request_id, known, [set_apart(spec)[0] for spec in specs])
-    authorize(identity, Action.SUBMIT)
-    check_account(tx.cluster, identity)
-    answers: list[dict[str, int]] = []
-    for number, spec in enumerate(specs):
-        try:
-            jobs = _submitted(tx, identity, spec)
-        except RequestError as error:
-            error.at = number
-            raise
-        answers.append({"job_id": jobs[0].id, "tasks": len(jobs)})
-    if request_id:
-        tx.note_request(identity.uid, request_id, [answer["job_id"] for answer in answers])
-    return answers
-
-
-def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
-    check_rank(identity, spec.nice, spec.priority)
-    if any(one.script_sha256 or one.script_bytes for one in (spec, *spec.components)):
-        raise RequestError(
-            "cannot submit the job: script_sha256 and script_bytes are set by the controller; send the script"
-        )
-    spec = settle(tx.cluster, identity.user, spec)
-    check_share_of_queue(tx.cluster, identity, spec)
-    partitions, limit_s = place_of(tx.cluster, identity.user, spec, tx.now_s)
-    names = ",".join(partition.name for partition in partitions)
-    scripts = tx.cluster.scripts
-    before_bytes = scripts.unended_bytes(identity.uid)
-    jobs = tx.submit(spec, uid=identity.uid, user=identity.user, partition=names, time_limit_s=limit_s)
-    most_bytes = tx.cluster.config.scheduler.max_scripts_per_user << 20
-    if most_bytes < scripts.unended_bytes(identity.uid) != before_bytes:
-        raise RequestError(
-            f"cannot submit the job: the scripts of your waiting and running jobs have {before_bytes >> 10} KiB, this one has "
-            f"{-(-jobs[0].spec.script_bytes >> 10)} KiB more, and max_scripts_per_user is {most_bytes >> 20} MiB; wait until "
-            "jobs have ended, or submit one script with different arguments (equal scripts count once)"
-        )
-    return jobs
-
-
-def check_rank(identity: Identity, nice: int, priority: int | None) -> None:
-    """Refuse options that would put a job ahead of other users' jobs.
-
-    A priority of 0 is allowed, because it only holds the job.
-    """
-    if nice < 0:
-        authorize(identity, Action.FAVOR, what="give a negative nice")
-    if priority:
-        authorize(identity, Action.FAVOR, what="set a priority")
-
-
-def place_of(cluster: ClusterState, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
-    """Return the requested partitions in which the job can run, and its time limit.
-
-    Raises: RequestError if the job can never run here.
-    """
-    check.check_spec(spec)
-    reservation = check_use(cluster, user, spec.account, spec.reservation, now_s) if spec.reservation else None
-    partitions = find_partitions(cluster, spec.partition or (reservation.partition if reservation else ""))
-    limit_s = time_limit_s(cluster, spec, partitions)
-    check.check_time_min(spec.time_min_s, limit_s)
-    limits, tasks = cluster.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
-    if tasks > limits.max_array_size:
-        raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
-    queued = len(cluster.pending) + len(cluster.active)
-    if queued + tasks > limits.max_jobs:
-        raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
-    check_dependency(cluster, spec.dependency)
-    if spec.deadline_at_s is not None:
-        least_s = spec.time_min_s if spec.time_min_s is not None else spec.time_limit_s
-        check_deadline(spec.deadline_at_s, least_s, max(now_s, spec.begin_at_s or 0))
-    partitions = possible_partitions(cluster, spec, partitions, spec.time_limit_s, reservation)
-    return admit(cluster, user, spec, partitions, limit_s)
-
-
-def possible_partitions(
-    cluster: ClusterState,
-    spec: JobSpec,
-    partitions: Sequence[Partition],
-    limit_s: int | None,
-    reservation: Reservation | None = None,
-) -> list[Partition]:
-    """Return those of `partitions` in which a job of `spec` can run (in `reservation`).
-
-    If there is none, the job is refused with the reason of the first partition.
-    """
-    refused: list[str] = []
-    found = []
-    for partition in partitions:
-        request = request_of(spec, partition, time_limit_s=limit_s)
-        names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
-        nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
-        why = impossible(request, nodes, partition)
-        why = f"in reservation {reservation.name!r}: {why}" if why is not None and reservation is not None else why
-        refused += [why] if why is not None else []
-        found += [partition] if why is None else []
-    if not found:
-        raise RequestError(refused[0])
-    return found
-
-
-def find_partitions(cluster: ClusterState, names: str) -> list[Partition]:
-    """Return the partitions of these names (``a,b``; "" is the default partition)."""
-    if not cluster.partitions:
-        raise RequestError("cannot submit a job: no partition is configured; add a node with 'hpcsched node add'")
-    wanted = list(dict.fromkeys(filter(None, names.split(","))))
-    for name in wanted:
-        if name not in cluster.partitions:
-            known = ", ".join(cluster.partitions)
-            raise RequestError(
-                f"cannot submit to partition {name!r}: invalid partition name specified; there are: {known}"
-            )
-    found = [cluster.partitions[name] for name in wanted] or [cluster.default_partition()]
-    for partition in found:
-        if not partition.state.takes_jobs:
-            raise RequestError(
-                f"cannot submit to partition {partition.name!r}: Required partition not available (inactive or drain): "
-                f"it is {partition.state}"
-            )
-    return found
-
-
-def time_limit_s(cluster: ClusterState, spec: JobSpec, partitions: Sequence[Partition]) -> int | None:
-    """Return the time limit of a job of `spec`, in seconds.
-
-    This is its own limit, or the shortest default of its partitions.
-    """
-    if spec.time_limit_s is not None:
-        return spec.time_limit_s
-    limits = [limit_s for partition in partitions if (limit_s := default_limit_s(cluster, partition)) is not None]
-    return min(limits, default=None)
-
-
-def default_limit_s(cluster: ClusterState, partition: Partition) -> int | None:
-    """Return the time limit of a job that names none, in seconds."""
-    if partition.default_time_s is not None:
-        return partition.default_time_s
-    limits = [
-        limit for limit in (cluster.config.scheduler.default_time_limit, partition.max_time_s) if limit is not None
-    ]
-    return min(limits) if limits else None
 
 
 def cancel(tx: Transaction, identity: Identity, references: Iterable[str], filters: dict[str, str]) -> Outcome:

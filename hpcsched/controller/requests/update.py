@@ -12,9 +12,18 @@ from typing import Any
 from hpcnode.wire.gate import MAX_DIGITS
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.preemption import check_size, keep_within
-from hpcsched.controller.requests.admission import check_deadline, check_dependency, dependency_circle, let_in, settle
-from hpcsched.controller.requests.jobs import Outcome, check_rank, each_job, find_partitions, possible_partitions
+from hpcsched.controller.requests.jobs import Outcome, each_job
 from hpcsched.controller.requests.reservations import check_use
+from hpcsched.controller.requests.submission import (
+    check_deadline,
+    check_dependency,
+    check_rank,
+    dependency_circle,
+    find_partitions,
+    let_in,
+    possible_partitions,
+    settle,
+)
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.build import DIRECT
 from hpcsched.jobscript.check import check_spec, check_time_min

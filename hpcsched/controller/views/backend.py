@@ -38,7 +38,7 @@ from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.nodes.loss import remove_node
-from hpcsched.controller.requests import crontabs, triggers
+from hpcsched.controller.requests import crontabs, submission, triggers
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.requests import reservations as reservation_requests
 from hpcsched.controller.requests.job_ids import check_references, find_jobs, listed_of
@@ -174,7 +174,7 @@ class ControllerBackend(Reading):
                     )
         seen = self._controller.store.request_jobs
         jobs = await self._change(
-            identity, Action.SUBMIT, lambda tx: requests.submit(tx, identity, request_id, specs, seen)
+            identity, Action.SUBMIT, lambda tx: submission.submit(tx, identity, request_id, specs, seen)
         )
         return {"jobs": jobs, "notes": []}
 

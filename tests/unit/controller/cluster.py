@@ -14,7 +14,7 @@ from jobs import T0, node, partition, spec
 from hpcnode.wire import protocol
 from hpcsched.auth.authorize import Identity, Role
 from hpcsched.config.load import Config, build_config
-from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests import submission
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.errors import UnavailableError
@@ -95,7 +95,7 @@ class Cluster:
 
     def submit(self, identity: Identity = ANN, request_id: str = "", **fields: object) -> JobId:
         one: JobSpec = spec(**fields)
-        answer = self.ask(lambda tx: jobs.submit(tx, identity, request_id, [one], self.store.request_jobs))
+        answer = self.ask(lambda tx: submission.submit(tx, identity, request_id, [one], self.store.request_jobs))
         return JobId(answer[0]["job_id"])
 
     def job(self, job_id: int) -> Job:

@@ -17,7 +17,7 @@ from hpcnode.wire import protocol
 from hpcsched import errors
 from hpcsched.controller import tick
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests import submission
 from hpcsched.errors import InternalError, InvariantError, RequestError
 from hpcsched.lifecycle.events import EndRequested
 from hpcsched.lifecycle.node import NodeUp
@@ -35,7 +35,7 @@ def _forget_faults() -> None:
 def submit(cluster: Cluster, answers: list[Any], **fields: Any) -> None:
     """Ask for a job, in the next tick."""
     one = spec(**fields)
-    cluster.controller.ask(lambda tx: jobs.submit(tx, ANN, "", [one], cluster.store.request_jobs), answers.append)
+    cluster.controller.ask(lambda tx: submission.submit(tx, ANN, "", [one], cluster.store.request_jobs), answers.append)
 
 
 def assert_memory_is_disk(cluster: Cluster) -> None:
@@ -53,7 +53,7 @@ def test_an_unexpected_failure_of_one_item_is_its_own_and_leaves_nothing_behind(
     answers: list[Any] = []
 
     def broken(tx: Transaction) -> None:
-        jobs.submit(tx, BOB, "", [spec(), spec()], cluster.store.request_jobs)
+        submission.submit(tx, BOB, "", [spec(), spec()], cluster.store.request_jobs)
         raise ValueError("nobody thought of this")
 
     submit(cluster, answers)
@@ -118,14 +118,14 @@ def test_items_after_one_that_cannot_be_written_keep_the_ids_that_they_were_give
     answers: list[Any] = []
 
     def bad(tx: Transaction) -> Any:
-        made = jobs.submit(tx, BOB, "", [spec(), spec()], cluster.store.request_jobs)
+        made = submission.submit(tx, BOB, "", [spec(), spec()], cluster.store.request_jobs)
         tx.note_request(1, "\ud800", [1])
         return made
 
     ids: list[int] = []
 
     def good(tx: Transaction) -> None:
-        ids.append(jobs.submit(tx, ANN, "", [spec()], cluster.store.request_jobs)[0]["job_id"])
+        ids.append(submission.submit(tx, ANN, "", [spec()], cluster.store.request_jobs)[0]["job_id"])
 
     cluster.controller.ask(bad, answers.append)
     cluster.controller.ask(good, answers.append)

@@ -12,7 +12,7 @@ from jobs import spec
 
 from hpcsched.controller import daemon, tick
 from hpcsched.controller.memory import Memory
-from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests import jobs, submission
 from hpcsched.controller.requests.jobs import JOBS_PER_TICK
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
@@ -147,7 +147,7 @@ def test_two_large_requests_have_a_tick_each() -> None:
 
 
 def jobs_of(cluster: Cluster, of: ArraySpec) -> Any:
-    return lambda tx: jobs.submit(tx, ANN, "", [spec(array=of, hold=True)], cluster.store.request_jobs)
+    return lambda tx: submission.submit(tx, ANN, "", [spec(array=of, hold=True)], cluster.store.request_jobs)
 
 
 def test_ended_jobs_beyond_the_limit_leave_the_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hpcnode.wire import protocol
 from hpcsched.auth.authorize import Identity
 from hpcsched.config.load import Config, build_config
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests import jobs, submission
 from hpcsched.controller.tick import PURGE_EVERY_S
 from hpcsched.errors import RequestError, UnavailableError
 from hpcsched.model.ids import JobId
@@ -104,7 +104,7 @@ def test_a_refused_request_counts_for_nothing() -> None:
     many = [spec(hold=True, script=text(number, 300 << 10)) for number in range(5)]
     for _ in range(3):
         with pytest.raises(RequestError, match="max_scripts_per_user"):
-            cluster.ask(lambda tx: jobs.submit(tx, ANN, "", many, cluster.store.request_jobs))
+            cluster.ask(lambda tx: submission.submit(tx, ANN, "", many, cluster.store.request_jobs))
     assert stored(cluster) == 0
     cluster.submit(ANN, hold=True, script=text(9, 1000 << 10))
     assert stored(cluster) == 1

@@ -12,8 +12,8 @@ from jobs import T0, spec
 from hpcnode.wire import protocol
 from hpcsched.api.views import how_it_ended
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.requests import jobs
-from hpcsched.controller.requests.jobs import jobs_again
+from hpcsched.controller.requests import jobs, submission
+from hpcsched.controller.requests.submission import jobs_again
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, JobState, Reason
@@ -71,7 +71,7 @@ def test_requests_that_come_together_share_a_commit_and_a_refused_one_spoils_non
     for fields in ({}, {"nodes_min": 9}, {}):
         one = spec(**fields)
         cluster.controller.ask(
-            lambda tx, one=one: jobs.submit(tx, ANN, "", [one], cluster.store.request_jobs), answers.append
+            lambda tx, one=one: submission.submit(tx, ANN, "", [one], cluster.store.request_jobs), answers.append
         )
     cluster.tick()
     assert commits == [1]
@@ -88,7 +88,7 @@ def test_of_many_jobs_one_that_is_refused_is_told_by_its_number_and_none_is_queu
     cluster = Cluster("n1")
     specs = [spec(), spec(), spec(cpus_per_task=99), spec()]
     with pytest.raises(RequestError) as caught:
-        cluster.ask(lambda tx: jobs.submit(tx, ANN, "many", specs, cluster.store.request_jobs))
+        cluster.ask(lambda tx: submission.submit(tx, ANN, "many", specs, cluster.store.request_jobs))
     assert caught.value.at == 2
     assert not cluster.state.jobs
     assert cluster.store.request_jobs(ANN.uid, "many") is None
@@ -100,7 +100,7 @@ def test_a_request_that_comes_twice_at_once_makes_one_job_and_hinders_nobody() -
     for request_id in ("r1", "r1", "r2"):
 
         def work(tx: Transaction, request_id: str = request_id) -> Any:
-            return jobs.submit(tx, ANN, request_id, [spec()], cluster.store.request_jobs)
+            return submission.submit(tx, ANN, request_id, [spec()], cluster.store.request_jobs)
 
         cluster.controller.ask(work, answers.append)
     cluster.tick()
@@ -121,7 +121,7 @@ def test_a_request_id_that_comes_again_for_another_job_is_refused_with_what_diff
         cluster.submit(request_id="r1", script="#!/bin/sh\nid\n", nodes_min=2)
     two = [spec(script="#!/bin/sh\n"), spec()]
     with pytest.raises(RequestError, match="it has already made job 1, and 2 are asked for now"):
-        cluster.ask(lambda tx: jobs.submit(tx, ANN, "r1", two, cluster.store.request_jobs))
+        cluster.ask(lambda tx: submission.submit(tx, ANN, "r1", two, cluster.store.request_jobs))
     assert list(cluster.state.jobs) == [1]
 
 
@@ -130,7 +130,7 @@ def test_where_and_when_a_command_ran_makes_no_other_job_of_it() -> None:
     tasks = ArraySpec(indices=(1, 2, 3))
     first = cluster.submit(request_id="r1", array=tasks, begin_at_s=int(T0) + 60, env=(("SHLVL", "1"),))
     again = spec(array=tasks, begin_at_s=int(T0) + 61, env=(("SHLVL", "2"),), submit_dir="/tmp", script_path="/tmp/x")
-    answer = cluster.ask(lambda tx: jobs.submit(tx, ANN, "r1", [again], cluster.store.request_jobs))
+    answer = cluster.ask(lambda tx: submission.submit(tx, ANN, "r1", [again], cluster.store.request_jobs))
     assert answer == [{"job_id": first, "tasks": 3}]
 
 
