@@ -12,7 +12,7 @@ Follow one job through the code:
 5. it goes on disk           store/store.py, one commit for all that came in; then the id is answered
 6. a plan gives it nodes     controller/planning.py: when; sched/plan.py, pure: snapshot in, plan out;
                              sched/scheduling_pass.py: what is free
-7. its launch is sent        lifecycle/effects.py says what must be true, controller/messages.py says it on the wire
+7. its launch is sent        lifecycle/job.py says what must be true on nodes, controller/messages.py puts it on the wire
 8. over one SSH connection   controller/nodes/links.py, launch/link.py, launch/ssh.py
 9. a node runs it            workers/hpcnode/agent/agent.py gets it, workers/hpcnode/agent/ledger.py claims it in
                              workers/hpcnode/spool.py;

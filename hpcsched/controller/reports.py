@@ -28,9 +28,8 @@ from hpcsched.controller.nodes.loss import (
     note_launch,
 )
 from hpcsched.errors import ProtocolError
-from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.events import Claimed, Exited, LaunchRefused, NodeCleared, Started
-from hpcsched.lifecycle.job import can, is_moving
+from hpcsched.lifecycle.job import can, is_gathered, is_moving, unclaimed_nodes
 from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, EX_TEMPFAIL, ExitStatus, Job, JobState, RankFailure, TrainingStatus, signal_of
 from hpcsched.model.node import Link

@@ -34,9 +34,8 @@ from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_o
 from hpcsched.controller.usage_ledger import UsageLedgerCache
 from hpcsched.controller.views.queue import first_start
 from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError, report_fault
-from hpcsched.lifecycle.effects import LAUNCHES, Effect, EffectKind, effects_of
 from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted
-from hpcsched.lifecycle.job import can, submitted_jobs
+from hpcsched.lifecycle.job import LAUNCHES, Effect, EffectKind, can, effects_of, submitted_jobs
 from hpcsched.lifecycle.node import NodeDisconnected, NodeDown, NodeOrphansFound, NodeOrphansGone, NodeUp
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason

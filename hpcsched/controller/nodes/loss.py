@@ -32,9 +32,8 @@ from hpcsched.api.identity import identity_of
 from hpcsched.auth.authorize import Action, Identity, Reach, authorize, reach
 from hpcsched.controller.nodes.edits import held_there
 from hpcsched.errors import RequestError
-from hpcsched.lifecycle.effects import is_gathered
 from hpcsched.lifecycle.events import EndRequested, NodeLost, NodeSilent, NodesReleased
-from hpcsched.lifecycle.job import can, can_do_without, lease_end_s
+from hpcsched.lifecycle.job import can, can_do_without, is_gathered, lease_end_s
 from hpcsched.lifecycle.node import (
     LAUNCH_FAILURES,
     NodeDrained,
