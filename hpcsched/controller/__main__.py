@@ -1,4 +1,4 @@
-"""Run hpcschedd: start up to the first answers (lock, sockets, database rows), then the rest.
+"""Run hpcschedd: start up to the first answers (lock, sockets, rows), then the rest.
 
 Queue queries are answered from these rows before the planner, the links to nodes and their modules
 are imported, because the imports take as long again. All other requests wait until the import is

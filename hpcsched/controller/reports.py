@@ -101,7 +101,7 @@ def on_batch_report(
 
 
 def _is_left_over(tx: Transaction, token: LaunchToken, report: protocol.Report) -> bool:
-    """Return whether the report is of a launch from before the database was restored that still runs.
+    """Return whether the report is of a running launch from before a restore of the database.
 
     The end of one that has ended counts.
     """

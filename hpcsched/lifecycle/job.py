@@ -286,7 +286,7 @@ def _end_requested(job: Job, event: EndRequested) -> Job:
 
 
 def _end_requested_again(job: Job, event: EndRequested) -> Job:
-    """Return the job that ends, instead of being requeued, if this request does not requeue it."""
+    """Return the job that ends instead of being requeued, if the request says so."""
     if event.requeue:
         return job
     return replace(
@@ -353,7 +353,7 @@ def _had_ended_in_time(job: Job, event: Exited) -> bool:
 
 
 def _ran(job: Job, event: Exited) -> Job:
-    """Return the job with its start and end on our clock, charged for what it held until that end.
+    """Return the job with start and end on our clock, charged for what it held until then.
 
     Only durations are taken from the node's clock. Its end may be known much later, by a controller that was down, say:
     nobody is charged for the time between.
@@ -389,7 +389,7 @@ def _refused_by(job: Job, node: NodeName, why: str, *, of_exec: bool) -> Job:
 
 
 def refusal_words(refusals: Sequence[Refusal]) -> str:
-    """Return why nodes could not start a job: for each reason the nodes that gave it, if there were several."""
+    """Return why nodes could not start a job: each reason with the nodes that gave it."""
     if len(refusals) == 1:
         return refusals[0].why
     nodes: dict[str, list[NodeName]] = {}
@@ -557,7 +557,7 @@ def _lost_one(job: Job, event: NodeLost) -> Job:
 
 
 def _refused_later(job: Job, event: LaunchRefused) -> Job:
-    """Return the running job without a node that refused its part; it is not given to the job again."""
+    """Return the running job without a node that refused its part; it is not given back."""
     return replace(_given_back(job, event), barred_nodes=(*job.barred_nodes, event.node))
 
 
@@ -690,14 +690,14 @@ def _moves(job: Job) -> tuple[Effect, ...]:
 
 
 def unclaimed_nodes(job: Job) -> tuple[NodeName, ...]:
-    """Return the nodes that must still claim their part before the job's batch step may be launched."""
+    """Return the nodes that must claim their part before the batch step is launched."""
     if job.state is not JobState.CONFIGURING or not job.spec.has_script:
         return ()
     return tuple(share.node for share in job.shares[1:] if share.node not in job.claimed_nodes)
 
 
 def is_gathered(job: Job) -> bool:
-    """Return whether a part of the attempt may have been launched: all nodes have claimed their parts."""
+    """Return whether all nodes have claimed their parts, so that one may be launched."""
     if not job.spec.has_script or job.started_at_s is not None:
         return True
     return all(share.node in job.claimed_nodes for share in job.shares[1:])

@@ -1,4 +1,4 @@
-"""Reservations: nodes reserved for some users, or closed to all, over an interval that may repeat.
+"""Reservations: nodes that only some users may use over an interval, which may repeat.
 
 A repeating reservation is stored as its current or next occurrence, and advances when that is over. Days are those of the local
 calendar: a reservation that begins at nine begins at nine also after the clocks change.
@@ -108,7 +108,7 @@ def at(reservation: Reservation, now_s: float) -> Reservation:
 
 
 def occurrences(reservation: Reservation, from_s: float, until_s: float) -> Iterator[Interval]:
-    """Yield the intervals of the reservation that end after `from_s` and begin before `until_s`, in order."""
+    """Yield the reservation's intervals that overlap [`from_s`, `until_s`), in order."""
     here = at(reservation, from_s)
     start_s = here.start_s
     while start_s < until_s and start_s + here.duration_s > from_s:
@@ -119,7 +119,7 @@ def occurrences(reservation: Reservation, from_s: float, until_s: float) -> Iter
 
 
 def clash(reservation: Reservation, other: Reservation, from_s: float) -> Interval | None:
-    """Return the first interval, not over at `from_s`, in which both reserve a node they have in common; None: never.
+    """Return the first interval after `from_s` in which both reserve a common node, or None.
 
     For two that repeat, a fortnight is enough.
     """
@@ -148,7 +148,7 @@ def _last_s(reservation: Reservation) -> float | None:
 
 
 def _next_start_s(reservation: Reservation, start_s: float) -> int:
-    """Return when the occurrence behind the one of `start_s` begins: as late in the day, by the local clock."""
+    """Return when the occurrence after that of `start_s` begins, at the same local time."""
     begins = datetime.fromtimestamp(start_s)
     step = timedelta(days=7 if Flag.WEEKLY in reservation.flags else 1)
     begins += step
@@ -158,7 +158,7 @@ def _next_start_s(reservation: Reservation, start_s: float) -> int:
 
 
 def _is_day(reservation: Reservation, begins: datetime) -> bool:
-    """Say whether the reservation has an occurrence on the day that `begins` is on, by the days of the week."""
+    """Say whether the reservation has an occurrence on the weekday of `begins`."""
     if Flag.WEEKDAY in reservation.flags:
         return begins.weekday() < _SATURDAY
     return Flag.WEEKEND not in reservation.flags or begins.weekday() >= _SATURDAY

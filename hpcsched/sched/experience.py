@@ -1,4 +1,4 @@
-"""The experience of a machine: predicted run times, the use of requests, and the longest wait under plain EASY.
+"""The experience of a machine: predicted run times, use of requests, longest wait.
 
 Users request far more time than they need, but each user runs the same kind of job again and again. So the longest of a user's
 last few runs is a better estimate than the request. A prediction is never longer than the request. It equals the request if the

@@ -90,7 +90,7 @@ def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
 def _distribute(
     shares: Sequence[Share], shape: StepShape, most: list[int], ntasks: int | None
 ) -> tuple[NodeTasks, ...]:
-    """Return the tasks of each of `shares`, at most `most`; `ntasks` None: as many as by default."""
+    """Return the tasks of each of `shares`, at most `most`; `ntasks` None: the default."""
     if ntasks is None:
         counts = [_default_tasks(share, shape, count) for share, count in zip(shares, most, strict=True)]
         return _number(shares, counts) if shape.plane is None else _deal(shares, counts, sum(counts), shape.plane)

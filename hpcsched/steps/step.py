@@ -1,4 +1,4 @@
-"""The steps of a controller: each one's place in its job, its part on each node, its end, and its row.
+"""The steps of a controller: their place in the job, parts on nodes, end, and row.
 
 Only `StepService` changes these values.
 
@@ -97,7 +97,7 @@ def _places(
 
 
 def _own_gpus(share: Share, free: list[int], wanted: int | None) -> tuple[int, ...] | None:
-    """Return the first `wanted` of the `free` GPUs of `share`; None: the step requests none by number."""
+    """Return the first `wanted` of the `free` GPUs of `share`; None: none is requested."""
     if wanted is None:
         return None
     if wanted > len(free):

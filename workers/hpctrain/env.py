@@ -1,4 +1,4 @@
-"""This process in its job: rank, world size and job from the environment variables, and requests to stop.
+"""Read rank, world size and job from the environment, and take requests to stop.
 
 Knows the variables of MPI launchers (Open MPI, MPICH's hydra, PMIx), of torchrun and `hrun`, and the job's facts from
 the scheduler.  Does not start MPI or import torch, so a call is cheap and has no effect.
@@ -120,7 +120,7 @@ def require(*modules: str) -> None:
 
 
 def require_or_exit(program: str, *modules: str) -> None:
-    """Check that modules are installed, before the imports of a script; end it with the message of `require` if not."""
+    """Check that modules are installed; if not, exit with the message of `require`."""
     try:
         require(*modules)
     except MissingPackageError as error:

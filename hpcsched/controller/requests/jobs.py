@@ -1,4 +1,4 @@
-"""Change submitted jobs on request, and nodes: check requests, turn them into events, answer.
+"""Change submitted jobs and nodes: check requests, turn them into events, answer.
 
 A function here either records events and returns the answer, or raises and leaves nothing behind:
 the tick undoes it. Signals are not events. They are returned in the outcome and sent after the
@@ -50,7 +50,7 @@ Change = Callable[[Transaction, Job, "Outcome"], None]
 
 
 class Remaining(NamedTuple):
-    """A job that a request changes in a later tick; `reference` is empty if it names several jobs."""
+    """A job that a request changes in a later tick; without `reference` if it names several."""
 
     job_id: JobId
     reference: str

@@ -1,4 +1,4 @@
-"""Submit jobs: find where they can run, check account, QOS, licences and limits, queue them.
+"""Submit jobs: find where they can run, check accounts, licences and limits, queue them.
 
 A function here either records events and returns the answer, or raises and leaves nothing behind:
 the tick undoes it.

@@ -1,4 +1,6 @@
-"""What was: jobs and outages of nodes from the database, the story of a job in sentences, and the cluster in a database file.
+"""Show the past: jobs and outages from the database, and a job's story in sentences.
+
+Also reads the cluster of a database file.
 
 A search may read every job ever submitted. This takes SQLite longer than other requests should wait, so a thread reads through
 its own connection, and the answer is made in parts. `SENTENCES` has one row for each kind of event.

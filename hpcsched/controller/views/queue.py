@@ -1,4 +1,4 @@
-"""The queue as users see it: its lines, the priorities and shares behind its order, and why and when a job starts.
+"""Show the queue: its lines, priorities and shares, and why and when a job starts.
 
 For squeue, selection is lenient: of several job ids it shows those that exist, and for an unknown name it shows no jobs. For
 hpcsched's own commands it is strict, because an unknown name is more likely mistyped. Reads the cluster and changes nothing.

@@ -1,4 +1,4 @@
-"""Options in words, as getopt_long(3) reads them: for all commands with Slurm's grammar, on the head and on nodes.
+"""Read options as getopt_long(3) does, for all commands with Slurm's grammar.
 
 ``--name=value``, ``--name value``, ``-N2``, ``-N 2``, letters in clusters (``-HQ``, ``-HN2``). ``--`` ends the options, and so
 does the first word that is no option, unless a command takes options after its operands. Each command has its table and its
@@ -77,7 +77,7 @@ class OptionReader:
         raise NotImplementedError
 
     def needs_value(self, option: Any, spelled: str) -> Exception:
-        """Return the error for an option without its value; `spelled` is the option as it was written."""
+        """Return the error for an option without its value; `spelled` is as it was written."""
         raise NotImplementedError
 
     def read(self, words: Sequence[str]) -> list[str]:

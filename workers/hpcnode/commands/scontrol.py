@@ -1,4 +1,4 @@
-"""Host lists on a node: `scontrol show hostnames` without the controller, and the files of hosts of a step.
+"""Host lists on a node: `scontrol show hostnames`, and the host files of a step.
 
 All other subcommands of scontrol run the full one, if PATH has it. The node may have nothing of hpcsched besides its agent.
 

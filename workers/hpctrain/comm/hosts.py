@@ -116,7 +116,7 @@ def best_ring(speeds: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _partner(rank: int, round_number: int, size: int) -> int:
-    """Return the partner in round `round_number` of a tournament (the circle method; even size)."""
+    """Return the partner in a round of a tournament (the circle method; even size)."""
     last = size - 1
     if rank == last:
         return round_number * (size // 2) % last

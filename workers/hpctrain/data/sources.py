@@ -1,4 +1,4 @@
-"""Sources of samples by global index, and the order of samples, for `run.steps(model, optimizer, data=SOURCE)`.
+"""Sources of samples by global index, and their order, for `run.steps(..., data=SOURCE)`.
 
 A source is any object with `source[low:high]`, which returns the samples of these global indexes as arrays or tensors (one, or
 a tuple, list or dict of them), with the sample as first dimension.  The sources here return NumPy arrays; `batch.samples` has

@@ -387,7 +387,7 @@ class RankLauncher:
             await process.wait()
 
     async def resize_job(self, nodes: int) -> bool:
-        """Give back all but so many of the job's nodes; return whether the controller accepted that."""
+        """Give back all but so many nodes of the job; return whether the controller accepts."""
         process = await asyncio.create_subprocess_exec("hrun", f"--resize={nodes}", env=self._environ)
         return await process.wait() == 0
 

@@ -1,4 +1,4 @@
-"""The ranks' times: the number of samples per rank, so that unequal ranks finish together, and their efficiency.
+"""The samples of each rank, so that unequal ranks finish together, and their efficiency.
 
 A rank's time for b samples is modelled as a + c*b seconds.  Both numbers are learned from the steps; after a sudden
 change (another program on the machine, a throttled GPU) the earlier steps are forgotten.
