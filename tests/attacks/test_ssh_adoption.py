@@ -19,6 +19,7 @@ from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_to
 from waiting import wait_until
 
 from hpcnode.agent import adopt
+from hpcnode.os import cgroup
 from hpcnode.shepherd import confinement
 from hpcnode.wire import protocol
 
@@ -241,3 +242,23 @@ def test_root_and_the_account_of_the_agent_may_always_log_in(tmp_path: Path) -> 
 def test_an_unknown_account_is_refused(tmp_path: Path) -> None:
     why = adopt.why_refused(str(tmp_path), {"PAM_USER": "no-such-user\n", "PAM_TYPE": "account"}, os.getppid())
     assert why == r"this node has no account 'no-such-user\n'"
+
+
+def test_e3_a_login_whose_job_ends_while_it_enters_is_refused(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next job may have the sandbox by then."""
+    controller, token = start_job(node)
+    enter = cgroup.adopt
+
+    def enter_late(groups: list[str], pid: int) -> bool:
+        entered = enter(groups, pid)
+        controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+        controller.final(token)
+        return entered
+
+    monkeypatch.setattr(adopt.cgroup, "adopt", enter_late)
+    with subprocess.Popen(["sleep", "600"]) as login:
+        environ = {"PAM_TYPE": "account", "PAM_USER": OWNER}
+        assert "cannot put the login into a job" in adopt.why_refused(str(node.root), environ, login.pid)
+        login.kill()

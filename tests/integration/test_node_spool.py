@@ -322,6 +322,22 @@ def test_a_script_that_its_user_has_given_another_name_is_not_reused(tmp_path: P
         assert (tmp_path / "mine").read_bytes() == b"#!/bin/sh\n"
 
 
+@pytest.mark.parametrize("changed", [b"#!/bin/sh\n", b"#!/bin/sh\necho b\n", b"#!/bin/sh\necho a\necho b\n", b""])
+def test_b8_a_script_that_its_user_has_changed_is_written_anew(tmp_path: Path, changed: bytes) -> None:
+    spool, script = Spool(str(tmp_path), CrashPoints()), b"#!/bin/sh\necho a\n"
+    launch, later = (launch_of(token(job=job)) for job in (1, 2))
+    owner = (os.getuid(), os.getgid())
+    assert spool.claim(launch, script, "boot", owner)
+    path = Path(spool.script(launch.token))
+    inode = path.stat().st_ino
+    path.chmod(0o700)
+    path.write_bytes(changed)
+    spool.remove([launch.token])
+    assert spool.claim(later, script, "boot", owner)
+    assert Path(spool.script(later.token)).read_bytes() == script
+    assert Path(spool.script(later.token)).stat().st_ino == inode
+
+
 def test_a_script_on_which_its_user_holds_a_lease_is_not_waited_for(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     launch, later = (launch_of(token(job=job)) for job in (1, 2))

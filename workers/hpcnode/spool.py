@@ -456,15 +456,20 @@ def _only_owner(script: str) -> int:
 
 
 def _rewrite(path: str, data: bytes) -> bool:
-    """Replace what a script contains; remove it and return False if that is not possible at once."""
+    """Replace what a script contains; remove it and return False if that is not possible at once.
+
+    The tasks of an array have one script, so it often contains this already. It is compared, because its user may change it.
+    """
     try:
         os.chmod(path, 0o700)
-        fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         _unlink(path)
         return False
     try:
-        write_all(fd, data)
+        if os.pread(fd, len(data) + 1, 0) != data:
+            os.ftruncate(fd, 0)
+            write_all(fd, data)
         os.fchmod(fd, 0o500)
     finally:
         os.close(fd)
