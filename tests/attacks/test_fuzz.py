@@ -163,7 +163,7 @@ def test_s12g_a_number_or_text_in_a_query_that_cannot_be_is_refused(campaign: Ca
     campaign.look()
 
 
-def test_the_hostile_node_is_heard_and_the_real_one_is_not_lost(campaign: Campaign) -> None:
+def test_d7_the_hostile_node_is_heard_and_the_real_one_is_not_lost(campaign: Campaign) -> None:
     """S9: what a node says is dropped with a line in the log, or ends its own link."""
     wait_until(lambda: campaign.said.stat().st_size > 50, 60, "the hostile node does not speak")
     campaign.look()
@@ -171,7 +171,7 @@ def test_the_hostile_node_is_heard_and_the_real_one_is_not_lost(campaign: Campai
     assert nodes["n1"]["link"] == "up"
 
 
-def test_random_requests_at_all_entrances_end_nothing(campaign: Campaign) -> None:
+def test_d2_random_requests_at_all_entrances_end_nothing(campaign: Campaign) -> None:
     """Some thousands; `make fuzz` sends them for an hour."""
     while sum(campaign.tally.requests.values()) < REQUESTS:
         campaign.round()

@@ -30,7 +30,7 @@ def base() -> Iterator[Path]:
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to run as root: it acts as five accounts")
 @pytest.mark.skipif(not os.access(SYSTEM_PYTHON, os.X_OK), reason=f"needs {SYSTEM_PYTHON}, which any account can run")
-def test_hostile_accounts_take_nothing_from_others(base: Path) -> None:
+def test_e1_hostile_accounts_take_nothing_from_others(base: Path) -> None:
     found = besiege(base, FOR_S)
     assert found.same_process, found
     assert not found.failures, found

@@ -23,12 +23,19 @@ def test_each_attack_has_a_row_in_order() -> None:
     ]
 
 
+def named(test: str) -> list[str]:
+    """Return the names of the tests that an entry of the table stands for."""
+    path, _, pattern = test.partition("::")
+    names = _TEST.findall((TESTS / path).read_text()) if (TESTS / path).is_file() else []
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
 def test_the_tests_that_the_table_names_exist() -> None:
-    missing = []
-    for attack, tests in table():
-        for test in tests:
-            path, _, pattern = test.partition("::")
-            names = _TEST.findall((TESTS / path).read_text()) if (TESTS / path).is_file() else []
-            if not any(fnmatchcase(name, pattern) for name in names):
-                missing.append((attack, test))
-    assert not missing
+    assert [(attack, test) for attack, tests in table() for test in tests if not named(test)] == []
+
+
+def test_each_attack_has_a_test_with_its_id_in_the_name() -> None:
+    def has_one(attack: str, tests: list[str]) -> bool:
+        return any(attack.lower() in name.split("_") for test in tests for name in named(test))
+
+    assert [attack for attack, tests in table() if not has_one(attack, tests)] == []

@@ -1,15 +1,110 @@
-"""Programs that the controller starts for triggers: none that another than root and the trigger's user could replace."""
+"""Programs that the controller starts for triggers: few at once, and none that another user could replace.
+
+They are the only thing that a user can have the controller start or send: there is no mail, and no request to an address.
+"""
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import os
+import pwd
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hpcsched.controller.requests.triggers import check_program
+from hpcsched.controller.requests import triggers
+from hpcsched.controller.requests.triggers import TriggerPrograms, check_program
+from hpcsched.model.trigger import Trigger, TriggerEvent
 
+ROOT = Path(__file__).parents[2]
 UID = os.geteuid()
+FETCHERS = {"aiohttp", "ftplib", "http.client", "httpx", "requests", "smtplib", "urllib.request", "urllib3"}
+MAILERS = {"mail", "mailx", "sendmail", "/usr/sbin/sendmail", "/usr/bin/mail"}
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that every account can write."""
+    made = Path(tempfile.mkdtemp(prefix="triggers-", dir="/tmp"))
+    made.chmod(0o777)
+    yield made
+    shutil.rmtree(made)
+
+
+def shell(script: str, uid: int = UID) -> Trigger:
+    """Return a trigger that has come, with a script of the shell as its program."""
+    user = pwd.getpwuid(uid).pw_name
+    return Trigger(
+        id=1, uid=uid, user=user, event=TriggerEvent.NODE_DOWN, target="*", program=("/bin/sh", "-c", script)
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # the timeout of the suite ends it
+        await asyncio.sleep(0.01)
+
+
+def test_e7_a_user_has_few_programs_at_once(place: Path) -> None:
+    script = f"mkdir {place}/run-$$; ls -d {place}/run-* | wc -l >> {place}/counts; sleep 0.05; rmdir {place}/run-$$"
+
+    async def run_all() -> None:
+        programs = TriggerPrograms()
+        for _ in range(12):
+            programs.run(shell(script))
+        await until(lambda: not programs._tasks)
+
+    asyncio.run(run_all())
+    counts = [int(line) for line in (place / "counts").read_text().split()]
+    assert (len(counts), max(counts)) == (12, triggers.AT_ONCE_OF_USER)
+
+
+def test_e7_a_user_has_few_programs_in_line(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run_all() -> int:
+        programs = TriggerPrograms()
+        for _ in range(triggers.QUEUED_OF_USER + 50):
+            programs.run(shell(f"echo >> {place}/ran"))
+        waiting = len(programs._tasks)
+        await until(lambda: not programs._tasks)
+        return waiting
+
+    assert asyncio.run(run_all()) == triggers.QUEUED_OF_USER
+    assert len((place / "ran").read_text().split("\n")) - 1 == triggers.QUEUED_OF_USER
+    assert "wait or run already" in caplog.text
+
+
+@pytest.mark.root
+@pytest.mark.skipif(UID != 0, reason="needs to run as root: it starts programs as two users")
+def test_e7_programs_of_one_user_do_not_hold_up_those_of_another(place: Path) -> None:
+    (place / "hold").touch()
+
+    async def run_all() -> None:
+        programs = TriggerPrograms()
+        for _ in range(100):
+            programs.run(shell(f"while [ -e {place}/hold ]; do sleep 0.05; done", uid=1))
+        programs.run(shell(f"touch {place}/ran", uid=2))
+        await until((place / "ran").exists)
+        (place / "hold").unlink()
+        await until(lambda: not programs._tasks)
+
+    asyncio.run(run_all())
+
+
+def test_e7_nothing_of_ours_sends_mail_or_fetches_an_address() -> None:
+    """--mail-user and --mail-type are stored with the job; no option takes the address of a server."""
+    found = []
+    for path in [path for top in ("hpcsched", "workers/hpcnode") for path in (ROOT / top).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {name.name for name in node.names} if isinstance(node, ast.Import) else set()
+            if isinstance(node, ast.ImportFrom):
+                names = {str(node.module), *(f"{node.module}.{name.name}" for name in node.names)}
+            if isinstance(node, ast.Constant) and node.value in MAILERS - {"mail"}:
+                names = {"smtplib"}
+            found += [(str(path.relative_to(ROOT)), name) for name in names & FETCHERS]
+    assert found == []
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_a_fenced_node_gives_its_job_back(
     cluster.wait_for_nodes()
 
 
-def test_a_second_controller_says_who_holds_the_database(cluster: LocalCluster) -> None:
+def test_g3_a_second_controller_says_who_holds_the_database(cluster: LocalCluster) -> None:
     pid = cluster.api("GET", "/v1/ping")["pid"]
     second = subprocess.run(
         [sys.executable, "-m", "hpcsched.controller", "--config", str(cluster.config_dir)],

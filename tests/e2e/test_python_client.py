@@ -112,7 +112,7 @@ def test_a_script_is_submitted_with_its_words_and_its_output_followed(client: Cl
     assert [task.stdout() for task in tasks] == ["3\n", "5\n"]
 
 
-def test_one_request_id_makes_one_job(client: Client) -> None:
+def test_g5_one_request_id_makes_one_job(client: Client) -> None:
     first, second = (client.submit("#!/bin/sh\n:\n", request_id=f"once-{os.getpid()}") for _ in range(2))
     assert first.id == second.id
 

@@ -154,7 +154,7 @@ def test_python_s_client_and_the_compiled_one_trust_it_and_no_other(cluster: For
         os.rename(aside, cluster.base / "run")
 
 
-def test_a_directory_in_one_that_others_may_write_is_not_trusted(cluster: ForAll, tmp_path: Path) -> None:
+def test_a11_a_directory_in_one_that_others_may_write_is_not_trusted(cluster: ForAll, tmp_path: Path) -> None:
     account = pwd.getpwnam(SERVICE)
     with tempfile.TemporaryDirectory(prefix="hpc", dir="/tmp") as directory:
         Path(directory).chmod(0o1777)

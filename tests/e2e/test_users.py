@@ -82,7 +82,7 @@ def ended(cluster: LocalCluster, job_id: int) -> dict[str, Any]:
     return wait_until(job, what="the job's end")
 
 
-def test_a_job_runs_as_its_submitter_whatever_the_request_says(cluster: LocalCluster) -> None:
+def test_b2_a_job_runs_as_its_submitter_whatever_the_request_says(cluster: LocalCluster) -> None:
     script = "#!/bin/sh\nid -un; id -u; grep -E 'Groups|NoNewPrivs|CapEff' /proc/self/status; echo $HOME\n"
     job_id = submit(cluster, ANN, script)["jobs"][0]["job_id"]
     job = ended(cluster, job_id)
@@ -99,7 +99,7 @@ def test_a_job_runs_as_its_submitter_whatever_the_request_says(cluster: LocalClu
     assert output.stat().st_uid == account.pw_uid
 
 
-def test_the_user_s_files_are_opened_with_the_user_s_rights(cluster: LocalCluster) -> None:
+def test_b3_the_user_s_files_are_opened_with_the_user_s_rights(cluster: LocalCluster) -> None:
     secret = cluster.share / "secret"
     secret.write_text("root's\n")
     secret.chmod(0o600)

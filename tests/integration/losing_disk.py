@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import select
+import signal
 import socket
 import stat
 import struct
@@ -60,6 +61,14 @@ class LosingDisk:
     def heal(self) -> int:
         """Let all succeed again; return how many have failed."""
         return self._ask("heal")  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        """Answer nothing more, as a server that is switched off."""
+        self._server.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Answer what was asked meanwhile."""
+        self._server.send_signal(signal.SIGCONT)
 
     def _ask(self, *words: Any) -> Any:
         _send(self._control, words)

@@ -66,7 +66,7 @@ def test_a_program_killed_by_a_signal_is_reported_with_it(node: NodeUnderTest) -
     assert (ended.codes, ended.signals) == ([0], [signal.SIGSEGV])
 
 
-def test_a_token_launched_often_runs_once(node: NodeUnderTest, work: Path) -> None:
+def test_g2_a_token_launched_often_runs_once(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = new_token()
     launch = launch_of(token, stdout=str(work / "marker"), append=True)
@@ -206,7 +206,7 @@ def test_output_is_truncated_once_or_appended_to(node: NodeUnderTest, work: Path
         assert lines(work / "out") == ["line"] * expected
 
 
-def test_a_fifo_without_a_reader_does_not_block_the_launch(node: NodeUnderTest, work: Path) -> None:
+def test_b3_a_fifo_without_a_reader_does_not_block_the_launch(node: NodeUnderTest, work: Path) -> None:
     os.mkfifo(work / "fifo")
     (work / "fifo").chmod(0o666)
     controller = Controller(node)
@@ -215,7 +215,7 @@ def test_a_fifo_without_a_reader_does_not_block_the_launch(node: NodeUnderTest, 
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="needs root")
-def test_a_root_agent_runs_jobs_as_their_user_with_no_more_rights(place: Path, work: Path) -> None:
+def test_b2_a_root_agent_runs_jobs_as_their_user_with_no_more_rights(place: Path, work: Path) -> None:
     with running_node(place / "node") as node:
         controller = Controller(node)
         token = controller.launch(
@@ -242,7 +242,7 @@ def test_a_root_agent_runs_jobs_as_their_user_with_no_more_rights(place: Path, w
         assert (report.status, victim.read_text()) == (protocol.REFUSED, "secret")
 
 
-def test_an_older_controller_is_refused_and_a_newer_one_takes_over(node: NodeUnderTest, work: Path) -> None:
+def test_g3_an_older_controller_is_refused_and_a_newer_one_takes_over(node: NodeUnderTest, work: Path) -> None:
     first = Controller(node, epoch=5)
     second = Controller(node, epoch=5)
     assert isinstance(first.wait(lambda m: isinstance(m, protocol.Goodbye)), protocol.Goodbye)
@@ -261,7 +261,7 @@ def test_an_older_controller_is_refused_and_a_newer_one_takes_over(node: NodeUnd
     assert not (work / "marker").exists()
 
 
-def test_a_restored_database_is_a_new_incarnation_and_the_old_one_is_refused(node: NodeUnderTest) -> None:
+def test_g8_a_restored_database_is_new_and_the_old_one_is_refused(node: NodeUnderTest) -> None:
     assert isinstance(Controller(node, epoch=9).welcome, protocol.Welcome)
     restored = secrets.token_hex(8)
     assert isinstance(Controller(node, epoch=1, incarnation=restored).welcome, protocol.Welcome)
@@ -500,7 +500,7 @@ def test_a_refused_step_command_is_not_kept_by_the_agent(node: NodeUnderTest) ->
     assert wait_until(lambda: not step.pump(0.1) and step.closed, what="the agent to close it")
 
 
-def test_connections_and_unfinished_frames_of_an_account_are_bounded(node: NodeUnderTest) -> None:
+def test_d2_connections_and_unfinished_frames_of_an_account_are_bounded(node: NodeUnderTest) -> None:
     controller = Controller(node)
     most = bounds().connections
     frame = protocol.encode(protocol.Input("t", 0, 0, False), b"x" * (2 << 20))

@@ -227,7 +227,7 @@ def test_an_end_reaches_a_shepherd_of_an_earlier_agent(node: NodeUnderTest, work
 
 
 @pytest.mark.parametrize("agent_too", [False, True])
-def test_a_killed_shepherd_means_lost_and_nothing_left(node: NodeUnderTest, work: Path, agent_too: bool) -> None:
+def test_g4_a_killed_shepherd_means_lost_and_nothing_left(node: NodeUnderTest, work: Path, agent_too: bool) -> None:
     controller = Controller(node)
     script = "python3 -S -c 'import os; os.setsid()' & (setsid sh -c 'trap \"\" TERM; echo $$ >> pids; sleep 100' &) \n"
     token = controller.launch(script + "echo $$ >> pids; sleep 100", work_dir=str(work))
@@ -250,7 +250,7 @@ def test_a_killed_shepherd_means_lost_and_nothing_left(node: NodeUnderTest, work
     assert node.job_processes() == []
 
 
-def test_a_rebooted_node_reports_its_jobs_lost_and_kills_no_stranger(place: Path, work: Path) -> None:
+def test_b11_g4_a_rebooted_node_loses_its_jobs_and_kills_no_stranger(place: Path, work: Path) -> None:
     with running_node(place / "node", environ={"HPCNODE_BOOT_ID": "first"}) as node:
         controller = Controller(node)
         token = controller.launch("echo $$ >> pids; sleep 100", work_dir=str(work))

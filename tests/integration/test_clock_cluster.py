@@ -64,7 +64,7 @@ def submit(cluster: ClockCluster, script: str, *options: str) -> int:
     return int(cluster.run(*words, stdin=f"#!/bin/sh\n{script}\n").stdout)
 
 
-def test_jobs_outlive_a_clock_that_is_set_and_are_charged_until_they_ended(cluster: ClockCluster) -> None:
+def test_e5_jobs_outlive_a_clock_that_is_set_and_are_charged_right(cluster: ClockCluster) -> None:
     gates = [cluster.share / "first", cluster.share / "second"]
     first, second = (
         submit(cluster, f"while [ ! -e {gate} ]; do sleep 0.05; done", "-t", "30", "-N2") for gate in gates

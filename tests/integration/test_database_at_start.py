@@ -71,7 +71,7 @@ def test_a_whole_database_is_taken_and_remembers_its_cluster(lab: Config) -> Non
     assert (lab.config_dir / paths.CLUSTER_ID_FILE).read_text().strip() == own
 
 
-def test_another_clusters_database_is_refused_until_it_is_restored(lab: Config, tmp_path: Path) -> None:
+def test_d6_another_clusters_database_is_refused_until_it_is_restored(lab: Config, tmp_path: Path) -> None:
     other = cluster_at(tmp_path / "other", "other")
     assert start(lab) == start(other) == 0
     shutil.copy(database_of(other), database_of(lab))
@@ -89,7 +89,7 @@ def test_a_renamed_cluster_keeps_its_database(lab: Config) -> None:
     assert start(load_config(lab.config_dir)) == 0
 
 
-def test_a_database_with_flipped_bytes_is_refused(lab: Config) -> None:
+def test_d6_a_database_with_flipped_bytes_is_refused(lab: Config) -> None:
     path = database_of(lab)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
@@ -103,7 +103,7 @@ def test_a_database_with_flipped_bytes_is_refused(lab: Config) -> None:
     assert start(lab) == 0
 
 
-def test_a_row_that_cannot_be_read_is_refused(lab: Config) -> None:
+def test_d6_a_row_that_cannot_be_read_is_refused(lab: Config) -> None:
     with closing(sqlite3.connect(database_of(lab))) as connection:
         connection.execute("UPDATE specs SET spec = replace(spec, ':', ';') WHERE id = 7")
         connection.commit()
@@ -111,7 +111,7 @@ def test_a_row_that_cannot_be_read_is_refused(lab: Config) -> None:
         start(lab)
 
 
-def test_a_script_that_has_changed_on_disk_is_not_run() -> None:
+def test_d6_a_script_that_has_changed_on_disk_is_not_run() -> None:
     cluster = Cluster("n1")
     kept = cluster.job(cluster.submit(hold=True, script="#!/bin/sh\ntrue\n")).spec
     assert cluster.store.script(kept) == b"#!/bin/sh\ntrue\n"

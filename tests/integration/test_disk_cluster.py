@@ -60,9 +60,7 @@ def cluster() -> Iterator[ClusterOnDisk]:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_a_controller_that_cannot_write_refuses_work_loses_nothing_and_goes_on(
-    cluster: ClusterOnDisk, error: int
-) -> None:
+def test_b9_a_controller_that_cannot_write_refuses_work_and_loses_nothing(cluster: ClusterOnDisk, error: int) -> None:
     gate = cluster.share / "gate"
     script = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit 7"
     running = cluster.submit_as_user(script=script)

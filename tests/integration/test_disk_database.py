@@ -67,7 +67,7 @@ def names_in(path: Path) -> list[str]:
     return [job.spec.name for job in jobs]
 
 
-def test_what_was_acknowledged_is_there_whenever_the_power_fails(disk: LosingDisk, tmp_path: Path) -> None:
+def test_g6_what_was_acknowledged_is_there_whenever_the_power_fails(disk: LosingDisk, tmp_path: Path) -> None:
     """A database is made, used, closed and used again; the power fails after each single change that reached the disk."""
     path = disk.path / "h.db"
     for life in range(2):

@@ -93,7 +93,7 @@ def disk(tmp_path: Path) -> Iterator[LosingDisk]:
         yield disk
 
 
-def test_no_power_failure_runs_a_step_twice_or_revokes_a_report(disk: LosingDisk, tmp_path: Path) -> None:
+def test_g6_no_power_failure_runs_a_step_twice_or_revokes_a_report(disk: LosingDisk, tmp_path: Path) -> None:
     tokens = [new_token(job=job) for job in range(1, 7)]
     ended, acknowledged, running, revoked, over, later = tokens
     node = Node(disk.path / "root", "boot-1")

@@ -99,7 +99,7 @@ def check(cluster: KillableCluster) -> None:
     wait_until(lambda: not cluster.leftovers(), PATIENCE_S, "the nodes to be empty")
 
 
-def test_a_controller_that_dies_at_any_step_of_a_job_loses_and_doubles_nothing(cluster: KillableCluster) -> None:
+def test_g1_a_controller_that_dies_at_any_step_loses_and_doubles_nothing(cluster: KillableCluster) -> None:
     with Flow(cluster, random.Random(7)) as flow:
         die_at_each(cluster, flow, points(EVENTS, MESSAGES))
     check(cluster)

@@ -142,7 +142,7 @@ def test_add_pins_the_key_and_says_what_it_found(cluster: Shell, nodes: Loopback
     assert list((Path(load_config(cluster.config_dir).share)).iterdir()) == []  # the probe file is gone
 
 
-def test_unasked_no_key_is_believed(cluster: Shell, nodes: LoopbackNodes) -> None:
+def test_f3_unasked_no_key_is_believed(cluster: Shell, nodes: LoopbackNodes) -> None:
     said = cluster("node", "add", target(nodes), *access(nodes), status=1)
     assert f"--accept-fingerprint {shown_by(nodes)}" in said
     assert "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub" in said

@@ -110,7 +110,7 @@ def test_a_tombstone_is_exclusive_with_a_claim(tmp_path: Path) -> None:
     assert spool.read(text).final == {"status": "revoked"}
 
 
-def test_a_claim_is_exclusive(tmp_path: Path) -> None:
+def test_b5_a_claim_is_exclusive(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     text, revoked = token(), token()
     owner = (os.geteuid(), os.getegid())
@@ -125,7 +125,7 @@ def test_a_claim_is_exclusive(tmp_path: Path) -> None:
     assert not Path(spool.script(revoked)).exists()
 
 
-def test_entries_are_private_and_half_made_ones_are_cleared_away(tmp_path: Path) -> None:
+def test_b10_entries_are_private_and_half_made_ones_are_cleared_away(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     text, half, over = token(), token(), token()
     spool.revoke(text, {"status": "revoked"})
@@ -150,7 +150,7 @@ def test_crash_points_need_the_test_environment() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_an_administrator_narrows_who_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a9_an_administrator_narrows_who_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tmp_path / "node.json"
     monkeypatch.setattr(account, "POLICY_PATH", str(policy))
     assert account.find_account("nobody", 0).uid == 65534
@@ -281,7 +281,7 @@ def script_inodes(spool: Spool, *owners: int) -> list[int]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to users")
-def test_a_script_is_written_into_the_file_of_an_earlier_one_of_the_same_user_only(tmp_path: Path) -> None:
+def test_b5_a_script_is_written_into_a_file_of_the_same_user_only(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     first, again = script_inodes(spool, 1001, 1001)
     assert first == again
@@ -301,7 +301,7 @@ def test_a_spare_entry_that_has_lost_its_script_serves_another_user(tmp_path: Pa
 
 
 @pytest.mark.parametrize("change", ["link", "attribute"])
-def test_a_script_that_its_user_has_given_another_name_is_not_reused(tmp_path: Path, change: str) -> None:
+def test_b8_a_script_that_its_user_has_given_another_name_is_not_reused(tmp_path: Path, change: str) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     launch, later = (launch_of(token(job=job)) for job in (1, 2))
     owner = (os.getuid(), os.getgid())

@@ -22,7 +22,7 @@ def cluster() -> Iterator[KillableCluster]:
             yield cluster
 
 
-def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice(cluster: KillableCluster) -> None:
+def test_g8_a_restored_cluster_ends_strays_and_gives_no_number_twice(cluster: KillableCluster) -> None:
     backup = cluster.base / "backup"
     gate = f"while [ ! -e {cluster.share}/gate ]; do sleep 0.05; done\n"
     (running,) = cluster.submit(cluster.spec(gate))
@@ -56,7 +56,7 @@ def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice
     wait_until(lambda: not cluster.leftovers(), what="the nodes to be empty")
 
 
-def test_a_restore_that_asks_leaves_what_runs_alone_and_an_adopted_job_runs_once(cluster: KillableCluster) -> None:
+def test_g8_a_restore_that_asks_adopts_a_stray_once(cluster: KillableCluster) -> None:
     backup = cluster.base / "backup"
     gate = f"while [ ! -e {cluster.share}/gate ]; do sleep 0.05; done\n"
     (running,) = cluster.submit(cluster.spec(gate))

@@ -270,7 +270,7 @@ def test_an_idle_connection_does_not_poll(nodes: LoopbackNodes) -> None:
     assert min(asyncio.run(run())) >= 10
 
 
-def test_a_changed_host_key_is_refused_with_both_fingerprints(nodes: LoopbackNodes, tmp_path: Path) -> None:
+def test_f3_a_changed_host_key_is_refused_with_both_fingerprints(nodes: LoopbackNodes, tmp_path: Path) -> None:
     node = nodes.nodes["a"]
     said = asyncio.run(why_down(spec_of(node, host_key=OTHER_KEY, root=str(tmp_path / "root"))))
     assert "its host key has changed" in said
@@ -483,7 +483,7 @@ def test_proxy_jump(nodes: LoopbackNodes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("known", "why"), [("", "no known_hosts file has a key for it"), (OTHER_KEY, "known_hosts has SHA256:")]
 )
-def test_a_jump_host_must_be_known(nodes: LoopbackNodes, tmp_path: Path, known: str, why: str) -> None:
+def test_f3_a_jump_host_must_be_known(nodes: LoopbackNodes, tmp_path: Path, known: str, why: str) -> None:
     settings = settings_with(jump_config(nodes, tmp_path, known))
     said = asyncio.run(why_down(spec_of(nodes.nodes["a"], host="target"), settings=settings))
     assert said.startswith("cannot trust ")

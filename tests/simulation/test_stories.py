@@ -23,7 +23,7 @@ TOTAL = Tally()
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name.replace(" ", "_"))
-def test_no_crash_and_no_lost_message_breaks_an_invariant(story: Story, on: Stage) -> None:
+def test_g1_g2_no_crash_and_no_lost_message_breaks_an_invariant(story: Story, on: Stage) -> None:
     pairs = pairs_of(on, story)
     alone = [pair for pair in pairs if pair[0] is None or pair[1] is None]
     both = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]

@@ -38,7 +38,9 @@ ANY_NODE = "*"
 MAX_WORDS = 64
 MAX_PROGRAM_BYTES = 4096
 AT_ONCE = 8
+AT_ONCE_OF_USER = 2
 QUEUED = 1_000  # further ones are not run, which is logged
+QUEUED_OF_USER = 100
 PROGRAM_S = 300.0
 MAX_COMPONENTS = 256  # directories and links that lead to a program
 PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -223,19 +225,28 @@ class TriggerPrograms:
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns_of_users: dict[int, asyncio.Semaphore] = {}
+        self._tasks: dict[asyncio.Task[None], int] = {}  # and the user's number
 
     def run(self, trigger: Trigger) -> None:
         """Run the program of a trigger, with the event's target as its last argument."""
-        if len(self._tasks) >= QUEUED:
-            log.error("cannot run the program of trigger %d: %d wait already", trigger.id, QUEUED)
+        of_user = sum(uid == trigger.uid for uid in self._tasks.values())
+        if len(self._tasks) >= QUEUED or of_user >= QUEUED_OF_USER:
+            waiting = f"{of_user} programs of {trigger.user}, and {len(self._tasks)} of all users, wait or run already"
+            log.error("cannot run the program of trigger %d: %s", trigger.id, waiting)
             return
-        task = asyncio.get_running_loop().create_task(self._run(trigger))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        turns = self._turns_of_users.setdefault(trigger.uid, asyncio.Semaphore(AT_ONCE_OF_USER))
+        task = asyncio.get_running_loop().create_task(self._run(trigger, turns))
+        self._tasks[task] = trigger.uid
+        task.add_done_callback(self._over)
 
-    async def _run(self, trigger: Trigger) -> None:
-        async with self._turns:
+    def _over(self, task: asyncio.Task[None]) -> None:
+        uid = self._tasks.pop(task)
+        if uid not in self._tasks.values():
+            del self._turns_of_users[uid]
+
+    async def _run(self, trigger: Trigger, turns_of_user: asyncio.Semaphore) -> None:
+        async with turns_of_user, self._turns:
             try:
                 status = await _status_of([*trigger.program, trigger.hit], trigger.uid)
             except (OSError, KeyError, subprocess.SubprocessError) as error:

@@ -70,7 +70,7 @@ def _post(body: bytes, path: str = "/v1/submit") -> dict[str, Any]:
         (b'{"jobs":[]} {}', "Extra data"),
     ],
 )
-def test_a_body_that_is_ambiguous_or_too_much_is_refused(body: bytes, why: str) -> None:
+def test_d2_a_body_that_is_ambiguous_or_too_much_is_refused(body: bytes, why: str) -> None:
     assert why in _post(body)["error"]
 
 

@@ -136,7 +136,7 @@ def test_what_no_route_takes_is_refused_and_the_connection_goes_on(line: str, st
         (b"GET /echo HTTP/1.1\r\nX: " + b"x" * 70_000, 431),
     ],
 )
-def test_what_is_no_request_ends_the_connection_with_an_answer(request_bytes: bytes, status: int) -> None:
+def test_d2_what_is_no_request_ends_the_connection_with_an_answer(request_bytes: bytes, status: int) -> None:
     [(found, told)] = _ask(request_bytes + b"\r\n\r\nGET /echo HTTP/1.1\r\n\r\n")
     assert found == status
     assert str(told["error"]).startswith("cannot read the request")

@@ -79,7 +79,7 @@ def test_where_too_many_wait_to_be_served_a_client_waits_as_well(
 
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="needs to serve as another user")
-def test_a_socket_that_somebody_else_serves_is_not_talked_to(
+def test_a11_a_socket_that_somebody_else_serves_is_not_talked_to(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path_factory.mktemp("foreign") / "s"

@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused_before_it_is_sent(
     assert api.asked == []
 
 
-def test_a_lost_answer_is_asked_for_again_with_the_same_id(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+def test_g5_a_lost_answer_is_asked_for_again_with_the_same_id(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     api.answers["POST /v1/submit"] = [None, ACCEPTED]
     assert hsub.main(["job.sh"]) == 0
     assert capsys.readouterr() == ("Submitted batch job 5\n", "")

@@ -91,7 +91,7 @@ def test_a_pipe_in_place_of_the_file_does_not_block(tmp_path: Path) -> None:
     assert MetricsReader(tmp_path / "metrics.jsonl").read().points == ()
 
 
-def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+def test_b5_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
     write(tmp_path / "of another user", step(1))
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "of another user")
     assert MetricsReader(tmp_path / "metrics.jsonl").read().points == ()

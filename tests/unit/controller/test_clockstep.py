@@ -34,7 +34,7 @@ def passes(cluster: Cluster, seconds: float, step_s: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S, 50 * 365 * 86400.0])
-def test_a_step_ends_no_job_early_or_late_and_charges_nobody(step_s: float) -> None:
+def test_e5_a_step_ends_no_job_early_or_late_and_charges_nobody(step_s: float) -> None:
     cluster = booted()
     job_id = cluster.submit(script="", time_limit_s=600)  # an allocation: nobody but the controller ends it
     batch = cluster.submit(time_limit_s=600)

@@ -238,7 +238,7 @@ def test_a_lease_that_has_certainly_run_out_frees_the_job() -> None:
     assert "lease there ran out" in job.reason_detail
 
 
-def test_a_wall_clock_that_jumps_ends_no_lease() -> None:
+def test_e5_a_wall_clock_that_jumps_ends_no_lease() -> None:
     gang, job_id = leased("n1")
     gang.run(job_id)
     gang.lose("n1")

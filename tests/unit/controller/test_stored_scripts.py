@@ -53,7 +53,7 @@ def test_equal_scripts_are_stored_once_and_are_in_no_job_in_memory() -> None:
     assert [shown(cluster, ANN, job_id) for job_id in ids] == [text(1), text(1), "hidden", text(2)]
 
 
-def test_the_node_gets_the_text() -> None:
+def test_b8_the_node_gets_the_text() -> None:
     cluster = Cluster("n1")
     blobs: list[bytes] = []
     cluster.ports.send = lambda _node, message, blob=b"": blobs.append(blob)  # type: ignore[method-assign]

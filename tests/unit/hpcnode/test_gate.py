@@ -61,7 +61,7 @@ def test_good_json_is_read(value: Any, ascii_only: bool) -> None:
         (b'"\x00"', "not JSON"),
     ],
 )
-def test_bad_json_is_rejected_with_its_place(text: bytes, why: str) -> None:
+def test_d2_bad_json_is_rejected_with_its_place(text: bytes, why: str) -> None:
     with pytest.raises(gate.GateError, match=why):
         gate.read_json(text)
 

@@ -64,7 +64,7 @@ def test_an_rsa_key_proves_itself_with_sha2_only() -> None:
     assert hostkeys.algorithms_for("ssh-ed25519") == ("ssh-ed25519",)
 
 
-def test_weak_algorithms_are_not_offered() -> None:
+def test_f4_weak_algorithms_are_not_offered() -> None:
     class Wire:
         def settimeout(self, _: float) -> None: ...
         def close(self) -> None: ...
@@ -86,7 +86,7 @@ def test_weak_algorithms_are_not_offered() -> None:
         (False, "hmac-sha2-256-etm@openssh.com", "aes128-gcm@openssh.com", False),  # the mac is not used then
     ],
 )
-def test_terrapin(strict: bool, mac: str, cipher: str, refused: bool) -> None:
+def test_f4_terrapin(strict: bool, mac: str, cipher: str, refused: bool) -> None:
     transport = SimpleNamespace(agreed_on_strict_kex=strict, remote_mac=mac, remote_cipher=cipher)
     if refused:
         with pytest.raises(LinkError, match="CVE-2023-48795"):

@@ -93,7 +93,7 @@ def test_every_letter_of_squeue_is_there() -> None:
     assert len(longs) == len(set(longs))
 
 
-def test_a_name_cannot_add_a_line() -> None:
+def test_c8_a_name_cannot_add_a_line() -> None:
     assert shown("%j", running(name="a\nb\x1b[31m")) == ["a?b?[31m"]
 
 

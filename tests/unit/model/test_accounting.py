@@ -48,7 +48,7 @@ def test_what_is_not_said_comes_from_the_user_then_the_account_then_its_parents(
         ("zoe", "", "hihg", "did you mean high?"),
     ],
 )
-def test_what_is_not_one_s_own_is_refused(user: str, account: str, qos: str, why: str) -> None:
+def test_e6_what_is_not_one_s_own_is_refused(user: str, account: str, qos: str, why: str) -> None:
     with pytest.raises(RequestError) as caught:
         resolve(LAB, user, account, qos)
     assert why in str(caught.value)

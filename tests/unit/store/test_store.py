@@ -258,7 +258,7 @@ def test_jobs_share_the_row_of_their_environment(database: sqlite3.Connection) -
     assert database.execute("SELECT count(*) FROM environments").fetchone() == (1,)
 
 
-def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqlite3.Connection) -> None:
+def test_g5_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqlite3.Connection) -> None:
     store = Store(database)
     made = {number: job(number) for number in (4, 5)}
     specs = {one.spec_id: one.spec for one in made.values()}
@@ -342,7 +342,7 @@ def test_a_database_is_not_made_beside_the_log_of_a_lost_one(tmp_path: Path) -> 
     assert (tmp_path / "h.db-wal").exists()
 
 
-def test_a_foreign_a_newer_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+def test_d6_a_foreign_a_newer_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.db"
     with sqlite3.connect(foreign) as connection:
         connection.execute("PRAGMA user_version = 3")
