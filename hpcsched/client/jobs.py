@@ -53,7 +53,6 @@ TASKS_PER_S = 5_000  # of a waited array: the state of more tasks is asked for l
 SILENCE_S = 60.0  # a wait ends if the controller is not there for so long
 LATE_RESULT_S = 10.0  # for which a shared directory may not show a new file yet
 LOG_WAIT_S = 15.0
-IDS_PER_REQUEST = 200
 
 
 # ----- what jobs of both clients are

@@ -329,7 +329,6 @@ class Controller:
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
         known, spool = tx.cluster.nodes[node], edits.spool_of(welcome)
         rebooted = bool(known.boot_id) and known.boot_id != welcome.boot_id
-        edits.take_spool(tx, node, spool)
         tx.record_node(
             NodeUp(
                 node=node,

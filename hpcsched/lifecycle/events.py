@@ -267,14 +267,6 @@ class Adopted(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpoolFound(JobEvent):
-    """The attempt, launched on `node` by a version without spool identities, is in this spool."""
-
-    node: NodeName
-    spool: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClockStepped(JobEvent):
     """The head node's clock was set by `by_s` seconds: the times of the attempt are moved accordingly."""
 
@@ -282,35 +274,9 @@ class ClockStepped(JobEvent):
 
 
 EVENTS: dict[str, type[JobEvent]] = {
-    cls.__name__: cls
-    for cls in (
-        Submitted,
-        Held,
-        Released,
-        Changed,
-        Respecified,
-        BecameEligible,
-        Allocated,
-        Claimed,
-        Started,
-        Suspended,
-        Resumed,
-        EndRequested,
-        NodesReserved,
-        NodesUnreserved,
-        ShrinkAsked,
-        NodesReleased,
-        NodesAdded,
-        Exited,
-        LaunchRefused,
-        NodeCleared,
-        NodeLost,
-        NodeSilent,
-        Requeued,
-        Adopted,
-        SpoolFound,
-        ClockStepped,
-    )
+    name: value
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, JobEvent) and value is not JobEvent
 }
 
 # Names and defaults of the fields of each kind of event that have no columns of their own.

@@ -26,7 +26,6 @@ commit, and again whenever a node reconnects, so recovery needs no code of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace as replace_value
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -56,7 +55,6 @@ from hpcsched.lifecycle.events import (
     Respecified,
     Resumed,
     ShrinkAsked,
-    SpoolFound,
     Started,
     Submitted,
     Suspended,
@@ -65,7 +63,6 @@ from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.frozen import copies, replace
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason, Refusal
-from hpcsched.model.node import Share
 from hpcsched.model.spec import JobSpec
 
 CHANGEABLE = {  # field of `Changed`: field of `Job`
@@ -156,13 +153,6 @@ def _held(job: Job, event: Held) -> Job:
 
 def _adopted(job: Job, event: Adopted) -> Job:
     return replace(job, reason=Reason.NONE, reason_detail="")
-
-
-def _spool_found(job: Job, event: SpoolFound) -> Job:
-    def known(shares: tuple[Share, ...]) -> tuple[Share, ...]:
-        return tuple(replace_value(share, spool=event.spool) if share.node == event.node else share for share in shares)
-
-    return replace(job, shares=known(job.shares), leaving=known(job.leaving), joining=known(job.joining))
 
 
 def _released(job: Job, event: Released) -> Job:
@@ -613,7 +603,6 @@ def _table() -> dict[tuple[JobState, type[JobEvent]], Transition]:
         ((COMPLETING,), NodeSilent, _blamed_on_node),
         (tuple(FINAL), Requeued, _requeued),
         (on_nodes, Adopted, _adopted),
-        ((*on_nodes, COMPLETING), SpoolFound, _spool_found),
         ((*on_nodes, COMPLETING), ClockStepped, _clock_stepped),
         ((PENDING,), ClockStepped, _pause_moved),
     ]

@@ -115,20 +115,9 @@ class NodeLaunchSucceeded(NodeEvent):
 
 
 NODE_EVENTS: dict[str, type[NodeEvent]] = {
-    kind.__name__: kind
-    for kind in (
-        NodeUp,
-        NodeDisconnected,
-        NodeDown,
-        NodeDrained,
-        NodeResumed,
-        NodeFaultCleared,
-        NodeFenced,
-        NodeOrphansFound,
-        NodeOrphansGone,
-        NodeLaunchFailed,
-        NodeLaunchSucceeded,
-    )
+    name: value
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, NodeEvent) and value is not NodeEvent
 }
 
 

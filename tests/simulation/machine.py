@@ -80,7 +80,7 @@ class Machine:
     def spool(self) -> dict[str, object]:
         """What `hpcnode.spool` finds there."""
         machine = self.twins[0].key
-        return {"id": self.root, "machine": machine, "inode": 1, "hardware": [machine], "upgraded": False}
+        return {"id": self.root, "machine": machine, "inode": 1, "hardware": [machine]}
 
     def wall_s(self) -> float:
         """Return what its clock shows."""

@@ -492,7 +492,7 @@ def token_of(found: Found) -> Token:
 
 
 # ----- the identity of a spool: no other directory has it, on this machine or on another one
-#     ROOT/spool/identity   {"id": 32 random hex digits, "upgraded": whether a version without identities used the spool before}
+#     ROOT/spool/identity   {"id": 32 random hex digits}
 #
 # The controller remembers for each launch the spool that it was sent to. The inventory of another spool proves nothing about the
 # launch: it may still run in a directory, or on a machine, that the node's name does not lead to any more.
@@ -519,7 +519,6 @@ def identity_of(spool: str, environ: Mapping[str, str]) -> Dict[str, Any]:
         record = read_object(path) or {}
     return {
         "id": record.get("id", ""),
-        "upgraded": record.get("upgraded", False),
         "inode": os.stat(path).st_ino,
         "machine": machine_id(environ),
         "hardware": hardware(environ),
@@ -532,8 +531,7 @@ def make_identity(spool: str) -> None:
     Raises OSError.
     """
     path = os.path.join(spool, IDENTITY)
-    upgraded = os.path.exists(os.path.join(os.path.dirname(spool), "epochs"))
-    data = to_bytes({"id": os.urandom(16).hex(), "upgraded": upgraded})
+    data = to_bytes({"id": os.urandom(16).hex()})
     temporary = "%s.%s" % (path, os.urandom(8).hex())
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

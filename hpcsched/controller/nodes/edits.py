@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 
 from hpcnode.wire import protocol
 from hpcsched.config.load import Config
-from hpcsched.lifecycle.events import SpoolFound
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import REACH, Node, NodeSpec
 from hpcsched.state.cluster import ClusterState
-from hpcsched.state.transaction import Transaction
 
 NAMED_JOBS = 5
 
@@ -156,9 +154,6 @@ def _former(spec: NodeSpec, reach: str) -> NodeSpec:
 #
 # Proof that nothing runs any more is the inventory of the same spool, or a reboot of the same
 # machine. An admin's word (``hctl fence NODE``) is accepted as well.
-#
-# An older version recorded no spools. Its launches belong to the first spool that a version without
-# identities used.
 
 
 class SpoolIdentity(NamedTuple):
@@ -169,7 +164,6 @@ class SpoolIdentity(NamedTuple):
 
     id: str = ""
     hardware: str = ""
-    upgraded: bool = True
 
 
 def spool_of(welcome: protocol.Welcome) -> SpoolIdentity:
@@ -181,7 +175,6 @@ def spool_of(welcome: protocol.Welcome) -> SpoolIdentity:
     return SpoolIdentity(
         id=_digest(spool["id"], machine, spool.get("inode")),
         hardware=_digest(machine, hardware) if hardware else "",
-        upgraded=spool.get("upgraded") is True,
     )
 
 
@@ -190,13 +183,13 @@ def why_refused(cluster: ClusterState, node: NodeName, welcome: protocol.Welcome
     spool, known = spool_of(welcome), cluster.nodes[node]
     if was_rebooted(known, spool, welcome.boot_id):
         return ""
-    others = [job for job in cluster.jobs_on(node) if not _may_be_in(job.spool_on(node), spool)]
+    others = [job for job in cluster.jobs_on(node) if job.spool_on(node) != spool.id]
     if others:
         return (
             f"another spool answers than the one that holds {words_for(others)}: node {node} leads to another machine or "
             f"directory than before, or its directory was deleted"
         )
-    if (known.has_orphans or node in cluster.unseen_nodes()) and not _may_be_in(known.spool, spool):
+    if (known.has_orphans or node in cluster.unseen_nodes()) and known.spool != spool.id:
         return (
             f"another spool answers than before the database was restored: node {node} leads to another machine or "
             f"directory, or its directory was deleted"
@@ -207,17 +200,6 @@ def why_refused(cluster: ClusterState, node: NodeName, welcome: protocol.Welcome
 def was_rebooted(known: Node, spool: SpoolIdentity, boot_id: str) -> bool:
     """Return whether this is the machine that answered last, rebooted since."""
     return bool(known.hardware and known.boot_id) and known.hardware == spool.hardware and known.boot_id != boot_id
-
-
-def take_spool(tx: Transaction, node: NodeName, spool: SpoolIdentity) -> None:
-    """Record the spool for the jobs on `node` that an older version launched."""
-    for job in tx.cluster.jobs_on(node) if spool.id else ():
-        if not job.spool_on(node):
-            tx.record(SpoolFound(job_id=job.id, at_s=tx.now_s, node=node, spool=spool.id))
-
-
-def _may_be_in(bound: str, spool: SpoolIdentity) -> bool:
-    return bound == spool.id or (not bound and spool.upgraded)
 
 
 def _digest(*values: Any) -> str:

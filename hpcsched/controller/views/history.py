@@ -50,7 +50,6 @@ from hpcsched.lifecycle.events import (
     Respecified,
     Resumed,
     ShrinkAsked,
-    SpoolFound,
     Started,
     Submitted,
     Suspended,
@@ -302,7 +301,6 @@ SENTENCES: dict[type[JobEvent], Callable[[Any], str]] = {
     Respecified: _respecified,
     Resumed: lambda event: "resumed" if event.by_uid is None else f"resumed by {user_name(event.by_uid)}",
     ShrinkAsked: _shrink_asked,
-    SpoolFound: lambda event: f"found on {event.node} after an upgrade of hpcsched",
     Started: lambda event: "started on its first node",
     Suspended: _suspended,
 }

@@ -19,11 +19,9 @@ from hpcsched.model.node import Link, Share
 N1 = NodeName("n1")
 
 
-def facts(
-    spool: str = "a", machine: str = "m", *, inode: int = 1, mac: str = "mac", upgraded: bool = False
-) -> dict[str, Any]:
+def facts(spool: str = "a", machine: str = "m", *, inode: int = 1, mac: str = "mac") -> dict[str, Any]:
     """Return what an agent says of its spool."""
-    said = {"id": spool, "machine": machine, "inode": inode, "hardware": [mac] if mac else [], "upgraded": upgraded}
+    said = {"id": spool, "machine": machine, "inode": inode, "hardware": [mac] if mac else []}
     return {"spool": said}
 
 
@@ -102,21 +100,6 @@ def test_a_fence_is_the_way_out() -> None:
     cluster.ask(lambda tx: jobs.fence(tx, ROOT, "n1", "replaced"))
     assert cluster.job(job_id).state is JobState.PENDING
     assert lead_elsewhere(cluster, spool="b") == ""
-
-
-def test_what_an_older_version_launched_is_found_at_first_contact() -> None:
-    cluster = Cluster("n1")  # its agent says nothing of a spool
-    job_id = cluster.submit(requeue=True)
-    cluster.tick()
-    cluster.run(job_id)
-    assert cluster.job(job_id).spool_on(N1) == ""
-    assert lead_elsewhere(cluster) != ""  # a new spool cannot have it
-    started = cluster.report(job_id, protocol.STARTED)
-    assert cluster.welcome("n1", facts=facts(upgraded=True), inventory=(started,)) == ""
-    assert cluster.job(job_id).spool_on(N1) == cluster.state.nodes[N1].spool != ""
-    assert cluster.job(job_id).state is JobState.RUNNING
-    assert cluster.replayed(job_id) == cluster.job(job_id)
-    assert lead_elsewhere(cluster, spool="b", upgraded=True) != ""
 
 
 def test_nothing_is_launched_while_it_is_not_known_where_the_name_leads() -> None:

@@ -305,7 +305,7 @@ def test_a_waiting_job_waits_after_a_restart_for_the_node_that_runs_it_from_befo
 
 
 def test_a_node_that_runs_something_from_before_cannot_be_led_elsewhere(restored: Restored) -> None:
-    spool = {"id": "s1", "machine": "m1", "inode": 1, "hardware": [], "upgraded": False}
+    spool = {"id": "s1", "machine": "m1", "inode": 1, "hardware": []}
     restored.before.welcome("n1", facts={"spool": spool})
     job_id = restored.before.submit(hold=True)
     restored.back_up()

@@ -54,13 +54,6 @@ def test_a_wiped_spool_is_another_one(tmp_path: Path) -> None:
     assert identity_of(_spool(tmp_path / "root/spool"), HERE)["id"] != first["id"]
 
 
-def test_a_spool_of_an_older_version_is_known_as_such(tmp_path: Path) -> None:
-    spool = _spool(tmp_path / "root/spool")
-    (tmp_path / "root/epochs").write_text("{}")
-    assert identity_of(spool, HERE)["upgraded"] is True
-    assert identity_of(_spool(tmp_path / "new/spool"), HERE)["upgraded"] is False
-
-
 def test_a_process_killed_at_any_call_leaves_a_whole_identity_or_none(tmp_path: Path) -> None:
     killed_at_s = """
 import os, sys
