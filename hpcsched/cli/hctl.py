@@ -44,20 +44,14 @@ def create_reservation(rest: Sequence[str], words: Words) -> int:
     """Create a reservation and print its name."""
     name, changes = _read(rest)
     answer = client.call("POST", "/v1/reservations/create", {"name": name, "changes": changes})
-    if words.has("json"):
-        print_json(answer)
-    else:
-        print(f"Reservation created: {clean(answer['name'])}")
-    return 0
+    return _print_answer(answer, words, f"Reservation created: {clean(answer['name'])}")
 
 
 def update_reservation(rest: Sequence[str], words: Words) -> int:
     """Change a reservation."""
     name, changes = _read(rest)
     answer = client.call("POST", "/v1/reservations/update", {"name": _must_be(name), "changes": changes})
-    if words.has("json"):
-        print_json(answer)
-    return 0
+    return _print_answer(answer, words)
 
 
 def delete_reservation(rest: Sequence[str], words: Words) -> int:
@@ -66,9 +60,7 @@ def delete_reservation(rest: Sequence[str], words: Words) -> int:
     if changes:
         raise UsageError("cannot delete that: write hctl delete reservation NAME")
     answer = client.call("POST", "/v1/reservations/delete", {"name": _must_be(name)})
-    if words.has("json"):
-        print_json(answer)
-    return 0
+    return _print_answer(answer, words)
 
 
 def fetch(names: Sequence[str]) -> Json:
@@ -387,6 +379,15 @@ def _needs(rest: Sequence[str], what: str) -> None:
         raise UsageError(f"cannot do that: name {what}; see hctl --help")
 
 
+def _print_answer(answer: Json, words: Words, text: str = "") -> int:
+    """Print the answer as JSON with --json, else the text, if there is one; return 0."""
+    if words.has("json"):
+        print_json(answer)
+    elif text:
+        print(text)
+    return 0
+
+
 # ----- show
 
 
@@ -493,11 +494,7 @@ def _show_accounting(kind: str) -> Callable[[Sequence[str], Words], int]:
 
 def _show_config(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/config")
-    if words.has("json"):
-        print_json(answer)
-    else:
-        sys.stdout.write(records.config_text(answer["config"]))
-    return 0
+    return _print_answer(answer, words, records.config_text(answer["config"]).removesuffix("\n"))
 
 
 def _show_roles(rest: Sequence[str], words: Words) -> int:
@@ -647,9 +644,7 @@ def update_partition(rest: Sequence[str], words: Words) -> int:
         )
     _needs(names, "the partition")
     for name in names:
-        answer = client.call("POST", "/v1/partitions/update", {"name": name, "state": state})
-        if words.has("json"):
-            print_json(answer)
+        _print_answer(client.call("POST", "/v1/partitions/update", {"name": name, "state": state}), words)
     return 0
 
 
@@ -666,14 +661,9 @@ def _story(rest: Sequence[str], words: Words) -> int:
     if len(rest) != 1:
         raise UsageError("cannot tell whose story: name one job")
     answer = client.call("GET", client.job_path(rest[0], "story"))
-    if words.has("json"):
-        print_json(answer)
-        return 0
-    for event in answer["events"]:
-        print(f"{date_text(event['at_s'])}  {clean(event['text'])}")
-    if answer.get("now"):
-        print(f"{date_text(answer['now_s'])}  now: {clean(answer['now'])}")
-    return 0
+    lines = [f"{date_text(event['at_s'])}  {clean(event['text'])}" for event in answer["events"]]
+    lines += [f"{date_text(answer['now_s'])}  now: {clean(answer['now'])}"] if answer.get("now") else []
+    return _print_answer(answer, words, "\n".join(lines))
 
 
 # ----- nodes and the controller
@@ -695,11 +685,7 @@ def _resume(rest: Sequence[str], words: Words) -> int:
 
 
 def _print_nodes(answer: Json, what: str, words: Words) -> int:
-    if words.has("json"):
-        print_json(answer)
-    elif answer["nodes"]:
-        print(f"{compress_hostlist(answer['nodes'])} {what}")
-    return 0
+    return _print_answer(answer, words, f"{compress_hostlist(answer['nodes'])} {what}" if answer["nodes"] else "")
 
 
 def _resume_jobs_or_nodes(rest: Sequence[str], words: Words) -> int:
@@ -726,14 +712,9 @@ def _fence(rest: Sequence[str], words: Words) -> int:
 
 def _ping(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/ping")
-    if words.has("json"):
-        print_json(answer)
-        return 0
-    up = format_time_s(answer["now_s"] - answer["started_at_s"])
-    print(
-        f"hpcschedd {answer['hpcsched']} of cluster {clean(answer['cluster'])} is UP (process {answer['pid']}, for {up})"
-    )
-    return 0
+    name, up = clean(answer["cluster"]), format_time_s(answer["now_s"] - answer["started_at_s"])
+    text = f"hpcschedd {answer['hpcsched']} of cluster {name} is UP (process {answer['pid']}, for {up})"
+    return _print_answer(answer, words, text)
 
 
 BACKUP_TIMEOUT_S = 600.0
@@ -756,11 +737,8 @@ def _backup(rest: Sequence[str], words: Words) -> int:
             f"install -d -m 700 {clean(shlex.quote(path))}"
         )
     answer = client.call("POST", "/v1/backup", {"path": path}, timeout_s=BACKUP_TIMEOUT_S)
-    if words.has("json"):
-        print_json(answer)
-    else:
-        print(f"backed up the database to {clean(answer['path'])} ({answer['size'] / (1 << 20):.1f} MiB)")
-    return 0
+    text = f"backed up the database to {clean(answer['path'])} ({answer['size'] / (1 << 20):.1f} MiB)"
+    return _print_answer(answer, words, text)
 
 
 def _back_up_cluster(directory: str, keep: str, encrypt: tuple[str, ...], words: Words) -> int:
@@ -773,11 +751,8 @@ def _back_up_cluster(directory: str, keep: str, encrypt: tuple[str, ...], words:
         raise UsageError(f"cannot keep {keep[:20]!r} backups: write keep=7, say")
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     made = back_up_cluster(config, Path(directory), int(keep[:6]) if keep else None, encrypt)
-    if words.has("json"):
-        print_json({"version": 1, "path": str(made)})
-    else:
-        print(f"backed up the cluster to {clean(str(made))}: {clean(contents_in_words(made))}")
-    return 0
+    text = f"backed up the cluster to {clean(str(made))}: {clean(contents_in_words(made))}"
+    return _print_answer({"version": 1, "path": str(made)}, words, text)
 
 
 AUDIT_PAGE = 2000
@@ -915,32 +890,22 @@ def _strays(rest: Sequence[str], words: Words) -> int:
     if rest[0] not in ("adopt", "end") or len(rest) < 2:
         raise UsageError("cannot do that: say strays, strays adopt TOKEN...|all or strays end TOKEN...|all")
     answer = client.call("POST", f"/v1/strays/{rest[0]}", {"tokens": list(rest[1:])})
-    if words.has("json"):
-        print_json(answer)
-    elif rest[0] == "adopt":
-        left = answer.get("left", 0)
-        print(f"adopted: {', '.join(map(str, answer['jobs']))}" + (f"; still to decide about: {left}" if left else ""))
-    else:
-        print(f"ending it on {compress_hostlist(answer['nodes'])}")
-    return 0
+    if rest[0] == "end":
+        return _print_answer(answer, words, f"ending it on {compress_hostlist(answer['nodes'])}")
+    left = f"; still to decide about: {answer['left']}" if answer.get("left") else ""
+    return _print_answer(answer, words, f"adopted: {', '.join(map(str, answer['jobs']))}{left}")
 
 
 def _list_strays(words: Words) -> int:
     answer = client.call("GET", "/v1/strays")
-    if words.has("json"):
-        print_json(answer)
-        return 0
+    lines = []
     for stray in answer["strays"]:
-        whose = (
-            f"job {stray['job_id']} ({clean(stray['name'])} of {clean(stray['user'])})"
-            if stray["adoptable"]
-            else "not known"
+        whose = f"job {stray['job_id']} ({clean(stray['name'])} of {clean(stray['user'])})"
+        since = f"{clean(stray['node'])} since {date_text(stray['since_s'])}"
+        lines.append(
+            f"{clean(stray['token'])}  {stray['status']} on {since}, {whose if stray['adoptable'] else 'not known'}"
         )
-        since = date_text(stray["since_s"])
-        print(f"{clean(stray['token'])}  {stray['status']} on {clean(stray['node'])} since {since}, {whose}")
-    if not answer["strays"]:
-        print("No stray jobs")
-    return 0
+    return _print_answer(answer, words, "\n".join(lines) or "No stray jobs")
 
 
 def _reset(rest: Sequence[str], words: Words) -> int:
@@ -955,26 +920,17 @@ def _reset(rest: Sequence[str], words: Words) -> int:
         if key in lists:
             lists[key] += split_list(value)
     answer = client.call("POST", "/v1/usage/reset", lists)
-    if words.has("json"):
-        print_json(answer)
-        return 0
-    for usage in answer["reset"]:
-        print(
-            f"usage of {clean(usage['user'])}{' in ' + clean(usage['account']) if usage['account'] else ''} is 0 from now on"
-        )
-    if not answer["reset"]:
-        print("nobody has used anything")
-    return 0
+    lines = [
+        f"usage of {clean(usage['user'])}{' in ' + clean(usage['account']) if usage['account'] else ''} is 0 from now on"
+        for usage in answer["reset"]
+    ]
+    return _print_answer(answer, words, "\n".join(lines) or "nobody has used anything")
 
 
 def _reconfigure(rest: Sequence[str], words: Words) -> int:
     body = {"same_machine": expand_hostlist(",".join(rest))} if rest else {}
     answer = client.call("POST", "/v1/reconfigure", body)
-    if words.has("json"):
-        print_json(answer)
-    else:
-        print("\n".join(map(clean, answer["changed"])) or "nothing has changed")
-    return 0
+    return _print_answer(answer, words, "\n".join(map(clean, answer["changed"])) or "nothing has changed")
 
 
 def _security(rest: Sequence[str], words: Words) -> int:
@@ -1054,9 +1010,6 @@ def _new_token(words: Words) -> Json:
 
 
 def _list_tokens(answer: Json, words: Words) -> int:
-    if words.has("json"):
-        print_json(answer)
-        return 0
     rows = [
         [
             clean(one["id"]),
@@ -1070,8 +1023,8 @@ def _list_tokens(answer: Json, words: Words) -> int:
         ]
         for one in answer["tokens"]
     ]
-    print(columns(["ID", "KIND", "USER", "SCOPES", "CREATED", "EXPIRES", "STATE", "NAME"], rows))
-    return 0
+    headers = ["ID", "KIND", "USER", "SCOPES", "CREATED", "EXPIRES", "STATE", "NAME"]
+    return _print_answer(answer, words, columns(headers, rows))
 
 
 VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {

@@ -526,10 +526,7 @@ def node_counts(nodes: Sequence[Node]) -> tuple[int, int, int, int]:
 
 def avail_text(partition: Partition) -> str:
     """Return the availability of the partition in sinfo's words: up, down, drain or inact."""
-    state = partition.get("state") or (
-        "UP" if partition["up"] else "DOWN"
-    )  # missing in the answer of an older controller
-    return {"INACTIVE": "inact"}.get(state, state.lower())
+    return {"INACTIVE": "inact"}.get(partition["state"], partition["state"].lower())
 
 
 def _partition(text: Callable[[Partition], str]) -> Callable[[NodeGroup, Look], str]:

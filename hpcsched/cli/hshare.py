@@ -13,7 +13,7 @@ from hpcsched.cli.output import print_json, print_separated, run_command
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
-from hpcsched.listing.text import clean, columns, fitted
+from hpcsched.listing.text import clean, columns, fitted, fixed_columns
 
 COMMAND = Command(
     "hshare",
@@ -80,7 +80,9 @@ def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
     if print_separated(rows, words):
         return 0
     if widths is not None:
-        text = _fixed(header, lines, [(name, width or widths.get(name, 10)) for name, width in chosen])
+        table = [header] * bool(header) + [[_cell(line, name, 0) for name, _ in chosen] for line in lines]
+        fixed = [(width or widths.get(name, 10), name != "Account") for name, width in chosen]
+        text = fixed_columns(table, fixed, rule=bool(header))
     else:
         text = _aligned(header, lines, chosen)
     sys.stdout.write(text)
@@ -92,19 +94,6 @@ def _aligned(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tupl
     headers = [fitted(name, width) if width else name for name, width in chosen] if header else []
     right = [at for at, (name, _) in enumerate(chosen) if name not in _LEFT]
     return columns(headers, rows, right=right)
-
-
-def _fixed(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:
-    """Return columns of fixed widths, like Slurm's accounting commands."""
-    rows = [[_cell(line, name, 0) for name, _ in chosen] for line in lines]
-    rows = [list(header), ["-" * width for _, width in chosen], *rows] if header else rows
-    return "".join(
-        "".join(
-            f"{fitted(text, width, right=name != 'Account')} " for text, (name, width) in zip(row, chosen, strict=True)
-        )
-        + "\n"
-        for row in rows
-    )
 
 
 def _chosen(words: Words) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Jobs as columns and rows: what the commands print, and what the controller renders for clients that poll.
+"""Jobs as columns and rows, for commands and for the texts that the controller renders.
 
 A job is the JSON object of the API, on either side. Knows neither sockets nor options; imports little, because commands
 start with it.

@@ -21,7 +21,7 @@ LONG_WIDTH = 20
 
 
 class Look(namedtuple("Look", "now_s time_format", defaults=("",))):
-    """When something is looked at (Unix seconds), and how times are written (SLURM_TIME_FORMAT)."""
+    """The current time (Unix seconds), and the format of times (SLURM_TIME_FORMAT)."""
 
     __slots__ = ()
 
@@ -71,7 +71,10 @@ class FormatField(namedtuple("FormatField", "name letter header text right longs
 
 
 class Cell(namedtuple("Cell", "field literal width right", defaults=("", 0, False))):
-    """A place in a format: a column in a width (0: as wide as it is) and what follows it, or, without one, literal text."""
+    """A place in a format: a column with its width, or literal text.
+
+    Width 0 is as wide as the content.
+    """
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""A job in words: its state, the reason for it, its times, its memory, its progress, and all of it in lines for people.
+"""A job in words: state, reason, times, memory, progress, and a description in lines.
 
 A job is the JSON object of the API. Knows neither columns nor which jobs are listed. Source: squeue(1), job states.
 """
@@ -36,7 +36,10 @@ def shown_state(job: Job) -> str:
 
 
 def parse_states(words: Sequence[str]) -> list[str]:
-    """Return the names of states given by names or short codes in either case; none for ``all``. Raises UsageError."""
+    """Return the names of states, given by name or short code in either case.
+
+    Empty for ``all``. Raises UsageError.
+    """
     states = []
     for word in words:
         state = STATE_CODES.get(word.upper(), word.upper())
@@ -50,17 +53,20 @@ def parse_states(words: Sequence[str]) -> list[str]:
 
 
 def is_waiting(job: Job) -> bool:
-    """Say whether the job has not started yet."""
+    """Return whether the job has not started yet."""
     return job["state"] == "PENDING"
 
 
 def reason(job: Job) -> str:
-    """Return the one-word reason: why the job waits, or how it came to its end."""
+    """Return the one-word reason why the job waits or why it ended."""
     return job["reason"] or "None"
 
 
 def nodes_or_reason(job: Job) -> str:
-    """Return squeue's last column: where the job runs, or in parentheses why it does not; or both, if it waits for a node."""
+    """Return squeue's last column: the nodes of the job, or in parentheses why it does not run.
+
+    Both if it waits for a node that is down.
+    """
     if reason(job) == "NodeDown" and job["node_list"]:
         return f"{job['node_list']} (NodeDown)"
     failed = job["state"] in ENDED_STATES and reason(job) != "None"
@@ -80,7 +86,7 @@ def exit_text(job: Job) -> str:
 
 
 def memory_asked(job: Job) -> str:
-    """Return the memory that was asked for, on each node or, if it was asked for so, for each cpu."""
+    """Return the requested memory, per node or, if it was requested so, per CPU."""
     if job.get("mem_per_cpu_mib"):  # of the controller before this one: none
         return format_mem(job["mem_per_cpu_mib"])
     if job["mem_mib"] is None:
@@ -101,7 +107,7 @@ def start_s(job: Job) -> float | None:
 
 
 def end_s(job: Job) -> float | None:
-    """Return when the job has ended, or when its time limit ends it, or its reservation or deadline before that."""
+    """Return when the job ended, or when its time limit, reservation or deadline ends it."""
     if job["ended_at_s"] is not None or job["started_at_s"] is None:
         return job["ended_at_s"]
     ends_s = [job["cut_at_s"]] if job.get("cut_at_s") is not None else []
@@ -122,7 +128,7 @@ def training(job: Job) -> Job:
 
 
 def is_of_earlier_attempt(job: Job) -> bool:
-    """Return whether the known progress is that of an earlier attempt, and this one has not reported yet."""
+    """Return whether the last report of progress came from an earlier attempt."""
     report = job.get("training") or {}
     return report.get("attempt", job.get("attempt")) != job.get("attempt")
 
@@ -180,7 +186,7 @@ def gres_of_node(job: Job) -> str:
 
 
 def tres_text(job: Job, *, billing: bool = False) -> str:
-    """Return what the job has, or asks for as long as it waits, as ``cpu=8,mem=4G,node=2,gres/gpu=2``."""
+    """Return the allocated or requested TRES: ``cpu=8,mem=4G,node=2,gres/gpu=2``."""
     parts = [f"cpu={job['num_cpus']}", f"mem={memory_in_all(job)}", f"node={job['num_nodes']}"]
     parts += [f"billing={job['num_cpus']}"] if billing else []
     counts = (("gpu", job["gpus"]), ("shard", job.get("shards", 0)))
@@ -193,7 +199,7 @@ def array_text(job: Job) -> str:
 
 
 def id_text(job: Job) -> str:
-    """Return the number by which people call the job: ``12``, ``10_3``, of a folded line ``10_[3-9%2]``."""
+    """Return the id that users see: ``12``, ``10_3``, or ``10_[3-9%2]`` of a folded line."""
     return f"{job['array_job_id']}_{job['folded']}" if job.get("folded") else job["display_id"]
 
 

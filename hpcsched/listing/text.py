@@ -1,4 +1,4 @@
-"""Texts of one line, and tables: cleaned, fitted into a width, split at commas, times as Slurm writes them, colours.
+"""Texts of one line, and tables: cleaned, cut to a width, times as in Slurm, colours.
 
 Knows no jobs and no terminals. What a user chose (a job's name, a reason) may hold anything: `clean` keeps it from moving the
 terminal's cursor or from looking like a second line. Source: ECMA-48 (colours).
@@ -39,7 +39,7 @@ def when_text(at_s: float, now_s: float) -> str:
 
 
 def start_words(answer: dict[str, Any]) -> str:
-    """Return what --test-only says: when and where the job of the answer would start, or why it would not."""
+    """Return the text of --test-only: when and where the job would start, or why it would not."""
     if answer["start_s"] is None or not answer["nodes"]:
         when = f"; not before {date_text(answer['start_s'])}" if answer["start_s"] is not None else ""
         return f"Job {answer['job_id']} {clean(answer['text'])}{when}"
@@ -78,10 +78,27 @@ def painted(text: str, colour: str) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m" if colour else text
 
 
+def fixed_columns(rows: Sequence[Row], widths: Sequence[tuple[int, bool]], *, rule: bool = False) -> str:
+    """Return a table as Slurm's accounting commands print one.
+
+    Cells are cut to the width of their column, and each column ends with a space.
+
+    `widths`: of each column, and whether it is right-justified. `rule`: a line of dashes under the first row.
+    """
+    lines = [
+        [fitted(text, width, right=right) for text, (width, right) in zip(row, widths, strict=True)] for row in rows
+    ]
+    if rule:
+        lines.insert(1, ["-" * width for width, _ in widths])
+    return "".join("".join(f"{cell} " for cell in line) + "\n" for line in lines)
+
+
 def columns(
     headers: Row, rows: Sequence[Row], *, right: Iterable[int] = (), colours: Sequence[str] = (), rule: bool = False
 ) -> str:
-    """Return a table: columns as wide as their widest cell, those in `right` right-justified, one space between.
+    """Return a table with columns as wide as their widest cell, and one space between.
+
+    Columns in `right` are right-justified.
 
     Empty `headers` write none. `colours`: one for each row. `rule`: a line of dashes under the headers.
     """

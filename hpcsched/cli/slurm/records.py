@@ -488,7 +488,7 @@ def partition_lines(partition: Json) -> list[Words]:
     return [
         [("PartitionName", partition["name"])],
         [("Default", "YES" if partition["default"] else "NO"),
-         ("State", partition.get("state") or ("UP" if partition["up"] else "DOWN"))],
+         ("State", partition["state"])],
         [("MaxTime", limit_text(partition["max_time_s"])),
          ("DefaultTime", "NONE" if partition["default_time_s"] is None else limit_text(partition["default_time_s"]))],
         [("AllowAccounts", _all_or(partition["allow_accounts"])), ("AllowQos", _all_or(partition["allow_qos"]))],
@@ -626,7 +626,7 @@ def scontrol_partition_lines(partition: Json, all_nodes: Sequence[Json]) -> list
         [("PriorityJobFactor", partition["priority_job_factor"]), ("PriorityTier", partition["priority_tier"]),
          ("RootOnly", "NO"), ("ReqResv", "NO"), ("OverSubscribe", "NO")],
         [("OverTimeLimit", "NONE"), ("PreemptMode", "OFF")],
-        [("State", partition.get("state") or ("UP" if partition["up"] else "DOWN")), ("TotalCPUs", partition["cpus"]),
+        [("State", partition["state"]), ("TotalCPUs", partition["cpus"]),
          ("TotalNodes", len(nodes)), ("SelectTypeParameters", "NONE")],
         [("JobDefaults", None)],
         [("DefMemPerNode", "UNLIMITED"), ("MaxMemPerNode", "UNLIMITED")],
@@ -832,6 +832,6 @@ def _partition(partition: Json, nodes: list[Json]) -> Json:
         },
         "minimums": {"nodes": 0},
         "priority": {"job_factor": partition["priority_job_factor"], "tier": partition["priority_tier"]},
-        "partition": {"state": [partition.get("state") or ("UP" if partition["up"] else "DOWN")]},
+        "partition": {"state": [partition["state"]]},
         "flags": ["DEFAULT"] if partition["default"] else [],
     }

@@ -7,6 +7,7 @@ the requests of snakemake, Open OnDemand and metrics exporters.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
@@ -15,7 +16,7 @@ from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words, split_list
 from hpcsched.errors import RequestError
-from hpcsched.listing.text import clean, date_text, fitted
+from hpcsched.listing.text import clean, date_text, fixed_columns
 from hpcsched.model.units import format_time_s
 
 # ----- associations, accounts, users, QOS, the cluster, resources: rows by column
@@ -319,10 +320,8 @@ def _print(records: Sequence[Json], fields: Sequence[str], words: Words) -> None
     header = [] if words.has("noheader") else [[name for name, _, _, _ in columns]]
     if print_separated([*header, *lines], words):
         return
-    rule = [["-" * width for _, _, width, _ in columns]] if header else []
-    for line in [*header, *rule, *lines]:
-        cells = [fitted(text, width, right=right) for text, (_, _, width, right) in zip(line, columns, strict=True)]
-        print("".join(f"{cell} " for cell in cells))
+    widths = [(width, right) for _, _, width, right in columns]
+    sys.stdout.write(fixed_columns([*header, *lines], widths, rule=bool(header)))
 
 
 def _column(word: str) -> tuple[str, str, int, bool]:

@@ -9,6 +9,7 @@ Source: sreport(1).
 from __future__ import annotations
 
 import pwd
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from hpcsched.cli.output import print_separated
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
-from hpcsched.listing.text import clean
+from hpcsched.listing.text import clean, fixed_columns
 from hpcsched.model.dates import parse_when
 
 SREPORT = Face(
@@ -311,7 +312,5 @@ def _print_table(table: Sequence[Sequence[str]], columns: Sequence[ReportColumn]
     """
     if print_separated(table, words):
         return
-    for at, cells in enumerate(table):
-        print("".join(f"{cell[: column.width]:>{column.width}} " for cell, column in zip(cells, columns, strict=True)))
-        if at == 0 and not words.has("noheader"):
-            print("".join("-" * column.width + " " for column in columns))
+    widths = [(column.width, True) for column in columns]
+    sys.stdout.write(fixed_columns(table, widths, rule=not words.has("noheader")))

@@ -5,6 +5,7 @@ A step is the JSON object of the history. The columns of sstat are sacct's.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from hpcsched import client
@@ -16,7 +17,7 @@ from hpcsched.commands.options import ELSEWHERE, HELP, INVALID_JOB, VERSION, Com
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.formats import FormatField, Look, format_lines, parse_percent
 from hpcsched.listing.jobs import ACTIVE_STATES
-from hpcsched.listing.text import clean, fitted
+from hpcsched.listing.text import clean, fixed_columns
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
 
@@ -60,9 +61,7 @@ def _work(words: Words) -> int:
     lines += [[clean(column.text(HistoryRow(step["job"], step))) for column in shown] for step in steps]
     if print_separated(lines, words):
         return 0
-    for line in lines:
-        pairs = zip(shown, line, strict=True)
-        print("".join(fitted(text, column.width or column.slurms, right=column.right) + " " for column, text in pairs))
+    sys.stdout.write(fixed_columns(lines, [(column.width or column.slurms, column.right) for column in shown]))
     return 0
 
 

@@ -47,7 +47,7 @@ NODES = [
 ]
 PARTITIONS = [
     partition("main", ["n1", "n2", "n3", "n4", "n5"]),
-    partition("gpu", ["n1"], max_time_s=86400, up=False),
+    partition("gpu", ["n1"], max_time_s=86400, up=False, state="DOWN"),
     partition("none", []),
 ]
 STEPS = [step("0", name="train.py", exit_code=0, ntasks=2, nodes=["n1", "n2"], state="COMPLETED"), step("batch")]

@@ -193,7 +193,7 @@ def node(name: str, **changes: Any) -> Json:
 def partition(name: str, nodes: list[str], **changes: Any) -> Json:
     """Return a partition."""
     return {
-        "name": name, "default": name == "main", "up": True, "nodes": nodes, "node_list": ",".join(nodes),
+        "name": name, "default": name == "main", "up": True, "state": "UP", "nodes": nodes, "node_list": ",".join(nodes),
         "max_time_s": None, "default_time_s": 3600, "priority_tier": 1, "state_counts": {"IDLE": len(nodes)},
         "priority_job_factor": 1, "allow_accounts": [], "allow_qos": [],
         "cpus": 8 * len(nodes), "cpus_alloc": 0,
