@@ -350,7 +350,8 @@ CONTROLLER = (
         "(other users' processes are hidden), tmp (a private /tmp, deleted at the end). Memory always is. A node's file may "
         "say otherwise."),
     Key("max_processes", whole(0), 4096,
-        "The most processes and threads that a job may have on a node, with processes in confine. 0: no limit."),
+        "The most processes and threads that a job may have on a node, with processes in confine. A job that continues to "
+        "fork without pause is ended then. 0: no limit."),
     Key("request_rate", number(), 50,
         "How many requests one user may send per second, on average; many jobs submitted at once count as one. Commands that "
         "are told so wait and ask again. Not for root and the controller's own account. 0: no limit."),

@@ -91,6 +91,7 @@ class StepGroup(NamedTuple):
     tasks: List[str]  # files of version 1 that a task writes itself to
     memory: str  # the group with the step's memory limit; "": memory is not limited
     paths: List[str]  # the step's own groups, which go with it; [] if its job keeps them
+    processes: str = ""  # the group with the job's limit of processes; "": they are not limited
 
 
 def find(agent: str) -> Tree:
@@ -328,10 +329,12 @@ def make_step(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_m
 
 def step_group(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_mib: int) -> StepGroup:
     """Return the groups of a step that exist already. Its job keeps them."""
-    unified, memory = "", ""
+    unified, memory, processes = "", "", ""
     tasks: List[str] = []
     for root, here, version_2 in _roots_with(tree, controllers):
         own = os.path.join(root, JOB_PREFIX + job)
+        if "pids" in here:
+            processes = own
         if version_2 or "memory" in here:
             own = os.path.join(own, step)
         if version_2:
@@ -340,7 +343,7 @@ def step_group(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_
             tasks.append(own + "/tasks")
         if "memory" in here and mem_mib > 0:
             memory = own
-    return StepGroup(unified, tasks, memory, [])
+    return StepGroup(unified, tasks, memory, [], processes)
 
 
 def groups_of(tree: Tree, job: str, controllers: Iterable[str]) -> List[str]:
@@ -590,6 +593,12 @@ def memory_kills(path: str) -> int:
         if name == "oom_kill":
             return int(count)  # int: the kernel's
     return 0
+
+
+def failed_forks(path: str) -> int:
+    """Return how many forks in the group the kernel has refused at its limit of processes."""
+    name, _, count = _read(path + "/pids.events").partition("\n")[0].partition(" ")
+    return int(count) if name == "max" else 0  # int: the kernel's
 
 
 def kill(path: str) -> None:

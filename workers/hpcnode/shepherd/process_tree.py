@@ -30,6 +30,7 @@ from hpcnode.os.process import boot_clock_s
 MEMORY_WATCH_S = 1.0  # between looks at the memory of a tree that no cgroup limits
 FIRST_LOOK_S = 0.25  # between looks at the memory that a step uses; doubled each time
 LAST_LOOK_S = 5.0
+BOMB_FORKS, BOMB_FORKS_PER_S = 100, 50  # a program that tries again after a pause has fewer failed forks
 
 
 class ProcessTree:
@@ -95,6 +96,28 @@ def exceeds(root_pid: int, mem_mib: int) -> bool:
     if sum(stat.rss_pages * page_kib for stat in stats if stat is not None) <= limit_kib:
         return False
     return sum(process.proportional_memory_kib(pid) for pid in pids) > limit_kib
+
+
+class ForkBomb:
+    """Finds out that a job forks without pause at its limit of processes.
+
+    The kernel copies an address space before it refuses a fork. The processes of a bomb hold the locks of shared libraries
+    meanwhile, and wait for their turn on the job's cpus: other jobs of the node can hardly start a program.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._look()
+
+    def _look(self) -> None:
+        self._at_s, self._failed = boot_clock_s(), cgroup.failed_forks(self._group)
+
+    def failed(self) -> int:
+        """Return how many forks failed since the last call; 0 if that is not many."""
+        at_s, failed = self._at_s, self._failed
+        self._look()
+        more = self._failed - failed
+        return more if more >= max(BOMB_FORKS, BOMB_FORKS_PER_S * (self._at_s - at_s)) else 0
 
 
 class Suspension:

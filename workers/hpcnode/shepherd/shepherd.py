@@ -28,7 +28,15 @@ from hpcnode.os.loop import READ, Loop, Timer
 from hpcnode.shepherd import confinement, environment
 from hpcnode.shepherd import task as task_files
 from hpcnode.shepherd.assignment import Assignment, Own, Setting, Task
-from hpcnode.shepherd.process_tree import FIRST_LOOK_S, MEMORY_WATCH_S, ProcessTree, Suspension, Usage, exceeds
+from hpcnode.shepherd.process_tree import (
+    FIRST_LOOK_S,
+    MEMORY_WATCH_S,
+    ForkBomb,
+    ProcessTree,
+    Suspension,
+    Usage,
+    exceeds,
+)
 from hpcnode.shepherd.relay import Relay, untaken_limit
 from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, StepEvent, StepState, after, allows
 from hpcnode.shepherd.task import READY, TaskPlan, run_task
@@ -94,8 +102,10 @@ class Shepherd:
         self._suspension = Suspension(loop, job.suspended)
         self._confined = job.confined
         self._tree = ProcessTree(loop)
+        self._bomb: Optional[ForkBomb] = None  # None: processes are not limited
         if job.confined.group is not None:
             self._suspension.group = self._tree.group = job.confined.group.unified
+            self._bomb = ForkBomb(job.confined.group.processes) if job.confined.group.processes else None
         self._usage = Usage()
         self._kill_at_s: Optional[float] = None  # boot clock; None: no end was requested
         self._kill_timer: Optional[Timer] = None
@@ -397,6 +407,9 @@ class Shepherd:
 
     def _look_at_usage(self) -> None:
         if self.state in RUNNING:
+            failed = self._bomb.failed() if self._bomb is not None else 0
+            if failed:
+                self._end(0.0, "fork bomb: %d forks failed at the limit of processes of the job" % failed)
             self.loop.later(self._usage.look(process.children_of(os.getpid())), self._look_at_usage)
 
     @property
