@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
-from hpcsched.auth.authorize import Action, Identity, allows
+from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, allows, reach
 from hpcsched.config.load import natural_order
 from hpcsched.jobscript.patterns import JobFiles, job_files
 from hpcsched.jobscript.values import terms_text
@@ -39,6 +39,7 @@ from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition, Sha
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import format_mem, format_time_s
+from hpcsched.sched.decisions import Wait
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import StepRecord
 
@@ -92,13 +93,27 @@ def reason_detail(job: Job, identity: Identity) -> str:
 def _why_pending(job: Job, cluster: ClusterState, identity: Identity) -> tuple[Reason, str, float | None]:
     wait = cluster.waits.get(job.id)
     if wait is not None:
-        detail = _queued_again(job, identity) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
+        again = wait.reason is Reason.BEGIN_TIME and job.restarts
+        detail = _queued_again(job, identity) if again else wait_detail(wait, identity)
         if job.refusals and allows(identity, Action.VIEW_DETAILS, job):
             detail += f"; it could not be started {refused_on(job)}"
         return wait.reason, detail, wait.expected_start_s
     if job.hold is not Hold.NONE:
         return (Reason.HELD_ADMIN if job.hold is Hold.ADMIN else Reason.HELD_USER), "the job is held", None
     return Reason.NONE, "", None
+
+
+def sees_everything(identity: Identity) -> bool:
+    """Return whether [privacy] hides nothing from the identity."""
+    return all(reach(identity, action) is Reach.ALL for action in HIDEABLE.values())
+
+
+def wait_detail(wait: Wait, identity: Identity) -> str:
+    """Return why a job waits in words, without nodes and reservations that are private."""
+    names_them = wait.reason in (Reason.NODES_UNAVAILABLE, Reason.RESERVATION)
+    if names_them and not sees_everything(identity):
+        return "nodes that it needs are not available" if wait.reason is Reason.NODES_UNAVAILABLE else "reserved"
+    return wait.detail
 
 
 def why_waiting(job: Job, cluster: ClusterState, identity: Identity, now_s: float) -> tuple[Reason, str, float | None]:
@@ -333,10 +348,10 @@ def reservation_view(reservation: Reservation, cluster: ClusterState, now_s: flo
     }
 
 
-def partition_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
-    """Return all partitions, with the number of their nodes in each state."""
-    nodes = {view["name"]: view for view in node_views(cluster, now_s)}
-    return [_partition_view(partition, nodes) for partition in cluster.partitions.values()]
+def partition_views(cluster: ClusterState, nodes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all partitions, with those of the `nodes` that are theirs."""
+    by_name = {view["name"]: view for view in nodes}
+    return [_partition_view(partition, by_name) for partition in cluster.partitions.values()]
 
 
 def _partition_view(partition: Partition, nodes: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Action(Enum):
     BACK_UP = "back-up"
     ACT_FOR_USER = "act-for-user"
     USE_TOKENS = "use-tokens"
+    REVOKE_TOKENS = "revoke-tokens"
     MANAGE_TOKENS = "manage-tokens"
     READ_AUDIT = "read-audit"
 
@@ -122,9 +123,10 @@ _TABLE: dict[Action, tuple[str, tuple[Reach, Reach, Reach, Reach, Reach, Reach]]
     Action.RECONFIGURE: ("reload the configuration", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
     Action.BACK_UP: ("back up the database", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
     Action.ACT_FOR_USER: ("see and change the crontab of other users", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
-    Action.USE_TOKENS: ("create, list and revoke own tokens", (_OWN, _OWN, _OWN, _OWN, _OWN, _NONE)),
+    Action.USE_TOKENS: ("create own tokens", (_OWN, _OWN, _OWN, _OWN, _OWN, _NONE)),
+    Action.REVOKE_TOKENS: ("list and revoke own tokens, end own sessions", (_OWN, _OWN, _OWN, _OWN, _OWN, _OWN)),
     Action.MANAGE_TOKENS: (
-        "list and revoke the tokens of other users; rotate the key; register certificates",
+        "create, list and revoke the tokens of other users; rotate the key",
         (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE),
     ),
     Action.READ_AUDIT: ("read and export the audit log", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
@@ -271,6 +273,18 @@ def authorize(identity: Identity, action: Action, owned: Owned | None = None, wh
     raise PermissionDeniedError(
         f"cannot {what}: this needs the role {roles}; you are {identity.user}, with the role {identity.role.value}"
     )
+
+
+def authorize_root(identity: Identity, own_uid: int, what: str) -> None:
+    """Raise PermissionDeniedError unless the identity is root or the controller's account.
+
+    For the few things that would give an admin the rights of these accounts. `own_uid` is the
+    controller's.
+    """
+    if identity.uid not in (0, own_uid):
+        raise PermissionDeniedError(
+            f"cannot {what}: only root and the controller's account can; you are {identity.user}"
+        )
 
 
 def described(action: Action) -> str:

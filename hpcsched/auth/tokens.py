@@ -124,7 +124,14 @@ PUBLIC = frozenset({"/v1/sessions/open"})
 
 _ACTIONS: Mapping[Scope, frozenset[Action]] = {
     Scope.READ: frozenset(
-        {Action.VIEW_JOBS, Action.VIEW_DETAILS, Action.VIEW_NODES, Action.VIEW_USAGE, Action.VIEW_RESERVATIONS}
+        {
+            Action.VIEW_JOBS,
+            Action.VIEW_DETAILS,
+            Action.VIEW_NODES,
+            Action.VIEW_USAGE,
+            Action.VIEW_RESERVATIONS,
+            Action.REVOKE_TOKENS,
+        }
     ),
     Scope.SUBMIT: frozenset({Action.SUBMIT}),
     Scope.MANAGE: frozenset(
@@ -137,6 +144,7 @@ _ACTIONS: Mapping[Scope, frozenset[Action]] = {
             Action.UPDATE,
             Action.SUSPEND,
             Action.USE_TOKENS,
+            Action.REVOKE_TOKENS,
         }
     ),
     Scope.ADMIN: frozenset(Action),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from hpcnode.os.durable import write_durably
 from hpcsched.api import web
 from hpcsched.api.identity import uid_of, user_name
-from hpcsched.auth.authorize import Action, Identity, allows, authorize
+from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize, authorize_root
 from hpcsched.auth.tokens import (
     KEY_NAMES,
     MAX_NAME_CHARS,
@@ -237,18 +237,15 @@ class Credentials:
         uid = uid_of(user)
         if uid is None:
             raise NotFoundError(f"cannot make a token for {user[:60]!r}: this machine has no such account")
-        if uid in (0, os.getuid()) and identity.uid not in (0, os.getuid()):
-            raise PermissionDeniedError(
-                f"cannot make a token for {user[:60]}: only root and the controller's account can"
-            )
+        if uid in (0, os.getuid()):
+            authorize_root(identity, os.getuid(), f"make a token for {user[:60]}")
         return user, uid
 
-    def rotate_key(self, identity: Identity) -> str:
+    def rotate_key(self) -> str:
         """Make a new signing key and return its name.
 
         Tokens of the key before the last one end.
         """
-        authorize(identity, Action.MANAGE_TOKENS, what="rotate the key of tokens")
         keys = self._load_keys()
         new = secrets.token_bytes(32)
         if keys is None:
@@ -362,6 +359,18 @@ def read_certificate(text: str) -> tuple[str, float]:
 # ----- changes, in a tick
 
 
+def authorize_rotation(identity: Identity) -> None:
+    """Raise PermissionDeniedError unless the identity may rotate the key of tokens."""
+    authorize(identity, Action.MANAGE_TOKENS, what="rotate the key of tokens")
+
+
+def create(tx: Transaction, identity: Identity, made: Credential) -> Credential:
+    """Record a new token or certificate, if the identity may still make it."""
+    action = Action.USE_TOKENS if made.user == identity.user else Action.MANAGE_TOKENS
+    authorize(identity, action, what=f"make a token for {made.user[:60]}")
+    return put(tx, made)
+
+
 def put(tx: Transaction, made: Credential) -> Credential:
     """Record a new credential. Raises RequestError if there are too many."""
     _forget_old(tx)
@@ -398,7 +407,7 @@ def revoke(tx: Transaction, identity: Identity, ids: list[str], user: str = "") 
     found = []
     for credential_id in ids or [one.id for one in tx.cluster.credentials.values() if one.user == user]:
         one = tx.cluster.credentials.get(credential_id)
-        if one is None or not (one.uid == identity.uid or allows(identity, Action.MANAGE_TOKENS)):
+        if one is None or not _may_revoke(identity, one):
             raise NotFoundError(f"cannot revoke {credential_id[:40]!r}: you have no such token; see hctl token list")
         if not one.revoked_at_s:
             tx.set_credential(one.id, replace(one, revoked_at_s=tx.now_s))
@@ -406,9 +415,16 @@ def revoke(tx: Transaction, identity: Identity, ids: list[str], user: str = "") 
     return found
 
 
+def _may_revoke(identity: Identity, one: Credential) -> bool:
+    owner = Owner(uid=one.uid, user=one.user)
+    return allows(identity, Action.MANAGE_TOKENS) or allows(identity, Action.REVOKE_TOKENS, owner)
+
+
 def views(cluster: ClusterState, identity: Identity, user: str) -> list[Json]:
     """Return the credentials of the identity, or for admins of a user or of all (``*``)."""
-    if user not in ("", identity.user):
+    if user in ("", identity.user):
+        authorize(identity, Action.REVOKE_TOKENS, what="see the own tokens")
+    else:
         authorize(identity, Action.MANAGE_TOKENS, what=f"see the tokens of {'all users' if user == '*' else user[:60]}")
     wanted = user or identity.user
     return [_view(one) for one in _by_age(cluster) if wanted in ("*", one.user)]

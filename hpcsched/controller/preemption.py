@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpcsched.auth.authorize import Action
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import parse_nodes
 from hpcsched.lifecycle.events import (
@@ -58,13 +59,14 @@ def _make_room(tx: Transaction, preemption: Preemption, victim: Victim) -> None:
         tx.record(Suspended(job_id=victim.job_id, at_s=tx.now_s, by_uid=None, for_job=winner.id))
         return
     again = victim.mode is not PreemptMode.CANCEL
+    is_private = Action.VIEW_JOBS in tx.cluster.config.access.hidden  # its user reads this
     tx.record(
         EndRequested(
             job_id=victim.job_id,
             at_s=tx.now_s,
             outcome=JobState.PREEMPTED,
             by_uid=None,
-            why=f"preempted by job {winner.display_id} of {winner.user}",
+            why=f"preempted by job {winner.display_id}{'' if is_private else f' of {winner.user}'}",
             requeue=again,
             not_before_s=tx.now_s + tx.cluster.config.controller.requeue_delay_s if again else None,
             for_job=winner.id,

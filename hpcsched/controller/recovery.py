@@ -85,6 +85,9 @@ def settings_changed(before: Config, after: Config) -> list[str]:
         "controller": _differ(before.controller, after.controller),
         "scheduler": _differ(replace(old, weights=new.weights), new),
         "scheduler.weights": _differ(old.weights, new.weights),
+        "roles": _differ(before.access, after.access, ("admins", "operators", "viewers", "services", "default")),
+        "privacy": ["hide"] if before.access.hidden != after.access.hidden else [],
+        "audit": _differ(before.audit, after.audit),
         "gateway": _differ(before.gateway, after.gateway),
     }
     return changed + [f"[{name}] {', '.join(keys)}" for name, keys in sections.items() if keys]

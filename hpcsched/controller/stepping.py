@@ -24,7 +24,7 @@ from hpcnode.os import rlimits
 from hpcnode.wire import protocol
 from hpcsched import paths
 from hpcsched.api.identity import identity_of
-from hpcsched.auth.authorize import Action, Identity, allows
+from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.controller import messages, preemption
 from hpcsched.controller.requests import submission
 from hpcsched.controller.tick import Controller, Ports
@@ -96,7 +96,9 @@ class Stepping:
             same_machine=lambda job: messages.same_machine(job, self._cluster),
             devices=lambda node: messages.devices_of(self._cluster.nodes[node]),
             last_step=lambda job_id, attempt: store.last_step(job_id, attempt),
-            may_act=lambda uid, job: allows(self._identity(uid), Action.RUN_STEP, job),
+            authorize=lambda uid, job: authorize(
+                self._identity(uid), Action.RUN_STEP, job, f"start a step in job {job.display_id}"
+            ),
             epoch=lambda: self._cluster.epoch,
             now_s=self._clock,
             allow_uid_below=lambda: self._cluster.config.controller.allow_uid_below,

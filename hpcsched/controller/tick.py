@@ -839,7 +839,7 @@ class Controller:
         check_account(self.cluster, identity)
         spec = settle(self.cluster, identity.user, spec)
         check_share_of_queue(self.cluster, identity, spec)
-        partitions, limit_s = place_of(self.cluster, identity.user, spec, now_s)
+        partitions, limit_s = place_of(self.cluster, identity, spec, now_s)
         submitted = Submitted(
             job_id=JobId(self.cluster.last_job_id + 1),
             at_s=now_s,
@@ -850,7 +850,8 @@ class Controller:
             time_limit_s=limit_s,
         )
         job = submitted_jobs(submitted, spec)[0]
-        return partial(first_start, self.snapshot([*self.cluster.jobs_to_plan(), job], now_s), self.policy, job.id)
+        snapshot = self.snapshot([*self.cluster.jobs_to_plan(), job], now_s)
+        return partial(first_start, snapshot, self.policy, job.id, identity)
 
     def reconfigured(self) -> None:
         """Discard what was derived from the old configuration, and replan."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from hpcnode.wire.message import WireError
@@ -430,6 +431,8 @@ def _differing(before: Any, after: Any) -> tuple[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple) and value and all(isinstance(item, str | Enum) for item in value):
+        return [_plain(item) for item in value[:SHOWN_DIFFERENCES]]
     return value if isinstance(value, int | float | str | bool | None) else str(getattr(value, "value", value))[:200]
 
 

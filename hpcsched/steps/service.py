@@ -101,7 +101,7 @@ class StepPorts:
     same_machine: Callable[[Job], bool]
     # The highest step number of the job's attempt in the rows, -1 if none.
     last_step: Callable[[JobId, int], int]
-    may_act: Callable[[int, Job], bool]
+    authorize: Callable[[int, Job], None]  # a step in the job; raises PermissionDeniedError
     epoch: Callable[[], int]
     now_s: Callable[[], float]
     grace_s: float  # from SIGTERM to SIGKILL
@@ -212,8 +212,8 @@ def permitted_job(ports: StepPorts, origin: Origin, envelope: protocol.FromStrea
     in_job = origin[0] != HEAD and envelope.job_id == job_id
     if in_job and envelope.attempt != job.attempt:
         raise RequestError(f"cannot start a step in attempt {envelope.attempt} of job {job_id}: it is over")
-    if not in_job and not ports.may_act(asking_uid(ports, origin, envelope), job):
-        raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
+    if not in_job:
+        ports.authorize(asking_uid(ports, origin, envelope), job)
     if ports.is_adopted(job):
         raise RequestError(f"cannot start a step in job {job_id}: it runs from before the database was restored")
     # The node may report the start of the batch step after the first hrun of its script.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
+from hpcnode.wire import protocol
 from hpcsched import client
 from hpcsched.auth.authorize import MATRIX, Action, Reach, Role
 from hpcsched.loopback.cluster import LocalCluster
@@ -73,10 +76,13 @@ REQUESTS: dict[Action, Any] = {
     Action.RECONFIGURE: ("POST", "/v1/reconfigure", {"same_machine": ["n7"]}),
     Action.BACK_UP: ("POST", "/v1/backup", {"path": "relative"}),
     Action.ACT_FOR_USER: ("GET", "/v1/crontab?user=sys", None),
+    Action.USE_TOKENS: ("POST", "/v1/tokens/create", {"scopes": "read", "expires": "60"}),
+    Action.REVOKE_TOKENS: ("GET", "/v1/tokens", None),
+    Action.MANAGE_TOKENS: ("GET", "/v1/tokens?user=*", None),
     Action.READ_AUDIT: ("GET", "/v1/audit?limit=1", None),
+    Action.OVERRULE_HOLD: job_request("release"),  # of a job that root holds
+    Action.RUN_STEP: lambda job: ("STEP", str(job), None),  # at the steps socket
 }
-# Asked elsewhere: steps at the steps socket, the hold of an operator, tokens at the gateway.
-ELSEWHERE = {Action.RUN_STEP, Action.OVERRULE_HOLD, Action.USE_TOKENS, Action.MANAGE_TOKENS}
 REFUSALS = ("needs the role", "it belongs to")
 
 
@@ -92,9 +98,26 @@ def cluster() -> Iterator[LocalCluster]:
 
 def ask(cluster: LocalCluster, user: str, request: Request) -> str:
     """Return why the request of this user was refused, "" if it was not."""
-    answer = as_user(user, partial(client.call, *request, where=cluster.api_socket))
+    call = step_of if request[0] == "STEP" else client.call
+    answer = as_user(user, partial(call, *request, where=cluster.api_socket))
     text = answer if isinstance(answer, str) else " ".join(error["error"] for error in answer.get("errors", ()))
     return text if any(words in text for words in REFUSALS) else ""
+
+
+def step_of(_method: str, job: str, _body: None, where: str) -> str:
+    """Return what the controller says to a step command on the head."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(PATIENCE_S)
+        sock.connect(str(Path(where).with_name("steps.sock")))
+        sock.sendall(
+            protocol.encode(protocol.StepRequest(protocol.VERSION, int(job), {"ntasks": "1"}, ["true"], "/", {}))
+        )
+        framer = protocol.Framer()
+        while data := sock.recv(1 << 16):
+            for message, _ in framer.feed(data):
+                if isinstance(message, protocol.StepEnded):
+                    return message.error
+    return ""
 
 
 def submit(cluster: LocalCluster, user: str, begin_at_s: int = 4_000_000_000) -> int:
@@ -126,6 +149,8 @@ def test_a3_a5_each_cell_of_the_table_holds_at_the_socket(cluster: LocalCluster,
                 wrong.append((action, cell))
             continue
         for owner, job in jobs.items():
+            if action is Action.OVERRULE_HOLD:
+                client.call("POST", "/v1/hold", {"jobs": [str(job)]}, where=cluster.api_socket)
             allowed = extents.index(cell) >= extents.index(owner)
             if role is not Role.COORDINATOR and owner is Reach.ACCOUNT:
                 allowed = cell is Reach.ALL
@@ -135,7 +160,15 @@ def test_a3_a5_each_cell_of_the_table_holds_at_the_socket(cluster: LocalCluster,
 
 
 def test_every_action_is_asked_for() -> None:
-    assert set(REQUESTS) | ELSEWHERE == set(Action)
+    assert set(REQUESTS) == set(Action)
+
+
+@pytest.mark.parametrize("role", [Role.VIEWER, Role.SERVICE])
+def test_a3_a_role_without_jobs_installs_no_crontab(cluster: LocalCluster, role: Role) -> None:
+    spec = {"name": "j", "script": "#!/bin/sh\n", "work_dir": "/tmp"}
+    for body in ({"text": "@daily true\n", "jobs": [spec]}, {"text": "", "jobs": []}):
+        assert ask(cluster, USERS[role], ("POST", "/v1/crontab", body))
+    assert ask(cluster, OWNER, ("POST", "/v1/crontab", {"text": "@daily true\n", "jobs": [spec]})) == ""
 
 
 def test_a3_an_operators_hold_is_not_the_owners_to_release(cluster: LocalCluster) -> None:

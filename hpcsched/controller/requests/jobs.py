@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.nodes.loss import lose_node, what_became
 from hpcsched.controller.requests.job_ids import component_in, find_jobs, matches
-from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued, Resumed, Suspended
 from hpcsched.lifecycle.job import can
 from hpcsched.lifecycle.node import NodeDrained, NodeFenced, NodeResumed
@@ -162,8 +162,8 @@ def release(tx: Transaction, identity: Identity, references: Iterable[str]) -> O
     def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Released):
             raise RequestError(f"cannot release job {job.display_id}: it is {job.state}")
-        if job.hold is Hold.ADMIN and not allows(identity, Action.OVERRULE_HOLD, job):
-            raise PermissionDeniedError(f"cannot release job {job.display_id}: an admin holds it")
+        if job.hold is Hold.ADMIN:
+            authorize(identity, Action.OVERRULE_HOLD, job, f"release job {job.display_id}: an admin holds it")
         tx.record(Released(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid))
 
     return each_job(tx, identity, references, {}, Action.RELEASE, one)

@@ -234,7 +234,15 @@ def check_use(cluster: ClusterState, user: str, account: str, name: str, now_s: 
 
     Raises: RequestError otherwise.
     """
-    reservation = find(cluster, name)
+    mine = [one.name for one in cluster.reservations.values() if may_use(one, user, account)]
+    if name not in cluster.reservations or (
+        name not in mine and Action.VIEW_RESERVATIONS in cluster.config.access.hidden
+    ):
+        raise NotFoundError(
+            f"Requested reservation is invalid: there is no reservation {name[:60]!r} that you may use; there are: "
+            f"{', '.join(mine) or 'none'}"
+        )
+    reservation = cluster.reservations[name]
     if reservation.is_over(now_s):
         raise RequestError(f"cannot run in reservation {name!r}: Requested reservation is invalid: it is over")
     if not may_use(reservation, user, account):

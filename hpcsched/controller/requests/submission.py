@@ -16,7 +16,7 @@ from dataclasses import fields
 
 from hpcsched import paths
 from hpcsched.api.identity import why_refused
-from hpcsched.auth.authorize import Action, Identity, authorize
+from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.requests.reservations import check_use
 from hpcsched.errors import ConflictError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
@@ -84,7 +84,7 @@ def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
         )
     spec = settle(tx.cluster, identity.user, spec)
     check_share_of_queue(tx.cluster, identity, spec)
-    partitions, limit_s = place_of(tx.cluster, identity.user, spec, tx.now_s)
+    partitions, limit_s = place_of(tx.cluster, identity, spec, tx.now_s)
     names = ",".join(partition.name for partition in partitions)
     scripts = tx.cluster.scripts
     before_bytes = scripts.unended_bytes(identity.uid)
@@ -110,13 +110,15 @@ def check_rank(identity: Identity, nice: int, priority: int | None) -> None:
         authorize(identity, Action.FAVOR, what="set a priority")
 
 
-def place_of(cluster: ClusterState, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
+def place_of(
+    cluster: ClusterState, identity: Identity, spec: JobSpec, now_s: float
+) -> tuple[list[Partition], int | None]:
     """Return the requested partitions in which the job can run, and its time limit.
 
     Raises: RequestError if the job can never run here.
     """
     check.check_spec(spec)
-    reservation = check_use(cluster, user, spec.account, spec.reservation, now_s) if spec.reservation else None
+    reservation = check_use(cluster, identity.user, spec.account, spec.reservation, now_s) if spec.reservation else None
     partitions = find_partitions(cluster, spec.partition or (reservation.partition if reservation else ""))
     limit_s = time_limit_s(cluster, spec, partitions)
     check.check_time_min(spec.time_min_s, limit_s)
@@ -126,12 +128,12 @@ def place_of(cluster: ClusterState, user: str, spec: JobSpec, now_s: float) -> t
     queued = len(cluster.pending) + len(cluster.active)
     if queued + tasks > limits.max_jobs:
         raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
-    check_dependency(cluster, spec.dependency)
+    check_dependency(cluster, identity, spec.dependency)
     if spec.deadline_at_s is not None:
         least_s = spec.time_min_s if spec.time_min_s is not None else spec.time_limit_s
         check_deadline(spec.deadline_at_s, least_s, max(now_s, spec.begin_at_s or 0))
     partitions = possible_partitions(cluster, spec, partitions, spec.time_limit_s, reservation)
-    return admit(cluster, user, spec, partitions, limit_s)
+    return admit(cluster, identity.user, spec, partitions, limit_s)
 
 
 def possible_partitions(
@@ -409,11 +411,11 @@ def _check_licenses(accounting: Accounting, spec: JobSpec) -> None:
 # dependencies later.
 
 
-def check_dependency(cluster: ClusterState, terms: Iterable[Dependency]) -> None:
-    """Reject terms that name an unknown job, array or array task."""
+def check_dependency(cluster: ClusterState, identity: Identity, terms: Iterable[Dependency]) -> None:
+    """Reject terms that name an unknown job, array or array task, or one that is private."""
     for term in terms:
         for job_id in term.job_ids:
-            if not cluster.numbered(job_id):
+            if not any(allows(identity, Action.VIEW_JOBS, job) for job in cluster.numbered(job_id)):
                 raise RequestError(f"cannot depend on job {job_id}: there is no such job (Job dependency problem)")
             if term.task is not None and not _named(cluster, term, job_id):
                 raise RequestError(

@@ -228,7 +228,7 @@ def _changed_event(tx: Transaction, identity: Identity, job: Job, changes: dict[
             raise RequestError(f"cannot throttle job {job.display_id}: it is no array")
         values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"])
     if "dependency" in changes:
-        values |= _new_dependency(tx.cluster, job, changes["dependency"])
+        values |= _new_dependency(tx.cluster, identity, job, changes["dependency"])
     if "reservation" in changes:
         values["reservation"] = _new_reservation(tx, job, changes["reservation"])
     if "deadline" in changes:
@@ -258,10 +258,10 @@ def _check_raise(cluster: ClusterState, identity: Identity, job: Job, limit_s: i
     let_in(cluster, job.user, spec, partitions)
 
 
-def _new_dependency(cluster: ClusterState, job: Job, text: str) -> dict[str, Any]:
+def _new_dependency(cluster: ClusterState, identity: Identity, job: Job, text: str) -> dict[str, Any]:
     _must_wait(job, "change the dependency of")
     terms, any_one = parse_dependency(text)
-    check_dependency(cluster, terms)
+    check_dependency(cluster, identity, terms)
     circle = dependency_circle(cluster, job, terms)
     if circle:
         way = " which waits for ".join(f"job {waiting.display_id}" for waiting in circle)

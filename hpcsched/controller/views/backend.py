@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,23 @@ from hpcsched.api.views import (
     refused_on,
     reservation_view,
     resumes_words,
+    sees_everything,
     training_view,
     why_waiting,
 )
 from hpcsched.auth.audit import REFUSED, entry_of, record_to_json
-from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, RepeatableRequest, allows, authorize, reach
+from hpcsched.auth.authorize import (
+    HIDEABLE,
+    Action,
+    Identity,
+    Reach,
+    RepeatableRequest,
+    allows,
+    authorize,
+    authorize_root,
+    reach,
+)
+from hpcsched.config.load import Config
 from hpcsched.controller import credentials, usage_ledger
 from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.nodes import orphans
@@ -72,7 +84,7 @@ from hpcsched.model.codec import value_to_json
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import Link
-from hpcsched.model.reservation import at
+from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.spec import SIGNED_REQUEST, JobSpec
 from hpcsched.model.units import parse_signal, whole_number
 from hpcsched.sched.snapshot import snapshot_to_json
@@ -104,6 +116,11 @@ class LogPart:
     ended: bool
 
 
+def _roles_of(config: Config) -> dict[str, list[str]]:
+    """Return the members of each list of [roles]."""
+    return {role: list(getattr(config.access, role)) for role in ("admins", "operators", "viewers", "services")}
+
+
 class ControllerBackend(Reading):
     """The controller's answers to API requests. Changes are on disk when a method returns."""
 
@@ -133,7 +150,14 @@ class ControllerBackend(Reading):
         # If False, all jobs run as the accounts that the nodes were added with.
         self._serves_all = os.getuid() == 0 or controller.cluster.config.controller.user is not None
 
-    def ping(self) -> Json:
+    def ping(self, identity: Identity) -> Json:
+        """Return the controller's state; of what [privacy] hides, the identity's own part."""
+        cluster = self._cluster
+        counts = cluster.count_states()
+        if reach(identity, Action.VIEW_JOBS) is not Reach.ALL:
+            counts = Counter(job.state for job in cluster.jobs.values() if allows(identity, Action.VIEW_JOBS, job))
+        nodes = self._visible_nodes(identity, node_views(cluster, self._clock()))
+        sees_all = all(reach(identity, action) is Reach.ALL for action in (Action.VIEW_JOBS, Action.VIEW_NODES))
         return {
             "hpcsched": hpcsched.__version__,
             "cluster": self._cluster.config.name,
@@ -142,15 +166,16 @@ class ControllerBackend(Reading):
             "now_s": self._clock(),
             "incarnation": self._cluster.incarnation,
             "epoch": self._cluster.epoch,
-            "counts": {state.value: count for state, count in self._cluster.count_states().items()},
-            "nodes": dict(Counter(view["state"] for view in node_views(self._cluster, self._clock()))),
-            "unseen_nodes": list(self._cluster.unseen_nodes()),
+            "counts": {state.value: count for state, count in counts.items()},
+            "nodes": dict(Counter(view["state"] for view in nodes)),
+            "unseen_nodes": list(cluster.unseen_nodes()) if sees_all else [],
             "orphans": [
                 {"node": node, "incarnation": incarnation, "job_id": job_id}
                 for node, incarnation, job_id in self._controller.orphans
+                if sees_all
             ],
-            "undecided": len(self._cluster.undecided_launches),
-            "not_taken": [*self._cluster.not_taken, *gone_notes(self._cluster)],
+            "undecided": len(cluster.undecided_launches) if sees_all else 0,
+            "not_taken": [*cluster.not_taken, *gone_notes(cluster)] if sees_all else [],
         }
 
     def me(self, identity: Identity) -> Json:
@@ -258,7 +283,7 @@ class ControllerBackend(Reading):
             and (resumes := resumes_words(job, self._training(job)))
         ):
             answer["text"] += f". {resumes}"
-        if job.state is JobState.PENDING and reach(identity, Action.VIEW_JOBS) is Reach.ALL:
+        if job.state is JobState.PENDING and sees_everything(identity):
             snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
             answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
             if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
@@ -406,12 +431,26 @@ class ControllerBackend(Reading):
         return {"now_s": self._clock(), "nodes": views}
 
     def _visible_nodes(self, identity: Identity, views: list[Json]) -> list[Json]:
-        """Return the nodes that the user may see: if nodes are private, those of its jobs."""
+        """Return the nodes that the user may see: if nodes are private, those of its jobs.
+
+        Jobs and reservations that the user may not see are not in them.
+        """
+        if reach(identity, Action.VIEW_JOBS) is not Reach.ALL:
+            views = [view | {"jobs": self._visible_ids(identity, view["jobs"])} for view in views]
+        if reach(identity, Action.VIEW_RESERVATIONS) is not Reach.ALL:
+            mine = {one.name for one in self._visible_reservations(identity)}
+            views = [
+                view | {"reservation": view["reservation"] if view["reservation"] in mine else ""} for view in views
+            ]
         if reach(identity, Action.VIEW_NODES) is Reach.ALL:
             return views
         jobs = (job for job in self._cluster.jobs.values() if job.state not in FINAL)
         names = {share.node for job in jobs if allows(identity, Action.VIEW_NODES, job) for share in job.shares}
         return [view for view in views if view["name"] in names]
+
+    def _visible_ids(self, identity: Identity, ids: Iterable[JobId]) -> list[JobId]:
+        jobs = self._cluster.jobs
+        return [job_id for job_id in ids if job_id in jobs and allows(identity, Action.VIEW_JOBS, jobs[job_id])]
 
     async def _compare_share(self, view: Json, asked: protocol.CompareProbe) -> None:
         try:
@@ -462,14 +501,19 @@ class ControllerBackend(Reading):
 
     def reservations(self, identity: Identity) -> Json:
         now_s = self._clock()
-        found = [at(reservation, now_s) for reservation in self._cluster.reservations.values()]
-        if reach(identity, Action.VIEW_RESERVATIONS) is not Reach.ALL:
-            mine = {*self._cluster.config.accounting.accounts_of(identity.user), *identity.accounts}
-            found = [one for one in found if identity.user in one.users or mine.intersection(one.accounts)]
+        views = [reservation_view(one, self._cluster, now_s) for one in self._visible_reservations(identity)]
         return {
             "now_s": now_s,
-            "reservations": [reservation_view(reservation, self._cluster, now_s) for reservation in found],
+            "reservations": [view | {"jobs": self._visible_ids(identity, view["jobs"])} for view in views],
         }
+
+    def _visible_reservations(self, identity: Identity) -> list[Reservation]:
+        now_s = self._clock()
+        found = [at(reservation, now_s) for reservation in self._cluster.reservations.values()]
+        if reach(identity, Action.VIEW_RESERVATIONS) is Reach.ALL:
+            return found
+        mine = {*self._cluster.config.accounting.accounts_of(identity.user), *identity.accounts}
+        return [one for one in found if identity.user in one.users or mine.intersection(one.accounts)]
 
     async def update_partition(self, identity: Identity, body: Json) -> Json:
         name, state = body.get("name"), body.get("state")
@@ -516,20 +560,27 @@ class ControllerBackend(Reading):
 
         A text without entries deletes the crontab.
         """
-        owner = self._owner(identity, str(body.get("user") or ""))
+        user = str(body.get("user") or "")
         text, jobs = body.get("text"), body.get("jobs")
         if not isinstance(text, str) or not isinstance(jobs, list):
             raise RequestError('cannot take the crontab: the body must be {"text": text, "jobs": [...]}')
         if not text.strip():
-            await self._change(identity, "remove-crontab", lambda tx: crontabs.remove(tx, owner))
+            await self._change(
+                identity, "remove-crontab", lambda tx: crontabs.remove(tx, self._owner(identity, user, changes=True))
+            )
             return crontabs.view(None)
-        return crontabs.view(
-            await self._change(identity, "install-crontab", lambda tx: crontabs.install(tx, owner, text, jobs))
+        made = await self._change(
+            identity,
+            "install-crontab",
+            lambda tx: crontabs.install(tx, self._owner(identity, user, changes=True), text, jobs),
         )
+        return crontabs.view(made)
 
-    def _owner(self, identity: Identity, user: str) -> Identity:
+    def _owner(self, identity: Identity, user: str, *, changes: bool = False) -> Identity:
         """Return the identity, or the user that an admin acts for."""
         if user in ("", identity.user):
+            if changes:
+                authorize(identity, Action.SUBMIT, what="change a crontab")
             return identity.as_user()
         authorize(identity, Action.ACT_FOR_USER, what=f"look at or change the crontab of {user[:60]}")
         uid = uid_of(user)
@@ -561,7 +612,8 @@ class ControllerBackend(Reading):
 
     async def act_on_tokens(self, identity: Identity, verb: str, body: Json) -> Json:
         if verb == "rotate-key":
-            return {"key": self._credentials.rotate_key(identity)}
+            await self._change(identity, "rotate-token-key", lambda tx: credentials.authorize_rotation(identity))
+            return {"key": self._credentials.rotate_key()}
         if verb == "revoke":
             ids, user = body.get("ids") or [], str(body.get("user") or "")
             if not _is_texts(ids) or not (ids or user):
@@ -572,7 +624,7 @@ class ControllerBackend(Reading):
                 )
             }
         made, secret = self._credentials.prepare(identity, body)
-        await self._change(identity, "create-token", lambda tx: credentials.put(tx, made))
+        await self._change(identity, "create-token", lambda tx: credentials.create(tx, identity, made))
         log.info("%s made the %s %s of %s", identity.user, made.kind, made.id, made.user)
         return {"id": made.id, "user": made.user, "expires_at_s": made.expires_at_s, "token": secret}
 
@@ -648,18 +700,17 @@ class ControllerBackend(Reading):
         self._controller.end_orphans(ended)
         return {"nodes": list(ended)}
 
-    def partitions(self) -> Json:
-        return {"partitions": partition_views(self._cluster, self._clock())}
+    def partitions(self, identity: Identity) -> Json:
+        nodes = self._visible_nodes(identity, node_views(self._cluster, self._clock()))
+        return {"partitions": partition_views(self._cluster, nodes)}
 
     def config(self, identity: Identity) -> Json:
         config = self._cluster.config
         shown: Json = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
         for name, value in (asdict(config.controller) | {"scheduler": asdict(config.scheduler)}).items():
             shown[name] = str(value) if isinstance(value, Path) else value
-        access = config.access
-        for role in ("admins", "operators", "viewers", "services"):
-            shown[role] = list(getattr(access, role))
-        shown["hidden"] = sorted(kind for kind, action in HIDEABLE.items() if action in access.hidden)
+        shown |= _roles_of(config)
+        shown["hidden"] = sorted(kind for kind, action in HIDEABLE.items() if action in config.access.hidden)
         accounting = value_to_json(config.accounting)
         return {
             "config": shown,
@@ -670,14 +721,20 @@ class ControllerBackend(Reading):
         """Reread the configuration; `same_machine` names nodes of which only the address changed."""
         if not _is_texts(same_machine):
             raise RequestError('cannot reload the configuration: the body must be {"same_machine": [names of nodes]}')
-        authorize(identity, Action.RECONFIGURE)
-        for name in same_machine:
-            if name not in self._cluster.nodes:
-                there = ", ".join(self._cluster.nodes) or "none"
-                raise NotFoundError(f"Invalid node name specified: {name[:60]!r}; there are: {there}")
-        await self._change(identity, Action.RECONFIGURE, lambda tx: None, {"same_machine": same_machine})
+
+        def check(tx: Transaction) -> None:
+            authorize(identity, Action.RECONFIGURE)
+            for name in same_machine:
+                if name not in tx.cluster.nodes:
+                    there = ", ".join(tx.cluster.nodes) or "none"
+                    raise NotFoundError(f"Invalid node name specified: {name[:60]!r}; there are: {there}")
+
+        await self._change(identity, Action.RECONFIGURE, check, {"same_machine": same_machine})
+        before = _roles_of(self._cluster.config)
         changed = self._apply_config(same_machine)
-        await self._change(identity, Action.RECONFIGURE, lambda tx: None, {"changed": changed})
+        roles = _roles_of(self._cluster.config)
+        told: Json = {"changed": changed} | ({"roles": roles, "roles_before": before} if roles != before else {})
+        await self._change(identity, Action.RECONFIGURE, lambda tx: None, told)
         return {"changed": changed}
 
     async def backup(self, identity: Identity, path: object) -> Json:
@@ -687,17 +744,15 @@ class ControllerBackend(Reading):
         """
         if not isinstance(path, str):
             raise RequestError('cannot back up: the body must be {"path": absolute path}')
-        authorize(identity, Action.BACK_UP)
-        # The controller writes with its own rights, so the user who names the file must have them
-        # too.
-        if identity.uid not in (0, os.getuid()):
-            raise PermissionDeniedError(
-                f"cannot back up the database: the controller writes the file itself, and {identity.user} is neither root nor "
-                "the controller's account"
-            )
-        if not path.startswith("/"):
-            raise RequestError(f"cannot write a backup to {path[:200]!r}: the path must be absolute")
-        await self._change(identity, Action.BACK_UP, lambda tx: None, {"path": path})
+
+        def check(_tx: Transaction) -> None:
+            authorize(identity, Action.BACK_UP)
+            # The controller writes with its own rights, so the user who names the file must have them.
+            authorize_root(identity, os.getuid(), "back up the database into a file of the controller")
+            if not path.startswith("/"):
+                raise RequestError(f"cannot write a backup to {path[:200]!r}: the path must be absolute")
+
+        await self._change(identity, Action.BACK_UP, check, {"path": path})
         size = await asyncio.to_thread(back_up, self._database, Path(path))
         return {"path": path, "size": size}
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import is_account
-from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text
+from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text, wait_detail
 from hpcsched.auth.authorize import AccessPolicy, Action, Identity, Reach, allows, reach
 from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
 from hpcsched.controller.usage_ledger import charged, used_now
@@ -67,7 +67,7 @@ def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
     }
 
 
-def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
+def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId, identity: Identity) -> Json:
     """Return when and where a job of the snapshot would start, and why not at once.
 
     The job was not submitted.
@@ -95,7 +95,8 @@ def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
     if place is not None:
         answer |= {"start_s": place.start_s, "nodes": list(place.nodes), "node_list": compress_hostlist(place.nodes)}
         answer |= {"cpus": place.cpus, "partition": place.partition}
-    return answer | {"text": f"would wait in partition {job.partition} ({wait.reason}): {wait.detail}"}
+    detail = wait_detail(wait, identity)
+    return answer | {"text": f"would wait in partition {job.partition} ({wait.reason}): {detail}"}
 
 
 # ----- priorities, licences and fair share as JSON (version 1), for `hprio`, `hctl` and `hshare`
@@ -350,7 +351,7 @@ async def queue_text(cluster: ClusterState, rows: QueueRows, identity: Identity,
     layout = tuple(query.get(name, "") for name in ("format", "long", "order", "fit", "colour"))
     text = queue.queue_text(await rows.rows(jobs, listing, layout, identity, look), listing, look)
     text += _ended(cluster, ended, now_s, colour=listing.colour)
-    seen = _sees_all(identity) and query.get("whose") == "default"
+    seen = _sees_all(identity) and query.get("whose") == "default" or reach(identity, Action.VIEW_JOBS) is not Reach.ALL
     return text + (_others(cluster, [*jobs, *ended], colour=listing.colour) if query.get("others") and not seen else "")
 
 

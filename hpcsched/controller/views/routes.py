@@ -107,7 +107,7 @@ def _gets(routes: _Routes) -> list[web.Route]:
     by = routes.by
     # fmt: off
     return [
-        web.get("/v1/ping", by(lambda call: call.backend.ping())),
+        web.get("/v1/ping", by(lambda call: call.backend.ping(call.identity))),
         web.get("/v1/me", by(lambda call: call.backend.me(call.identity))),
         web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
         web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
@@ -116,7 +116,7 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/job/{name}/why", routes.in_turn(by(lambda call: call.backend.why(call.identity, call.name)))),
         web.get("/v1/nodes", by(lambda call: call.backend.nodes(call.identity, call.query), "nodes")),
         web.get("/v1/strays", by(lambda call: call.backend.strays(call.identity), "strays")),
-        web.get("/v1/partitions", by(lambda call: call.backend.partitions(), "partitions")),
+        web.get("/v1/partitions", by(lambda call: call.backend.partitions(call.identity), "partitions")),
         web.get("/v1/priorities",
                 routes.in_turn(by(lambda call: call.backend.priorities(call.identity, call.query), "jobs"))),
         web.get("/v1/snapshot", routes.in_turn(by(lambda call: call.backend.snapshot(call.identity)))),

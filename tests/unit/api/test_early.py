@@ -27,7 +27,7 @@ class Early:
         return "all\n"
 
 
-WHOLE = SimpleNamespace(ping=lambda: {"pid": 7})
+WHOLE = SimpleNamespace(ping=lambda _identity: {"pid": 7})
 
 
 async def _ask(server: web.Server, path: str) -> bytes:

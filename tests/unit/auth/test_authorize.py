@@ -64,7 +64,7 @@ def test_a_higher_role_may_do_what_a_lower_one_may() -> None:
 @pytest.mark.parametrize("role", [Role.VIEWER, Role.SERVICE])
 def test_roles_that_look_change_nothing(role: Role) -> None:
     assert [action for action in CHANGES if allows(identity(role), action)] == (
-        [Action.USE_TOKENS] if role is Role.VIEWER else []
+        [Action.USE_TOKENS, Action.REVOKE_TOKENS] if role is Role.VIEWER else [Action.REVOKE_TOKENS]
     )
 
 

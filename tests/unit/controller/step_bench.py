@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpcnode.wire import protocol
+from hpcsched.auth.authorize import Action, Identity, Role, authorize
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import ExitStatus, Job, JobState
@@ -64,7 +65,7 @@ class StepBench:
                 hosts=lambda job: [(share.node, share.cpus) for share in job.shares],
                 same_machine=lambda job: False,
                 last_step=lambda job_id, attempt: max((int(r.step) for r in self.rows.values()), default=-1),
-                may_act=lambda uid, job: uid in (0, ADMIN, job.uid),
+                authorize=self._authorize,
                 epoch=lambda: 7,
                 now_s=lambda: 100.0,
                 grace_s=30.0,
@@ -73,6 +74,10 @@ class StepBench:
                 ],
             )
         )
+
+    def _authorize(self, uid: int, job: Job) -> None:
+        identity = Identity(uid=uid, user=f"uid {uid}", role=Role.ADMIN if uid in (0, ADMIN) else Role.USER)
+        authorize(identity, Action.RUN_STEP, job, f"start a step in job {job.id}")
 
     def _send(self, node: NodeName, message: Any, blob: bytes) -> None:
         self.order.append("send")

@@ -101,3 +101,13 @@ def test_the_chain_goes_on_after_a_restart(cluster: Cluster) -> None:
     cluster.store._audit_end = None  # as a new controller has it
     do(cluster, lambda backend: backend.act(ANN, "release", {"jobs": [str(job)]}))
     assert verify(records(cluster), [], lambda head: True) == (2, "")
+
+
+def test_tokens_and_a_new_key_for_them_leave_records(cluster: Cluster) -> None:
+    made = do(cluster, lambda backend: backend.act_on_tokens(ANN, "create", {"scopes": "read,submit", "expires": "60"}))
+    assert "needs the role admin" in do(cluster, lambda backend: backend.act_on_tokens(ANN, "rotate-key", {}))
+    do(cluster, lambda backend: backend.act_on_tokens(ROOT, "rotate-key", {}))
+    first, second = records(cluster)
+    assert (first.action, second.action) == ("create-token", "rotate-token-key")
+    assert json.loads(first.after)[first.object]["scopes"] == ["read", "submit"]
+    assert made["token"] not in repr(first)

@@ -20,6 +20,9 @@ def test_each_section_that_differs_is_named_with_its_keys() -> None:
         cluster={"name": "b"},
         controller={"kill_wait_s": 3},
         qos={"night": {}},
+        roles={"admins": ["ann"]},
+        privacy={"hide": ["jobs"]},
+        audit={"syslog": False},
     )
     assert settings_changed(before, before) == []
     assert settings_changed(before, after) == [
@@ -28,4 +31,7 @@ def test_each_section_that_differs_is_named_with_its_keys() -> None:
         "[controller] kill_wait_s",
         "[scheduler] policy, preempt_type",
         "[scheduler.weights] age",
+        "[roles] admins",
+        "[privacy] hide",
+        "[audit] syslog",
     ]

@@ -126,7 +126,7 @@ def test_jobs_of_a_node_without_a_file_are_held_until_an_admins_word(given_up: d
     del cluster.state.nodes[N1]
     backend = cluster.backend()
     assert backend.job(ROOT, str(job_id))["jobs"][0]["state"] == "RUNNING"  # before it is settled, too
-    assert f"job {job_id} is held there" in str(backend.ping()["not_taken"])
+    assert f"job {job_id} is held there" in str(backend.ping(ROOT)["not_taken"])
     with pytest.raises(RequestError, match="hctl fence n1"):
         cluster.ask(lambda tx: remove_node(tx, ROOT, N1, force=False))
     said = cluster.ask(lambda tx: lose_gone_nodes(tx, given_up))
@@ -140,7 +140,7 @@ def test_jobs_of_a_node_without_a_file_are_held_until_an_admins_word(given_up: d
     job = cluster.job(job_id)
     assert job.state is JobState.PENDING
     assert cluster.ask(lambda tx: lose_gone_nodes(tx, given_up)) == []
-    assert backend.ping()["not_taken"] == []
+    assert backend.ping(ROOT)["not_taken"] == []
     with pytest.raises(NotFoundError, match="n1"):
         cluster.ask(lambda tx: fence(tx, ROOT, "n1", ""))
     assert cluster.replayed(job_id) == job

@@ -9,7 +9,7 @@ from cluster import ANN, ROOT, Cluster
 from jobs import partition
 
 from hpcnode.commands import slurm_text
-from hpcsched.api.views import partition_views
+from hpcsched.api.views import node_views, partition_views
 from hpcsched.controller.requests import jobs
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.job import JobState, Reason
@@ -46,7 +46,7 @@ def test_what_a_partition_takes_and_starts(state: str, takes: bool, starts: bool
     assert (cluster.job(waits).state is JobState.CONFIGURING) == starts
     if reason is not None:
         assert cluster.state.waits[waits].reason is reason
-    (view,) = partition_views(cluster.state, cluster.now_s)
+    (view,) = partition_views(cluster.state, node_views(cluster.state, cluster.now_s))
     assert (view["state"], view["up"]) == (state.upper(), starts)
     put(cluster, "UP")
     assert cluster.job(waits).state is not JobState.PENDING

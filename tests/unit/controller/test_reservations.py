@@ -200,7 +200,8 @@ def test_who_may_not_use_it_is_told_who_may() -> None:
     ):
         cluster.submit(BOB, reservation="r")
     with pytest.raises(
-        NotFoundError, match="Requested reservation is invalid: there is no reservation 'q'; there are: r"
+        NotFoundError,
+        match="Requested reservation is invalid: there is no reservation 'q' that you may use; there are: r",
     ):
         cluster.submit(reservation="q")
     with pytest.raises(RequestError, match="in reservation 'r': cannot give job two nodes"):

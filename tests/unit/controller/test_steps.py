@@ -41,7 +41,7 @@ def test_a_job_gives_nodes_back_for_who_may_start_steps_in_it() -> None:
     assert bench.asks(argv="", resize="1") == protocol.StepEnded(codes=[], signals=[])
     assert bench.resized == [(12, 1, ANN)]
     assert "not a whole number" in bench.asks(argv="", resize="two").error
-    assert "it is ann's" in bench.asks(origin=(HEAD, 7), uid=ANN + 1, argv="", resize="1").error
+    assert "it belongs to ann" in bench.asks(origin=(HEAD, 7), uid=ANN + 1, argv="", resize="1").error
     assert len(bench.resized) == 1
 
 
@@ -132,7 +132,10 @@ def test_owner_root_and_admin_may_add_a_step_from_the_head(uid: int) -> None:
 
 def test_others_may_not() -> None:
     bench = StepBench()
-    assert bench.asks(origin=(HEAD, 1), uid=BOB).error == "cannot start a step in job 12: it is ann's"
+    assert (
+        bench.asks(origin=(HEAD, 1), uid=BOB).error
+        == "cannot start a step in job 12: it belongs to ann, you are uid 1002"
+    )
     assert bench.launches() == []
 
 
@@ -141,7 +144,7 @@ def test_a_number_of_another_machines_user_is_no_proof() -> None:
     bench = StepBench(a_job(12), replace(a_job(13), uid=BOB, user="bob"))
     request = a_request(job_id=12)
     bench.says(HRUN, request, uid=ANN, job_id=13)  # bob's job, on a machine where his number is ann's here
-    assert bench.ended().error == "cannot start a step in job 12: it is ann's"
+    assert bench.ended().error == "cannot start a step in job 12: it belongs to ann, you are uid 1002"
     bench.says(SECOND, request, uid=ANN, job_id=0)
     assert "runs in no job there" in bench.ended(SECOND).error
 
@@ -260,7 +263,7 @@ def test_who_stops_listening_does_the_step_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("step", "uid", "why"),
-    [("1", ANN, "no step 12.1 is running"), ("batch", ANN, "no step 12.batch"), ("0", BOB, "it is ann's")],
+    [("1", ANN, "no step 12.1 is running"), ("batch", ANN, "no step 12.batch"), ("0", BOB, "it belongs to ann")],
 )
 def test_listening_is_refused(step: str, uid: int, why: str) -> None:
     bench = StepBench()

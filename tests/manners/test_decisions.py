@@ -1,0 +1,94 @@
+"""Who may do what is decided in `hpcsched.auth`: no other module compares roles or accounts of an identity."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+AUTH = ROOT / "hpcsched" / "auth"
+QUESTIONS = ("uid", "user", "role", "accounts", "hidden", "scope")  # of an identity
+# Comparisons that decide nothing about rights, by the function that has them.
+NO_DECISION = {
+    "controller/views/queue.py:selected",  # hqueue lists the own jobs by default
+    "controller/views/backend.py:_visible_reservations",  # "own" of a reservation: it names the user
+    "controller/views/queue.py:share_views",  # "own" of a share
+    "controller/requests/jobs.py:_hold_of",  # whose hold it is called
+    "controller/requests/triggers.py:create",  # how many triggers the user has
+    "controller/requests/submission.py:check_share_of_queue",  # root's jobs are not limited in number
+    "controller/credentials.py:create",  # which of two actions to authorize
+    "controller/credentials.py:revoke",
+}
+# Refusals that are not about who asks, but about what: by the function.
+REFUSES = {
+    "controller/views/backend.py:submit",  # the account does not exist on this machine
+    "controller/views/backend.py:snapshot",  # reach() says that a part of it is hidden
+    "controller/views/routes.py",  # scopes of tokens (auth.tokens says which); what cannot be asked from a job
+    "controller/credentials.py:identify",
+    "controller/requests/submission.py:check_account",  # allow_uid_below
+    "controller/requests/reservations.py:check_use",  # the reservation's users and accounts, as Slurm
+    "controller/requests/triggers.py:create",  # an account that the controller cannot become
+    "cli/admin/daemon.py:down",  # of the kernel
+    "cli/slurm/scontrol.py:_notify",
+    "steps/service.py:asking_uid",  # a command that runs in no job
+}
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Yield (place, function) for each function of a file that is in no other function."""
+    name = str(path.relative_to(ROOT / "hpcsched"))
+    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    while stack:
+        for node in ast.iter_child_nodes(stack.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name}:{node.name}", node
+            else:
+                stack.append(node)
+
+
+def is_question(node: ast.expr) -> bool:
+    """Return whether an expression is `identity.uid` or such."""
+    return isinstance(node, ast.Attribute) and node.attr in QUESTIONS and ast.unparse(node.value).endswith("identity")
+
+
+def decides(function: ast.AST) -> bool:
+    return any(
+        any(map(is_question, (node.left, *node.comparators)))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Compare)
+    )
+
+
+def refuses(function: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Raise) and node.exc is not None and "PermissionDeniedError(" in ast.unparse(node.exc)
+        for node in ast.walk(function)
+    )
+
+
+def files() -> list[Path]:
+    found = [path for path in sorted((ROOT / "hpcsched").rglob("*.py")) if AUTH not in path.parents]
+    assert len(found) > 100
+    return found
+
+
+def test_only_auth_compares_what_an_identity_is() -> None:
+    found = {place for path in files() for place, function in functions(path) if decides(function)}
+    assert found == NO_DECISION
+
+
+def test_only_auth_refuses_for_who_asks() -> None:
+    found = {place for path in files() for place, function in functions(path) if refuses(function)}
+    found = {place.partition(":")[0] if "routes.py" in place else place for place in found}
+    assert found == REFUSES
+
+
+def test_roles_are_named_by_the_configuration_only() -> None:
+    named = {
+        str(path.relative_to(ROOT))
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and any(alias.name in ("Role", "MATRIX") for alias in node.names)
+    }
+    assert named == {"hpcsched/config/load.py", "hpcsched/cli/hctl.py"}  # hctl prints the table
