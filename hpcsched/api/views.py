@@ -463,7 +463,7 @@ def job_view(
 ) -> dict[str, Any]:
     """Return the job as `identity` may see it.
 
-    `whole` adds its environment and its `script` (None: deleted).
+    `whole` adds its environment, its `script` (None: deleted) and its signed request.
     """
     view = JobView(job, cluster, identity, now_s)
     made = _ALL.copy()
@@ -472,6 +472,7 @@ def job_view(
         made[name] = value(view)
     if whole and allows(identity, Action.VIEW_DETAILS, job):
         made |= {"script": script, "script_args": list(job.spec.script_args), "env": dict(job.spec.env)}
+        made |= {"signed": job.spec.signed} if job.spec.signed else {}
     return made
 
 

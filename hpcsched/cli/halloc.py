@@ -19,6 +19,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import hpcsched
 from hpcnode.commands import options as stepoptions
@@ -33,7 +34,10 @@ from hpcnode.wire import protocol, sockets
 from hpcnode.wire.sockets import connect
 from hpcsched import client
 from hpcsched.errors import HpcschedError
+from hpcsched.listing.text import clean
+from hpcsched.model.spec import SIGNED_REQUEST
 from hpcsched.model.units import parse_signal, whole_number
+from hpcsched.steps.environment import with_users
 
 _JOB = (
     *stepoptions.OF_A_JOB, "chdir", "gid", "help", "propagate", "quiet", "uid", "usage", "verbose", "version", "x11",
@@ -128,6 +132,24 @@ def hold_for_step() -> int:
     """Run on behalf of the step command named by the first word, which needs a job first."""
     name, *words = sys.argv[1:]
     return main(words, HALLOC._replace(name=name, usage_code=1, refused=lambda text: slurm_text.of_step(0, text)))
+
+
+def sign_step() -> None:
+    """Sign the step on standard input (JSON), and print the variables that it gets."""
+    from hpcsched.cli.process import signer  # few clusters need them
+    from hpcsched.jobscript import signing
+
+    asked = json.load(sys.stdin)
+    env = {name: value for name, value in with_users(asked["env"], {}).items() if name != SIGNED_REQUEST}
+    more = {"PATH": env.get("PATH", signing.DEFAULT_PATH), signing.SALT: os.urandom(16).hex()}
+    try:
+        by = signer()
+        if asked["job_id"]:  # it starts soon
+            by = replace(by, valid_s=min(by.valid_s, signing.STEP_VALID_S))
+        text = signing.signed_step(asked["argv"], asked["work_dir"], {**env, **more}, asked["files"], by)
+    except HpcschedError as error:
+        sys.exit(f"hpcsched: {clean(str(error))}")
+    print(json.dumps({**more, SIGNED_REQUEST: text}))
 
 
 def _change_user(values: stepoptions.Values) -> None:

@@ -159,7 +159,7 @@ COMMAND = Command(
         "show job [JOB...] | node [NODES] | partition [NAME...] | reservation [NAME...] | licenses | config",
         "show qos | account | user [NAME...]",
         "show hostnames LIST | hostlist NAME...",
-        "hold | release | requeue | suspend | resume JOB...",
+        "hold | release | requeue | suspend | resume | sign JOB...",
         "update JOB... NAME=VALUE...",
         "create reservation NAME=VALUE... | update reservation NAME NAME=VALUE... | delete reservation NAME",
         "story JOB",
@@ -227,6 +227,10 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "hold": (("hold JOB...",), "Keep waiting jobs from starting until 'release'."),
     "release": (("release JOB...",), "Let held jobs start."),
+    "sign": (
+        ("sign JOB...",),
+        "Sign your waiting jobs again, after their signatures have expired. Only what your key has signed before is signed.",
+    ),
     "requeue": (
         ("requeue JOB...",),
         "Put jobs back into the queue: ended jobs at once, running jobs after they are ended.",
@@ -557,6 +561,31 @@ def _act(verb: str) -> Callable[[Sequence[str], Words], int]:
         return _report(client.call("POST", f"/v1/{verb}", {"jobs": references, **body}), words)
 
     return work
+
+
+def _sign(rest: Sequence[str], words: Words) -> int:
+    """Sign waiting jobs again, and say what was signed."""
+    from hpcsched.cli.process import signer  # few clusters need them
+    from hpcsched.jobscript.signing import renewed
+
+    _needs(rest, "the jobs")
+    by, status = signer(), 0
+    for reference in [reference for operand in rest for reference in split_list(operand)]:
+        jobs = [job for job in client.call("GET", client.job_path(reference))["jobs"] if job["state"] == "PENDING"]
+        texts = {job["signed"] for job in jobs if job.get("signed")}
+        if not texts:
+            raise RequestError(f"cannot sign job {reference}: it does not wait, is not yours, or was not signed before")
+        for text in sorted(texts):
+            again, request = renewed(text, max(each["attempt"] for each in jobs), by)
+            those = [str(each["id"]) for each in jobs if each.get("signed") == text]
+            answer = client.call("POST", "/v1/update", {"jobs": those, "changes": {"signed": again}})
+            status = _report(answer, words) or status
+            if not answer["errors"] and not words.has("json"):
+                print(
+                    f"signed job {clean(reference)} until {date_text(request['expires'])}: {clean(request['name'])!r} in "
+                    f"{clean(request['directory'])}, signed first on {date_text(request['first'])}"
+                )
+    return status
 
 
 def _report(answer: Json, words: Words) -> int:
@@ -1031,6 +1060,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "show": _show,
     "hold": _act("hold"),
     "release": _act("release"),
+    "sign": _sign,
     "requeue": _act("requeue"),
     "suspend": _act("suspend"),
     "update": _update,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import pwd
 import sys
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hpcnode.os import rlimits
 from hpcsched import client
@@ -17,7 +18,12 @@ from hpcsched.errors import RequestError, UnavailableError, UnsignedError
 from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
 from hpcsched.listing.text import clean
 from hpcsched.model.codec import spec_to_json
+from hpcsched.model.frozen import replace
 from hpcsched.model.spec import JobSpec
+from hpcsched.steps.environment import with_users
+
+if TYPE_CHECKING:
+    from hpcsched.jobscript.signing import Signer
 
 T = TypeVar("T")
 
@@ -90,11 +96,27 @@ def submit_jobs(request_id: str, specs: Sequence[JobSpec]) -> Json:
     try:
         return client.call_again("POST", "/v1/submit", body)
     except UnsignedError:
-        from hpcsched.cli.signing import own_key, signed  # slow to import, and most clusters do not want it
+        from hpcsched.jobscript.signing import signed_job  # slow to import, and most clusters do not want it
 
-        key, cluster = own_key(), client.call("GET", "/v1/ping")["cluster"]
-        ready = [signed(spec, cluster=cluster, request_id=request_id, key=key) for spec in specs]
+        by = signer()
+        # Variables that a job does not get are not signed.
+        ready = [signed_job(replace(spec, env=tuple(with_users(dict(spec.env), {}).items())), by) for spec in specs]
         return client.call_again("POST", "/v1/submit", {**body, "jobs": [spec_to_json(spec) for spec in ready]})
+
+
+def signer() -> Signer:
+    """Return this user, who signs now. Raises ConfigError, RequestError, UnavailableError."""
+    from hpcsched.jobscript.signing import Signer, own_key, valid_s
+
+    me = client.call("GET", "/v1/me")
+    return Signer(
+        key=own_key(me["user"]),
+        user=me["user"],
+        uid=me["uid"],
+        cluster=client.call("GET", "/v1/ping")["cluster"],
+        now_s=time.time(),
+        valid_s=valid_s(os.environ),
+    )
 
 
 class _Standard:

@@ -15,6 +15,7 @@ from hpcsched.lifecycle.job import Effect, EffectKind
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, LaunchToken, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of
+from hpcsched.model.spec import SIGNED_REQUEST
 from hpcsched.state.cluster import ClusterState
 from hpcsched.steps.environment import allocation_facts, job_environment, with_propagated
 
@@ -107,6 +108,8 @@ def launch_batch(job: Job, cluster: ClusterState, node: NodeName) -> protocol.La
     """Return the launch of the job's batch step on its first node."""
     spec, share, files = job.spec, job.shares[0], job_file_patterns(job)
     env = with_propagated(_environment(job, cluster), rlimits.names(cluster.config.controller.propagate))
+    if spec.signed:
+        env[SIGNED_REQUEST] = spec.signed
     return protocol.Launch(
         token=job.token,
         job_id=job.id,

@@ -102,6 +102,7 @@ class Stepping:
             epoch=lambda: self._cluster.epoch,
             now_s=self._clock,
             allow_uid_below=lambda: self._cluster.config.controller.allow_uid_below,
+            sign_jobs=lambda: self._cluster.config.controller.sign_jobs,
             is_adopted=lambda job: job.token in self._cluster.adopted,
             recorded=store.attempt_steps,
             grace_s=settings.kill_wait_s,

@@ -30,10 +30,19 @@ from hpcsched.controller.reports import Trainings
 from hpcsched.controller.requests import crontabs, reservations, triggers
 from hpcsched.controller.requests.jobs import SignalJob
 from hpcsched.controller.requests.submission import check_account, check_share_of_queue, place_of, settle
-from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_of, next_time_s, warn_at_s
+from hpcsched.controller.timers import (
+    SIGNATURE_LEFT_S,
+    ClockMark,
+    end_overdue,
+    keep_step,
+    mark_of,
+    next_time_s,
+    warn_at_s,
+)
 from hpcsched.controller.usage_ledger import UsageLedgerCache
 from hpcsched.controller.views.queue import first_start
 from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError, report_fault
+from hpcsched.jobscript.signing import read_signature
 from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted
 from hpcsched.lifecycle.job import LAUNCHES, Effect, EffectKind, can, effects_of, submitted_jobs
 from hpcsched.lifecycle.node import NodeDisconnected, NodeDown, NodeOrphansFound, NodeOrphansGone, NodeUp
@@ -682,7 +691,7 @@ class Controller:
             return False
         if not self._planning.under_way:
             return False
-        held_back = self._held_back()
+        held_back = self._held_back(tx.now_s)
         done = self._planning.go_on(self.cluster.jobs, self.cluster.nodes)
         for start in done.starts:
             if start.job_id not in held_back and self._are_connected(start.shares):
@@ -721,17 +730,26 @@ class Controller:
             self._plan_wanted = True
             self._ports.wake(0.0)
 
-    def _held_back(self) -> dict[JobId, Wait]:
+    def _held_back(self, now_s: float) -> dict[JobId, Wait]:
         """Return the waiting jobs that must not start now, and why."""
-        now_s = self._ports.monotonic_s()
-        self._not_started = {job_id: one for job_id, one in self._not_started.items() if one.until_s > now_s}
+        mono_s = self._ports.monotonic_s()
+        self._not_started = {job_id: one for job_id, one in self._not_started.items() if one.until_s > mono_s}
         failed = {
             job_id: Wait(reason=Reason.LAUNCH_FAILED, detail=one.why)
             for job_id, one in self._not_started.items()
             if job_id in self.cluster.pending
         }
         sealed = dict.fromkeys(self.cluster.sealed_jobs(), SEALED)
-        return failed | orphans.held_back(self.cluster, self.orphans) | sealed
+        return failed | orphans.held_back(self.cluster, self.orphans) | sealed | self._unsigned(now_s)
+
+    def _unsigned(self, now_s: float) -> dict[JobId, Wait]:
+        """Return the waiting jobs that nodes would refuse for their signatures."""
+        if not self.cluster.config.controller.sign_jobs:
+            return {}
+        jobs, until_s = self.cluster.jobs, now_s + SIGNATURE_LEFT_S
+        return {
+            job_id: _sign_again(jobs[job_id]) for job_id in self.cluster.pending if _is_unsigned(jobs[job_id], until_s)
+        }
 
     def _are_connected(self, shares: Iterable[Share]) -> bool:
         """Return whether all these nodes are connected.
@@ -774,7 +792,7 @@ class Controller:
         if not self._prepare_views():
             return False
         self._plan_wanted = False
-        cluster, held_back = self.cluster, self._held_back()
+        cluster, held_back = self.cluster, self._held_back(now_s)
         jobs = [job for job in cluster.jobs_to_plan() if job.id not in held_back]
         snapshot = self.snapshot(jobs, now_s, self._views)
         self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, cluster.nodes)
@@ -908,6 +926,23 @@ class Controller:
             if unused[PURGE_SCRIPTS:]:
                 self._next_purge_s = now_s + RETRY_S
                 self._ports.wake(RETRY_S)
+
+
+def _is_unsigned(job: Job, until_s: float) -> bool:
+    """Return whether a node would refuse the next attempt at `until_s`."""
+    spec = job.spec
+    if not spec.signed:
+        return False
+    return spec.signed_until_s <= until_s or (job.attempt > 0 and job.attempt >= read_signature(spec.signed).attempts)
+
+
+def _sign_again(job: Job) -> Wait:
+    number = job.id if job.array_job_id is None else job.array_job_id
+    return Wait(
+        reason=Reason.HELD_USER,
+        detail="held: the signature that nodes demand has expired, or allows no further attempt. Its user can sign it again on "
+        f"the head: hctl sign {number}",
+    )
 
 
 def _is_new(job: Job) -> bool:

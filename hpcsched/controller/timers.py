@@ -84,6 +84,9 @@ def _end(cluster: ClusterState, job: Job, due_s: float) -> tuple[JobState, str]:
 TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})
 
 
+SIGNATURE_LEFT_S = 10.0  # a signature that expires so soon may have expired on the node
+
+
 def next_time_s(cluster: ClusterState, policy: Policy, promises: Iterable[Promise], now_s: float) -> float | None:
     """Return the next time at which a plan is due, or None.
 
@@ -112,6 +115,8 @@ def _of_waiting(cluster: ClusterState, policy: Policy) -> Iterator[float | None]
             yield job.not_before_s
         if job.deadline_at_s is not None:
             yield _too_late_at_s(job)
+        if job.spec.signed:
+            yield job.spec.signed_until_s - SIGNATURE_LEFT_S
         if job.spec.switches:
             yield _spreads_at_s(job, policy.max_switch_wait_s)
 

@@ -24,7 +24,7 @@ class DependencyKind(StrEnum):
     SINGLETON = "singleton"
 
 
-SIGNED_REQUEST = "HPCSCHED_SIGNED_REQUEST"  # the variable that has the user's signature; see `hpcnode.helper`
+SIGNED_REQUEST = "HPCSCHED_SIGNED_REQUEST"  # the variable of `signed` on a node; see `hpcnode.helper`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +133,8 @@ class JobSpec:
     signal: SignalSpec | None = None
     lease: str = "keep"  # keep | kill: what a node without contact to the controller does with the job
     licenses: tuple[tuple[str, int], ...] = ()  # name and count, of the whole cluster's
+    signed: str = ""  # what its user has signed, for nodes with the root helper: see `hpcsched.jobscript.signing`
+    signed_until_s: int = 0  # Unix time: its signature expires
     mail_user: str = ""
     mail_type: tuple[str, ...] = ()
     # Of a heterogeneous job (sbatch A : B) what is behind its first component, which is this: of each of them only its

@@ -28,7 +28,7 @@ from hpcsched.steps.layout import NodeTasks, tasks_per_node_text
 # Names that only the scheduler sets. Exceptions: HPCSCHED_CONFIG and HPCSCHED_API locate the
 # controller for commands in a job; SLURM_UMASK and HPCSCHED_RLIMITS hold the submitter's values.
 _RESERVED = re.compile(
-    r"HPCSCHED_(?!CONFIG\Z|API\Z|RLIMITS\Z|SIGNED_REQUEST\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z|UMASK\Z)|SLURMD_"
+    r"HPCSCHED_(?!CONFIG\Z|API\Z|RLIMITS\Z|SIGNED_(REQUEST|SALT)\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z|UMASK\Z)|SLURMD_"
 )
 _OF_A_TASK = re.compile(
     r"_(PROCID|LOCALID|NODEID|GTIDS|NODENAME|CPUS_ON_NODE|(GPUS|SHARDS)_ON_NODE|TOPOLOGY_ADDR(_PATTERN)?|GPU_DEVICES)\Z"

@@ -41,6 +41,7 @@ from hpcsched.errors import (
 from hpcsched.jobscript.patterns import PatternFacts, expand_job_pattern, pattern_facts
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
+from hpcsched.model.spec import SIGNED_REQUEST
 from hpcsched.model.units import whole_number
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.environment import PRESERVED, node_environment, with_propagated, with_users
@@ -69,6 +70,12 @@ from hpcsched.steps.step import (
 # Only the job's owner, root or an admin may add a step. On the head, the kernel reports the uid of
 # the caller. On a node, the agent vouches for the owner of the job: uids of another machine have no
 # meaning here.
+
+
+UNSIGNED = (
+    "cannot start the step: steps from the head are signed by their users on this cluster (sign_jobs in hpcsched.toml); use the "
+    "hrun or srun of the head"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,7 @@ class StepPorts:
     allow_uid_below: Callable[[], int] = lambda: 1000  # of each Launch
     # The job's share of that node, and which parts of it the node enforces.
     confinement: Callable[[Job, NodeName], protocol.Confinement] = lambda job, node: protocol.Confinement()
+    sign_jobs: Callable[[], bool] = lambda: False  # users sign what the nodes' root helpers start
     # It runs since before a restore: its nodes take no new steps.
     is_adopted: Callable[[Job], bool] = lambda job: False
     # All rows of the job's attempt.
@@ -221,6 +229,16 @@ def permitted_job(ports: StepPorts, origin: Origin, envelope: protocol.FromStrea
     if job.state is not JobState.RUNNING and not (in_job and may_launch(job)):
         raise RequestError(f"cannot start a step in job {job_id}: it is {job.state}, not RUNNING")
     return job
+
+
+def check_helped(request: protocol.StepRequest) -> None:
+    """Refuse options that root helpers of nodes do not carry out. Raises RequestError."""
+    for name in ("task-prolog", "task-epilog", "wait-for-children"):
+        if request.options.get(name):
+            raise RequestError(
+                f"cannot start the step with --{name}: the root helpers of this cluster's nodes start the signed command alone "
+                "(sign_jobs in hpcsched.toml); put all of it into one command: sh -c 'BEFORE; COMMAND; AFTER'"
+            )
 
 
 def asking_uid(ports: StepPorts, origin: Origin, envelope: protocol.FromStream) -> int:
@@ -680,6 +698,11 @@ class StepService:
             )
         if self._is_busy(origin):
             raise ProtocolError("cannot start a second step on one connection")
+        if self._ports.sign_jobs() and not {"resize", "attach", "test-only"} & request.options.keys():
+            check_helped(request)
+            if origin[0] == HEAD and SIGNED_REQUEST not in request.env:
+                self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[], error=UNSIGNED, unsigned=True), b"")
+                return
         if "resize" in request.options:
             resize(self._ports, origin, envelope, request)
         elif "attach" in request.options:
@@ -765,6 +788,8 @@ class StepService:
         if options.preserve_env:
             env |= {name: value for name, value in waiting.request.env.items() if name in PRESERVED}
         env = with_propagated(env, self._ports.propagate)
+        if job.spec.signed:
+            env.setdefault(SIGNED_REQUEST, job.spec.signed)
         launches: list[tuple[NodeName, protocol.Launch]] = []
         for node_rank, place in enumerate(places):
             node = place.tasks.node

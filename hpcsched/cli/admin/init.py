@@ -16,11 +16,12 @@ import click
 
 from hpcsched import paths
 from hpcsched.api.identity import is_account
-from hpcsched.cli.signing import public_line
+from hpcsched.client import my_name
 from hpcsched.config.keys import BadValue
 from hpcsched.config.keys import python as python_path
 from hpcsched.config.load import Config, build_config, load_config, load_nodes, render_config
 from hpcsched.errors import ConfigError
+from hpcsched.jobscript.signing import public_line
 from hpcsched.launch import as_controller
 from hpcsched.launch.bundle import authorized_line, build_bundle
 from hpcsched.launch.hostkeys import PRINCIPAL, certificate_of, make_key
@@ -90,7 +91,7 @@ def key(python: str, source: str, bundle: bool, own: bool) -> None:
     The key then starts the agent there, and nothing else.
     """
     if own:
-        click.echo(public_line())
+        click.echo(public_line(my_name()))
         return
     if bundle:
         click.echo(build_bundle().sha256)

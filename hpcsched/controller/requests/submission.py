@@ -20,6 +20,7 @@ from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.requests.reservations import check_use
 from hpcsched.errors import ConflictError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
+from hpcsched.jobscript.signing import check_signed
 from hpcsched.model.accounting import Accounting, Barred, barred, resolve
 from hpcsched.model.frozen import replace
 from hpcsched.model.job import FINAL, Job
@@ -38,7 +39,18 @@ from hpcsched.state.scripts import set_apart
 from hpcsched.state.transaction import Transaction
 
 _OF_THE_COMMAND = frozenset(
-    ("env", "script_path", "submit_line", "submit_dir", "submit_host", "begin_at_s", "deadline_at_s", "script_bytes")
+    (
+        "env",
+        "script_path",
+        "submit_line",
+        "submit_dir",
+        "submit_host",
+        "begin_at_s",
+        "deadline_at_s",
+        "script_bytes",
+        "signed",
+        "signed_until_s",
+    )  # fmt: skip
 )
 _SETTLED = frozenset(("account", "qos"))  # set by default if the job names none
 _SHOWN = {"script_sha256": "script"}
@@ -82,6 +94,9 @@ def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
         raise RequestError(
             "cannot submit the job: script_sha256 and script_bytes are set by the controller; send the script"
         )
+    if spec.signed:
+        cluster = tx.cluster.config.name
+        check_signed(spec, user=identity.user, uid=identity.uid, cluster=cluster, now_s=tx.now_s)
     spec = settle(tx.cluster, identity.user, spec)
     check_share_of_queue(tx.cluster, identity, spec)
     partitions, limit_s = place_of(tx.cluster, identity, spec, tx.now_s)

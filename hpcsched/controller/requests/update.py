@@ -28,6 +28,7 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.build import DIRECT
 from hpcsched.jobscript.check import check_spec, check_time_min
 from hpcsched.jobscript.options import find_option
+from hpcsched.jobscript.signing import check_signed, read_signature
 from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, parse_dependency, short
 from hpcsched.lifecycle.clocks import ran_s
 from hpcsched.lifecycle.events import Changed
@@ -58,6 +59,7 @@ OPTIONS = {
     "nodelist": "nodelist", "ntasks": "ntasks", "ntasks_per_node": "ntasks-per-node", "num_cpus": "ntasks",
     "num_nodes": "nodes", "prefer": "prefer", "switches": "switches", "tmp": "tmp", "work_dir": "chdir",
 }  # fmt: skip
+SIGNED = "signed"  # sent by `hctl sign`
 _EMPTY: Mapping[str, Any] = {"nodelist": (), "exclude": (), "licenses": ()}  # for an empty value
 
 
@@ -78,6 +80,9 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
         fields |= _fields(name, text, replace(job.spec, **fields))
     spec = replace(job.spec, **fields)
     check_spec(spec)
+    if spec.signed:
+        now_s = tx.now_s if SIGNED in changes else None
+        check_signed(spec, user=job.user, uid=job.uid, cluster=tx.cluster.config.name, now_s=now_s)
     if job.state is JobState.PENDING:
         _check_place(tx, replace(job, spec=spec))
     whole = spec_to_json(spec)
@@ -88,6 +93,8 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
 
 def _fields(name: str, text: str, spec: JobSpec) -> dict[str, Any]:
     """Return the fields of the specification `spec` that a change sets."""
+    if name == SIGNED:
+        return {"signed": text, "signed_until_s": read_signature(text).expires_s}
     option = OPTIONS[name]
     if not text and name in _EMPTY:
         return {name: _EMPTY[name]}
@@ -134,7 +141,7 @@ CHANGES = frozenset((
 
 def update(tx: Transaction, identity: Identity, references: Iterable[str], changes: dict[str, str]) -> Outcome:
     """Change the named jobs; `CHANGES` lists the fields that may be changed."""
-    unknown = set(changes) - CHANGES - OPTIONS.keys()
+    unknown = set(changes) - CHANGES - OPTIONS.keys() - {SIGNED}
     if unknown or not changes:
         known = sorted(CHANGES | OPTIONS.keys())
         near = nearest(min(unknown), known) if unknown else ""
@@ -144,7 +151,7 @@ def update(tx: Transaction, identity: Identity, references: Iterable[str], chang
     def update_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Changed):
             raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
-        anew = {name: text for name, text in changes.items() if name in OPTIONS}
+        anew = {name: text for name, text in changes.items() if name in OPTIONS or name == SIGNED}
         rest = {name: text for name, text in changes.items() if name in CHANGES}
         changed = _changed_event(tx, identity, job, rest) if rest else None
         size = anew.get("num_nodes") if job.state is not JobState.PENDING else None

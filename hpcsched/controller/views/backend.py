@@ -85,7 +85,7 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import Link
 from hpcsched.model.reservation import Reservation, at
-from hpcsched.model.spec import SIGNED_REQUEST, JobSpec
+from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal, whole_number
 from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
@@ -192,7 +192,7 @@ class ControllerBackend(Reading):
             )
         if self._cluster.config.controller.sign_jobs:
             for spec in specs:
-                if SIGNED_REQUEST not in dict(spec.env):
+                if not spec.signed:
                     raise UnsignedError(
                         "cannot submit: jobs of this cluster are signed by their users (sign_jobs in hpcsched.toml); use hsub or "
                         "sbatch on the head, which sign"

@@ -230,6 +230,8 @@ def _node_lost(job: Job, event: NodeLost, ending: bool) -> str:
 
 
 def _respecified(event: Respecified) -> str:
+    if "signed" in event.changes:
+        return f"signed again by {user_name(event.by_uid)}"
     changes = ", ".join(f"{name} = {value}" for name, value in event.changes.items())
     return f"changed by {user_name(event.by_uid)}: {changes}"
 

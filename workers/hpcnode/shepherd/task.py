@@ -284,8 +284,8 @@ def _stand_for_task(plan: TaskPlan, helped: Helped) -> NoReturn:
 
 def _order_for_helper(plan: TaskPlan, helped: Helped) -> Dict[str, Any]:
     env = dict(plan.env)
-    users = ":".join(folder for folder in env["PATH"].split(":") if folder not in environment.own_folders(env))
-    env["PATH"] = ":".join([*user.read_policy(user.POLICY_PATH).get("path", ()), users])
+    ours = environment.bin_dir(env[environment.AGENT_ROOT])  # the controller's; the helper adds the administrator's
+    env["PATH"] = ":".join(folder for folder in env["PATH"].split(":") if folder not in (ours, ours + "/slurm"))
     stderr = "" if plan.stderr in ("", plan.stdout) else _path(plan.stderr)
     return {
         "user": plan.account.name,

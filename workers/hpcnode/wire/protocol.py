@@ -176,12 +176,14 @@ class StepEnded(Message):
     `error` is the reason if it could not run.
 
     `again`: a controller ended meanwhile and no task has run or will; the command must request the step again.
+    `unsigned`: its user must sign it first.
     """
 
     codes: List[int]
     signals: List[int]
     error: str = ""
     again: bool = False
+    unsigned: bool = False
 
     @property
     def never_ran(self) -> bool:
