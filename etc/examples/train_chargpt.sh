@@ -8,7 +8,7 @@
 #   python3 -m hpctrain.data text --out texts --vocabulary 4096 FILE...
 #   hsub train_chargpt.sh --data "$PWD/texts" --stage "/var/tmp/$USER"      each node copies them to its own disk first
 #
-# Killed, preempted or out of time, it goes on from its last checkpoint when it runs again, to the same bits.
+# If it is killed, preempted or out of time, it continues from its last checkpoint when it runs again, bit for bit.
 # Half a minute before the time limit the script gets SIGUSR1 (B: the script alone) and hands it on to mpirun, which
 # passes it to the ranks: they make a checkpoint at the next step and exit with 75, "queue me again".
 #

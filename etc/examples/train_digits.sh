@@ -4,7 +4,7 @@
 #   hsub train_digits.sh           start it in a directory that all nodes see
 #   hlogs -f JOB                    watch the loss go down
 #
-# Killed, preempted or out of time, it goes on from its last checkpoint when it runs again, to the same bits.
+# If it is killed, preempted or out of time, it continues from its last checkpoint when it runs again, bit for bit.
 # Half a minute before the time limit the script gets SIGUSR1 (B: the script alone) and hands it on to mpirun, which
 # passes it to the ranks: they make a checkpoint at the next step and exit with 75, "queue me again".
 #

@@ -6,7 +6,7 @@
 #
 # When a node is lost, the ranks on the others take the very next step. When the scheduler asks for nodes, their ranks leave between
 # two steps; nodes that it gives get ranks that take the state from the others. If the first node is lost, or the job is preempted,
-# it goes on from its last checkpoint when it runs again.
+# it continues from its last checkpoint when it runs again.
 #
 #HSUB --job-name=elastic
 #HSUB --nodes=1-4

@@ -45,7 +45,7 @@ from hpcsched.state.transaction import StepRecord
 
 VERSION = 1
 _UNDECIDED = (
-    "it runs from before the database was restored from a backup; an admin decides whether it goes on: hctl strays"
+    "it runs from before the database was restored from a backup; an admin decides whether it continues: hctl strays"
 )
 
 
@@ -216,7 +216,7 @@ def _starting(job: Job) -> str:
 def _standing_still(job: Job) -> str:
     if job.suspended_for is None:
         return "is suspended until somebody resumes it: hctl resume " + job.display_id
-    return f"is suspended: job {job.suspended_for} has its cpus, it goes on when they are free"
+    return f"is suspended: job {job.suspended_for} has its CPUs; it continues when they are free"
 
 
 def _ending(job: Job, cluster: ClusterState, identity: Identity) -> str:
@@ -248,8 +248,10 @@ def _limbo(job: Job, lost: list[NodeName], cluster: ClusterState, now_s: float) 
         )
     fate = "goes back to the queue" if cluster.requeues(job) else "ends as NODE_FAIL"
     if can_do_without(job, node.name):
-        fate = "goes on without the node"
-    return f"{silent}; the job may still run there, and goes on when the node answers. It {fate} when the node {proof}"
+        fate = "continues without the node"
+    return (
+        f"{silent}; the job may still run there, and continues when the node answers. It {fate} when the node {proof}"
+    )
 
 
 def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None) -> NodeState:

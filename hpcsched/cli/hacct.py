@@ -1,4 +1,4 @@
-"""hacct, sacct and seff: jobs and their steps from the history: how they ended, how long they ran, what they used.
+"""hacct, sacct and seff: jobs and steps from the history, with end, duration and usage.
 
 The grammar is sacct's. Columns are as wide as their content unless a width is given (``State%20``, ``%-20`` aligns left);
 --parsable2 is for programs.
@@ -747,7 +747,7 @@ def _max_rss(row: HistoryRow) -> str:
 
 
 def _of_job(key: str, none: str = "") -> Callable[[HistoryRow], str]:
-    """Return a writer for a value that steps share with their job."""
+    """Return a writer for a value that steps have in common with their job."""
     return lambda row: none if row.job[key] in (None, "") else str(row.job[key])
 
 

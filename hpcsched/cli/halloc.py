@@ -1,4 +1,4 @@
-"""halloc and salloc: allocate nodes to a job while a command, by default a shell, runs on this machine.
+"""halloc and salloc: allocate nodes to a job while a command or shell runs here.
 
 The command has the environment of the job, so that `hrun` starts steps on its nodes. When the command or halloc ends, the job
 ends; when the job is ended (time limit, hcancel), the command gets SIGHUP. The options are those of `hrun` that request a job.

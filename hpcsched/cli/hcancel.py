@@ -45,7 +45,7 @@ def work(words: Words, *, slurms: bool = False) -> int:
 
 
 def _asked(meant: CancelRequest, *, slurms: bool) -> tuple[list[str], int]:
-    """Return those of the jobs and steps meant that a person said yes to, and the exit status of those already over."""
+    """Return the jobs and steps that the user confirmed, and the exit status for ended ones."""
     references = meant.references
     steps = [reference for reference in references if "." in reference]
     of_jobs = [reference for reference in references if "." not in reference]

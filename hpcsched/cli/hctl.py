@@ -860,7 +860,9 @@ def _verify_audit(given: Mapping[str, str], words: Words) -> int:
             record_from_json(values) for values in (_json_lines(given["log"]) if "log" in given else _audit_records())
         ]
     except (TypeError, KeyError) as error:
-        raise RequestError(f"cannot verify the audit log: a line is no record or no signed end: {error}") from None
+        raise RequestError(
+            f"cannot verify the audit log: a line is neither a record nor a signed end: {error}"
+        ) from None
     key = _read_text(given["key"]).strip() if "key" in given else answer["public_key"]
     good, wrong = verify(records, heads, signature_check(key))
     if words.has("json"):
@@ -953,7 +955,7 @@ def _reset(rest: Sequence[str], words: Words) -> int:
         f"usage of {clean(usage['user'])}{' in ' + clean(usage['account']) if usage['account'] else ''} is 0 from now on"
         for usage in answer["reset"]
     ]
-    return _print_answer(answer, words, "\n".join(lines) or "nobody has used anything")
+    return _print_answer(answer, words, "\n".join(lines) or "there is no usage to reset")
 
 
 def _reconfigure(rest: Sequence[str], words: Words) -> int:

@@ -1,4 +1,4 @@
-"""hsh: runs a shell or a command with a terminal on a node of a running job, as a step of the job."""
+"""hsh: run a shell or a command with a terminal on a node of a running job, as a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hsim: replay a job log under scheduling policies and compare them; plan a saved snapshot, or today's, again."""
+"""hsim: replay a job log under scheduling policies, and plan a saved or current snapshot again."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _table(done: Sequence[Simulation]) -> str:
     return columns(headers, rows, right=range(1, 8))
 
 
-# ----- hsim replay and hsim whatif: a saved or live snapshot, planned again, or let go on under other conditions
+# ----- hsim replay and hsim whatif: a saved or live snapshot, planned again, or continued under other conditions
 # A snapshot is a file written by ``hctl snapshot``. If no file is named, it comes from the controller, which it does not change.
 
 
@@ -238,7 +238,7 @@ _NEW_NODES = re.compile(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,5}):(\d+[KMGT]?)(?::gpu
 
 
 class Variant(namedtuple("Variant", "name snapshot policy")):
-    """A snapshot and a policy to let go on, and what to call them."""
+    """A snapshot that continues under a policy, and its name."""
 
     __slots__ = ()
 
@@ -327,7 +327,7 @@ def _fate(job: Json) -> str:
 
 
 def whatif(words: Words, operands: Sequence[str]) -> int:
-    """Print how today's queue would fare with other nodes and policies, beside how it will as things are."""
+    """Print a forecast of the queue as it is, and with other nodes and policies."""
     snapshot, policy = _load_snapshot(words, operands, "whatif")
     variants = _variants(words, snapshot, policy)
     found = [forecast(variant.snapshot, variant.policy, predict=words.has("predict")) for variant in variants]
@@ -486,7 +486,7 @@ def _load_snapshot(words: Words, operands: Sequence[str], what: str) -> tuple[Sn
 
 
 def _archived(database: str, operands: Sequence[str]) -> tuple[Snapshot, Policy]:
-    """Return the snapshot in a database file, with the nodes, partitions and policy of the configuration."""
+    """Return the snapshot in a database file, and the policy of the configuration."""
     if operands:
         raise UsageError("cannot tell which snapshot: name a file of hctl snapshot, or --database=FILE, not both")
     from hpcsched.config.load import load_config  # only this needs the controller's code

@@ -114,7 +114,7 @@ def wait_for(setup: Setup, job_id: int) -> int:
     while True:
         try:
             jobs = _look(job_id)
-        except UnavailableError as error:  # the job goes on without the controller
+        except UnavailableError as error:  # the job continues without the controller
             if not has_noted:
                 note(setup.name, f"{error}; waiting for it")
             has_noted = True
@@ -216,7 +216,7 @@ def _read_each(
 
 
 def _about(error: HpcschedError, paths: Sequence[str], at: int, request_id: str) -> HpcschedError:
-    """Return the error of the part that begins `at`, with what it is about, what is in the queue, and what to do."""
+    """Return the error of the part at `at`: the script, the queued scripts, and what to do."""
     where = "" if error.at is None else f"{clean(paths[at + error.at])}: "
     there = (
         f"the first {at} of {len(paths)} scripts are in the queue" if at else "no script is known to be in the queue"

@@ -1,4 +1,4 @@
-"""The outermost layer of a command: its words, its output on a terminal or elsewhere, its errors, its exit status.
+"""The outermost layer of a command: words, output, errors, exit status.
 
 Exit statuses: 0 success; 1 failure; 2 usage error; 130 interrupted from the terminal. Rules: a bug keeps its traceback; texts
 that users chose (job names, reasons) are printed through `clean`; text is truncated, wrapped and coloured only on a terminal.

@@ -1,4 +1,4 @@
-"""A call of hsub, hqueue or hcancel in the command's own process: its environment, its terminal, the API by the socket."""
+"""A call of hsub, hqueue or hcancel in the command's own process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def work_dir() -> str:
 
 
 def _read_script(path: str | None, at: int | None) -> str:
-    """Return the script's text; bytes that are not UTF-8 are kept, so that the check can name them."""
+    """Return the text of the script; bytes that are not UTF-8 are kept for the later check."""
     try:
         if at is None or path is None:
             if sys.stdin.isatty():

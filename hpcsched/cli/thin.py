@@ -1,8 +1,8 @@
 """hsub, hqueue, hcancel, sbatch, squeue and scancel as thin clients: hand words, script and environment to the controller.
 
-Where a C compiler was there at installation, `thin.c` takes the place of this, with the same words on the wire. Knows no
-options and no formats. What only the command's own process can do (no controller, a terminal to read from, text that is not
-UTF-8, an answer "python") the whole command does; so there is one place that says what is wrong.
+If there was a C compiler at installation, `thin.c` replaces this, with the same protocol. Knows no options and no formats. The
+whole command runs in its own process if the controller cannot do the rest: no controller, a terminal to read from, text that is
+not UTF-8, or the answer "python". So one place writes the errors.
 
 Source: `hpcsched.api.command`, for the answer.
 """
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def whole(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first word names, without asking the controller to read the others."""
+    """Run the command that the first word names, in this process."""
     name, *words = sys.argv[1:] if argv is None else argv
     return _whole(name, words)
 
@@ -107,7 +107,7 @@ def _facts(name: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _guess(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the first word that names a file as the script; the controller says if it is another one."""
+    """Return the first word that names a file as the script; the controller may correct it."""
     at = next((at for at, word in enumerate(argv) if not word.startswith("-") and os.path.isfile(word)), None)
     return {} if at is None else _script(argv, at)
 
@@ -133,11 +133,11 @@ def _script(argv: Sequence[str], at: int) -> dict[str, Any]:
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe without a writer is no script
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe without a writer is not a script
 
 
 def _handle(body: bytes) -> tuple[int, int | None]:
-    """Print the answer; return the exit status, and the place of the script if the controller wants it."""
+    """Print the answer; return the exit status, and the place of a requested script."""
     at = 0
     while (end := body.find(b"\n", at)) >= 0:
         word, _, text = body[at:end].partition(b" ")

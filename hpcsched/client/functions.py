@@ -3,7 +3,7 @@
 There are two ways for a result to come back. Both send the call to the job as a pickle, which the user's own job loads.
 
 - ``pickle``: call and results are pickles in a folder of the user, which the nodes share. Loading a pickle runs code. So the
-  folder and its files must belong to the user, and nobody else may open them; otherwise they are not loaded. Who can write as
+  folder and its files must belong to the user, and no other user may open them; otherwise they are not loaded. Who can write as
   the user, or is root where the folder is stored, can run code as the user anyway. Over the network this is refused: the
   results would be written by another host.
 - ``json``: the call is in the script, and the result is a line of JSON in the job's output. The caller loads no pickle, so the

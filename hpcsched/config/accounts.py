@@ -289,7 +289,7 @@ def _named(path: Path, section: str, tables: Mapping[str, Any]) -> Iterable[tupl
     for name, table in table_of(path, f"[{section}]", tables.get(section, {})).items():
         if section != "users" and not NODE_NAME.match(name):
             raise ConfigError(
-                f"cannot use {path}: [{section}] {name!r} is no name: letters, digits, _ and -, at most 63"
+                f"cannot use {path}: [{section}] {name!r} is not a name: letters, digits, _ and -, at most 63"
             )
         yield name, table
 

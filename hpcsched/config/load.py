@@ -87,7 +87,7 @@ def _switches(path: Path, switches: Mapping[str, Any]) -> dict[str, str]:
         where = f"[topology.switches.{switch}]"
         if not NODE_NAME.match(switch):
             raise ConfigError(
-                f"cannot use {path}: {switch!r} is no name of a switch: letters, digits, _ and -, at most 63"
+                f"cannot use {path}: {switch!r} is not a name of a switch: letters, digits, _ and -, at most 63"
             )
         for name in values_of(path, where, table, SWITCH)["nodes"] or ():
             if switch_of.setdefault(name, switch) != switch:
@@ -441,7 +441,7 @@ def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
     """Return the node of a parsed file, with the file's name. Raises ConfigError."""
     name = path.stem
     if not NODE_NAME.match(name):
-        raise ConfigError(f"cannot use {path}: {name!r} is no node name: letters, digits, _ and -, at most 63")
+        raise ConfigError(f"cannot use {path}: {name!r} is not a node name: letters, digits, _ and -, at most 63")
     values = values_of(path, "the file", table, NODE)
     if values["host"] != LOCAL_HOST:
         _check_host_key(path, values["host_key"])
@@ -532,7 +532,7 @@ def _partitions(path: Path, tables: Any, nodes: Sequence[NodeFile]) -> tuple[Par
 def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeFile]) -> Partition:
     where = f"[partitions.{name}]"
     if not NODE_NAME.match(name):
-        raise ConfigError(f"cannot use {path}: {name!r} is no partition name: letters, digits, _ and -, at most 63")
+        raise ConfigError(f"cannot use {path}: {name!r} is not a partition name: letters, digits, _ and -, at most 63")
     values = values_of(path, where, table, ALL_PARTITION)
     known = tuple(node.spec.name for node in nodes)
     listed = known if values["nodes"] is None else values["nodes"]
@@ -633,7 +633,7 @@ def _read_trusted(path: Path) -> str:
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"cannot read {path}: it is no regular file")
+            raise ConfigError(f"cannot read {path}: it is not a regular file")
         _refuse_writable(path, status)
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:

@@ -1,4 +1,4 @@
-"""Options to a `JobSpec`, and a whole submission: command line, script and environment to a job, with notes.
+"""Build a `JobSpec` from options, and a job from command line, script and environment.
 
 Defaults, contradictions, and fields that follow from several options. Knows no cluster (the controller checks that nodes,
 partitions and accounts exist), no files and no clock. Dates are in the time zone of the process. Rules follow sbatch: more nodes
@@ -309,7 +309,7 @@ class Layers:
 
 
 def read_layers(words: SubmissionWords, line: CommandLine) -> Layers:
-    """Return the script and the options of all places; `line` is what `parse_command_line` made of the words.
+    """Return the script and the options of all sources; `line` is the parsed command line.
 
     Raises RequestError.
     """

@@ -1,4 +1,4 @@
-"""The checks of a job specification that need no cluster: values that no cluster could run are rejected.
+"""Checks of a job specification that are the same on every cluster.
 
 `build_spec` makes specifications that pass; the controller checks each again, because a client may send anything.
 `hpcsched.model.codec` has checked the types before. Knows no nodes, partitions or accounts. Every check is linear in its

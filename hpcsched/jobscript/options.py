@@ -1,4 +1,4 @@
-"""The options of a job, in one table; how words, script lines and variables give them, and which place wins.
+"""The table of job options, and their sources: words, script lines, variables.
 
 `hsub --help`, the man page, directives and the environment follow the table. It says how an option is spelled and how its value
 is parsed, not its effect on a job (`hpcsched.jobscript.build`). An option with a `variable` may also be given as
@@ -299,7 +299,7 @@ def _supported(option: ScriptOption) -> ScriptOption:
 
 # ----- options in words, as getopt_long(3) reads them: of the command line, and of the lines of a script
 # ``--name=value``, ``--name value``, ``-N2``, ``-N 2``, clusters (``-HQ``, ``-HN2``), unambiguous beginnings of long names; the
-# first word that is no option ends them, ``--`` as well.
+# first word that is not an option ends them, ``--`` as well.
 
 
 MAX_WORDS = 100_000

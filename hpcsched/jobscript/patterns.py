@@ -6,7 +6,7 @@ and are left, with ``%%``, to the node, which fills them as `expand_task_pattern
 
 Rules: ``%5j`` pads a number with zeros, up to ten places; a backslash anywhere takes every ``%`` as it is; an unknown
 letter stays as it is; what is filled in adds no directory (``/`` becomes ``_``) and no control character, and an empty
-value or one of dots alone is no step up the tree. Source: sbatch(1), "FILENAME PATTERN"; slurmstepd's behaviour.
+value, or dots alone, does not lead to a parent directory. Source: sbatch(1), "FILENAME PATTERN"; slurmstepd's behaviour.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job script's text: whether it can be one, and the options on its ``#HSUB`` and ``#SBATCH`` lines.
+"""The text of a job script: its validity, and its ``#HSUB`` and ``#SBATCH`` options.
 
 ``#PBS`` and ``#BSUB`` lines at these places are read as well (`hpcsched.jobscript.pbs`).
 
@@ -146,7 +146,7 @@ def _is_like_directive(line: str) -> bool:
 
 
 def _head(text: str) -> Iterator[tuple[int, str, int]]:
-    """Yield number, text and end of the lines that begin with one of the words, up to the script's first command."""
+    """Yield number, text and end of directive lines before the script's first command."""
     at = number = 0
     while at < len(text):
         end = text.find("\n", at)
@@ -165,7 +165,7 @@ def _is_comment(line: str) -> bool:
 
 
 def _late_lines(text: str) -> tuple[int, ...]:
-    """Return the numbers of the first lines that look like directives behind the first command."""
+    """Return the numbers of lines after the first command that look like directives."""
     last = 0
     for _, _, end in _head(text):
         last = end

@@ -188,7 +188,7 @@ class Gres(NamedTuple):
 
 
 def parse_gres(text: str) -> Gres:
-    """Return what each node must give of ``gpu``, ``gpu:2``, ``gpu:a100``, ``gpu:a100:2``, ``shard:2``; ``none`` is none.
+    """Return the GPUs per node of ``gpu``, ``gpu:a100:2``, ``shard:2``; ``none`` is none.
 
     There are no other generic resources: one is refused by its name.
     """
@@ -250,7 +250,7 @@ def parse_switches(text: str) -> tuple[int, int | None]:
 
 
 def parse_hints(text: str) -> tuple[str, ...]:
-    """Return what of ``synchronous,comm_bound,nomultithread`` matters here: Slurm's own hints are about cores."""
+    """Return the hints that have an effect; Slurm's own hints are about cores."""
     hints = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
     for hint in hints:
         if hint not in (*HINTS, *_SLURM_HINTS):
@@ -324,7 +324,7 @@ def parse_yes_no(text: str) -> bool:
 
 
 def parse_lease(text: str) -> str:
-    """Return what becomes of the job on a node that no longer hears of the controller: ``keep`` or ``kill``."""
+    """Return the fate of a job on a node without contact to the controller: keep or kill."""
     if text.strip().lower() not in ("keep", "kill"):
         raise RequestError(f"cannot read --lease={short(text)}: write keep or kill")
     return text.strip().lower()
@@ -374,7 +374,7 @@ def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
 
 
 def with_job_ids(text: str, find: Callable[[str], int]) -> str:
-    """Return a dependency's `text` with the names of jobs, and ``last``, replaced by the ids that `find` returns."""
+    """Return a dependency's `text` with job names and ``last`` replaced by ids from `find`."""
     parts = re.split(r"([,?:+])", text)
     for at in range(2, len(parts), 2):
         word = parts[at].strip()
@@ -502,7 +502,7 @@ def parse_export(text: str) -> Export:
 
 
 def _items(text: str) -> list[str]:
-    """Return what stands between the commas of `text` that are not in quotes, without the quotes."""
+    """Return the parts of `text` between commas outside quotes, without the quotes."""
     items: list[str] = []
     current: list[str] = []
     quote = ""

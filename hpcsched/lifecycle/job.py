@@ -346,7 +346,7 @@ def _ran(job: Job, event: Exited) -> Job:
     """Return the job with start and end on our clock, charged for what it held until then.
 
     Only durations are taken from the node's clock. Its end may be known much later, by a controller that was down, say:
-    nobody is charged for the time between.
+    the time between is not charged.
     """
     ran_s = max(0.0, event.ran_s or 0.0)
     started_at_s = job.started_at_s

@@ -88,9 +88,9 @@ Fields = Sequence[FormatField]
 
 
 def parse_names(text: str, fields: Fields) -> list[Cell]:
-    """Return the places of ``id,name,state``.
+    """Return the cells of ``id,name,state``.
 
-    Raises UsageError for a column that there is not.
+    Raises UsageError for an unknown column.
     """
     by_name = {field.name: field for field in fields}
     return [_named(word, by_name) for word in split_list(text)]
@@ -106,9 +106,9 @@ def _named(word: str, by_name: dict[str, FormatField]) -> Cell:
 
 
 def parse_percent(text: str, fields: Fields) -> list[Cell]:
-    """Return the places of ``%.18i %.9P``; ``%all`` are all columns.
+    """Return the cells of the format ``%.18i %.9P``; ``%all`` means all columns.
 
-    Raises UsageError for a letter that there is not.
+    Raises UsageError for an unknown letter.
     """
     by_letter = {field.letter: field for field in fields if field.letter}
     if text.lower() == "%all":
@@ -143,7 +143,7 @@ def _percent_cell(text: str, at: int, by_letter: dict[str, FormatField]) -> tupl
 
 
 def parse_long(text: str, fields: Fields) -> list[Cell]:
-    """Return the places of ``JobArrayID:18,StateCompact:.5,UserName:|``. Raises UsageError."""
+    """Return the cells of ``JobArrayID:18,StateCompact:.5,UserName:|``. Raises UsageError."""
     by_long = {long: field for field in fields for long in field.longs}
     cells: list[Cell] = []
     for word in text.split(","):

@@ -217,7 +217,7 @@ def _only_long() -> tuple[FormatField, ...]:
 def parse_format(text: str) -> list[Cell]:
     """Return the places of a format, of names or of percent signs.
 
-    Raises UsageError for a column that there is not.
+    Raises UsageError for an unknown column.
     """
     return formats.parse_percent(text, FIELDS) if "%" in text else formats.parse_names(text, FIELDS)
 

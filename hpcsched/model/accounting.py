@@ -202,7 +202,7 @@ class Barred(StrEnum):
 def barred(
     accounting: Accounting, allow_accounts: Container[str], allow_qos: Container[str], account: str, qos: str
 ) -> Barred | None:
-    """Return what excludes a job if only these accounts (with their subaccounts) and QOS are allowed; None: nothing."""
+    """Return the account or QOS that excludes a job, None if it is allowed."""
     if allow_accounts and not accounting.is_part_of(account, allow_accounts):
         return Barred.ACCOUNT
     return Barred.QOS if allow_qos and qos not in allow_qos else None

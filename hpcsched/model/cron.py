@@ -1,4 +1,4 @@
-"""When a recurring job is due: cron's five fields and its words, and the lines of a crontab as scrontab has them.
+"""Recurring jobs: cron's five fields and words, and the lines of a scrontab.
 
 Times are local. If both the day of the month and the day of the week are restricted, either one is enough, as in cron.
 Knows no jobs. Sources: crontab(5); scrontab(1).
@@ -59,7 +59,7 @@ class CronSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CronLine:
-    """An entry of a crontab: its schedule as it was written, the command, the words of the #SCRON lines above it."""
+    """An entry of a crontab: schedule as text, command, and options of its #SCRON lines."""
 
     number: int  # of the line, from 1
     schedule: str
@@ -116,7 +116,7 @@ def _number(text: str, name: str, least: int, most: int, names: Sequence[str]) -
 
 
 def next_time_s(schedule: CronSchedule, after_s: float) -> float | None:
-    """Return the first time after `after_s` (seconds since the epoch) at which it is due, None: never."""
+    """Return the first due time after `after_s` (Unix seconds), None if there is none."""
     at = datetime.fromtimestamp(after_s).replace(second=0, microsecond=0) + timedelta(minutes=1)
     last_year = at.year + MAX_YEARS
     while at.year <= last_year:
@@ -183,7 +183,7 @@ def with_disabled(text: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CronEntry:
-    """An entry as the controller keeps it: its line, the job to submit (JSON), the job that was submitted last."""
+    """An entry in the controller: its line, its job (JSON), and the last submitted job."""
 
     number: int
     schedule: str

@@ -2,7 +2,7 @@
 
 Knows nothing of the nodes that exist. Rules: the order of the names is kept, because the order of a job's nodes means
 something (`SLURM_TASKS_PER_NODE` follows it): ``expand_hostlist(compress_hostlist(names)) == names``. How many names a
-text stands for is known before the first is made, so that no short text can ask for a billion of them.
+text means is known before the first is made, so that no short text can ask for a billion of them.
 
 Sources: scontrol(1) "show hostnames", "show hostlist"; hostlists in slurm.conf(5).
 """
@@ -46,9 +46,9 @@ class _Span:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Return the names that `text` stands for, in its order, repeated ones included.
+    """Return the names of the host list `text`, in its order, with repetitions.
 
-    Commas and white space separate; a name may have several brackets. Raises RequestError for what is no host list and,
+    Commas and white space separate; a name may have several brackets. Raises RequestError if it is not a host list and,
     before any name is made, for one of more than `MAX_NAMES` names.
     """
     if len(text) > MAX_TEXT:
@@ -61,7 +61,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def compress_hostlist(names: Iterable[str]) -> str:
-    """Return the short form of `names`, in their order: ``["n1", "n2", "n4"]`` is ``n[1-2,4]``."""
+    """Return the short form of `names`: ``["n1", "n2", "n4"]`` is ``n[1-2,4]``."""
     parts: list[str] = []
     prefix = ""
     ranges: list[tuple[str, str]] = []  # (first, last) of the run of names that begin with `prefix`
@@ -91,7 +91,7 @@ def _render(prefix: str, ranges: list[tuple[str, str]]) -> list[str]:
 
 
 def _split_number(name: str) -> tuple[str, str]:
-    """Return `name` as what comes before its last digits, and these; no digits where it has none (or too many)."""
+    """Return `name` divided before its last digits; no digits if there are none or too many."""
     if not name or _PLAIN.match(name) is None:
         raise RequestError(f"cannot write a host list with the name {_short(name)}: it has characters that no name has")
     head = name.rstrip("0123456789")

@@ -444,7 +444,7 @@ def signal_name(signum: int) -> str:
 
 
 def exit_words(code: int, signum: int) -> str:
-    """Return what an exit status means: ``killed by SIGKILL; perhaps memory ran out ...``; "" if its number says it all."""
+    """Return the meaning of an exit status: ``killed by SIGKILL; ...``; "" if it has none."""
     if not (ended_by := signal_of(code, signum)):
         return _CODES.get(code, "")
     hint = next((text for number, text in _HINTS.items() if number == ended_by), "")

@@ -152,7 +152,7 @@ MAX_WHY = 200
 
 
 def abilities_of(facts: object) -> tuple[Ability, ...]:
-    """Return the abilities in an agent's facts; what does not fit is left out."""
+    """Return the abilities in an agent's facts; malformed ones are ignored."""
     if not isinstance(facts, list):
         return ()
     found = []

@@ -1,4 +1,4 @@
-"""Triggers: a program that the controller runs, as the user who set it, when a job or a node changes. Source: strigger(1)."""
+"""Triggers: programs that the controller runs when a job or node changes; see strigger(1)."""
 
 from __future__ import annotations
 

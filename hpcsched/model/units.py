@@ -19,7 +19,7 @@ from hpcsched.errors import RequestError
 
 
 def whole_number(text: str, what: str = "") -> int:
-    """Return the whole number that `text` spells, at most 18 digits.
+    """Return the whole number in `text`, which has at most 18 digits.
 
     `what` names it in the error. Raises RequestError.
     """
@@ -32,7 +32,7 @@ def whole_number(text: str, what: str = "") -> int:
 
 
 def number(text: str, what: str = "") -> float:
-    """Return the number that `text` spells, fractions too; neither NaN nor infinite.
+    """Return the finite number in `text`, which may have a fraction.
 
     Raises RequestError.
     """

@@ -21,7 +21,7 @@ preferred: predicted times beyond `WaitBound.long_s` count alike, and such jobs 
 
 A few recent jobs are promised a start too: the first in the queue get a late start, and the first wide one gets an early start.
 Without these promises, running jobs would still be in their way when they become overdue. In the first days of a machine there
-is no bound. Then a job is overdue after a fixed time, and the first recent job is promised a start.
+is not a bound. Then a job is overdue after a fixed time, and the first recent job is promised a start.
 
 A prediction only orders jobs. Promises are computed from requests, so a wrong prediction delays no promise. If the requests of
 a machine are not trusted (`Guard.distrusts`), promises are computed from `experience.Needed`, and a job that outlasts its
@@ -56,7 +56,7 @@ from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob
 from hpcsched.sched.tres import Held, all_of, held_by, least_of
 
-SHORTEST_S = 10.0  # the floor of bounded slowdown: a shorter run time is no advantage
+SHORTEST_S = 10.0  # the floor of bounded slowdown: a shorter run time does not help
 
 Job = TypeVar("Job")
 

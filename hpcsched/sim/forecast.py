@@ -1,4 +1,4 @@
-"""What becomes of a queue if no more jobs are submitted: a snapshot continues, planned by the daemon's own `plan`.
+"""Forecast a queue without further submissions, by the controller's own `plan`.
 
 Jobs run to their time limits, or as long as predicted (`sched.experience`); a plan never knows more than the limits. Time
 advances from event to event: the end of a job, a begin time, the start or end of a reservation, whatever a waiting job waits

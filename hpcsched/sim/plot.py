@@ -1,4 +1,4 @@
-"""Draws how policies compare on a log: utilization over time, waits, and the first policy's schedule as a Gantt chart.
+"""Draw a comparison of policies: utilization, waits, and a Gantt chart of the first one.
 
 Needs matplotlib, which no other module needs. Of a long log, the Gantt chart shows the busiest week. Processors are equal, so
 the chart draws a job on the lowest free ones.

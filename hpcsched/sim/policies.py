@@ -1,4 +1,4 @@
-"""Replays a trace with a policy on one pool of processors, and computes metrics of the schedule.
+"""Replay a trace with a policy on one pool of processors, and compute its metrics.
 
 `sched.pool` says how its fast engines relate to `plan`.
 """

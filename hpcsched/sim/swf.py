@@ -1,4 +1,4 @@
-"""Reads a log in the Standard Workload Format: one line of 18 numbers for each job, header lines that begin with ``;``.
+"""Read a log in the Standard Workload Format: 18 numbers per job, headers after ``;``.
 
 Of each job it takes submit time (field 2), run time (4), processors (8 requested, else 5 allocated), requested time (9, else
 the run time) and user (12). Every field must be a number, also unused ones; a malformed line is an error. A job without

@@ -297,7 +297,7 @@ def why_unusable(connection: Connection) -> str:
     """Return why the database cannot be used by this version, "" if it can. Reads no rows."""
     version, owner = _pragma(connection, "user_version"), _pragma(connection, "application_id")
     if owner != APPLICATION_ID:
-        return "it is no database of hpcsched"
+        return "it is not a database of hpcsched"
     return "" if version <= SCHEMA else f"it has schema {version}, this hpcsched knows up to {SCHEMA}"
 
 

@@ -664,5 +664,5 @@ def _identities_of(path: Path) -> list[Any]:
         raise ConfigError(f"cannot read the private key {path}: {error.strerror}") from None
     except pyrage.IdentityError:
         raise ConfigError(
-            f"cannot use the private key {path}: it is no private key of age or SSH, or has a passphrase"
+            f"cannot use the private key {path}: it is not a private key of age or SSH, or it has a passphrase"
         ) from None

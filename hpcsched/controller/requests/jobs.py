@@ -443,7 +443,7 @@ def resume(tx: Transaction, identity: Identity, references: Iterable[str]) -> Ou
             raise RequestError(f"cannot resume job {job.display_id}: it is {job.state}, not SUSPENDED")
         if job.suspended_for is not None:
             raise RequestError(
-                f"cannot resume job {job.display_id}: job {job.suspended_for} has its cpus; it goes on when they are free"
+                f"cannot resume job {job.display_id}: job {job.suspended_for} has its CPUs; it continues when they are free"
             )
         tx.record(Resumed(job_id=job.id, at_s=tx.now_s, by_uid=identity.uid))
 

@@ -143,7 +143,7 @@ def test_values_come_in_their_units(write: Write) -> None:
         ("[partitions.a]\nnodes = 'm1'\n", ["[partitions.a]", "'m1'", "did you mean n1", "hpcsched node add"]),
         ("[partitions.a]\nnodes = 'n1,n1'\n", ["names a node twice"]),
         ("[partitions.a]\nnodes = 'n[0-999999999]'\n", ["cannot expand"]),
-        ("[partitions.'a b']\n", ["no partition name"]),
+        ("[partitions.'a b']\n", ["not a partition name"]),
         ("[partitions.a]\nmax_time = 5\ndefault_time = 6\n", ["default_time above its max_time"]),
         ("[cluster\n", ["line 1"]),
     ],
@@ -189,7 +189,7 @@ def test_what_is_wrong_in_a_node_file_is_named(write: Write, text: str, words: l
 def test_a_node_file_is_named_as_a_node(write: Write) -> None:
     path = write("")
     (path / "nodes.d" / "a.b.toml").write_text(node())
-    assert "'a.b' is no node name" in refusal(path)
+    assert "'a.b' is not a node name" in refusal(path)
 
 
 @pytest.mark.parametrize("host", ["::1", "2001:db8::7", "fe80::1%eth0", "192.0.2.7", "n1.lab", "my_alias"])
@@ -234,7 +234,7 @@ def test_a_fifo_does_not_hold_us_up(write: Write) -> None:
     path = write()
     (path / "hpcsched.toml").unlink()
     os.mkfifo(path / "hpcsched.toml")
-    assert "no regular file" in refusal(path)
+    assert "not a regular file" in refusal(path)
 
 
 def test_bytes_that_are_no_text_are_refused(write: Write) -> None:

@@ -103,7 +103,7 @@ def test_nothing_said_is_no_accounts_and_no_limits() -> None:
         ("[qos.high]\nmax_job = 2", "unknown key 'max_job' (did you mean"),
         ('[fairshare]\nbilling = "billing=1"', "wants no weight of billing"),
         ("[licenses]\nmatlab = -1", "[licenses] matlab = -1"),
-        ('[licenses]\n"a/b" = 1', "is no name"),
+        ('[licenses]\n"a/b" = 1', "is not a name"),
         ("accounts = 3", "should be a table"),
     ],
 )

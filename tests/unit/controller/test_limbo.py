@@ -45,7 +45,7 @@ def test_the_story_of_a_job_in_limbo_ends_with_what_it_waits_for(options: dict[s
     assert now(cluster, job_id) == f"job {job_id} is RUNNING"
     silent(cluster)
     assert now(cluster, job_id).startswith(
-        "node n1 does not answer (cable); the job may still run there, and goes on when"
+        "node n1 does not answer (cable); the job may still run there, and continues when"
     )
     assert fate in now(cluster, job_id)
     assert now(cluster, job_id).endswith("hctl fence n1")
@@ -94,7 +94,7 @@ def test_an_elastic_job_goes_on_without_the_node() -> None:
     job_id = cluster.submit(nodes_min=2, nodes_max=3, elastic=True)
     cluster.run(job_id)
     silent(cluster, "n3")
-    assert "It goes on without the node when the node has been rebooted" in now(cluster, job_id)
+    assert "It continues without the node when the node has been rebooted" in now(cluster, job_id)
 
 
 def test_the_story_of_a_job_that_is_over_ends_with_how_it_ended() -> None:

@@ -165,7 +165,7 @@ def test_what_waits_for_a_decision_is_shown_where_people_look(restored: Restored
     after = restored.restore()
     for name, report in reports.items():
         after.welcome(name, inventory=(report,))
-    assert "an admin decides whether it goes on: hctl strays" in after.backend().story(ROOT, str(known))["now"]
+    assert "an admin decides whether it continues: hctl strays" in after.backend().story(ROOT, str(known))["now"]
     blocked = {view["name"]: (view["state"], view["drained_why"]) for view in node_views(after.state, after.now_s)}
     why = "runs what was launched before the database was restored: hctl strays"
     assert blocked == {"n1": ("MIXED", ""), "n2": ("DRAINED", why)}
