@@ -130,10 +130,13 @@ _total = 0
 _faults: OrderedDict[tuple[str, str, int], _Fault] = OrderedDict()
 
 
-def report_fault(error: Exception, what: str) -> InternalError:
+CONTROLLERS_LOG = "the controller's log (hpcschedd.log in its state_dir, or journalctl -u hpcschedd)"
+
+
+def report_fault(error: Exception, what: str, where: str = CONTROLLERS_LOG) -> InternalError:
     """Log `error`, raised while doing `what`, and return the error for the client.
 
-    `what` completes "cannot ...": values from an untrusted source in it must be quoted with `repr`.
+    `where`: this process's log. `what` completes "cannot ...": values from an untrusted source in it must be quoted with `repr`.
     """
     import logging  # commands do not need it
 
@@ -151,8 +154,7 @@ def report_fault(error: Exception, what: str) -> InternalError:
     elif _is_power_of_ten(fault.count):
         log.error("fault %s: cannot %s (%d times so far)", fault.reference, what, fault.count)
     return InternalError(
-        f"cannot {what}: hpcsched failed ({type(error).__name__}). This is a bug; the controller's log "
-        f"(hpcschedd.log in its state_dir, or journalctl -u hpcschedd) has it under fault {fault.reference}",
+        f"cannot {what}: hpcsched failed ({type(error).__name__}). This is a bug; {where} has it under fault {fault.reference}",
         fault.reference,
     )
 

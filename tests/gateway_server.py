@@ -118,13 +118,18 @@ def _serving(base: Path, settings: Mapping[str, object]) -> Iterator[Served]:
     port = free_port()
     gateway: dict[str, object] = {
         "port": port,
+        "url": f"https://localhost:{port}",
         "certificate": str(base / "gateway.crt"),
         "key": str(base / "gateway.key"),
     }
     gateway |= {"user": GATEWAY} if AS_ROOT else {}
-    gateway |= {"client_ca": str(base / "ca.crt"), "rate": 0, **settings}
-    controller = {"run_dir": str(base / "run"), "request_rate": 0}
-    with LocalCluster(base, ["n1"], settings={"gateway": gateway, "controller": controller}) as cluster:
+    of_controller = {name: value for name, value in settings.items() if name.startswith("request_")}
+    oidc = settings.get("oidc", {})
+    own = {name: value for name, value in settings.items() if name != "oidc" and name not in of_controller}
+    gateway |= {"client_ca": str(base / "ca.crt"), "rate": 0, **own}
+    controller = {"run_dir": str(base / "run"), "request_rate": 0, **of_controller}
+    sections = {"gateway": gateway, "controller": controller} | ({"gateway.oidc": oidc} if oidc else {})
+    with LocalCluster(base, ["n1"], settings=sections) as cluster:
         whose = [f"--user={USER}"] if AS_ROOT else []
         token = cluster.run("hctl", "token", "create", "--scope=read,submit,manage", *whose).stdout.strip()
         log = base / "gateway.log"

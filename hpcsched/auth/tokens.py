@@ -8,7 +8,7 @@ the same hash, and must be neither expired nor revoked. So a stolen signing key 
 
 Pure: key material, ids and the time are arguments. It does not know where records and keys are kept.
 
-Sources: RFC 7519 (JWT), RFC 8037 (EdDSA in JOSE), RFC 8725 (JWT best current practices).
+Sources: RFC 7519 (JWT), RFC 8037 (EdDSA in JOSE), RFC 8725 (JWT best current practices), OpenID Connect Core 1.0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from __future__ import annotations
 import binascii
 import hmac
 import json
+import re
 from base64 import urlsafe_b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcsched.auth.authorize import Action
 from hpcsched.errors import RequestError, UnauthenticatedError
@@ -34,6 +35,7 @@ KEY_NAMES = ("a", "b")  # every `kid`; a rotation renews the one that is not cur
 CLAIMS = ("iss", "aud", "sub", "jti", "iat", "nbf", "exp")
 MAX_NAME_CHARS = 100
 MIN_AGE_S = 60.0
+_ACCOUNT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 
 
 class Scope(StrEnum):
@@ -119,7 +121,7 @@ HEAD_ONLY = frozenset(
     }
 )
 # Without a credential, because they make one.
-PUBLIC = frozenset({"/v1/sessions/open"})
+PUBLIC = frozenset({"/v1/sessions/open", "/v1/logins/begin", "/v1/logins/finish"})
 
 
 _ACTIONS: Mapping[Scope, frozenset[Action]] = {
@@ -304,3 +306,171 @@ def _check_claims(claims: Mapping[str, Any], now_s: float) -> None:
         raise bad_token("it is not valid yet")
     if now_s >= claims["exp"]:
         raise bad_token("it has expired")
+
+
+# ----- id tokens of an OpenID provider, with which a user logs in
+
+MAX_ID_TOKEN_CHARS = 16_000
+MAX_ISSUER_KEYS = 100
+LEAST_RSA_BITS = 2048
+LEEWAY_S = 60.0  # of the provider's clock
+ID_TOKEN_AGE_S = 600.0  # a login takes no longer
+ID_CLAIMS = ("iss", "sub", "aud", "exp", "iat", "nonce")
+
+
+class IssuerKey(NamedTuple):
+    """A public key of a provider, and the one algorithm that it is for."""
+
+    algorithm: str
+    key: Any
+
+
+def issuer_keys(values: object) -> dict[str, IssuerKey]:
+    """Return the keys of a JSON Web Key Set that sign id tokens, by key id.
+
+    Left out are keys of other kinds, of other uses, and weak ones. Raises RequestError.
+    """
+    import jwt
+
+    listed = values.get("keys") if isinstance(values, dict) else None
+    if not isinstance(listed, list) or len(listed) > MAX_ISSUER_KEYS:
+        raise RequestError("cannot read the keys of the issuer: they are not a JSON Web Key Set")
+    found = {}
+    for one in listed:
+        if not isinstance(one, dict) or one.get("use", "sig") != "sig" or "d" in one:
+            continue
+        try:
+            key = jwt.PyJWK.from_dict(one).key
+        except (jwt.PyJWTError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        algorithm = _algorithm_of(key)
+        if algorithm and one.get("alg", algorithm) == algorithm:
+            found[str(one.get("kid", ""))] = IssuerKey(algorithm, key)
+    return found
+
+
+def _algorithm_of(key: object) -> str:
+    """Return the algorithm of a public key; "": none that we allow."""
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+    if isinstance(key, rsa.RSAPublicKey) and key.key_size >= LEAST_RSA_BITS:
+        return "RS256"
+    if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1):
+        return "ES256"
+    return "EdDSA" if isinstance(key, ed25519.Ed25519PublicKey) else ""
+
+
+def id_token_key(token: str) -> str:
+    """Return the id of the key that an id token says it is signed with."""
+    return str(_id_token_header(token).get("kid", ""))
+
+
+def read_id_token(
+    token: str, keys: Mapping[str, IssuerKey], *, issuer: str, client_id: str, nonce: str, now_s: float
+) -> Mapping[str, Any]:
+    """Return the claims of an id token of this issuer, for this client and this login.
+
+    The algorithm is that of the key, whatever the token says. Raises UnauthenticatedError.
+    """
+    import jwt
+
+    header = _id_token_header(token)
+    known = keys.get(str(header.get("kid", "")))
+    if known is None or header.get("alg") != known.algorithm or "crit" in header:
+        raise bad_login("its key or its algorithm is not one of the issuer")
+    try:
+        claims: Mapping[str, Any] = jwt.decode(
+            token,
+            known.key,
+            algorithms=[known.algorithm],
+            audience=client_id,
+            issuer=issuer,
+            # Times are checked with our own time, below.
+            options={"require": list(ID_CLAIMS), "verify_exp": False, "verify_nbf": False, "verify_iat": False},
+        )
+    except jwt.PyJWTError as error:
+        raise bad_login(type(error).__name__) from None
+    if isinstance(claims["aud"], list) and claims["aud"] != [client_id] and claims.get("azp") is None:
+        raise bad_login("it is for several clients")
+    if claims.get("azp", client_id) != client_id:
+        raise bad_login("it is for another client")
+    given = claims["nonce"]
+    if not isinstance(given, str) or not given.isascii() or not hmac.compare_digest(given, nonce):
+        raise bad_login("it is of another login")
+    if not all(type(claims[name]) in (int, float) for name in ("iat", "exp")):
+        raise bad_login("its times are not numbers")
+    if not -LEEWAY_S <= now_s - claims["iat"] <= ID_TOKEN_AGE_S or now_s >= claims["exp"] + LEEWAY_S:
+        raise bad_login("it has expired, or its time is in the future")
+    return claims
+
+
+def account_of(claims: Mapping[str, Any], claim: str, domain: str) -> str:
+    """Return the name of the account that a claim names. Raises UnauthenticatedError."""
+    value = claims.get(claim)
+    if not isinstance(value, str) or (claim == "email" and claims.get("email_verified") is not True):
+        raise bad_login(f"it has no claim {claim!r}, or that is not verified")
+    name, at, given = value.partition("@")
+    if domain and (at, given) != ("@", domain):
+        raise bad_login(f"its claim {claim!r} does not end with @{domain}")
+    name = name if domain else value
+    if _ACCOUNT.fullmatch(name) is None:
+        raise bad_login(f"its claim {claim!r} is not the name of an account")
+    return name
+
+
+def bad_login(why: str) -> UnauthenticatedError:
+    """Return the error for an id token that is not valid."""
+    return UnauthenticatedError(f"cannot log in: the id token is not accepted: {why}")
+
+
+def _id_token_header(token: str) -> Mapping[str, Any]:
+    if len(token) > MAX_ID_TOKEN_CHARS or token.count(".") != 2 or not token.isascii():
+        raise bad_login("it is not a signed JSON Web Token")
+    first = token.partition(".")[0]
+    try:
+        header = json.loads(urlsafe_b64decode(first + "=" * (-len(first) % 4)))
+    except (binascii.Error, ValueError, RecursionError):
+        raise bad_login("its header cannot be read") from None
+    if not isinstance(header, dict):
+        raise bad_login("its header cannot be read")
+    return header
+
+
+# ----- states of logins: made and checked without memory, so that no flood of logins can displace another
+
+
+class Login(NamedTuple):
+    """A login at a provider that has begun.
+
+    The state comes back with the user, the nonce in the id token.
+    """
+
+    state: str
+    nonce: str
+
+
+def new_login(key: bytes, chance: str, until_s: float) -> Login:
+    """Return the login of this random text, which may end until `until_s`."""
+    return _login(key, f"{chance}.{until_s:.0f}")
+
+
+def read_login(key: bytes, state: str, now_s: float) -> Login:
+    """Return the login that has this state.
+
+    Raises UnauthenticatedError if we did not begin it, or too long ago.
+    """
+    given = _login(key, state.rpartition(".")[0]) if state.isascii() and len(state) <= MAX_NAME_CHARS * 2 else None
+    if given is None or not hmac.compare_digest(given.state, state):
+        raise UnauthenticatedError(
+            "cannot log in: this login did not begin here, or the controller was restarted; try again"
+        )
+    if now_s >= float(state.split(".")[1]):
+        raise UnauthenticatedError("cannot log in: the login took too long; try again")
+    return given
+
+
+def _login(key: bytes, begun: str) -> Login:
+    return Login(
+        f"{begun}.{hmac.new(key, b'state' + begun.encode(), sha256).hexdigest()}",
+        hmac.new(key, b"nonce" + begun.encode(), sha256).hexdigest(),
+    )

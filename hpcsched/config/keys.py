@@ -140,6 +140,12 @@ def absolute_path(value: Any) -> str:
     return value
 
 
+def https_address(value: Any) -> str:
+    if text(value) and not re.fullmatch(r"https://[A-Za-z0-9.\-\[\]:]+(/[!-~]*)?", value):
+        raise BadValue("wants an address that begins with https://")
+    return str(value)
+
+
 def yes_no(value: Any) -> bool:
     if not isinstance(value, bool):
         raise BadValue("wants true or false")
@@ -509,6 +515,24 @@ GATEWAY = (
     Key("connections_per_address", whole(1, 100_000), 64, "How many connections one address may have."),
     Key("max_connections", whole(1, 1_000_000), 4000, "How many connections all addresses may have."),
 )
+
+OIDC = (
+    Key("issuer", https_address, "",
+        "The address of a provider of OpenID Connect, exactly as it names itself, where users log in. Empty: no such login."),
+    Key("client_id", text, "", "The name under which the provider knows the gateway."),
+    Key("client_secret", absolute_path, "",
+        "A file with the secret of the gateway at the provider, that only root or the gateway can read. Empty: a public client."),
+    Key("user_claim", word, "preferred_username",
+        "The claim of an id token that is the name of the account on the head. Choose one that the provider gives to one person "
+        "for ever, and that users cannot change. email counts only if email_verified is true."),
+    Key("user_domain", text, "",
+        "What the claim must end with after an @, which is left out: with example.org, anna@example.org is anna. Empty: the "
+        "claim is the name."),
+    Key("scope", text, "read,submit,manage", "What a session allows: some of read,submit,manage,admin."),
+    Key("ca", absolute_path, "", "A PEM file with the CAs of the provider's certificate. Empty: those of the system."),
+    Key("keys", absolute_path, "",
+        "A file with the provider's public keys (a JSON Web Key Set). Empty: the controller fetches them from the provider."),
+)
 # fmt: on
 
 SECTIONS = {
@@ -520,6 +544,7 @@ SECTIONS = {
     "scheduler": SCHEDULER,
     "scheduler.weights": WEIGHTS,
     "gateway": GATEWAY,
+    "gateway.oidc": OIDC,
 }
 
 # ----- check one table of a TOML file against its allowed keys, and fill in the defaults

@@ -45,6 +45,7 @@ from hpcsched.config.keys import (
     GATEWAY,
     LOCAL_HOST,
     NODE,
+    OIDC,
     PRIVACY,
     ROLES,
     SCHEDULER,
@@ -200,6 +201,20 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OidcSettings:
+    """[gateway.oidc]; see `hpcsched.config.keys.OIDC` for each."""
+
+    issuer: str
+    client_id: str
+    client_secret: str
+    user_claim: str
+    user_domain: str
+    scope: str
+    ca: str
+    keys: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
     """[gateway]; see `hpcsched.config.keys.GATEWAY` for each."""
 
@@ -216,6 +231,7 @@ class GatewaySettings:
     burst: int
     connections_per_address: int
     max_connections: int
+    oidc: OidcSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +303,19 @@ def load_gateway(config_dir: Path) -> GatewaySettings:
         raise ConfigError(f"cannot read {path}: it does not exist; make it with: hpcsched init")
     _refuse_open_directory(config_dir)
     tables = _merged([(path, _parse(path, _read_trusted(path))), *_extra_files(config_dir)])
-    return GatewaySettings(**values_of(path, "[gateway]", tables.get("gateway", {}), GATEWAY))
+    return _gateway(path, tables.get("gateway", {}))
+
+
+def _gateway(path: Path, table: Any) -> GatewaySettings:
+    table = dict(table_of(path, "[gateway]", table))
+    oidc = OidcSettings(**values_of(path, "[gateway.oidc]", table.pop("oidc", {}), OIDC))
+    settings = GatewaySettings(**values_of(path, "[gateway]", table, GATEWAY, also=("oidc",)), oidc=oidc)
+    if oidc.issuer and not (oidc.client_id and settings.url.startswith("https://")):
+        raise ConfigError(
+            f"cannot use {path}: login at an issuer needs client_id of [gateway.oidc], and url of [gateway] with the address to "
+            "which the issuer sends users back, https://..."
+        )
+    return settings
 
 
 def _extra_files(config_dir: Path) -> list[tuple[Path, Mapping[str, Any]]]:
@@ -386,7 +414,7 @@ def build_config(
         share=cluster["share"],
         controller=controller,
         scheduler=_scheduler(path, tables.get("scheduler", {})),
-        gateway=GatewaySettings(**values_of(path, "[gateway]", tables.get("gateway", {}), GATEWAY)),
+        gateway=_gateway(path, tables.get("gateway", {})),
         partitions=partitions,
         accounting=accounting,
         nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),

@@ -10,19 +10,24 @@ One-time codes are in memory only. Rules of tokens and scopes: `hpcsched.auth.to
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import http.client
 import json
 import os
 import secrets
+import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from hpcnode.os.durable import write_durably
 from hpcsched.api import web
-from hpcsched.api.identity import uid_of, user_name
+from hpcsched.api.identity import uid_of, user_name, why_refused
 from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize, authorize_root
 from hpcsched.auth.tokens import (
     KEY_NAMES,
@@ -30,16 +35,24 @@ from hpcsched.auth.tokens import (
     PUBLIC,
     Credential,
     CredentialKind,
+    IssuerKey,
     Scope,
     SigningKeys,
+    account_of,
     bad_token,
     hash_of,
+    id_token_key,
     is_secret_of,
+    issuer_keys,
+    new_login,
     read_age_s,
+    read_id_token,
+    read_login,
     read_scopes,
     read_token,
     token_of,
 )
+from hpcsched.config.load import OidcSettings
 from hpcsched.errors import (
     NotFoundError,
     PermissionDeniedError,
@@ -67,6 +80,10 @@ CODE_S = 60.0
 KEPT_S = 30 * 86400.0  # after its end, so that lists show it
 MAX_CACHED = 4_096
 MAX_CERTIFICATE_CHARS = 16 << 10
+LOGIN_S = 600.0  # from the beginning of a login at a provider to its end
+KEYS_S, KEYS_AGAIN_S = 3600.0, 60.0  # age of a provider's keys; before they are fetched again for an unknown key
+FETCH_S = 10.0
+MAX_FETCHED_BYTES = 256 << 10
 
 
 class _Code(NamedTuple):
@@ -76,6 +93,14 @@ class _Code(NamedTuple):
     user: str
     scopes: tuple[Scope, ...]
     until_s: float
+
+
+class _Issuer(NamedTuple):
+    """The keys of the provider, and when they were fetched."""
+
+    oidc: OidcSettings
+    keys: dict[str, IssuerKey]
+    at_s: float
 
 
 class Credentials:
@@ -90,6 +115,9 @@ class Credentials:
         self._codes: OrderedDict[str, _Code] = OrderedDict()
         self._verified: OrderedDict[str, str] = OrderedDict()  # hash of a token -> id of its record
         self._gateway: tuple[str | None, int | None] = (None, None)  # configured name, its uid
+        self._login_key = secrets.token_bytes(32)
+        self._logins: dict[str, float] = {}  # states that were used, until when they are remembered
+        self._issuer: _Issuer | None = None
 
     # ----- who asks
 
@@ -282,6 +310,63 @@ class Credentials:
         self._verified.clear()
         return keys
 
+    # ----- logins at an OpenID provider
+
+    def begin_login(self) -> Json:
+        """Return state and nonce of a new login."""
+        self._oidc()
+        made = new_login(self._login_key, secrets.token_hex(16), self._clock() + LOGIN_S)
+        return {"state": made.state, "nonce": made.nonce}
+
+    async def finish_login(self, body: Json) -> tuple[_Code, str]:
+        """Return whose session an id token opens, and the provider's name of the user.
+
+        Raises UnauthenticatedError, PermissionDeniedError, UnavailableError.
+        """
+        oidc = self._oidc()
+        token, state = body.get("id_token"), body.get("state")
+        if not isinstance(token, str) or not isinstance(state, str):
+            raise RequestError('cannot log in: the body must be {"state": text, "id_token": text}')
+        now_s = self._clock()
+        login = read_login(self._login_key, state, now_s)
+        keys = await self._issuer_keys(oidc, id_token_key(token), now_s)
+        claims = read_id_token(
+            token, keys, issuer=oidc.issuer, client_id=oidc.client_id, nonce=login.nonce, now_s=now_s
+        )
+        self._logins = {used: until_s for used, until_s in self._logins.items() if until_s > now_s}
+        if state in self._logins or len(self._logins) >= MAX_CODES:
+            raise UnauthenticatedError("cannot log in: this login is over; begin another one")
+        self._logins[state] = now_s + LOGIN_S
+        name = account_of(claims, oidc.user_claim, oidc.user_domain)
+        uid = uid_of(name)
+        if uid is None or self._is_system_account(uid):
+            raise PermissionDeniedError(
+                f"cannot log in as {name!r}: the head has no such account, or it is a system account"
+            )
+        return _Code(uid, name, read_scopes(oidc.scope), now_s), f"{claims['sub']} at {oidc.issuer}"[:MAX_NAME_CHARS]
+
+    def _is_system_account(self, uid: int) -> bool:
+        """Return whether the account is root, ours, the gateway's, or one whose jobs are refused."""
+        config = self._cluster.config
+        ours = {0, os.getuid() if config.controller.user is not None else 0}
+        is_gateway = bool(config.gateway.user) and uid == self._gateway_uid()
+        return uid in ours or is_gateway or bool(why_refused(uid, config.controller.allow_uid_below))
+
+    def _oidc(self) -> OidcSettings:
+        oidc = self._cluster.config.gateway.oidc
+        if not oidc.issuer:
+            raise NotFoundError("cannot log in: no issuer is set in [gateway.oidc] of hpcsched.toml")
+        return oidc
+
+    async def _issuer_keys(self, oidc: OidcSettings, name: str, now_s: float) -> dict[str, IssuerKey]:
+        """Return the provider's keys, fetched again if they are old, or lack the key `name`."""
+        known = self._issuer
+        is_new = known is None or known.oidc != oidc or now_s >= known.at_s + KEYS_S
+        if known is None or is_new or (name not in known.keys and now_s >= known.at_s + KEYS_AGAIN_S):
+            values = await asyncio.to_thread(_fetched_keys, oidc)
+            known = self._issuer = _Issuer(oidc, issuer_keys(values), now_s)
+        return known.keys
+
     # ----- sessions
 
     def make_code(self, identity: Identity, scopes: tuple[Scope, ...]) -> Json:
@@ -327,6 +412,42 @@ class Credentials:
     def scopes_of_code(self, body: Json) -> tuple[Scope, ...]:
         """Return the scopes that a link was asked for."""
         return read_scopes(str(body.get("scopes") or "read,submit,manage"))
+
+
+def _fetched_keys(oidc: OidcSettings) -> Any:
+    """Return the provider's JSON Web Key Set, from its file or from the provider.
+
+    Raises UnavailableError. It takes up to `FETCH_S` for each of two requests.
+    """
+    if oidc.keys:
+        try:
+            with open(oidc.keys, "rb") as file:
+                return json.loads(file.read(MAX_FETCHED_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UnavailableError(f"cannot log in: cannot read the issuer's keys {oidc.keys}: {error}") from None
+    described = _fetched(f"{oidc.issuer.rstrip('/')}/.well-known/openid-configuration", oidc.ca)
+    if not isinstance(described, dict) or described.get("issuer") != oidc.issuer:
+        raise UnavailableError(f"cannot log in: {oidc.issuer} describes another issuer")
+    return _fetched(str(described.get("jwks_uri")), oidc.ca)
+
+
+def _fetched(address: str, ca: str) -> Any:
+    """Return the JSON at an HTTPS address, without following redirects."""
+    parts = urlsplit(address)
+    try:
+        if parts.scheme != "https" or not parts.hostname:
+            raise ValueError("it is not an https address")
+        context = ssl.create_default_context(cafile=ca or None)
+        connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=FETCH_S, context=context)
+        with closing(connection):
+            connection.request("GET", parts.path or "/", headers={"accept": "application/json"})
+            answer = connection.getresponse()
+            data = answer.read(MAX_FETCHED_BYTES + 1)
+        if answer.status != 200 or len(data) > MAX_FETCHED_BYTES:
+            raise ValueError(f"status {answer.status}, {len(data)} bytes")
+        return json.loads(data)
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
+        raise UnavailableError(f"cannot log in: cannot get {address[:200]}: {error}") from None
 
 
 def _texts(body: Json, names: tuple[str, ...]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Answer HTTPS requests: credentials, limits, problem details, ETags, streams, sessions.
+"""Answer HTTPS requests: credentials, limits, problem details, ETags, streams, logins.
 
 Knows no TLS and no connections (`hpcsched.gateway.server`). It forwards credentials and does not judge them.
 
@@ -8,18 +8,23 @@ Sources: RFC 9110 (HTTP), RFC 9457 (problem details), RFC 6265bis (cookies), WHA
 from __future__ import annotations
 
 import codecs
+import hmac
 import json
 import re
+import secrets
+import ssl
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from html import escape
 from http import HTTPStatus
+from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import parse_qs, parse_qsl, urlencode
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -28,6 +33,7 @@ from starlette.routing import Route
 
 from hpcnode.wire.connection_limits import Rates
 from hpcsched.config.load import GatewaySettings
+from hpcsched.errors import ConfigError, report_fault
 from hpcsched.gateway.routes import MAX_BODY_BYTES, PREFIX, ApiRoute, Routing, openapi, why_bad_query
 from hpcsched.gateway.upstream import Upstream, UpstreamError, UpstreamReply
 
@@ -99,23 +105,23 @@ class GatewayApp:
     def asgi(self, more: Sequence[Route] = ()) -> Starlette:
         """Return the ASGI application; `more`: routes of other interfaces."""
         routes = [
-            Route("/healthz", self._guarded(self.health), methods=["GET"]),
-            Route("/login", self._guarded(self.login_page), methods=["GET"]),
-            Route("/login", self._guarded(self.login), methods=["POST"]),
-            Route(PREFIX + "/openapi.json", self._guarded(self.description), methods=["GET"]),
-            Route(PREFIX + "/session", self._guarded(self.session), methods=["POST", "DELETE"]),
-            Route(PREFIX + "/{path:path}", self._guarded(self.api), methods=METHODS),
+            Route("/healthz", self.guarded(self.health), methods=["GET"]),
+            Route("/login", self.guarded(self.login_page), methods=["GET"]),
+            Route("/login", self.guarded(self.login), methods=["POST"]),
+            Route(PREFIX + "/openapi.json", self.guarded(self.description), methods=["GET"]),
+            Route(PREFIX + "/session", self.guarded(self.session), methods=["POST", "DELETE"]),
+            Route(PREFIX + "/{path:path}", self.guarded(self.api), methods=METHODS),
             *more,
-            Route("/{path:path}", self._guarded(self.nothing), methods=METHODS),
+            Route("/{path:path}", self.guarded(self.nothing), methods=METHODS),
         ]
-        handlers = {404: self._guarded(self.nothing), 405: self._wrong_method}
+        handlers = {404: self.guarded(self.nothing), 405: self._wrong_method}
         return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _wrong_method(self, request: Request, error: Exception) -> Response:
         headers = getattr(error, "headers", None) or {}
         return problem(405, f"cannot {request.method} {request.url.path[:200]!r}", "RequestError", headers=headers)
 
-    def _guarded(self, handler: Any) -> Any:
+    def guarded(self, handler: Any) -> Any:
         async def handle(request: Request, _error: Exception | None = None) -> Response:
             try:
                 answer: Response = await handler(request)
@@ -126,6 +132,9 @@ class GatewayApp:
                 return problem(error.status, str(error), "UnavailableError", headers={"retry-after": "1"})
             except ClientDisconnect:
                 return Response(status_code=400)
+            except Exception as error:
+                wrong = report_fault(error, f"{request.method} {request.url.path[:200]!r}", "the gateway's log")
+                return problem(500, str(wrong), "InternalError")
 
         return handle
 
@@ -134,6 +143,31 @@ class GatewayApp:
     def admit(self, request: Request) -> None:
         """Count a request that another interface answers. Raises ProblemError."""
         self._count(request, self._credential(request))
+
+    def count(self, request: Request) -> None:
+        """Count a request without a credential, of its address. Raises ProblemError."""
+        self._count(request, {})
+
+    async def public(self, request: Request, path: str, body: Mapping[str, str]) -> UpstreamReply:
+        """Ask the controller without a credential, to get one. Raises UpstreamError."""
+        return await self._ask(request, "POST", path, {}, json.dumps(body).encode())
+
+    def refusal(self, reply: UpstreamReply) -> Response:
+        """Return the answer to a request that the controller refuses."""
+        return _problem_of(reply)
+
+    async def opened(self, request: Request, reply: UpstreamReply, made: Callable[[str], Response] | None) -> Response:
+        """Return the answer with the cookie of a new session; `made` makes it of the user's name."""
+        if reply.status != 200:
+            self._count(request, {}, FAILURE_COST)
+            return _problem_of(reply)
+        values = json.loads(reply.body)
+        secret = values.pop("session")
+        plain = Response(json.dumps(values), headers=SAFE_HEADERS, media_type="application/json")
+        answer = plain if made is None else made(values["user"])
+        age_s = int(max(0, values["expires_at_s"] - time.time()))  # int: of our own controller
+        answer.set_cookie(COOKIE, secret, max_age=age_s, path="/", secure=True, httponly=True, samesite="strict")
+        return answer
 
     async def forward(self, request: Request, method: str, path: str, body: bytes = b"") -> UpstreamReply:
         """Ask the controller as the request's user. Raises ProblemError, UpstreamError."""
@@ -165,6 +199,7 @@ class GatewayApp:
             "<!doctype html><title>hpcsched</title><h1>hpcsched</h1>"
             f'<form method="post" action="/login"><input type="hidden" name="code" value="{escape(code)}">'
             "<button>Log in</button></form>"
+            + ('<p><a href="/login/oidc">Log in with your account</a>' if self._settings.oidc.issuer else "")
         )
         return HTMLResponse(page, headers=SAFE_HEADERS)
 
@@ -172,8 +207,8 @@ class GatewayApp:
         self._count(request, {})
         data = await self._body(request, MAX_CODE_BYTES)
         codes = parse_qs(data.decode("latin-1")).get("code", [""])
-        answer = RedirectResponse("/healthz", 303, headers=SAFE_HEADERS)
-        return await self._opened(request, {"code": codes[0]}, answer)
+        reply = await self.public(request, "/v1/sessions/open", {"code": codes[0]})
+        return await self.opened(request, reply, lambda _: RedirectResponse("/healthz", 303, headers=SAFE_HEADERS))
 
     async def session(self, request: Request) -> Response:
         """Open a session with a one-time code, or close it."""
@@ -192,20 +227,9 @@ class GatewayApp:
             body = None
         if not isinstance(body, dict):
             raise ProblemError(400, 'cannot open a session: the body must be {"code": text}')
-        return await self._opened(request, {"code": str(body.get("code"))}, None)
-
-    async def _opened(self, request: Request, body: dict[str, str], answer: Response | None) -> Response:
-        """Exchange a code for a session, and set its cookie."""
-        reply = await self._ask(request, "POST", "/v1/sessions/open", {}, json.dumps(body).encode())
-        if reply.status != 200:
-            self._count(request, {}, FAILURE_COST)
-            return self._answer(request, reply, "json")
-        values = json.loads(reply.body)
-        secret = values.pop("session")
-        made = answer or Response(json.dumps(values), headers=SAFE_HEADERS, media_type="application/json")
-        age_s = int(max(0, values["expires_at_s"] - time.time()))  # int: of our own controller
-        made.set_cookie(COOKIE, secret, max_age=age_s, path="/", secure=True, httponly=True, samesite="strict")
-        return made
+        return await self.opened(
+            request, await self.public(request, "/v1/sessions/open", {"code": str(body.get("code"))}), None
+        )
 
     # ----- the API
 
@@ -482,3 +506,160 @@ def _source(request: Request) -> str:
 def _network(address: str) -> str:
     """Return what counts as one address: of IPv6 the network of 64 bits."""
     return ":".join(address.split(":")[:4]) if ":" in address and not address.startswith("::") else address
+
+
+# ----- login at an OpenID provider: authorization code flow with PKCE, state and nonce
+#
+# The controller makes state and nonce, and checks the id token that comes back: man/adr/0025. The gateway sends the
+# browser to the provider, and exchanges the code for the id token; it reads no claim. State and verifier wait in a
+# cookie of the browser that began the login, so that another browser cannot end it and nothing is kept here.
+#
+# Sources: OpenID Connect Core 1.0, RFC 7636 (PKCE), RFC 9207 (issuer in the answer), RFC 9700 (best current practice).
+
+
+LOGIN_COOKIE = "__Host-hpcsched-login"
+LOGIN_S = 600
+LOGIN_PATH, CALLBACK_PATH = "/login/oidc", "/login/oidc/callback"
+SCOPE = "openid profile email"
+DESCRIBED_S = 3600.0
+PROVIDER_S = 10.0
+MAX_DESCRIPTION_BYTES = 256 << 10
+MAX_PARAMETER_CHARS = 4_000
+# What the HTTP client would import at its first request, when the gateway's account may not be able to read it.
+FIRST_IMPORTS = ("anyio._backends._asyncio", "concurrent.futures.thread", "encodings.idna", "httpcore")
+
+
+class OidcLogin:
+    """Logins at one provider.
+
+    The secret is read at the start, when the gateway may still be root.
+    """
+
+    def __init__(self, app: GatewayApp, settings: GatewaySettings) -> None:
+        import httpx  # of the extra [oidc]
+        from authlib.integrations.base_client import OAuthError
+        from authlib.integrations.httpx_client import AsyncOAuth2Client
+
+        for name in FIRST_IMPORTS:
+            import_module(name)
+        self._http, self._oauth_client, self._oauth_error = httpx, AsyncOAuth2Client, OAuthError
+        self._app = app
+        self._oidc = settings.oidc
+        self._callback = settings.url.rstrip("/") + CALLBACK_PATH
+        self._secret = _secret_of(Path(self._oidc.client_secret)) if self._oidc.client_secret else None
+        self._tls = ssl.create_default_context(cafile=self._oidc.ca or None)
+        self._described: dict[str, str] = {}
+        self._described_until_s = 0.0
+
+    def routes(self) -> list[Route]:
+        """Return the routes for the ASGI application."""
+        return [
+            Route(LOGIN_PATH, self._app.guarded(self.begin), methods=["GET"]),
+            Route(CALLBACK_PATH, self._app.guarded(self.finish), methods=["GET"]),
+        ]
+
+    async def begin(self, request: Request) -> Response:
+        """Send the browser to the provider."""
+        self._app.count(request)
+        described = await self._description()
+        begun = await self._app.public(request, "/v1/logins/begin", {})
+        if begun.status != 200:
+            return self._app.refusal(begun)
+        login, verifier = json.loads(begun.body), secrets.token_urlsafe(48)
+        async with self._client() as client:
+            address, _ = client.create_authorization_url(
+                described["authorization_endpoint"],
+                state=login["state"],
+                nonce=login["nonce"],
+                code_verifier=verifier,
+            )
+        answer = RedirectResponse(address, 303, headers=SAFE_HEADERS)
+        answer.set_cookie(
+            LOGIN_COOKIE, f"{login['state']}~{verifier}", LOGIN_S, path="/", secure=True, httponly=True, samesite="lax"
+        )
+        return answer
+
+    async def finish(self, request: Request) -> Response:
+        """Exchange the provider's code for an id token, and that for a session."""
+        self._app.count(request)
+        given = request.query_params
+        state, _, verifier = request.cookies.get(LOGIN_COOKIE, "").partition("~")
+        if not verifier or not hmac.compare_digest(state.encode(), given.get("state", "").encode()):
+            raise ProblemError(401, "cannot log in: this browser did not begin this login; begin again at /login/oidc")
+        if given.get("iss", self._oidc.issuer) != self._oidc.issuer:
+            raise ProblemError(401, "cannot log in: another issuer has answered")
+        code = given.get("code", "")
+        if not code or len(code) > MAX_PARAMETER_CHARS:
+            why = "".join(filter(str.isprintable, given.get("error", "no code")[:100]))
+            raise ProblemError(401, f"cannot log in: the provider says: {why}")
+        token = await self._exchanged(code, verifier)
+        reply = await self._app.public(request, "/v1/logins/finish", {"state": state, "id_token": token})
+        answer = await self._app.opened(request, reply, lambda user: HTMLResponse(
+            f"<!doctype html><title>hpcsched</title><p>You are logged in as {escape(user)}.", headers=SAFE_HEADERS
+        ))  # fmt: skip
+        answer.delete_cookie(LOGIN_COOKIE, path="/", secure=True, httponly=True, samesite="lax")
+        return answer
+
+    async def _exchanged(self, code: str, verifier: str) -> str:
+        """Return the id token for a code. Raises ProblemError."""
+        described = await self._description()
+        try:
+            async with self._client() as client:
+                answer = await client.fetch_token(described["token_endpoint"], code=code, code_verifier=verifier)
+        except self._oauth_error as error:
+            raise ProblemError(401, f"cannot log in: the provider refuses the code: {error.error}") from None
+        except (self._http.HTTPError, ValueError) as error:
+            raise ProblemError(502, f"cannot log in: the provider does not answer: {type(error).__name__}") from None
+        token = answer.get("id_token")
+        if not isinstance(token, str):
+            raise ProblemError(502, "cannot log in: the provider sent no id token")
+        return token
+
+    def _client(self) -> Any:
+        return self._oauth_client(
+            self._oidc.client_id,
+            self._secret,
+            scope=SCOPE,
+            redirect_uri=self._callback,
+            code_challenge_method="S256",
+            token_endpoint_auth_method="client_secret_basic" if self._secret else "none",
+            verify=self._tls,
+            timeout=PROVIDER_S,
+            follow_redirects=False,
+        )
+
+    async def _description(self) -> dict[str, str]:
+        """Return the provider's endpoints. Raises ProblemError."""
+        if time.monotonic() < self._described_until_s:
+            return self._described
+        address = f"{self._oidc.issuer.rstrip('/')}/.well-known/openid-configuration"
+        try:
+            async with self._http.AsyncClient(verify=self._tls, timeout=PROVIDER_S, follow_redirects=False) as client:
+                answer = await client.get(address)
+            values = answer.json() if len(answer.content) <= MAX_DESCRIPTION_BYTES and answer.status_code == 200 else {}
+            found = {name: str(values[name]) for name in ("issuer", "authorization_endpoint", "token_endpoint")}
+        except (self._http.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
+            why = type(error).__name__
+            raise ProblemError(
+                502, f"cannot log in: the provider does not describe itself at {address}: {why}"
+            ) from None
+        ends = [urlsplit(found[name]).scheme for name in ("authorization_endpoint", "token_endpoint")]
+        if found["issuer"] != self._oidc.issuer or ends != ["https", "https"]:
+            raise ProblemError(502, f"cannot log in: {address} describes another issuer, or has no https")
+        self._described, self._described_until_s = found, time.monotonic() + DESCRIBED_S
+        return found
+
+
+def _secret_of(path: Path) -> str:
+    """Return the secret in a file that others cannot read. Raises ConfigError."""
+    try:
+        if path.stat().st_mode & 0o027:
+            raise ConfigError(
+                f"cannot start the gateway: others can read or write the secret {path}; run: chmod 640 {path}"
+            )
+        secret = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot start the gateway: cannot read the secret {path}: {error}") from None
+    if not secret:
+        raise ConfigError(f"cannot start the gateway: the secret {path} is empty")
+    return secret

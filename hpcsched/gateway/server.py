@@ -25,12 +25,13 @@ from typing import Any
 
 import httptools
 import uvicorn
+from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from hpcsched.config.load import GatewaySettings
 from hpcsched.errors import ConfigError
-from hpcsched.gateway.app import GatewayApp
+from hpcsched.gateway.app import GatewayApp, OidcLogin
 from hpcsched.gateway.routes import MAX_BODY_BYTES
 from hpcsched.gateway.slurmrestd import SlurmPaths
 from hpcsched.gateway.upstream import Upstream, UpstreamError
@@ -143,7 +144,7 @@ class GatewayServer:
         self._settings = settings
         self._tls = tls
         self._config = uvicorn.Config(
-            app.asgi(SlurmPaths(app).routes()),
+            app.asgi([*SlurmPaths(app).routes(), *_login_routes(app, settings)]),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -321,6 +322,18 @@ class GatewayConnection(HttpToolsProtocol):
             self.transport.abort()
 
 
+def _login_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
+    """Return the routes of a login at a provider, if one is configured. Raises ConfigError."""
+    if not settings.oidc.issuer:
+        return []
+    try:
+        return OidcLogin(app, settings).routes()
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot start the gateway: [gateway.oidc] needs {error.name}: pip install 'hpcsched[oidc]'"
+        ) from None
+
+
 def _network_of(address: str) -> str:
     from hpcsched.gateway.app import _network
 
@@ -337,17 +350,18 @@ def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -
     tls = None if insecure else tls_context(settings)
     address = "127.0.0.1" if insecure else settings.address
     sock = listening_socket(address, settings.port)
+    upstream = Upstream(api_socket)
+    server = GatewayServer(GatewayApp(upstream, settings), settings, tls)  # reads its secrets
     become(settings.user)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request
 
     async def serve() -> None:
-        upstream = Upstream(api_socket)
         await check_controller(upstream)
         stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stop.set)
         log.info("ready at %s://%s:%d", "http" if insecure else "https", address, sock.getsockname()[1])
-        await GatewayServer(GatewayApp(upstream, settings), settings, tls).serve(sock, stop)
+        await server.serve(sock, stop)
         upstream.close()
 
     try:

@@ -8,6 +8,7 @@ Source: the OpenAPI specifications of Slurm 23.11 to 25.11.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -20,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from hpcnode.wire import gate
-from hpcsched.errors import HpcschedError, NotFoundError, RequestError, error_of
+from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError, error_of, report_fault
 from hpcsched.gateway import slurm_objects as objects
 from hpcsched.gateway.app import METHODS, SAFE_HEADERS, GatewayApp, ProblemError
 from hpcsched.gateway.slurm_objects import Json
@@ -29,6 +30,7 @@ from hpcsched.model.codec import spec_to_json
 from hpcsched.model.units import number
 
 PAGE_JOBS = 200  # converted at a time: other requests are answered in between
+PAGE_TRIES, PAGE_WAIT_S = 3, 5.0  # of a later page that the controller cannot answer now
 MAX_PARAMETERS = 50
 CLUSTER_S = 60.0  # how long the cluster's name is kept
 _REFERENCE = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?")
@@ -86,16 +88,15 @@ class SlurmPaths:
             if isinstance(body, Response):
                 return body
             return _response(objects.answer(body, warnings=call.warnings))
-        except HpcschedError as error:
-            status, shown = objects.error_of(error, source, missing)
-        except ProblemError as error:
-            status, headers = error.status, error.headers
-            shown = objects.error_object(str(error), _WORDS.get(status, "Failure during parsing"), source)
+        except (HpcschedError, ProblemError, UpstreamError) as error:
+            status, shown = _shown(error, source, missing)
+            if not isinstance(error, HpcschedError):
+                headers = error.headers if isinstance(error, ProblemError) else {"retry-after": "1"}
         except ClientDisconnect:
             return Response(status_code=400)
-        except UpstreamError as error:
-            status, headers = error.status, {"retry-after": "1"}
-            shown = objects.error_object(str(error), _WORDS[503], source)
+        except Exception as error:
+            wrong = report_fault(error, f"{request.method} {request.url.path[:200]!r}", "the gateway's log")
+            status, shown = 500, objects.error_object(str(wrong), _WORDS[503], source)
         return _response(objects.answer({}, errors=[shown]), status, headers)
 
     # ----- the controller
@@ -132,13 +133,16 @@ class SlurmPaths:
     # ----- jobs
 
     async def jobs(self, call: SlurmCall) -> Response:
-        """Send the queue, page by page."""
+        """Send the queue, page by page.
+
+        If the controller refuses a later page, the answer ends with the error: its beginning is sent.
+        """
         cluster = await self._cluster_name(call)
         pages = self._pages(call)
         first = await anext(pages)
 
         async def text() -> AsyncIterator[bytes]:
-            whole = objects.answer({"last_update": objects.number(first["now_s"])}, warnings=call.warnings)
+            errors: list[Json] = []
             yield b'{"last_backfill":' + _text(objects.number(first["now_s"])) + b',"jobs":['
             page, is_first = first, True
             while True:
@@ -150,18 +154,38 @@ class SlurmPaths:
                     page = await anext(pages)
                 except StopAsyncIteration:
                     break
-            yield b"]," + _text(whole)[1:]
+                except (HpcschedError, ProblemError, UpstreamError) as error:
+                    errors = [_shown(error, f"GET {call.request.url.path[:200]}", "")[1]]
+                    break
+            last = {"last_update": objects.number(first["now_s"])}
+            yield b"]," + _text(objects.answer(last, errors=errors, warnings=call.warnings))[1:]
 
         return StreamingResponse(text(), headers=SAFE_HEADERS, media_type="application/json")
 
     async def _pages(self, call: SlurmCall, **wanted: str) -> AsyncIterator[Json]:
-        after: dict[str, str] = {}
+        page = await self._ask(call, "GET", "/v1/jobs", limit=str(PAGE_JOBS), **wanted)
         while True:
-            page = await self._ask(call, "GET", "/v1/jobs", limit=str(PAGE_JOBS), **wanted, **after)
             yield page
             if "next_cursor" not in page:
                 return
-            after = {"after": page["next_cursor"]}
+            page = await self._later_page(call, wanted | {"limit": str(PAGE_JOBS), "after": page["next_cursor"]})
+
+    async def _later_page(self, call: SlurmCall, query: dict[str, str]) -> Json:
+        """Return a page after the first one.
+
+        It asks again if the controller cannot answer now, because the client cannot ask for a part.
+        """
+        for _ in range(PAGE_TRIES):
+            try:
+                return await self._ask(call, "GET", "/v1/jobs", **query)
+            except ProblemError as error:
+                if error.status != 429:
+                    raise
+                wait_s = min(float(error.headers.get("retry-after", "1")), PAGE_WAIT_S)
+            except (UnavailableError, UpstreamError):
+                wait_s = 1.0
+            await asyncio.sleep(wait_s)
+        return await self._ask(call, "GET", "/v1/jobs", **query)
 
     async def states(self, call: SlurmCall) -> Json:
         """Return the states of jobs; of all without ``job_id``."""
@@ -410,6 +434,14 @@ def _parameters(request: Request, route: SlurmRoute) -> tuple[dict[str, str], li
             raise RequestError("cannot read the request: the parameter is too long, or not printable")
     ignored = sorted({name for name, _ in pairs} - set(route.query))
     return query, [f"the parameter {name[:40]!r} has no effect" for name in ignored]
+
+
+def _shown(error: HpcschedError | ProblemError | UpstreamError, source: str, missing: str) -> tuple[int, Json]:
+    """Return the status of an error, and the error in Slurm's form."""
+    if isinstance(error, HpcschedError):
+        return objects.error_of(error, source, missing)
+    words = _WORDS[503] if isinstance(error, UpstreamError) else _WORDS.get(error.status, "Failure during parsing")
+    return error.status, objects.error_object(str(error), words, source)
 
 
 def _reference(text: str) -> str:

@@ -233,3 +233,65 @@ def test_every_page_of_the_queue_is_shown_once(served: Served, work_dir: Path) -
     states = {job["job_id"]: job["state"] for job in served.ask("GET", "/slurm/v0.0.44/jobs/state/")[1]["jobs"]}
     assert [states[str(job_id)] for job_id in wanted] == [["PENDING"]] * len(wanted)
     assert served.ask("DELETE", "/slurm/v0.0.44/jobs/", {"job_name": "paged"})[1]["status"] == []
+
+
+def test_a_node_is_drained_and_resumed(served: Served) -> None:
+    admin = served.cluster.run("hctl", "token", "create", "--scope=read,admin").stdout.strip()
+    path = "/slurm/v0.0.44/node/n1"
+    for state, reason, found in ((["DRAIN"], "a fan", True), (["RESUME"], "", False)):
+        status, answer, _ = served.ask("POST", path, {"state": state, "reason": reason}, token=admin)
+        assert (status, answer["errors"]) == (200, []), answer
+        node = served.ask("GET", path)[1]["nodes"][0]
+        assert ("DRAIN" in node["state"], node["reason"]) == (found, reason)
+    status, answer, _ = served.ask("POST", path, {"state": ["DRAIN"], "reason": "x"})  # of a user
+    assert (status, answer["errors"][0]["error_number"]) == (403, 2002)
+    for body in ({"state": ["DOWN"]}, {"state": "DRAIN"}, {"weight": 3}, {}):
+        assert served.ask("POST", path, body, token=admin)[0] == 400, body
+    status, answer, _ = served.ask(
+        "POST", "/slurm/v0.0.44/node/nowhere", {"state": ["DRAIN"], "reason": "x"}, token=admin
+    )
+    assert (status, answer["errors"][0]["error_number"]) == (404, 2018)
+
+
+def test_a_reservation_is_shown_and_deleted(served: Served) -> None:
+    admin = served.cluster.run("hctl", "token", "create", "--scope=read,admin").stdout.strip()
+    changes = {"starttime": "now+1day", "duration": "60", "users": USER, "nodes": "n1"}
+    made = served.ask("POST", "/api/v1/reservations/create", {"name": "course", "changes": changes}, token=admin)
+    assert made[0] == 200, made
+    path = "/slurm/v0.0.44/reservation/course"
+    assert served.ask("GET", path)[1]["reservations"][0]["name"] == "course"
+    assert served.ask("DELETE", path)[0] == 403  # of a user
+    assert served.ask("DELETE", path, token=admin)[0] == 200
+    status, answer, _ = served.ask("DELETE", path, token=admin)
+    assert (status, answer["errors"][0]["error_number"]) == (404, 2053)
+    assert served.ask("GET", "/slurm/v0.0.44/reservations/")[1]["reservations"] == []
+
+
+def test_a_queue_whose_later_pages_are_refused_comes_whole() -> None:
+    with serving(request_rate=1, request_burst=3) as served:
+        described = {"current_working_directory": "/tmp", "array": "0-449", "hold": True, "name": "long"}
+        status, made, _ = served.ask(
+            "POST", "/slurm/v0.0.44/job/submit/", {"script": "#!/bin/sh\n:\n", "job": described}
+        )
+        assert status == 200, made
+        found = wait_until(lambda: (answer := served.ask("GET", "/slurm/v0.0.44/jobs/"))[0] == 200 and answer[1])
+        assert (found["errors"], len(found["jobs"])) == ([], 450)
+
+
+def test_a_queue_that_breaks_off_ends_with_slurms_error() -> None:
+    with serving() as served:
+        described = {"current_working_directory": "/tmp", "array": "0-3999", "hold": True, "name": "long"}
+        status, made, _ = served.ask(
+            "POST", "/slurm/v0.0.44/job/submit/", {"script": "#!/bin/sh\n:\n", "job": described}
+        )
+        assert status == 200, made
+        connection = served.connect()
+        connection.request("GET", "/slurm/v0.0.44/jobs/", headers={"Authorization": f"Bearer {served.token}"})
+        stream = connection.getresponse()
+        begun = stream.read(10)
+        served.cluster.down()
+        answer = json.loads(begun + stream.read())
+        connection.close()
+        assert 0 < len(answer["jobs"]) < 4000
+        assert answer["errors"][0]["error"] == "Unable to contact slurm controller (connect failure)"
+        served.cluster.up()

@@ -214,7 +214,7 @@ def test_output_that_is_continued_has_whole_characters(served: Served) -> None:
     assert "".join(texts) == "\u00e9llo\n"
 
 
-def test_one_credential_does_not_take_all_connections_to_the_controller(served: Served) -> None:
+def test_one_credential_does_not_take_all_connections(served: Served) -> None:
     from hpcsched.gateway.app import MAX_AT_ONCE
 
     own = served.cluster.run("hctl", "token", "create", *([f"--user={USER}"] if AS_ROOT else [])).stdout.strip()

@@ -639,6 +639,17 @@ class ControllerBackend(Reading):
         await self._change(identity, "open-session", lambda tx: credentials.put(tx, made))
         return {"session": secret, "user": made.user, "expires_at_s": made.expires_at_s}
 
+    def begin_login(self) -> Json:
+        return self._credentials.begin_login()
+
+    async def finish_login(self, body: Json) -> Json:
+        """Open a session for the user that an id token names."""
+        whose, name = await self._credentials.finish_login(body)
+        made, secret = self._credentials.new_session(whose.uid, whose.user, whose.scopes, name)
+        identity = replace(identity_of(whose.uid, self.access()), source="login")
+        await self._change(identity, "open-session", lambda tx: credentials.put(tx, made))
+        return {"session": secret, "user": made.user, "expires_at_s": made.expires_at_s}
+
     async def close_session(self, identity: Identity, credential_id: str) -> Json:
         if not credential_id:
             raise RequestError("cannot close the session: the request has none")

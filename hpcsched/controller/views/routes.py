@@ -156,6 +156,7 @@ def _posts(routes: _Routes) -> list[web.Route]:
         web.post("/v1/triggers/{name:set|clear}", routes.act_on_triggers),
         web.post("/v1/tokens/{name:create|revoke|rotate-key}", routes.act_on_tokens),
         web.post("/v1/sessions/{name:link|open|close}", routes.act_on_sessions),
+        web.post("/v1/logins/{name:begin|finish}", routes.act_on_logins),
         web.post("/v1/reservations/{name:create|update|delete}",
                  by(lambda call: call.backend.act_on_reservation(call.identity, call.name, call.body))),
         web.post("/v1/reconfigure",
@@ -390,6 +391,14 @@ class _Routes:
         if verb == "close":
             return answer(await backend.close_session(self._identity(request), request.credential_id))
         return answer(await backend.open_session(body, request.source))
+
+    async def act_on_logins(self, request: web.Request) -> web.Response:
+        """Begin a login at an OpenID provider, or open a session with its id token."""
+        verb = request.match_info["name"]
+        if request.scopes is None:
+            raise PermissionDeniedError(f"cannot {verb} a login from here: only the gateway does")
+        backend, body = await self._backend(), await self._body(request)
+        return answer(backend.begin_login() if verb == "begin" else await backend.finish_login(body))
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._identity(request), request.query))

@@ -76,7 +76,7 @@ def test_a_name_of_several_is_refused_with_their_numbers(cluster: Cluster) -> No
         ("cancel", {"jobs": [f"a{number}" for number in range(101)]}, "the most is 100"),
     ],
 )
-def test_d4_a_request_that_means_nothing_or_too_many_jobs_is_refused(
+def test_d4_a_request_for_nothing_or_too_many_jobs_is_refused(
     cluster: Cluster, verb: str, body: dict[str, object], why: str
 ) -> None:
     with pytest.raises(RequestError, match=why):
