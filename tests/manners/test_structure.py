@@ -17,7 +17,7 @@ MOST_CLASS_NAMES_USED_TWICE = 1
 # Ratchets, to be lowered when the code allows it: the bars are 350 modules and 0 functions.
 MOST_MODULES = 350
 MOST_LONG_FUNCTIONS = 0
-MOST_LONG_SUMMARIES = 191
+MOST_LONG_SUMMARIES = 139
 MOST_CHARACTERS_OF_A_SUMMARY = 88
 
 
