@@ -19,6 +19,7 @@ from hpcsched import paths
 from hpcsched.loopback.cluster import LocalCluster
 
 CANARY = "canary-AKIA7Q2ZP4-hunter2"
+STORIES = (("hctl", "story"), ("hwhy",), ("hqueue", "--json", "-j"), ("hctl", "show", "job"), ("hacct", "--json", "-j"))
 SECRETS = {"AWS_SECRET_ACCESS_KEY": CANARY, "RESTIC_PASSWORD": f"pass phrase {CANARY}", "TOKEN": f"eyJ.{CANARY}.sig"}
 
 
@@ -26,9 +27,14 @@ SECRETS = {"AWS_SECRET_ACCESS_KEY": CANARY, "RESTIC_PASSWORD": f"pass phrase {CA
 def cluster() -> Iterator[LocalCluster]:
     with tempfile.TemporaryDirectory(prefix="hpc") as directory:
         Path(directory).chmod(0o755)
-        quick = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
-        with LocalCluster(Path(directory), names=("n1",), settings=quick) as started:
-            yield started
+        quick = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2, "log_level": "debug"}}
+        before = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))  # as on a machine that keeps core files
+        try:
+            with LocalCluster(Path(directory), names=("n1",), settings=quick) as started:
+                yield started
+        finally:
+            resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
 def places_of(secret: str, base: Path) -> list[str]:
@@ -38,6 +44,21 @@ def places_of(secret: str, base: Path) -> list[str]:
         if path.is_file() and not path.is_symlink() and secret.encode() in path.read_bytes():
             found.append(str(path.relative_to(base)))
     return found
+
+
+def core_limits_on(cluster: LocalCluster) -> set[str]:
+    """Return the limits of core files of the processes of the node's agent, the batch step's too."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = path.joinpath("cmdline").read_bytes()
+            limits = path.joinpath("limits").read_text()
+        except OSError:
+            continue  # it has just ended
+        if b"hpcnode" in command and str(cluster.base / "nodes" / "n1").encode() in command:
+            found += [line.split()[4] for line in limits.splitlines() if line.startswith("Max core file size")]
+    assert len(found) >= 2, "the agent, and the shepherd of the job"
+    return set(found)
 
 
 def submit(cluster: LocalCluster, *options: str) -> int:
@@ -59,8 +80,14 @@ def test_f1_a_secret_of_a_job_is_found_nowhere(cluster: LocalCluster) -> None:
     meanwhile = places_of(CANARY, cluster.base)
     assert all(place.startswith("nodes/n1/agent/spool/") for place in meanwhile), meanwhile
     assert {(cluster.base / place).stat().st_mode & 0o077 for place in meanwhile} <= {0}, "documented: the node's spool"
+    assert core_limits_on(cluster) == {"0"}, "of the agent and the shepherd, which know the environment"
     (cluster.share / "gate").touch()
     wait_until(lambda: state_of(cluster, running) == "COMPLETED", what="the job to end")
+    for words in STORIES:
+        assert CANARY not in cluster.run(*words, str(running)).stdout, words
+    assert "ended" in cluster.run("hctl", "story", str(running)).stdout
+    cluster.run("hctl", "audit", "export", str(cluster.base / "audit"))
+    assert (cluster.base / "audit").stat().st_size > 100, "which is searched below"
     wait_until(lambda: not places_of(CANARY, cluster.base), what="the node to remove what it kept of the job")
     cluster.down()
     assert places_of(CANARY, cluster.base) == []

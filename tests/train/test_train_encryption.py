@@ -21,9 +21,11 @@ from thread_writer import ThreadWriter
 
 from hpctrain.checkpoint import Checkpointer
 from hpctrain.checkpoint.__main__ import main
+from hpctrain.checkpoint.chunks import digest
 from hpctrain.checkpoint.encryption import CheckpointKey, FileSealer, checkpoint_key, opened_chunk
 from hpctrain.checkpoint.manifest import Manifest, check_key, checkpoint_names, with_checksum
 from hpctrain.checkpoint.restore import read_chain, read_checkpoint, restore_newest
+from hpctrain.checkpoint.script import Trees
 from hpctrain.checkpoint.writing import local_fallback
 from hpctrain.checkpoint.writing.files import claim
 from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup
@@ -98,6 +100,10 @@ def test_f1_nothing_of_the_state_is_readable(tmp_path: Path) -> None:
     secrets_of_it = (CANARY, b"secret_name", b"next_sample", b"float32", KEY.secret, KEY.digest(content).encode())
     assert [places_of(secret, tmp_path) for secret in secrets_of_it] == [[]] * len(secrets_of_it)
     assert repr(KEY) == "CheckpointKey()"
+
+
+def test_a_hash_confirms_no_guess_of_a_content() -> None:
+    assert len({KEY.digest(CANARY), OTHER.digest(CANARY), digest(CANARY)}) == 3
 
 
 def test_a_pair_of_key_and_nonce_is_never_used_twice(tmp_path: Path) -> None:
@@ -385,3 +391,11 @@ def test_f1_a_killed_run_resumes_encrypted_and_leaves_no_weight_readable(tmp_pat
     assert places_of(CANARY, tmp_path / "run") == []
     assert not (tmp_path / "run" / "model.pt").exists()
     check_key(tmp_path / "run" / "checkpoints", KEY)
+
+
+def test_a_script_that_did_not_read_first_does_not_mix_either(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints", [1])
+    trees = Trees(tmp_path, key_file=key_file(tmp_path))
+    with pytest.raises(CheckpointKeyError, match="is not encrypted"):
+        trees.begin(2, {"w": torch.zeros(3)})
+    assert [path.name for path in (tmp_path / "checkpoints").glob("attempt.*")] == ["attempt.0000"]

@@ -185,6 +185,7 @@ class Agent:
 
     def _protect(self) -> None:
         os.umask(0o077)
+        process.leave_no_core_file()  # nor do shepherds, which inherit it
         process.become_subreaper()  # so that orphans of a killed shepherd become our children
         if os.geteuid() == 0:
             try:

@@ -49,6 +49,7 @@ def main(argv: List[str]) -> int:
     parser.add_argument("--node", required=True)
     parser.add_argument("--idle-s", type=float, default=None)
     options = parser.parse_args(argv)
+    process.leave_no_core_file()
     try:
         sock = reach(options.root, options.cluster, options.node, options.idle_s)
     except (AttachError, OSError) as error:

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import functools
 import os
+import resource
 import signal
 import time
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
@@ -288,6 +289,14 @@ def return_free_memory() -> None:
     trim = getattr(_libc(), "malloc_trim", None)  # glibc's; musl has none
     if trim is not None:
         trim(0)
+
+
+def leave_no_core_file() -> None:
+    """Leave no core file if this process or a child crashes: it has environments of jobs.
+
+    The hard limit stays, so a job can raise its limit.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def become_subreaper() -> None:
