@@ -77,9 +77,9 @@ def _ring(rank: int, forth: tuple, back: tuple, *, encrypted: bool) -> TcpRing:
 def steps(rounds: int, count: int) -> list[Figure]:
     """Time the steps of elastic runs."""
     taken_s: dict[str, list[float]] = {"0": [], "1": []}
-    for _ in range(rounds):
-        for encrypt, found in taken_s.items():
-            found.append(_step_s(encrypt, count))
+    for number in range(rounds):
+        for encrypt in ("01", "10")[number % 2]:
+            taken_s[encrypt].append(_step_s(encrypt, count))
     ratios = [sealed / plain for sealed, plain in zip(taken_s["1"], taken_s["0"], strict=True)]
     return [
         from_samples("a step of an elastic run of 2 ranks (0.8 M parameters), encrypted over plain", ratios, "x"),
