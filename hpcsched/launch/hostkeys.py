@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from hpcsched.errors import ConfigError
 from hpcsched.launch.pipe import LinkError
+from hpcsched.store.sealing import private_opener
 
 # Filters over the algorithms of the installed paramiko: names that it does not know have no effect.
 DISABLED_ALGORITHMS = {
@@ -170,10 +171,15 @@ def certificate_of(public_key: str, authority: Path, key_id: str, now_s: float, 
 
     `authority` is the private key that signs. Raises OSError or ValueError.
     """
-    ca = serialization.load_ssh_private_key(authority.read_bytes(), None)
+    with open(authority, "rb", opener=private_opener) as file:
+        private = file.read()
+    try:
+        ca = serialization.load_ssh_private_key(private, None)
+    except TypeError as error:  # it has a passphrase
+        raise ValueError(str(error)) from None
     subject = serialization.load_ssh_public_key(public_key.encode())
-    assert isinstance(ca, Ed25519PrivateKey)
-    assert isinstance(subject, Ed25519PublicKey)
+    if not isinstance(ca, Ed25519PrivateKey) or not isinstance(subject, Ed25519PublicKey):
+        raise ValueError("both keys must be Ed25519 keys")
     builder = serialization.SSHCertificateBuilder().public_key(subject).serial(int(now_s))
     builder = builder.type(serialization.SSHCertificateType.USER).key_id(key_id.encode())
     builder = builder.valid_principals([PRINCIPAL.encode()])

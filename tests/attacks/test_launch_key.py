@@ -177,6 +177,44 @@ def test_hpcsched_ca_signs_the_launch_key(tmp_path: Path) -> None:
         assert "Extensions: (none)" in shown.stdout
 
 
+def test_c6_an_authority_that_others_can_read_or_that_is_no_key_of_ours_signs_nothing(tmp_path: Path) -> None:
+    authority = tmp_path / "ca"
+    make_key(authority, "authority")
+    public = make_key(tmp_path / "launch", "launch key")
+    assert certificate_of(public, authority, "lab", time.time())
+    authority.chmod(0o644)
+    with pytest.raises(PermissionError, match="other users can read or write it; run: chmod 600"):
+        certificate_of(public, authority, "lab", time.time())
+    other = tmp_path / "rsa"
+    rsa = paramiko.RSAKey.generate(2048)
+    rsa.write_private_key_file(str(other), password="secret")
+    other.chmod(0o600)
+    with pytest.raises(ValueError):
+        certificate_of(public, other, "lab", time.time())
+    with pytest.raises(ValueError, match="Ed25519"):
+        certificate_of(f"ssh-rsa {rsa.get_base64()}", make_private(authority), "lab", time.time())
+
+
+def make_private(path: Path) -> Path:
+    path.chmod(0o600)
+    return path
+
+
+def test_hpcsched_ca_says_what_is_missing(tmp_path: Path) -> None:
+    env = {**os.environ, "HPCSCHED_CONFIG": str(tmp_path / "etc")}
+    hpcsched = str(Path(sys.executable).parent / "hpcsched")
+
+    def said(*words: str) -> str:
+        return subprocess.run([hpcsched, *words], capture_output=True, text=True, env=env).stderr
+
+    assert said("init") == ""
+    assert "ca_ed25519 is not there; make it: hpcsched ca init" in said("ca", "sign")
+    assert said("ca", "init") == ""
+    public = tmp_path / "etc" / "id_ed25519.pub"
+    public.rename(public.with_name("moved"))
+    assert f"{public} is not there; make it: ssh-keygen -y -f {public.with_suffix('')} > {public}" in said("ca", "sign")
+
+
 def test_a_newer_agent_gets_there_through_the_line(cluster: Restricted, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(cluster.config_dir)
     (spec,) = config.nodes

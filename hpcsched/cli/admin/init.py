@@ -143,10 +143,12 @@ def ca_sign() -> None:
     try:
         text = public.read_text(encoding="utf-8").strip()
         signed = certificate_of(text, authority, f"hpcsched:{config.name}", time.time())
+    except FileNotFoundError as error:
+        missing = Path(error.filename or authority)
+        remedy = "hpcsched ca init" if missing == authority else f"ssh-keygen -y -f {config.launch_key} > {public}"
+        raise ConfigError(f"cannot sign the launch key: {missing} is not there; make it: {remedy}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot sign {public} with {authority}: {error}; make the authority: hpcsched ca init"
-        ) from None
+        raise ConfigError(f"cannot sign {public} with {authority}: {error}") from None
     write_file(config.launch_key.with_name(f"{config.launch_key.name}-cert.pub"), signed + "\n")
 
 
