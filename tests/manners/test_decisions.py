@@ -26,6 +26,7 @@ REFUSES = {
     "controller/views/backend.py:snapshot",  # reach() says that a part of it is hidden
     "controller/views/routes.py",  # scopes of tokens (auth.tokens says which); what cannot be asked from a job
     "controller/credentials.py:identify",
+    "controller/credentials.py:finish_login",  # the account that a login names
     "controller/requests/submission.py:check_account",  # allow_uid_below
     "controller/requests/reservations.py:check_use",  # the reservation's users and accounts, as Slurm
     "controller/requests/triggers.py:create",  # an account that the controller cannot become
