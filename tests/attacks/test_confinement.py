@@ -607,7 +607,6 @@ def _shared_kib() -> int:
 def test_b9_no_shared_memory_or_message_queue_stays_while_another_job_runs(node: NodeUnderTest, work: Path) -> None:
     """Also: the steps of a job share System V objects, and another job does not see them."""
     key = 0x10000000 + os.getpid()
-    before_kib = _shared_kib()
     controller = Controller(node)
     fields = {"confine": share(mem_mib=300), "work_dir": str(work), "user": ACCOUNT}
     script = IPC % key + "head -c 64M /dev/zero > /dev/shm/x; touch made; sleep 600"
@@ -621,10 +620,10 @@ def test_b9_no_shared_memory_or_message_queue_stays_while_another_job_runs(node:
     assert (work / "mine").read_text().count(":1") == 3
     wait_until(lambda: (work / "other").read_text().count(":0") == 3, what="the other job")
     assert _ipc_objects(key) == []
-    assert _shared_kib() > before_kib + (100 << 10)
+    highest_kib = _shared_kib()
     controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
     controller.final(token)
-    wait_until(lambda: _shared_kib() < before_kib + (40 << 10), what="the end of the shared memory")
+    wait_until(lambda: _shared_kib() < highest_kib - (90 << 10), what="the end of the shared memory")
     controller.send(protocol.EndJob(INCARNATION, 2, 0, 0.0))
     controller.final(other)
 
@@ -633,6 +632,9 @@ def test_e4_a_node_says_what_it_cannot_enforce(place: Path) -> None:
     """As root and as a plain user: the agent's facts have a reason for each thing that it cannot do."""
     with running_node(place / "plain", user="nobody" if AS_ROOT else "") as node:
         facts = {word: (can, why) for word, can, why in Controller(node).welcome.facts["abilities"]}
+        run(node, place / "work", "echo $HPCSCHED_NOT_ENFORCED", user="")
+    shown = said(place / "work").strip().split(",")
+    assert set(shown) == {word for word in (*EVERYTHING, "memory", "hugepages") if not facts[word][0]}
     assert facts["shm"] == (False, "the agent is not root")
     assert set(facts) >= {*EVERYTHING, "memory", "kill", "logins"}
     assert all(can or why for can, why in facts.values())
@@ -688,6 +690,31 @@ def test_b9_a_killed_agent_s_sandboxes_stay_with_their_jobs(node: NodeUnderTest,
     wait_until(lambda: not cgroup.jobs(tree), what="the removal of the job's groups")
 
 
+@needs("shm")
+@pytest.mark.parametrize("killed", ["shepherd", "agent", "both"])
+def test_b9_nothing_stays_if_a_part_of_the_node_is_killed(node: NodeUnderTest, work: Path, killed: str) -> None:
+    key = 0x20000000 + os.getpid()
+    controller = Controller(node)
+    script = IPC % key + "head -c 64M /dev/zero > /dev/shm/x; touch /tmp/x made; sleep 600"
+    token = controller.launch(script, confine=share(mem_mib=300), work_dir=str(work), user=ACCOUNT)
+    wait_until((work / "made").exists, what="the objects")
+    highest_kib = _shared_kib()
+    if killed in ("agent", "both"):
+        node.kill()
+    if killed in ("shepherd", "both"):
+        os.kill(node.shepherds()[token], signal.SIGKILL)
+    if killed in ("agent", "both"):
+        node.start()
+        controller = Controller(node, epoch=2)
+    controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+    wait_until(lambda: _shared_kib() < highest_kib - (90 << 10), what="the end of the shared memory")
+    wait_until(lambda: not list((node.root / "tmp").glob("*")), what="the removal of the job's /tmp")
+    assert _ipc_objects(key) == []
+    wait_until(
+        lambda: not cgroup.jobs(confinement.survey(str(node.root), "n1", _boot_id(node)).tree), what="the groups"
+    )
+
+
 @needs("cpus")
 def test_e4_jobs_together_have_the_weight_of_the_cpus_of_the_node(node: NodeUnderTest, work: Path) -> None:
     """Else a busy process outside of jobs would take a cpu of a large node from the job that has it."""
@@ -702,6 +729,15 @@ def test_e4_jobs_together_have_the_weight_of_the_cpus_of_the_node(node: NodeUnde
     assert int((group / f"job-{_sandbox(node)}" / name).read_text()) == weights[name]
     controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
     controller.final(token)
+
+
+def test_e4_a_job_is_told_what_its_node_cannot_enforce(node: NodeUnderTest, work: Path) -> None:
+    """And the variable of another job, say of the one that submitted it, is not kept."""
+    able = {word for word, can, _ in Controller(node).welcome.facts["abilities"] if can}
+    env = {"PATH": "/usr/bin:/bin", "HPCSCHED_NOT_ENFORCED": "everything"}
+    run(node, work, "echo ${HPCSCHED_NOT_ENFORCED-nothing}", env=env, confine=share(words=["shm", "proc"]))
+    missing = {"shm", "proc", "memory", "hugepages"} - able
+    assert set(said(work).strip().split(",")) == (missing or {"nothing"})
 
 
 @needs("cpus")

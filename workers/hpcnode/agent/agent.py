@@ -98,6 +98,7 @@ class Agent:
             node=node,
             socket_path=self._socket_path,
             has_gpus=environment.node_has_gpus(),
+            cannot=[word for word, can, _ in confinement.abilities(self._ground) if not can],
         )
         self._sandboxes = confinement.Sandboxes(self._loop, self._ground)
         self._shepherds = ShepherdPool(self._loop, setting, MpiVariables(root, log), self._sandboxes)

@@ -21,6 +21,7 @@ class Setting(NamedTuple):
     node: str
     socket_path: str
     has_gpus: bool
+    cannot: Sequence[str] = ()  # words of `confinement.abilities` that this node cannot enforce
 
 
 class Own(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Dict, List, Mapping
+from typing import Dict, List, Mapping, Sequence
 
 from hpcnode import paths
 from hpcnode.os import rlimits
@@ -21,6 +21,8 @@ from hpcnode.wire import gate, protocol
 
 SOCKET = "HPCSCHED_SOCKET"
 GPU_DEVICES = "HPCSCHED_GPU_DEVICES"  # names of the launch's GPUs for CUDA, if they are not their indices
+NOT_ENFORCED = "HPCSCHED_NOT_ENFORCED"  # what this node cannot keep the job to, with commas; not set if nothing
+ALWAYS = ("memory", "hugepages")  # what a node keeps every job to, if it can
 GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # number of the launch's GPUs for each task, in order
 AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # the agent of the job that a process belongs to
 ALLOCATION_FILE = "HPCSCHED_ALLOCATION_FILE"
@@ -33,7 +35,13 @@ DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def step_environment(
-    launch: protocol.Launch, account: UserAccount, *, root: str, socket_path: str, has_gpus: bool
+    launch: protocol.Launch,
+    account: UserAccount,
+    *,
+    root: str,
+    socket_path: str,
+    has_gpus: bool,
+    cannot: Sequence[str] = (),
 ) -> Dict[str, str]:
     """Return the variables that all tasks of the step share."""
     env = dict(launch.env)
@@ -49,6 +57,9 @@ def step_environment(
     incarnation = launch.token.partition(".")[0]
     env[ALLOCATION_FILE] = allocation_path(root, incarnation, launch.job_id, launch.attempt)
     env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
+    env.pop(NOT_ENFORCED, None)
+    if missing := [word for word in cannot if word in ALWAYS or word in launch.confine.words]:
+        env[NOT_ENFORCED] = ",".join(missing)
     if launch.gpus or has_gpus:
         env[visible_devices()] = ",".join(_devices(launch))
     return env

@@ -165,7 +165,12 @@ class Shepherd:
     def _fork_tasks(self) -> None:
         launch, job, setting = self.launch, self.job, self.setting
         shared = environment.step_environment(
-            launch, job.account, root=setting.spool.root, socket_path=setting.socket_path, has_gpus=setting.has_gpus
+            launch,
+            job.account,
+            root=setting.spool.root,
+            socket_path=setting.socket_path,
+            has_gpus=setting.has_gpus,
+            cannot=setting.cannot,
         )
         if not self._is_helped:
             shared.update(job.environment)
