@@ -9,7 +9,8 @@
 # make checkpoint-rounds  checkpoints on a share like NFS: in each of ROUNDS=1000 rounds requests fail and writers die (SEED=1)
 # make elastic-rounds  a rank of an elastic run is killed in each exchange that the run has, once
 # make fuzz    random requests at all sockets, and a hostile node, for MINUTES=60 or until something is found (SEED=1)
-# make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
+# make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine; 10,000 requests
+#              that schemathesis makes of the description of the REST API
 # make lint    style, architecture, types, and the links of the documentation
 # make docs    the documentation as a site, in site/
 # make clean   remove what make made
@@ -63,6 +64,7 @@ check: venv lint
 		tests/unit tests/property tests/manners tests/golden
 
 compat: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PLAIN_PATHS) -e '.[compat]'
 	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 600 tests/compat
 
 bench: venv

@@ -1013,6 +1013,10 @@ def _token(rest: Sequence[str], words: Words) -> int:
     if verb == "create":
         body |= _new_token(words)
     elif verb == "revoke":
+        if not operands and not body:
+            raise UsageError(
+                "cannot tell which tokens to revoke: hctl token revoke ID..., or --user=NAME for all of a user"
+            )
         body["ids"] = [one for operand in operands for one in split_list(operand)]
     answer = client.call("POST", f"/v1/tokens/{verb}", body)
     if words.has("json"):

@@ -32,6 +32,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from hpcnode.wire.connection_limits import Rates
+from hpcsched.auth.tokens import HEAD_ONLY
 from hpcsched.config.load import GatewaySettings
 from hpcsched.errors import ConfigError, report_fault
 from hpcsched.gateway.routes import MAX_BODY_BYTES, PREFIX, ApiRoute, Routing, openapi, why_bad_query
@@ -246,6 +247,8 @@ class GatewayApp:
                     f"cannot {request.method} {raw[:200]!r}: it has {', '.join(found)}",
                     {"allow": ", ".join(sorted(found))},
                 )
+            if "/v1" + raw[len(PREFIX) :] in HEAD_ONLY:
+                raise ProblemError(403, f"cannot {request.method} {raw[:200]!r}: it is done on the head only")
             raise ProblemError(404, f"cannot find {raw[:200]!r}: see {PREFIX}/openapi.json")
         route, path = found
         pairs = _query_of(request)
