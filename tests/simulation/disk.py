@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from hpcnode import lease, spool
+from hpcnode import lease, paths, spool
 from hpcnode.os import durable
 
 ROOT = "/sim/"
@@ -237,6 +237,16 @@ class SimOs:
         file.data[offset : offset + len(data)] = data
         return len(data)
 
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        file = self._open[fd][1]
+        assert isinstance(file, File)
+        return bytes(file.data[offset : offset + length])
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        _disk, file, _name = self._open[fd]
+        assert isinstance(file, File)
+        del file.data[length:]
+
     def fsync(self, fd: int) -> None:
         disk, node, name = self._open[fd]
         disk.at("fsync", name)
@@ -287,6 +297,13 @@ class SimOs:
             raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
         del disk.folder(parts[:-1]).names[parts[-1]]
 
+    def remove_tree(self, path: str) -> None:
+        """As `paths.remove_tree`: a directory with files, which need not exist."""
+        with contextlib.suppress(OSError):
+            for name in self.listdir(path):
+                self.unlink(f"{path}/{name}")
+            self.rmdir(path)
+
     def read(self, path: str, mode: str = "r", **_options: Any) -> Any:
         """`open` of a file to be read as a whole."""
         disk, parts = self.split(path)
@@ -306,8 +323,10 @@ def simulated_disks() -> Iterator[SimOs]:
         for module in modules:
             module.os = system
             module.open = system.read
+        spool.remove_tree = system.remove_tree
         yield system
     finally:
         for module in modules:
             module.os = os
             del module.open
+        spool.remove_tree = paths.remove_tree
