@@ -91,6 +91,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.skipif(not AS_ROOT, reason="needs to run as root: it acts as another account")
 def test_e4_a_user_who_locks_the_directories_of_groups_delays_no_job(node: NodeUnderTest, work: Path) -> None:
     """Whoever may open a file, even to read it, can lock it: flock(2)."""
     roots = confinement.survey(str(node.root), "n1", _boot_id(node)).tree.roots()
@@ -407,6 +408,38 @@ def test_a_job_with_some_failed_forks_is_not_ended(node: NodeUnderTest, work: Pa
     ended = run(node, work, tries + "sleep 1; echo done", confine=share(max_processes=10))
     assert ended.codes == [0]
     assert said(work) == "done\n"
+
+
+FORGE = """
+for name in pid job.pid agent.pid started final lock; do
+    echo VICTIM > $name
+done
+if [ "$(id -u)" != AGENT ]; then
+    for entry in "$HPCSCHED_AGENT_ROOT"/spool/*; do
+        echo '{"shepherd": [VICTIM, 0], "tasks": [[VICTIM, 0]]}' > "$entry/started"
+    done
+    echo VICTIM > "$HPCSCHED_AGENT_ROOT/agent.pid"
+fi
+touch made
+sleep 600
+"""
+
+
+def test_b11_process_numbers_that_a_job_writes_end_no_process(node: NodeUnderTest, work: Path) -> None:
+    """An agent of a plain user has jobs of that user alone, who may end the own processes anyway."""
+    with subprocess.Popen(["sleep", "600"]) as victim:
+        controller = Controller(node)
+        script = FORGE.replace("VICTIM", str(victim.pid)).replace("AGENT", str(os.geteuid()))
+        token = controller.launch(script, work_dir=str(work), user=ACCOUNT)
+        wait_until((work / "made").exists, what="the job")
+        node.kill()
+        node.start()
+        controller = Controller(node, epoch=2)
+        controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+        ended = controller.final(token)
+        assert ended.signals != [] or ended.status == protocol.ENDED
+        assert victim.poll() is None
+        victim.kill()
 
 
 DETACH = """python3 - <<'X'

@@ -358,3 +358,24 @@ def test_d6_a_foreign_a_newer_and_a_damaged_file_are_refused(tmp_path: Path) -> 
     damaged.write_bytes(b"not a database at all" * 100)
     with pytest.raises(ConfigError, match="restore it from a backup"):
         open_database(damaged)
+
+
+def test_d6_a_database_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.db"
+    create_database(whole)
+    with sqlite3.connect(whole) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+    content = whole.read_bytes()
+    taken = []
+    for size in range(
+        0, len(content.rstrip(b"\0")), 512
+    ):  # the last page may end with zeros: nothing is lost with them
+        cut = tmp_path / f"{size}.db"
+        cut.write_bytes(content[:size])
+        try:
+            open_database(cut)
+            taken.append(size)
+        except ConfigError:
+            pass
+    assert len(content) > 50 * 512
+    assert taken == []
