@@ -41,6 +41,7 @@ settings.load_profile("suite")
 # Files that take longest, by their seconds on two processors: `make test` gives whole files to its workers, and one that begins
 # last would leave the other worker with nothing to do. Those that wait and those that compute take turns.
 LONGEST = (
+    "attacks/test_as_plain_user.py",
     "integration/test_kill_controller.py",
     "simulation/test_stories.py",
     "e2e/test_demo.py",

@@ -21,7 +21,7 @@ from hpcnode.wire import protocol
 from tests.attacks.fuzz import Campaign, Finding, _Http
 
 SEED = 20_260
-REQUESTS = 8_000
+REQUESTS = int(os.environ.get("HPCSCHED_TEST_FUZZ_REQUESTS", "8000"))
 LONG = "9" * 5000
 
 
