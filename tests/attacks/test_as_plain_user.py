@@ -23,7 +23,7 @@ PURE = ("test_input_bounds.py", "test_ssh_algorithms.py", "test_table.py", "test
 # It reads the controller's descriptors, which the kernel shows to root alone.
 OF_ROOT = ("test_gateway.py::test_a13_the_controller_listens_on_no_network_address",)
 _SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.M)
-_REASON = re.compile(r"root|several accounts|cannot enforce|NOT TESTED")
+_REASON = re.compile(r"root|several accounts|cannot enforce|NOT TESTED|could not import")
 
 
 @pytest.fixture
