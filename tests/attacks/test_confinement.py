@@ -702,6 +702,18 @@ def test_b9_a_job_finds_nothing_of_the_job_that_had_its_sandbox_before(node: Nod
 
 
 @needs("cpus")
+def test_a_sandbox_whose_groups_somebody_removed_is_made_anew(node: NodeUnderTest, work: Path) -> None:
+    """Another agent does that if nothing ran in them for an hour."""
+    run(node, work, "true", confine=share(cpus=0))
+    tree = confinement.survey(str(node.root), "n1", _boot_id(node)).tree
+    for name in cgroup.jobs(tree):
+        assert cgroup.remove_job(tree, name)
+    controller = Controller(node)
+    fields = {"confine": share(cpus=0), "work_dir": str(work), "user": ACCOUNT}
+    assert controller.final(controller.launch("true", token=new_token(job=2), **fields)).codes == [0]
+
+
+@needs("cpus")
 def test_b9_a_killed_agent_s_sandboxes_stay_with_their_jobs(node: NodeUnderTest, work: Path) -> None:
     """The next agent removes the sandboxes of jobs that are over, and keeps those of jobs that run."""
     controller = Controller(node)

@@ -351,6 +351,12 @@ def groups_of(tree: Tree, job: str, controllers: Iterable[str]) -> List[str]:
     return [os.path.join(root, JOB_PREFIX + job) for root, _, _ in _roots_with(tree, controllers)]
 
 
+def check_is_there(tree: Tree, job: str, controllers: Iterable[str]) -> None:
+    """Check that the groups of a job have not been removed. Raises OSError."""
+    for group in groups_of(tree, job, controllers)[:1]:
+        os.stat(group)
+
+
 def controllers_of(tree: Tree, job: str) -> Tuple[str, ...]:
     """Return the controllers that a job's groups have."""
     return tuple(name for name, root in tree.controllers.items() if os.path.isdir(os.path.join(root, JOB_PREFIX + job)))

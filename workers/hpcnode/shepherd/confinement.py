@@ -261,10 +261,11 @@ class Sandboxes:
             if sandbox.kind == kind:
                 self._idle.remove(sandbox)
                 try:
+                    cgroup.check_is_there(self._ground.tree, sandbox.name, kind.controllers)
                     self._change(sandbox, limits)
                     mounts.renew(sandbox.cover)
                     return sandbox
-                except OSError:  # somebody took its groups away
+                except OSError:  # somebody took its groups away: they were empty, and may have looked abandoned
                     self._remove(sandbox.name)
                     break
         return self._make(kind, limits)
