@@ -701,6 +701,20 @@ def test_b9_a_job_finds_nothing_of_the_job_that_had_its_sandbox_before(node: Nod
     assert names[0] == names[1] != names[2]
 
 
+@needs("kill")
+@pytest.mark.parametrize("leave", ["exec sleep 600", "setsid sleep 600 &"], ids=["killed", "left over"])
+def test_a_job_runs_after_one_whose_processes_were_killed(node: NodeUnderTest, work: Path, leave: str) -> None:
+    """Some kernels kill every process that is born in a cgroup that was killed once."""
+    controller = Controller(node)
+    fields = {"confine": share(), "work_dir": str(work), "user": ACCOUNT}
+    token = controller.launch(f"touch made; {leave}", token=new_token(), **fields)
+    wait_until((work / "made").exists)
+    if leave.startswith("exec"):
+        controller.send(protocol.EndJob(INCARNATION, 1, 0, 0.0))
+    controller.final(token)
+    assert controller.final(controller.launch("true", token=new_token(job=2), **fields)).codes == [0]
+
+
 @needs("cpus")
 def test_a_sandbox_whose_groups_somebody_removed_is_made_anew(node: NodeUnderTest, work: Path) -> None:
     """Another agent does that if nothing ran in them for an hour."""

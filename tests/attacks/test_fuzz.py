@@ -173,10 +173,10 @@ def test_d7_the_hostile_node_is_heard_and_the_real_one_is_not_lost(campaign: Cam
 
 def test_d2_random_requests_at_all_entrances_end_nothing(campaign: Campaign) -> None:
     """Some thousands; `make fuzz` sends them for an hour."""
-    while sum(campaign.tally.requests.values()) < REQUESTS:
+    requests, entrances = campaign.tally.requests, {"api", "steps", "agent", "node"}
+    while sum(requests.values()) < REQUESTS or not entrances <= set(requests):  # the timeout of the suite ends it
         campaign.round()
     print(campaign.tally.text())
-    assert set(campaign.tally.requests) >= {"api", "steps", "agent", "node"}
     assert campaign.tally.most_rss_mib < 512
 
 

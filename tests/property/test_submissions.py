@@ -18,7 +18,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Hold, JobState
 from hpcsched.model.spec import ArraySpec
 from hpcsched.state.cluster import ClusterState
-from hpcsched.state.transaction import Transaction
+from hpcsched.state.transaction import NotedRequest, Transaction
 from hpcsched.store.engine import open_database
 from hpcsched.store.store import HistoryQuery, Store
 
@@ -106,7 +106,7 @@ def test_the_database_gives_back_what_memory_holds(steps: list[tuple[list[tuple[
     for work, end in steps:
         tx = head.change(work)
         if end == "failure":
-            tx.batch.requests = [(1, "twice", [], T0), (1, "twice", [], T0)]
+            tx.batch.requests = [NotedRequest(1, "twice", [], T0, "")] * 2
             with pytest.raises(sqlite3.IntegrityError):
                 head.store.commit(tx.batch)
         if end in ("undo", "failure"):

@@ -84,6 +84,11 @@ class Entry:
         return self.status in FINAL_STATUSES
 
     @property
+    def ended_cleanly(self) -> bool:
+        """Whether it ended without being killed: then the next job may have its sandbox."""
+        return self.status == protocol.ENDED and not (self.record.get("out_of_memory") or self.record.get("killed"))
+
+    @property
     def lease_s(self) -> float:
         """Seconds it may run without the controller; 0: no limit."""
         return self.launch.lease_s if self.launch is not None and self.launch.lease == protocol.KILL else 0.0

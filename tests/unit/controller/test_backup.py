@@ -72,7 +72,7 @@ def test_what_is_damaged_or_not_ours_is_not_restored(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database at all")
     for name, why in (
         ("damaged", "damaged|malformed"),
-        ("others", "no database of hpcsched"),
+        ("others", "not a database of hpcsched"),
         ("text", "not a database"),
     ):
         with pytest.raises(ConfigError, match=why):

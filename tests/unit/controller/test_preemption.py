@@ -103,14 +103,14 @@ def test_one_that_is_suspended_goes_on_afterwards_and_its_node_is_never_overbook
     victim = cluster.job(low)
     reason, detail, _ = why_waiting(victim, cluster.state, ROOT, cluster.now_s)
     assert in_a_sentence(victim, cluster.state, ROOT, reason, detail, cluster.now_s).startswith(
-        f"job {low} is suspended: job {high} has its cpus"
+        f"job {low} is suspended: job {high} has its CPUs"
     )
     cluster.tick()  # it was asked for by the tick that suspended it
     assert states(cluster, low, high) == ["SUSPENDED", "CONFIGURING"]
     assert [message.on for _, message in cluster.sent(protocol.SuspendJob)] == [True]
     assert node_views(cluster.state, cluster.now_s)[0]["cpus_alloc"] == 2
     refused = cluster.ask(lambda tx: jobs.resume(tx, ROOT, [str(low)]))
-    assert f"job {high} has its cpus" in refused.errors[0]["error"]
+    assert f"job {high} has its CPUs" in refused.errors[0]["error"]
     cluster.run(high)
     cluster.end(high)
     assert states(cluster, low, high) == ["RUNNING", "COMPLETED"]

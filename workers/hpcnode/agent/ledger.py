@@ -728,7 +728,7 @@ class Ledger:
             self._end_other_steps(entry)
         if self.entries.is_over(entry.key):
             steps = [each for each in self.entries.of_job(entry.key.job) if each.key.attempt == entry.key.attempt]
-            clean = all(each.status == protocol.ENDED and not each.record.get("out_of_memory") for each in steps)
+            clean = all(each.ended_cleanly for each in steps)
             self._shepherds.job_over(job_name(entry.token, entry.key.job_id, entry.key.attempt), clean)
         self._publish(entry)
         for other in self.entries.of_job(entry.key.job):

@@ -43,6 +43,11 @@ class ProcessTree:
         self.group = ""  # a cgroup that has all the processes; "": none
         self.is_empty = False  # it had processes, and has none any more
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL was sent to the tree."""
+        return self._kill_rounds > 0
+
     def terminate(self) -> None:
         """Send SIGTERM to the whole tree, once."""
         if not self._terminated:

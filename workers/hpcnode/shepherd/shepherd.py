@@ -564,6 +564,7 @@ class Shepherd:
             usage=self._usage.as_dict(),
             unexecuted=Finding.UNEXECUTED in self._findings,
             output_full=self.launch.step == protocol.BATCH and self._output_is_full(),
+            killed=self._tree.was_killed,
         )
 
     def _output_is_full(self) -> bool:

@@ -145,6 +145,7 @@ class TasksEnded(Message):
     unexecuted: bool = False
     output_full: bool = False
     node_fault: bool = False
+    killed: bool = False  # its tree was killed: some kernels kill whatever is born later in a cgroup that was
 
 
 class TaskOutput(Message):
