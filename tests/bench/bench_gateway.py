@@ -1,8 +1,6 @@
 """The gateway's speed: GETs on kept connections, alone and beside 500 half-open handshakes and slow readers.
 
-    python -m tests.bench.bench_gateway [SECONDS]
-
-Prints requests per second, p50 and p99. The client is a process of its own, on the same processors.
+The client is a process of its own, on the same processors.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-from tests.gateway_server import serving
+from tests.bench.figures import Figure  # noqa: E402
+from tests.gateway_server import serving  # noqa: E402
 
 CONNECTIONS = 8
 
@@ -55,25 +54,32 @@ def client(port: str, path: str, token: str, ca: str, for_s: str, count: str, pa
     request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
     took = asyncio.run(many(int(port), request, context, float(for_s), int(count), float(pause_s)))
     p50, p99 = (1000 * took[int(part * len(took))] for part in (0.5, 0.99))
-    print(f"{len(took) / float(for_s):8.0f}/s  p50 {p50:6.2f} ms  p99 {p99:6.2f} ms")
+    print(len(took) / float(for_s), p50, p99)
 
 
-def measure(for_s: float) -> None:
+def run(quick: bool) -> list[Figure]:
+    """Return requests per second, p50 and p99 of each load."""
+    for_s, figures = 3.0 if quick else 10.0, []
     with serving(connections_per_address=1000) as served:
         spec = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp", "hold": True}
         assert served.ask("POST", "/api/v1/submit", {"jobs": [spec] * 10})[0] == 200
 
-        def run(label: str, path: str, count: int, pause_s: float = 0.0) -> None:
+        def ask(label: str, path: str, count: int, pause_s: float = 0.0) -> None:
             words = [served.port, path, served.token, served.base / "gateway.crt", for_s, count, pause_s]
             done = subprocess.run(
                 [sys.executable, __file__, *map(str, words)], capture_output=True, text=True, check=True
             )
-            print(f"{label:44}{done.stdout}", end="", flush=True)
+            per_s, p50, p99 = map(float, done.stdout.split())
+            figures.append(
+                Figure(name=f"{label}: requests", value=per_s, unit="/s", bar=">= 1,000 /s" if count > 1 else "")
+            )
+            figures.append(Figure(name=f"{label}: p50", value=p50, unit="ms", bar="<= 5 ms"))
+            figures.append(Figure(name=f"{label}: p99", value=p99, unit="ms"))
 
-        run("GET /ping, 1 connection, 100/s", "/api/v1/ping", 1, 0.01)
-        run("GET /job/1, 1 connection, 100/s", "/api/v1/job/1", 1, 0.01)
-        run(f"GET /ping, {CONNECTIONS} connections", "/api/v1/ping", CONNECTIONS)
-        run(f"GET /job/1, {CONNECTIONS} connections", "/api/v1/job/1", CONNECTIONS)
+        ask("GET /ping, 1 connection, 100/s", "/api/v1/ping", 1, 0.01)
+        ask("GET /job/1, 1 connection, 100/s", "/api/v1/job/1", 1, 0.01)
+        ask(f"GET /ping, {CONNECTIONS} connections", "/api/v1/ping", CONNECTIONS)
+        ask(f"GET /job/1, {CONNECTIONS} connections", "/api/v1/job/1", CONNECTIONS)
         with ExitStack() as stack:
             for number in range(500):
                 sock = stack.enter_context(socket.socket())
@@ -87,11 +93,9 @@ def measure(for_s: float) -> None:
                 reader = stack.enter_context(slow.wrap_socket(raw, server_hostname="localhost"))
                 asked = f"GET /api/v1/openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.token}\r\n\r\n"
                 reader.sendall(asked.encode() * 5)
-            run("the same at 100/s, 500 half-open, 50 slow", "/api/v1/ping", 1, 0.01)
+            ask("the same at 100/s, 500 half-open, 50 slow", "/api/v1/ping", 1, 0.01)
+    return figures
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        client(*sys.argv[1:])
-    else:
-        measure(float(sys.argv[1]) if len(sys.argv) > 1 else 5.0)
+    client(*sys.argv[1:])
