@@ -448,6 +448,17 @@ class Probe(Message):
     link_port: int = 0
 
 
+class SampleEvery(Message):
+    """Send a Sample each `interval_s`, 0: none.
+
+    `mounts`: directories whose file systems are looked at, besides those of the agent and /tmp. `jobs`: with rows of jobs.
+    """
+
+    interval_s: float
+    mounts: List[str] = fresh(list)
+    jobs: bool = True
+
+
 class ReadFile(Message):
     """Read up to `limit` bytes of `path` from `offset` as `user`.
 
@@ -603,6 +614,20 @@ class Condition(Message):
     why: str
 
 
+class Sample(Message):
+    """What the node and its jobs use now: best effort, neither repeated nor stored.
+
+    `columns` names the `values`, and `job_columns` those of each row of `jobs` after its job and attempt. Both are sent with
+    the first sample of a connection, and again when they change. None: it could not be read. Counters never start again
+    until the node does.
+    """
+
+    values: List[Any]
+    jobs: List[List[Any]] = fresh(list)
+    columns: List[str] = fresh(list)
+    job_columns: List[str] = fresh(list)
+
+
 class JobGone(Message):
     """Nothing of the job up to `attempt` (and its `stay`) is left on this node."""
 
@@ -686,9 +711,9 @@ class Pong(Message):
 
 _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
-    Probe, ReadFile, CompareProbe, Input, WatchOutput, OutputAck, ToStream, CloseStream,
-    Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, ProbeCompared, Output, InputAck, FromStream, Pong,
-    StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress, Failure,
+    Probe, SampleEvery, ReadFile, CompareProbe, Input, WatchOutput, OutputAck, ToStream, CloseStream,
+    Ping, Welcome, Goodbye, Report, Condition, Sample, JobGone, Facts, FileData, ProbeCompared, Output, InputAck, FromStream,
+    Pong, StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress, Failure,
     ApiRequest, ApiAnswer,
 )  # fmt: skip
 # Messages whose texts are for people; what is not UTF-8 in them is a file name.
