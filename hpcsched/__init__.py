@@ -4,8 +4,7 @@ Follow one job through the code:
 
 1. ``hsub job.sh``           cli/thin.c (or cli/thin.py) sends words, script and environment to the controller
 2. they become a job         api/web.py and api/identity.py (who asks), controller/views/routes.py, api/command.py;
-                             commands/submit.py reads the options by jobscript/build.py and jobscript/script.py;
-                             jobscript/check.py
+                             commands/submit.py reads the options by jobscript/script.py; jobscript/build.py
 3. it becomes an event       controller/views/backend.py puts it into a tick, controller/tick.py;
                              controller/requests/submission.py
 4. the event changes the job lifecycle/job.py, the only table of what may become what; state/transaction.py

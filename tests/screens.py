@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hpcsched.cli.admin.screen import ClusterScreen, LossPoint, QueuedJob, SavedCheckpoint, StoryLine, TrainingRun
+from hpcsched.cli.admin.top import ClusterScreen, LossPoint, QueuedJob, SavedCheckpoint, StoryLine, TrainingRun
 
 
 def node(name: str, **values: Any) -> dict[str, Any]:

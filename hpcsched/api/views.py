@@ -18,8 +18,18 @@ from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Reach, allows, r
 from hpcsched.config.load import natural_order
 from hpcsched.jobscript.patterns import JobFiles, job_files
 from hpcsched.jobscript.values import terms_text
-from hpcsched.lifecycle.clocks import cut_at_s, limit_at_s, ran_s, suspended_s
-from hpcsched.lifecycle.job import OUTPUT_FULL, can_do_without, is_gathered, lease_end_s, refusal_words, unclaimed_nodes
+from hpcsched.lifecycle.job import (
+    OUTPUT_FULL,
+    can_do_without,
+    cut_at_s,
+    is_gathered,
+    lease_end_s,
+    limit_at_s,
+    ran_s,
+    refusal_words,
+    suspended_s,
+    unclaimed_nodes,
+)
 from hpcsched.listing.jobs import SPECIAL_EXIT, shown_state
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName

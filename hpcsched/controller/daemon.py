@@ -35,7 +35,7 @@ from hpcsched.controller.tick import RETRY_S, Controller
 from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.errors import ConfigError, InvariantError, UnavailableError, report_fault
 from hpcsched.launch.bundle import build_bundle
-from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.launch.link import ControllerIdentity
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node
 from hpcsched.model.trigger import Trigger

@@ -10,8 +10,7 @@ from hpcnode.os import rlimits
 from hpcnode.wire import protocol
 from hpcsched import paths
 from hpcsched.jobscript.patterns import job_file_patterns
-from hpcsched.lifecycle.clocks import cut_at_s
-from hpcsched.lifecycle.job import Effect, EffectKind
+from hpcsched.lifecycle.job import Effect, EffectKind, cut_at_s
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, LaunchToken, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of

@@ -13,8 +13,8 @@ from functools import partial
 
 from hpcsched.controller.preemption import exempt_until_s, unanswered_at_s
 from hpcsched.controller.requests import reservations
-from hpcsched.lifecycle.clocks import cut_at_s, limit_at_s
 from hpcsched.lifecycle.events import ClockStepped, EndRequested
+from hpcsched.lifecycle.job import cut_at_s, limit_at_s
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.model.units import format_time_s
 from hpcsched.sched.policy import Policy

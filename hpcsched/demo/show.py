@@ -27,17 +27,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hpcsched.cli.admin.screen import (
+from hpcsched.cli.admin.top import (
+    ClusterReader,
     ClusterScreen,
     SavedCheckpoint,
     StoryLine,
     TrainingRun,
     clock,
+    is_live,
     picture,
     size_text,
     story_text,
 )
-from hpcsched.cli.admin.top import ClusterReader, is_live
 from hpcsched.demo.keeper import ClusterKeeper, Server, demo_cluster, stop_kept
 from hpcsched.demo.story import OUT_DIR, TRAIN_NAME, Story, StoryPlan, StoryResult, read_end, training_options
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError

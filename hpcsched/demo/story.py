@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hpcsched.cli.admin.screen import ClusterScreen, StoryLine, TrainingRun
+from hpcsched.cli.admin.top import ClusterScreen, StoryLine, TrainingRun
 from hpcsched.errors import UnavailableError
 from hpcsched.listing.jobs import ACTIVE_STATES
 from hpcsched.loopback.cluster import LocalCluster

@@ -1,7 +1,7 @@
 """Connections to nodes: the open channel to each agent, and what is copied there first.
 
-The controller calls `make_link`. Modules: link (the event loop's view); greeting (first messages);
-bundle, bootstrap (files copied to the node); ssh, sshconfig, hostkeys (over a network); pipe (also on
+The controller calls `make_link`. Modules: link (the event loop's view, first messages); bundle,
+bootstrap (files copied to the node); ssh, sshconfig, hostkeys (over a network); pipe (also on
 this machine).
 """
 
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpcsched.config.load import Config
     from hpcsched.launch.bundle import Bundle
-    from hpcsched.launch.greeting import ControllerIdentity
-    from hpcsched.launch.link import LinkEvents, NodeLink
+    from hpcsched.launch.link import ControllerIdentity, LinkEvents, NodeLink
     from hpcsched.launch.pipe import Abort, Dial, LinkProgress, Pipe
     from hpcsched.launch.sshconfig import SshSettings
     from hpcsched.model.node import NodeSpec

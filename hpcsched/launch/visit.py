@@ -22,7 +22,7 @@ from hpcnode.wire import protocol
 from hpcnode.wire.protocol import PROBE_BYTES, PROBE_PREFIX, CompareProbe
 from hpcsched.errors import UnavailableError
 from hpcsched.launch.bundle import Bundle
-from hpcsched.launch.greeting import RECEIVE_BYTES, ControllerIdentity, Greeting, greet
+from hpcsched.launch.link import RECEIVE_BYTES, ControllerIdentity, Greeting, greet
 from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec

@@ -69,7 +69,7 @@ class JobSpec:
     work_dir: str
     script_args: tuple[str, ...] = ()
     script_path: str = ""  # where the script was read, on the submitter's machine; empty: it was not in a file
-    # Of a job in the queue: `script` is empty, and its text is in the database under this hash. See `hpcsched.state.scripts`.
+    # Of a job in the queue: `script` is empty, and its text is in the database under this hash. See `hpcsched.state.cluster`.
     script_sha256: str = ""
     script_bytes: int = 0
     env: tuple[tuple[str, str], ...] = ()  # the part of the submitter's environment that the job inherits

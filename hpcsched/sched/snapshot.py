@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hpcsched.errors import ProtocolError
-from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
+from hpcsched.lifecycle.job import cut_at_s, suspended_s
 from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.codec import value_from_json, value_to_json
 from hpcsched.model.ids import JobId, NodeName

@@ -27,8 +27,7 @@ from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.fairshare import UsedResources, at, charge_of, plus, weights_of
-from hpcsched.state.cluster import ClusterState
-from hpcsched.state.scripts import set_apart
+from hpcsched.state.cluster import ClusterState, set_apart
 
 SHOWN_DIFFERENCES = 20  # objects of one request in the audit log
 _NOT_LOGGED = frozenset(

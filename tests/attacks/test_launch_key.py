@@ -19,8 +19,8 @@ from hpcsched.config.load import load_config
 from hpcsched.launch import bundle as bundles
 from hpcsched.launch import dial_for
 from hpcsched.launch.bundle import authorized_line, build_bundle
-from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.hostkeys import CERTIFICATE_S, PRINCIPAL, certificate_of, make_key
+from hpcsched.launch.link import ControllerIdentity
 from hpcsched.launch.visit import visit
 from hpcsched.loopback.cluster import LocalCluster, LoopbackNode, why_no_sshd
 

@@ -23,7 +23,7 @@ from hpcnode.wire import protocol
 from hpcsched.config.load import load_config
 from hpcsched.launch import dial_for
 from hpcsched.launch.bundle import build_bundle
-from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.launch.link import ControllerIdentity
 from hpcsched.launch.visit import asking
 from hpcsched.loopback.cluster import LoopbackNodes, start_nodes
 from hpcsched.model.ids import LaunchToken

@@ -13,8 +13,7 @@ from waiting import PATIENCE_S
 
 from hpcnode.wire import protocol
 from hpcsched.launch.bundle import Bundle
-from hpcsched.launch.greeting import ControllerIdentity
-from hpcsched.launch.link import LinkTimes, NodeLink
+from hpcsched.launch.link import ControllerIdentity, LinkTimes, NodeLink
 from hpcsched.launch.pipe import Dial, local_dial
 from hpcsched.launch.ssh import ssh_dial
 from hpcsched.launch.sshconfig import SshSettings

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "hpcsched"
 CORE = sorted(
     path for part in ("api", "controller", "lifecycle", "sched", "store") for path in (ROOT / part).rglob("*.py")
 )
-WITH_TEXT = {"store/scripts.py", "store/store.py"}  # where it is set apart, and read again
+WITH_TEXT = {"store/store.py"}
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.build import build_spec
-from hpcsched.jobscript.check import check_spec
+from hpcsched.jobscript.build import build_spec, check_spec
 from hpcsched.jobscript.options import ALL_OPTIONS, environment_options, merge_layers, parse_command_line
 from hpcsched.jobscript.script import read_script, split_directive
 from hpcsched.model.codec import spec_from_json, spec_to_json

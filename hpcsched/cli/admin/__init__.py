@@ -19,7 +19,7 @@ COMMANDS = {
     "init": ("hpcsched.cli.admin.init:init", "Create a cluster's configuration, database and launch key."),
     "key": ("hpcsched.cli.admin.init:key", "Print the line for the nodes' authorized_keys."),
     "ca": ("hpcsched.cli.admin.init:ca", "Let the launch key in with certificates of ten minutes."),
-    "seal": ("hpcsched.cli.admin.seal:seal", "Show or rotate the keys that seal environments of jobs."),
+    "seal": ("hpcsched.cli.admin.backup:seal", "Show or rotate the keys that seal environments of jobs."),
     "node": ("hpcsched.cli.admin.node:node", "Add, list and remove nodes."),
     "up": ("hpcsched.cli.admin.daemon:up", "Start the controller in the background."),
     "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; running jobs continue."),

@@ -38,8 +38,8 @@ from hpcsched.controller.lock import StateLock
 from hpcsched.errors import ConfigError, HpcschedError, NotFoundError, RequestError, UnavailableError
 from hpcsched.launch import as_controller, dial_for, ssh_settings
 from hpcsched.launch.bundle import build_bundle
-from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.hostkeys import fingerprint, spelled
+from hpcsched.launch.link import ControllerIdentity
 from hpcsched.launch.pipe import Abort
 from hpcsched.launch.ssh import peek_host_key
 from hpcsched.launch.visit import Peer, Visit, link_rates, share_probe, transfer_mbps, visit

@@ -21,8 +21,7 @@ from hpcsched.controller.tick import Controller
 from hpcsched.errors import HpcschedError, InvariantError, UnavailableError, report_fault
 from hpcsched.launch import make_link
 from hpcsched.launch.bundle import Bundle
-from hpcsched.launch.greeting import ControllerIdentity
-from hpcsched.launch.link import NodeLink
+from hpcsched.launch.link import ControllerIdentity, NodeLink
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
-from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
+from hpcsched.lifecycle.job import cut_at_s, suspended_s
 from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName

@@ -19,7 +19,7 @@ from hpcsched.api.identity import why_refused
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.requests.reservations import check_use
 from hpcsched.errors import ConflictError, PermissionDeniedError, RequestError
-from hpcsched.jobscript import check
+from hpcsched.jobscript.build import check_spec, check_time_min
 from hpcsched.jobscript.signing import check_signed
 from hpcsched.model.accounting import Accounting, Barred, barred, resolve
 from hpcsched.model.frozen import replace
@@ -34,8 +34,7 @@ from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.request import request_of
 from hpcsched.sched.snapshot import LEAST_LIMIT_S, node_view
 from hpcsched.sched.tres import least_there, with_billing
-from hpcsched.state.cluster import ClusterState
-from hpcsched.state.scripts import set_apart
+from hpcsched.state.cluster import ClusterState, set_apart
 from hpcsched.state.transaction import Transaction
 
 _OF_THE_COMMAND = frozenset(
@@ -132,11 +131,11 @@ def place_of(
 
     Raises: RequestError if the job can never run here.
     """
-    check.check_spec(spec)
+    check_spec(spec)
     reservation = check_use(cluster, identity.user, spec.account, spec.reservation, now_s) if spec.reservation else None
     partitions = find_partitions(cluster, spec.partition or (reservation.partition if reservation else ""))
     limit_s = time_limit_s(cluster, spec, partitions)
-    check.check_time_min(spec.time_min_s, limit_s)
+    check_time_min(spec.time_min_s, limit_s)
     limits, tasks = cluster.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
     if tasks > limits.max_array_size:
         raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")

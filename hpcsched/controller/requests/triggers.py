@@ -23,7 +23,7 @@ from typing import Any
 from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize
 from hpcsched.controller.requests.job_ids import find_jobs
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
-from hpcsched.lifecycle.clocks import limit_at_s
+from hpcsched.lifecycle.job import limit_at_s
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Link, Node

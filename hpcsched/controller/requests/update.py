@@ -25,14 +25,12 @@ from hpcsched.controller.requests.submission import (
     settle,
 )
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.build import DIRECT
-from hpcsched.jobscript.check import check_spec, check_time_min
+from hpcsched.jobscript.build import DIRECT, check_spec, check_time_min
 from hpcsched.jobscript.options import find_option
 from hpcsched.jobscript.signing import check_signed, read_signature
 from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, parse_dependency, short
-from hpcsched.lifecycle.clocks import ran_s
 from hpcsched.lifecycle.events import Changed
-from hpcsched.lifecycle.job import can
+from hpcsched.lifecycle.job import can, ran_s
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.dates import parse_when
 from hpcsched.model.frozen import replace

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 from screens import job, node, queued, training, whole_screen
 
-from hpcsched.cli.admin.screen import (
+from hpcsched.cli.admin.top import (
     BrailleCanvas,
+    ClusterReader,
     ClusterScreen,
     TrainingRun,
     checkpoint_lines,
@@ -19,7 +20,6 @@ from hpcsched.cli.admin.screen import (
     plain_text,
     smoothed,
 )
-from hpcsched.cli.admin.top import ClusterReader
 
 LIMBO = "node n1 does not answer (connection refused); the job may still run there"
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold]x[/bold]\n"

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hpcsched.cli.admin.screen import MetricsReader
+from hpcsched.cli.admin.top import MetricsReader
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:

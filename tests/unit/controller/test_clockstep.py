@@ -13,7 +13,7 @@ from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.timers import ClockMark, mark_of
 from hpcsched.controller.views.history import story_of
-from hpcsched.lifecycle.clocks import limit_at_s, ran_s
+from hpcsched.lifecycle.job import limit_at_s, ran_s
 from hpcsched.model.job import JobState
 
 HOUR_S = 3600.0

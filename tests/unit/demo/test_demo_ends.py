@@ -10,7 +10,7 @@ import paramiko
 import pytest
 from screens import job, training, whole_screen
 
-from hpcsched.cli.admin.screen import ClusterScreen, StoryLine
+from hpcsched.cli.admin.top import ClusterScreen, StoryLine
 from hpcsched.demo.keeper import stop_kept
 from hpcsched.demo.show import DemoOptions, closing_rows, make_directory, plan_of, sample_of
 from hpcsched.demo.story import Story, StoryResult

@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 from screens import training, whole_screen
 
-from hpcsched.cli.admin.screen import StoryLine
+from hpcsched.cli.admin.top import StoryLine
 from hpcsched.demo.show import DemoStage
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.check import check_spec
+from hpcsched.jobscript.build import check_spec
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec

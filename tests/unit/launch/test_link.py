@@ -13,8 +13,7 @@ from waiting import PATIENCE_S
 
 from hpcnode.wire import protocol
 from hpcsched.launch.bundle import MARK, Bundle
-from hpcsched.launch.greeting import ControllerIdentity
-from hpcsched.launch.link import MAX_UNSENT_BYTES, LinkTimes, NodeLink
+from hpcsched.launch.link import MAX_UNSENT_BYTES, ControllerIdentity, LinkTimes, NodeLink
 from hpcsched.launch.pipe import Abort, LinkError, LinkProgress
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
