@@ -20,12 +20,8 @@ FUZZ_REQUESTS = 1000
 LEAST_PASSED = 150
 # They start no process, so the account changes nothing.
 PURE = ("test_input_bounds.py", "test_ssh_algorithms.py", "test_table.py", "test_security_report.py")
-# The first reads the controller's descriptors, which the kernel shows to root alone. The second needs cgroups: without them the
-# epilog of a task that is cancelled in its prolog does not run.
-OF_ROOT = (
-    "test_gateway.py::test_a13_the_controller_listens_on_no_network_address",
-    "test_step_programs.py::test_c5_a_job_that_is_cancelled_in_its_prolog_runs_no_program_and_one_epilog",
-)
+# It reads the controller's descriptors, which the kernel shows to root alone.
+OF_ROOT = ("test_gateway.py::test_a13_the_controller_listens_on_no_network_address",)
 _SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.M)
 _REASON = re.compile(r"root|several accounts|cannot enforce|NOT TESTED|could not import")
 

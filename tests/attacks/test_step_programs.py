@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -108,3 +109,23 @@ def test_c5_a_prolog_that_hangs_has_a_deadline(program: Program, monkeypatch: py
         task.run_prolog(program("prolog", "exec sleep 600"), {"PATH": os.environ["PATH"]})
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + 9
+
+
+def test_c5_a_signal_for_a_task_does_not_end_its_epilog(program: Program, tmp_path: Path) -> None:
+    """A step command forwards the signal that ends its job, when the epilog may have begun."""
+    marks, gate = tmp_path / "marks", tmp_path / "gate"
+    marks.touch()
+    os.mkfifo(gate)
+    fd = os.open(gate, os.O_RDWR)
+    epilog = program("epilog", f"echo begun >> {marks}\nread word < {gate}\necho $word >> {marks}")
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        task.stay_for_epilog(epilog, {"PATH": os.environ["PATH"]}, wait_for_children=False)
+        os._exit(0)
+    wait_until(lambda: marks.read_text() == "begun\n", what="the epilog")
+    os.killpg(child, signal.SIGTERM)
+    os.write(fd, b"over\n")
+    os.waitpid(child, 0)
+    os.close(fd)
+    assert marks.read_text() == "begun\nover\n"

@@ -491,13 +491,16 @@ def stay_for_epilog(epilog: str, env: Dict[str, str], wait_for_children: bool) -
     """
     if wait_for_children:
         become_subreaper()
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, range(1, 32))  # until this process ignores them
     pid = os.fork()
     if pid == 0:
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
         die_with_parent()
         return
     for number in range(1, 32):
         if number not in _LEFT_ALONE:
             _signal.signal(number, _signal.SIG_IGN)  # signals of the task are for its program
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
     os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 16 else 1 << 16)
     status = os.waitpid(pid, 0)[1]
     if wait_for_children:
@@ -518,6 +521,7 @@ def _wait_for_all() -> None:
 def _run_epilog(program: str, env: Dict[str, str]) -> None:
     pid = os.fork()
     if pid == 0:
+        os.setpgid(0, 0)  # or a signal that ends the task, forwarded by its step command, would end the epilog
         for number in range(1, 32):
             if number not in _LEFT_ALONE:
                 _signal.signal(number, _signal.SIG_DFL)
