@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,10 +37,10 @@ REFUSES = {
 }
 
 
-def functions(path: Path) -> Iterator[tuple[str, ast.AST]]:
+def functions(path: Path, tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """Yield (place, function) for each function of a file that is in no other function."""
     name = str(path.relative_to(ROOT / "hpcsched"))
-    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    stack: list[ast.AST] = [tree]
     while stack:
         for node in ast.iter_child_nodes(stack.pop()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -74,22 +75,36 @@ def files() -> list[Path]:
     return found
 
 
+def names_roles(tree: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and any(alias.name in ("Role", "MATRIX") for alias in node.names)
+        for node in ast.walk(tree)
+    )
+
+
+@functools.cache
+def found() -> tuple[set[str], set[str], set[str]]:
+    """Return the functions that decide, the functions that refuse, and the files that name roles."""
+    deciding, refusing, naming = set(), set(), set()
+    for path in files():
+        tree = ast.parse(path.read_text())
+        for place, function in functions(path, tree):
+            if decides(function):
+                deciding.add(place)
+            if refuses(function):
+                refusing.add(place.partition(":")[0] if "routes.py" in place else place)
+        if names_roles(tree):
+            naming.add(str(path.relative_to(ROOT)))
+    return deciding, refusing, naming
+
+
 def test_only_auth_compares_what_an_identity_is() -> None:
-    found = {place for path in files() for place, function in functions(path) if decides(function)}
-    assert found == NO_DECISION
+    assert found()[0] == NO_DECISION
 
 
 def test_only_auth_refuses_for_who_asks() -> None:
-    found = {place for path in files() for place, function in functions(path) if refuses(function)}
-    found = {place.partition(":")[0] if "routes.py" in place else place for place in found}
-    assert found == REFUSES
+    assert found()[1] == REFUSES
 
 
 def test_roles_are_named_by_the_configuration_only() -> None:
-    named = {
-        str(path.relative_to(ROOT))
-        for path in files()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and any(alias.name in ("Role", "MATRIX") for alias in node.names)
-    }
-    assert named == {"hpcsched/config/load.py", "hpcsched/cli/hctl.py"}  # hctl prints the table
+    assert found()[2] == {"hpcsched/config/load.py", "hpcsched/cli/hctl.py"}  # hctl prints the table

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -54,15 +55,33 @@ def page_of(name: str) -> Path:
     return pages[0]
 
 
-def help_of(name: str, *below: str) -> str:
-    """Return what the command prints for --help."""
+HELP = """
+import io, json, sys
+from contextlib import redirect_stdout
+from {module} import {function}
+texts = []
+for words in json.loads(sys.stdin.read()):
+    sys.argv[:] = [{name!r}, *words, "--help"]
+    with redirect_stdout(io.StringIO()) as text:
+        try:
+            status = {function}()
+        except SystemExit as end:
+            status = end.code
+    assert not status, (words, status)
+    texts.append(text.getvalue())
+print(json.dumps(texts))
+"""
+
+
+def helps_of(name: str, calls: list[list[str]]) -> list[str]:
+    """Return what the command prints for --help behind each of these words; one process prints all."""
     module, _, function = SCRIPTS[name].partition(":")
-    code = f"import sys; sys.argv[0] = {name!r}; from {module} import {function}; sys.exit({function}())"
+    code = HELP.format(module=module, function=function, name=name)
     done = subprocess.run(
-        [sys.executable, "-c", code, *below, "--help"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], input=json.dumps(calls), capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return list(json.loads(done.stdout))
 
 
 def options_in(entries: list[str]) -> set[str]:
@@ -70,16 +89,20 @@ def options_in(entries: list[str]) -> set[str]:
     return {token for entry in entries if "--help" not in entry for token in _TOKEN.findall(entry)}
 
 
-def help_options(name: str, *below: str) -> set[str]:
+def help_options(name: str) -> set[str]:
     """Return the options that --help shows, those of sub-commands included."""
-    text = help_of(name, *below)
-    # Behind two spaces (or a line's end) stands what an option does, where others may be named.
-    entries = [re.split(r" {2,}", match[1])[0] for match in map(_HELP_LINE.match, text.splitlines()) if match]
-    options = options_in(entries)
-    listed = re.search(r"^Commands:\n((?:  .*\n?)+)", text, re.MULTILINE)
-    for line in listed[1].splitlines() if listed else ():
-        if match := re.match(r"  (\w[\w-]*)", line):
-            options |= help_options(name, *below, match[1])
+    options: set[str] = set()
+    calls: list[list[str]] = [[]]
+    while calls:
+        below = []
+        for words, text in zip(calls, helps_of(name, calls), strict=True):
+            # Behind two spaces (or a line's end) stands what an option does, where others may be named.
+            entries = [re.split(r" {2,}", match[1])[0] for match in map(_HELP_LINE.match, text.splitlines()) if match]
+            options |= options_in(entries)
+            listed = re.search(r"^Commands:\n((?:  .*\n?)+)", text, re.MULTILINE)
+            lines = listed[1].splitlines() if listed else ()
+            below += [[*words, match[1]] for line in lines if (match := re.match(r"  (\w[\w-]*)", line))]
+        calls = below
     return options
 
 

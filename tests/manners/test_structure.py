@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,7 @@ MOST_LONG_SUMMARIES = 139
 MOST_CHARACTERS_OF_A_SUMMARY = 88
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for top in TOPS:
@@ -30,10 +32,24 @@ def modules() -> dict[str, Path]:
     return found
 
 
+KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return what the tests look at in a file, without the rest: trees of all files would fill the memory."""
+    tree = ast.parse(path.read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, KINDS)]
+    for node in found:
+        if isinstance(node, KINDS[:4]):
+            del node.body[1:]
+    return found
+
+
 def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
     """Return the modules that this one imports anywhere: late and for types only, too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -75,7 +91,7 @@ def test_the_files_that_the_map_names_exist() -> None:
 
 def classes_and_long_functions(path: Path) -> tuple[set[str], set[str]]:
     """Return the names of the classes of a file, and of its functions that are too long."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     long = {
         f"{path.relative_to(ROOT)}:{node.name}"
         for node in nodes
@@ -102,8 +118,8 @@ def test_the_first_line_of_a_docstring_is_short() -> None:
     texts = [
         ast.get_docstring(node) or ""
         for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in nodes_of(path)
+        if isinstance(node, KINDS[:4])
     ]
     long = [text.split("\n")[0] for text in texts if len(text.split("\n")[0]) > MOST_CHARACTERS_OF_A_SUMMARY]
     assert len(long) <= MOST_LONG_SUMMARIES, sorted(long)

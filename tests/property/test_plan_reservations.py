@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from property.test_plan import POLICIES, POLICY, worlds
 
@@ -121,28 +121,26 @@ def check_no_start_is_expected_within_a_reservation_of_others(snapshot: Snapshot
                 assert not list(occurrences(one, wait.expected_start_s, wait.expected_start_s + limit_s))
 
 
-@given(reserved_worlds(), st.data())
-@settings(max_examples=150, deadline=None)
-def test_what_a_waiting_job_is_told_would_start_now_does(snapshot: Snapshot, data: st.DataObject) -> None:
+@given(reserved_worlds())
+@settings(max_examples=200, deadline=None)
+def test_what_would_start_is_what_the_plan_starts(snapshot: Snapshot) -> None:
+    """Of a job at its turn, and of each request that a waiting job is told would start now."""
     made = plan(snapshot, POLICY)
-    waiting = [job for job in snapshot.pending if job.id in made.waits and _of_size(made, job)]
-    assume(waiting)
-    job = data.draw(st.sampled_from(waiting))
-    for option in smaller_requests(WhatIf(snapshot, POLICY, job), job.request):
+    started = {start.job_id for start in made.starts}
+    for job in snapshot.pending:
+        if job.id in started or _of_size(made, job):
+            what_if = WhatIf(snapshot, POLICY, job)
+            assert what_if.starts(job.request) == (job.id in started)
+            if job.id not in started:
+                check_each_smaller_request_starts(snapshot, job, what_if)
+
+
+def check_each_smaller_request_starts(snapshot: Snapshot, job: PendingJob, what_if: WhatIf) -> None:
+    for option in smaller_requests(what_if, job.request):
         changed = replace(job, request=_with(job.request, option))
         pending = tuple(changed if other.id == job.id else other for other in snapshot.pending)
         starts = plan(replace(snapshot, pending=pending), POLICY).starts
         assert job.id in {start.job_id for start in starts}, option
-
-
-@given(reserved_worlds(), st.data())
-@settings(max_examples=150, deadline=None)
-def test_a_job_at_its_turn_starts_if_and_only_if_the_plan_starts_it(snapshot: Snapshot, data: st.DataObject) -> None:
-    made = plan(snapshot, POLICY)
-    started = {start.job_id for start in made.starts}
-    job = data.draw(st.sampled_from(snapshot.pending))
-    assume(job.id in started or _of_size(made, job))
-    assert WhatIf(snapshot, POLICY, job).starts(job.request) == (job.id in started)
 
 
 @given(reserved_worlds(), POLICIES, st.data())

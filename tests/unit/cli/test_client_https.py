@@ -24,6 +24,7 @@ from hpcsched.client import https
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
 
 TOKEN = f"eyJ{'x' * 20}.{'y' * 40}.{'z' * 80}"
+TLS_RECORD = b"\x16"  # the first byte of a handshake: a server without TLS answers it as a bad request
 PONG = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n{"nodes": []}'
 
 
@@ -83,7 +84,7 @@ class Gateway:
             served = self._context.wrap_socket(sock, server_side=True) if self._context else sock
             with served:
                 data = b""
-                while b"\r\n\r\n" not in data and (more := served.recv(65536)):
+                while b"\r\n\r\n" not in data and data[:1] != TLS_RECORD and (more := served.recv(65536)):
                     data += more
                 self.received.append(data)
                 served.sendall(self.answer)
