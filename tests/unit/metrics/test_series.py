@@ -9,7 +9,7 @@ import pytest
 
 from hpcnode.wire import protocol
 from hpcsched.metrics import series
-from hpcsched.metrics.series import PREFIX, SAMPLED, TABLE, Group, SeriesKind, NodeSample, SampleReader, read_column
+from hpcsched.metrics.series import PREFIX, SAMPLED, TABLE, Group, NodeSample, SampleReader, SeriesKind, read_column
 from hpcsched.model.ids import NodeName
 
 NODE = NodeName("n1")
