@@ -25,7 +25,8 @@ from hpcnode.wire import protocol
 from hpcsched import paths
 from hpcsched.api.identity import identity_of
 from hpcsched.auth.authorize import Action, Identity, authorize
-from hpcsched.controller import messages, preemption
+from hpcsched.controller import preemption
+from hpcsched.controller.nodes import messages
 from hpcsched.controller.requests import submission
 from hpcsched.controller.tick import Controller, Ports
 from hpcsched.errors import HpcschedError, InvariantError, ProtocolError, RequestError, report_fault

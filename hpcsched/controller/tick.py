@@ -20,13 +20,12 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode.wire import protocol
 from hpcsched.auth.audit import AuditEntry
 from hpcsched.auth.authorize import Action, Identity, authorize
-from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
-from hpcsched.controller.nodes import edits, orphans
+from hpcsched.controller.nodes import edits, messages, orphans
 from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
+from hpcsched.controller.nodes.messages import Trainings
 from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Slice, Waits
 from hpcsched.controller.preemption import carry_out, carry_out_resizes
-from hpcsched.controller.reports import Trainings
 from hpcsched.controller.requests import crontabs, reservations, triggers
 from hpcsched.controller.requests.jobs import SignalJob
 from hpcsched.controller.requests.submission import check_account, check_share_of_queue, place_of, settle
@@ -306,20 +305,20 @@ class Controller:
                 raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")
 
     def _on_report(
-        self, tx: Transaction, node: NodeName, report: protocol.Report, answer: reports.Answer | None = None
-    ) -> reports.Answer:
-        answer = answer or reports.Answer()
-        token = reports.read_token(report, node)
+        self, tx: Transaction, node: NodeName, report: protocol.Report, answer: messages.Answer | None = None
+    ) -> messages.Answer:
+        answer = answer or messages.Answer()
+        token = messages.read_token(report, node)
         waiting = len(tx.cluster.undecided_launches)
         if token.incarnation != tx.cluster.incarnation and orphans.take(tx, node, token, report, answer):
             return answer
         self._plan_wanted |= len(tx.cluster.undecided_launches) < waiting
         if token.step == BATCH_STEP:
-            reports.on_batch_report(tx, node, token, report, answer)
+            messages.on_batch_report(tx, node, token, report, answer)
         elif token.incarnation != tx.cluster.incarnation and not orphans.is_adopted(tx.cluster, token):
-            reports.end_orphan(token, report, answer)
+            messages.end_orphan(token, report, answer)
         elif token.step == ALLOC_STEP:
-            reports.on_claim_report(tx, node, token, report, answer)
+            messages.on_claim_report(tx, node, token, report, answer)
         else:
             answer.steps.append(report)
         # The plan of this tick must already know it: a job that is being ended must not start
@@ -327,7 +326,7 @@ class Controller:
         self.orphans |= {(node, *key): life for key, life in answer.orphans.items()}
         return answer
 
-    def end_orphans(self, ended: dict[NodeName, reports.Answer]) -> None:
+    def end_orphans(self, ended: dict[NodeName, messages.Answer]) -> None:
         """Tell nodes to end the orphans that an admin wants to end."""
         for node, answer in ended.items():
             ending = {(node, *key): life for key, life in answer.orphans.items()}
@@ -335,7 +334,7 @@ class Controller:
             self.orphans |= ending
             self._answer(node, answer)
 
-    def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
+    def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> messages.Answer:
         known, spool = tx.cluster.nodes[node], edits.spool_of(welcome)
         rebooted = bool(known.boot_id) and known.boot_id != welcome.boot_id
         tx.record_node(
@@ -351,7 +350,7 @@ class Controller:
                 abilities=abilities_of(welcome.facts.get("abilities")),
             )
         )
-        answer = reports.Answer()
+        answer = messages.Answer()
         tokens: set[str] = set()
         # The inventory lists the remaining orphans. Messages about ended ones may have been lost
         # with the connection.
@@ -363,7 +362,7 @@ class Controller:
             self._on_report(tx, node, report, answer)
         # The present condition replaces any earlier refusal.
         note_condition(tx, node, str(welcome.facts.get("fault", "")))
-        reports.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.orphans))
+        messages.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.orphans))
         self._note_orphans(tx, node)
         return answer
 
@@ -376,7 +375,7 @@ class Controller:
             tx.record_node((NodeOrphansFound if left else NodeOrphansGone)(node=node, at_s=tx.now_s))
 
     def _on_job_gone(self, tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
-        reports.on_job_gone(tx, node, gone)
+        messages.on_job_gone(tx, node, gone)
         self._note_orphans(tx, node)
 
     # ----- outgoing

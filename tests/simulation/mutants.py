@@ -16,8 +16,8 @@ from hpcnode import spool
 from hpcnode.agent import ledger
 from hpcnode.os import process
 from hpcnode.wire import protocol
-from hpcsched.controller import reports, tick
-from hpcsched.controller.nodes import edits, loss
+from hpcsched.controller import tick
+from hpcsched.controller.nodes import edits, loss, messages
 from hpcsched.controller.nodes import edits as spools
 from hpcsched.store.store import Store
 from simulation import chaos, stories
@@ -154,7 +154,7 @@ MUTANTS = (
     Mutant("what a silent node was sent is never launched", _instead(loss, "is_gathered", _is_never_gathered)),
     Mutant(
         "reports on older attempts are believed",
-        _instead(reports, "on_batch_report", _believes_every_report),
+        _instead(messages, "on_batch_report", _believes_every_report),
         story="a job asks to run again",
     ),
     Mutant("a request id is not looked up", _instead(Store, "request_jobs", _finds_nothing)),

@@ -17,9 +17,8 @@ from typing import Any
 
 from hpcnode.wire import protocol
 from hpcsched.auth.authorize import Action, Identity, authorize
-from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes.loss import end_lost
-from hpcsched.controller.reports import Answer, end_orphan
+from hpcsched.controller.nodes.messages import Answer, claim_token, end_orphan
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.lifecycle.events import Adopted, Claimed, Started
 from hpcsched.lifecycle.job import can

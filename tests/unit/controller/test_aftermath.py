@@ -11,7 +11,7 @@ from jobs import T0, node
 
 from hpcnode.wire import protocol
 from hpcsched.api.views import node_state, why_waiting
-from hpcsched.controller.messages import claim_token
+from hpcsched.controller.nodes.messages import claim_token
 from hpcsched.controller.requests import jobs
 from hpcsched.errors import RequestError
 from hpcsched.lifecycle.events import NodeLost

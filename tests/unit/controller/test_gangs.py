@@ -12,8 +12,8 @@ from cluster import ROOT, Cluster, config
 
 from hpcnode.wire import protocol
 from hpcsched.api.views import why_waiting
-from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes.loss import GATHER_S
+from hpcsched.controller.nodes.messages import claim_token
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests import jobs
 from hpcsched.lifecycle.events import NodeLost

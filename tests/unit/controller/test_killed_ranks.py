@@ -9,7 +9,7 @@ import pytest
 from cluster import ANN, BOB, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.controller.reports import MAX_DEATHS
+from hpcsched.controller.nodes.messages import MAX_DEATHS
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 

@@ -9,8 +9,8 @@ from jobs import node
 from hpcnode.wire import protocol
 from hpcsched.api.views import node_views, why_waiting
 from hpcsched.auth.authorize import Identity
-from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes.loss import LAUNCH_TRIES
+from hpcsched.controller.nodes.messages import claim_token
 from hpcsched.controller.recovery import node_of
 from hpcsched.controller.requests import jobs
 from hpcsched.health import Status, check_node

@@ -11,8 +11,8 @@ from restored import Restored
 
 from hpcnode.wire import protocol
 from hpcsched.api.views import node_views
-from hpcsched.controller.messages import claim_token
 from hpcsched.controller.nodes import orphans
+from hpcsched.controller.nodes.messages import claim_token
 from hpcsched.controller.requests import jobs
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.lifecycle.events import Adopted

@@ -11,8 +11,8 @@ import pytest
 from cluster import ANN, BOB, Cluster
 
 from hpcnode.wire import protocol
+from hpcsched.controller.nodes.messages import MAX_FAILURES, WRITE_EVERY_S
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.reports import MAX_FAILURES, WRITE_EVERY_S
 from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import NodeName
 
