@@ -11,13 +11,13 @@ Follow one job through the code:
 5. it goes on disk           store/store.py, one commit for all that came in; then the id is answered
 6. a plan gives it nodes     controller/planning.py: when; sched/plan.py, pure: snapshot in, plan out;
                              sched/scheduling_pass.py: what is free
-7. its launch is sent        lifecycle/job.py says what must be true on nodes, controller/messages.py puts it on the wire
+7. its launch is sent        lifecycle/job.py says what must be true on nodes, controller/nodes/messages.py puts it on the wire
 8. over one SSH connection   controller/nodes/links.py, launch/link.py, launch/ssh.py
 9. a node runs it            workers/hpcnode/agent/agent.py gets it, workers/hpcnode/agent/ledger.py claims it in
                              workers/hpcnode/spool.py;
                              workers/hpcnode/agent/shepherds.py gives it to a shepherd,
                              workers/hpcnode/shepherd/shepherd.py, which supervises workers/hpcnode/shepherd/task.py
-10. its end comes back       controller/reports.py, matched by token; `hacct` reads store/ again
+10. its end comes back       controller/nodes/messages.py again, matched by token; `hacct` reads store/ again
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,6 @@
-"""Accept connections on a unix socket, and limit each account's files, memory and event loop time at the controller's sockets.
+"""Accept connections on a unix socket, and limit what each account may use.
+
+Limits are on files, memory and time of the event loop.
 
 One `SocketLimits` limits the API's socket and the steps socket together. `AnswerSlots` limits how many long answers
 of an account are built at once. asyncio's servers accept all waiting connections in one turn of the event loop, and

@@ -1,4 +1,6 @@
-"""Build the JSON of jobs, nodes, partitions, reservations and steps (version 1), for `--json` and the commands.
+"""Build the JSON of jobs, nodes, partitions, reservations and steps, version 1.
+
+The API and `--json` return it, and the commands read it.
 
 Values of a job that only its owner and admins may see (paths, command line, comment, script, environment) are null for other
 users. The text of its reason is omitted for them, because it also contains paths: see `reason_detail`.

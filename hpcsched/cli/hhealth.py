@@ -1,4 +1,7 @@
-"""`hhealth`: one line per check, and an exit status for cron and monitoring; optionally drains and resumes nodes."""
+"""`hhealth`: one line per check, and an exit status for monitoring.
+
+It can also drain and resume nodes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hinfo and sinfo: partitions and nodes: free resources, and why and since when nodes are down.
+"""hinfo and sinfo: partitions and nodes, free resources, and why nodes are down.
 
 Like in sinfo, a row is the nodes of a partition in one state; nodes that are down or drained are also grouped by reason and
 time.

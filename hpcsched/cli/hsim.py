@@ -1,4 +1,4 @@
-"""hsim: replay a job log under scheduling policies, and plan a saved or current snapshot again."""
+"""hsim: replay a job log under scheduling policies, and plan a snapshot again."""
 
 from __future__ import annotations
 

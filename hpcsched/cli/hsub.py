@@ -1,4 +1,6 @@
-"""hsub and sbatch in their own process: what waits, asks or reads many files (--wait, --test-only, --dry-run, --each), and help.
+"""hsub and sbatch in their own process: options that wait, ask or read files.
+
+These are --wait, --test-only, --dry-run and --each; also --help.
 
 The rest is `hpcsched.commands.submit`, the same code for the controller and for here.
 """

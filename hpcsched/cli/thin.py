@@ -1,4 +1,6 @@
-"""hsub, hqueue, hcancel, sbatch, squeue and scancel as thin clients: hand words, script and environment to the controller.
+"""hsub, hqueue, hcancel and their Slurm names as thin clients of the controller.
+
+A client sends words, script and environment, and writes the answer.
 
 If there was a C compiler at installation, `thin.c` replaces this, with the same protocol. Knows no options and no formats. The
 whole command runs in its own process if the controller cannot do the rest: no controller, a terminal to read from, text that is
@@ -113,7 +115,10 @@ def _guess(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _script(argv: Sequence[str], at: int) -> dict[str, Any]:
-    """Return the script at a place among the words, or from standard input, as fields of the request; empty: cannot."""
+    """Return the script as fields of the request, {} if that is not possible.
+
+    It is the word at this place, or standard input.
+    """
     try:
         if at == _STDIN:
             if sys.stdin.isatty():

@@ -1,4 +1,6 @@
-"""The option tables of commands: read words by them (`hpcnode.commands.getopt_long`), and write help texts and errors.
+"""Option tables of commands: read words by them, write help texts and errors.
+
+The grammar is that of `hpcnode.commands.getopt_long`.
 
 Options may follow operands. Long options may be abbreviated if that is unambiguous. Users, and tools that call Slurm's commands,
 rely on this. `hsub` has its own table, because its options are those of job scripts (`hpcsched.jobscript.options`). Knows no

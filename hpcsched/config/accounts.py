@@ -1,4 +1,4 @@
-"""Accounts, users, QOS, licences, limits and fair share: their keys in hpcsched.toml, and their values, checked.
+"""Read accounts, users, QOS, licences and limits of hpcsched.toml.
 
 Accounts name parents and users. Users name default accounts. Both name QOS. QOS name the QOS that they may preempt. An unknown
 name, or a cycle of parents, is a ConfigError that lists the known names.

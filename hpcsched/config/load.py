@@ -1,4 +1,6 @@
-"""Read and check the configuration, hpcsched.toml and nodes.d/*.toml, as one frozen value; write both as commented text.
+"""Read, check and write the configuration: hpcsched.toml and nodes.d/*.toml.
+
+It is one frozen value. Files are written with comments.
 
 The keys are those of `hpcsched.config.keys`. Every error is a ConfigError with the file, the key
 and the expected value. A file is trusted only if no other user could write it: see `_read_trusted`.

@@ -1,4 +1,4 @@
-"""The process that owns the demo's cluster, so that nothing is left behind, however the demo ends.
+"""The process that owns the demo's cluster, and removes it when the demo ends.
 
 The demo starts it as `python -m hpcsched.demo.keeper SETTINGS` and talks to it in lines of JSON through pipes (`Keeper`).
 When its stdin ends, or on SIGTERM, it stops controller and nodes and removes their directory; after `keep` it stays until

@@ -1,4 +1,4 @@
-"""`hpcsched demo` from start to end: the story on a terminal or as plain lines, its results, and a clean end.
+"""`hpcsched demo`: the story on a terminal or as plain lines, and its end.
 
 Knows what must be ended, and in which order; not what happens in the story (`story`). Rule: the first signal ends the demo,
 later ones are ignored while it cleans up.

@@ -1,4 +1,6 @@
-"""The demo's story: three machines, a training on two of them, a killed controller, a lost node, and a trained model.
+"""The demo's story: a training on two of three machines, and two failures.
+
+The controller is killed, and a node is lost.
 
 Read `Story.run` from top to bottom. Each act does something, then waits for what must follow; if it does not follow in
 time, the story ends with an error that says what is missing. Knows neither terminals (`show`) nor processes (`keeper`).

@@ -151,7 +151,7 @@ def _fields_of(values: Mapping[str, Any], work_dir: str, now_s: float) -> dict[s
 
 
 def _time_notes(options: Mapping[str, Sequence[str]], values: Mapping[str, Any]) -> list[str]:
-    """Return notes on a time limit that is rounded up, and on a signal that comes as soon as the job starts."""
+    """Return notes on a time limit that is rounded up, and on a signal at the start."""
     limit_s = values.get("time")
     if limit_s is None:
         return []
@@ -180,7 +180,7 @@ def _read(options: Mapping[str, Sequence[str]]) -> dict[str, Any]:
 
 
 def _set_nodes(fields: dict[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """Set the counts of nodes; more nodes than tasks become as many as tasks, with a note, as sbatch does."""
+    """Set the counts of nodes: at most one per task, as in sbatch, with a note."""
     if "nodes" not in values:
         return []
     low, high = values["nodes"]
@@ -205,7 +205,10 @@ def _set_gpus(fields: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _with_gpu_parts(spec: JobSpec, values: Mapping[str, Any]) -> JobSpec:
-    """Return `spec` with --cpus-per-gpu and --mem-per-gpu turned into cpus for each task and memory for each node."""
+    """Return `spec` with CPUs per task and memory per node from its GPUs.
+
+    The options are --cpus-per-gpu and --mem-per-gpu.
+    """
     cpus, mem_mib = values.get("cpus-per-gpu"), values.get("mem-per-gpu")
     if cpus is not None:
         if spec.cpus_per_task_given:
@@ -247,7 +250,7 @@ def _count(requests: tuple[GpuRequest, ...]) -> int:
 
 
 def script_name(options: Mapping[str, Sequence[str]], script: str | None) -> str:
-    """Return the name of a job that has been given none: of its script's file, ``wrap``, or ``sbatch`` for stdin."""
+    """Return the default name of a job: its script's, ``wrap``, or ``sbatch`` for stdin."""
     if last(options, "wrap") is not None:
         return "wrap"
     name = posixpath.basename(script or "")
@@ -275,7 +278,9 @@ OF_THE_SCRIPT = frozenset((
 def with_components(
     spec: JobSpec, first: Mapping[str, Sequence[str]], in_script: Sequence[Settings], on_line: Sequence[Settings]
 ) -> JobSpec:
-    """Return `spec`, the first component, with the others; `first` are its options, the rest those of the others by place.
+    """Return `spec`, the first component of a heterogeneous job, with the others.
+
+    `first` are its options; `rest` are those of the others, in order.
 
     Raises RequestError for what a component cannot have for itself.
     """

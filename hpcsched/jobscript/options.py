@@ -177,7 +177,10 @@ _COMMAND_OPTIONS = (
 
 
 def _noted(names: str, why: str, *, value: bool | None = True) -> tuple[ScriptOption, ...]:
-    """Return options of no effect; each word of `names` is ``name``, ``name/short``; `value` None: it may have one."""
+    """Return options without effect.
+
+    Each word of `names` is ``name`` or ``name/short``. `value` None: a value is optional.
+    """
     made = []
     for word in names.split():
         name, _, short = word.partition("/")
@@ -241,7 +244,7 @@ def by_variable() -> Mapping[str, ScriptOption]:
 
 
 def find_option(name: str) -> ScriptOption:
-    """Return the option with the long name `name`, or with a name of which only one option has this beginning.
+    """Return the option with the long name `name`, which may be abbreviated.
 
     Raises RequestError, with the nearest known ones.
     """
@@ -310,7 +313,10 @@ Settings = dict[str, list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """What the words behind `hsub` say: its options, the script's file (None: read standard input), its arguments."""
+    """The parsed words of `hsub`: options, the script's file and its arguments.
+
+    A file of None means standard input.
+    """
 
     options: Settings
     script: str | None
@@ -319,7 +325,9 @@ class CommandLine:
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Return what `argv` (without the command's name) says; a word ``:`` divides the components of a heterogeneous job.
+    """Return the parsed `argv`, which has no command name.
+
+    A word ``:`` divides the components of a heterogeneous job.
 
     What follows the script belongs to it. Raises RequestError for an unknown option, with the nearest known ones, and
     for a value that is missing, not taken or unreadable.
@@ -380,7 +388,7 @@ class _JobWords(OptionReader):
 
 
 def put(settings: Settings, option: ScriptOption, value: str) -> None:
-    """Record `value` as the last one of `option`, once its reader has found nothing wrong with it."""
+    """Record `value` as the last one of `option`, after its reader has accepted it."""
     option.parse(value)
     if option.sets:
         settings.pop(option.sets, None)

@@ -44,7 +44,10 @@ def default_output(facts: PatternFacts) -> str:
 
 
 def expand_job_pattern(pattern: str, facts: PatternFacts) -> str:
-    """Return `pattern` with all filled in but ``%t %n %N``; a ``%`` that is meant as itself is ``%%`` in it."""
+    """Return `pattern` with all but ``%t %n %N`` filled in.
+
+    A ``%`` is written as ``%%``.
+    """
     if "\\" in pattern:
         return pattern.replace("\\", "").replace("%", "%%")
     if "%" not in pattern:  # as most names, and there are three for each job of a list
@@ -65,12 +68,18 @@ def expand_job_pattern(pattern: str, facts: PatternFacts) -> str:
 
 
 def expand_task_pattern(pattern: str, *, task: int, node_rank: int, node: str) -> str:
-    """Return what `expand_job_pattern` has left with the task's number, its node's rank and name filled in."""
+    """Return a pattern with the task's number, and its node's rank and name.
+
+    `expand_job_pattern` has filled in the rest.
+    """
     return _fill(pattern, {"t": task, "n": node_rank, "N": node.partition(".")[0]}, keep=False)
 
 
 def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
-    """Return `pattern` with `values` filled in; with `keep` another pass follows: ``%%`` and its letters stay."""
+    """Return `pattern` with `values` filled in.
+
+    With `keep` another pass follows: ``%%`` and its letters remain.
+    """
 
     def value_of(match: re.Match[str]) -> str:
         width, letter = match.groups()
@@ -88,14 +97,17 @@ def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
 
 
 def _left(text: str, letter: str, keep: bool) -> str:
-    """Return a pattern that nothing is filled in for: left to the next pass, or as plain text that survives it."""
+    """Return a pattern unchanged for the next pass, or as text that survives it."""
     if not keep or letter in _ON_THE_NODE:
         return text
     return "%" + text
 
 
 def safe_name(text: str) -> str:
-    """Return `text` as a part of a file's name: no directory, no control character, no ``.`` or ``..``."""
+    """Return `text` as a safe part of a file name.
+
+    It has no directory, control character, ``.`` or ``..``.
+    """
     cleaned = _UNSAFE.sub("_", text)[:255]
     return cleaned.replace(".", "_") if cleaned.strip(".") == "" else cleaned
 

@@ -1,4 +1,4 @@
-"""The values of single options, each parsed from its text: node counts, arrays, GPUs, mail types.
+"""Parse the values of single options: node counts, arrays, GPUs, mail types.
 
 Every parser is linear in its text, bounded in its result, and raises RequestError with the text, the reason and a valid example.
 Sources: sbatch(1).
@@ -47,7 +47,10 @@ MAIL_TYPES = (
 
 
 def parse_signal_spec(text: str) -> SignalSpec:
-    """Return the value of ``--signal=[B:]SIG[@seconds]``; the default is 60 s before the limit. Raises RequestError."""
+    """Return the value of ``--signal=[B:]SIG[@seconds]``.
+
+    The default is 60 s before the limit. Raises RequestError.
+    """
     match = _SIGNAL.match(text.strip())
     if match is None:
         raise RequestError(f"cannot read --signal={short(text)}: write [B:]SIGNAL[@seconds], as B:USR1@120")
@@ -72,7 +75,9 @@ def parse_distribution(text: str) -> int | None:
 
 
 def parse_distribution_text(text: str) -> str:
-    """Return a ``--distribution`` as its variable says it: block, cyclic:block, plane=N or arbitrary.
+    """Return a ``--distribution``: block, cyclic:block, plane=N or arbitrary.
+
+    This is the value of its variable.
 
     Tasks are not bound to sockets and cores, so the levels behind the first only show.
     """
@@ -111,7 +116,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_limit_s(text: str) -> int:
-    """Return the seconds of a job's time limit; 0 and UNLIMITED are `UNLIMITED_S`, as in Slurm."""
+    """Return a job's time limit in seconds; 0 and UNLIMITED are `UNLIMITED_S`."""
     return parse_time_s(text) or UNLIMITED_S
 
 
@@ -133,7 +138,9 @@ def parse_node_names(text: str) -> tuple[NodeName, ...]:
 
 
 def parse_array(text: str) -> ArraySpec:
-    """Return the tasks of ``0-15``, ``1,3,5-7``, ``0-15:4``, each with ``%2`` behind it to run two at a time.
+    """Return the tasks of ``0-15``, ``1,3,5-7`` or ``0-15:4``.
+
+    ``%2`` at the end runs two at a time.
 
     The number of tasks is known, and refused if it is too large, before they are made.
     """
@@ -168,7 +175,7 @@ def _array_range(part: str, text: str) -> range:
 
 
 def parse_gpus(text: str) -> tuple[GpuRequest, ...]:
-    """Return the GPUs of ``2``, ``a100:2``, ``a100:1,v100:2``: a count, each with its type or without."""
+    """Return the GPUs of ``2``, ``a100:2`` or ``a100:1,v100:2``."""
     requests = []
     for item in text.strip().split(","):
         kind, colon, count = item.strip().rpartition(":")
@@ -228,7 +235,7 @@ def _summed(requests: list[GpuRequest], text: str) -> tuple[GpuRequest, ...]:
 
 
 def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
-    """Return the licences of ``--licenses=matlab:2,stata``: each with its count, 1 where none is said."""
+    """Return the licences of ``--licenses=matlab:2,stata``; the default count is 1."""
     found: dict[str, int] = {}
     for part in text.split(","):
         match = _LICENSE.match(part.strip())
@@ -244,7 +251,10 @@ def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def parse_switches(text: str) -> tuple[int, int | None]:
-    """Return the most switches of ``2`` or ``2@30:00``, and for how many seconds that counts; None: not said."""
+    """Return the maximum number of switches, and of seconds to wait, of ``2@30:00``.
+
+    None: no wait is given.
+    """
     count, at, limit = text.partition("@")
     return parse_count(count), parse_time_s(limit, whole_minutes=False) or UNLIMITED_S if at else None
 
@@ -314,7 +324,7 @@ def parse_exclusive(text: str) -> bool:
 
 
 def parse_yes_no(text: str) -> bool:
-    """Return the truth of a flag that came as a value: empty, ``yes``, ``true`` and numbers but 0 are true."""
+    """Return whether a flag's value is true: empty, ``yes``, ``true`` or not 0."""
     word = text.strip().lower()
     if word in ("", "yes", "true", "on") or (word.isdigit() and word.strip("0")):
         return True
@@ -336,7 +346,7 @@ def parse_path(text: str) -> str:
 
 
 def parse_text(text: str) -> str:
-    """Return `text` as it is, without the characters that could forge a line or a terminal's state."""
+    """Return `text` without characters that could forge a line or a terminal's state."""
     if any(char < " " or char == "\x7f" for char in text):
         raise RequestError(f"cannot take {short(text)}: it has control characters")
     return text
@@ -358,7 +368,10 @@ _JOB_ID = re.compile(r"([0-9]{1,18})(?:_([0-9]{1,9}))?(?:\+([0-9]{1,7}))?\Z")
 
 
 def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
-    """Return the terms of ``afterok:12:13,after:14+5``, and whether one of them is enough (joined by ``?``)."""
+    """Return the terms of ``afterok:12:13,after:14+5``, and whether one is enough.
+
+    One is enough if they are joined by ``?``.
+    """
     any_one = "?" in text
     if any_one and "," in text:
         raise RequestError(f"cannot read dependency {short(text)}: join terms by ',' (all) or by '?' (any), not both")
@@ -527,7 +540,10 @@ CREDENTIALS = frozenset({"HPCSCHED_TOKEN", "HPCSCHED_TOKEN_FILE", "HPCSCHED_URL"
 
 
 def _names_to_take(export: Export, environ: Mapping[str, str]) -> list[str]:
-    """Return the names in `environ` that `export` asks for; within a job, without the variables of that job."""
+    """Return the names in `environ` that `export` asks for.
+
+    Within a job, its own variables are left out.
+    """
     if not export.everything:
         return [name for name in export.names if name in environ and name != "_"]
     within_job = "HPCSCHED_JOB_ID" in environ or "SLURM_JOB_ID" in environ
@@ -538,7 +554,7 @@ def _names_to_take(export: Export, environ: Mapping[str, str]) -> list[str]:
 
 
 def exported(export: Export, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that the job takes along, and notes on those of `environ` that it cannot."""
+    """Return the variables that the job gets, and notes on those that it cannot get."""
     taken: dict[str, str] = {}
     left_out: list[str] = []
     for name in _names_to_take(export, environ):

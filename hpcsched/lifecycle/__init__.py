@@ -1,4 +1,6 @@
-"""The transitions of jobs and nodes, and the effects that a job's state requires: the only place that changes either.
+"""Transitions of jobs and nodes, and the effects that a state requires.
+
+Nothing else changes the state of a job or a node.
 
 Knows no clock, disk, network or log: values in, values out.
 """

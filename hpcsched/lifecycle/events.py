@@ -109,7 +109,7 @@ class Claimed(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(JobEvent):
-    """The batch step's program was released on its node (or an allocation without one is ready).
+    """The batch step's program was started, or an allocation without one is ready.
 
     `ran_s`: how long ago that was, by the node's clock, because the report may be late.
     """
@@ -152,7 +152,10 @@ class EndRequested(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesReserved(JobEvent):
-    """Jobs are preempted so that this waiting job starts on these shares, which no other job gets meanwhile."""
+    """This waiting job gets these shares, for which other jobs are preempted.
+
+    No other job gets them meanwhile.
+    """
 
     shares: tuple[Share, ...]
 
@@ -191,8 +194,8 @@ class NodesAdded(JobEvent):
 class Exited(JobEvent):
     """The batch step ended on its node, which has nothing left of the job.
 
-    `requeue`: its exit status asks for a requeue (see `hpcsched.controller.reports`). `ran_s`: how long it ran by the node's
-    clock. `ago_s`: how long ago it ended, because the report may be late. None: unknown. `unexecuted`: why the node could not
+    `requeue`: its exit status asks for a requeue. `ran_s`: how long it ran by the node's clock. `ago_s`: how long ago it
+    ended, because the report may be late. None: unknown. `unexecuted`: why the node could not
     execute the script, "" if it ran; with `requeue` it is tried on another node. `saved_step`: a rank was killed, and the next
     attempt resumes from the checkpoint of this step. `output_full`: the file system of its output file was full.
     """
@@ -223,14 +226,17 @@ class LaunchRefused(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCleared(JobEvent):
-    """The node reports that no part of this attempt is left there, and that it will start none."""
+    """The node reports that it has no part of this attempt, and starts none."""
 
     node: NodeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost(JobEvent):
-    """It is proven that the attempt cannot run on `node` any more (rebooted, record lost, fenced): not a timeout."""
+    """The attempt provably cannot run on `node` any more; a timeout is not enough.
+
+    The node rebooted, lost its record, or was fenced.
+    """
 
     node: NodeName
     why: str
@@ -240,7 +246,9 @@ class NodeLost(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent(JobEvent):
-    """A node that the failed attempt still holds does not answer: its loss, not the script, counts as the cause.
+    """A node that the failed attempt still holds does not answer.
+
+    The node's loss, not the script, counts as the cause of the failure.
 
     That does not prove that the attempt cannot run there: the job holds the node until it is proven.
     """
@@ -261,14 +269,17 @@ class Requeued(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted(JobEvent):
-    """A launch from before the database was restored is this job, and continues: by an admin, or (None) by its token."""
+    """A launch from before the restore of the database is this job, and continues.
+
+    `by_uid`: the admin who decided it; None: its token did.
+    """
 
     by_uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockStepped(JobEvent):
-    """The head node's clock was set by `by_s` seconds: the times of the attempt are moved accordingly."""
+    """The head node's clock was set by `by_s` seconds, and the attempt's times moved."""
 
     by_s: float
 
@@ -287,7 +298,10 @@ _OWN_FIELDS: dict[type[JobEvent], tuple[tuple[str, Any], ...]] = {
 
 
 def to_data(event: JobEvent) -> dict[str, Any]:
-    """Return the event's own fields as JSON values (its kind, job id and time have columns of their own)."""
+    """Return the event's own fields as JSON values.
+
+    Its kind, job id and time have their own columns.
+    """
     data: dict[str, Any] = {}
     for name, default in _OWN_FIELDS[type(event)]:
         value = getattr(event, name)
@@ -327,7 +341,9 @@ def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> JobE
 
 
 def share_to_data(share: Share) -> list[Any]:
-    """Return the share as a JSON list: node, cpus, mem_mib, gpus, tasks; of a shared GPU also shards, shards_of.
+    """Return the share as a JSON list.
+
+    Node, cpus, mem_mib, gpus, tasks; of a shared GPU also shards, shards_of.
 
     Then follow the number of its component and its spool, as far as they are not 0 and "".
     """

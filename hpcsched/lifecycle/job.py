@@ -146,7 +146,9 @@ def can(job: Job, event_type: type[JobEvent]) -> bool:
 
 
 def lease_end_s(job: Job) -> float | None:
-    """Return how long a node must be silent until no part of the attempt can be left there; None: it has no lease.
+    """Return how long a node must be silent before no part of the attempt is left there.
+
+    None: the attempt has no lease.
 
     The margin covers clock drift, and the time that a killed process tree takes to end.
     """
@@ -233,7 +235,10 @@ def _started_while_ending(job: Job, event: Started) -> Job:
 
 
 def _began_s(job: Job, at_s: float, ran_s: float | None) -> float:
-    """Return when, on our clock, a step began that had run for `ran_s` at `at_s`: not before the allocation."""
+    """Return when a step began, on our clock, which had run for `ran_s` at `at_s`.
+
+    It is not before the allocation.
+    """
     return max(at_s - max(0.0, ran_s or 0.0), at_s if job.allocated_at_s is None else job.allocated_at_s)
 
 
@@ -341,7 +346,10 @@ def _exited_while_ending(job: Job, event: Exited) -> Job:
 
 
 def _had_ended_in_time(job: Job, event: Exited) -> bool:
-    """Return whether a job that we ended at its time limit, for its node was silent, had ended before by itself."""
+    """Return whether a job that we ended at its time limit had ended before.
+
+    We ended it because its node did not answer.
+    """
     by_limit_alone = job.outcome is JobState.TIMEOUT and job.ended_by_uid is None and not job.reservation
     if not by_limit_alone or event.ran_s is None or job.time_limit_s is None:
         return False
@@ -379,7 +387,10 @@ def _launch_refused(job: Job, event: LaunchRefused) -> Job:
 
 
 def _refused_by(job: Job, node: NodeName, why: str, *, of_exec: bool) -> Job:
-    """Return the job that `node` could not start: it is not sent there again, and says why it could not be started."""
+    """Return the job that `node` could not start.
+
+    It is not sent there again, and has the reason.
+    """
     refusals = (*job.refusals, Refusal(node, job.attempt, of_exec, why[:WHY_CHARS]))
     return replace(job, refusals=refusals, reason=Reason.LAUNCH_FAILED, reason_detail=refusal_words(refusals))
 
@@ -412,7 +423,10 @@ def _node_lost(job: Job, event: NodeLost) -> Job:
 
 
 def _blamed_on_node(job: Job, event: NodeLost | NodeSilent) -> Job:
-    """A script that failed while a node of its job was lost did so because of it: an mpirun, say, that missed ranks."""
+    """Return the job with its failed script blamed on the lost node.
+
+    For example, its mpirun missed ranks.
+    """
     if job.outcome is not JobState.FAILED or job.reason not in (Reason.NONZERO_EXIT, Reason.RAISED_SIGNAL):
         return job
     return replace(
@@ -434,7 +448,10 @@ def _node_cleared(job: Job, event: NodeCleared | LaunchRefused) -> Job:
 
 
 def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
-    """Return the COMPLETING job without `node`; if that was the last, as it is at its end or for its next attempt."""
+    """Return the COMPLETING job without `node`.
+
+    If that was its last node, the job has ended, or waits for its next attempt.
+    """
     job = charged(job, node, at_s)
     held = tuple(name for name in job.held_nodes if name != node)
     if held:
@@ -487,7 +504,10 @@ def _requeued(job: Job, event: Requeued) -> Job:
 
 
 def _shrink_asked(job: Job, event: ShrinkAsked) -> Job:
-    """Return the job that is asked to keep only these nodes (all of its nodes: the request is withdrawn)."""
+    """Return the job that is asked to keep only these nodes.
+
+    With all of its nodes, the request is withdrawn.
+    """
     wanted = () if len(event.nodes) == len(job.shares) else event.nodes
     wanted_at_s = event.at_s if wanted else None
     return replace(job, wanted_nodes=wanted, wanted_at_s=wanted_at_s, generation=job.generation + 1)
@@ -516,7 +536,10 @@ def _without(job: Job, nodes: tuple[NodeName, ...]) -> Job:
 
 
 def _nodes_added(job: Job, event: NodesAdded) -> Job:
-    """Return the job with these joining shares: charged from now on, usable when their nodes have claimed them."""
+    """Return the job with these joining shares.
+
+    They are charged from now on, and usable when their nodes have claimed them.
+    """
     job = settled(job, event.at_s)
     names = tuple(share.node for share in event.shares)
     if set(names) & {*job.held_nodes, *job.barred_nodes}:
@@ -537,12 +560,15 @@ def _claimed_later(job: Job, event: Claimed) -> Job:
 
 
 def is_moving(job: Job, node: NodeName) -> bool:
-    """Return whether the job is about to get or to lose `node`, so that it can continue without it."""
+    """Return whether the job is about to get or lose `node` while it continues."""
     return any(share.node == node for share in (*job.leaving, *job.joining))
 
 
 def can_do_without(job: Job, node: NodeName) -> bool:
-    """Return whether an elastic job continues when it loses `node`: it is not the first, and enough nodes are left."""
+    """Return whether an elastic job continues when it loses `node`.
+
+    The node is not its first, and enough nodes are left.
+    """
     others = {share.node for share in job.shares[1:]}
     return job.spec.elastic and job.state is JobState.RUNNING and node in others and len(others) >= job.spec.nodes_min
 
@@ -705,7 +731,10 @@ def suspended_s(job: Job, now_s: float) -> float:
 
 
 def ran_s(job: Job, now_s: float) -> float:
-    """Return how long the attempt has run until `now_s`, or until it ended, without suspended time."""
+    """Return how long the attempt has run, without suspended time.
+
+    Until `now_s`, or until it ended.
+    """
     if job.started_at_s is None:
         return 0.0
     return max(0.0, now_s - job.started_at_s - suspended_s(job, now_s))
@@ -751,7 +780,10 @@ def clocks_resumed(job: Job, at_s: float) -> Job:
 
 
 def moved(job: Job, by_s: float) -> Job:
-    """Return the job with the times of its attempt moved by `by_s`, so that the time since each stays the same."""
+    """Return the job with the times of its attempt moved by `by_s`.
+
+    The time since each remains the same.
+    """
 
     def at(at_s: float | None) -> float | None:
         return None if at_s is None else at_s + by_s

@@ -57,7 +57,10 @@ class NodeDisconnected(NodeEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDown(NodeEvent):
-    """The node has not answered for longer than the configuration allows; on a DOWN node, the cause is another now."""
+    """The node has not answered for longer than the configuration allows.
+
+    On a DOWN node: its cause has changed.
+    """
 
     why: str
 
@@ -72,7 +75,10 @@ class NodeDrained(NodeEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResumed(NodeEvent):
-    """An administrator or a health check lets jobs start on the node again; its launch failures are forgotten."""
+    """An administrator or a health check lets the node start jobs again.
+
+    Its launch failures are forgotten.
+    """
 
     by: str
 
@@ -122,7 +128,10 @@ NODE_EVENTS: dict[str, type[NodeEvent]] = {
 
 
 def node_event_to_data(event: NodeEvent) -> dict[str, Any]:
-    """Return the event's own fields as JSON values; its kind, node and time have columns of their own."""
+    """Return the event's own fields as JSON values.
+
+    Its kind, node and time have their own columns.
+    """
     own = (field.name for field in fields(event) if field.name not in ("node", "at_s"))
     data = {name: getattr(event, name) for name in own}
     if isinstance(event, NodeLaunchFailed):

@@ -63,7 +63,9 @@ def reason(job: Job) -> str:
 
 
 def nodes_or_reason(job: Job) -> str:
-    """Return squeue's last column: the nodes of the job, or in parentheses why it does not run.
+    """Return squeue's last column: the nodes of the job, or why it does not run.
+
+    A reason is in parentheses.
 
     Both if it waits for a node that is down.
     """

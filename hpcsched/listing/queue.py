@@ -104,7 +104,10 @@ def _pending_s(job: Job, look: Look) -> str:
 
 
 def _soon(job: Job) -> str:
-    """Return when a waiting job is expected to start, to the minute: of this year, so that the text holds at any time."""
+    """Return when a waiting job is expected to start, to the minute.
+
+    With the date, so that the text does not depend on today.
+    """
     at_s = job["expected_start_s"] if is_waiting(job) else None
     return "-" if at_s is None else time.strftime("%m-%dT%H:%M", time.localtime(at_s))
 
@@ -199,7 +202,10 @@ FIELDS = (
 
 
 def _only_long() -> tuple[FormatField, ...]:
-    """Return columns that Slurm's --Format has and that say nothing here: asked for by tools that show all there are."""
+    """Return columns of Slurm's --Format that are always empty here.
+
+    Tools that show all columns ask for them.
+    """
     nothing = {
         "N/A": "admin_comment system_comment associd batchflag boardsperblock burstbuffer burstbufferstate cluster "
         "clusterfeature container delayboot derivedec lastschedeval maxcpus maxnodes mcslabel mem-per-tres mintime network "
@@ -276,7 +282,10 @@ class Listing(
 
 
 def make_listing(text: str, *, long: bool, order: str, fit: bool = False, width: int = 0, **layout: bool) -> Listing:
-    """Return the listing with the format `text`: of long names, or else of percent signs or names. Raises UsageError."""
+    """Return the listing with the format `text`. Raises UsageError.
+
+    The format has long names, or percent signs, or names.
+    """
     cells = parse_long_format(text) if long else parse_format(text)
     return Listing(cells, parse_order(order), fit=fit and not long and "%" not in text, width=width, **layout)
 
@@ -296,7 +305,10 @@ def parse_order(text: str) -> list[tuple[FormatField, bool]]:
 
 
 class QueueRow(namedtuple("QueueRow", "place ranks cells colour")):
-    """A job's line, and by what it is sorted: `ranks`, one for each field of the listing's order, then `place`."""
+    """A job's line, and its keys for sorting.
+
+    `ranks` has one key for each field of the listing's order, then `place`.
+    """
 
     __slots__ = ()
 
@@ -307,7 +319,10 @@ class QueueRow(namedtuple("QueueRow", "place ranks cells colour")):
 
 
 def row_of(job: Job, listing: Listing, look: Look, *, ranked: bool = True) -> QueueRow:
-    """Return the row that shows `job`, or an array's waiting tasks as one (``folded``), with its `ranks` or without."""
+    """Return the row of `job`, with its `ranks` if it is `ranked`.
+
+    An array's waiting tasks may be one job (``folded``).
+    """
     place = (job["array_job_id"] or job["id"], job["array_task_id"] or 0)
     cells = [cell_text(cell, job, look) for cell in listing.cells]
     colour = _colour(job["state"]) if listing.colour else ""
@@ -326,7 +341,7 @@ def _rank_at(at: int) -> Callable[[QueueRow], Any]:
 
 
 def queue_text(rows: Sequence[QueueRow], listing: Listing, look: Look) -> str:
-    """Return `rows` as text in the order that `listing` asks for, and else by number; with the headers."""
+    """Return `rows` as text with headers, in the order of `listing`, then by number."""
     made = sorted(rows, key=itemgetter(0))
     for at, (_, reverse) in reversed(list(enumerate(listing.order))):
         made.sort(key=_rank_at(at), reverse=reverse)
@@ -353,7 +368,9 @@ def _fitted(rows: Sequence[QueueRow], listing: Listing) -> str:
 def _narrowed(
     names: Sequence[str], headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], width: int
 ) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[bool]]:
-    """Return headers, rows and sides of a table that is `width` wide at most: it is made narrower step by step.
+    """Return headers, rows and sides of a table that is at most `width` wide.
+
+    It is narrowed step by step.
 
     What is cut ends with a ``+``.
     """

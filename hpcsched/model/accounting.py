@@ -1,4 +1,6 @@
-"""Accounts, their users, qualities of service, limits and licences, as the configuration describes them.
+"""Accounts, their users, qualities of service, limits and licences.
+
+They are as the configuration describes them.
 
 An *association* is a user in an account: what fair share and limits are about. Accounts form a tree below an unnamed root.
 Without configured accounts, every user is an association of the root, with equal shares, and the account of a job is only a
@@ -185,7 +187,10 @@ class Accounting:
         return 1 if rules is None else dict(rules.account_shares).get(account, rules.shares)
 
     def association_of(self, user: str, account: str) -> Association:
-        """Return the association that a job is charged to; a job without an account has the default one."""
+        """Return the association that is charged for a job.
+
+        A job without an account has the default one.
+        """
         return (account or self.default_account(user), user) if self.accounts else ("", user)
 
 
@@ -209,7 +214,7 @@ def barred(
 
 
 def resolve(accounting: Accounting, user: str, account: str, qos: str) -> tuple[str, str]:
-    """Return the account and the QOS of a job of `user` that asks for these ("" for the default ones).
+    """Return the account and QOS of a job of `user` that asks for these; "": the default.
 
     Without configured accounts, any account name is accepted; without configured QOS, only the normal QOS. Raises RequestError.
     """
@@ -245,7 +250,7 @@ def _qos(accounting: Accounting, user: str, account: str, qos: str) -> str:
 
 
 def _default_and_listed_qos(accounting: Accounting, user: str, account: str) -> tuple[str, tuple[str, ...]]:
-    """Return the default QOS of the user in the account ("": none), and the QOS that the user may use.
+    """Return the user's default QOS in the account, "" for none, and all allowed QOS.
 
     The user's own settings count, else those of the nearest account that has any. As in Slurm, a user may use only listed
     QOS; without a list that is the normal one.

@@ -1,4 +1,4 @@
-"""Model values to JSON values and back, strictly: every field that a client sends is checked here.
+"""Convert model values to JSON values and back, and check every field.
 
 Knows nothing of JSON text, of what values make sense (`hpcsched.jobscript.build` checks that) or where they are sent. Rules: a
 tuple is a list, a set a sorted list, an enum its value, a dataclass or a mapping an object (keys are text). An unknown
@@ -24,7 +24,10 @@ _Write = Callable[[Any], Any]
 
 
 class _Mismatch(Exception):
-    """A value is not what its annotation says; the text says where and why, innermost field last."""
+    """A value does not match its annotation; the text says where and why.
+
+    The innermost field is last.
+    """
 
 
 def spec_to_json(spec: JobSpec) -> dict[str, Any]:
@@ -33,7 +36,9 @@ def spec_to_json(spec: JobSpec) -> dict[str, Any]:
 
 
 def spec_to_short_json(spec: JobSpec) -> dict[str, Any]:
-    """Return `spec` as an object without the fields that have their default: a sixth of the whole one.
+    """Return `spec` as an object without fields that have their default.
+
+    That is a sixth of the whole object.
 
     `spec_from_json` reads it. For the database, so a default of `JobSpec` must never change.
     """
@@ -213,7 +218,10 @@ def _kind(value: object) -> str:
 
 
 def _class_writer(writers: dict[str, _Write | None]) -> _Write:
-    """Return the function that writes an instance; a field whose writer is None is its own JSON value."""
+    """Return the function that writes an instance.
+
+    A field whose writer is None is its own JSON value.
+    """
     fields = list(writers.items())
 
     def write(value: Any) -> dict[str, Any]:
@@ -293,7 +301,10 @@ def _generic_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Wri
 
 
 def _named_tuple_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Write]:
-    """Return the reader and the writer of a named tuple: a list; last items with defaults may be missing."""
+    """Return the reader and the writer of a named tuple, as a list.
+
+    Last items that have defaults may be missing.
+    """
     types_of = get_type_hints(hint)
     pairs = [_converters(types_of[name], inside) for name in hint._fields]
     readers = [reader for reader, _ in pairs]

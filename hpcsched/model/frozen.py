@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def frozen(cls: type[T]) -> type[T]:
-    """Make a class of annotations what `dataclass(frozen=True, slots=True, kw_only=True)` makes of it. For decoration."""
+    """Make a frozen, keyword-only dataclass with slots of a class. For decoration.
+
+    Like `dataclass(frozen=True, slots=True, kw_only=True)`.
+    """
     draft = dataclass(slots=True, kw_only=True, unsafe_hash=True)(cls)
 
     def init(self: Any, **given: Any) -> None:
@@ -58,7 +61,10 @@ def replace(value: T, **changes: Any) -> T:
 
 
 def copies(value: T, names: tuple[str, ...], changes: Iterable[tuple[Any, ...]]) -> list[T]:
-    """Return copies of `value`, of a class that `frozen` has made; each of `changes` has the values of fields `names`."""
+    """Return copies of `value`; each of `changes` has the values of fields `names`.
+
+    The class of `value` was made by `frozen`.
+    """
     cls: Any = type(value)
     made: list[T] = _bulk_copier(cls, names)(value, changes)
     return made
@@ -66,7 +72,10 @@ def copies(value: T, names: tuple[str, ...], changes: Iterable[tuple[Any, ...]])
 
 @cache
 def _copier(cls: Any) -> Callable[[Any], Any]:
-    """Return a function that returns the draft of a copy: its assignments written out, as those of a dataclass's `__init__`."""
+    """Return a function that returns the draft of a copy.
+
+    Its assignments are written out, as those of a dataclass's `__init__`.
+    """
     lines = [f"    draft.{field.name} = value.{field.name}" for field in fields(cls)]
     return _function("copy(value)", ["    draft = new(base)", *lines, "    return draft"], cls)
 

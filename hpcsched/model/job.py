@@ -157,7 +157,10 @@ class Hold(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitStatus:
-    """How a step ended: `code` 0..255, or `signal` > 0 if one killed it (then `code` is 0), as in Slurm's ``code:signal``."""
+    """How a step ended: `code` 0..255, or `signal` > 0 if a signal killed it.
+
+    `code` is 0 then, as in Slurm's ``code:signal``.
+    """
 
     code: int
     signal: int = 0
@@ -260,7 +263,7 @@ class Job:
         return held if self.suspended_for is None else without_cpus(held)
 
     def stay_on(self, node: NodeName) -> int:
-        """Return how often the attempt has lost or given back `node` before; launch tokens contain it."""
+        """Return how often the attempt has lost or given back `node`, for launch tokens."""
         return self.left_nodes.count(node)
 
     def spool_on(self, node: NodeName) -> str:
@@ -311,7 +314,7 @@ class Job:
 
     @property
     def accrued_from_s(self) -> float | None:
-        """Return since when its age counts, with earlier waits included; None: it does not count now."""
+        """Return since when its age counts, with earlier waits; None: it does not now."""
         return None if self.eligible_at_s is None else self.eligible_at_s - self.aged_s
 
     @property

@@ -1,4 +1,4 @@
-"""Resources, nodes and partitions: what the configuration says, what the probe found, and the state that follows from both.
+"""Resources, nodes and partitions: configuration, probe results, and state.
 
 A node has a *link* state (does its agent answer?) and an *admin* state (drained?). What users see (`NodeState`) is
 derived from both and from what is allocated, as `sinfo` shows it.
@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRequest:
-    """`count` GPUs (or shards of one GPU) of one type; `type` is ANY_GPU if the user named none."""
+    """`count` GPUs, or shards of one GPU, of one type; ANY_GPU: no type is given."""
 
     count: int
     type: str = ANY_GPU
@@ -203,7 +203,7 @@ class Node:
         return self.spec.name
 
     def not_enforced(self, confine: tuple[str, ...]) -> tuple[Ability, ...]:
-        """Return what the node cannot enforce of memory and huge pages, and of `confine` of cluster or node."""
+        """Return what the node cannot enforce of memory, huge pages and `confine`."""
         wanted = {"memory", "hugepages", *(confine if self.spec.confine is None else self.spec.confine)}
         if not self.spec.gpus:
             wanted.discard("gpus")

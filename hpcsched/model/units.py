@@ -1,4 +1,4 @@
-"""Numbers, and times, memory sizes and signals in the notations of Slurm's commands: read and written.
+"""Read and write numbers, times, memory sizes and signals as Slurm's commands do.
 
 Dates are `hpcsched.model.dates`'. Every reader is linear in the length of its text and raises RequestError with the text, why
 it is refused and what would be right.
@@ -74,7 +74,7 @@ _MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
 
 
 def parse_time_s(text: str, *, whole_minutes: bool = True) -> int | None:
-    """Return the seconds that `text` means as a time limit, None for UNLIMITED, INFINITE and -1.
+    """Return `text` as a time limit in seconds, None for UNLIMITED, INFINITE and -1.
 
     ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are, as Slurm does. Also ``90s``,
     ``5m``, ``1h30m``, ``2d12h``, which Slurm does not know. Slurm keeps limits in whole minutes and rounds up; with
@@ -119,7 +119,9 @@ def known_limit_s(limit_s: int | None) -> int | None:
 
 
 def format_time_s(seconds: float | None, *, full: bool = False) -> str:
-    """Return `seconds` as squeue's %l and %M do: ``1-02:03:00``, ``2:03:00``, ``3:00``; None is UNLIMITED.
+    """Return `seconds` as squeue's %l and %M: ``1-02:03:00``, ``2:03:00``, ``3:00``.
+
+    None is UNLIMITED.
 
     With `full` hours always show, in two digits, as in sacct's Elapsed: ``00:03:00``.
     """
@@ -136,7 +138,9 @@ def format_time_s(seconds: float | None, *, full: bool = False) -> str:
 
 
 def parse_mem_mib(text: str, default_unit: str = "M") -> int:
-    """Return the MiB that `text` means, rounded up: ``4G``, ``190GB``, ``10Gb``, ``2GiB``, ``200K`` (that is 1).
+    """Return the MiB that `text` means, rounded up.
+
+    Such as ``4G``, ``190GB``, ``10Gb``, ``2GiB``, ``200K`` (that is 1).
 
     K M G T P are powers of 1024 in either case, with or without B, as in Slurm; a bare number is in `default_unit`.
     Raises RequestError.
@@ -153,7 +157,7 @@ def parse_mem_mib(text: str, default_unit: str = "M") -> int:
 
 
 def format_mem(mib: int) -> str:
-    """Return `mib` with the largest unit that loses nothing, as squeue's %m: ``512M``, ``2G``, ``1536M``, ``0``."""
+    """Return `mib` with its largest exact unit, as squeue's %m: ``512M``, ``2G``, ``0``."""
     if mib == 0:
         return "0"
     units = "MGTP"

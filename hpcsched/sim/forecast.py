@@ -30,7 +30,9 @@ _IN_QUEUE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The starts of the waiting jobs, in order; `left` has the reasons of jobs that never start.
+    """The starts of the waiting jobs, in order.
+
+    `left` has the reasons of jobs that never start.
 
     `empty_at_s`: when the last job has started. `ended_at_s`: when all have ended. `utilization`: of the cpus of the nodes that
     answer, until the queue is empty; None if that is now.
@@ -50,7 +52,10 @@ class Forecast:
 
 
 def forecast(snapshot: Snapshot, policy: Policy, *, predict: bool = False) -> Forecast:
-    """Return the forecast for the jobs of `snapshot`; with `predict` they run as long as predicted."""
+    """Return the forecast for the jobs of `snapshot`.
+
+    With `predict` they run as long as predicted.
+    """
     course = _Course(snapshot, replace(policy, estimate_depth=0, preempt=PreemptRules()), predict)
     course.run()
     empty_at_s = max(course.starts_s.values(), default=snapshot.now_s)
@@ -142,7 +147,7 @@ class _Course:
         )
 
     def _eligible(self, job: PendingJob) -> PendingJob:
-        """Return `job` with its age counting from now, if it waits only for resources or other jobs."""
+        """Return `job`; its age counts from now if it waits only for resources or jobs."""
         if job.since_s is not None or self.last_plan.waits[job.id].reason not in _IN_QUEUE:
             return job
         return replace(job, since_s=self.now_s)

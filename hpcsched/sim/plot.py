@@ -35,7 +35,7 @@ def draw(simulations: Sequence[Simulation], base: Path) -> list[Path]:
 
 
 def utilization_over(simulation: Simulation, bins: int = BINS) -> tuple[list[float], list[float]]:
-    """Return the middle of each of `bins` equal spans of time (in days), and the part of the machine that was used in it."""
+    """Return the middle of each of `bins` equal spans in days, and the utilization there."""
     first_s = min((job.submit_s for job in simulation.jobs), default=0.0)
     pairs = list(zip(simulation.jobs, simulation.starts_s, strict=True))
     last_s = max((start_s + job.run_s for job, start_s in pairs), default=first_s + 1.0)
@@ -65,7 +65,10 @@ def busiest_s(simulation: Simulation, span_s: float = WINDOW_S) -> float:
 
 
 def bars_of(simulation: Simulation, from_s: float, to_s: float) -> list[tuple[float, float, int, int, float]]:
-    """Return (start, end, first processor, processors, wait) of the pieces to draw of jobs that run within ``[from_s, to_s)``."""
+    """Return the bars of jobs that run within ``[from_s, to_s)``.
+
+    A bar is (start, end, first processor, processors, wait).
+    """
     free = list(range(simulation.procs))
     ends: list[tuple[float, int, list[int]]] = []
     bars: list[tuple[float, float, int, int, float]] = []

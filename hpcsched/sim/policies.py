@@ -64,7 +64,10 @@ def bounded_slowdown(wait_s: float, run_s: float) -> float:
 
 
 def metrics_of(jobs: Sequence[TraceJob], starts_s: Sequence[float], procs: int) -> Metrics:
-    """Return the metrics of the schedule that starts `jobs` at `starts_s` on `procs` processors; all 0 without jobs."""
+    """Return the metrics of the schedule; all 0 without jobs.
+
+    It starts `jobs` at `starts_s` on `procs` processors.
+    """
     waits = [start_s - job.submit_s for job, start_s in zip(jobs, starts_s, strict=True)]
     slowdowns = [bounded_slowdown(wait_s, job.run_s) for job, wait_s in zip(jobs, waits, strict=True)]
     by_user: dict[int, list[float]] = {}
@@ -133,7 +136,7 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
 
 
 class Engine(Protocol):
-    """What decides: it is told of events, and returns the numbers of the jobs that are to start."""
+    """The decider: it gets events, and returns the numbers of jobs that start."""
 
     def submit(self, job: int, now_s: float) -> Sequence[int]: ...
 
@@ -193,7 +196,10 @@ POLICIES: dict[str, tuple[Make, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """The schedule of a trace by a policy on `procs` processors; `starts_s` is in the order of `jobs`."""
+    """The schedule of a trace by a policy on `procs` processors.
+
+    `starts_s` is in the order of `jobs`.
+    """
 
     policy: str
     procs: int
@@ -321,7 +327,10 @@ class PlannedLine:
         return self._plan(now_s) if self._waiting else []
 
     def _held(self, now_s: float) -> list[RunningJob]:
-        """Return the running jobs within their time limit; the processors of the others count as free."""
+        """Return the running jobs within their time limit.
+
+        The processors of the others count as free.
+        """
         return [job for job in self._running.values() if job.ends_at_s is not None and job.ends_at_s > now_s]
 
     def _plan(self, now_s: float) -> list[int]:

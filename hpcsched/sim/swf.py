@@ -40,7 +40,7 @@ class TraceJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The jobs in the order of submission, and the size of the machine by the header (0: unknown)."""
+    """The jobs in the order of submission, and the machine's size; 0: unknown."""
 
     name: str
     jobs: tuple[TraceJob, ...]

@@ -377,7 +377,10 @@ def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: proto
 
 
 def _recovered(ports: StepPorts, job: Job, number: str, report: protocol.Report) -> Step:
-    """Return the step of this number of `job`, by its row or else by `report`, and greet its step command."""
+    """Return the step of this number of `job`, and greet its step command.
+
+    It is made from its row, or else from `report`.
+    """
     row = next((row for row in ports.recorded(job.id, job.attempt) if row.step == number), None)
     step = restored(job, row) if row is not None else None
     step = step or _reported_step(job, int(number), report, row)  # int: of a token

@@ -1,4 +1,6 @@
-"""Open the database, run statements and transactions: all that depends on which database it is.
+"""Open the database, run statements and transactions.
+
+All that depends on which database it is.
 
 Statements are SQLAlchemy Core. `Statement` compiles one once; the driver runs the text. What only
 SQLite has (PRAGMA, BEGIN and COMMIT, its backup, its checks of a file) is in this module. The
@@ -56,7 +58,7 @@ class Statement:
 
     @cached_property
     def _compiled(self) -> tuple[str, list[str], Row]:
-        """Return the text, the names of its places in order, and the values of those that are constant."""
+        """Return the SQL text, the names of its places in order, and its constants."""
         compiled = self.core.compile(
             dialect=_DIALECT, column_keys=self._columns, compile_kwargs={"render_postcompile": True}
         )
@@ -119,7 +121,9 @@ _NEW_META = Statement(insert(meta).on_conflict_do_nothing())
 
 
 def open_database(path: Path | None, *, make: bool = False) -> Connection:
-    """Open the database at `path` (None: a new one in memory) and make its tables if it is new.
+    """Open the database at `path`, and make its tables if it is new.
+
+    None: a new database in memory.
 
     A missing file is created only with `make`. A controller that starts with an empty database by
     mistake would treat all processes on its nodes as strays.
@@ -289,7 +293,10 @@ def copy_into(source: Connection, copy: Connection) -> None:
 
 
 def make_single_file(connection: Connection) -> bool:
-    """Merge the log into the database file; return whether it worked: nothing else reads the file."""
+    """Merge the log into the database file; return whether it worked.
+
+    Nothing else reads the file.
+    """
     return bool(_pragma(connection, "journal_mode=DELETE") == "delete")
 
 

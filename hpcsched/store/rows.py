@@ -1,4 +1,4 @@
-"""The tables, and how jobs, nodes and other values become rows and come back: column by column.
+"""The tables, and conversion of jobs, nodes and other values to rows and back.
 
 Times are Unix seconds. Lists and composite values are JSON text.
 """

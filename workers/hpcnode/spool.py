@@ -456,7 +456,9 @@ def _only_owner(script: str) -> int:
 
 
 def _rewrite(path: str, data: bytes) -> bool:
-    """Replace what a script contains; remove it and return False if that is not possible at once.
+    """Replace the contents of a script, or remove it and return False.
+
+    False: that is not possible at once.
 
     The tasks of an array have one script, so it often contains this already. It is compared, because its user may change it.
     """

@@ -1,4 +1,4 @@
-"""`hpcsched backup`, `restore` and `seal`: copies of a cluster, and the keys of its database.
+"""`hpcsched backup`, `restore` and `seal`: copies of a cluster, and its database keys.
 
     DIR/CLUSTER-20260102T030405/           0700, whole or not there
         manifest.json                      what is in it, with checksums, and where it was

@@ -1,4 +1,4 @@
-"""`hpcsched up`, `down`, `status`, `gateway` and `web`: start and stop the controller, show its status, and serve its API."""
+"""`hpcsched up`, `down`, `status`, `gateway` and `web`: the controller and its API."""
 
 from __future__ import annotations
 
@@ -211,7 +211,10 @@ def status(as_json: bool) -> None:
 
 
 def _config_on_disk() -> tuple[Config | None, str]:
-    """Return the configuration, None if we may not read it, and the error in its files, "" if there is none."""
+    """Return the configuration, and the error in its files.
+
+    No configuration: its files cannot be read, or have an error. "": no error.
+    """
     config_dir = paths.find_config_dir(os.environ, os.getuid())
     try:
         return (load_config(config_dir) if os.access(config_dir / paths.CONFIG_FILE, os.R_OK) else None), ""

@@ -1,4 +1,6 @@
-"""`hpcsched node add | rekey | list | probe | remove`: the nodes of the cluster, one file each in nodes.d/.
+"""`hpcsched node add | rekey | list | probe | remove`: the nodes of the cluster.
+
+Each node has one file in nodes.d/.
 
 Rules:
 - `add` pins the host key of a machine, detects its resources, and writes its file only if the node was reached exactly as the

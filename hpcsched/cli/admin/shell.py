@@ -1,4 +1,4 @@
-"""`hpcsched completion` and `hpcsched slurm-path`: what a user's shell gets from the installation.
+"""`hpcsched completion` and `hpcsched slurm-path`: what a user's shell needs.
 
 Completion of options, job ids, partitions and nodes in bash, zsh and fish is generated from the option tables of the commands.
 Jobs, partitions and nodes are requested when the key is pressed. zsh runs the functions of bash (bashcompinit).

@@ -161,7 +161,9 @@ class ClusterReader:
         self._log_of: tuple[int, float] = (0, 0.0)
 
     def look(self, chosen: str | int | None = None) -> ClusterScreen:
-        """Return the cluster as it is now, with the job `chosen`, by default our first running one.
+        """Return the cluster as it is now, with the job `chosen`.
+
+        By default this is our first running job.
 
         Raises NotFoundError if there is no job of a name that a user chose; a job's number may have been forgotten.
         """

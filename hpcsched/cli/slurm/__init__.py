@@ -1,4 +1,4 @@
-"""Slurm's names for the commands: sbatch, squeue, scancel, sacct, sinfo, scontrol and the rest.
+"""Slurm's names for the commands: sbatch, squeue, scancel and the others.
 
 They run the code of our own commands with Slurm's defaults, formats, messages and exit statuses (`hpcsched.commands.options`).
 They are found only if the directory of ``hpcsched slurm-path`` is in the PATH.

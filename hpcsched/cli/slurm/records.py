@@ -1,4 +1,6 @@
-"""Records of jobs, nodes, partitions, steps and licences: ``hctl show``, ``scontrol show``, and JSON with Slurm's names.
+"""Records of jobs, nodes, partitions, steps and licences in Slurm's terms.
+
+For ``hctl show`` and ``scontrol show``, and as JSON with Slurm's names.
 
 Text is ``Name=value`` words, with scontrol's names and in its order. As in scontrol, a value that is unknown or hidden is
 ``(null)`` or ``N/A``. Clients parse what ``scontrol show`` prints, and some depend on the lines: features that do not exist here

@@ -1,4 +1,4 @@
-"""sbcast and sgather: copy a file to all nodes of a job, or from each of its nodes to one place.
+"""sbcast and sgather: copy a file to all nodes of a job, or from all of them.
 
 They need no share: a file is the standard input, or the output, of a step on its node. Source: sbcast(1), sgather(1).
 """

@@ -1,4 +1,6 @@
-"""scrontab: recurring jobs of a user: a schedule, a command, and ``#SCRON`` lines with options.
+"""scrontab: recurring jobs of a user.
+
+An entry is a schedule and a command, with options in ``#SCRON`` lines before it.
 
 This command builds the job of each entry, with the options of sbatch and the environment of a login, and sends it to the
 controller with the text. Source: scrontab(1).

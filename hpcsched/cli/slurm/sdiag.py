@@ -1,4 +1,7 @@
-"""sdiag: the load of the controller, in the words that metrics exporters parse; only values that exist here."""
+"""sdiag: the load of the controller, in the format that exporters parse.
+
+It shows only values that exist here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sreport: usage of the cluster, by account and user, in a period: ``cluster utilization``, ``user topusage`` ...
+"""sreport: usage of the cluster in a period, by account and user.
 
 The figures come from the job history: the resources of the last attempt of each job, for the time within the period. A
 node is down while it does not answer; a drained node is idle.

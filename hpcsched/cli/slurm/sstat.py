@@ -1,4 +1,6 @@
-"""sstat, and the running steps that hqueue and squeue --steps and scontrol show step list as well.
+"""sstat: resources of running steps; and lists of running steps.
+
+`hqueue` and `squeue --steps` and `scontrol show step` print the lists.
 
 A step is the JSON object of the history. The columns of sstat are sacct's.
 """

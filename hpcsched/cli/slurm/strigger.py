@@ -1,4 +1,6 @@
-"""strigger: programs that the controller runs on the head, as their user, when a job or node changes.
+"""strigger: programs that the controller runs when a job or node changes.
+
+They run on the head, as their user.
 
 Source: strigger(1).
 """

@@ -276,7 +276,10 @@ def controllers_for(tree: Tree, limits: JobLimits) -> Tuple[str, ...]:
 
 
 def _roots_with(tree: Tree, controllers: Iterable[str]) -> Iterator[Tuple[str, List[str], bool]]:
-    """Yield the roots where a job has a group, its controllers there, and whether it is version 2."""
+    """Yield the roots where a job has a group.
+
+    Each with the job's controllers there, and whether it is version 2.
+    """
     for root in tree.roots():
         here = [name for name in controllers if tree.controllers[name] == root]
         if here or root == tree.unified:

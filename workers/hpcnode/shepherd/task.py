@@ -438,7 +438,7 @@ def run_prolog(program: str, env: Dict[str, str]) -> None:
 
 
 def _output_of(pid: int, read_end: int) -> Tuple[bytes, int]:
-    """Return the output of a prolog and the status of its end; what it has started may keep the pipe open."""
+    """Return a prolog's output and the status of its end; its children may keep the pipe."""
     output, done, status = b"", 0, 0
     end_s = time.monotonic() + PROLOG_S
     while True:

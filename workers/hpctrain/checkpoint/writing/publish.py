@@ -1,4 +1,4 @@
-"""Write a rank's part of a checkpoint, publish the parts of all ranks, and remove old checkpoints.
+"""Write a rank's part of a checkpoint, publish all parts, remove old checkpoints.
 
 Knows the parent by its name and its chunks' hashes; does not know torch, threads or models.
 Rules: data files are durable before the manifest that names them appears; the fence is checked in between.
