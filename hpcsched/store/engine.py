@@ -26,7 +26,7 @@ from sqlite3 import Connection, Cursor
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import BindParameter, Table, bindparam, select
+from sqlalchemy import BindParameter, MetaData, Table, bindparam, select
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -261,13 +261,17 @@ def _prepare(connection: Connection, path: Path | None, *, make: bool) -> None:
             "install the version that wrote it, or a newer one"
         )
     if version < SCHEMA:
-        for table in metadata.sorted_tables:
-            connection.execute(str(CreateTable(table).compile(dialect=_DIALECT)))
-            for index in table.indexes:
-                connection.execute(str(CreateIndex(index).compile(dialect=_DIALECT)))
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+        _create_tables(connection, metadata, APPLICATION_ID, SCHEMA)
     _NEW_META.run(connection, {"key": "incarnation", "value": secrets.token_hex(8)})
+
+
+def _create_tables(connection: Connection, tables: MetaData, owner: int, version: int) -> None:
+    for table in tables.sorted_tables:
+        connection.execute(str(CreateTable(table).compile(dialect=_DIALECT)))
+        for index in table.indexes:
+            connection.execute(str(CreateIndex(index).compile(dialect=_DIALECT)))
+    connection.execute(f"PRAGMA application_id = {owner}")
+    connection.execute(f"PRAGMA user_version = {version}")
 
 
 def _pragma(connection: Connection, name: str) -> Any:
@@ -330,6 +334,60 @@ def damage_of(connection: Connection) -> str:
     except sqlite3.DatabaseError as error:
         found = [str(error)]
     return " ".join(" ".join(found).split())[:300]
+
+
+# ----- a database that may be lost: the history of metrics
+
+
+class OtherDatabaseError(ConfigError):
+    """The file is of another program, or of a newer version: it stays as it is."""
+
+
+def open_expendable(path: Path, tables: MetaData, owner: int, version: int) -> Connection:
+    """Open or create a database whose last commits may be lost when the machine fails.
+
+    It is whole all the same. A page that becomes free can be given back to the file system.
+
+    Raises OtherDatabaseError, or sqlite3.Error: `is_damage` tells a damaged file from a disk that is
+    full or a file that is locked.
+    """
+    os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600))
+    connection = _connected(f"file:{quote(str(path))}", ("busy_timeout=2000",))
+    try:
+        found, is_of = _pragma(connection, "user_version"), _pragma(connection, "application_id")
+        if is_of not in (0, owner) or (is_of == 0 and found):
+            raise OtherDatabaseError(f"{path} is a database of another program")
+        if found > version:
+            raise OtherDatabaseError(f"{path} has schema {found}, this hpcsched knows up to {version}")
+        settings = ["journal_mode=WAL", "synchronous=NORMAL", f"journal_size_limit={8 << 20}", "cache_size=-4096"]
+        for pragma in settings if found else ["auto_vacuum=INCREMENTAL", *settings]:
+            connection.execute(f"PRAGMA {pragma}")
+        if found < version:
+            with transaction(connection):
+                _create_tables(connection, tables, owner, version)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Return whether the error says that the file is damaged: no later try would succeed."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def used_bytes(connection: Connection) -> int:
+    """Return the size of the database file without its free pages."""
+    return int(_pragma(connection, "page_count") - _pragma(connection, "freelist_count")) * int(
+        _pragma(connection, "page_size")
+    )
+
+
+def give_pages_back(connection: Connection, most: int) -> None:
+    """Give at most so many free pages back to the file system, and shorten the log."""
+    for _ in connection.execute(f"PRAGMA incremental_vacuum({most})"):
+        pass
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 # ----- who the database is: its incarnation and epoch
