@@ -49,7 +49,7 @@ from hpcsched.listing.jobs import (
     rate_text,
     step_text,
 )
-from hpcsched.listing.text import clean, columns, date_text, fitted
+from hpcsched.listing.text import clean, columns, date_text, fitted, sized
 from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.job import exit_words
@@ -567,15 +567,10 @@ def field_names(known: Sequence[HistoryColumn] = ()) -> list[str]:
 
 
 def _column(word: str, known: Sequence[HistoryColumn]) -> HistoryColumn:
-    name, percent, width = word.partition("%")
+    name, width, right = sized(word)
     for column in known:
-        if column.name.lower() == name.strip().lower():
-            if not percent:
-                return column
-            digits = width.lstrip("-+")
-            if not (digits.isascii() and digits.isdigit() and 0 < int(digits[:5]) <= 4096):
-                raise UsageError(f"cannot show column {word[:60]!r}: the width must be a number, as {column.name}%20")
-            return column._replace(width=int(digits), right=not width.startswith("-"))
+        if column.name.lower() == name.lower():
+            return column._replace(width=width, right=right) if width else column
     near = nearest(name.lower(), [column.name.lower() for column in known])
     hint = f"did you mean {' or '.join(near)}?" if near else "see hacct --helpformat"
     raise UsageError(f"cannot show column {word[:60]!r}: no such column; {hint}")

@@ -13,7 +13,7 @@ from hpcsched.cli.output import print_json, print_separated, run_command
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
-from hpcsched.listing.text import clean, columns, fitted, fixed_columns
+from hpcsched.listing.text import clean, columns, fitted, fixed_columns, sized
 
 COMMAND = Command(
     "hshare",
@@ -103,10 +103,10 @@ def _chosen(words: Words) -> list[tuple[str, int]]:
     known = {name.lower(): name for name in _COLUMNS}
     chosen = []
     for word in words.listed("format"):
-        name, _, width = word.partition("%")
-        if name.lower() not in known or (width and not width.lstrip("-").isdigit()):
+        name, width, _ = sized(word)
+        if name.lower() not in known:
             raise UsageError(f"Invalid field requested: {word[:60]!r}; there are {', '.join(_COLUMNS)}")
-        chosen.append((known[name.lower()], abs(int(width or 0))))
+        chosen.append((known[name.lower()], width))
     return chosen
 
 

@@ -42,7 +42,7 @@ COMMAND = Command(
     ),
     "Replay the log of a machine (Standard Workload Format, also gzip'ed) with a policy of the scheduler: run prints how "
     "it went, compare sets policies side by side. replay makes the plan of a snapshot that hctl snapshot saved; whatif lets the "
-    "queue as it is, or was then, go on with other nodes and policies: when would which job start?",
+    "queue as it is, or was then, continue with other nodes and policies: when does which job start?",
     (
         Option("policy", "p", "POLICY",
                "follow this policy (run; default without it); replay, whatif: try this one as well, or each of a list"),

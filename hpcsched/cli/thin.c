@@ -231,7 +231,7 @@ static int connected(void) {
     return fd;
 }
 
-/* Nobody knows whether the request took effect. A submission is repeated under its id, a look at the queue as well. */
+/* The request may have taken effect. A submission is repeated under its id, a look at the queue as well. */
 static void lost(void) {
     setenv("HPCSCHED_REQUEST_ID", request_id, 1);
     if (!strstr(name, "cancel")) python();

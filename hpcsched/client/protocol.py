@@ -221,7 +221,7 @@ def body_bytes(body: Json | None) -> bytes:
 class ReplyReader:
     """Reads an answer from the pieces in which it arrives.
 
-    The answer is complete when its last byte is there. Nobody waits until the server closes the connection.
+    The answer is complete when its last byte has arrived; the server need not close the connection.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ def read_answer(reply: HttpReply) -> Json:
         raise read_error(reply)
     answer = _read_json(reply)
     if not isinstance(answer, dict):
-        raise errors.ProtocolError("cannot read the controller's answer: it is no JSON object")
+        raise errors.ProtocolError("cannot read the controller's answer: it is not a JSON object")
     return answer
 
 

@@ -596,7 +596,7 @@ def _check_host_key(path: Path, text: str) -> None:
     parts = text.split()
     advice = "write it as in known_hosts, without the name; hpcsched node add does it"
     if len(parts) < 2 or parts[0] not in HOST_KEY_TYPES:
-        raise ConfigError(f"cannot use {path}: host_key = {text[:80]!r} is no SSH host key; {advice}")
+        raise ConfigError(f"cannot use {path}: host_key = {text[:80]!r} is not an SSH host key; {advice}")
     try:
         blob = base64.b64decode(parts[1], validate=True)
         (size,) = struct.unpack_from("!I", blob)

@@ -130,7 +130,7 @@ class Credentials:
         is_gateway = peer_uid == self._gateway_uid()
         if source is None:
             if is_gateway and peer_uid != os.getuid():
-                raise UnauthenticatedError("cannot answer the gateway: its request does not say for whom it is")
+                raise UnauthenticatedError("cannot answer the gateway: its request does not name its user")
             return
         if not is_gateway:
             raise PermissionDeniedError(

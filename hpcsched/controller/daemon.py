@@ -339,7 +339,7 @@ class Daemon:
             self._exit_code = EXIT_INVARIANT
             self._stop.set()
         elif isinstance(error, Exception):
-            report_fault(error, f"go on after: {context.get('message')}")
+            report_fault(error, f"continue after: {context.get('message')}")
         else:
             log.error("%s", context.get("message"))
 

@@ -264,7 +264,7 @@ class Stepping:
 
         def done(result: Any) -> None:
             if isinstance(result, Exception):
-                log.error("cannot go on with a step: %s", result)
+                log.error("cannot continue a step: %s", result)
                 if origin is not None:
                     self._give_up(origin, str(result))
                 return

@@ -787,7 +787,7 @@ class Controller:
         return True
 
     def _begin_plan(self, now_s: float) -> bool:
-        """Begin a plan; return whether this turn has time left to go on with it."""
+        """Begin a plan; return whether this turn has time left to continue it."""
         if not self._prepare_views():
             return False
         self._plan_wanted = False

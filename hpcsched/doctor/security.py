@@ -1,10 +1,10 @@
 """The rules of `hctl security`: facts about an installation in, findings out.
 
 Pure. `RULES` has each finding's id, severity, reason, remedy and controls; `findings` judges. An id never gets another meaning.
-A rule of severity INFO is no fault: it says what an admin may want to know. Unknown facts are None, and are not judged.
+A finding of severity INFO is not a fault, but a fact that an admin may want to know. Unknown facts are None, and are not judged.
 
-Many rules are only for installations that serve several users. A cluster of one account has nobody to be protected from but
-the machine's other accounts.
+Many rules are only for installations that serve several users. A cluster of one account needs protection only
+from other accounts of the machine.
 
 Sources: NIST SP 800-53 revision 5; CIS Controls version 8 (safeguards); Debian DSA-5586 and DSA-5724, Ubuntu USN-6560 and
 USN-6859 (versions that have corrections of later OpenSSH).
@@ -24,7 +24,7 @@ YEAR_S = 366 * DAY_S
 
 
 class Severity(StrEnum):
-    """How bad a finding is. INFO is no fault."""
+    """How bad a finding is. INFO is not a fault."""
 
     CRITICAL = "critical"
     HIGH = "high"

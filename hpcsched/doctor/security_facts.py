@@ -451,7 +451,7 @@ def _audit_facts(config: Config, looking: Looking) -> dict[str, Any]:
         try:
             seq = int(json.loads(line)["seq"])
         except (ValueError, KeyError, TypeError):
-            looking.unseen.append(f"{heads}: its last line is no signed end")
+            looking.unseen.append(f"{heads}: its last line is not a signed end")
     records = _ask(looking, "audit log", f"/v1/audit?after={seq}&limit=1").get("records", ())
     try:
         beside: bool | None = heads.parent.stat().st_dev == state.stat().st_dev

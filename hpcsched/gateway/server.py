@@ -123,7 +123,7 @@ def become(user: str | None) -> None:
 async def check_controller(upstream: Upstream) -> None:
     """Check that the controller accepts us as its gateway, and asks for credentials.
 
-    Raises ConfigError. A controller that does not run is no error: it may start later.
+    Raises ConfigError. It is not an error if the controller does not run: it may start later.
     """
     try:
         reply = await upstream.ask("GET", "/v1/ping", {"x-hpcsched-gateway": "start"}, timeout_s=20.0)

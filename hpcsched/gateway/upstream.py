@@ -105,7 +105,7 @@ class _UpstreamConnection(asyncio.Protocol):
         self._answer: asyncio.Future[UpstreamReply] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
         sock: socket.socket = transport.get_extra_info("socket")
         _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         self.is_open = uid in trusted_uids(sock.getpeername())

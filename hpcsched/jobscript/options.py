@@ -308,7 +308,7 @@ def _supported(option: ScriptOption) -> ScriptOption:
 MAX_WORDS = 100_000
 
 Settings = dict[str, list[str]]
-"""Options by long name with their values in order; what was given last stands last. A flag has the value ""."""
+"""Options by long name with their values in the order given. A flag has the value ""."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

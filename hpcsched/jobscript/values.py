@@ -243,7 +243,7 @@ def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
             raise RequestError(f"cannot read --licenses={short(text)}: write NAME or NAME:COUNT, joined by commas")
         name, count = match.group(1), whole_number(match.group(2) or "1")
         if not 1 <= count <= MAX_COUNT:
-            raise RequestError(f"cannot read --licenses={short(text)}: of {name} it must be 1 to {MAX_COUNT}")
+            raise RequestError(f"cannot read --licenses={short(text)}: the count of {name} must be 1 to {MAX_COUNT}")
         if name in found:
             raise RequestError(f"cannot read --licenses={short(text)}: it names {name} twice")
         found[name] = count

@@ -9,6 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from hpcsched.errors import UsageError
+
+MAX_WIDTH = 4096  # of a column
+
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:
     from typing import Any
@@ -59,6 +63,19 @@ def split_list(text: str) -> list[str]:
             start = at + 1
     items.append(text[start:])
     return [item.strip() for item in items if item.strip()]
+
+
+def sized(word: str) -> tuple[str, int, bool]:
+    """Return name, width and right-justification of a column ``NAME%20`` or ``NAME%-20``.
+
+    A width that is not given is 0. Raises UsageError.
+    """
+    name, percent, text = word.partition("%")
+    digits = text.removeprefix("-").removeprefix("+")
+    width = int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 4 else 0  # int: four digits
+    if percent and not 0 < width <= MAX_WIDTH:
+        raise UsageError(f"cannot show column {word[:60]!r}: its width must be a number from 1 to {MAX_WIDTH}")
+    return name.strip(), width, not text.startswith("-")
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:

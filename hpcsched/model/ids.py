@@ -16,7 +16,6 @@ from hpcsched.errors import ProtocolError
 
 JobId = NewType("JobId", int)
 NodeName = NewType("NodeName", str)
-Epoch = NewType("Epoch", int)
 
 BATCH_STEP = "batch"
 ALLOC_STEP = "alloc"  # the job's claim on each of its other nodes

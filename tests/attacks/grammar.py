@@ -56,7 +56,7 @@ class Grammar:
         self, seed: int, jobs: list[str] | None = None, tokens: list[str] | None = None, work_dir: str = "/tmp"
     ) -> None:
         self.work_dir = work_dir
-        self.broken = 1.0  # how often, compared with usual, what it says is no JSON at all
+        self.broken = 1.0  # how often, compared with usual, what it says is not JSON at all
         self.random = random.Random(seed)
         self.jobs = jobs or ["1", "2"]
         self.tokens = tokens or ["0123456789abcdef.1.0.0.n1." + "0" * 32]

@@ -157,7 +157,7 @@ def test_a_schedule_that_cannot_be_kept_or_has_no_say_is_refused(tmp_path: Path)
         return str(raised.value)
 
     assert "with --lr and --warmup: the script gives run.steps its own schedule" in refusal(schedule, lr=1, warmup=3)
-    assert "it was made for another optimizer" in refusal(schedule, sgd(model))
+    assert "it was not made for the optimizer" in refusal(schedule, sgd(model))
     assert "it needs an optimizer of torch.optim" in refusal(schedule, AdamW(model.named_parameters()))
     assert "schedule=str: give one object of torch.optim.lr_scheduler" in refusal("cosine")
 

@@ -11,8 +11,8 @@ Rules:
 - A renewal is written to a file of the spool entry, which the shepherd reads when its time runs out, with or without an agent.
   The file need not be durable, because what ends the machine ends the step.
 
-`Leases` are those of a node, `Renewals` the round trips, `StepLease` is the shepherd's view. How a step is ended is not known
-here.
+`Leases` are those of a node, `Renewals` the round trips, `StepLease` is the shepherd's view. None of them knows
+how a step is ended.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _value(plain: Any) -> Any:
         case "array":
             dtype, shape, text = content
             if np.dtype(dtype).kind not in "biufc":
-                raise ValueError(f"{dtype!r:.40} is no number")
+                raise ValueError(f"{dtype!r:.40} is not a number")
             return np.frombuffer(bytearray(base64.b64decode(text, validate=True)), np.dtype(dtype)).reshape(shape)
         case "tensor":
             import torch  # see `_plain`
@@ -105,7 +105,7 @@ def _value(plain: Any) -> Any:
             name, shape, text = content
             dtype = getattr(torch, name)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{name!r:.40} is no type of a tensor")
+                raise ValueError(f"{name!r:.40} is not a type of a tensor")
             raw = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)) or bytearray(1), dtype=torch.uint8)
             return raw.view(dtype).reshape(shape) if text else torch.empty(shape, dtype=dtype)
         case "class":
@@ -117,7 +117,7 @@ def _value(plain: Any) -> Any:
             for field, each in fields.items():
                 object.__setattr__(made, field, _value(each))
             return made
-    raise ValueError(f"{kind!r:.40} is no kind of value")
+    raise ValueError(f"{kind!r:.40} is not a kind of value")
 
 
 def gather_over_mpi(comm: Any, value: object) -> list[Any]:

@@ -16,7 +16,7 @@ from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words, split_list
 from hpcsched.errors import RequestError
-from hpcsched.listing.text import clean, date_text, fixed_columns
+from hpcsched.listing.text import clean, date_text, fixed_columns, sized
 from hpcsched.model.units import format_time_s
 
 # ----- associations, accounts, users, QOS, the cluster, resources: rows by column
@@ -326,9 +326,5 @@ def _print(records: Sequence[Json], fields: Sequence[str], words: Words) -> None
 
 def _column(word: str) -> tuple[str, str, int, bool]:
     """Return name, key, width and alignment of a requested column: ``account%256``."""
-    name, _, width = word.partition("%")
-    digits = width.lstrip("-")
-    if digits and not digits.isdigit():
-        raise UsageError(f"cannot show column {word[:60]!r}: the width must be a number")
-    lowered = name.strip().lower()
-    return name, _ALIASES.get(lowered, lowered), int(digits or 10), not width.startswith("-")
+    name, width, right = sized(word)
+    return name, _ALIASES.get(name.lower(), name.lower()), width or 10, right

@@ -59,7 +59,7 @@ def what_became(job: Job) -> str:
         rest = "goes back to the queue" if again else f"ends as {job.outcome}"
         return f"job {job.display_id} {rest} when its other nodes are clear"
     if job.state in ACTIVE:
-        return f"job {job.display_id} goes on without it"
+        return f"job {job.display_id} continues without it"
     return f"job {job.display_id} " + ("goes back to the queue" if again else f"has ended as {job.state}")
 
 

@@ -287,7 +287,9 @@ def _settle(tx: Transaction, wanted: Reservation, options: ReservationOptions) -
 
 def _check_people(cluster: ClusterState, wanted: Reservation) -> None:
     if not wanted.users and not wanted.accounts:
-        raise RequestError("cannot reserve for nobody: say Users= or Accounts= (Users=root for maintenance)")
+        raise RequestError(
+            "cannot reserve without a user or account: give Users= or Accounts= (Users=root for maintenance)"
+        )
     accounting = cluster.config.accounting
     for name in wanted.accounts:
         if accounting.accounts and accounting.account(name) is None:

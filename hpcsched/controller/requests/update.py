@@ -169,7 +169,7 @@ def update(tx: Transaction, identity: Identity, references: Iterable[str], chang
 def _time_limit_s(job: Job, text: str) -> int | None:
     """Return the requested time limit: ``2:00:00``, or a change such as ``+30``.
 
-    0 is no limit, as in Slurm.
+    0: no limit, as in Slurm.
     """
     if text[:1] not in "+-" or not text:
         return parse_time_s(text) or None
@@ -230,7 +230,7 @@ def _changed_event(tx: Transaction, identity: Identity, job: Job, changes: dict[
         values["site"] = _integer("site_factor", changes["site_factor"], at_least=-MAX_NICE, at_most=MAX_NICE)
     if "array_task_throttle" in changes:
         if job.array_job_id is None:
-            raise RequestError(f"cannot throttle job {job.display_id}: it is no array")
+            raise RequestError(f"cannot throttle job {job.display_id}: it is not an array")
         values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"])
     if "dependency" in changes:
         values |= _new_dependency(tx.cluster, identity, job, changes["dependency"])

@@ -188,7 +188,7 @@ class ControllerBackend(Reading):
     async def submit(self, identity: Identity, request_id: str, specs: list[JobSpec]) -> Json:
         if self._serves_all and not is_account(identity.user):
             raise PermissionDeniedError(
-                f"cannot submit: uid {identity.uid} has no account on this machine, so that no node knows as whom to run the job"
+                f"cannot submit: uid {identity.uid} has no account on this machine to run the job as"
             )
         if self._cluster.config.controller.sign_jobs:
             for spec in specs:
@@ -690,7 +690,7 @@ class ControllerBackend(Reading):
             identity, Action.RESET_USAGE, lambda tx: usage_ledger.reset(tx, identity, accounts, users)
         )
         self._controller.reconfigured()
-        log.info("%s reset the usage of %s", identity.user, ", ".join(map("/".join, found)) or "nobody")
+        log.info("%s reset the usage of %s", identity.user, ", ".join(map("/".join, found)) or "no account")
         return {"reset": [{"account": account, "user": user} for account, user in found]}
 
     def licenses(self) -> Json:

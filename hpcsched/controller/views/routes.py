@@ -346,7 +346,7 @@ class _Routes:
 
     async def _submit(self, request: web.Request, request_id: object, specs: list[JobSpec]) -> Json:
         if not isinstance(request_id, str):
-            raise RequestError("cannot submit: the request id is no text")
+            raise RequestError("cannot submit: the request id is not a text")
         if len(request_id) > MAX_REQUEST_ID:
             raise RequestError(
                 f"cannot submit: the request id has {len(request_id)} characters, {MAX_REQUEST_ID} are allowed"

@@ -122,7 +122,7 @@ def test_columns_that_there_are_not_are_refused_by_the_controller(
         (hinfo.main, ["-t", "up"], "Invalid node state specified: up"),
         (hacct.main, ["12"], "write -j JOB"),
         (hacct.main, ["-o", "jobid,elapsd"], "did you mean elapsed"),
-        (hacct.main, ["-o", "jobid%x"], "the width must be a number"),
+        (hacct.main, ["-o", "jobid%x"], "its width must be a number"),
         (hctl.main, [], "cannot tell what to do"),
         (hctl.main, ["shwo", "job"], "did you mean show?"),
         (hctl.main, ["show", "host"], "no such thing to show"),

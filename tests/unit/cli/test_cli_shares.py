@@ -116,7 +116,7 @@ def test_hshare_shows_the_tree(answers: Cluster, capsys: pytest.CaptureFixture[s
     ("argv", "says"),
     [
         (["-o", "shares"], "Invalid field requested: 'shares'"),
-        (["-o", "user%x"], "Invalid field"),
+        (["-o", "user%x"], "its width must be a number"),
         (["ann"], "-u USER"),
     ],
 )

@@ -95,7 +95,7 @@ def test_only_admins_make_change_and_delete_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"Users": ""}, "cannot reserve for nobody"),
+        ({"Users": ""}, "cannot reserve without a user or account"),
         ({"Duration": ""}, "say how long"),
         ({"Duration": "0"}, "the end is not after the beginning"),
         ({"Nodes": ""}, "say which nodes"),
@@ -172,7 +172,7 @@ def test_lists_are_added_to_and_taken_from() -> None:
     assert change(cluster, Flags_add="MAINT").flags == (Flag.MAINT,)
     assert change(cluster, EndTime="now+1hour").duration_s == 3000
     assert change(cluster, StartTime="now+20minutes").duration_s == 3000
-    with pytest.raises(RequestError, match="for nobody"):
+    with pytest.raises(RequestError, match="without a user or account"):
         change(cluster, Users_sub="ben,cleo")
 
 

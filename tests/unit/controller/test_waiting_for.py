@@ -238,7 +238,7 @@ def test_a_throttle_is_changed_while_the_array_runs() -> None:
     assert cluster.job(array + 1).state is JobState.CONFIGURING
     with pytest.raises(RequestError, match="must be 0 to"):
         change(cluster, str(array), array_task_throttle="-1")
-    with pytest.raises(RequestError, match="it is no array"):
+    with pytest.raises(RequestError, match="it is not an array"):
         change(cluster, str(cluster.submit()), array_task_throttle="1")
 
 

@@ -5,7 +5,7 @@ Rules:
 - The controller gets a job's progress every INTERVAL_S at most, and always the last one. A new controller gets it again.
 - Failures are forwarded at once, the first few of each attempt.
 
-The meaning of the numbers is not known here.
+It does not know what the numbers mean.
 """
 
 from __future__ import annotations

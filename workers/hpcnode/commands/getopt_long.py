@@ -1,7 +1,7 @@
 """Read options as getopt_long(3) does, for all commands with Slurm's grammar.
 
 ``--name=value``, ``--name value``, ``-N2``, ``-N 2``, letters in clusters (``-HQ``, ``-HN2``). ``--`` ends the options, and so
-does the first word that is no option, unless a command takes options after its operands. Each command has its table and its
+does the first word that is not an option, unless a command takes options after its operands. Each command has its table and its
 messages: it says in a subclass of `OptionReader` how an option is found, and what a wrong one is answered with.
 
 An option has a name, a letter (or none) and a kind. Source: getopt_long(3).

@@ -5,7 +5,7 @@ bytes of a stream from its start, so repeated data is recognized. Memory is boun
 pipe stops the task that writes it.
 
 If the agent is gone, the relay listens in the spool entry until the next agent connects. A bad frame ends the connection, as if
-the agent had closed it. When a step is over is not known here. Sources: unix(7).
+the agent had closed it. It does not know when a step is over. Sources: unix(7).
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class ElasticCommunicator(Plain):
     def _offer(self, host: Message, guest: Message) -> Offer:
         """Return the address of `host`, and the key of it and `guest` in this generation.
 
-        The run's key is part of it, so that whoever has overheard the roster does not have it.
+        The run's key is part of it, so that a listener of the roster does not have it.
         """
         seed = f"{host['secret']}.{guest['secret']}.{self.generation}".encode()
         key = keyed(self.membership.key, b"ring", seed)

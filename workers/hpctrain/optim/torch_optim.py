@@ -237,7 +237,7 @@ class TorchSchedule:
         if isinstance(schedule, type) or not isinstance(schedule, (torch.optim.lr_scheduler.LRScheduler, plateau)):
             raise TrainError(f"cannot train with schedule={kind}: give one object of torch.optim.lr_scheduler")
         if schedule.optimizer is not optimizer.plain:
-            raise TrainError(f"cannot train with {kind}: it was made for another optimizer than run.steps has got")
+            raise TrainError(f"cannot train with {kind}: it was not made for the optimizer that run.steps was given")
         self._optimizer = optimizer
         self._schedule: Any = schedule  # of two kinds with different step methods
         self.by_validation = isinstance(schedule, plateau)

@@ -81,7 +81,7 @@ class LocalPart:
 def bring_host_parts(directory: Path, key: CheckpointKey | None = None) -> None:
     """Copy the parts that this host has kept to the checkpoint directory.
 
-    All ranks call it before one reads there.
+    All ranks call it before any rank reads from there.
 
     Raises:
         CheckpointKeyError: the key does not fit them.
