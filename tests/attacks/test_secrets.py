@@ -17,24 +17,36 @@ from waiting import wait_until
 
 from hpcsched import paths
 from hpcsched.loopback.cluster import LocalCluster
+from hpcsched.model.job import FINAL
 
 CANARY = "canary-AKIA7Q2ZP4-hunter2"
 STORIES = (("hctl", "story"), ("hwhy",), ("hqueue", "--json", "-j"), ("hctl", "show", "job"), ("hacct", "--json", "-j"))
 SECRETS = {"AWS_SECRET_ACCESS_KEY": CANARY, "RESTIC_PASSWORD": f"pass phrase {CANARY}", "TOKEN": f"eyJ.{CANARY}.sig"}
 
 
-@pytest.fixture
-def cluster() -> Iterator[LocalCluster]:
+@pytest.fixture(scope="module")
+def started() -> Iterator[LocalCluster]:
     with tempfile.TemporaryDirectory(prefix="hpc") as directory:
         Path(directory).chmod(0o755)
         quick = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2, "log_level": "debug"}}
         before = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))  # as on a machine that keeps core files
         try:
-            with LocalCluster(Path(directory), names=("n1",), settings=quick) as started:
-                yield started
+            with LocalCluster(Path(directory), names=("n1",), settings=quick) as cluster:
+                yield cluster
         finally:
             resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+@pytest.fixture
+def cluster(started: LocalCluster) -> Iterator[LocalCluster]:
+    """The cluster; its jobs end with the test."""
+    yield started
+    started.run("hcancel", "--me")
+    (started.share / "gate").unlink(missing_ok=True)
+    jobs = "/v1/jobs"
+    wait_until(lambda: all(job["state"] in FINAL for job in started.api("GET", jobs)["jobs"]), what="the jobs to end")
+    wait_until(lambda: not places_of(CANARY, started.base), what="the node to remove what it kept of them")
 
 
 def places_of(secret: str, base: Path) -> list[str]:
@@ -106,6 +118,7 @@ def test_f1_the_controller_leaves_no_core_file(cluster: LocalCluster) -> None:
     wait_until(lambda: _state(pid) == "Z", what="the controller to end")
     assert set(Path("/").glob("core*")) == before  # its working directory
     assert places_of(CANARY, cluster.base) == []
+    cluster.up()
 
 
 def _state(pid: int) -> str:
@@ -118,18 +131,41 @@ def _state(pid: int) -> str:
 def test_f1_equal_environments_have_no_hash_that_confirms_a_guess(cluster: LocalCluster) -> None:
     job_id = submit(cluster, "--hold", "--export=TOKEN")
     env = cluster.api("GET", f"/v1/job/{job_id}")["jobs"][0]["env"]
-    database = _database(cluster)
     guess = json.dumps(list(env.items()))
-    rows = (
-        sqlite3.connect(f"file:{database}?mode=ro", uri=True).execute("SELECT mac, sealed FROM environments").fetchall()
-    )
+    reader = sqlite3.connect(f"file:{_database(cluster)}?mode=ro", uri=True)
+    rows = reader.execute("SELECT mac, sealed FROM environments").fetchall()
     assert rows
     for hashed in (hashlib.sha256(guess.encode()), hashlib.blake2b(guess.encode()), hashlib.sha1(guess.encode())):
         assert hashed.hexdigest() not in [mac for mac, _ in rows]
 
 
 def _database(cluster: LocalCluster) -> Path:
-    return next(path for path in cluster.base.rglob(paths.DATABASE_FILE))
+    return next(cluster.config_dir.rglob(paths.DATABASE_FILE))
+
+
+def sealed_in(database: Path) -> int:
+    """Return how many environments a database has, those of earlier tests too."""
+    reader = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+    return int(reader.execute("SELECT count(*) FROM environments").fetchone()[0])
+
+
+def test_f1_a_key_that_others_can_read_is_refused_and_a_rotation_reseals(cluster: LocalCluster) -> None:
+    held = submit(cluster, "--hold")
+    key = cluster.config_dir / paths.SEAL_KEY
+    assert key.stat().st_mode & 0o777 == 0o600
+    before = key.read_text().split()[-2]
+    said = cluster.run("hpcsched", "seal", "--rotate", "--forget-old").stdout
+    assert before in said
+    assert before not in key.read_text()
+    assert f"seals {sealed_in(_database(cluster))} environments" in said
+    cluster.down()
+    key.chmod(0o640)
+    refused = cluster.run("hpcsched", "up", check=False)
+    assert "other accounts can read it" in refused.stderr
+    key.chmod(0o600)
+    cluster.run("hpcsched", "seal", "--rotate")
+    cluster.up()
+    assert cluster.api("GET", f"/v1/job/{held}")["jobs"][0]["env"]["TOKEN"] == SECRETS["TOKEN"]
 
 
 def test_f1_a_database_without_its_key_keeps_its_jobs_and_runs_none(cluster: LocalCluster) -> None:
@@ -138,6 +174,7 @@ def test_f1_a_database_without_its_key_keeps_its_jobs_and_runs_none(cluster: Loc
     held = submit(cluster, "--hold")
     backup = cluster.base / "copy.db"
     cluster.run("hctl", "backup", str(backup))
+    sealed = sealed_in(backup)
     cluster.down()
     key = cluster.config_dir / paths.SEAL_KEY
     lost = key.rename(cluster.base / "lost.key")
@@ -153,29 +190,10 @@ def test_f1_a_database_without_its_key_keeps_its_jobs_and_runs_none(cluster: Loc
     assert "sealed with a key" in cluster.run("hwhy", str(held), check=False).stdout
     refused = cluster.run("hctl", "update", f"JobId={held}", "Comment=x", check=False)
     assert "no key opens its environment" in refused.stderr
-    assert "missing: 1 environments" in cluster.run("hpcsched", "seal").stdout
+    assert f"missing: {sealed} environments" in cluster.run("hpcsched", "seal").stdout
     cluster.down()
     with key.open("a") as file:
         file.write(lost.read_text())
     cluster.up()
     wait_until(lambda: state_of(cluster, held) == "COMPLETED", what="the job to run with its environment")
     assert (cluster.share / f"out-{held}").read_text().strip() == str(len(SECRETS["TOKEN"]) + 1)
-
-
-def test_f1_a_key_that_others_can_read_is_refused_and_a_rotation_reseals(cluster: LocalCluster) -> None:
-    held = submit(cluster, "--hold")
-    key = cluster.config_dir / paths.SEAL_KEY
-    assert key.stat().st_mode & 0o777 == 0o600
-    before = key.read_text().split()[-2]
-    said = cluster.run("hpcsched", "seal", "--rotate", "--forget-old").stdout
-    assert before in said
-    assert before not in key.read_text()
-    assert "seals 1 environments" in said
-    cluster.down()
-    key.chmod(0o640)
-    refused = cluster.run("hpcsched", "up", check=False)
-    assert "other accounts can read it" in refused.stderr
-    key.chmod(0o600)
-    cluster.run("hpcsched", "seal", "--rotate")
-    cluster.up()
-    assert cluster.api("GET", f"/v1/job/{held}")["jobs"][0]["env"]["TOKEN"] == SECRETS["TOKEN"]

@@ -73,7 +73,7 @@ PROVOKED: dict[str, tuple[Callable[[Provoking], None], tuple[str, ...], tuple[st
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[KillableCluster]:
     yield from new_cluster(KillableCluster, NAMES)
 

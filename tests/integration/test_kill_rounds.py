@@ -79,13 +79,8 @@ class CrashingCluster(KillableCluster):
         return f"dying at {point.partition(':')[0]}," in said
 
 
-@pytest.fixture
-def cluster() -> Iterator[KillableCluster]:
-    yield from new_cluster(KillableCluster, NAMES)
-
-
-@pytest.fixture
-def crashing() -> Iterator[CrashingCluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[CrashingCluster]:
     yield from new_cluster(CrashingCluster, NAMES)
 
 
@@ -110,27 +105,27 @@ def test_nothing_is_lost_doubled_or_left_behind_whatever_is_killed_whenever(clus
     explained(cluster)
 
 
-def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(crashing: CrashingCluster) -> None:
+def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(cluster: CrashingCluster) -> None:
     for batch in range(0, len(NODE_POINTS), len(NAMES)):
         points = dict(zip(NAMES, list(NODE_POINTS)[batch : batch + len(NAMES)], strict=False))
         since_s = time.time()
-        crashing.kill_controller()
+        cluster.kill_controller()
         for node, point in points.items():
-            crashing.crash_next_agent(node, point)
-        crashing.up()
-        jobs = {node: crashing.submit(crashing.one_task(0.1, nodelist=(node,)))[0] for node in points}
+            cluster.crash_next_agent(node, point)
+        cluster.up()
+        jobs = {node: cluster.submit(cluster.one_task(0.1, nodelist=(node,)))[0] for node in points}
         for node, point in points.items():
             wait_until(
-                lambda node=node, point=point: crashing.has_crashed(node, point), PATIENCE_S, f"a death at {point}"
+                lambda node=node, point=point: cluster.has_crashed(node, point), PATIENCE_S, f"a death at {point}"
             )
-            crashing.note_kill("shepherd", node, since_s)
+            cluster.note_kill("shepherd", node, since_s)
             if NODE_POINTS[point] == AGAIN:
-                crashing.kill_agent(node)  # or the next shepherd would die there as well
-        crashing.wait_until_ended(PATIENCE_S, str(points))
+                cluster.kill_agent(node)  # or the next shepherd would die there as well
+        cluster.wait_until_ended(PATIENCE_S, str(points))
         for node, point in points.items():
-            job = crashing.job(jobs[node])
+            job = cluster.job(jobs[node])
             state, attempt = NODE_POINTS[point]
             assert (point, job["state"]) == (point, state)
             assert job["attempt"] == attempt or job["attempt"] > attempt == 1
-    assert crashing.violations() == []
-    wait_until(lambda: not crashing.leftovers(), PATIENCE_S, "the nodes to be empty")
+    assert cluster.violations() == []
+    wait_until(lambda: not cluster.leftovers(), PATIENCE_S, "the nodes to be empty")
