@@ -47,6 +47,7 @@ from hpcsched.jobscript.values import (
     Export,
     exported,
     parse_dependency,
+    parse_distribution_text,
     short,
     why_not_a_variable,
     with_job_ids,
@@ -492,6 +493,8 @@ def _check_texts(spec: JobSpec) -> None:
             raise RequestError(f"cannot take --{field.replace('_', '-')} {short(text)}: it cannot be such a name")
     _check_word("open-mode", spec.open_mode, ("", "append", "truncate"))
     _check_word("lease", spec.lease, ("keep", "kill"))
+    if spec.distribution and parse_distribution_text(spec.distribution) != spec.distribution:
+        raise RequestError(f"cannot take --distribution {short(spec.distribution)}: write it as in SLURM_DISTRIBUTION")
     for hint in spec.hints:
         _check_word("hint", hint, HINTS)
     for event in spec.mail_type:

@@ -247,6 +247,7 @@ _NUMBERS = {
     "submitted": "submitted_at_s",
 }  # fmt: skip
 _FAR = float("inf")
+MAX_CELLS = 500  # of a format: the controller writes them for other users, too
 # How a table becomes narrower: a column is cut to so many characters, or (0) left out.
 NARROWER = (
     ("name", 16), ("partition", 0), ("name", 8), ("nodes", 0), ("cpus", 0), ("where", 16), ("starts", 0), ("within", 0),
@@ -287,6 +288,8 @@ def make_listing(text: str, *, long: bool, order: str, fit: bool = False, width:
     The format has long names, or percent signs, or names.
     """
     cells = parse_long_format(text) if long else parse_format(text)
+    if len(cells) > MAX_CELLS:
+        raise UsageError(f"cannot show {len(cells)} columns and texts between them: the most is {MAX_CELLS}")
     return Listing(cells, parse_order(order), fit=fit and not long and "%" not in text, width=width, **layout)
 
 

@@ -52,6 +52,48 @@ class Nodes(dict[NodeName, Node]):
         return Node(spec=spec, link=Link.DOWN, link_why="it is not in the configuration any more")
 
 
+UNCOUNTED_BYTES = 8 << 10  # of each specification: an ordinary environment
+
+
+def large_bytes(spec: JobSpec) -> int:
+    """Return the bytes of environment, arguments and command line above `UNCOUNTED_BYTES`."""
+    size = len(spec.submit_line) + sum(map(len, spec.script_args)) + len(spec.comment)
+    size += sum(len(name) + len(value) for name, value in spec.env)
+    return max(0, size - UNCOUNTED_BYTES)
+
+
+class LargeTexts:
+    """Counts the bytes of large specifications of each account in memory, also of ended jobs.
+
+    The tasks of an array share a specification, which counts once.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, int] = {}  # by specification
+        self._bytes: dict[int, int] = {}  # by account
+
+    def add(self, job: Job, count: int = 1) -> None:
+        """Add `count` jobs like `job` to the counts."""
+        if job.spec_id not in self._jobs and (size := large_bytes(job.spec)):
+            self._bytes[job.uid] = self._bytes.get(job.uid, 0) + size
+        self._jobs[job.spec_id] = self._jobs.get(job.spec_id, 0) + count
+
+    def remove(self, job: Job) -> None:
+        """Remove `job` from the counts."""
+        self._jobs[job.spec_id] -= 1
+        if self._jobs[job.spec_id]:
+            return
+        del self._jobs[job.spec_id]
+        if size := large_bytes(job.spec):
+            self._bytes[job.uid] -= size
+            if not self._bytes[job.uid]:
+                del self._bytes[job.uid]
+
+    def bytes_of(self, uid: int) -> int:
+        """Return the bytes that are counted for the account."""
+        return self._bytes.get(uid, 0)
+
+
 class ScriptUses:
     """Counts the jobs in memory that use each script, by account and hash.
 
@@ -185,6 +227,7 @@ class ClusterState:
     # Of waiting jobs, from the last plan; not stored.
     priorities: Mapping[JobId, int] = field(default_factory=dict)
     scripts: ScriptUses = field(default_factory=ScriptUses)
+    large_texts: LargeTexts = field(default_factory=LargeTexts)
     last_job_id: int = 0
     last_spec_id: int = 0
     # Specifications whose environment no key opens: their waiting jobs are held.
@@ -283,6 +326,10 @@ class ClusterState:
             if before is not None:
                 self.scripts.remove(before)
             self.scripts.add(job)
+        if before is None or before.spec_id != job.spec_id:
+            self.large_texts.add(job)
+            if before is not None:
+                self.large_texts.remove(before)
         if before is not None:
             self.states[before.state] -= 1
         self.states[job.state] += 1
@@ -309,6 +356,7 @@ class ClusterState:
         """Add a newly submitted job, or all tasks of an array; return them by id."""
         made = {job.id: job for job in jobs}
         self.scripts.add(jobs[0], len(jobs))
+        self.large_texts.add(jobs[0], len(jobs))
         self.jobs |= made
         self.pending |= dict.fromkeys(made)
         self.queued[jobs[0].user] += len(made)
@@ -322,6 +370,7 @@ class ClusterState:
         job = self.jobs.pop(job_id, None)
         if job is not None:
             self.scripts.remove(job)
+            self.large_texts.remove(job)
             self.states[job.state] -= 1
         if job is not None and (job_id in self.pending or job_id in self.active):
             self.queued[job.user] -= 1

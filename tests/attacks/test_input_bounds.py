@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +17,14 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 import hpcnode
 import hpcsched
+from hpcsched.config.load import build_config
 from hpcsched.controller.requests.jobs import cancel
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.views.queue import selected
 from hpcsched.errors import HpcschedError, RequestError
 from hpcsched.jobscript.values import checked_dependency, parse_array, parse_licenses
 from hpcsched.model.hostlist import expand_hostlist
-from hpcsched.model.spec import Dependency, DependencyKind
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
 from hpcsched.store.store import HistoryQuery
 
 CPU_S = 0.5  # for a request of any kind
@@ -74,6 +77,65 @@ def test_d4_a_chain_and_a_circle_of_dependencies_hold_nobody_up() -> None:
     with pytest.raises(RequestError, match="circle|itself"):
         change(cluster, chain[0], dependency=f"afterok:{chain[-1]}")
     assert min(cpu_s(cluster.tick) for _ in range(3)) < CPU_S
+
+
+WIDE = {
+    "many columns": {"format": "%i" * 501},
+    "wide columns": {"format": "%9999i" * 400},
+    "long names": {"format": ",".join(["name"] * 400), "fit": "1"},
+    "a long format of times": {"format": "%V", "time_format": "%Y" * 1000},
+}
+
+
+@pytest.mark.parametrize("query", WIDE.values(), ids=WIDE)
+def test_d4_a_format_whose_lines_would_fill_the_memory_is_refused(query: dict[str, str]) -> None:
+    cluster = Cluster("n1")
+    cluster.submit(name="x" * 1024, hold=True)
+    for _ in range(90):
+        cluster.submit(hold=True)
+
+    def work() -> None:
+        with pytest.raises(HpcschedError, match="^cannot (show|write)"):
+            asyncio.run(cluster.backend().queue(BOB, query))
+
+    assert min(cpu_s(work) for _ in range(3)) < CPU_S
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "environment": {"env": tuple((f"V{number}", "x" * 100_000) for number in range(5))},
+    "command line": {"submit_line": "x" * 500_000},
+    "arguments": {"script_args": ("x" * 100_000,) * 5},
+}
+
+
+@pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
+def test_e1_large_jobs_of_one_account_do_not_fill_the_memory(large: dict[str, Any]) -> None:
+    """Neither if they are cancelled and submitted again: the controller remembers them for a while."""
+    cluster = Cluster("n1")
+    config = {"scheduler": {"max_scripts_per_user": "1M"}}
+    cluster.state.config = build_config(config, [], config_dir=cluster.state.config.config_dir, environ={})
+    kept = []
+    with pytest.raises(RequestError, match="and max_scripts_per_user is 1 MiB"):
+        for number in range(3):
+            kept.append(cluster.submit(hold=True, comment=str(number), **large))
+            cluster.ask(lambda tx: cancel(tx, ANN, [str(kept[-1])], {}))
+    assert len(kept) == 2
+    cluster.submit(BOB, hold=True, array=ArraySpec(indices=tuple(range(9))), **large)  # its tasks share it
+    cluster.submit(hold=True)
+    for job in kept:
+        cluster.state.drop(job)
+    cluster.submit(hold=True, **large)
+
+
+def test_d2_each_text_of_a_job_is_bounded_and_without_control_characters() -> None:
+    """A text may be the name of a file, a variable or a part of a line on a terminal."""
+    free = {"script", "submit_line", "script_sha256"}  # a line of commands; the last is refused with any value
+    cluster = Cluster("n1")
+    for field in fields(JobSpec):
+        if field.type == "str" and field.name not in free:
+            for text in ("a\x1b]0;x", "a\nb", "x" * 5000):
+                with pytest.raises(HpcschedError):
+                    cluster.submit(**{field.name: "/" * (field.name == "work_dir") + text})
 
 
 # ----- regular expressions

@@ -100,7 +100,8 @@ def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
     check_share_of_queue(tx.cluster, identity, spec)
     partitions, limit_s = place_of(tx.cluster, identity, spec, tx.now_s)
     names = ",".join(partition.name for partition in partitions)
-    scripts = tx.cluster.scripts
+    scripts, large = tx.cluster.scripts, tx.cluster.large_texts
+    large_before = large.bytes_of(identity.uid)
     before_bytes = scripts.unended_bytes(identity.uid)
     jobs = tx.submit(spec, uid=identity.uid, user=identity.user, partition=names, time_limit_s=limit_s)
     most_bytes = tx.cluster.config.scheduler.max_scripts_per_user << 20
@@ -109,6 +110,12 @@ def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
             f"cannot submit the job: the scripts of your waiting and running jobs have {before_bytes >> 10} KiB, this one has "
             f"{-(-jobs[0].spec.script_bytes >> 10)} KiB more, and max_scripts_per_user is {most_bytes >> 20} MiB; wait until "
             "jobs have ended, or submit one script with different arguments (equal scripts count once)"
+        )
+    if most_bytes < large.bytes_of(identity.uid) != large_before:
+        raise RequestError(
+            f"cannot submit the job: the large environments, arguments and command lines of your jobs have {large_before >> 10} KiB, "
+            f"and max_scripts_per_user is {most_bytes >> 20} MiB; wait until some have ended a while ago, use --export=NONE, or "
+            "submit an array (its tasks count once)"
         )
     return jobs
 

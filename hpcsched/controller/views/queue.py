@@ -194,6 +194,8 @@ def _is_usage_of(row: UsedResources, line: ShareUsage, cluster: ClusterState) ->
 
 
 MOST_CACHED = 4  # layouts and users
+MAX_ANSWER_CHARS = 32 << 20
+MAX_TIME_FORMAT = 128
 # Of a waiting job: fields that a plan may change.
 _PLAN_FIELDS = ("reason", "reason_detail", "expected_start_s", "priority")
 
@@ -231,9 +233,10 @@ class QueueRows:
         """Return the rows of `jobs`; `layout` identifies the settings of `listing`."""
         table = self._table((*layout, identity, look.time_format))
         singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
-        breaks, rows = AnswerPauses(), []
+        breaks, rows, size = AnswerPauses(), [], 0
         for job in singles:
             rows.append(self._row(job, listing, table, identity, look))
+            size = checked_size(size + sum(map(len, rows[-1].cells)))
             if breaks.due():
                 await breaks.take()
         for tasks in folds:
@@ -245,6 +248,11 @@ class QueueRows:
                 listed = [name for name in self._cluster.nodes if name in nodes]
                 view["node_list"] = compress_hostlist([*listed, *sorted(nodes.difference(listed))])
             rows.append(row_of(view, listing, look))
+            size = checked_size(size + sum(map(len, rows[-1].cells)))
+        if listing.fit and rows:
+            checked_size(
+                len(rows) * sum(max(map(len, column)) for column in zip(*(row.cells for row in rows), strict=True))
+            )
         return rows
 
     def _table(self, key: tuple[object, ...]) -> dict[int, _CachedRow]:
@@ -297,6 +305,15 @@ class QueueRows:
         return row
 
 
+def checked_size(chars: int) -> int:
+    """Return the number of characters of an answer. Raises RequestError if they are too many."""
+    if chars > MAX_ANSWER_CHARS:
+        raise RequestError(
+            f"cannot show the jobs: the lines have more than {MAX_ANSWER_CHARS >> 20} MiB; ask for fewer columns or jobs"
+        )
+    return chars
+
+
 def _folded(jobs: Iterable[Job], *, ended: bool) -> tuple[list[Job], list[list[Job]]]:
     """Return the jobs with a row of their own, and the array tasks that share a row.
 
@@ -342,6 +359,8 @@ _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 async def queue_text(cluster: ClusterState, rows: QueueRows, identity: Identity, query: Query, now_s: float) -> str:
     """Return the lines for `query`. Raises: RequestError."""
+    if len(query.get("time_format", "")) > MAX_TIME_FORMAT:
+        raise RequestError(f"cannot write times: SLURM_TIME_FORMAT has more than {MAX_TIME_FORMAT} characters")
     listing = _listing(query)
     jobs = selected(cluster, identity, {name: query[name] for name in query if name not in _LAYOUT})
     ended: list[Job] = []
