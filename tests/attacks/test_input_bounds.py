@@ -8,6 +8,7 @@ import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 import hpcnode
 import hpcsched
 from hpcsched.config.load import build_config
+from hpcsched.controller.requests.job_ids import check_references
 from hpcsched.controller.requests.jobs import cancel
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.views.queue import selected
@@ -99,6 +101,51 @@ def test_d4_a_format_whose_lines_would_fill_the_memory_is_refused(query: dict[st
             asyncio.run(cluster.backend().queue(BOB, query))
 
     assert min(cpu_s(work) for _ in range(3)) < CPU_S
+
+
+ARRAY = 500
+REFERENCES: dict[str, list[str]] = {
+    "ranges of no job": [f"{number}_[0-99999]" for number in range(2, 102)],
+    "ranges that overlap": [f"1_[{'0-99999,' * 1000}0]"] * 20,
+    "tasks": [f"1_{number}" for number in range(10_000)],
+    "one array in many ways": [f"{zeros}1+{more}" for zeros in ("", *("0" * n for n in range(18))) for more in ("00", "000")],
+    "more lists than allowed": [f"1_[{number}]" for number in range(10_000)],
+    "names": [f"a{number}" for number in range(10_000)],
+    "long names": ["x" * 2_000_000],
+    "steps": [f"1_[0-99999].{number}" for number in range(10_000)],
+}
+
+
+@pytest.mark.parametrize("references", REFERENCES.values(), ids=REFERENCES)
+def test_d4_many_references_in_one_request_hold_nobody_up(references: list[str]) -> None:
+    cluster = Cluster("n1")
+    cluster.submit(BOB, array=ArraySpec(indices=tuple(range(ARRAY))), hold=True)
+
+    def act() -> None:
+        try:
+            check_references(references, {})
+        except RequestError:
+            return
+        refused = cancel_now(cluster, references)
+        assert refused
+
+    def look() -> None:
+        with suppress(HpcschedError):
+            selected(cluster.state, ANN, {"id": ",".join(references)})
+
+    assert min(cpu_s(act) for _ in range(3)) < CPU_S
+    assert min(cpu_s(look) for _ in range(3)) < CPU_S
+
+
+def cancel_now(cluster: Cluster, references: list[str]) -> list[dict[str, str]]:
+    errors: list[dict[str, str]] = cluster.ask(lambda tx: cancel(tx, ANN, references, {})).errors
+    return errors
+
+
+def test_d4_long_filters_are_refused() -> None:
+    """Each job would be compared with all of them."""
+    with pytest.raises(RequestError, match="the filters have more than"):
+        check_references([], {"user": "a," * 10_000})
 
 
 LARGE: dict[str, dict[str, Any]] = {

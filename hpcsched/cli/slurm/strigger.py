@@ -122,7 +122,7 @@ def _get(words: Words) -> int:
         )
     for trigger in _chosen(words):
         offset = -trigger["offset_s"] if trigger["event"] == "time" else trigger["offset_s"]
-        flags, program = "PERM" if trigger["permanent"] else "", clean(" ".join(trigger["program"]))
+        flags, program = "PERM" if trigger["permanent"] else "", clean(" ".join(trigger["program"] or ("N/A",)))
         print(
             f"{trigger['id']:>7} {trigger['type']:>8} {clean(trigger['target']):>7} {trigger['event']:>11} {offset:>6} "
             f"{clean(trigger['user']):>8} {flags:>5} {program}"

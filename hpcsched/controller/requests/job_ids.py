@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
 from hpcnode.wire.gate import MAX_DIGITS
@@ -17,9 +18,12 @@ from hpcsched.model.units import whole_number
 from hpcsched.state.cluster import ClusterState
 
 _REFERENCE = re.compile(r"([0-9]+)(?:_(?:([0-9]+)|\[([0-9,\-]+)\]))?(?:\+([0-9]+))?\Z")
-MAX_TASKS = 100_000
+MAX_TASKS = 100_000  # that the references of a request name together
 MAX_REFERENCES = 10_000  # of one request
-MAX_JOB_NAMES = 100  # among them: each is looked for among all jobs
+MAX_REFERENCE_CHARS = 1 << 20  # of all references of a request
+MAX_FILTER_CHARS = 4096
+# Names and lists of array tasks among them: each is looked for among all jobs, or all tasks.
+MAX_JOB_NAMES = 100
 FILTERS = frozenset({"user", "name", "state", "partition", "account", "qos", "reservation", "node"})
 
 
@@ -35,14 +39,16 @@ def find_jobs(cluster: ClusterState, reference: str, uid: int) -> list[Job]:
     if len(job_id) > MAX_DIGITS:
         raise NotFoundError(f"Invalid job id specified: {job_id[:40]}...")
     number = whole_number(job_id, "a job id")
-    found = cluster.numbered(number)
+    if task is not None:
+        found = _task_of(cluster, number, whole_number(task, "an array task"))
+    else:
+        found = cluster.numbered(number)
     if component not in (None, "0"):
         found = [job for job in found if whole_number(component, "a component") <= len(job.spec.components)]
     elif not found and task is None and tasks is None:
         found = _with_component(cluster, number)
-    if task is not None or tasks is not None:
-        wanted = {whole_number(task, "an array task")} if task is not None else _indices(tasks)
-        found = [job for job in found if job.array_job_id == number and job.array_task_id in wanted]
+    if tasks is not None:
+        found = _in_ranges([job for job in found if job.array_job_id == number], _ranges(tasks))
     if not found:
         raise NotFoundError(f"Invalid job id specified: {reference}")
     return found
@@ -102,17 +108,41 @@ def _submission(job: Job) -> int:
     return job.array_job_id or job.id
 
 
-def _indices(text: str) -> set[int]:
-    wanted: set[int] = set()
+def _task_of(cluster: ClusterState, number: int, task: int) -> list[Job]:
+    """Return the task of the array, without a look at the others; [] if it is unknown."""
+    known = next((cluster.jobs[job_id] for job_id in cluster.arrays.get(JobId(number), ())), None)
+    if known is None or known.spec.array is None:
+        return []
+    job = cluster.jobs.get(JobId(number + bisect_left(known.spec.array.indices, task)))
+    return [job] if job is not None and (job.array_job_id, job.array_task_id) == (number, task) else []
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    """Return the ranges of `1-3,7`, ascending; they may overlap."""
+    ranges = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
-            raise RequestError(f"cannot read array tasks {text!r}: write them as 1-3,7")
-        low, high = whole_number(first, "an array task"), whole_number(last or first, "an array task")
-        if len(wanted) + max(0, high - low + 1) > MAX_TASKS:
-            raise RequestError(f"cannot read array tasks {text[:40]!r}: more than {MAX_TASKS}")
-        wanted.update(range(low, high + 1))
-    return wanted
+            raise RequestError(f"cannot read array tasks {text[:40]!r}: write them as 1-3,7")
+        ranges.append((whole_number(first, "an array task"), whole_number(last or first, "an array task")))
+    return sorted(ranges)
+
+
+def _in_ranges(jobs: list[Job], ranges: list[tuple[int, int]]) -> list[Job]:
+    """Return the tasks of an array that are in one of the ascending ranges."""
+    jobs = sorted(jobs, key=_task_number)
+    found: list[Job] = []
+    begin = 0
+    for low, high in ranges:
+        begin = max(begin, bisect_left(jobs, low, key=_task_number))
+        end = max(begin, bisect_right(jobs, high, key=_task_number))
+        found += jobs[begin:end]
+        begin = end
+    return found
+
+
+def _task_number(job: Job) -> int:
+    return -1 if job.array_task_id is None else job.array_task_id
 
 
 def is_special(job: Job) -> bool:
@@ -126,9 +156,13 @@ def check_references(references: Sequence[str], filters: Mapping[str, str]) -> N
         raise RequestError(
             f"cannot take {len(references)} jobs at once: the most is {MAX_REFERENCES}; an array counts as one"
         )
-    names = sum(_REFERENCE.match(reference) is None for reference in references)
+    if sum(map(len, references)) > MAX_REFERENCE_CHARS:
+        raise RequestError(f"cannot take the names of these jobs: they have more than {MAX_REFERENCE_CHARS} characters")
+    if sum(map(len, filters.values())) > MAX_FILTER_CHARS:
+        raise RequestError(f"cannot filter jobs: the filters have more than {MAX_FILTER_CHARS} characters")
+    names = sum("[" in reference or _REFERENCE.match(reference) is None for reference in references)
     if names > MAX_JOB_NAMES:
-        raise RequestError(f"cannot find {names} jobs by name at once: the most is {MAX_JOB_NAMES}; give their ids")
+        raise RequestError(f"cannot find {names} jobs by name or list of tasks at once: the most is {MAX_JOB_NAMES}; give their ids")
     if unknown := filters.keys() - FILTERS:
         shown = ", ".join(sorted(unknown))
         raise RequestError(f"cannot filter by {shown[:200]}: can filter by {', '.join(sorted(FILTERS))}")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from hpcsched.auth.authorize import Action, Identity, allows, authorize
 from hpcsched.controller.nodes.loss import lose_node, what_became
-from hpcsched.controller.requests.job_ids import component_in, find_jobs, matches
+from hpcsched.controller.requests.job_ids import MAX_TASKS, component_in, find_jobs, matches
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued, Resumed, Suspended
 from hpcsched.lifecycle.job import can
@@ -228,10 +228,14 @@ def each_job(
 
     If there are more than `JOBS_PER_TICK` jobs, the rest is left in the outcome for `continued`.
     """
-    outcome, what = Outcome(), what or action.value
+    outcome, what, named = Outcome(), what or action.value, 0
     for reference in references:
         try:
-            jobs = [job for job in find_jobs(tx.cluster, reference, identity.uid) if matches(job, filters)]
+            if named > MAX_TASKS:
+                raise RequestError(f"cannot {what} {reference}: the request names more than {MAX_TASKS} jobs")
+            found = find_jobs(tx.cluster, reference, identity.uid)
+            named += len(found)
+            jobs = [job for job in found if matches(job, filters)]
             for job in jobs:
                 authorize(identity, action, job, f"{what} job {job.display_id}")
                 if component_in(job, reference):

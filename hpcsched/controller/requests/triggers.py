@@ -133,7 +133,10 @@ def clear(tx: Transaction, identity: Identity, number: int | None, target: str, 
 
 
 def views(cluster: ClusterState, identity: Identity) -> list[dict[str, Any]]:
-    """Return the triggers as JSON; if jobs are private, those that the user may see."""
+    """Return the triggers as JSON; if jobs are private, those that the user may see.
+
+    The words of a program may have a secret: others see None.
+    """
     return [
         {
             "id": trigger.id,
@@ -143,10 +146,10 @@ def views(cluster: ClusterState, identity: Identity) -> list[dict[str, Any]]:
             "offset_s": trigger.offset_s,
             "user": trigger.user,
             "permanent": trigger.is_permanent,
-            "program": list(trigger.program),
+            "program": list(trigger.program) if allows(identity, Action.VIEW_DETAILS, owner) else None,
         }
         for trigger in cluster.triggers.values()
-        if allows(identity, Action.VIEW_JOBS, Owner(uid=trigger.uid, user=trigger.user))
+        if allows(identity, Action.VIEW_JOBS, owner := Owner(uid=trigger.uid, user=trigger.user))
     ]
 
 

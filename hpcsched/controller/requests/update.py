@@ -149,6 +149,8 @@ def update(tx: Transaction, identity: Identity, references: Iterable[str], chang
     def update_job(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Changed):
             raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
+        if "work_dir" in changes:  # its script may run what it finds there, as its user
+            authorize(identity, Action.RUN_STEP, job, f"change the directory of job {job.display_id}")
         anew = {name: text for name, text in changes.items() if name in OPTIONS or name == SIGNED}
         rest = {name: text for name, text in changes.items() if name in CHANGES}
         changed = _changed_event(tx, identity, job, rest) if rest else None

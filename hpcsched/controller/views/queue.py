@@ -17,7 +17,7 @@ from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import is_account
 from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text, wait_detail
 from hpcsched.auth.authorize import AccessPolicy, Action, Identity, Reach, allows, reach
-from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
+from hpcsched.controller.requests.job_ids import MAX_TASKS, check_references, find_jobs, is_special, listed_of
 from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing import queue
@@ -480,17 +480,22 @@ def _page(jobs: list[Job], query: Query) -> tuple[list[Job], bool]:
 
 def _check_users(cluster: ClusterState, text: str) -> None:
     """Reject an unknown user name, because it is more likely mistyped than idle."""
-    for name in text.split(",") if text else ():
+    for name in dict.fromkeys(text.split(",")) if text else ():
         if not name.isdigit() and not is_account(name) and not any(job.user == name for job in cluster.jobs.values()):
             raise RequestError(f"Invalid user: {name}")
 
 
 def _numbered(cluster: ClusterState, identity: Identity, text: str, *, strict: bool) -> list[Job]:
-    references = split_list(text)
+    references = list(dict.fromkeys(split_list(text)))
+    check_references(references, {})
     found: dict[int, Job] = {}
+    named = 0
     for reference in references:
+        if named > MAX_TASKS:
+            raise RequestError(f"cannot list jobs: the request names more than {MAX_TASKS}")
         try:
             meant = find_jobs(cluster, reference, identity.uid)
+            named += len(meant)
             found |= {component.number: component for job in meant for component in listed_of(job, reference)}
         except NotFoundError:
             if strict or len(references) == 1:  # of several ids, squeue shows those that exist

@@ -12,7 +12,7 @@ import pytest
 from cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Role
-from hpcsched.controller.requests import reservations
+from hpcsched.controller.requests import reservations, triggers
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError
 from hpcsched.model.ids import JobId
 from hpcsched.model.spec import Dependency, DependencyKind
@@ -184,6 +184,13 @@ def test_private_triggers_are_ones_own(cluster: Cluster) -> None:
     cluster.ask(lambda tx: tx.set_trigger(1, trigger))
     backend = cluster.backend()
     assert [len(backend.triggers(who)["triggers"]) for who in (BOB, private(BOB), private(ANN))] == [1, 0, 1]
+
+
+def test_a4_the_words_of_a_trigger_s_program_are_its_user_s(cluster: Cluster) -> None:
+    """They are a command line, and may have a secret."""
+    cluster.ask(lambda tx: triggers.create(tx, ANN, {"event": "down", "program": ["/bin/x", "--password=secret"]}))
+    shown = [cluster.backend().triggers(who)["triggers"][0]["program"] for who in (ANN, ROOT, BOB, SERVICE, BOSS)]
+    assert shown == [["/bin/x", "--password=secret"]] * 2 + [None] * 3
 
 
 def test_a_refusal_does_not_name_the_owner_of_a_private_job(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cluster import ANN, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.auth.authorize import Identity
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.controller.recovery import load_state
 from hpcsched.controller.requests.jobs import requeue
 from hpcsched.controller.requests.update import update
@@ -44,6 +44,20 @@ def test_a_waiting_job_asks_for_something_else() -> None:
     assert cluster.job(job_id).spec.nodelist == ()
     told = story_of(cluster.job(job_id), cluster.store.load_events(job_id))
     assert any("changed by" in one["text"] and "name = x" in one["text"] for one in told)
+
+
+def test_a5_who_changes_jobs_of_others_does_not_choose_what_their_scripts_find() -> None:
+    """A script that runs ./train.sh would run it as its user, from the directory of an operator."""
+    cluster = Cluster("n1")
+    job_id = cluster.submit(hold=True, account="physics")
+    operator = Identity(uid=1004, user="olga", role=Role.OPERATOR)
+    coordinator = Identity(uid=1002, user="cleo", role=Role.COORDINATOR, accounts=frozenset({"physics"}))
+    for other in (operator, coordinator):
+        refused = change(cluster, job_id, other, work_dir="/home/other", comment="x")
+        assert refused == [f"cannot change the directory of job {job_id}: it belongs to ann, you are {other.user}"]
+        assert change(cluster, job_id, other, comment="x") == []
+    assert change(cluster, job_id, work_dir="/home/ann") == change(cluster, job_id, ROOT, work_dir="/x") == []
+    assert cluster.job(job_id).spec.work_dir == "/x"
 
 
 def test_cpus_are_asked_for_as_the_tasks_that_need_them() -> None:
