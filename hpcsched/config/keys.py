@@ -410,8 +410,9 @@ SCHEDULER = (
     Key("max_array_size", whole(1), 10000, "The most tasks that one array may have."),
     Key("max_jobs", whole(1), 100000, "The most jobs that may wait and run in all."),
     Key("max_scripts_per_user", memory_mib, "64M",
-        "The most that the job scripts of one user's waiting and running jobs may have in all; equal scripts count once. Also the "
-        "most of environments, arguments and command lines above 8 KiB for each job, of jobs that the controller remembers."),
+        "The most that the job scripts of one user's waiting and running jobs may have in all; equal scripts count once. "
+        "Also the most of environments, arguments and command lines above 8 KiB for each job, of jobs that the controller "
+        "remembers."),
     Key("max_submit_jobs", optional(whole(1)), 0,
         "The most jobs of one user that may wait and run; each task of an array is one. Not for root and the controller's own "
         "account, nor where a user or an account has a max_submit_jobs of its own. 0: a tenth of max_jobs."),

@@ -162,7 +162,9 @@ def check_references(references: Sequence[str], filters: Mapping[str, str]) -> N
         raise RequestError(f"cannot filter jobs: the filters have more than {MAX_FILTER_CHARS} characters")
     names = sum("[" in reference or _REFERENCE.match(reference) is None for reference in references)
     if names > MAX_JOB_NAMES:
-        raise RequestError(f"cannot find {names} jobs by name or list of tasks at once: the most is {MAX_JOB_NAMES}; give their ids")
+        raise RequestError(
+            f"cannot find {names} jobs by name or list of tasks at once: the most is {MAX_JOB_NAMES}; give their ids"
+        )
     if unknown := filters.keys() - FILTERS:
         shown = ", ".join(sorted(unknown))
         raise RequestError(f"cannot filter by {shown[:200]}: can filter by {', '.join(sorted(FILTERS))}")

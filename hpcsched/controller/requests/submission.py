@@ -113,9 +113,9 @@ def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
         )
     if most_bytes < large.bytes_of(identity.uid) != large_before:
         raise RequestError(
-            f"cannot submit the job: the large environments, arguments and command lines of your jobs have {large_before >> 10} KiB, "
-            f"and max_scripts_per_user is {most_bytes >> 20} MiB; wait until some have ended a while ago, use --export=NONE, or "
-            "submit an array (its tasks count once)"
+            f"cannot submit the job: the large environments, arguments and command lines of your jobs have "
+            f"{large_before >> 10} KiB, and max_scripts_per_user is {most_bytes >> 20} MiB; wait until "
+            "some have ended a while ago, use --export=NONE, or submit an array (its tasks count once)"
         )
     return jobs
 

@@ -306,7 +306,7 @@ class QueueRows:
 
 
 def checked_size(chars: int) -> int:
-    """Return the number of characters of an answer. Raises RequestError if they are too many."""
+    """Return the length of an answer. Raises RequestError if it is too long."""
     if chars > MAX_ANSWER_CHARS:
         raise RequestError(
             f"cannot show the jobs: the lines have more than {MAX_ANSWER_CHARS >> 20} MiB; ask for fewer columns or jobs"
