@@ -299,13 +299,13 @@ SINFO = Face(Command(
     (
         *with_names(COMMAND.options, "Format format json list-reasons long Node nodes noheader partition reservation "
                     "states summarize"),
-        Option("all", "a", help="show all partitions (always so)"),
+        Option("all", "a", help="show all partitions (the default)"),
         Option("dead", "d", help="show nodes that do not answer"),
         Option("exact", "e", help="do not group nodes that differ in numbers"),
-        Option("iterate", "i", "SECONDS", "show anew every SECONDS until interrupted"),
+        Option("iterate", "i", "SECONDS", "refresh every SECONDS until interrupted"),
         Option("responding", "r", help="show nodes that answer"),
         Option("sort", "S", "LIST", "sort by these columns"),
-        Option("verbose", "v", help="say more"),
+        Option("verbose", "v", help="print more"),
         HELP_LONG,
         VERSION,
     ),

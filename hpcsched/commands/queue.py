@@ -84,12 +84,12 @@ SQUEUE = Face(Command(
     (
         *with_names(HQUEUE.options, "account array Format format jobs json long me name nodelist noheader partition "
                     "reservation sort start states steps user"),
-        Option("all", "a", help="show the jobs of all partitions (always so)"),
-        Option("iterate", "i", "SECONDS", "show anew every SECONDS until interrupted"),
-        Option("licenses", "L", "LIST", "show jobs that asked for these licences"),
-        Option("only-job-state", help="show no more of each job than its state (always as quick)"),
+        Option("all", "a", help="show the jobs of all partitions (the default)"),
+        Option("iterate", "i", "SECONDS", "refresh every SECONDS until interrupted"),
+        Option("licenses", "L", "LIST", "show jobs that requested these licences"),
+        Option("only-job-state", help="show only the state of each job"),
         Option("qos", "q", "LIST", "show jobs of these qualities of service"),
-        Option("verbose", "v", help="say more"),
+        Option("verbose", "v", help="print more"),
         HELP_LONG,
         VERSION,
     ),

@@ -152,89 +152,98 @@ def _amount(name: str, given: Any) -> int:
 
 # fmt: off
 LIMITS = (
-    Key("max_jobs", limit, UNSET, "The most jobs of one user that may run at once. -1: no limit."),
-    Key("max_submit_jobs", limit, UNSET, "The most jobs of one user that may wait and run; more are refused. -1: no limit."),
-    Key("max_wall", time_limit, "UNLIMITED", "The longest time limit that a job here may have."),
-    Key("max_tres_per_job", tres, "", 'The most that one job may have, as "cpu=64,mem=512G,gpu=4".'),
-    Key("max_tres_per_user", tres, "", "The most that the running jobs of one user may have in all."),
+    Key("max_jobs", limit, UNSET, "The maximum number of running jobs of a user. -1: no limit."),
+    Key("max_submit_jobs", limit, UNSET,
+        "The maximum number of waiting and running jobs of a user; further jobs are rejected. -1: no limit."),
+    Key("max_wall", time_limit, "UNLIMITED", "The maximum time limit of a job."),
+    Key("max_tres_per_job", tres, "", 'The maximum resources of a job, as "cpu=64,mem=512G,gpu=4".'),
+    Key("max_tres_per_user", tres, "", "The maximum resources of all running jobs of a user."),
     Key("max_tres_mins_per_job", tres_minutes, "",
-        'The most that one job may ask for, resources times its time limit in minutes, as "cpu=10000,gpu=500".'),
-    Key("grp_jobs", limit, UNSET, "The most jobs that may run at once, all users'. -1: no limit."),
-    Key("grp_submit_jobs", limit, UNSET, "The most jobs that may wait and run, all users'; more are refused. -1: no limit."),
-    Key("grp_tres", tres, "", "The most that all running jobs may have in all."),
+        'The maximum of resources times time limit in minutes of a job, as "cpu=10000,gpu=500".'),
+    Key("grp_jobs", limit, UNSET, "The maximum number of running jobs of all users. -1: no limit."),
+    Key("grp_submit_jobs", limit, UNSET,
+        "The maximum number of waiting and running jobs of all users; further jobs are rejected. -1: no limit."),
+    Key("grp_tres", tres, "", "The maximum resources of all running jobs."),
     Key("grp_tres_mins", tres_minutes, "",
-        "The most that all jobs may use, resources times minutes: what was used of late, as it decays, and what the time "
-        "limits of running jobs allow them."),
+        "The maximum of resources times minutes of all jobs: recent usage, which decays, and the rest of the time limits "
+        "of running jobs."),
 )
 
 ACCOUNT = (
-    Key("parent", optional(word), "", "The account that it is a part of. Empty: none."),
-    Key("shares", whole(0, 2**31), 1, "Its part of the cluster, against its siblings' shares."),
+    Key("parent", optional(word), "", "The parent account. Empty: none."),
+    Key("shares", whole(0, 2**31), 1, "The account's share of the cluster, relative to the shares of its siblings."),
     Key("users", members, [],
-        'Its users. "*": all users that no account lists. The first account that lists a user is the default one.'),
+        'The account\'s users. "*": all users that no account lists. A user\'s default account is the first that lists the '
+        "user."),
     Key("coordinators", users, [],
         "Users who may see and change the jobs of this account and of the accounts below it."),
-    Key("priority", whole(0, 2**31), 0, "What the association's part of a priority comes from."),
+    Key("priority", whole(0, 2**31), 0, "The association's priority, see the weight assoc."),
     Key("qos", words, [],
-        "The QOS that its jobs may have: others are closed to them. Empty: as its parent; in the end normal alone."),
-    Key("default_qos", optional(word), "", "The QOS of jobs that name none. Empty: as its parent."),
+        "The QOS that the account's jobs may use. Empty: those of its parent; without a parent, only normal."),
+    Key("default_qos", optional(word), "", "The QOS of jobs without --qos. Empty: that of its parent."),
     *LIMITS,
 )
 
 USER = (
-    Key("default_account", optional(word), "", "The account of jobs that name none. Empty: the first that has the user."),
-    Key("shares", shares, 1, "The part of the account, against those of its other users; { physics = 2 } is in that account."),
-    Key("priority", limit, UNSET, "What the association's part of a priority comes from. -1: the account's."),
-    Key("qos", words, [], "The QOS that the user's jobs may have. Empty: as the account."),
-    Key("default_qos", optional(word), "", "The QOS of jobs that name none. Empty: the account's."),
+    Key("default_account", optional(word), "",
+        "The account of jobs without --account. Empty: the first that lists the user."),
+    Key("shares", shares, 1,
+        "The user's share of the account, relative to the shares of its other users; { physics = 2 }: only in that "
+        "account."),
+    Key("priority", limit, UNSET, "The association's priority, see the weight assoc. -1: that of the account."),
+    Key("qos", words, [], "The QOS that the user's jobs may use. Empty: those of the account."),
+    Key("default_qos", optional(word), "", "The QOS of jobs without --qos. Empty: that of the account."),
     *(key for key in LIMITS if key.name in ("max_jobs", "max_submit_jobs", "max_wall", "max_tres_per_job",
                                             "max_tres_per_user", "max_tres_mins_per_job", "grp_tres_mins")),
 )
 
 QOS = (
-    Key("priority", whole(0, 2**31), 0, "What the QOS part of a priority comes from."),
-    Key("usage_factor", number(0, _MOST), 1.0, "What its jobs use is charged so many times. 0: nothing is charged."),
-    Key("preempt", words, [], "Its waiting jobs may take the place of running jobs of these QOS."),
+    Key("priority", whole(0, 2**31), 0, "The priority of the QOS, see the weight qos."),
+    Key("usage_factor", number(0, _MOST), 1.0,
+        "The factor by which the usage of its jobs is charged. 0: nothing is charged."),
+    Key("preempt", words, [], "Its waiting jobs may preempt running jobs of these QOS."),
     Key("preempt_mode", optional(one_of(*PreemptMode)), "",
         "What happens to its own jobs that are preempted: requeue, cancel, checkpoint (signal, grace time, then requeue), "
         "suspend, off. Empty: as the scheduler's preempt_mode."),
     Key("grace_time_s", seconds(), 0,
-        "How long its jobs have from the signal that they are preempted to their end. 0: as the scheduler's "
-        "preempt_grace_time_s with mode checkpoint, else kill_wait_s."),
+        "Seconds between the preemption signal and the end of its jobs. 0: the scheduler's preempt_grace_time_s with mode "
+        "checkpoint, otherwise kill_wait_s."),
     Key("exempt_time_s", seconds(), 0,
-        "For so long after their start its jobs are not preempted. 0: as the scheduler's preempt_exempt_time_s."),
+        "Seconds after their start in which its jobs are not preempted. 0: the scheduler's preempt_exempt_time_s."),
     *LIMITS,
 )
 
 PARTITION_LIMITS = tuple(key for key in LIMITS if key.name not in ("max_wall", "grp_tres_mins"))
 
 BILLING_WEIGHTS = Key("billing", tres_weights, "",
-                      'What is charged for a second of each resource here, as "cpu=1,mem=0.25,gpu=4" (memory by the GiB). '
-                      "Empty: the scheduler's billing.")
+                      'The charge for a second of each resource in this partition, as "cpu=1,mem=0.25,gpu=4" (memory in GiB). '
+                      "Empty: billing of fairshare.")
 
 PARTITION_RULES = (
     Key("priority_job_factor", whole(0, 2**31), 1,
         "The partition's factor in the priority of its jobs, relative to the highest factor of all partitions."),
-    Key("allow_accounts", words, [], "The accounts whose jobs may come here, with all below them. Empty: every account's."),
-    Key("allow_qos", words, [], "The QOS whose jobs may come here. Empty: of every QOS, or none."),
+    Key("allow_accounts", words, [],
+        "The accounts that may use the partition, with all accounts below them. Empty: all accounts."),
+    Key("allow_qos", words, [], "The QOS that may use the partition. Empty: all QOS, and jobs without QOS."),
 )
 
-LICENSES = Key("NAME", whole(0, 10**9), 0, "How many of the licence all jobs may have at once.")
+LICENSES = Key("NAME", whole(0, 10**9), 0, "The number of licences that all running jobs may hold together.")
 
 FAIRSHARE = (
     Key("algorithm", one_of(*Fairness), Fairness.FAIR_TREE.value,
-        "fair-tree: who has had least of a share comes first, level by level of the accounts; classic: a factor from shares "
-        "and usage up to the root."),
-    Key("half_life", time_limit, "7-00:00:00", "After so long what was used counts half. UNLIMITED: it counts for ever."),
-    Key("damping", number(0.001, _MOST), 1.0, "classic alone: the factor is 2 to the minus (usage / shares / damping)."),
+        "fair-tree: the least used share comes first, level by level of the accounts; classic: a factor from shares and "
+        "usage up to the root."),
+    Key("half_life", time_limit, "7-00:00:00", "The time after which usage counts half. UNLIMITED: usage does not decay."),
+    Key("damping", number(0.001, _MOST), 1.0,
+        "For classic: the factor is 2 to the power of minus (usage / shares / damping)."),
     Key("billing", tres_weights, "cpu=1",
-        'What is charged for a second of each resource, as "cpu=1,mem=0.25,gpu=4" (memory by the GiB); of node and '
-        "license/NAME too."),
+        'The charge for a second of each resource, as "cpu=1,mem=0.25,gpu=4" (memory in GiB); also of node and '
+        "license/NAME."),
 )
 
 TRES_WEIGHTS = Key("tres", tres_weights, "",
-                   "Weights of single resources, each times the part of the cluster's that a job asks for, as "
-                   '"cpu=100,gpu=1000"; of license/NAME too.')
+                   'Weights of single resources, each times the requested fraction of the cluster\'s, as "cpu=100,gpu=1000"; '
+                   "also of license/NAME.")
 # fmt: on
 
 ALL_WEIGHTS = (*WEIGHTS, TRES_WEIGHTS)

@@ -304,7 +304,7 @@ def _list(value: Any) -> Iterable[str]:
 # fmt: off
 CLUSTER = (
     Key("name", word, "cluster",
-        "What the cluster is called; part of paths on the nodes. It cannot change while jobs hold nodes."),
+        "The name of the cluster, which is a part of paths on the nodes. It cannot change while jobs hold nodes."),
     Key("share", absolute_path, "",
         "A directory that all nodes see under this path (NFS, say): for checkpoints and outputs. Empty: none."),
 )
@@ -317,51 +317,56 @@ CONTROLLER = (
         "The sockets' directory. Default: /run/hpcsched, for a plain user $XDG_RUNTIME_DIR/hpcsched; if state_dir is set, the "
         "directory run in it.", shown='"/run/hpcsched"'),
     Key("user", optional(user), "",
-        "The account of a controller that serves all users and is not root: hpcsched init --user. Empty: root, or one's own."),
+        "The account of a controller that serves all users without being root, set by hpcsched init --user. Empty: root, "
+        "or your own account."),
     Key("sign_jobs", yes_no, False,
         "Whether users must sign the jobs that they submit, as nodes with the root helper demand; hsub does it with a key of the "
         "user. See hpcsched-helper(8)."),
     Key("log_level", one_of("debug", "info", "warning", "error"), "info",
-        "How much the controller says: debug, info, warning or error."),
+        "The lowest level of log messages: debug, info, warning or error."),
     Key("log_max_size", memory_mib, "16M",
-        "At this size a log file, as hpcsched up and hpcschedd --log-file write it, is renamed to NAME.1 and a new one begun. "
-        "0: never."),
+        "A log file that reaches this size is renamed to NAME.1, and a new one is started (hpcsched up, hpcschedd "
+        "--log-file). 0: never."),
     Key("log_files", whole(1, 1000), 5, "How many renamed log files are kept."),
     Key("seal_key", text, paths.SEAL_KEY,
         "The file of the keys that seal the environments of jobs in the database; outside of state_dir, and in no backup. "
         "A relative path is below the directory of hpcsched.toml. See hpcsched seal."),
     Key("ssh_config", text, "~/.ssh/config",
-        "OpenSSH client configuration that is honoured: HostName, User, Port, IdentityFile, ProxyJump."),
+        "The OpenSSH client configuration. Supported: HostName, User, Port, IdentityFile, ProxyJump."),
     Key("connect_timeout_s", seconds(1), 20,
-        "A connection to a node that is not up after so long is given up and tried again."),
+        "Seconds after which an attempt to connect to a node is given up and repeated."),
     Key("heartbeat_s", seconds(0.05), 15, "Seconds between keepalive pings on an idle node connection."),
-    Key("node_down_after_s", seconds(0.1), 40, "A node that has been silent for so long is DOWN. At least twice heartbeat_s."),
-    Key("kill_wait_s", seconds(), 30, "How long a job that is being ended has between SIGTERM and SIGKILL."),
+    Key("node_down_after_s", seconds(0.1), 40,
+        "Seconds without an answer after which a node is DOWN. At least twice heartbeat_s."),
+    Key("kill_wait_s", seconds(), 30, "Seconds between SIGTERM and SIGKILL when a job is ended."),
     Key("lease_s", seconds(1), 120,
-        "A job with --lease=kill is ended by a node that has heard nothing of the controller for so long; then it may run "
-        "elsewhere. For jobs that start from now on."),
-    Key("min_job_age_s", seconds(), 3600, "How long an ended job stays in hqueue's reach; hacct shows it for ever."),
+        "Seconds without contact to the controller after which a node ends jobs with --lease=kill, which may then run "
+        "elsewhere. A change applies to jobs that start later."),
+    Key("min_job_age_s", seconds(), 3600, "Seconds for which hqueue --all shows an ended job. hacct always shows it."),
     Key("propagate", resource_limits, "ALL",
-        "Which resource limits (ulimit) of the submitting process a job gets, unless it says --propagate: ALL, NONE, or some "
-        "of AS,CORE,CPU,DATA,FSIZE,MEMLOCK,NOFILE,NPROC,RSS,STACK. Soft limits, never above the node's hard ones."),
+        "Resource limits (ulimit) of the submitting process that are copied to jobs without --propagate: ALL, NONE, or "
+        "some of AS,CORE,CPU,DATA,FSIZE,MEMLOCK,NOFILE,NPROC,RSS,STACK. These are soft limits, never above the node's "
+        "hard limits."),
     Key("requeue", yes_no, True,
-        "Whether a job runs again after the loss of a node, unless it says --requeue or --no-requeue."),
-    Key("requeue_delay_s", seconds(), 5, "How long a requeued job waits at least."),
+        "Whether jobs without --requeue and --no-requeue are requeued after the loss of a node."),
+    Key("requeue_delay_s", seconds(), 5, "The least number of seconds that a requeued job waits."),
     Key("allow_uid_below", whole(0), 1000,
         "Jobs of root and system accounts, whose uid is below this, are refused where agents run as root; so are jobs of "
         "nobody and of locked accounts without a login shell. 0: jobs of all accounts are allowed."),
     Key("confine", confinement, ["cpus", "processes", "gpus", "shm", "proc"],
-        "What nodes keep a job to, where the agent runs as root: cpus (its cpus, and no more), processes (max_processes), gpus "
-        "(no other GPU can be opened), shm (private /dev/shm and System V and POSIX shared memory, counted as its memory), proc "
-        "(other users' processes are hidden), tmp (a private /tmp, deleted at the end). Memory always is. A node's file may "
-        "say otherwise."),
+        "What nodes enforce for each job, if the agent runs as root: cpus (only its cpus), processes (max_processes), "
+        "gpus (other GPUs cannot be opened), shm (private /dev/shm and System V and POSIX shared memory, counted as its "
+        "memory), proc (other users' processes are hidden), tmp (a private /tmp, deleted at the end). Memory is always "
+        "enforced. The file of a node can override it."),
     Key("max_processes", whole(0), 4096,
-        "The most processes and threads that a job may have on a node, with processes in confine. A job that continues to "
-        "fork without pause is ended then. 0: no limit."),
+        "The maximum number of processes and threads of a job on a node, with processes in confine. A job that keeps "
+        "forking at the limit is ended. 0: no limit."),
     Key("request_rate", number(), 50,
-        "How many requests one user may send per second, on average; many jobs submitted at once count as one. Commands that "
-        "are told so wait and ask again. Not for root and the controller's own account. 0: no limit."),
-    Key("request_burst", whole(1, 1_000_000), 500, "How many requests one user may send at once before request_rate counts."),
+        "The average number of requests per second that each user may send; many jobs submitted at once count as one "
+        "request. Commands over the limit wait and repeat the request. Does not apply to root and the controller's own "
+        "account. 0: no limit."),
+    Key("request_burst", whole(1, 1_000_000), 500,
+        "The number of requests that each user may send at once before request_rate applies."),
 )
 
 ROLES = (
@@ -370,7 +375,7 @@ ROLES = (
         "role may do."),
     Key("operators", users, [],
         "Users who may act on the jobs of all users, drain nodes, change partitions and make reservations."),
-    Key("viewers", users, [], "Users who may look, and neither submit nor change anything."),
+    Key("viewers", users, [], "Users who may see everything that users see, but may not submit or change anything."),
     Key("services", users, [],
         "Accounts of programs that watch the cluster. They see all that [privacy] hides, and change nothing."),
     Key("default", one_of("user", "viewer"), "user", "The role of all other users: user or viewer."),
@@ -378,121 +383,124 @@ ROLES = (
 
 PRIVACY = (
     Key("hide", privacies, [],
-        "What users see of others, as Slurm's PrivateData: jobs, nodes, usage, reservations. Of a hidden kind, users see "
-        "what is theirs, coordinators what is their accounts', and the other roles all."),
+        "What is hidden from other users, as Slurm's PrivateData: jobs, nodes, usage, reservations. Users then see their "
+        "own, coordinators those of their accounts, and the other roles all."),
 )
 
 AUDIT = (
     Key("heads", text, "",
-        "The file with the signed ends of the audit log. Default: audit.heads in state_dir. Better on another disk."),
+        "The file with the signed ends of the audit log. Default: audit.heads in state_dir. Another disk is safer."),
     Key("sign_every_s", seconds(1), 60, "How often the end of the audit log is signed, if it has new records."),
     Key("syslog", yes_no, True, "Whether signed ends also go to the system's log, with facility authpriv."),
 )
 
 SCHEDULER = (
     Key("policy", one_of("easy", "easy-sjbf", "default", "conservative", "slurm-like", "fifo"), "easy",
-        "easy: a job may start ahead of its turn if it does not delay the first in line (EASY backfill); easy-sjbf: the same, "
-        "short limits first; default: short expected run times first, but for who has waited long; slurm-like, conservative: "
-        "nor the first 100, or 1000, in line; fifo: never."),
+        "When a job may start ahead of others. easy: if it does not delay the first job in the queue (EASY backfill); "
+        "easy-sjbf: the same, short limits first; slurm-like, conservative: if it delays none of the first 100, or 1000; "
+        "default: short expected run times first, except before jobs that have waited long; fifo: never."),
     Key("wait_guard", number(), 0.9,
-        "Of policy default: small jobs start ahead of all others until a job has waited for this part of the longest wait that "
-        "EASY backfill would have caused. Larger: lower mean slowdown under heavy load, longer longest wait."),
+        "For policy default: small jobs start ahead of all others until a job has waited this fraction of the longest "
+        "wait under EASY backfill. A larger value lowers the mean slowdown under heavy load, but lengthens the longest "
+        "wait."),
     Key("default_time_limit", time_limit, "UNLIMITED",
-        "The limit of jobs that name none, where their partition has none. Backfill needs limits to work with."),
-    Key("age_max_s", seconds(1), 604800, "Waiting longer than this raises priority no further."),
-    Key("favor_small", yes_no, False, "Whether small jobs get the weight of size, not large ones."),
+        "The time limit of jobs without --time in partitions without default_time. Backfill needs time limits."),
+    Key("age_max_s", seconds(1), 604800, "The age in seconds at which a job has the full weight of age."),
+    Key("favor_small", yes_no, False, "Whether small jobs get the weight of size, instead of large ones."),
     Key("small_relative_to_time", yes_no, False,
-        "Whether size is the cpus divided by the time limit in minutes: then short jobs count as large."),
+        "Whether size is cpus divided by the time limit in minutes, so that short jobs count as large."),
     Key("accrue_always", yes_no, False,
-        "Whether a job's age counts from its submission, and not only while nothing but other jobs keeps it waiting."),
+        "Whether a job's age counts from its submission, instead of only while it waits for resources."),
     Key("max_switch_wait", seconds(), 300,
-        "A job with --switches=N that says no time of its own waits so long for nodes on N switches; then more will do."),
-    Key("max_array_size", whole(1), 10000, "The most tasks that one array may have."),
-    Key("max_jobs", whole(1), 100000, "The most jobs that may wait and run in all."),
+        "Seconds that a job with --switches=N waits for nodes on N switches, unless it gives a time. Then it may use more "
+        "switches."),
+    Key("max_array_size", whole(1), 10000, "The maximum number of tasks of an array."),
+    Key("max_jobs", whole(1), 100000, "The maximum number of waiting and running jobs."),
     Key("max_scripts_per_user", memory_mib, "64M",
         "The most that the job scripts of one user's waiting and running jobs may have in all; equal scripts count once. "
         "Also the most of environments, arguments and command lines above 8 KiB for each job, of jobs that the controller "
         "remembers."),
     Key("max_submit_jobs", optional(whole(1)), 0,
-        "The most jobs of one user that may wait and run; each task of an array is one. Not for root and the controller's own "
-        "account, nor where a user or an account has a max_submit_jobs of its own. 0: a tenth of max_jobs."),
+        "The maximum number of waiting and running jobs of a user; each task of an array counts. Does not apply to root, "
+        "the controller's own account, and users or accounts with their own max_submit_jobs. 0: a tenth of max_jobs."),
     Key("preempt_type", one_of(*PreemptType), "none",
-        "Which waiting jobs may take the place of running ones: none; qos: those whose QOS lists the other's in preempt; "
-        "partition: those of a partition with a higher priority_tier, on nodes of both."),
+        "Which waiting jobs may preempt running jobs: none; qos: jobs whose QOS lists that of the running job in preempt; "
+        "partition: jobs of a partition with a higher priority_tier, on nodes of both partitions."),
     Key("preempt_mode", one_of(*PreemptMode), "requeue",
-        "What happens to a job that makes room, unless its QOS says otherwise: requeue; cancel; checkpoint: it gets SIGTERM "
-        "(or the signal of its --signal), time to save what it has, and is requeued; suspend: it is stopped; off: nothing."),
+        "What happens to a preempted job, unless its QOS sets another mode: requeue; cancel; checkpoint: it gets SIGTERM "
+        "(or the signal of its --signal), has time to save its state, and is requeued; suspend: it is stopped; off: it is "
+        "not preempted."),
     Key("preempt_grace_time_s", seconds(), 60,
-        "How long a job has to save what it has with preempt_mode checkpoint, and an elastic job to give nodes back before it "
-        "is preempted whole, unless its QOS says otherwise."),
+        "Seconds that a job has to save its state with preempt_mode checkpoint, and an elastic job to give nodes back "
+        "before all of it is preempted, unless its QOS sets another time."),
     Key("preempt_exempt_time_s", seconds(), 0,
-        "For so long after its start a job is not preempted, unless its QOS says otherwise."),
+        "Seconds after its start in which a job is not preempted, unless its QOS sets another time."),
 )
 
 WEIGHTS = (
-    Key("age", whole(0), 1000, "Weight of the time a job has waited (as a part of age_max_s)."),
+    Key("age", whole(0), 1000, "Weight of the time that a job has waited, as a fraction of age_max_s."),
     Key("partition", whole(0), 1000, "Weight of the partition's priority_job_factor."),
-    Key("size", whole(0), 0, "Weight of the part of the nodes and cpus that a job asks for."),
-    Key("fairshare", whole(0), 10000, "Weight of how little the user has had of late."),
+    Key("size", whole(0), 0, "Weight of the fraction of all nodes and cpus that a job requests."),
+    Key("fairshare", whole(0), 10000, "Weight of fair share: users with little recent usage come first."),
     Key("qos", whole(0), 10000, "Weight of the priority of the job's quality of service."),
     Key("assoc", whole(0), 1000, "Weight of the priority of the user or the account."),
 )
 
 PARTITION = (
     Key("nodes", hosts, ALL_NODES, 'Its nodes: "all", or a host list as "n[1-4],gpu1".'),
-    Key("default", yes_no, False, "Whether jobs that name no partition come here."),
+    Key("default", yes_no, False, "Whether this is the partition of jobs without --partition."),
     Key("up", yes_no, True, "Whether its jobs may start."),
-    Key("max_time", time_limit, "UNLIMITED", "The longest time limit that a job may have."),
+    Key("max_time", time_limit, "UNLIMITED", "The maximum time limit of a job."),
     Key("default_time", optional(time_limit), "",
-        "The limit of jobs that name none. Empty: the scheduler's default_time_limit."),
-    Key("priority_tier", whole(0), 1, "Jobs of a higher tier go before all of a lower."),
+        "The time limit of jobs without --time. Empty: the scheduler's default_time_limit."),
+    Key("priority_tier", whole(0), 1, "Jobs of a higher tier start before all jobs of lower tiers."),
     Key("default_mem_per_cpu", optional(memory_mib), "",
-        "Memory per cpu of jobs that name none. Empty: an even part of the node's memory."),
-    Key("max_nodes", optional(whole(1)), 0, "The most nodes a job may have. 0: no limit."),
+        "Memory per cpu of jobs that request none. Empty: an equal part of the node's memory."),
+    Key("max_nodes", optional(whole(1)), 0, "The maximum number of nodes of a job. 0: no limit."),
 )
 
 NODE = (
     Key("host", host, REQUIRED,
         'Host name, address or a Host of ~/.ssh/config. "local": this machine, without SSH.', shown='"192.0.2.7"'),
     Key("port", optional(whole(1, 65535)), 0, "SSH port. 0: from ~/.ssh/config, else 22."),
-    Key("user", optional(user), "", "SSH account. Empty: from ~/.ssh/config, else one's own."),
+    Key("user", optional(user), "", "SSH account. Empty: from ~/.ssh/config, else your own."),
     Key("identity_file", optional(text), "",
-        "The one private key to log in with. Empty: the launch key that init made, then as OpenSSH does."),
+        "The only private key that is tried. Empty: the launch key that init made, then OpenSSH's defaults."),
     Key("host_key", text, "",
-        'The public host key that it must have. Needed unless host is "local".', shown='"ssh-ed25519 AAAA..."'),
-    Key("cpus", whole(1, 65536), REQUIRED, "How many cpus jobs may have.", shown="8"),
-    Key("memory", memory_mib, REQUIRED, "How much memory jobs may have.", shown='"64G"'),
+        'The node\'s public host key. Required unless host is "local".', shown='"ssh-ed25519 AAAA..."'),
+    Key("cpus", whole(1, 65536), REQUIRED, "The number of cpus for jobs.", shown="8"),
+    Key("memory", memory_mib, REQUIRED, "The memory for jobs.", shown='"64G"'),
     Key("gpus", gpus, [],
-        'The type of each GPU by index: ["a100", "a100"], or ["a100:2"]. Of a MIG device its profile: ["1g.10gb:7"].'),
+        'The type of each GPU by index: ["a100", "a100"], or ["a100:2"]. For a MIG device, its profile: ["1g.10gb:7"].'),
     Key("gpu_shards", whole(1, 1000), 1,
-        "Into so many shards each GPU may be cut for jobs with --gres=shard:N. They share it: nothing keeps a job from the "
-        "others' part of its memory. 1: GPUs are not shared."),
+        "The number of shards of each GPU for jobs with --gres=shard:N. The jobs share its memory, and nothing separates "
+        "them. 1: GPUs are not shared."),
     Key("gpu_devices", devices, [],
-        'What CUDA_VISIBLE_DEVICES calls each GPU of `gpus`, where that is not its index: "MIG-..." or "GPU-...".'),
+        'The name of each GPU of `gpus` for CUDA_VISIBLE_DEVICES, if it is not its index: "MIG-..." or "GPU-...".'),
     Key("gpu_files", device_files, [],
         'The device file of each GPU of `gpus`, for confine = ["gpus"]. Empty: those of the NVIDIA driver.'),
     Key("confine", optional_list(confinement), [],
-        "What it keeps a job to, instead of confine in hpcsched.toml: the same words, or none. Empty: as there."),
-    Key("features", words, [], "Words that --constraint can ask for."),
-    Key("partitions", words, [], "Partitions that it belongs to, beside those whose `nodes` name it."),
+        "What this node enforces, instead of confine of hpcsched.toml: the same words, or none. Empty: as in hpcsched.toml."),
+    Key("features", words, [], "Features for --constraint."),
+    Key("partitions", words, [], "Partitions of this node, in addition to those whose `nodes` name it."),
     Key("root", absolute_path, "",
-        "The agent's directory there, on a local disk. Empty: the agent's choice. Like the node's address, user and host key "
-        "it cannot change while jobs are held there."),
-    Key("python", python, "python3", "The Python there, 3.9 or newer."),
-    Key("weight", whole(0), 1, "Nodes of a lower weight are used first."),
+        "The agent's directory on the node, on a local disk. Empty: chosen by the agent. Like the node's address, user "
+        "and host key, it cannot change while jobs hold the node."),
+    Key("python", python, "python3", "The Python on the node, 3.9 or newer."),
+    Key("weight", whole(0), 1, "Nodes with a lower weight are used first."),
     Key("speed", number(), 0,
-        "How fast a cpu of it is beside those of other nodes, as hpcsched node probe measured it: jobs with --hint=synchronous "
-        "get nodes of like speed. 0: not known."),
+        "The speed of a cpu relative to other nodes, measured by hpcsched node probe. Jobs with --hint=synchronous get "
+        "nodes of similar speed. 0: not known."),
     Key("link_mbps", whole(0), 0,
-        "The bandwidth of its network in Mbit/s, as hpcsched node probe --links measured it (else its nominal one): jobs with "
-        "--hint=comm_bound prefer nodes with clearly faster ones. 0: not known."),
+        "The bandwidth of the network in Mbit/s, measured by hpcsched node probe --links, or else nominal. Jobs with "
+        "--hint=comm_bound prefer nodes with clearly faster networks. 0: not known."),
     Key("tmp_disk", memory_mib, 0,
-        "The size of its file system for temporary files, which --tmp asks for. 0: not known; then --tmp does not rule the "
-        "node out."),
+        "The size of the file system for temporary files, for --tmp. 0: not known, and --tmp does not exclude the node."),
 )
 
 SWITCH = (
-    Key("nodes", hosts, REQUIRED, "The nodes that hang on it: a host list, or a list of them.", shown='"n[1-4]"'),
+    Key("nodes", hosts, REQUIRED,
+        "The nodes that are connected to the switch: a host list, or a list of host lists.", shown='"n[1-4]"'),
 )
 
 GATEWAY = (
@@ -502,8 +510,7 @@ GATEWAY = (
     Key("address", host, "127.0.0.1", "The address at which the gateway listens; 0.0.0.0 or :: for all networks."),
     Key("port", whole(1, 65535), 6820, "The port of the gateway."),
     Key("url", text, "",
-        'The address of the gateway as users know it, for links: "https://head.example.org:6820". Empty: from the host name '
-        "and port."),
+        'The public address of the gateway, for links: "https://head.example.org:6820". Empty: from host name and port.'),
     Key("certificate", absolute_path, "", "The gateway's TLS certificate with its chain, a PEM file.",
         shown='"/etc/hpcsched/gateway.crt"'),
     Key("key", absolute_path, "", "The private key of the certificate, a PEM file that only root or the gateway can read.",
@@ -511,16 +518,16 @@ GATEWAY = (
     Key("client_ca", absolute_path, "",
         "A PEM file with the CAs of client certificates for services. Empty: no client certificates."),
     Key("token_max_age_s", seconds(60), "366d", "The longest time for which a token may be valid."),
-    Key("session_s", seconds(60), "12h", "How long a session of a browser lasts."),
+    Key("session_s", seconds(60), "12h", "The lifetime of a browser session."),
     Key("rate", number(), 50, "How many requests per second a token, or an address without one, may send. 0: no limit."),
-    Key("burst", whole(1, 1_000_000), 500, "How many requests it may send at once before rate counts."),
+    Key("burst", whole(1, 1_000_000), 500, "The number of requests that it may send at once before rate applies."),
     Key("connections_per_address", whole(1, 100_000), 64, "How many connections one address may have."),
     Key("max_connections", whole(1, 1_000_000), 4000, "How many connections all addresses may have."),
 )
 
 OIDC = (
     Key("issuer", https_address, "",
-        "The address of a provider of OpenID Connect, exactly as it names itself, where users log in. Empty: no such login."),
+        "The address of the OpenID Connect provider where users log in, exactly as its issuer value. Empty: no such login."),
     Key("client_id", text, "", "The name under which the provider knows the gateway."),
     Key("client_secret", absolute_path, "",
         "A file with the secret of the gateway at the provider, that only root or the gateway can read. Empty: a public client."),
@@ -528,8 +535,8 @@ OIDC = (
         "The claim of an id token that is the name of the account on the head. Choose one that the provider gives to one person "
         "for ever, and that users cannot change. email counts only if email_verified is true."),
     Key("user_domain", text, "",
-        "What the claim must end with after an @, which is left out: with example.org, anna@example.org is anna. Empty: the "
-        "claim is the name."),
+        "The domain after the @ that the claim must have, and that is removed: with example.org, anna@example.org is "
+        "anna. Empty: the claim is the name."),
     Key("scope", text, "read,submit,manage", "What a session allows: some of read,submit,manage,admin."),
     Key("ca", absolute_path, "", "A PEM file with the CAs of the provider's certificate. Empty: those of the system."),
     Key("keys", absolute_path, "",

@@ -343,7 +343,7 @@ def _network_of(address: str) -> str:
 def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -> None:
     """Serve until a signal.
 
-    `insecure`: without TLS, on the loopback address only; credentials are needed all the same.
+    `insecure`: without TLS, on the loopback address only; credentials are still needed.
     """
     import signal
 

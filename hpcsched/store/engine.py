@@ -346,7 +346,7 @@ class OtherDatabaseError(ConfigError):
 def open_expendable(path: Path, tables: MetaData, owner: int, version: int) -> Connection:
     """Open or create a database whose last commits may be lost when the machine fails.
 
-    It is whole all the same. A page that becomes free can be given back to the file system.
+    It is whole anyway. A page that becomes free can be given back to the file system.
 
     Raises OtherDatabaseError, or sqlite3.Error: `is_damage` tells a damaged file from a disk that is
     full or a file that is locked.

@@ -35,7 +35,7 @@ SCRONTAB = Face(
             Option("edit", "e", help="edit the crontab with $VISUAL, $EDITOR or vi"),
             Option("list", "l", help="print the crontab"),
             Option("remove", "r", help="delete the crontab"),
-            Option("user", "u", "USER", "that of another user (admins only)"),
+            Option("user", "u", "USER", "use the crontab of another user (admins only)"),
             HELP,
             VERSION,
         ),

@@ -22,9 +22,9 @@ SDIAG = Face(
         ("[OPTIONS]",),
         "Show what the controller has to do.",
         (
-            Option("all", "a", help="show all there is (always so)"),
-            Option("json", help="print it as JSON"),
-            Option("reset", "r", help="set the counts back (they are of what there is now: refused)"),
+            Option("all", "a", help="show everything (the default)"),
+            Option("json", help="print as JSON"),
+            Option("reset", "r", help="refused: the counts describe the present state"),
             HELP,
             VERSION,
         ),

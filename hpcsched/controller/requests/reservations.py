@@ -278,7 +278,7 @@ def _settle(tx: Transaction, wanted: Reservation, options: ReservationOptions) -
         jobs = _named({job.id: job for on_node in busy.values() for job in on_node}.values())
         raise RequestError(
             f"cannot reserve {nodes}: Requested nodes are busy: {jobs} may run beyond the beginning; Flags=IGNORE_JOBS "
-            "reserves them all the same"
+            "reserves them anyway"
         )
     _check_own_jobs(cluster, wanted)
     tx.set_reservation(wanted.name, wanted)

@@ -76,7 +76,7 @@ OPTIONS: Tuple[StepOption, ...] = (
     StepOption("help", "h", FLAG, "", "show this and exit"),
     StepOption("usage", "", FLAG, "", "show a short list of the options and exit"),
     StepOption("het-group", "", VALUE, "LIST", "components of a heterogeneous job to run in, as 0,2-3; default: 0"),
-    StepOption("hint", "", VALUE, "WORDS", "synchronous: nodes of like speed; comm_bound: no slow links, few switches",
+    StepOption("hint", "", VALUE, "WORDS", "synchronous: nodes of similar speed; comm_bound: no slow links, few switches",
                ("SLURM_HINT",)),
     StepOption("hold", "H", FLAG, "", "submit the job held: it waits for its release"),
     StepOption("immediate", "I", OPTIONAL, "SECONDS", "give up if the step has not started after SECONDS (default 5)",
