@@ -18,7 +18,7 @@ echo $? > {share}/code-$HPCSCHED_JOB_ID
 TWO_NODES = {"nodes_min": 2, "nodes_max": 2, "nodes_given": True, "nodelist": ("n1", "n2")}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[KillableCluster]:
     yield from new_cluster(KillableCluster, ("n1", "n2"))
 
@@ -27,6 +27,7 @@ def cluster() -> Iterator[KillableCluster]:
 def test_steps_outlive_their_agents(cluster: KillableCluster, killed: tuple[str, ...]) -> None:
     """The script runs on n1, and has hrun there."""
     share = cluster.share
+    (share / "gate").unlink(missing_ok=True)
     (job_id,) = cluster.submit(cluster.spec(SCRIPT.format(share=share, task=TASK.format(share=share)), **TWO_NODES))
     tasks = share / f"tasks-{job_id}"
     wait_until(lambda: tasks.exists() and len(tasks.read_text().split()) == 2, PATIENCE_S, "both tasks")
