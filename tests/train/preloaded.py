@@ -231,7 +231,11 @@ def end(words: list[str]) -> None:
             mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
-    ctypes.CDLL(None).exit((status or 0) & 0xFF)  # with the handlers of libraries: MPICH's takes leave of its launcher
+    libc, code = ctypes.CDLL(None), (status or 0) & 0xFF
+    if "mpi4py.MPI" in sys.modules:
+        libc.exit(code)  # with the handlers of libraries: MPICH's takes leave of its launcher
+    libc.fflush(None)
+    os._exit(code)  # those of torch alone would take longer than the start
 
 
 if __name__ == "__main__":
