@@ -417,8 +417,8 @@ SCHEDULER = (
     Key("max_array_size", whole(1), 10000, "The maximum number of tasks of an array."),
     Key("max_jobs", whole(1), 100000, "The maximum number of waiting and running jobs."),
     Key("max_scripts_per_user", memory_mib, "64M",
-        "The most that the job scripts of one user's waiting and running jobs may have in all; equal scripts count once. "
-        "Also the most of environments, arguments and command lines above 8 KiB for each job, of jobs that the controller "
+        "The maximum total size of the scripts of a user's waiting and running jobs; equal scripts count once. Also the "
+        "maximum of environments, arguments and command lines, less 8 KiB for each job, of jobs that the controller "
         "remembers."),
     Key("max_submit_jobs", optional(whole(1)), 0,
         "The maximum number of waiting and running jobs of a user; each task of an array counts. Does not apply to root, "
