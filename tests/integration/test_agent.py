@@ -532,3 +532,26 @@ def _is_over(sock: socket.socket) -> bool:
     except ConnectionError:
         pass
     return True
+
+
+def test_samples_of_node_and_jobs_come_as_long_as_a_controller_wants_them(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    token = controller.launch("while :; do :; done", token=new_token(job=5, attempt=2))
+    controller.wait_status(token, protocol.STARTED)
+    controller.send(protocol.SampleEvery(0.5))
+    first = controller.wait(lambda m: isinstance(m, protocol.Sample))
+    assert {"node_load1", "node_cpu_seconds_total:user", "node_memory_available_bytes"} <= set(first.columns)
+    assert len(first.values) == len(first.columns)
+    cpu = 2 + first.job_columns.index("job_cpu_seconds_total")
+    busy = controller.wait(
+        lambda m: isinstance(m, protocol.Sample) and any(row[:2] == [5, 2] and row[cpu] > 0.1 for row in m.jobs)
+    )
+    (row,) = busy.jobs
+    assert row[2 + first.job_columns.index("job_processes")] == 1
+    assert row[2 + first.job_columns.index("job_memory_bytes")] > 1 << 16
+    controller.send(protocol.EndStep(token, 0.0, "cancelled"))
+    assert controller.final(token).usage["cpu_user_s"] >= row[cpu] * 0.5
+    controller.send(protocol.SampleEvery(0.0))
+    controller.send(protocol.Ping(77))
+    controller.wait(lambda m: m == protocol.Pong(77))
+    controller.close()

@@ -26,7 +26,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Un
 
 from hpcnode import paths
 from hpcnode.agent import helpers, probe
+from hpcnode.agent.gpu_watch import GpuWatch
 from hpcnode.agent.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
+from hpcnode.agent.sampler import Sampler
 from hpcnode.agent.shepherds import ShepherdPool
 from hpcnode.agent.step_commands import Clients, CommandClient, Frames, ResumableClients, peer
 from hpcnode.lease import Renewals
@@ -114,6 +116,15 @@ class Agent:
         self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
         self._accounts: Dict[Tuple[str, int], Tuple[float, user.UserAccount]] = {}
         self._helpers = helpers.Helpers(self._loop)
+        self._sampler = Sampler(
+            self._loop,
+            self._helpers,
+            GpuWatch(self._loop, environ),
+            ["/", "/tmp", root],  # noqa: S108 - only its free space is looked at
+            lambda: iter(self._ledger.entries.values()),
+            self.to_controller,
+            lambda: self._controller.unsent if self._controller is not None else 0,
+        )
         resumable = ResumableClients(root, self._boot_id)
         self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], resumable, log)
         self._handlers = self._make_handlers()
@@ -249,6 +260,7 @@ class Agent:
             self._controller.close_when_sent()
         framer.limit, framer.max_values = protocol.MAX_FRAME_BYTES, 0
         self._end_renewals()
+        self._sampler.stop()
         self._controller, self._welcomed, self._link_pid = stream, False, client.pid
         stream.what = "the controller's connection"
         stream.on_data = lambda data: self._received(stream, framer, data)
@@ -305,7 +317,7 @@ class Agent:
         """Send a message if a controller is connected; return whether one is."""
         if self._controller is None or not self._welcomed or self._controller.closed:
             return False
-        if not isinstance(message, protocol.Report):
+        if not isinstance(message, (protocol.Report, protocol.Sample)):
             self._ledger.report_starts()  # what a job asks for must not arrive before the job's start
         self._controller.send(protocol.encode(message, blob))
         return True
@@ -328,6 +340,7 @@ class Agent:
         if stream is self._controller:
             self._controller, self._welcomed = None, False
             self._watchers.clear()  # the next controller asks again
+            self._sampler.stop()
             self._end_renewals()
             self._clients.controller_went()
 
@@ -360,6 +373,7 @@ class Agent:
             protocol.Pong: lambda message, _blob: self._renew(message),
             protocol.Ping: lambda message, _blob: self._answer(protocol.Pong(message.request)),
             protocol.Probe: lambda message, _blob: self._ask_for_facts(message, self.to_controller),
+            protocol.SampleEvery: lambda message, _blob: self._sampler.every(message),
             protocol.ReadFile: lambda message, _blob: self._read_file(message),
             protocol.CompareProbe: lambda message, _blob: self._compare_probe(message),
             protocol.WatchOutput: lambda message, _blob: self._watch(message),

@@ -120,6 +120,7 @@ def _work_in_child(work: Callable[[], Answer], failed: Callable[[str], Answer], 
         data = memoryview(protocol.encode(*answer))
         while data:
             data = data[os.write(write_end, data) :]
+        os.close(write_end)  # a thread that hangs would keep it open beyond our end
     finally:
         os._exit(0)
 
