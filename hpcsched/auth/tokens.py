@@ -44,6 +44,7 @@ class Scope(StrEnum):
     READ = "read"
     SUBMIT = "submit"
     MANAGE = "manage"
+    METRICS = "metrics"
     ADMIN = "admin"
 
 
@@ -120,6 +121,7 @@ HEAD_ONLY = frozenset(
         "/v1/sessions/link",
     }
 )
+METRICS_PATH = "/metrics"
 # Without a credential, because they make one.
 PUBLIC = frozenset({"/v1/sessions/open", "/v1/logins/begin", "/v1/logins/finish"})
 
@@ -149,6 +151,7 @@ _ACTIONS: Mapping[Scope, frozenset[Action]] = {
             Action.REVOKE_TOKENS,
         }
     ),
+    Scope.METRICS: frozenset({Action.VIEW_JOBS, Action.VIEW_NODES, Action.VIEW_USAGE, Action.VIEW_RESERVATIONS}),
     Scope.ADMIN: frozenset(Action),
 }
 
@@ -162,6 +165,8 @@ def scope_of(method: str, path: str) -> Scope | None:
     """Return the scope that a request needs; None: only the head's socket is enough."""
     if path in HEAD_ONLY:
         return None
+    if path == METRICS_PATH or path.startswith(METRICS_PATH + "/"):
+        return Scope.METRICS
     return _SCOPES.get((method, path), Scope.READ if method == "GET" else Scope.ADMIN)
 
 

@@ -394,6 +394,14 @@ AUDIT = (
     Key("syslog", yes_no, True, "Whether signed ends also go to the system's log, with facility authpriv."),
 )
 
+METRICS = (
+    Key("interval_s", seconds(), 10,
+        "How often each node sends what it and its jobs use (at least every 0.5 s). 0: never; then /metrics has only what the "
+        "controller knows by itself."),
+    Key("jobs", yes_no, True, "Whether nodes look at the processes of each job, and /metrics shows running jobs."),
+    Key("max_jobs", whole(0, 10_000), 200, "How many running jobs /metrics shows: those that have run for longest."),
+)
+
 SCHEDULER = (
     Key("policy", one_of("easy", "easy-sjbf", "default", "conservative", "slurm-like", "fifo"), "easy",
         "When a job may start ahead of others. easy: if it does not delay the first job in the queue (EASY backfill); "
@@ -537,7 +545,7 @@ OIDC = (
     Key("user_domain", text, "",
         "The domain after the @ that the claim must have, and that is removed: with example.org, anna@example.org is "
         "anna. Empty: the claim is the name."),
-    Key("scope", text, "read,submit,manage", "What a session allows: some of read,submit,manage,admin."),
+    Key("scope", text, "read,submit,manage", "What a session allows: some of read,submit,manage,metrics,admin."),
     Key("ca", absolute_path, "", "A PEM file with the CAs of the provider's certificate. Empty: those of the system."),
     Key("keys", absolute_path, "",
         "A file with the provider's public keys (a JSON Web Key Set). Empty: the controller fetches them from the provider."),
@@ -550,6 +558,7 @@ SECTIONS = {
     "roles": ROLES,
     "privacy": PRIVACY,
     "audit": AUDIT,
+    "metrics": METRICS,
     "scheduler": SCHEDULER,
     "scheduler.weights": WEIGHTS,
     "gateway": GATEWAY,

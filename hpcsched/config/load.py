@@ -46,6 +46,7 @@ from hpcsched.config.keys import (
     CONTROLLER,
     GATEWAY,
     LOCAL_HOST,
+    METRICS,
     NODE,
     OIDC,
     PRIVACY,
@@ -158,6 +159,15 @@ class ControllerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSettings:
+    """[metrics]."""
+
+    interval_s: float = 10.0
+    jobs: bool = True
+    max_jobs: int = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings:
     """[audit]. `heads` "": the file `audit.heads` in the state directory."""
 
@@ -259,6 +269,7 @@ class Config:
     nodes: tuple[NodeSpec, ...]
     access: AccessPolicy
     audit: AuditSettings
+    metrics: MetricsSettings = MetricsSettings()
 
     @property
     def launch_key(self) -> Path:
@@ -397,6 +408,7 @@ def build_config(
         "roles",
         "privacy",
         "audit",
+        "metrics",
         "scheduler",
         "gateway",
         "partitions",
@@ -422,6 +434,7 @@ def build_config(
         nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),
         access=_access(path, tables, accounting),
         audit=AuditSettings(**values_of(path, "[audit]", tables.get("audit", {}), AUDIT)),
+        metrics=MetricsSettings(**values_of(path, "[metrics]", tables.get("metrics", {}), METRICS)),
     )
 
 

@@ -130,6 +130,7 @@ class Daemon:
             crash_around_commits(store, self._faults)
         self.store = store
         self.controller = Controller(cluster, store, self, policy_of(config))
+        self.controller.metrics.started_s = clock()
         identity = ControllerIdentity(cluster=config.name, incarnation=cluster.incarnation, epoch=cluster.epoch)
         self.fleet = Fleet(self.controller, bundle=build_bundle(), identity=identity, clock=clock)
         self._socket_limits = socket_limits
@@ -344,8 +345,11 @@ class Daemon:
             log.error("%s", context.get("message"))
 
     def _tick(self) -> None:
+        began_s = monotonic_s()
         try:
             self.controller.tick(self._clock())
+            self.controller.metrics.tick.observe(monotonic_s() - began_s)
+            self.controller.metrics.look_at_process(began_s)
         except InvariantError:  # memory and disk may differ
             log.exception("the ledger is wrong: stopping; the next start reads it from disk again")
             self._exit_code = EXIT_INVARIANT

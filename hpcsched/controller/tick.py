@@ -21,6 +21,7 @@ from hpcnode.wire import protocol
 from hpcsched.auth.audit import AuditEntry
 from hpcsched.auth.authorize import Action, Identity, authorize
 from hpcsched.controller.memory import memory_of
+from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import edits, messages, orphans
 from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
 from hpcsched.controller.nodes.messages import Trainings
@@ -189,6 +190,7 @@ class Controller:
         self._unprepared: dict[JobId, None] = {}
         self._usage_ledger = UsageLedgerCache(cluster)
         self._memory = memory_of(store, cluster, policy, self._views)
+        self.metrics = ControllerMetrics(cluster)
         self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
         # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
@@ -250,6 +252,7 @@ class Controller:
         if why := edits.why_refused(self.cluster, node, welcome):
             return why
         self.cluster.spools[node] = edits.spool_of(welcome).id
+        self.metrics.connected(node, samples=welcome.facts.get("samples") is True)
         self._unreachable.connected(node)
         self.ask(
             lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer), keep=True
@@ -382,6 +385,8 @@ class Controller:
 
     def _node_is_up(self, node: NodeName, answer: Any) -> None:
         self._answer(node, answer)
+        if self.metrics.is_sampled(node):
+            self._ports.send(node, self.metrics.order())
         for job in self.cluster.jobs_on(node):
             self._perform(job, only=node)
 
@@ -491,6 +496,7 @@ class Controller:
             return
         if wrong is not None:
             tx, turn, inbox = self._commit_pieces(tx, inbox, wrong)
+        _guarded("count what changed", partial(self.metrics.committed, tx.batch))
         del self._refusals[: self._refusals_recorded]
         if self._unwritable:
             log.info("the database can be written again")
@@ -569,9 +575,11 @@ class Controller:
 
     def _commit(self, tx: Transaction, inbox: list[_Asked]) -> Exception | None:
         """Commit the changes of the items and the plan; return the error, or None on success."""
+        began_s = self._ports.monotonic_s()
         try:
             if tx.batch:
                 self.store.commit(tx.batch)
+                self.metrics.commit.observe(self._ports.monotonic_s() - began_s)
         except InvariantError:
             raise
         except Exception as error:
@@ -691,7 +699,9 @@ class Controller:
         if not self._planning.under_way:
             return False
         held_back = self._held_back(tx.now_s)
+        began_s = self._ports.monotonic_s()
         done = self._planning.go_on(self.cluster.jobs, self.cluster.nodes)
+        self.metrics.planned(self._ports.monotonic_s() - began_s)
         for start in done.starts:
             if start.job_id not in held_back and self._are_connected(start.shares):
                 self._try_to_start(tx, start)
@@ -876,6 +886,8 @@ class Controller:
         self._usage_ledger.forget()
         self._planning.forget()
         self._memory.rehearse(self.cluster, self.policy, self._views)
+        for node in filter(self.metrics.is_sampled, self.cluster.nodes):
+            self._ports.send(node, self.metrics.order())
         self.replan()
 
     def replan(self) -> None:

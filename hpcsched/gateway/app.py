@@ -8,6 +8,7 @@ Sources: RFC 9110 (HTTP), RFC 9457 (problem details), RFC 6265bis (cookies), WHA
 from __future__ import annotations
 
 import codecs
+import gzip
 import hmac
 import json
 import re
@@ -24,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qs, parse_qsl, quote, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -32,7 +33,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from hpcnode.wire.connection_limits import Rates
-from hpcsched.auth.tokens import HEAD_ONLY
+from hpcsched.auth.tokens import HEAD_ONLY, METRICS_PATH
 from hpcsched.config.load import GatewaySettings
 from hpcsched.errors import ConfigError, report_fault
 from hpcsched.gateway.routes import MAX_BODY_BYTES, PREFIX, ApiRoute, Routing, openapi, why_bad_query
@@ -109,6 +110,8 @@ class GatewayApp:
             Route("/healthz", self.guarded(self.health), methods=["GET"]),
             Route("/login", self.guarded(self.login_page), methods=["GET"]),
             Route("/login", self.guarded(self.login), methods=["POST"]),
+            Route(METRICS_PATH, self.guarded(self.metrics), methods=["GET"]),
+            Route(METRICS_PATH + "/{page}", self.guarded(self.metrics), methods=["GET"]),
             Route(PREFIX + "/openapi.json", self.guarded(self.description), methods=["GET"]),
             Route(PREFIX + "/session", self.guarded(self.session), methods=["POST", "DELETE"]),
             Route(PREFIX + "/{path:path}", self.guarded(self.api), methods=METHODS),
@@ -231,6 +234,27 @@ class GatewayApp:
         return await self.opened(
             request, await self.public(request, "/v1/sessions/open", {"code": str(body.get("code"))}), None
         )
+
+    async def metrics(self, request: Request) -> Response:
+        """Forward a page of metrics, compressed if the client takes that."""
+        credential = self._credential(request)
+        self._count(request, credential)
+        if request.query_params:
+            raise ProblemError(400, "cannot show metrics: the page takes no parameters")
+        page = request.path_params.get("page", "")
+        path = f"{METRICS_PATH}/{quote(page, safe='')}" if page else METRICS_PATH
+        accept = {"accept": request.headers.get("accept", "")[:1000]}
+        reply = await self._ask(request, "GET", path, credential, more=accept)
+        if reply.status != 200:
+            return _problem_of(reply)
+        headers = {
+            **SAFE_HEADERS,
+            "content-type": reply.headers.get("content-type", "text/plain"),
+            "vary": "accept-encoding",
+        }
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Response(reply.body, headers=headers)
+        return Response(gzip.compress(reply.body, 1), headers=headers | {"content-encoding": "gzip"})
 
     # ----- the API
 

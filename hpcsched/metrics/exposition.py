@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpcsched.metrics.series import Series, SeriesKind
@@ -72,6 +72,16 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def count(self) -> int:
+        """Return how many values were observed."""
+        return sum(self._counts)
+
+    @property
+    def total(self) -> float:
+        """Return the sum of the values."""
+        return self._sum
+
     def lines(self, name: str, names: Sequence[str], values: Sequence[str]) -> str:
         """Return its lines as the family `name`: cumulative buckets, sum and count."""
         made, total = [], 0
@@ -104,21 +114,16 @@ class Page:
         self._families.setdefault(family.name, family)
         self._chunks.setdefault(family.name, []).extend(lines)
 
-    def merge(self, others: Iterable[Page]) -> None:
-        """Add all lines of other pages."""
-        for other in others:
-            for name, family in other._families.items():
-                self.chunk(family, *other._chunks[name])
-
     def text(self, *, open_metrics: bool = False) -> str:
         """Return the page. Families without samples are left out."""
-        parts: list[str] = []
+        return "".join(self.parts(open_metrics=open_metrics))
+
+    def parts(self, *, open_metrics: bool = False) -> Iterator[str]:
+        """Yield the page, a family at a time."""
         for name, family in self._families.items():
-            parts.append(_header(family, open_metrics=open_metrics))
-            parts += self._chunks[name]
+            yield _header(family, open_metrics=open_metrics) + "".join(self._chunks[name])
         if open_metrics:
-            parts.append("# EOF\n")
-        return "".join(parts)
+            yield "# EOF\n"
 
 
 def _header(family: Family, *, open_metrics: bool) -> str:

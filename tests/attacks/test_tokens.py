@@ -145,7 +145,12 @@ def test_a2_only_the_gateways_account_forwards_credentials(cluster: LocalCluster
 
 
 def test_a2_a_scope_limits_a_token_and_the_head_keeps_its_own_verbs(cluster: LocalCluster) -> None:
-    tokens = {scope: create(cluster, f"--scope={scope}") for scope in ("read", "submit", "manage", "admin")}
+    tokens = {scope: create(cluster, f"--scope={scope}") for scope in ("read", "submit", "manage", "metrics", "admin")}
+    for page in ("/metrics", "/metrics/jobs", "/v1/jobs"):
+        for scope in tokens.keys() - {"read" if page == "/v1/jobs" else "metrics"}:
+            answer = ask(cluster.api_socket, "GET", page, headers=forwarded(tokens[scope]), uid=GATEWAY_UID)
+            assert answer.status == 403, (page, scope)
+    assert by_gateway(cluster, tokens["read"]).status == 200
     routes = {
         "/v1/submit": "submit",
         "/v1/test": "submit",

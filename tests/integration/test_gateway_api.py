@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import os
@@ -253,3 +254,31 @@ def test_a_number_outside_of_its_bounds_is_refused(served: Served, query: str) -
 
     status, answer, _ = served.ask("GET", "/api/v1/" + quote(query, safe="/?=&%"))
     assert (status, answer["kind"]) == (400, "RequestError")
+
+
+# ----- metrics
+
+
+def test_metrics_are_for_tokens_with_their_scope_and_come_compressed(served: Served) -> None:
+    token = served.cluster.run("hctl", "token", "create", "--scope=metrics").stdout.strip()
+
+    def got(path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        connection = served.connect()
+        connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        found = answer.status, dict(answer.headers.items()), answer.read()
+        connection.close()
+        return found
+
+    mine = {"Authorization": f"Bearer {token}"}
+    status, headers, body = got("/metrics", **mine)
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert b"hpcsched_build_info{" in body
+    status, headers, packed = got("/metrics", Accept_Encoding="gzip", Accept="application/openmetrics-text", **mine)
+    assert (status, headers["content-encoding"]) == (200, "gzip")
+    assert gzip.decompress(packed).endswith(b"# EOF\n")
+    assert b"slurm_jobs_running" in got("/metrics/jobs", **mine)[2]
+    assert got("/metrics/..%2Fv1%2Fjobs", **mine)[0] == 404
+    assert got("/metrics?x=1", **mine)[0] == 400
+    assert got("/metrics")[0] == 401
+    assert got("/metrics", Authorization=f"Bearer {served.token}")[0] == 403

@@ -18,8 +18,8 @@ PLACES = ("controller", "steps", "jobscript", "api", "model", "listing")
 READERS = {HEAD / "model" / "text.py", NODE / "wire" / "gate.py"}
 COMMANDS = "commands"  # they run as their caller, whose text it is
 OF_THE_KERNEL = {  # or of this agent itself, or bounded by a pattern
-    "agent/attach.py", "agent/command.py", "agent/probe.py", "agent/step_commands.py", "os/cgroup.py",
-    "os/faults.py", "os/process.py",
+    "agent/attach.py", "agent/command.py", "agent/gpu_watch.py", "agent/probe.py", "agent/sampler.py",
+    "agent/step_commands.py", "os/cgroup.py", "os/faults.py", "os/process.py",
 }  # fmt: skip
 
 

@@ -258,7 +258,9 @@ def gateway(port: int | None, insecure_loopback: bool) -> None:
 
 
 @click.command()
-@click.option("--scope", default="read,submit,manage", help="What the session allows: read,submit,manage,admin.")
+@click.option(
+    "--scope", default="read,submit,manage", help="What the session allows: read,submit,manage,metrics,admin."
+)
 def web(scope: str) -> None:
     """Print a link that opens a session in a browser: once, within a minute."""
     answer = client.call("POST", "/v1/sessions/link", {"scopes": scope})

@@ -155,6 +155,8 @@ class Fleet:
                     self.stepping.on_output(node, message, blob)
             case protocol.FromStream(message={"type": "Progress" | "Failure"}):
                 self._controller.training.told(node, message, self._clock())
+            case protocol.Sample():
+                self._controller.metrics.sampled(node, message, self._clock())
             case protocol.FromStream(message={"type": "ApiRequest"}):
                 if self.relaying is not None:
                     self.relaying.told(node, message, blob)

@@ -46,6 +46,7 @@ from hpcsched.auth.authorize import (
 from hpcsched.config.load import Config
 from hpcsched.controller import credentials, usage_ledger
 from hpcsched.controller.credentials import Credentials
+from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import orphans
 from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.nodes.links import Fleet
@@ -182,6 +183,16 @@ class ControllerBackend(Reading):
         """Return who asks: clients on other machines have neither the account nor its home."""
         role = identity.role.value
         return {"user": identity.user, "uid": identity.uid, "home": home_of(identity.uid), "role": role}
+
+    @property
+    def metrics(self) -> ControllerMetrics:
+        return self._controller.metrics
+
+    async def metrics_page(self, identity: Identity, which: str, *, open_metrics: bool) -> bytes:
+        """Return the page of metrics, or Slurm's page of this name."""
+        if which:
+            return await self.metrics.slurm_page(identity, which, self._clock(), open_metrics=open_metrics)
+        return await self.metrics.page(identity, self._clock(), open_metrics=open_metrics)
 
     # ----- jobs
 

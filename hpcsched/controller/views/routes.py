@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
+from time import perf_counter as monotonic_s
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcnode.wire import gate
@@ -38,6 +39,7 @@ from hpcsched.errors import (
     UnavailableError,
     report_fault,
 )
+from hpcsched.metrics.exposition import OPEN_METRICS, content_type_for
 from hpcsched.model.codec import spec_from_json
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import number, whole_number
@@ -97,7 +99,7 @@ def make_server(
     """
     routes = _Routes(reader, coming)
     found = [*_gets(routes), *_posts(routes)]
-    routed = web.Router(web.Route(route.method, route.path, routes.with_errors(route.handler)) for route in found)
+    routed = web.Router(web.Route(route.method, route.path, routes.with_errors(route)) for route in found)
     routes.router = routed
     return web.Server(routed, _refusal, socket_limits, identify)
 
@@ -133,6 +135,8 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/audit/heads", routes.in_turn(by(lambda call: call.backend.audit_heads(call.identity)))),
         web.get("/v1/log", routes.log),
         web.get("/v1/events", routes.events),
+        web.get("/metrics", routes.in_turn(routes.metrics)),
+        web.get("/metrics/{name:jobs|nodes|partitions|scheduler|jobs-users-accts}", routes.in_turn(routes.metrics)),
         web.get("/v1/tokens", by(lambda call: call.backend.tokens(call.identity, call.query.get("user", "")), "tokens")),
     ]
     # fmt: on
@@ -254,9 +258,20 @@ class _Routes:
             return replace(identity_of(request.uid, self._reader.access()).as_user(), source="job")
         return identity_of(_uid_of(request), self._reader.access())
 
-    def with_errors(self, handler: web.Handler) -> web.Handler:
-        """Return `handler` with its errors turned into error responses."""
+    def with_errors(self, route: web.Route) -> web.Handler:
+        """Return a route's handler with its errors turned into error responses, and its time counted."""
+        answer_or_error = self._with_errors(route.handler)
 
+        async def handle(request: web.Request) -> web.Response:
+            began_s = monotonic_s()
+            response = await answer_or_error(request)
+            if self._coming.done() and not self._coming.exception():
+                self._coming.result().metrics.request(route.path, response.status, monotonic_s() - began_s)
+            return response
+
+        return handle
+
+    def _with_errors(self, handler: web.Handler) -> web.Handler:
         async def handle(request: web.Request) -> web.Response:
             try:
                 is_admins = request.method == "POST" and request.path.startswith(ADMINS_PATHS)
@@ -399,6 +414,15 @@ class _Routes:
             raise PermissionDeniedError(f"cannot {verb} a login from here: only the gateway does")
         backend, body = await self._backend(), await self._body(request)
         return answer(backend.begin_login() if verb == "begin" else await backend.finish_login(body))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Send the page of metrics, or one of Slurm's."""
+        backend, identity = await self._backend(), self._identity(request)
+        kind = content_type_for(request.headers.get("accept", ""))
+        body = await backend.metrics_page(
+            identity, request.match_info.get("name", ""), open_metrics=kind == OPEN_METRICS
+        )
+        return web.Response(body, content_type=kind)
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._identity(request), request.query))

@@ -16,7 +16,7 @@ from waiting import wait_until
 from hpcnode.agent import sampler
 from hpcnode.agent.gpu_watch import GpuWatch
 from hpcnode.agent.helpers import Helpers
-from hpcnode.agent.sampler import JOB_COLUMNS, Counters, Energy, JobTrees, Sampler, file_systems, sensors
+from hpcnode.agent.sampler import JOB_COLUMNS, Counters, Energy, JobTrees, NodeSampler, file_systems, sensors
 from hpcnode.os.loop import Loop
 from hpcnode.wire import protocol
 from hpcsched.metrics.series import SAMPLED, TABLE, Group, read_column
@@ -278,7 +278,7 @@ class World:
         self.sent: list[protocol.Sample] = []
         self.unsent = 0
         gpus = GpuWatch(self.loop, {"PATH": "/nowhere"})
-        self.sampler = Sampler(
+        self.sampler = NodeSampler(
             self.loop, Helpers(self.loop), gpus, ["/"], lambda: iter(()), self.send, lambda: self.unsent
         )
 

@@ -28,7 +28,7 @@ from hpcnode import paths
 from hpcnode.agent import helpers, probe
 from hpcnode.agent.gpu_watch import GpuWatch
 from hpcnode.agent.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
-from hpcnode.agent.sampler import Sampler
+from hpcnode.agent.sampler import NodeSampler
 from hpcnode.agent.shepherds import ShepherdPool
 from hpcnode.agent.step_commands import Clients, CommandClient, Frames, ResumableClients, peer
 from hpcnode.lease import Renewals
@@ -116,7 +116,7 @@ class Agent:
         self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
         self._accounts: Dict[Tuple[str, int], Tuple[float, user.UserAccount]] = {}
         self._helpers = helpers.Helpers(self._loop)
-        self._sampler = Sampler(
+        self._sampler = NodeSampler(
             self._loop,
             self._helpers,
             GpuWatch(self._loop, environ),
@@ -297,6 +297,7 @@ class Agent:
         facts["fault"] = self._ledger.fault
         facts["spool"] = self._identity
         facts["abilities"] = confinement.abilities(self._ground)
+        facts["samples"] = True  # it knows SampleEvery
         welcome = protocol.Welcome(
             version=protocol.VERSION,
             node=self.node,

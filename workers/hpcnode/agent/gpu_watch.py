@@ -328,7 +328,8 @@ def _smi_looks(interval_s: float, environ: Mapping[str, str], fields: Tuple[str,
         *lines, rest = (rest + data)[-MAX_LINE:].split(b"\n")
         for line in lines:
             words = [word.strip() for word in line.decode("utf-8", "replace").split(", ")]
-            if len(words) == len(fields) and words[0].isdigit() and int(words[0]) < MAX_GPUS:
+            index = _number(words[0])
+            if len(words) == len(fields) and isinstance(index, int) and index < MAX_GPUS:
                 found.update(smi_values(dict(zip(fields, words))))  # others: "GPU is lost", and what is for people
     if found:
         yield found

@@ -6,7 +6,7 @@
 `machine_id` is equal on nodes that share a machine: it is the kernel's boot id, because /etc/machine-id is equal on cloned
 machines. `gpus` is a list of {index, name, uuid, mem_mib, mig}; `mig` is a list of {profile, uuid} of its MIG devices.
 `leftovers` are processes of jobs that do not run here any more: {pid, job}. The agent's welcome also has `spool`, see
-`hpcnode.spool`. Sizes are in MiB, times in seconds. Unknown facts are missing.
+`hpcnode.spool`, and `samples`, whether it knows `SampleEvery`. Sizes are in MiB, times in seconds. Unknown facts are missing.
 
 The link between two nodes: one node sends zeros over TCP for a second to a peer that knows a token, and the peer counts them.
 The first part of that second does not count, because TCP starts slowly (RFC 5681). The rate is that of the payload: 941 of

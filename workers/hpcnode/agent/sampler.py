@@ -2,7 +2,7 @@
 
 `Counters` reads /proc through descriptors that stay open. `slow_look` reads what may block: file systems, because a share may
 hang, and sensors, because some drivers take their time. It runs in a child with a deadline. `JobTrees` sums the processes
-below the shepherds of each job. `Sampler` puts them together at each interval.
+below the shepherds of each job. `NodeSampler` puts them together at each interval.
 
 Columns are names of series with labels, as in `hpcsched.metrics.series`: ``node_load1``, ``node_disk_read_bytes_total:sda``.
 
@@ -560,7 +560,7 @@ def _job_of(token: str) -> Tuple[int, int]:
 # ----- all together
 
 
-class Sampler:
+class NodeSampler:
     """Sends a sample at each interval, as long as a controller wants them."""
 
     def __init__(
