@@ -25,20 +25,25 @@ from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import edits, messages, orphans
 from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
 from hpcsched.controller.nodes.messages import Trainings
-from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Slice, Waits
-from hpcsched.controller.preemption import carry_out, carry_out_resizes
-from hpcsched.controller.requests import crontabs, reservations, triggers
-from hpcsched.controller.requests.jobs import SignalJob
-from hpcsched.controller.requests.submission import check_account, check_share_of_queue, place_of, settle
-from hpcsched.controller.timers import (
+from hpcsched.controller.planning import (
+    MANY_JOBS,
     SIGNATURE_LEFT_S,
+    SLICE_S,
     ClockMark,
+    Pace,
+    Planning,
+    Slice,
+    Waits,
     end_overdue,
     keep_step,
     mark_of,
     next_time_s,
     warn_at_s,
 )
+from hpcsched.controller.preemption import carry_out, carry_out_resizes
+from hpcsched.controller.requests import crontabs, reservations, triggers
+from hpcsched.controller.requests.jobs import SignalJob
+from hpcsched.controller.requests.submission import check_account, check_share_of_queue, place_of, settle
 from hpcsched.controller.usage_ledger import UsageLedgerCache
 from hpcsched.controller.views.queue import first_start
 from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError, report_fault

@@ -12,8 +12,8 @@ from check_ring import DTYPES, LENGTHS, check
 from mpi4py import MPI
 
 from hpctrain.comm import hosts as hosts_module
-from hpctrain.comm.algorithms import algorithms_for, choose, for_halves, pick
 from hpctrain.comm.hosts import Hosts, connect_ring
+from hpctrain.comm.mpi import algorithms_for, choose, for_halves, pick
 from hpctrain.comm.ring import HALVES
 from hpctrain.comm.shared_memory import SharedMemory
 

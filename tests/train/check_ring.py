@@ -7,7 +7,7 @@ import sys
 import torch
 from mpi4py import MPI
 
-from hpctrain.comm.algorithms import Algorithm
+from hpctrain.comm.mpi import Algorithm
 from hpctrain.comm.ring import Ring
 
 LENGTHS = (1, 2, 3, 7, 64, 1000, 4097, 70001)

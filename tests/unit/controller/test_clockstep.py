@@ -10,8 +10,8 @@ from jobs import T0
 from unit.controller.cluster import Cluster
 
 from hpcnode.wire import protocol
+from hpcsched.controller.planning import ClockMark, mark_of
 from hpcsched.controller.recovery import load_state
-from hpcsched.controller.timers import ClockMark, mark_of
 from hpcsched.controller.views.history import story_of
 from hpcsched.lifecycle.job import limit_at_s, ran_s
 from hpcsched.model.job import JobState

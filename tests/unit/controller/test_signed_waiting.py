@@ -10,10 +10,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from jobs import spec
 
 from hpcnode.wire import protocol
+from hpcsched.controller.planning import SIGNATURE_LEFT_S
 from hpcsched.controller.requests.jobs import requeue
 from hpcsched.controller.requests.submission import submit
 from hpcsched.controller.requests.update import update
-from hpcsched.controller.timers import SIGNATURE_LEFT_S
 from hpcsched.errors import RequestError
 from hpcsched.jobscript import signing
 from hpcsched.model.frozen import replace

@@ -2,7 +2,7 @@
 
 A *sandbox* is the groups and private mounts of one job on this node. The agent gives one to each job, the tasks of its steps
 enter it (`hpcnode.shepherd.task`), and the agent takes it back when nothing of the job is left here. The mechanisms are in
-`hpcnode.os`: `cgroup`, `mounts`, `device_filter`.
+`hpcnode.os`: `cgroup` and `mounts`.
 
 Rules:
 - A limit that this node can enforce is enforced, or the step does not start. A limit that it cannot enforce is in `abilities`,
@@ -24,7 +24,7 @@ import time
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from hpcnode import paths
-from hpcnode.os import cgroup, device_filter, mounts
+from hpcnode.os import cgroup, mounts
 from hpcnode.os.account import UserAccount
 from hpcnode.os.loop import Loop, Timer
 from hpcnode.wire import protocol
@@ -76,7 +76,7 @@ def survey(root: str, node: str, boot_id: str) -> Ground:
     tree = cgroup.find(name)
     if os.geteuid() != 0:
         return Ground(root, tree, missing, owners=owners_directory(root) if tree.roots() else "")
-    return Ground(root, tree, missing, device_filter.why_no_bpf(), owners_directory(root))
+    return Ground(root, tree, missing, cgroup.why_no_bpf(), owners_directory(root))
 
 
 def abilities(ground: Ground) -> List[Ability]:
@@ -118,9 +118,9 @@ def job_name(token: str, job_id: int, attempt: int) -> str:
     return "%s.%d.%d" % (token.partition(".")[0], job_id, attempt)
 
 
-def _denied_gpus(share: protocol.Confinement) -> List[device_filter.Device]:
-    files = device_filter.gpu_files(share.gpu_files)
-    return device_filter.denied(files, share.gpus) if files else []
+def _denied_gpus(share: protocol.Confinement) -> List[cgroup.Device]:
+    files = cgroup.gpu_files(share.gpu_files)
+    return cgroup.denied(files, share.gpus) if files else []
 
 
 def memory_left_mib(held: StepConfinement, mem_mib: int) -> int:
@@ -166,7 +166,7 @@ class SandboxKind(NamedTuple):
     """What two jobs must have in common to have the same sandbox, one after the other."""
 
     controllers: Tuple[str, ...]
-    denied: Tuple[device_filter.Device, ...]
+    denied: Tuple[cgroup.Device, ...]
     shm: bool
     proc: bool
 
@@ -303,9 +303,9 @@ class Sandboxes:
         tree, devices = self._ground.tree, sandbox.kind.denied
         group = cgroup.JOB_PREFIX + sandbox.name
         if devices and tree.unified and not self._ground.no_filter:
-            device_filter.deny_by_bpf(os.path.join(tree.unified, group), devices)
+            cgroup.deny_by_bpf(os.path.join(tree.unified, group), devices)
         elif devices and "devices" in tree.controllers:
-            device_filter.deny_by_controller(os.path.join(tree.controllers["devices"], group), devices)
+            cgroup.deny_by_controller(os.path.join(tree.controllers["devices"], group), devices)
 
     def _pin(self, sandbox: Sandbox) -> None:
         """Give the job cpus of its own, if enough are free.
