@@ -143,7 +143,17 @@ class Engine(Protocol):
     def end(self, job: int, now_s: float) -> Sequence[int]: ...
 
 
-def replay(jobs: Sequence[TraceJob], line: Engine) -> list[float]:
+class Replayed(Protocol):
+    """A job that is submitted at a time and then runs so long."""
+
+    @property
+    def submit_s(self) -> float: ...
+
+    @property
+    def run_s(self) -> float: ...
+
+
+def replay(jobs: Sequence[Replayed], line: Engine) -> list[float]:
     """Return when each of `jobs` (in order of submission) starts if `line` decides."""
     starts = [-1.0] * len(jobs)
     submits = [job.submit_s for job in jobs]

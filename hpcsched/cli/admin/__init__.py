@@ -29,13 +29,14 @@ COMMANDS = {
     "slurm-path": ("hpcsched.cli.admin.shell:slurm_path", "Print the directory of the commands with Slurm's names."),
     "completion": ("hpcsched.cli.admin.shell:completion", "Print shell completion for bash, zsh or fish."),
     "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
+    "plan": ("hpcsched.cli.admin.plan:plan", "Answer what fits, and what another machine would be worth."),
     "gateway": ("hpcsched.cli.admin.daemon:gateway", "Serve the API to the network over HTTPS."),
     "web": ("hpcsched.cli.admin.daemon:web", "Print a link that opens a session in a browser."),
     "demo": ("hpcsched.demo.show:demo", "Show a small cluster at work on this machine, then remove it."),
 }
 
 
-REMOTE = ("top",)  # commands that ask the controller alone, so that they work through a gateway
+REMOTE = ("top", "plan")  # commands that ask the controller alone, so that they work through a gateway
 
 
 class LazyGroup(click.Group):

@@ -1,0 +1,995 @@
+"""`hpcsched plan`: what fits, what it takes, and what another machine would be worth.
+
+    fits           does a model fit on the nodes, one by one and together
+    minimum        the fewest nodes that train or hold a model
+    worth          the past again, and the weeks ahead, with more machines
+    forecast       use and waits of the weeks ahead
+    upgrade-cycle  what each node did, and what its electricity costs
+
+`planner.capacity` and `planner.memory` compute; this module asks the controller, and writes the answers. Instead of the
+cluster's own history it reads a log in the Standard Workload Format (--trace), as hsim does.
+
+All answers name what they do not know. A forecast needs four weeks of history; with less there is only the replay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcsched import client
+from hpcsched.cli.output import print_json
+from hpcsched.errors import RequestError
+from hpcsched.listing.text import clean, columns
+from hpcsched.model.units import format_mem, format_time_s, nearest, parse_mem_mib
+from hpcsched.planner import memory
+from hpcsched.planner.capacity import (
+    AHEAD_DAYS,
+    DAY_S,
+    DRAWS,
+    HISTORY_DAYS,
+    LEAST_DAYS,
+    WARM_DAYS,
+    Ahead,
+    Arrival,
+    Band,
+    Machine,
+    Machines,
+    Replay,
+    ahead,
+    backtest,
+    day_of,
+    days_of,
+    is_idle,
+    memory_bound,
+    midnight_s,
+    replayed,
+    short_limits,
+    with_memory,
+    without_idle,
+)
+from hpcsched.sched.snapshot import NodeView, Snapshot, snapshot_from_json
+from hpcsched.sim.swf import read_trace
+
+Json = dict[str, Any]
+PAGE = 10_000  # jobs of the history in an answer
+MOST_JOBS = 200_000  # of the history: more would not fit into the memory of a laptop
+MOST_NODES = 1000
+HOUR_S = 3600.0
+HOURS_A_YEAR = 8766.0
+MOST_PRICE = 1e9
+_ADDED = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5}):(\d+[KMGT]?)(?::gpu:([^:\s]+):(\d{1,3}))?", re.IGNORECASE)
+
+
+class Money(click.FloatRange):
+    """A finite amount that is not negative."""
+
+    name = "number"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=MOST_PRICE)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        if found != found:
+            self.fail("it is not a number", param, ctx)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """The machines of a cluster and the jobs that it ran, until `now_s`. `local`: its times are dates, not those of a trace."""
+
+    name: str
+    machines: Machines
+    jobs: Sequence[Arrival]
+    now_s: float
+    local: bool
+    speeds: Mapping[str, float]
+    work: Mapping[str, tuple[float, float]]  # by node: cpu seconds and GPU seconds that jobs held
+
+    @property
+    def began_s(self) -> float:
+        return min((job.submit_s for job in self.jobs), default=self.now_s)
+
+    @property
+    def whole_days(self) -> int:
+        """Return the days of history before today."""
+        return max(0, day_of(self.now_s, self.local) - day_of(self.began_s, self.local))
+
+
+@click.group("plan")
+def plan() -> None:
+    """Answer what fits, what it takes, and what another machine would be worth."""
+
+
+def _source_options(command: Callable[..., int]) -> Callable[..., int]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
+        click.option(
+            "--cpus", metavar="N", type=click.IntRange(1, 10**7), help="With --trace: processors of the machine."
+        ),
+        click.option(
+            "--trace",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="Take the jobs of this log (Standard Workload Format, also gzip'ed) instead of the cluster's own.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _draw_options(command: Callable[..., int]) -> Callable[..., int]:
+    for option in (
+        click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Seed of the draws."),
+        click.option(
+            "--draws",
+            metavar="N",
+            type=click.IntRange(5, 1000),
+            default=DRAWS,
+            show_default=True,
+            help="Number of draws.",
+        ),
+        click.option(
+            "--days",
+            metavar="N",
+            type=click.IntRange(1, 92),
+            default=AHEAD_DAYS,
+            show_default=True,
+            help="Days to replay, and days ahead.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+# ----- worth
+
+
+@plan.command("worth")
+@click.option(
+    "--add",
+    metavar="NODES",
+    multiple=True,
+    required=True,
+    help="More nodes: COUNTxCPUS:MEM[:gpu:TYPE:N], for example 1x16:64G:gpu:rtx4090:1. Can be repeated.",
+)
+@click.option("--partition", metavar="NAME", help="Partition of the new nodes. Default: all.")
+@click.option("--price", metavar="AMOUNT", type=Money(), help="Price of all of them.")
+@click.option("--watts", metavar="W", type=Money(), help="Power that all of them draw under load.")
+@click.option("--kwh", metavar="AMOUNT", type=Money(), help="Price of a kWh of electricity.")
+@click.option("--backtest", "test_back", is_flag=True, help="Also test the bands on the past, which takes longer.")
+@click.option("--cloud", metavar="AMOUNT", type=Money(), help="Price of an hour of such a node elsewhere, to compare.")
+@_draw_options
+@_source_options
+def worth(
+    add: tuple[str, ...],
+    partition: str | None,
+    price: float | None,
+    watts: float | None,
+    kwh: float | None,
+    cloud: float | None,
+    test_back: bool,
+    days: int,
+    draws: int,
+    seed: int,
+    trace: Path | None,
+    cpus: int | None,
+    as_json: bool,
+) -> int:
+    """Replay the past, and draw the weeks ahead, with more machines.
+
+    Two answers, kept apart: the jobs of the last days again with these nodes, which needs no forecast; and the days ahead, drawn
+    from the weeks before. Then costs, and cheaper ways to shorten the waits.
+    """
+    past = _past(trace, cpus, days)
+    new = _added(add, past, partition)
+    more = (*past.machines, *new)
+    span = _span(past, days)
+    answer: Json = {"source": past.name, "days": days, "added": [_machine_json(machine) for machine in new]}
+    now, then = (replayed(machines, past.jobs, *span) for machines in (past.machines, more))
+    answer["past"] = {"now": _replay_json(now), "with": _replay_json(then)}
+    drawn = _ahead((past.machines, more), past, days, draws, seed)
+    if drawn is not None:
+        answer["ahead"] = {"draws": draws, "now": _bands_json(drawn, 0), "with": _bands_json(drawn, 1)}
+    if test_back:
+        answer["backtest"] = _backtest_json(past, more, days, draws, seed)
+    answer["costs"] = _costs(now, then, new, days, price, watts, kwh, cloud)
+    answer["instead"] = _instead(past, span, now)
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(_worth_text(answer, past, now, then), nl=False)
+    return 0
+
+
+def _worth_text(answer: Json, past: Past, now: Replay, then: Replay) -> str:
+    days = answer["days"]
+    if not now.waits.jobs:
+        return f"No job was submitted in the last {days} days: nothing to replay.\n"
+    lines = [
+        f"The last {days} days again, with it: mean wait {_hours(now.waits.mean_s)} -> {_hours(then.waits.mean_s)}; "
+        f"{then.waits.prompt} of {then.waits.jobs} jobs would have started at once, {now.waits.prompt} without it"
+    ]
+    if now.gpu_waits.jobs:
+        lines.append(
+            f"  of GPU jobs: {_hours(now.gpu_waits.mean_s)} -> {_hours(then.gpu_waits.mean_s)}; "
+            f"{then.gpu_waits.prompt} of {then.gpu_waits.jobs} at once, {now.gpu_waits.prompt} without it"
+        )
+    lines.append(f"  use of cpus {now.utilization:.0%} -> {then.utilization:.0%}{_left_out(now)}")
+    lines += _table_lines(now, then)
+    lines += _ahead_lines(answer, past)
+    lines += _cost_lines(answer["costs"])
+    lines += [f"Instead: {each['text']}" for each in answer["instead"]]
+    lines.append("Not in this: that people submit more when there is more, and that another machine has another speed.")
+    return "\n".join(lines) + "\n"
+
+
+def _table_lines(now: Replay, then: Replay) -> list[str]:
+    rows = []
+    for title, groups, others in (
+        ("partition", now.by_partition, then.by_partition),
+        ("user", now.by_user, then.by_user),
+    ):
+        worst = sorted(groups.items(), key=lambda item: -item[1].total_s)[:5]
+        if len(groups) > 1:
+            rows += [
+                (
+                    title,
+                    clean(name),
+                    str(waits.jobs),
+                    _hours(waits.mean_s),
+                    _hours(others[name].mean_s if name in others else 0),
+                )
+                for name, waits in worst
+            ]
+    if not rows:
+        return []
+    return columns(("", "NAME", "JOBS", "WAIT", "WITH_IT"), rows, right=(2, 3, 4)).rstrip("\n").split("\n")
+
+
+def _ahead_lines(answer: Json, past: Past) -> list[str]:
+    if "ahead" not in answer:
+        return [f"No forecast: there are {past.whole_days} days of history; it needs {LEAST_DAYS}."]
+    now, then = (_words(answer["ahead"][which]["wait_mean_s"]) for which in ("now", "with"))
+    lines = [
+        f"The next {answer['days']} days ({answer['ahead']['draws']} draws): {now} -> {then}    80 % of the draws are within"
+    ]
+    tested = answer.get("backtest")
+    if tested:
+        lines.append(
+            f"  Back-test on this past: of {tested['windows']} periods {tested['wait_within']} had their mean wait within, "
+            f"{tested['gain_within']} the gain, {tested['sign_right']} its sign"
+        )
+    elif "backtest" in answer:
+        lines.append(f"  No back-test: it needs {HISTORY_DAYS} days of history and a period after them.")
+    return lines
+
+
+def _costs(
+    now: Replay,
+    then: Replay,
+    new: Machines,
+    days: int,
+    price: float | None,
+    watts: float | None,
+    kwh: float | None,
+    cloud: float | None,
+) -> Json:
+    """Return the costs that can be told from what was given."""
+    saved_h = (now.waits.total_s - then.waits.total_s) / HOUR_S * 365.25 / days
+    used = then.gpu_utilization if any(machine.gpus for machine in new) else then.utilization
+    found: Json = {"saved_wait_h_a_year": saved_h, "use": used}
+    power = watts * used * HOURS_A_YEAR / 1000 * kwh if watts is not None and kwh is not None else None
+    if power is not None:
+        found["electricity_a_year"] = power
+    if price is not None:
+        found["price"] = price
+        found["first_year"] = price + (power or 0.0)
+        found["per_saved_h"] = found["first_year"] / saved_h if saved_h > 0 else None
+    if cloud is not None:
+        found["cloud_a_year"] = cloud * used * HOURS_A_YEAR * len(new)
+        if price is not None:
+            yearly = found["cloud_a_year"] - (power or 0.0)
+            found["years_to_pay"] = price / yearly if yearly > 0 else None
+    return found
+
+
+def _cost_lines(costs: Json) -> list[str]:
+    lines = []
+    if "price" in costs:
+        per = costs["per_saved_h"]
+        each = (
+            f"{per:.2f} for each hour of waiting saved in the first year" if per is not None else "it saves no waiting"
+        )
+        power = (
+            f" and {costs['electricity_a_year']:.0f} a year for electricity" if "electricity_a_year" in costs else ""
+        )
+        lines.append(f"Costs {costs['price']:.0f}{power} at {costs['use']:.0%} use: {each}")
+    elif "electricity_a_year" in costs:
+        lines.append(f"Costs {costs['electricity_a_year']:.0f} a year for electricity at {costs['use']:.0%} use")
+    if "cloud_a_year" in costs:
+        years = costs.get("years_to_pay")
+        paid = f"; it pays for itself in {years:.1f} years" if years is not None else ""
+        lines.append(f"The same hours elsewhere: {costs['cloud_a_year']:.0f} a year{paid}")
+    return lines
+
+
+def _instead(past: Past, span: tuple[float, float], now: Replay) -> list[Json]:
+    """Return cheaper ways that shorten the waits, the best first."""
+    found: list[Json] = []
+
+    def add(kind: str, text: str, result: Replay) -> None:
+        if result.waits.total_s < 0.95 * now.waits.total_s:
+            words = f"{text}: mean wait {_hours(now.waits.mean_s)} -> {_hours(result.waits.mean_s)}"
+            found.append({"kind": kind, "text": words, "wait_mean_s": result.waits.mean_s})
+
+    idle = [job for job in past.jobs if is_idle(job) and span[0] <= job.submit_s < span[1]]
+    if idle:
+        hours = sum(job.run_s * job.nodes * job.cpus for job in idle) / HOUR_S
+        add(
+            "idle",
+            f"nobody holds idle cpus ({len(idle)} jobs, {hours:.0f} cpu hours)",
+            replayed(past.machines, without_idle(past.jobs), *span),
+        )
+    add("limits", "time limits of at most 1.25 times the run", replayed(past.machines, short_limits(past.jobs), *span))
+    if names := memory_bound(past.machines, past.jobs, *span):
+        result = replayed(with_memory(past.machines, names), past.jobs, *span)
+        add(
+            "memory",
+            f"twice the memory in {', '.join(map(clean, names[:5]))}{' ...' if len(names) > 5 else ''}",
+            result,
+        )
+    return sorted(found, key=lambda each: float(each["wait_mean_s"]))
+
+
+# ----- forecast
+
+
+@plan.command("forecast")
+@_draw_options
+@_source_options
+def forecast(days: int, draws: int, seed: int, trace: Path | None, cpus: int | None, as_json: bool) -> int:
+    """Forecast use and waits of the days ahead, as bands."""
+    past = _past(trace, cpus, HISTORY_DAYS)
+    drawn = _ahead((past.machines,), past, days, draws, seed)
+    if drawn is None:
+        raise RequestError(
+            f"cannot forecast: there are {past.whole_days} days of history, and a forecast needs {LEAST_DAYS}. "
+            f"hpcsched plan worth replays what there is"
+        )
+    bands = _bands_json(drawn, 0)
+    if as_json:
+        print_json({"source": past.name, "days": days, "draws": draws, **bands})
+        return 0
+    rows = [("mean wait", *(_hours(bands["wait_mean_s"][name]) for name in Band._fields))]
+    if any(machine.gpus for machine in past.machines):
+        rows.append(("mean wait of GPU jobs", *(_hours(bands["gpu_wait_mean_s"][name]) for name in Band._fields)))
+        rows.append(("use of GPUs", *(f"{bands['gpu_utilization'][name]:.0%}" for name in Band._fields)))
+    rows.append(("use of cpus", *(f"{bands['utilization'][name]:.0%}" for name in Band._fields)))
+    rows.append(("jobs", *(f"{bands['jobs'][name]:.0f}" for name in Band._fields)))
+    click.echo(
+        f"The next {days} days ({draws} draws of {min(past.whole_days, HISTORY_DAYS)} days; 80 % are between LOW and HIGH)"
+    )
+    click.echo(columns(("", "MEDIAN", "LOW", "HIGH"), rows, right=(1, 2, 3)), nl=False)
+    return 0
+
+
+# ----- upgrade-cycle
+
+
+@plan.command("upgrade-cycle")
+@click.option("--watts", metavar="NODE=W,...", default="", help="Power that nodes draw under load.")
+@click.option(
+    "--idle",
+    metavar="PART",
+    type=click.FloatRange(0, 1),
+    default=0.3,
+    show_default=True,
+    help="Part of it that an idle node draws.",
+)
+@click.option("--kwh", metavar="AMOUNT", type=Money(), help="Price of a kWh of electricity.")
+@click.option(
+    "--days", metavar="N", type=click.IntRange(1, 366), default=AHEAD_DAYS, show_default=True, help="Days of the past."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def upgrade_cycle(watts: str, idle: float, kwh: float | None, days: int, as_json: bool) -> int:
+    """Show what each node did, its part of all work, and what its electricity costs.
+
+    The least work for its power comes first. Work is cpu hours times the measured speed of the node.
+    """
+    past = _past(None, None, days)
+    power = _watts(watts, past.machines)
+    rows = _node_work(past, days, power, idle, kwh)
+    if as_json:
+        print_json({"days": days, "nodes": rows})
+        return 0
+    cells = [
+        (
+            clean(row["node"]),
+            str(row["cpus"]),
+            str(row["gpus"]),
+            f"{row['speed']:.2f}" if row["speed"] else "-",
+            f"{row['use']:.0%}",
+            f"{row['part']:.1%}",
+            f"{row['gpu_part']:.1%}" if row["gpus"] else "-",
+            f"{row['kwh_a_year']:.0f}" if row["kwh_a_year"] is not None else "-",
+            f"{row['cost_a_year']:.0f}" if row["cost_a_year"] is not None else "-",
+        )
+        for row in rows
+    ]
+    headers = ("NODE", "CPUS", "GPUS", "SPEED", "USE", "WORK", "GPU_WORK", "KWH_A_YEAR", "COST_A_YEAR")
+    click.echo(columns(headers, cells, right=range(1, len(headers))), nl=False)
+    if not power:
+        click.echo("Power is not known: --watts n1=350,n2=120 --kwh 0.30")
+    return 0
+
+
+def _node_work(past: Past, days: int, power: Mapping[str, float], idle: float, kwh: float | None) -> list[Json]:
+    span_s = min(days * DAY_S, max(1.0, past.now_s - past.began_s))
+    work = {machine.name: past.work.get(machine.name, (0.0, 0.0)) for machine in past.machines}
+    speed = {machine.name: past.speeds.get(machine.name, 0.0) for machine in past.machines}
+    all_cpu = sum(cpu_s * (speed[name] or 1.0) for name, (cpu_s, _) in work.items()) or 1.0
+    all_gpu = sum(gpu_s for _, gpu_s in work.values()) or 1.0
+    rows: list[Json] = []
+    for machine in past.machines:
+        cpu_s, gpu_s = work[machine.name]
+        use = min(1.0, cpu_s / (machine.cpus * span_s))
+        if machine.gpus:
+            use = max(use, min(1.0, gpu_s / (machine.gpus * span_s)))
+        watts = power.get(machine.name)
+        energy = watts * (idle + (1 - idle) * use) * HOURS_A_YEAR / 1000 if watts is not None else None
+        rows.append(
+            {
+                "node": machine.name,
+                "cpus": machine.cpus,
+                "gpus": machine.gpus,
+                "speed": speed[machine.name],
+                "use": use,
+                "part": cpu_s * (speed[machine.name] or 1.0) / all_cpu,
+                "gpu_part": gpu_s / all_gpu,
+                "kwh_a_year": energy,
+                "cost_a_year": energy * kwh if energy is not None and kwh is not None else None,
+            }
+        )
+    return sorted(rows, key=lambda row: ((row["part"] + row["gpu_part"]) / (row["kwh_a_year"] or 1.0), row["node"]))
+
+
+def _watts(text: str, machines: Machines) -> dict[str, float]:
+    known = {machine.name for machine in machines}
+    found = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name not in known:
+            raise RequestError(f"cannot tell the power of {name[:60]!r}: there is no such node{nearest(name, known)}")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if not 0 <= found[name] <= 1e6:
+            raise RequestError(f"cannot tell the power of {name[:60]!r}: write watts, as {name[:60]}=350")
+    return found
+
+
+# ----- fits and minimum
+
+
+def _model_options(command: Callable[..., int]) -> Callable[..., int]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
+        click.option(
+            "--gpu-memory",
+            metavar="TYPE=SIZE,...",
+            default="",
+            help="Memory of GPUs, for example a100=80G. Then GPUs count, not main memory.",
+        ),
+        click.option("--zero", is_flag=True, help="Divide the optimizer among the nodes (ZeRO stage 1)."),
+        click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass."),
+        click.option("--optimizer", type=click.Choice(sorted(memory.OPTIMIZERS)), default="adamw", show_default=True),
+        click.option(
+            "--dtype",
+            type=click.Choice(sorted(memory.BYTES)),
+            help="Numbers of weights. Default: fp32 to train, bf16 to serve.",
+        ),
+        click.option(
+            "--context",
+            metavar="N",
+            type=click.IntRange(1, 10**7),
+            default=4096,
+            show_default=True,
+            help="To serve: tokens of a conversation.",
+        ),
+        click.option(
+            "--streams",
+            metavar="N",
+            type=click.IntRange(1, 10**5),
+            default=1,
+            show_default=True,
+            help="To serve: conversations at a time.",
+        ),
+        click.option(
+            "--sequence",
+            metavar="N",
+            type=click.IntRange(1, 10**6),
+            default=1024,
+            show_default=True,
+            help="To train: tokens of a sequence.",
+        ),
+        click.option(
+            "--batch",
+            metavar="N",
+            type=click.IntRange(1, 10**5),
+            default=1,
+            show_default=True,
+            help="To train: sequences at a time on each node.",
+        ),
+        click.option("--serve", is_flag=True, help="To serve it instead of training it."),
+        click.option("--ffn", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+        click.option("--vocab", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+        click.option("--kv-heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+        click.option("--heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+        click.option("--hidden", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+        click.option("--layers", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+        click.option(
+            "--params",
+            metavar="COUNT",
+            default="",
+            help="Parameters, for example 7B, with or without the other numbers.",
+        ),
+        click.argument("model", metavar="[MODEL]", default=""),
+    ):
+        command = option(command)
+    return command
+
+
+@plan.command("fits")
+@_model_options
+def fits(**options: Any) -> int:
+    """Say on which nodes a model fits, to train it or to serve it.
+
+    MODEL is a config.json of Hugging Face, or a directory with one; or give its numbers. With data parallel training every node
+    needs all of it; a served model can be split over nodes.
+    """
+    model, rooms = _model(options), _rooms(options)
+    asked = _setting(options)
+    need = _need(model, asked)
+    nodes = [_fit(model, asked, name, room, len(rooms)) for name, room in rooms]
+    together = _together(need, asked, rooms)
+    if options["as_json"]:
+        print_json(
+            {
+                "model": {"name": model.name, "params": model.params},
+                "setting": asdict(asked),
+                "need_mib": need.mib,
+                "parts_mib": {name: ceil(size / memory.MIB) for name, size in need.parts.items()},
+                "nodes": nodes,
+                "together": together,
+            }
+        )
+        return 0
+    what = "serve" if isinstance(asked, memory.Serving) else "train"
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in need.parts.items() if size >= memory.MIB)
+    click.echo(
+        f"{clean(model.name)}: {model.params / 1e9:.3g} billion parameters; to {what} it takes {_size(need.total)} on a node"
+    )
+    click.echo(f"  {parts}; not all at a time, and with what the allocator and Python take on top")
+    cells = [(clean(node["node"]), format_mem(node["has_mib"]), node["words"]) for node in nodes]
+    click.echo(columns(("NODE", "HAS", "VERDICT"), cells), nl=False)
+    click.echo(together["words"])
+    return 0
+
+
+@plan.command("minimum")
+@click.option(
+    "--spare", metavar="N", type=click.IntRange(0, 100), default=0, show_default=True, help="Nodes that may be lost."
+)
+@click.option("--gflops", metavar="N", type=Money(), help="Speed of a node in training, in 10^9 operations a second.")
+@click.option("--rtt-ms", metavar="MS", type=Money(), default=0.3, show_default=True, help="Round trip between nodes.")
+@_model_options
+def minimum(spare: int, gflops: float | None, rtt_ms: float, **options: Any) -> int:
+    """Find the fewest nodes of the cluster that train or hold a model, and the network that they need."""
+    model, rooms = _model(options), _rooms(options)
+    asked = _setting(options)
+    ordered = sorted(rooms, key=lambda item: (-item[1], item[0]))
+    count = _least_count(model, asked, [room for _, room in ordered])
+    answer: Json = {"model": {"name": model.name, "params": model.params}, "setting": asdict(asked), "spare": spare}
+    if count is None or count + spare > len(ordered):
+        lacks = _lacks(model, asked, [room for _, room in ordered], spare)
+        raise RequestError(f"cannot {_verb(asked)} {model.name} on these nodes: {lacks}")
+    chosen = ordered[: count + spare]
+    answer["nodes"] = [name for name, _ in chosen]
+    answer["link"] = _link(model, asked, len(chosen), gflops, rtt_ms)
+    if options["as_json"]:
+        print_json(answer)
+        return 0
+    click.echo(
+        f"{clean(model.name)}: {count} node{'s' if count > 1 else ''} can {_verb(asked)} it"
+        f"{f', and {spare} more so that {spare} may be lost' if spare else ''}: {', '.join(map(clean, answer['nodes']))}"
+    )
+    if answer["link"] is not None:
+        click.echo(answer["link"]["words"])
+    elif len(chosen) > 1 and isinstance(asked, memory.Training):
+        click.echo("Which network it needs depends on the speed of the nodes: --gflops N")
+    return 0
+
+
+Setting = memory.Training | memory.Serving
+
+
+def _verb(asked: Setting) -> str:
+    return "serve" if isinstance(asked, memory.Serving) else "train"
+
+
+def _model(options: Json) -> memory.Model:
+    path = options["model"]
+    numbers = {name: options[name] for name in ("params", "layers", "hidden", "heads", "kv_heads", "vocab", "ffn")}
+    if not path:
+        return memory.model_from_numbers(**numbers)
+    if any(numbers.values()):
+        raise RequestError("cannot tell which model: give MODEL, or its numbers, not both")
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        with open(file, encoding="utf-8") as source:
+            text = source.read(memory.MIB)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"cannot read the model {path[:200]!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    return memory.read_config(text, path)
+
+
+def _setting(options: Json) -> Setting:
+    if options["serve"]:
+        kind = options["dtype"] or "bf16"
+        return memory.Serving(streams=options["streams"], context=options["context"], dtype=kind)
+    kind = options["dtype"] or "fp32"
+    if kind in ("int8", "int4"):
+        raise RequestError(f"cannot train with weights of {kind}: --dtype is fp32, bf16 or fp16")
+    return memory.Training(
+        batch=options["batch"],
+        sequence=options["sequence"],
+        dtype=kind,
+        optimizer=options["optimizer"],
+        recompute=options["recompute"],
+        zero_ranks=MOST_NODES if options["zero"] else 1,  # replaced by the number of nodes
+    )
+
+
+def _rooms(options: Json) -> list[tuple[str, int]]:
+    """Return the memory of each node, in MiB: of its GPUs of the named types, else its main memory."""
+    sizes = {}
+    for word in filter(None, options["gpu_memory"].split(",")):
+        kind, _, size = word.partition("=")
+        sizes[kind.lower()] = parse_mem_mib(size)
+    machines = _machines(_snapshot())
+    if not sizes:
+        return [(machine.name, machine.mem_mib) for machine in machines]
+    rooms = [
+        (machine.name, sizes[machine.gpu_type] * machine.gpus) for machine in machines if machine.gpu_type in sizes
+    ]
+    if not rooms:
+        raise RequestError(f"cannot find a GPU of type {', '.join(sizes)[:60]}: hinfo shows the nodes' GPUs")
+    return rooms
+
+
+def _need(model: memory.Model, asked: Setting) -> memory.Need:
+    return (
+        memory.serving_need(model, asked) if isinstance(asked, memory.Serving) else memory.training_need(model, asked)
+    )
+
+
+def _fit(model: memory.Model, asked: Setting, name: str, room_mib: int, count: int) -> Json:
+    """Return whether the model fits on one node, or what would make it fit."""
+    if isinstance(asked, memory.Training) and asked.zero_ranks > 1:
+        asked = replace(asked, zero_ranks=count)
+    need = _need(model, asked)
+    answer: Json = {"node": name, "has_mib": room_mib, "need_mib": need.mib, "fits": need.mib <= room_mib, "with": None}
+    if answer["fits"]:
+        return answer | {"words": "fits"}
+    for words, other in _changes(asked, count):
+        if _need(model, other).mib <= room_mib:
+            return answer | {"with": words, "words": f"fits with {words}"}
+    return answer | {"words": f"lacks {format_mem(need.mib - room_mib)}"}
+
+
+def _changes(asked: Setting, count: int) -> list[tuple[str, Setting]]:
+    """Return the changes of a setting that take less memory, the least harmful first."""
+    if isinstance(asked, memory.Serving):
+        smaller = [kind for kind in ("bf16", "int8", "int4") if memory.BYTES[kind] < memory.BYTES[asked.dtype]]
+        return [(f"--dtype {kind}", replace(asked, dtype=kind)) for kind in smaller]
+    steps: list[tuple[str, Setting]] = [("--recompute", replace(asked, recompute=True))]
+    if asked.batch > 1:
+        steps.append(("--batch 1", replace(asked, batch=1)))
+    steps.append(("--recompute --batch 1", replace(asked, recompute=True, batch=1)))
+    if count > 1:
+        steps.append(
+            (
+                f"--zero --recompute --batch 1 on {count} nodes",
+                replace(asked, recompute=True, batch=1, zero_ranks=count),
+            )
+        )
+    return steps
+
+
+def _together(need: memory.Need, asked: Setting, rooms: Sequence[tuple[str, int]]) -> Json:
+    whole = sum(room for _, room in rooms)
+    if isinstance(asked, memory.Training):
+        words = "Data parallel training does not add up their memory: each node needs all of it."
+        return {"has_mib": whole, "fits": False, "words": words}
+    held, names = 0, []
+    for name, room in sorted(rooms, key=lambda item: (-item[1], item[0])):
+        if held >= need.mib:
+            break
+        held += room
+        names.append(name)
+    fits_together = held >= need.mib
+    if not fits_together:
+        words = f"All nodes together lack {format_mem(need.mib - whole)}."
+    elif len(names) == 1:
+        words = f"It fits whole on {clean(names[0])}."
+    else:
+        words = f"Split over nodes it fits on {', '.join(map(clean, names))}."
+    return {"has_mib": whole, "fits": fits_together, "nodes": names if fits_together else [], "words": words}
+
+
+def _least_count(model: memory.Model, asked: Setting, rooms: Sequence[int]) -> int | None:
+    """Return how many of the largest rooms are needed, None if all are too little. `rooms` descend."""
+    if isinstance(asked, memory.Serving):
+        need, held = _need(model, asked).mib, 0
+        for count, room in enumerate(rooms, 1):
+            held += room
+            if held >= need:
+                return count
+        return None
+    for count, room in enumerate(rooms, 1):
+        ranks = count if asked.zero_ranks > 1 else 1
+        if _need(model, replace(asked, zero_ranks=ranks)).mib <= room:
+            return count
+        if asked.zero_ranks == 1:
+            return None  # the largest is too small
+    return None
+
+
+def _lacks(model: memory.Model, asked: Setting, rooms: Sequence[int], spare: int) -> str:
+    count = _least_count(model, asked, rooms)
+    if count is not None:
+        return f"{count} would do, and there are {len(rooms)}, too few for {spare} that may be lost"
+    if isinstance(asked, memory.Serving):
+        return f"together they lack {format_mem(_need(model, asked).mib - sum(rooms))}; try --dtype int8"
+    need = _need(model, replace(asked, zero_ranks=len(rooms) if asked.zero_ranks > 1 else 1)).mib
+    largest = format_mem(max(rooms, default=0))
+    return f"the largest has {largest} and needs {format_mem(need)}; hpcsched plan fits names what would help"
+
+
+RING_PART = 0.1  # of a step: more time in the ring is not efficient
+
+
+def _link(model: memory.Model, asked: Setting, count: int, gflops: float | None, rtt_ms: float) -> Json | None:
+    """Return the network that `count` ranks need so that the ring takes a tenth of a step at the most."""
+    if isinstance(asked, memory.Serving) or count < 2 or not gflops:
+        return None
+    step_s = 6 * model.params_per_token * asked.tokens / (gflops * 1e9)
+    left_s = RING_PART * step_s - 2 * (count - 1) * rtt_ms / 1000
+    sent = 2 * (count - 1) / count * model.params * memory.BYTES[asked.dtype]
+    if left_s <= 0:
+        words = (
+            f"The round trips of {count} nodes at {rtt_ms:g} ms alone take over {RING_PART:.0%} of a step of {step_s:.2g} s: "
+            f"fewer nodes are faster."
+        )
+        return {"step_s": step_s, "mbit_s": None, "words": words}
+    rate = sent * 8 / left_s / 1e6
+    words = (
+        f"A step takes {step_s:.2g} s; so that the ring adds {RING_PART:.0%} at the most, the slowest link needs "
+        f"{rate:.3g} Mbit/s ({rate / 4:.3g} with --sync int8). Slower links make more nodes slower than one."
+    )
+    return {"step_s": step_s, "mbit_s": rate, "words": words}
+
+
+def _size(size: float) -> str:
+    return format_mem(ceil(size / memory.MIB))
+
+
+# ----- the past: of the cluster, or of a log
+
+
+def _past(trace: Path | None, cpus: int | None, days: int) -> Past:
+    if trace is not None:
+        return _trace_past(trace, cpus)
+    if cpus is not None:
+        raise RequestError("cannot use --cpus without --trace: the cluster's own machines are known")
+    return _cluster_past(max(days, HISTORY_DAYS) * 2 + WARM_DAYS)
+
+
+def _trace_past(path: Path, cpus: int | None) -> Past:
+    found = read_trace(path)
+    size = cpus or found.procs
+    if size <= 0:
+        raise RequestError(f"cannot tell the size of the machine: {found.name} has no MaxProcs; give --cpus")
+    jobs = tuple(
+        Arrival(job.submit_s, job.run_s, job.asked_s, 1, job.procs, 0, user=str(job.user)) for job in found.jobs
+    )
+    last_s = max((job.submit_s for job in jobs), default=0.0)
+    now_s = midnight_s(day_of(last_s, False) + 1, False)
+    return Past(
+        name=found.name, machines=(Machine("pool", size, 0),), jobs=jobs, now_s=now_s, local=False, speeds={}, work={}
+    )
+
+
+def _snapshot() -> tuple[Snapshot, float]:
+    snapshot, _ = snapshot_from_json(client.call("GET", "/v1/snapshot")["snapshot"])
+    return snapshot, snapshot.now_s
+
+
+def _machines(found: tuple[Snapshot, float]) -> Machines:
+    snapshot, _ = found
+    partitions: dict[str, set[str]] = {}
+    for name, partition in snapshot.partitions.items():
+        for node in partition.nodes:
+            partitions.setdefault(node, set()).add(name)
+    return tuple(_machine(node, frozenset(partitions.get(node.name, ()))) for node in snapshot.nodes)
+
+
+def _machine(node: NodeView, partitions: frozenset[str]) -> Machine:
+    kind = node.gpus[0].type.lower() if node.gpus else ""
+    return Machine(node.name, node.cpus, node.mem_mib, len(node.gpus), kind, partitions)
+
+
+def _cluster_past(days: int) -> Past:
+    found = _snapshot()
+    snapshot, now_s = found
+    machines = _machines(found)
+    kinds = {machine.name: machine.gpu_type for machine in machines}
+    jobs, work = [], {machine.name: (0.0, 0.0) for machine in machines}
+    for view in _history(now_s - days * DAY_S):
+        job = arrival_of(view, now_s, kinds)
+        if job is None:
+            continue
+        jobs.append(job)
+        for share in view["shares"]:
+            cpu_s, gpu_s = work.get(share["node"], (0.0, 0.0))
+            work[share["node"]] = (cpu_s + share["cpus"] * job.run_s, gpu_s + len(share["gpus"]) * job.run_s)
+    return Past(
+        name="the cluster",
+        machines=machines,
+        jobs=sorted(jobs),
+        now_s=now_s,
+        local=True,
+        speeds={node.name: node.speed for node in snapshot.nodes},
+        work=work,
+    )
+
+
+def _history(since_s: float) -> list[Json]:
+    """Return the jobs of the history since then, as the API shows them, at most `MOST_JOBS`."""
+    found: list[Json] = []
+    after = ""
+    while len(found) < MOST_JOBS:
+        answer = client.call("GET", client.query("/v1/history", start_s=since_s, limit=PAGE, after=after or None))
+        found += answer["jobs"]
+        after = answer.get("next_cursor") or ""
+        if not after:
+            break
+    return found
+
+
+def arrival_of(view: Json, now_s: float, kinds: Mapping[str, str]) -> Arrival | None:
+    """Return a job of the history, None if it never ran.
+
+    `kinds`: types of GPU by node. A job that runs is taken to end at its time limit, or now if it has none.
+    """
+    shares, began_s = view["shares"], view["started_at_s"]
+    if not shares or began_s is None:
+        return None
+    ended_s = view["ended_at_s"]
+    if ended_s is None:
+        ended_s = began_s + view["time_limit_s"] if view["time_limit_s"] else now_s
+    run_s = max(0.0, ended_s - began_s - (view["suspended_s"] or 0.0))
+    gpus = max(0 if share["shards"] else len(share["gpus"]) for share in shares)
+    steps = [step for step in view["steps"] if step.get("attempt", view["attempt"]) == view["attempt"]]
+    used = [step["cpu_user_s"] + (step["cpu_system_s"] or 0.0) for step in steps if step["cpu_user_s"] is not None]
+    return Arrival(
+        submit_s=max(view["submitted_at_s"], view["eligible_at_s"] or 0.0),
+        run_s=run_s,
+        limit_s=max(run_s, float(view["time_limit_s"] or 0.0)) or run_s,
+        nodes=len(shares),
+        cpus=max(share["cpus"] for share in shares),
+        mem_mib=max(share["mem_mib"] for share in shares),
+        gpus=gpus,
+        gpu_type=kinds.get(shares[0]["node"], "") if gpus else "",
+        partition=view["partition"],
+        user=view["user"],
+        cpu_used_s=sum(used) if used else None,
+    )
+
+
+def _added(texts: Sequence[str], past: Past, partition: str | None) -> Machines:
+    known = set().union(*(machine.partitions for machine in past.machines))
+    if partition is not None and partition not in known:
+        raise RequestError(
+            f"cannot add nodes to partition {partition[:60]!r}: there is none{nearest(partition, known)}"
+        )
+    taken = {machine.name for machine in past.machines}
+    names = (name for number in range(1, 10 * MOST_NODES) if (name := f"new{number}") not in taken)
+    found: list[Machine] = []
+    for text in texts:
+        match = _ADDED.fullmatch(text)
+        if match is None:
+            raise RequestError(
+                f"cannot add nodes {text[:60]!r}: write COUNTxCPUS:MEM or COUNTxCPUS:MEM:gpu:TYPE:N, as 1x16:64G:gpu:a100:4"
+            )
+        count, cores, mem, kind, gpus = match.groups()
+        if len(found) + int(count or 1) > MOST_NODES:
+            raise RequestError(f"cannot add more than {MOST_NODES} nodes")
+        where = frozenset((partition,)) if partition is not None else frozenset[str]()
+        for _ in range(int(count or 1)):
+            found.append(
+                Machine(next(names), int(cores), parse_mem_mib(mem), int(gpus or 0), (kind or "").lower(), where)
+            )
+    if not past.local:  # a trace is one pool of processors
+        more = sum(machine.cpus for machine in found)
+        pool = past.machines[0]
+        return (pool._replace(name="new", cpus=more),)
+    return tuple(found)
+
+
+def _span(past: Past, days: int) -> tuple[float, float]:
+    return past.now_s - days * DAY_S, past.now_s
+
+
+def _ahead(variants: Sequence[Machines], past: Past, days: int, draws: int, seed: int) -> Ahead | None:
+    """Return the draws of the days ahead, None with too little history."""
+    if past.whole_days < LEAST_DAYS:
+        return None
+    first = day_of(past.now_s, past.local)
+    return ahead(variants, days_of(past.jobs, past.local), first, past.local, count=days, draws=draws, seed=seed)
+
+
+def _backtest_json(past: Past, more: Machines, days: int, draws: int, seed: int) -> Json | None:
+    if past.whole_days < HISTORY_DAYS + days:
+        return None
+    tested = backtest(
+        past.machines, more, days_of(past.jobs, past.local), past.local, count=days, draws=draws, seed=seed
+    )
+    return tested._asdict()
+
+
+VALUES: dict[str, Callable[[Replay], float]] = {
+    "wait_mean_s": lambda replay: replay.waits.mean_s,
+    "gpu_wait_mean_s": lambda replay: replay.gpu_waits.mean_s,
+    "utilization": lambda replay: replay.utilization,
+    "gpu_utilization": lambda replay: replay.gpu_utilization,
+    "jobs": lambda replay: float(replay.waits.jobs),
+}
+
+
+def _bands_json(drawn: Ahead, variant: int) -> dict[str, dict[str, float]]:
+    return {name: drawn.band(variant, value)._asdict() for name, value in VALUES.items()}
+
+
+def _replay_json(found: Replay) -> Json:
+    return asdict(found)
+
+
+def _machine_json(machine: Machine) -> Json:
+    return {**machine._asdict(), "partitions": sorted(machine.partitions)}
+
+
+def _words(band: Mapping[str, float]) -> str:
+    return f"{_hours(band['median'])} ({_hours(band['low'])} to {_hours(band['high'])})"
+
+
+def _hours(seconds: float) -> str:
+    """Return a wait as people say it: ``3.1 h``, or minutes and seconds below an hour."""
+    return f"{seconds / HOUR_S:.1f} h" if seconds >= HOUR_S else format_time_s(round(seconds))
+
+
+def _left_out(found: Replay) -> str:
+    return f"; {found.left_out} jobs that no node of today can run are left out" if found.left_out else ""
