@@ -1,1 +1,1 @@
-"""Answer what to buy: replay past jobs with other machines, and compute the memory that a model needs. Pure."""
+"""Answer what to buy: replays with other machines, and the memory of models. Pure."""

@@ -1,4 +1,4 @@
-"""Replay past jobs on a cluster with other nodes, and draw the weeks ahead from the weeks before.
+"""Replay past jobs on other nodes, and draw the weeks ahead from the weeks before.
 
 Two answers, kept apart. *The past again*: the jobs that were really submitted, with more nodes. It needs no forecast. *The
 weeks ahead*: each draw takes whole days of the past, each day one with the same weekday, and replays them after the present
@@ -42,7 +42,10 @@ PROMPT_S = 1.0  # a job that waited less started at once
 
 
 class Arrival(NamedTuple):
-    """A job of the past. Memory, cpus and GPUs are of each of its `nodes` nodes; `limit_s` is at least `run_s`."""
+    """A job of the past; `limit_s` is at least `run_s`.
+
+    Memory, cpus and GPUs are of each of its `nodes` nodes.
+    """
 
     submit_s: float
     run_s: float
@@ -57,7 +60,7 @@ class Arrival(NamedTuple):
     cpu_used_s: float | None = None  # processor time of all its processes; None: not known
 
 
-class Machine(NamedTuple):
+class PlanNode(NamedTuple):
     """A node: what it has, and the partitions that it is in (none: all)."""
 
     name: str
@@ -68,11 +71,11 @@ class Machine(NamedTuple):
     partitions: frozenset[str] = frozenset()
 
 
-Machines = tuple[Machine, ...]
+PlanNodes = tuple[PlanNode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
+class WaitFigures:
     """How long some jobs waited, in seconds. `prompt`: how many started at once."""
 
     jobs: int = 0
@@ -83,13 +86,13 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayResult:
     """A schedule of past jobs. `left_out`: jobs that these machines can never run."""
 
-    waits: Waits
-    gpu_waits: Waits
-    by_partition: Mapping[str, Waits]
-    by_user: Mapping[str, Waits]
+    waits: WaitFigures
+    gpu_waits: WaitFigures
+    by_partition: Mapping[str, WaitFigures]
+    by_user: Mapping[str, WaitFigures]
     utilization: float  # of the cpus, within the days that count
     gpu_utilization: float
     left_out: int = 0
@@ -127,7 +130,7 @@ class Room(NamedTuple):
 class EasyNodes:
     """Decides as `sim.policies.Engine`. `jobs` must fit on `machines` when these are empty."""
 
-    def __init__(self, machines: Machines, jobs: Sequence[Arrival]) -> None:
+    def __init__(self, machines: PlanNodes, jobs: Sequence[Arrival]) -> None:
         self._jobs = jobs
         self._machines = machines
         self._free = Room(
@@ -165,7 +168,7 @@ class EasyNodes:
         return self._choose(now_s)
 
     def _expire(self, now_s: float) -> bool:
-        """Release the nodes of jobs at their time limits, which end in this second; return whether there was one."""
+        """Release the nodes of jobs at their time limits; return whether there was one."""
         expired = False
         while self._ends and self._ends[0][0] <= now_s:
             _, job = self._ends.pop(0)
@@ -175,7 +178,7 @@ class EasyNodes:
         return expired
 
     def _choose(self, now_s: float) -> list[int]:
-        """Start jobs from the front of the queue while they fit, then those that do not delay the first that does not."""
+        """Start jobs from the front of the queue while they fit, then backfill."""
         started: list[int] = []
         while self._queue and (seats := self._seats(self._free, self._jobs[self._queue[0]])) is not None:
             job = self._queue.pop(0)
@@ -251,7 +254,7 @@ class EasyNodes:
         return self._hosts[key]
 
 
-def hosts(machines: Machines, job: Arrival) -> tuple[int, ...]:
+def hosts(machines: PlanNodes, job: Arrival) -> tuple[int, ...]:
     """Return the indexes of the machines that can run a part of `job` when they are empty."""
     return tuple(
         at
@@ -267,8 +270,11 @@ def hosts(machines: Machines, job: Arrival) -> tuple[int, ...]:
 # ----- the past again
 
 
-def replayed(machines: Machines, jobs: Iterable[Arrival], from_s: float, to_s: float) -> Replay:
-    """Return the schedule of `jobs` on `machines`; only those submitted within ``[from_s, to_s)`` count."""
+def replayed(machines: PlanNodes, jobs: Iterable[Arrival], from_s: float, to_s: float) -> ReplayResult:
+    """Return the schedule of `jobs` on `machines`.
+
+    Only the jobs submitted within ``[from_s, to_s)`` count.
+    """
     ordered = sorted(jobs)
     known: dict[tuple[object, ...], bool] = {}
     fit = []
@@ -285,7 +291,7 @@ def replayed(machines: Machines, jobs: Iterable[Arrival], from_s: float, to_s: f
         for name in (("partition", job.partition), ("user", job.user)):
             groups.setdefault(name, []).append(at_s - job.submit_s)
     busy = _busy_s(zip(fit, starts_s, strict=True), from_s, to_s)
-    return Replay(
+    return ReplayResult(
         waits=_waits([at_s - job.submit_s for job, at_s in counted]),
         gpu_waits=_waits([at_s - job.submit_s for job, at_s in counted if job.gpus]),
         by_partition={name: _waits(waits) for (kind, name), waits in sorted(groups.items()) if kind == "partition"},
@@ -296,18 +302,21 @@ def replayed(machines: Machines, jobs: Iterable[Arrival], from_s: float, to_s: f
     )
 
 
-def _engine(machines: Machines, jobs: Sequence[Arrival]) -> Engine:
-    """Return the scheduler; `EasyPool` gives the same starts on one node and is six times as fast."""
+def _engine(machines: PlanNodes, jobs: Sequence[Arrival]) -> Engine:
+    """Return the scheduler.
+
+    `EasyPool` gives the same starts on one node and is six times as fast.
+    """
     if len(machines) == 1 and not any(job.mem_mib or job.gpus for job in jobs):
         return EasyPool(machines[0].cpus, [job.cpus for job in jobs], [job.limit_s for job in jobs])
     return EasyNodes(machines, jobs)
 
 
-def _waits(waits_s: list[float]) -> Waits:
+def _waits(waits_s: list[float]) -> WaitFigures:
     if not waits_s:
-        return Waits()
+        return WaitFigures()
     waits_s.sort()
-    return Waits(
+    return WaitFigures(
         jobs=len(waits_s),
         mean_s=sum(waits_s) / len(waits_s),
         p90_s=waits_s[min(len(waits_s) - 1, int(0.9 * len(waits_s)))],
@@ -354,7 +363,10 @@ def day_of(at_s: float, local: bool) -> int:
 
 
 def midnight_s(day: int, local: bool) -> float:
-    """Return when the day with this ordinal begins. A day on which the clocks change has 23 or 25 hours."""
+    """Return when the day with this ordinal begins.
+
+    A day on which the clocks change has 23 or 25 hours.
+    """
     return datetime.combine(date.fromordinal(day), time()).timestamp() if local else day * DAY_S
 
 
@@ -371,19 +383,19 @@ def moved(jobs: Iterable[Arrival], by_s: float) -> list[Arrival]:
 # ----- the weeks ahead
 
 
-Value = Callable[[Replay], float]
+Value = Callable[[ReplayResult], float]
 
 
-def mean_wait_s(replay: Replay) -> float:
+def mean_wait_s(replay: ReplayResult) -> float:
     """Return the mean wait of all jobs."""
     return replay.waits.mean_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """The draws of the weeks ahead: for each draw, the schedule with each variant of the machines."""
+    """The draws of the weeks ahead: of each, the schedule with each variant of the machines."""
 
-    draws: tuple[tuple[Replay, ...], ...]
+    draws: tuple[tuple[ReplayResult, ...], ...]
 
     def band(self, variant: int, value: Value = mean_wait_s) -> Band:
         """Return the band of `value` with a variant."""
@@ -395,7 +407,7 @@ class Ahead:
 
 
 def ahead(
-    variants: Sequence[Machines],
+    variants: Sequence[PlanNodes],
     days: Days,
     first: int,
     local: bool,
@@ -405,7 +417,9 @@ def ahead(
     seed: int = 1,
     present: Sequence[Arrival] | None = None,
 ) -> Ahead:
-    """Draw the `count` days from day `first` on, from the `HISTORY_DAYS` before, and replay them with each variant.
+    """Draw the `count` days from day `first` on, and replay them with each variant.
+
+    They are drawn from the `HISTORY_DAYS` before.
 
     `present`: jobs before them that load the machines; by default those of the last `WARM_DAYS`.
     Raises ValueError if there are fewer than `LEAST_DAYS` of history.
@@ -442,7 +456,7 @@ def quantile(ordered: Sequence[float], part: float) -> float:
 
 
 class Backtest(NamedTuple):
-    """How the bands would have fared: of `windows` periods, in how many the true value was within."""
+    """Of `windows` periods that are over, in how many the true value was within the band."""
 
     windows: int
     wait_within: int
@@ -451,8 +465,8 @@ class Backtest(NamedTuple):
 
 
 def backtest(
-    machines: Machines,
-    more: Machines,
+    machines: PlanNodes,
+    more: PlanNodes,
     days: Days,
     local: bool,
     *,
@@ -460,7 +474,7 @@ def backtest(
     draws: int = DRAWS,
     seed: int = 1,
 ) -> Backtest:
-    """Forecast each period of `count` days that is over from what was known before, and compare.
+    """Forecast each period of `count` days that is over from the days before, and compare.
 
     The true mean wait is that of the replay of the jobs that came, with `machines` and with `more`.
     """
@@ -482,7 +496,7 @@ def backtest(
 # ----- cheaper than a machine: what else would shorten the waits
 
 
-def with_memory(machines: Machines, names: Collection[str], factor: int = 2) -> Machines:
+def with_memory(machines: PlanNodes, names: Collection[str], factor: int = 2) -> PlanNodes:
     """Return the machines, these with `factor` times the memory."""
     return tuple(
         machine._replace(mem_mib=machine.mem_mib * factor) if machine.name in names else machine for machine in machines
@@ -499,18 +513,21 @@ IDLE_LEAST_S = 3600.0
 
 
 def without_idle(jobs: Iterable[Arrival]) -> list[Arrival]:
-    """Return the jobs without those that held cpus for an hour or longer and used less than `IDLE_PART` of them."""
+    """Return the jobs that did not only hold their nodes."""
     return [job for job in jobs if not is_idle(job)]
 
 
 def is_idle(job: Arrival) -> bool:
-    """Return whether `job` only held its nodes."""
+    """Return whether `job` held cpus for an hour or longer and used less than `IDLE_PART`."""
     held_s = job.run_s * job.nodes * job.cpus
     return job.cpu_used_s is not None and job.run_s >= IDLE_LEAST_S and job.cpu_used_s < IDLE_PART * held_s
 
 
-def memory_bound(machines: Machines, jobs: Sequence[Arrival], from_s: float, to_s: float) -> list[str]:
-    """Return the machines of the class whose doubled memory shortens the waits most; none if it does not."""
+def memory_bound(machines: PlanNodes, jobs: Sequence[Arrival], from_s: float, to_s: float) -> list[str]:
+    """Return the machines of the class whose doubled memory shortens the waits most.
+
+    None, if the waits are not shorter by a twentieth.
+    """
     now = replayed(machines, jobs, from_s, to_s).waits.total_s
     best: tuple[float, list[str]] = (now * 0.95, [])
     for size in sorted({(machine.cpus, machine.mem_mib, machine.gpus) for machine in machines}):

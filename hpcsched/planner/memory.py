@@ -1,4 +1,6 @@
-"""Compute the memory that a language model needs, to train it or to serve it, from the numbers of its configuration.
+"""Compute the memory that a language model needs, to train it or to serve it.
+
+All is computed from the numbers of its configuration.
 
 Training: weights and optimizer stay. On top comes the greater of two moments. When the loss is known there are all tensors that
 the forward pass keeps for the backward pass, and the logits. When the backward pass ends there are all gradients, and what one
@@ -78,7 +80,7 @@ class Model:
 
     @property
     def params(self) -> int:
-        """Return the number of parameters; norms and biases of attention count little and are left out."""
+        """Return the number of parameters, without norms and biases, which count little."""
         if self.known_params:
             return self.known_params
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
@@ -96,7 +98,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a model is trained. `batch`: sequences at a time on a rank; `sequence`: tokens of each."""
+    """How a model is trained: `batch` sequences of `sequence` tokens at a time on a rank."""
 
     batch: int = 1
     sequence: int = 1024
@@ -112,7 +114,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """How a model is served. `streams`: conversations at a time, each of up to `context` tokens."""
+    """How a model is served: `streams` conversations at a time, of up to `context` tokens."""
 
     streams: int = 1
     context: int = 4096
@@ -122,7 +124,10 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes: `peak` of all tensors at a time, and `parts` by what they are for, which are not all there at that time."""
+    """Bytes: `peak` of all tensors at a time, and `parts` by what they are for.
+
+    Not all parts are there at the time of the peak.
+    """
 
     parts: Mapping[str, int]
     peak: int
@@ -174,7 +179,7 @@ def kept_per_token(model: Model, sequence: int) -> float:
 
 
 def working_per_token(model: Model, sequence: int) -> float:
-    """Return the numbers of each token that the backward pass of one layer needs beside what it kept."""
+    """Return what the backward pass of a layer needs per token beside what was kept."""
     return 3 * model.heads * sequence if model.attention_weights else 0.0
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcsched.planner.capacity import Arrival, Machine, backtest, days_of
+from hpcsched.planner.capacity import Arrival, PlanNode, backtest, days_of
 from hpcsched.planner.memory import MIB, Serving, Training, model_from_config, serving_need, training_need
 from hpcsched.sim.swf import read_trace
 from tests.bench.figures import Figure
@@ -90,7 +90,7 @@ def _bands(quick: bool) -> list[Figure]:
     for log in logs:
         trace = read_trace(log)
         jobs = [Arrival(each.submit_s, each.run_s, each.asked_s, 1, each.procs, 0) for each in trace.jobs]
-        pool = Machine("pool", trace.procs, 0)
+        pool = PlanNode("pool", trace.procs, 0)
         began_s = time.process_time()
         tested = backtest((pool,), (pool._replace(cpus=int(trace.procs * 1.1)),), days_of(jobs, False), False)
         took_s = (time.process_time() - began_s) / max(1, tested.windows)

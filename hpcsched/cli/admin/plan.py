@@ -39,9 +39,9 @@ from hpcsched.planner.capacity import (
     Ahead,
     Arrival,
     Band,
-    Machine,
-    Machines,
-    Replay,
+    PlanNode,
+    PlanNodes,
+    ReplayResult,
     ahead,
     backtest,
     day_of,
@@ -84,10 +84,13 @@ class Money(click.FloatRange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """The machines of a cluster and the jobs that it ran, until `now_s`. `local`: its times are dates, not those of a trace."""
+    """The machines of a cluster and the jobs that it ran, until `now_s`.
+
+    `local`: its times are dates, not those of a trace.
+    """
 
     name: str
-    machines: Machines
+    machines: PlanNodes
     jobs: Sequence[Arrival]
     now_s: float
     local: bool
@@ -184,7 +187,7 @@ def worth(
     cpus: int | None,
     as_json: bool,
 ) -> int:
-    """Replay the past, and draw the weeks ahead, with more machines.
+    """ReplayResult the past, and draw the weeks ahead, with more machines.
 
     Two answers, kept apart: the jobs of the last days again with these nodes, which needs no forecast; and the days ahead, drawn
     from the weeks before. Then costs, and cheaper ways to shorten the waits.
@@ -210,7 +213,7 @@ def worth(
     return 0
 
 
-def _worth_text(answer: Json, past: Past, now: Replay, then: Replay) -> str:
+def _worth_text(answer: Json, past: Past, now: ReplayResult, then: ReplayResult) -> str:
     days = answer["days"]
     if not now.waits.jobs:
         return f"No job was submitted in the last {days} days: nothing to replay.\n"
@@ -232,7 +235,7 @@ def _worth_text(answer: Json, past: Past, now: Replay, then: Replay) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table_lines(now: Replay, then: Replay) -> list[str]:
+def _table_lines(now: ReplayResult, then: ReplayResult) -> list[str]:
     rows = []
     for title, groups, others in (
         ("partition", now.by_partition, then.by_partition),
@@ -274,9 +277,9 @@ def _ahead_lines(answer: Json, past: Past) -> list[str]:
 
 
 def _costs(
-    now: Replay,
-    then: Replay,
-    new: Machines,
+    now: ReplayResult,
+    then: ReplayResult,
+    new: PlanNodes,
     days: int,
     price: float | None,
     watts: float | None,
@@ -322,11 +325,11 @@ def _cost_lines(costs: Json) -> list[str]:
     return lines
 
 
-def _instead(past: Past, span: tuple[float, float], now: Replay) -> list[Json]:
+def _instead(past: Past, span: tuple[float, float], now: ReplayResult) -> list[Json]:
     """Return cheaper ways that shorten the waits, the best first."""
     found: list[Json] = []
 
-    def add(kind: str, text: str, result: Replay) -> None:
+    def add(kind: str, text: str, result: ReplayResult) -> None:
         if result.waits.total_s < 0.95 * now.waits.total_s:
             words = f"{text}: mean wait {_hours(now.waits.mean_s)} -> {_hours(result.waits.mean_s)}"
             found.append({"kind": kind, "text": words, "wait_mean_s": result.waits.mean_s})
@@ -462,7 +465,7 @@ def _node_work(past: Past, days: int, power: Mapping[str, float], idle: float, k
     return sorted(rows, key=lambda row: ((row["part"] + row["gpu_part"]) / (row["kwh_a_year"] or 1.0), row["node"]))
 
 
-def _watts(text: str, machines: Machines) -> dict[str, float]:
+def _watts(text: str, machines: PlanNodes) -> dict[str, float]:
     known = {machine.name for machine in machines}
     found = {}
     for word in filter(None, text.split(",")):
@@ -481,70 +484,73 @@ def _watts(text: str, machines: Machines) -> dict[str, float]:
 # ----- fits and minimum
 
 
+_MODEL_OPTIONS: tuple[Callable[..., Any], ...] = (
+    click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
+    click.option(
+        "--gpu-memory",
+        metavar="TYPE=SIZE,...",
+        default="",
+        help="Memory of GPUs, for example a100=80G. Then GPUs count, not main memory.",
+    ),
+    click.option("--zero", is_flag=True, help="Divide the optimizer among the nodes (ZeRO stage 1)."),
+    click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass."),
+    click.option("--optimizer", type=click.Choice(sorted(memory.OPTIMIZERS)), default="adamw", show_default=True),
+    click.option(
+        "--dtype",
+        type=click.Choice(sorted(memory.BYTES)),
+        help="Numbers of weights. Default: fp32 to train, bf16 to serve.",
+    ),
+    click.option(
+        "--context",
+        metavar="N",
+        type=click.IntRange(1, 10**7),
+        default=4096,
+        show_default=True,
+        help="To serve: tokens of a conversation.",
+    ),
+    click.option(
+        "--streams",
+        metavar="N",
+        type=click.IntRange(1, 10**5),
+        default=1,
+        show_default=True,
+        help="To serve: conversations at a time.",
+    ),
+    click.option(
+        "--sequence",
+        metavar="N",
+        type=click.IntRange(1, 10**6),
+        default=1024,
+        show_default=True,
+        help="To train: tokens of a sequence.",
+    ),
+    click.option(
+        "--batch",
+        metavar="N",
+        type=click.IntRange(1, 10**5),
+        default=1,
+        show_default=True,
+        help="To train: sequences at a time on each node.",
+    ),
+    click.option("--serve", is_flag=True, help="To serve it instead of training it."),
+    click.option("--ffn", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+    click.option("--vocab", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+    click.option("--kv-heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+    click.option("--heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+    click.option("--hidden", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+    click.option("--layers", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+    click.option(
+        "--params",
+        metavar="COUNT",
+        default="",
+        help="Parameters, for example 7B, with or without the other numbers.",
+    ),
+    click.argument("model", metavar="[MODEL]", default=""),
+)
+
+
 def _model_options(command: Callable[..., int]) -> Callable[..., int]:
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
-        click.option(
-            "--gpu-memory",
-            metavar="TYPE=SIZE,...",
-            default="",
-            help="Memory of GPUs, for example a100=80G. Then GPUs count, not main memory.",
-        ),
-        click.option("--zero", is_flag=True, help="Divide the optimizer among the nodes (ZeRO stage 1)."),
-        click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass."),
-        click.option("--optimizer", type=click.Choice(sorted(memory.OPTIMIZERS)), default="adamw", show_default=True),
-        click.option(
-            "--dtype",
-            type=click.Choice(sorted(memory.BYTES)),
-            help="Numbers of weights. Default: fp32 to train, bf16 to serve.",
-        ),
-        click.option(
-            "--context",
-            metavar="N",
-            type=click.IntRange(1, 10**7),
-            default=4096,
-            show_default=True,
-            help="To serve: tokens of a conversation.",
-        ),
-        click.option(
-            "--streams",
-            metavar="N",
-            type=click.IntRange(1, 10**5),
-            default=1,
-            show_default=True,
-            help="To serve: conversations at a time.",
-        ),
-        click.option(
-            "--sequence",
-            metavar="N",
-            type=click.IntRange(1, 10**6),
-            default=1024,
-            show_default=True,
-            help="To train: tokens of a sequence.",
-        ),
-        click.option(
-            "--batch",
-            metavar="N",
-            type=click.IntRange(1, 10**5),
-            default=1,
-            show_default=True,
-            help="To train: sequences at a time on each node.",
-        ),
-        click.option("--serve", is_flag=True, help="To serve it instead of training it."),
-        click.option("--ffn", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-        click.option("--vocab", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-        click.option("--kv-heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-        click.option("--heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-        click.option("--hidden", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-        click.option("--layers", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-        click.option(
-            "--params",
-            metavar="COUNT",
-            default="",
-            help="Parameters, for example 7B, with or without the other numbers.",
-        ),
-        click.argument("model", metavar="[MODEL]", default=""),
-    ):
+    for option in _MODEL_OPTIONS:
         command = option(command)
     return command
 
@@ -594,7 +600,7 @@ def fits(**options: Any) -> int:
 @click.option("--rtt-ms", metavar="MS", type=Money(), default=0.3, show_default=True, help="Round trip between nodes.")
 @_model_options
 def minimum(spare: int, gflops: float | None, rtt_ms: float, **options: Any) -> int:
-    """Find the fewest nodes of the cluster that train or hold a model, and the network that they need."""
+    """Find the fewest nodes that train or hold a model, and the network that they need."""
     model, rooms = _model(options), _rooms(options)
     asked = _setting(options)
     ordered = sorted(rooms, key=lambda item: (-item[1], item[0]))
@@ -664,7 +670,7 @@ def _setting(options: Json) -> Setting:
 
 
 def _rooms(options: Json) -> list[tuple[str, int]]:
-    """Return the memory of each node, in MiB: of its GPUs of the named types, else its main memory."""
+    """Return the memory of each node in MiB: of its GPUs if their sizes are given."""
     sizes = {}
     for word in filter(None, options["gpu_memory"].split(",")):
         kind, _, size = word.partition("=")
@@ -741,7 +747,7 @@ def _together(need: memory.Need, asked: Setting, rooms: Sequence[tuple[str, int]
 
 
 def _least_count(model: memory.Model, asked: Setting, rooms: Sequence[int]) -> int | None:
-    """Return how many of the largest rooms are needed, None if all are too little. `rooms` descend."""
+    """Return how many of `rooms`, which descend, are needed; None if all are too little."""
     if isinstance(asked, memory.Serving):
         need, held = _need(model, asked).mib, 0
         for count, room in enumerate(rooms, 1):
@@ -773,7 +779,7 @@ RING_PART = 0.1  # of a step: more time in the ring is not efficient
 
 
 def _link(model: memory.Model, asked: Setting, count: int, gflops: float | None, rtt_ms: float) -> Json | None:
-    """Return the network that `count` ranks need so that the ring takes a tenth of a step at the most."""
+    """Return the network with which the ring of `count` ranks takes a tenth of a step."""
     if isinstance(asked, memory.Serving) or count < 2 or not gflops:
         return None
     step_s = 6 * model.params_per_token * asked.tokens / (gflops * 1e9)
@@ -819,7 +825,7 @@ def _trace_past(path: Path, cpus: int | None) -> Past:
     last_s = max((job.submit_s for job in jobs), default=0.0)
     now_s = midnight_s(day_of(last_s, False) + 1, False)
     return Past(
-        name=found.name, machines=(Machine("pool", size, 0),), jobs=jobs, now_s=now_s, local=False, speeds={}, work={}
+        name=found.name, machines=(PlanNode("pool", size, 0),), jobs=jobs, now_s=now_s, local=False, speeds={}, work={}
     )
 
 
@@ -828,7 +834,7 @@ def _snapshot() -> tuple[Snapshot, float]:
     return snapshot, snapshot.now_s
 
 
-def _machines(found: tuple[Snapshot, float]) -> Machines:
+def _machines(found: tuple[Snapshot, float]) -> PlanNodes:
     snapshot, _ = found
     partitions: dict[str, set[str]] = {}
     for name, partition in snapshot.partitions.items():
@@ -837,9 +843,9 @@ def _machines(found: tuple[Snapshot, float]) -> Machines:
     return tuple(_machine(node, frozenset(partitions.get(node.name, ()))) for node in snapshot.nodes)
 
 
-def _machine(node: NodeView, partitions: frozenset[str]) -> Machine:
+def _machine(node: NodeView, partitions: frozenset[str]) -> PlanNode:
     kind = node.gpus[0].type.lower() if node.gpus else ""
-    return Machine(node.name, node.cpus, node.mem_mib, len(node.gpus), kind, partitions)
+    return PlanNode(node.name, node.cpus, node.mem_mib, len(node.gpus), kind, partitions)
 
 
 def _cluster_past(days: int) -> Past:
@@ -910,7 +916,7 @@ def arrival_of(view: Json, now_s: float, kinds: Mapping[str, str]) -> Arrival | 
     )
 
 
-def _added(texts: Sequence[str], past: Past, partition: str | None) -> Machines:
+def _added(texts: Sequence[str], past: Past, partition: str | None) -> PlanNodes:
     known = set().union(*(machine.partitions for machine in past.machines))
     if partition is not None and partition not in known:
         raise RequestError(
@@ -918,7 +924,7 @@ def _added(texts: Sequence[str], past: Past, partition: str | None) -> Machines:
         )
     taken = {machine.name for machine in past.machines}
     names = (name for number in range(1, 10 * MOST_NODES) if (name := f"new{number}") not in taken)
-    found: list[Machine] = []
+    found: list[PlanNode] = []
     for text in texts:
         match = _ADDED.fullmatch(text)
         if match is None:
@@ -931,7 +937,7 @@ def _added(texts: Sequence[str], past: Past, partition: str | None) -> Machines:
         where = frozenset((partition,)) if partition is not None else frozenset[str]()
         for _ in range(int(count or 1)):
             found.append(
-                Machine(next(names), int(cores), parse_mem_mib(mem), int(gpus or 0), (kind or "").lower(), where)
+                PlanNode(next(names), int(cores), parse_mem_mib(mem), int(gpus or 0), (kind or "").lower(), where)
             )
     if not past.local:  # a trace is one pool of processors
         more = sum(machine.cpus for machine in found)
@@ -944,7 +950,7 @@ def _span(past: Past, days: int) -> tuple[float, float]:
     return past.now_s - days * DAY_S, past.now_s
 
 
-def _ahead(variants: Sequence[Machines], past: Past, days: int, draws: int, seed: int) -> Ahead | None:
+def _ahead(variants: Sequence[PlanNodes], past: Past, days: int, draws: int, seed: int) -> Ahead | None:
     """Return the draws of the days ahead, None with too little history."""
     if past.whole_days < LEAST_DAYS:
         return None
@@ -952,7 +958,7 @@ def _ahead(variants: Sequence[Machines], past: Past, days: int, draws: int, seed
     return ahead(variants, days_of(past.jobs, past.local), first, past.local, count=days, draws=draws, seed=seed)
 
 
-def _backtest_json(past: Past, more: Machines, days: int, draws: int, seed: int) -> Json | None:
+def _backtest_json(past: Past, more: PlanNodes, days: int, draws: int, seed: int) -> Json | None:
     if past.whole_days < HISTORY_DAYS + days:
         return None
     tested = backtest(
@@ -961,7 +967,7 @@ def _backtest_json(past: Past, more: Machines, days: int, draws: int, seed: int)
     return tested._asdict()
 
 
-VALUES: dict[str, Callable[[Replay], float]] = {
+VALUES: dict[str, Callable[[ReplayResult], float]] = {
     "wait_mean_s": lambda replay: replay.waits.mean_s,
     "gpu_wait_mean_s": lambda replay: replay.gpu_waits.mean_s,
     "utilization": lambda replay: replay.utilization,
@@ -974,11 +980,11 @@ def _bands_json(drawn: Ahead, variant: int) -> dict[str, dict[str, float]]:
     return {name: drawn.band(variant, value)._asdict() for name, value in VALUES.items()}
 
 
-def _replay_json(found: Replay) -> Json:
+def _replay_json(found: ReplayResult) -> Json:
     return asdict(found)
 
 
-def _machine_json(machine: Machine) -> Json:
+def _machine_json(machine: PlanNode) -> Json:
     return {**machine._asdict(), "partitions": sorted(machine.partitions)}
 
 
@@ -991,5 +997,5 @@ def _hours(seconds: float) -> str:
     return f"{seconds / HOUR_S:.1f} h" if seconds >= HOUR_S else format_time_s(round(seconds))
 
 
-def _left_out(found: Replay) -> str:
+def _left_out(found: ReplayResult) -> str:
     return f"; {found.left_out} jobs that no node of today can run are left out" if found.left_out else ""

@@ -15,7 +15,7 @@ from hpcsched.planner.capacity import (
     DAY_S,
     Arrival,
     EasyNodes,
-    Machine,
+    PlanNode,
     ahead,
     backtest,
     band_of,
@@ -43,11 +43,11 @@ def job(submit_s: float, run_s: float, **asked: object) -> Arrival:
     return Arrival(submit_s=submit_s, run_s=run_s, **(usual | asked))  # type: ignore[arg-type]
 
 
-def starts(machines: tuple[Machine, ...], *jobs: Arrival) -> list[float]:
+def starts(machines: tuple[PlanNode, ...], *jobs: Arrival) -> list[float]:
     return replay(jobs, EasyNodes(machines, jobs))
 
 
-SMALL, BIG = Machine("small", 4, 8000), Machine("big", 8, 32000, 2, "a100")
+SMALL, BIG = PlanNode("small", 4, 8000), PlanNode("big", 8, 32000, 2, "a100")
 
 
 @given(traces())
@@ -56,7 +56,7 @@ def test_on_one_node_every_start_is_that_of_the_pool(drawn: list[TraceJob]) -> N
     drawn = [each._replace(asked_s=max(1, each.asked_s)) for each in drawn]
     pool = EasyPool(PROCS, [each.procs for each in drawn], [each.asked_s for each in drawn])
     jobs = [Arrival(each.submit_s, each.run_s, each.asked_s, 1, each.procs, 0) for each in drawn]
-    assert starts((Machine("pool", PROCS, 0),), *jobs) == replay(drawn, pool)
+    assert starts((PlanNode("pool", PROCS, 0),), *jobs) == replay(drawn, pool)
 
 
 def test_a_job_takes_the_node_that_it_fills_most_and_waits_for_memory_and_gpus() -> None:
@@ -162,7 +162,7 @@ def test_the_bands_hold_on_a_real_log() -> None:
     """Of the KTH's year: 80 % bands, 70 to 90 % of the periods within, and the gain of a tenth more in its direction."""
     trace = read_trace(KTH)
     jobs = [Arrival(each.submit_s, each.run_s, each.asked_s, 1, each.procs, 0) for each in trace.jobs]
-    pool = Machine("pool", trace.procs, 0)
+    pool = PlanNode("pool", trace.procs, 0)
     tested = backtest((pool,), (pool._replace(cpus=110),), days_of(jobs, False), False, draws=40)
     assert tested.windows == 9
     assert 6 <= tested.wait_within <= 8
