@@ -259,7 +259,7 @@ class _Routes:
         return identity_of(_uid_of(request), self._reader.access())
 
     def with_errors(self, route: web.Route) -> web.Handler:
-        """Return a route's handler with its errors turned into error responses, and its time counted."""
+        """Return a route's handler that answers errors and counts its time."""
         answer_or_error = self._with_errors(route.handler)
 
         async def handle(request: web.Request) -> web.Response:

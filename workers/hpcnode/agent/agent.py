@@ -116,15 +116,7 @@ class Agent:
         self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
         self._accounts: Dict[Tuple[str, int], Tuple[float, user.UserAccount]] = {}
         self._helpers = helpers.Helpers(self._loop)
-        self._sampler = NodeSampler(
-            self._loop,
-            self._helpers,
-            GpuWatch(self._loop, environ),
-            ["/", "/tmp", root],  # noqa: S108 - only its free space is looked at
-            lambda: iter(self._ledger.entries.values()),
-            self.to_controller,
-            lambda: self._controller.unsent if self._controller is not None else 0,
-        )
+        self._sampler = self._make_sampler()
         resumable = ResumableClients(root, self._boot_id)
         self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], resumable, log)
         self._handlers = self._make_handlers()
@@ -134,6 +126,17 @@ class Agent:
         self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not known yet
         self._watchers: Dict[str, List[protocol.Address]] = {}  # other readers of the output of a token
         self._paused = False
+
+    def _make_sampler(self) -> NodeSampler:
+        return NodeSampler(
+            self._loop,
+            self._helpers,
+            GpuWatch(self._loop, self._environ),
+            ["/", "/tmp", self.root],  # noqa: S108 - only its free space is looked at
+            lambda: iter(self._ledger.entries.values()),
+            self.to_controller,
+            lambda: self._controller.unsent if self._controller is not None else 0,
+        )
 
     def run(self, ready_fd: int) -> None:
         """Serve until the agent is not needed any more.

@@ -1,4 +1,4 @@
-"""The watcher of GPUs: one child per agent, which asks the driver and writes a line at each look.
+"""The watcher of GPUs: a child of the agent that asks the driver and writes lines.
 
 The driver of a broken GPU may hang, and whoever asks it then waits in the kernel and cannot be killed. So the agent never asks.
 It reads the child's lines from a pipe. If no line comes for a while, `gpu_driver_answers` is 0, and the other values are

@@ -262,7 +262,7 @@ def _pressure(text: bytes, found: Values, name: str) -> None:
 
 
 def slow_look(mounts: Iterable[str], sys: str = "/sys") -> Values:
-    """Return values of file systems and sensors; a file system that does not answer has `answers` 0."""
+    """Return values of file systems and sensors. Call it in a child: it may block."""
     found = sensors(sys)
     found.update(file_systems(mounts))
     return found
@@ -449,7 +449,10 @@ class JobTrees:
         self._ticks_s = 1.0 / os.sysconf("SC_CLK_TCK")
 
     def look(self, steps: Mapping[str, Tuple[int, int, int]]) -> List[List[Number]]:
-        """Return a row for each job. `steps`: job, attempt and shepherd's pid by token; pid 0: none lives."""
+        """Return a row for each job.
+
+        `steps`: job, attempt and shepherd's pid by token; pid 0: none lives.
+        """
         self._others.difference_update(pid for _, _, pid in steps.values())
         table = self._table() if any(pid for _, _, pid in steps.values()) else {}
         children: Dict[int, List[int]] = {}
@@ -495,7 +498,10 @@ class JobTrees:
         ]
 
     def _table(self) -> Dict[int, List[bytes]]:
-        """Return the fields of /proc/PID/stat after the name, of all processes that may be a job's."""
+        """Return the fields of /proc/PID/stat after the name, by pid.
+
+        Processes that were no job's at an earlier look are left out.
+        """
         self._looks += 1
         if self._looks % OTHERS_LOOKS == 0:
             self._others.clear()
