@@ -201,6 +201,23 @@ def test_a_job_is_found_again_when_the_agent_was_killed(node: NodeUnderTest, wor
     assert (ended.codes, len(pids(work))) == ([5], 1)
 
 
+def test_a_killed_process_that_forks_tasks_is_replaced(node: NodeUnderTest, work: Path) -> None:
+    controller, shepherds = Controller(node), set()
+    while True:
+        token = controller.launch("while [ ! -e go ]; do sleep 0.05; done; rm go", work_dir=str(work))
+        started = controller.wait_status(token, protocol.STARTED)
+        shepherd = node.shepherds()[token]
+        for forker in set(process.children_of(shepherd)) - {started.pid}:
+            os.kill(forker, signal.SIGKILL)
+        (work / "go").touch()
+        ended = controller.final(token)
+        assert (ended.status, ended.codes) == (protocol.ENDED, [0])
+        controller.ack(ended)
+        if shepherd in shepherds:
+            return
+        shepherds.add(shepherd)
+
+
 def test_a_job_that_ended_while_there_was_no_agent_is_reported(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = controller.launch("while [ ! -e go ]; do sleep 0.05; done; exit 6", work_dir=str(work))

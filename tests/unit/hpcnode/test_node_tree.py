@@ -61,6 +61,43 @@ print(json.dumps({"killed": killed, "alive": alive, "end": living.wait()}))
 """
 
 
+# A task that has not executed a program, such as one that waits for its epilog, beside the process that forks tasks.
+UNUSUAL = """
+import json, os, signal
+from hpcnode.os import process
+from hpcnode.shepherd.process_tree import ProcessTree
+from hpcnode.shepherd.task import EXIT_SIGNAL
+
+class Loop:
+    def later(self, delay_s, call):
+        calls.append(call)
+
+def child():
+    pid = process.clone(EXIT_SIGNAL)
+    return pid or signal.pause()
+
+calls, tree = [], ProcessTree(Loop())
+forker, task = child(), child()
+process.set_apart(forker)
+tree.add_task(task)
+found = [list(tree.reap()), tree.is_empty]
+tree.kill()
+os.waitid(os.P_PID, task, os.WEXITED | os.WNOWAIT | process.ANY_CHILD)
+found += [[pid for pid, _, _ in tree.reap()] == [task], tree.is_empty, process.descendants([os.getpid()])]
+os.kill(forker, signal.SIGKILL)
+os.waitid(os.P_PID, forker, os.WEXITED | os.WNOWAIT | process.ANY_CHILD)
+found += [list(tree.reap()), process.end_apart(forker)]
+print(json.dumps(found))
+"""
+
+
+def test_a_tree_has_tasks_that_have_not_executed_a_program_but_not_the_forker() -> None:
+    environ = os.environ | {"PYTHONPATH": str(Path(hpcnode.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", UNUSUAL], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[], False, True, True, [], [], False]
+
+
 def test_e2_a_tree_with_a_cgroup_is_killed_through_it_before_processes_are_sought(tmp_path: Path) -> None:
     """A directory stands for the group. What is left when it is empty has been moved out of it."""
     (tmp_path / "cgroup.kill").touch()

@@ -26,6 +26,7 @@ from hpcnode.shepherd.step_state import (
     after,
     allows,
 )
+from hpcnode.shepherd.task import TaskForker
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
 from hpcnode.wire.shepherd_messages import EndCommitted, TasksStarted
@@ -107,9 +108,9 @@ def shepherd(tmp_path: Path) -> Iterator[Shepherd]:
     spool, text = FullSpool(str(tmp_path), CrashPoints()), token(1)
     spool.claim(launch(text), b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
     setting = Setting(spool, CrashPoints(), "boot", "n1", str(tmp_path / "sock"), False)
-    job = Assignment(launch(text), ACCOUNT, {}, 0, False)
+    job = Assignment(launch(text), ACCOUNT, {}, 0, False, lock_fd=-1)
     ours, theirs = socket.socketpair()
-    made = Shepherd(setting, job, theirs, Loop(), Own(ProcessIdentity(1, 1, "boot"), []))
+    made = Shepherd(setting, job, theirs, Loop(), Own(ProcessIdentity(1, 1, "boot"), TaskForker()))
     made._started = TasksStarted(7, 1.0, 1.0, [(7, 1, "boot")], (1, 1, "boot"), "boot", 1.0, 1001)
     made.state = StepState.RELEASED
     yield made

@@ -57,7 +57,7 @@ from hpcnode.wire.shepherd_messages import (
 
 IDLE_S = 60.0
 TICK_S = 0.1
-FORGET_S = 0.25
+FORGET_S = 1.0
 RENAMED_S = 0.3  # until the connection of a controller that uses another node name has closed
 HIGH_WATER = 8 << 20  # bytes unsent to the controller; above it the shepherds are paused
 LOW_WATER = 1 << 20

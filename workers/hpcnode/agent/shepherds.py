@@ -34,7 +34,7 @@ from hpcnode.shepherd.environment import MARKER
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.shepherd.relay import connect_in
 from hpcnode.shepherd.shepherd import Shepherd
-from hpcnode.shepherd.task import touched_signals
+from hpcnode.shepherd.task import EXIT_SIGNAL, TaskForker
 from hpcnode.wire import protocol, shepherd_messages
 from hpcnode.wire.message import Message, WireError
 
@@ -68,7 +68,9 @@ def member_main(setting: Setting, control: socket.socket) -> NoReturn:
         process.close_all_but([control.fileno()])
         process.become_subreaper()
         gc.set_threshold(GC_THRESHOLD)
-        _supervise_steps(setting, control)
+        forker = TaskForker()
+        forker.start()
+        _supervise_steps(setting, control, forker)
         code = 0
     except BaseException:
         import traceback  # see `agent` on the cost of imports
@@ -94,16 +96,19 @@ class _SignalTarget:
             self.shepherd.terminate()
 
 
-def _supervise_steps(setting: Setting, control: socket.socket) -> None:
+def _supervise_steps(setting: Setting, control: socket.socket, forker: TaskForker) -> None:
     loop, current = Loop(contains_faults=True), _SignalTarget()
     calls: Dict[int, Callable[[], None]] = {signal.SIGCHLD: current.reap, signal.SIGTERM: current.terminate}
+    calls[EXIT_SIGNAL] = current.reap
     wake_on_signals(loop, {**calls, signal.SIGINT: lambda: None, signal.SIGHUP: lambda: None})
-    own = _own(setting)
+    identity = process.identify(os.getpid(), setting.boot_id)
+    assert identity is not None
+    own = Own(identity, forker)
     while True:
         order = _next_order(setting, control)
         if order is None:
             return
-        job, lock_fd, talk = order
+        job, talk = order
         current.shepherd = shepherd = Shepherd(setting, job, talk, loop, own)
         shepherd.run()
         if not shepherd.is_clean:
@@ -111,20 +116,14 @@ def _supervise_steps(setting: Setting, control: socket.socket) -> None:
         current.shepherd = None
         shepherd.close()
         loop.clear_timers()
-        os.close(lock_fd)
+        os.close(job.lock_fd)
         try:
             control.send(IDLE)
         except OSError:
             return  # the agent is gone
 
 
-def _own(setting: Setting) -> Own:
-    identity = process.identify(os.getpid(), setting.boot_id)
-    assert identity is not None
-    return Own(identity=identity, signals=touched_signals())
-
-
-def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assignment, int, socket.socket]]:
+def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assignment, socket.socket]]:
     data, fds, _flags, _address = socket.recv_fds(control, MAX_ORDER, 2)
     if not data:
         return None
@@ -136,8 +135,8 @@ def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assi
         raise ValueError("no launch in the spool entry of %s" % token)
     group, cover = confined
     held = StepConfinement(None if group is None else cgroup.StepGroup(*group), mounts.Cover(*cover))
-    job = Assignment(launch, UserAccount(*account), environment, round_, suspended, held)
-    return job, fds[0], socket.socket(fileno=fds[1])
+    job = Assignment(launch, UserAccount(*account), environment, round_, suspended, fds[0], held)
+    return job, socket.socket(fileno=fds[1])
 
 
 MAX_IDLE = 8  # idle members that are kept for the next short jobs

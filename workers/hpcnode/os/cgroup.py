@@ -32,7 +32,6 @@ linux/bpf.h (bpf_cgroup_dev_ctx).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import os
@@ -41,6 +40,8 @@ import stat
 import struct
 import time
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from hpcnode.os import process
 
 OURS = "hpcsched"
 JOB_PREFIX = "job-"
@@ -61,9 +62,6 @@ ABANDONED_S = 3600.0
 _NOT_DELEGATED = "the agent is not root, and its cgroup is not delegated to it"
 LOCK_FILE = "/run/hpcsched-groups.lock"  # of root's agents
 ENTRY_S = 10.0  # from the making of a group until its first process
-CLONE_INTO_CGROUP = 0x200000000
-SYS_CLONE3 = 435  # on every architecture but alpha
-CLONE_ARGS_WORDS = 11  # of 8 bytes; the fifth is the exit signal, the last one the group
 
 
 class JobLimits(NamedTuple):
@@ -547,13 +545,20 @@ def cpu_list(text: str) -> Set[int]:
 # ----- entering
 
 
-def fork_into(group: Optional[StepGroup]) -> Tuple[int, bool]:
-    """Fork. Return the child's pid, and whether it was born in the group of version 2.
+def fork_into(group: Optional[StepGroup], exit_signal: int = signal.SIGCHLD, flags: int = 0) -> Tuple[int, bool]:
+    """Fork as `process.clone` does, if possible into the group of version 2.
 
-    Raises OSError. The child must call `enter` then.
+    Return the child's pid, and whether it was born in the group. Raises OSError. The child must call `enter` then.
     """
-    pid = _clone_into(group.unified) if group is not None and group.unified else -1
-    return (pid, True) if pid >= 0 else (os.fork(), False)  # a kernel before 5.7 cannot, or a filter forbids it
+    if group is not None and group.unified:
+        fd = os.open(group.unified, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return process.clone(exit_signal, flags | process.CLONE_INTO_CGROUP, fd), True
+        except OSError:
+            pass  # a kernel before 5.7
+        finally:
+            os.close(fd)
+    return process.clone(exit_signal, flags), False
 
 
 def enter(group: StepGroup, is_in_unified: bool) -> None:
@@ -562,24 +567,6 @@ def enter(group: StepGroup, is_in_unified: bool) -> None:
         _must_write(group.unified + "/cgroup.procs", "0")
     for path in group.tasks:
         _must_write(path, "0")
-
-
-def _clone_into(path: str) -> int:
-    """Fork into a group of version 2; return -1 if the kernel cannot."""
-    python = ctypes.PyDLL(None, use_errno=True)  # keeps Python's lock: the child continues with it
-    words = (ctypes.c_uint64 * CLONE_ARGS_WORDS)()
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    words[0], words[4], words[10] = CLONE_INTO_CGROUP, signal.SIGCHLD, fd
-    try:
-        ctypes.pythonapi.PyOS_BeforeFork()
-        pid = int(python.syscall(SYS_CLONE3, ctypes.byref(words), ctypes.c_size_t(ctypes.sizeof(words))))
-        if pid == 0:
-            ctypes.pythonapi.PyOS_AfterFork_Child()
-        else:
-            ctypes.pythonapi.PyOS_AfterFork_Parent()
-    finally:
-        os.close(fd)
-    return pid
 
 
 def adopt(tree_paths: Iterable[str], pid: int) -> bool:

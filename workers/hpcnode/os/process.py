@@ -3,7 +3,7 @@
 A process is (pid, start time in ticks, boot id). A pid alone is never enough to kill, because pids are reused. All uses of /proc,
 pidfds and prctl are here (those of cgroups are in `cgroup`), so that another system can be added.
 
-Sources: proc(5), pidfd_open(2), prctl(2), setsid(2), clock_gettime(2).
+Sources: proc(5), pidfd_open(2), prctl(2), setsid(2), clock_gettime(2), clone(2), wait4(2).
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ import time
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
 
 NO_PROCESS = frozenset({errno.EAGAIN, errno.ENOMEM})  # of fork(2): this node or account cannot have more processes
+
+ANY_CHILD = 0x40000000  # __WALL: also children whose exit signal is not SIGCHLD
+SYS_CLONE3 = 435  # on every architecture but alpha
+CLONE_ARGS_WORDS = 11  # of 8 bytes; the fifth is the exit signal, the last one a cgroup
+CLONE_PARENT = 0x8000  # the child is a child of our parent
+CLONE_INTO_CGROUP = 0x200000000
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
@@ -140,7 +146,7 @@ def is_named(words: bytes) -> bool:
 
 
 def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None) -> List[int]:
-    """Return the living processes below `roots`, parents before their children."""
+    """Return the living processes below `roots`, parents first, without those set apart."""
     known = all_processes() if table is None else table
     below: Dict[int, List[int]] = {}
     for pid, stat in known.items():
@@ -148,6 +154,7 @@ def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None
     found: List[int] = []
     seen: Set[int] = set(roots)
     todo = list(seen)
+    seen |= _apart
     while todo:
         for pid in below.get(todo.pop(), ()):
             if pid not in seen:
@@ -170,7 +177,7 @@ def quick_descendants(root: int) -> List[int]:
 
 
 def children_of(pid: int) -> List[int]:
-    """Return the children of a process, [] if it is gone."""
+    """Return the children of a process that are not set apart, [] if it is gone."""
     found: List[int] = []
     try:
         for task in os.listdir("/proc/%d/task" % pid):
@@ -178,7 +185,7 @@ def children_of(pid: int) -> List[int]:
                 found += [int(word) for word in file.read().split()]
     except (FileNotFoundError, ProcessLookupError):
         pass  # gone, or a kernel without these lists
-    return found
+    return [pid for pid in found if pid not in _apart] if _apart else found
 
 
 def name_of(pid: int) -> str:
@@ -271,6 +278,57 @@ def _environment(pid: int) -> List[bytes]:
 def environment_of(pid: int) -> Dict[bytes, bytes]:
     """Return the environment that the process was started with, {} if it is not readable."""
     return dict(item.split(b"=", 1) for item in _environment(pid) if b"=" in item)
+
+
+# ----- forks that os.fork cannot do
+
+_apart: Set[int] = set()  # children of this process that belong to no step
+
+
+def set_apart(pid: int) -> None:
+    """Leave a child of this process out of all lists of processes below it."""
+    _apart.add(pid)
+
+
+def end_apart(pid: int) -> bool:
+    """Note that a child has ended; return whether it was set apart."""
+    if pid not in _apart:
+        return False
+    _apart.discard(pid)
+    return True
+
+
+def has_usual_child() -> bool:
+    """Return whether this process has a child whose exit signal is SIGCHLD."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def clone(exit_signal: int, flags: int = 0, cgroup_fd: int = 0) -> int:
+    """Fork by clone3; return 0 in the child. This process must have one thread.
+
+    With CLONE_PARENT, the exit signal is our own and `exit_signal` must be 0. Raises OSError.
+    """
+    words = (ctypes.c_uint64 * CLONE_ARGS_WORDS)()
+    words[0], words[4], words[10] = flags, exit_signal, cgroup_fd
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = int(_python().syscall(SYS_CLONE3, ctypes.byref(words), ctypes.c_size_t(ctypes.sizeof(words))))
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    code = ctypes.get_errno()
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(code, "cannot fork: %s" % os.strerror(code))
+    return pid
+
+
+@functools.lru_cache(maxsize=1)
+def _python() -> ctypes.PyDLL:
+    return ctypes.PyDLL(None, use_errno=True)  # keeps Python's lock: the child continues with it
 
 
 @functools.lru_cache(maxsize=1)

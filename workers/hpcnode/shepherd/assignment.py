@@ -8,6 +8,7 @@ from hpcnode.os.account import UserAccount
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.process import ProcessIdentity
 from hpcnode.shepherd.confinement import StepConfinement
+from hpcnode.shepherd.task import TaskForker
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
 
@@ -28,7 +29,7 @@ class Own(NamedTuple):
     """Values of a shepherd's process, the same for all steps that it supervises in turn."""
 
     identity: ProcessIdentity
-    signals: Sequence[int]  # that this process handles or ignores
+    forker: TaskForker
 
 
 class Assignment(NamedTuple):
@@ -39,6 +40,7 @@ class Assignment(NamedTuple):
     environment: Dict[str, str]  # added to the launch's
     round: int  # counts the readers of the output, see `hpcnode.agent.shepherds`
     suspended: bool  # the job is suspended: the tasks are released when it is resumed
+    lock_fd: int  # of the spool entry
     confined: StepConfinement = StepConfinement()
 
 

@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import time
+import zlib
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from hpcnode import paths
@@ -68,10 +69,8 @@ class StepConfinement(NamedTuple):
 
 def survey(root: str, node: str, boot_id: str) -> Ground:
     """Find out what this agent can use, and prepare it."""
-    import hashlib  # rarely needed; see `hpcnode.agent.agent` on the cost of imports
-
-    agent = hashlib.sha256(os.fsencode("%s %s" % (boot_id, root))).hexdigest()[:8]  # agents of one machine differ
-    name = "%s-%s" % (node, agent)
+    # The agents of one machine differ. `hashlib` would map OpenSSL into each process that is forked from here.
+    name = "%s-%08x" % (node, zlib.crc32(os.fsencode("%s %s" % (boot_id, root))))
     missing = mounts.find_missing(root)
     tree = cgroup.find(name)
     if os.geteuid() != 0:

@@ -3,7 +3,8 @@
 It does not know what the processes are for, nor why they are suspended or killed.
 
 Rules:
-- The shepherd is their subreaper, so "no child is left" means that the tree is empty, detached processes included.
+- The shepherd is their subreaper, so "no child is left" means that the tree is empty, detached processes included. Its forker
+  (see `task`) is no part of the tree.
 - A suspended tree is frozen through its cgroup, if the shepherd has one: processes cannot notice that, and no signal wakes
   them. Without a cgroup they get SIGSTOP and SIGCONT. The shepherd itself is never stopped.
 - A tree with a cgroup is killed through it: the kernel does that at once, and nothing forks away. To look for thousands of
@@ -39,9 +40,14 @@ class ProcessTree:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._terminated: Set[int] = set()  # pids that were sent SIGTERM
+        self._tasks: Set[int] = set()
         self._kill_rounds = 0
         self.group = ""  # a cgroup that has all the processes; "": none
         self.is_empty = False  # it had processes, and has none any more
+
+    def add_task(self, pid: int) -> None:
+        """Note a child that is not counted as one by the kernel before it executes a program."""
+        self._tasks.add(pid)
 
     @property
     def was_killed(self) -> bool:
@@ -83,13 +89,15 @@ class ProcessTree:
         """Collect ended children; yield (pid, wait status, usage) of each."""
         while True:
             try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG | process.ANY_CHILD)
             except ChildProcessError:
-                self.is_empty = True
-                return
+                break
             if pid == 0:
-                return
-            yield pid, status, usage
+                break
+            if not process.end_apart(pid):
+                self._tasks.discard(pid)
+                yield pid, status, usage
+        self.is_empty = not self._tasks and not process.has_usual_child()
 
 
 def exceeds(root_pid: int, mem_mib: int) -> bool:

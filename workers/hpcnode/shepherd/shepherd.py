@@ -39,7 +39,7 @@ from hpcnode.shepherd.process_tree import (
 )
 from hpcnode.shepherd.relay import Relay, untaken_limit
 from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, StepEvent, StepState, after, allows
-from hpcnode.shepherd.task import READY, TaskPlan, run_task
+from hpcnode.shepherd.task import READY, TaskPlan
 from hpcnode.wire import protocol
 from hpcnode.wire.message import Message
 from hpcnode.wire.shepherd_messages import (
@@ -175,9 +175,11 @@ class Shepherd:
         if not self._is_helped:
             shared.update(job.environment)
         release_read, self._release_fd = os.pipe2(os.O_CLOEXEC)
-        for local_rank in range(launch.tasks.count):
-            self._fork_task(local_rank, shared, release_read)
-        os.close(release_read)
+        try:
+            for local_rank in range(launch.tasks.count):
+                self._fork_task(local_rank, shared, release_read)
+        finally:
+            os.close(release_read)
         self.setting.faults.reached("tasks.forked")
 
     def _fork_task(self, local_rank: int, shared: Dict[str, str], release_read: int) -> None:
@@ -187,10 +189,10 @@ class Shepherd:
         plan = self._plan_of(
             local_rank, streams, task_env=environment.task_environment(shared, self.launch, local_rank)
         )
-        pid, in_group = cgroup.fork_into(self._confined.group)
-        if pid == 0:
-            os.close(self._release_fd)  # or the release pipe would never end for the tasks
-            run_task(plan._replace(release_fd=release_read, status_fd=status_write, in_group=in_group))
+        pid = self.own.forker.fork(
+            plan._replace(release_fd=release_read, status_fd=status_write), self.job.lock_fd, self._release_fd
+        )
+        self._tree.add_task(pid)
         for fd in (*streams, status_write):
             if fd is not None:
                 os.close(fd)
@@ -244,7 +246,6 @@ class Shepherd:
             prolog=launch.task_prolog,
             epilog=launch.task_epilog,
             wait_for_children=launch.wait_for_children,
-            signals=self.own.signals,
             confined=self._confined,
             helped=self._helped() if self._is_helped else None,
         )

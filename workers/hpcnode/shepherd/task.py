@@ -1,6 +1,6 @@
-"""A task's process, from the fork of the shepherd to the user's program.
+"""A task's process, from its fork to the user's program.
 
-    own session, signals reset -> become the user -> umask, limits, directory, files, as the user -> report "ready" ->
+    own session -> become the user -> umask, limits, directory, files, as the user -> report "ready" ->
     wait until the shepherd has put our identity on disk -> prolog -> exec
 
 If the shepherd dies before the release, the release pipe ends and the task exits: without its record nothing runs. The task never
@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import _signal
 import _thread
+import contextlib
 import errno
+import gc
 import json
 import os
 import re
@@ -34,7 +36,7 @@ import time
 from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 from hpcnode.os import account as user
-from hpcnode.os import cgroup, mounts, rlimits
+from hpcnode.os import cgroup, mounts, process, rlimits
 from hpcnode.os.process import become_subreaper, die_with_parent
 from hpcnode.shepherd import environment
 from hpcnode.shepherd.confinement import StepConfinement
@@ -199,19 +201,9 @@ class TaskPlan(NamedTuple):
     prolog: str  # programs to run before and after its own; "" if none
     epilog: str
     wait_for_children: bool  # it is over when all processes that it started are
-    signals: Sequence[int]  # signals to reset, see `touched_signals`
     confined: StepConfinement
     in_group: bool = False  # it was born in its cgroup of version 2
     helped: Optional[Helped] = None  # the root helper starts the task; this process stands for it
-
-
-def touched_signals() -> List[int]:
-    """Return the signals that this process handles or ignores, and that its children inherit.
-
-    Call it once: it takes longer than everything else between a task's fork and its program.
-    """
-    numbers = (number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_DFL]
 
 
 def run_task(plan: TaskPlan) -> NoReturn:
@@ -221,7 +213,6 @@ def run_task(plan: TaskPlan) -> NoReturn:
     """
     try:
         os.setsid()
-        _reset_signals(plan.signals)
         _restore_oom_score()
         if plan.helped is not None:
             die_with_parent()
@@ -251,6 +242,152 @@ def _confine(plan: TaskPlan) -> mounts.HostTmp:
     if not plan.confined.cover.is_empty:
         mounts.enter(plan.confined.cover)
     return tmp
+
+
+# ----- the process that forks tasks
+# After a fork, the kernel copies each page that parent or child writes to. A shepherd writes to a quarter of its memory during a
+# short job, so it does not fork. Its *forker* does, a child that does nothing else. CLONE_PARENT makes the tasks children of the
+# shepherd.
+#
+# Rules:
+# - The exit signal of the forker is not SIGCHLD, so the kernel does not count it among the children that a shepherd waits for. A
+#   task has the same exit signal until it executes a program.
+# - Each order brings the lock of the spool entry, so a free lock means that no task waits for its release.
+# - It has the descriptors of a step only during a fork, and ends with its shepherd.
+
+
+EXIT_SIGNAL = signal.SIGURG  # ignored by default
+_SIZE = struct.Struct("!I")
+_ANSWER = struct.Struct("!i")  # a pid, or below 0 the error number of the fork
+_MAX_FDS = 6
+_CANNOT_CLONE = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG})  # a kernel before 5.3, or a filter
+
+
+class TaskForker:
+    """The forker of this shepherd, which is started again if somebody kills it."""
+
+    def __init__(self) -> None:
+        self._control: Optional[socket.socket] = None
+
+    def start(self) -> None:
+        """Start the forker early, before this process has written to much of its memory."""
+        with contextlib.suppress(OSError):  # the first task tries again
+            self._start()
+
+    def fork(self, plan: TaskPlan, lock_fd: int, release_end: int) -> int:
+        """Fork a task; return its pid. Raises OSError.
+
+        `release_end`: the shepherd's end of the release pipe, which the task must not have.
+        """
+        try:
+            return self._order(plan, lock_fd)
+        except OSError as error:
+            if error.errno not in _CANNOT_CLONE:
+                raise
+        pid = os.fork()
+        if pid == 0:
+            os.close(release_end)
+            _reset_signals()
+            run_task(plan)
+        return pid
+
+    def _order(self, plan: TaskPlan, lock_fd: int) -> int:
+        fds = [lock_fd, plan.release_fd, plan.status_fd]
+        fds += [fd for fd in (plan.stdin_fd, plan.stdout_fd, plan.stderr_fd) if fd is not None]
+        control = self._send(json.dumps(plan).encode(), fds)
+        answer = control.recv(_ANSWER.size)
+        if not answer:
+            self._drop()
+            raise OSError(errno.EAGAIN, "the process that forks tasks was killed")
+        pid: int = _ANSWER.unpack(answer)[0]
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
+
+    def _send(self, order: bytes, fds: List[int]) -> socket.socket:
+        """Send an order, to a new forker if the old one is gone: it forks after the whole order."""
+        for _ in range(2):
+            control = self._control or self._start()
+            try:
+                socket.send_fds(control, [_SIZE.pack(len(order))], fds)
+                control.sendall(order)
+                return control
+            except (BrokenPipeError, ConnectionResetError):
+                self._drop()
+        raise OSError(errno.EAGAIN, "the process that forks tasks is killed again and again")
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            try:
+                pid = process.clone(EXIT_SIGNAL)
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                _fork_tasks(theirs)
+        process.set_apart(pid)
+        self._control = ours
+        return ours
+
+    def _drop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+
+def _fork_tasks(control: socket.socket) -> NoReturn:
+    """Fork tasks until the shepherd is gone."""
+    try:
+        die_with_parent()
+        process.close_all_but([control.fileno()])
+        _reset_signals()
+        gc.disable()  # a collection writes to all memory
+        while True:
+            data, fds, _flags, _address = socket.recv_fds(control, _SIZE.size, _MAX_FDS)
+            if not data:
+                break
+            for fd in fds:
+                os.set_inheritable(fd, False)  # recv_fds of Python 3.11 ignores MSG_CMSG_CLOEXEC
+            plan = _plan_of(control.recv(_SIZE.unpack(data)[0], socket.MSG_WAITALL), fds)
+            try:
+                pid, in_group = cgroup.fork_into(plan.confined.group, 0, process.CLONE_PARENT)
+            except OSError as error:
+                pid, in_group = -(error.errno or errno.EAGAIN), False
+            if pid == 0:
+                control.close()
+                run_task(plan._replace(in_group=in_group))
+            control.send(_ANSWER.pack(pid))
+            for fd in fds:
+                os.close(fd)
+    finally:
+        os._exit(NOT_RELEASED)
+
+
+def _plan_of(order: bytes, fds: List[int]) -> TaskPlan:
+    """Return the plan in an order, with the descriptors that came with it."""
+    plan = TaskPlan(*json.loads(order))
+    group, cover = plan.confined
+    streams = iter(fds[3:])
+    return plan._replace(
+        account=user.UserAccount(*plan.account),
+        confined=StepConfinement(None if group is None else cgroup.StepGroup(*group), mounts.Cover(*cover)),
+        helped=None if plan.helped is None else Helped(*plan.helped),
+        release_fd=fds[1],
+        status_fd=fds[2],
+        stdin_fd=None if plan.stdin_fd is None else next(streams),
+        stdout_fd=None if plan.stdout_fd is None else next(streams),
+        stderr_fd=None if plan.stderr_fd is None else next(streams),
+    )
+
+
+def _reset_signals() -> None:
+    """Give all signals their default action: a program inherits those that are ignored."""
+    signal.set_wakeup_fd(-1)
+    for number in range(1, 32):
+        if number not in _UNCHANGEABLE and _signal.getsignal(number) is not _signal.SIG_DFL:
+            _signal.signal(number, _signal.SIG_DFL)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
 
 
 # ----- a task that the root helper starts: this process forwards signals to it, and ends as it did. If this process is killed,
@@ -311,13 +448,6 @@ def _order_for_helper(plan: TaskPlan, helped: Helped) -> Dict[str, Any]:
 def _refuse(plan: TaskPlan, why: str) -> NoReturn:
     os.write(plan.status_fd, why.encode("utf-8", "surrogateescape")[:4000])
     os._exit(NOT_RELEASED)
-
-
-def _reset_signals(touched: Sequence[int]) -> None:
-    signal.set_wakeup_fd(-1)
-    for number in touched:
-        _signal.signal(number, _signal.SIG_DFL)
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
 
 
 def _restore_oom_score() -> None:
@@ -418,7 +548,8 @@ MAX_OUTPUT = 1 << 20  # of a prolog
 PROLOG_S = 300.0  # after which a prolog is killed
 EPILOG_S = 10.0  # after which an epilog is killed
 LOOK_S = 0.02
-_LEFT_ALONE = (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD)
+_UNCHANGEABLE = (_signal.SIGKILL, _signal.SIGSTOP)
+_LEFT_ALONE = (*_UNCHANGEABLE, _signal.SIGCHLD)
 
 
 def run_prolog(program: str, env: Dict[str, str]) -> None:
