@@ -336,35 +336,6 @@ def start_nodes(
     return LoopbackNodes(machines, kind)
 
 
-def write_ssh_config(nodes: LoopbackNodes, path: Path) -> None:
-    """Write an OpenSSH client config, so that `ssh -F path NAME` reaches the nodes.
-
-    Host keys go next to it.
-    """
-    known_hosts = path.with_name(path.name + ".known_hosts")
-    known = [f"[{node.host}]:{node.port} {node.host_key}\n" for node in nodes.nodes.values()]
-    known_hosts.write_text("".join(known))
-    path.write_text("\n".join(_host_block(node, known_hosts.absolute()) for node in nodes.nodes.values()))
-
-
-def _host_block(node: LoopbackNode, known_hosts: Path) -> str:
-    settings = {
-        "HostName": node.host,
-        "Port": node.port,
-        "User": node.user,
-        "IdentityFile": _quoted(node.identity_file),
-        "IdentitiesOnly": "yes",
-        "UserKnownHostsFile": _quoted(known_hosts),
-        "GlobalKnownHostsFile": "/dev/null",
-        "StrictHostKeyChecking": "yes",
-    }
-    return f"Host {node.name}\n" + "".join(f"    {key} {value}\n" for key, value in settings.items())
-
-
-def _quoted(path: Path) -> str:
-    return f'"{path}"' if any(c.isspace() for c in str(path)) else str(path)
-
-
 def _check_names(names: Sequence[str]) -> None:
     if isinstance(names, str) or not names or len(set(names)) != len(names):
         raise RequestError(f"cannot start nodes {names!r}: a list of different names is needed")

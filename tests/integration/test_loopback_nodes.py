@@ -26,7 +26,7 @@ from waiting import PATIENCE_S, wait_until
 import hpcsched
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
 from hpcsched.loopback import cluster as loopback
-from hpcsched.loopback.cluster import LoopbackNode, LoopbackNodes, start_nodes, write_ssh_config
+from hpcsched.loopback.cluster import LoopbackNode, LoopbackNodes, start_nodes
 
 MIB = 1024 * 1024
 NOBODY = 65534
@@ -233,6 +233,35 @@ def test_the_private_keys_are_for_their_owner_only(cluster: LoopbackNodes) -> No
     node = cluster.nodes["node-a"]
     assert node.identity_file.stat().st_mode & 0o777 == 0o600
     assert (node.root / "ssh" / "host_key").stat().st_mode & 0o777 == 0o600
+
+
+def write_ssh_config(nodes: LoopbackNodes, path: Path) -> None:
+    """Write an OpenSSH client config, so that `ssh -F path NAME` reaches the nodes.
+
+    Host keys go next to it.
+    """
+    known_hosts = path.with_name(path.name + ".known_hosts")
+    known = [f"[{node.host}]:{node.port} {node.host_key}\n" for node in nodes.nodes.values()]
+    known_hosts.write_text("".join(known))
+    path.write_text("\n".join(host_block(node, known_hosts.absolute()) for node in nodes.nodes.values()))
+
+
+def host_block(node: LoopbackNode, known_hosts: Path) -> str:
+    settings = {
+        "HostName": node.host,
+        "Port": node.port,
+        "User": node.user,
+        "IdentityFile": quoted(node.identity_file),
+        "IdentitiesOnly": "yes",
+        "UserKnownHostsFile": quoted(known_hosts),
+        "GlobalKnownHostsFile": "/dev/null",
+        "StrictHostKeyChecking": "yes",
+    }
+    return f"Host {node.name}\n" + "".join(f"    {key} {value}\n" for key, value in settings.items())
+
+
+def quoted(path: Path) -> str:
+    return f'"{path}"' if any(c.isspace() for c in str(path)) else str(path)
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="NOT TESTED: no OpenSSH client here")
