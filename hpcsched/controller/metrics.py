@@ -45,7 +45,7 @@ EARLY = 4  # samples may come this much more often than asked
 LEAST_PAUSE_S = 0.2
 OLD_INTERVALS = 3  # a sample that is older is not shown
 MAX_ROUTES = 300
-MAX_ENDED = 100_000  # ended jobs that are remembered, so that each counts once
+MAX_ENDED = 20_000  # ended jobs that are remembered, so that each counts once
 COMPLAIN_S = 3600.0
 PROCESS_S = 10.0  # between looks at the controller's own memory
 

@@ -386,6 +386,12 @@ class Grammar:
             protocol.Condition(why=self.pick(["", "disk full", self.text()[:500]])),
             protocol.JobGone(incarnation=parts[0], job_id=job_id, attempt=self.random.randrange(3), stay=0),
             protocol.Facts(request=self.random.randrange(5), facts={"fault": self.text()}),
+            protocol.Sample(
+                columns=self.pick([[], ["node_load1", f"node_filesystem_size_bytes:{self.text()}", self.text()], ["x"] * 2000]),
+                values=[self.value() for _ in range(3)],
+                job_columns=["job_processes"],
+                jobs=[[self.value(), 0, 1], [job_id, 0, self.value()], []],
+            ),
             protocol.FileData(request=self.random.randrange(5), offset=0, size=5),
             protocol.Output(to=to, token=token, task=0, fd=1, offset=0, eof=False),
             protocol.InputAck(to=to, token=token, task=0, offset=0),
@@ -398,7 +404,7 @@ class Grammar:
 
     def welcome(self, node: str, epoch: int, inventory: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the first word of a node, in half of the cases a good one."""
-        facts = {"machine_id": "m", "fault": "", "is_root": True, "cpus": 4, "mem_mib": 4096}
+        facts = {"machine_id": "m", "fault": "", "is_root": True, "cpus": 4, "mem_mib": 4096, "samples": True}
         said = protocol.to_json(
             protocol.Welcome(
                 version=protocol.VERSION, node=node, boot_id=self.pick(["b1", "b2"]), agent_version="x", pid=1, epoch=epoch,

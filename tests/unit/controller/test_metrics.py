@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hpcsched.metrics.series import NodeSample
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import TrainingStatus
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 N1 = NodeName("n1")
 EVE = Identity(uid=77, user="eve", role=Role.USER)
 SERVICE = Identity(uid=1003, user="prom", role=Role.SERVICE)
@@ -136,7 +138,7 @@ def test_a_job_on_two_nodes_is_summed_and_has_its_training() -> None:
     assert "hpcsched_job_training_step" + labels not in page(cluster)
 
 
-def test_a_hostile_node_says_nothing_of_others_and_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_d7_a_hostile_node_says_nothing_of_others_and_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     cluster = lab()
     job_id = cluster.submit()
     cluster.run(job_id)
@@ -271,6 +273,22 @@ def test_slurms_pages_have_its_values() -> None:
     assert scheduler["slurm_sched_stats_timestamp"] > 0
     assert scheduler["slurm_sdiag_jobs_submitted"] == 3
     assert scheduler["slurm_sdiag_jobs_completed"] == 1
+
+
+def test_every_name_of_slurm_is_there() -> None:
+    cluster = lab()
+    cluster.run(cluster.submit(account="physics"))
+    for node in ("n1", "n2"):
+        send(cluster, node, node_memory_available_bytes=1)
+    found = {name.split("{")[0] for which in slurm.PAGES for name in page(cluster, which=which)}
+    wanted = set()
+    for line in (GOLDEN / "slurm-25.11-metrics.txt").read_text().splitlines()[1:]:
+        begin, _, ends = line.partition(":")
+        wanted |= {begin if end == "-" else f"{begin}_{end}" for end in ends.split()}
+    assert len(wanted) > 250
+    assert wanted - found == set()
+    later = {name for name in found - wanted if not name.endswith(("_gpus", "_gpus_alloc"))}  # of 25.11.1
+    assert later == set()
 
 
 # ----- the bars: 1,000 nodes of 40 series
