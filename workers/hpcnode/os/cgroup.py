@@ -32,6 +32,7 @@ linux/bpf.h (bpf_cgroup_dev_ctx).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import os
