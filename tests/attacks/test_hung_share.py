@@ -72,6 +72,7 @@ def test_g7_a_share_that_stops_answering_holds_up_its_own_jobs_alone(
     )  # fmt: skip
     wait_until((share.path / "work" / "began").exists, what="the job on the share")
     share.stop()
+    controller.send(protocol.SampleEvery(0.5, [str(share.path)]))
     begins = controller.launch("echo began", token=new_token(job=2), work_dir=on_share, stdout="out")
     writes = controller.launch(
         "echo hello", token=new_token(job=3), work_dir=str(place / "work"), stdout=f"{on_share}/out-3"
@@ -85,6 +86,10 @@ def test_g7_a_share_that_stops_answering_holds_up_its_own_jobs_alone(
     ended = controller.final(writes)
     assert ended.codes != [0]
     assert ended.why
+    answers = f"node_filesystem_answers:{share.path}"
+    named = controller.wait(lambda m: isinstance(m, protocol.Sample) and answers in m.columns)
+    assert named.values[named.columns.index(answers)] == 0
+    assert not is_blocked(node.agent.pid)
     share.go_on()
     assert controller.final(begins).codes == [0]
     (share.path / "work" / "gate").touch()

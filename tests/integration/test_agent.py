@@ -538,6 +538,8 @@ def test_samples_of_node_and_jobs_come_as_long_as_a_controller_wants_them(node: 
     controller = Controller(node)
     token = controller.launch("while :; do :; done", token=new_token(job=5, attempt=2))
     controller.wait_status(token, protocol.STARTED)
+    claim = controller.launch("", token=new_token(job=6, step="alloc"))
+    controller.wait_status(claim, protocol.CLAIMED)
     controller.send(protocol.SampleEvery(0.5))
     first = controller.wait(lambda m: isinstance(m, protocol.Sample))
     assert {"node_load1", "node_cpu_seconds_total:user", "node_memory_available_bytes"} <= set(first.columns)
@@ -546,8 +548,10 @@ def test_samples_of_node_and_jobs_come_as_long_as_a_controller_wants_them(node: 
     busy = controller.wait(
         lambda m: isinstance(m, protocol.Sample) and any(row[:2] == [5, 2] and row[cpu] > 0.1 for row in m.jobs)
     )
-    (row,) = busy.jobs
-    assert row[2 + first.job_columns.index("job_processes")] == 1
+    (row,) = [row for row in busy.jobs if row[0] == 5]
+    processes = 2 + first.job_columns.index("job_processes")
+    assert row[processes] == 1
+    assert [row[processes] for row in busy.jobs if row[0] == 6] == [0]  # it holds the node and runs nothing
     assert row[2 + first.job_columns.index("job_memory_bytes")] > 1 << 16
     controller.send(protocol.EndStep(token, 0.0, "cancelled"))
     assert controller.final(token).usage["cpu_user_s"] >= row[cpu] * 0.5

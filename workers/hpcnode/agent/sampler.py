@@ -19,6 +19,7 @@ admin-guide/pm/intel-rapl of the kernel.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
 
@@ -46,6 +47,7 @@ MAX_LABEL = 100
 RANGE = "range of "  # with an energy counter: where it starts again
 HUNG_AGAIN_S, HUNG_MOST_S = 120.0, 3600.0  # a file system that hung is asked again after a pause that doubles
 JOB_SHARE = 5e-4  # of a core: looks at jobs take less than this part of the time
+EXIT_SIGNAL = 35  # of the fields of /proc/PID/stat after the name
 OTHERS_LOOKS = 12  # then all processes are read again, because pids are used again
 CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 JOB_COLUMNS = [
@@ -442,6 +444,7 @@ class JobTrees:
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc
         self._others: Set[int] = set()  # processes of no job: what is born below a shepherd has a new pid
+        self._shepherds: Set[int] = set()
         self._looks = 0
         self._read: Set[int] = set()  # processes of jobs in this look
         self._steps: Dict[str, JobUse] = {}  # by token
@@ -453,8 +456,11 @@ class JobTrees:
 
         `steps`: job, attempt and shepherd's pid by token; pid 0: none lives.
         """
-        self._others.difference_update(pid for _, _, pid in steps.values())
-        table = self._table() if any(pid for _, _, pid in steps.values()) else {}
+        shepherds = {pid for _, _, pid in steps.values() if pid}
+        if not shepherds <= self._shepherds:
+            self._others.clear()  # it may have been there, as that of no job yet
+        self._shepherds = shepherds
+        table = self._table() if shepherds else {}
         children: Dict[int, List[int]] = {}
         for pid, fields in table.items():
             children.setdefault(int(fields[1]), []).append(pid)
@@ -522,7 +528,9 @@ class JobTrees:
         self._read.add(shepherd)
         uses = [JobUse(cpu_ticks=int(own[13]) + int(own[14]))]
         io = self._io(shepherd)
-        todo = list(children.get(shepherd, ()))
+        # The shepherd's own helper, and a task that has not executed its program yet, have another exit signal.
+        self._read.update(children.get(shepherd, ()))
+        todo = [pid for pid in children.get(shepherd, ()) if table[pid][EXIT_SIGNAL] == _SIGCHLD]
         while todo:
             pid = todo.pop()
             self._read.add(pid)
@@ -552,6 +560,7 @@ class JobTrees:
 
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SIGCHLD = b"%d" % signal.SIGCHLD
 
 
 def _sum(uses: List[JobUse]) -> JobUse:
@@ -647,7 +656,7 @@ class NodeSampler:
         steps = {
             entry.token: (entry.key.job_id, entry.key.attempt, _shepherd_of(entry))
             for entry in self._entries()
-            if not entry.is_final and entry.status == protocol.STARTED
+            if not entry.is_final  # with claims: a job that holds the node and runs nothing is worth knowing
         }
         rows = self._trees.look(steps)
         self._jobs_due_s = now_s + (time.process_time() - began_s) / JOB_SHARE - self._order.interval_s
