@@ -44,9 +44,10 @@ def as_user(name: str, ask: Callable[[], Any]) -> Any:
     pid = os.fork()
     if pid == 0:
         try:
-            os.setgroups([])
-            os.setresgid(account.pw_gid, account.pw_gid, account.pw_gid)
-            os.setresuid(account.pw_uid, account.pw_uid, account.pw_uid)
+            if os.geteuid() != account.pw_uid:
+                os.setgroups([])
+                os.setresgid(account.pw_gid, account.pw_gid, account.pw_gid)
+                os.setresuid(account.pw_uid, account.pw_uid, account.pw_uid)
             try:
                 result = ask()
             except HpcschedError as error:
