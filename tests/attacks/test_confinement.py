@@ -25,7 +25,7 @@ import pytest
 from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_token, running_node
 from waiting import wait_until
 
-from hpcnode.os import cgroup
+from hpcnode.os import cgroup, process
 from hpcnode.shepherd import confinement
 from hpcnode.wire import protocol
 from tests.attacks.siege import SYSTEM_PYTHON
@@ -500,6 +500,84 @@ def test_b9_nothing_stays_in_tmp(node: NodeUnderTest, work: Path) -> None:
     assert not Path("/tmp", name).exists()
     assert not Path("/dev/shm", name).exists()
     wait_until(lambda: not list((node.root / "tmp").glob("*")), what="the removal of the job's /tmp")
+
+
+# Ways out of the private mounts, the groups and the account. Each prints something only if it has succeeded.
+ESCAPES = {
+    "umount of /tmp": "unshare -Urm sh -c 'umount -l /tmp && ls /tmp/OUTSIDE'",
+    "umount of /proc": "unshare -Urm sh -c 'umount -l /proc && ls -d /proc/1'",
+    "a bind mount of what is below": "unshare -Urm sh -c 'mount --bind / /mnt && ls /mnt/tmp/OUTSIDE'",
+    "a copy of the mounts": "unshare -Urm sh -c 'mount --rbind / /mnt && mount --make-rprivate /mnt; "
+    "umount -l /mnt/tmp && ls /mnt/tmp/OUTSIDE'",
+    "another root": "unshare -Urm sh -c 'mount --rbind / /mnt && cd /mnt && pivot_root . tmp && ls /tmp/tmp/OUTSIDE'",
+    "a /proc that shows all": "unshare -Urm sh -c 'mount -o remount,hidepid=0 /proc && ls -d /proc/1'",
+    "another /proc": "unshare -Urm sh -c 'mount -t proc proc /mnt && ls -d /mnt/VICTIM'",
+    "the root of another process": "cat /proc/VICTIM/root/etc/passwd; cat /proc/1/root/etc/passwd",
+    "the mounts of another process": "nsenter -t VICTIM -m ls /tmp/OUTSIDE; unshare -Ur nsenter -t VICTIM -m ls /tmp/OUTSIDE",
+    "the mounts of the shepherd": "nsenter -t $PPID -m ls /tmp/OUTSIDE; ls /proc/$PPID/root/tmp/OUTSIDE",
+    "another group": "for file in $(find /sys/fs/cgroup -maxdepth 3 -name tasks -o -maxdepth 3 -name cgroup.procs); do "
+    "echo 0 > $file && echo $file; done",
+    "limits of groups": "find /sys/fs/cgroup -maxdepth 4 -writable -type d -o -maxdepth 4 -name '*max' -writable",
+    "a mount of groups": "unshare -UrmC sh -c 'mount -t cgroup2 none /mnt && echo max > /mnt/pids.max && echo $?'",
+    "release_agent": "unshare -UrmC sh -c 'mount -t cgroup -o pids none /mnt && echo /x > /mnt/release_agent && echo $?'",
+    "devices": "mknod /tmp/disk b 8 0 && echo $?; unshare -Ur mknod /tmp/disk b 8 0 && echo $?",
+    "another account": "unshare -Ur cat /etc/shadow; setpriv --reuid=0 id",
+    "a unit of systemd": "systemd-run --quiet --wait --pipe id; systemd-run --user --quiet --wait --pipe id",
+    "a program of the kernel": "echo '|/bin/sh' > /proc/sys/kernel/core_pattern && echo $?",
+    "no victim of the OOM killer": "echo -1000 > /proc/self/oom_score_adj && echo $?",
+}
+
+
+@needs("tmp")
+@needs("proc")
+@needs("processes")
+@pytest.mark.skipif(not shutil.which("unshare"), reason="NOT TESTED: needs unshare of util-linux")
+def test_e4_a_user_does_not_leave_the_confinement(node: NodeUnderTest, work: Path) -> None:
+    """Neither by user namespaces, in which everybody is root, nor by what others have left open."""
+    outside = Path(tempfile.mkstemp(prefix="outside-", dir="/tmp")[1])
+    with subprocess.Popen(["sleep", "600"]) as victim:
+        lines = [f"({way}) > {number} 2> {number}.err" for number, way in enumerate(ESCAPES.values())]
+        script = "\n".join(lines).replace("OUTSIDE", outside.name).replace("VICTIM", str(victim.pid))
+        try:
+            run(node, work, script + "\necho tried")
+        finally:
+            victim.kill()
+            outside.unlink()
+    assert said(work) == "tried\n"
+    assert {name: text for number, name in enumerate(ESCAPES) if (text := (work / str(number)).read_text())} == {}
+
+
+DAEMON = f"""{SYSTEM_PYTHON} -I - <<'X'
+import ctypes, os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open("daemon", "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+traced = ctypes.CDLL(None).ptrace(0x4206, int(open("pid").read()), 0, 0)
+open("traced", "w").write(str(traced))
+time.sleep(600)
+X
+"""
+
+
+@needs("kill")
+def test_e2_a_job_whose_process_another_job_traces_leaves_nothing(node: NodeUnderTest, work: Path) -> None:
+    """Both jobs are of one account. The second also leaves a daemon."""
+    controller = Controller(node)
+    fields = {"confine": share(), "work_dir": str(work), "user": ACCOUNT}
+    first = controller.launch("echo $$ > pid; exec sleep 600", token=new_token(), **fields)
+    wait_until(lambda: (work / "pid").exists() and (work / "pid").read_text(), what="the first job")
+    second = controller.launch(DAEMON, token=new_token(job=2), **fields)
+    for name in ("traced", "daemon"):
+        wait_until(lambda name=name: (work / name).exists() and (work / name).read_text(), what=name)
+    for job, token in ((1, first), (2, second)):
+        controller.send(protocol.EndJob(INCARNATION, job, 0, 0.0))
+        controller.final(token)
+    for name in ("pid", "daemon"):
+        stat = process.read_stat(int((work / name).read_text()))
+        assert stat is None or stat.state == "Z"  # its shepherd lives until its report is acknowledged
 
 
 PASS_TMP_ON = """python3 - <<'X'

@@ -188,6 +188,17 @@ def children_of(pid: int) -> List[int]:
     return [pid for pid in found if pid not in _apart] if _apart else found
 
 
+def is_traced_zombie(pid: int) -> bool:
+    """Return whether a process has ended, with all its threads, and its tracer has not looked."""
+    try:
+        text = read_file("/proc/%d/status" % pid)
+    except OSError:
+        return False
+    facts = dict(line.split(b":", 1) for line in text.splitlines() if b":" in line)
+    is_dead = facts.get(b"State", b"").split()[:1] == [b"Z"] and facts.get(b"Threads", b"").strip() in (b"0", b"1")
+    return is_dead and facts.get(b"TracerPid", b"0").strip() != b"0"
+
+
 def name_of(pid: int) -> str:
     """Return the kernel's name of a process (comm), "" if it is gone."""
     try:

@@ -9,6 +9,7 @@ Rules:
   them. Without a cgroup they get SIGSTOP and SIGCONT. The shepherd itself is never stopped.
 - A tree with a cgroup is killed through it: the kernel does that at once, and nothing forks away. To look for thousands of
   processes of a fork bomb takes longer than it takes the bomb to make others.
+- A killed process that a process outside of the tree traces stays a zombie until its tracer looks: it counts as gone.
 - A stopped tree can be killed, but must be resumed before it can end on SIGTERM.
 - Pages that processes share count once for each process, as in Slurm. The memory limit asks for the exact share (Pss) before
   it kills, because that is more expensive.
@@ -44,6 +45,7 @@ class ProcessTree:
         self._kill_rounds = 0
         self.group = ""  # a cgroup that has all the processes; "": none
         self.is_empty = False  # it had processes, and has none any more
+        self.on_killed: Callable[[], None] = lambda: None  # for what sends no SIGCHLD, because it is traced
 
     def add_task(self, pid: int) -> None:
         """Note a child that is not counted as one by the kernel before it executes a program."""
@@ -79,6 +81,8 @@ class ProcessTree:
             self._kill_one_by_one()  # with a group: what root has moved out of it
         self._kill_rounds += 1
         self._loop.later(min(1.0, 0.01 * 2**self._kill_rounds), self.kill)
+        if self._kill_rounds > 1:
+            self.on_killed()
 
     def _kill_one_by_one(self) -> None:
         if self._kill_rounds > 0:
@@ -98,6 +102,15 @@ class ProcessTree:
                 self._tasks.discard(pid)
                 yield pid, status, usage
         self.is_empty = not self._tasks and not process.has_usual_child()
+        if not self.is_empty and self.was_killed:
+            self.is_empty = self._is_traced_and_dead()
+
+    def _is_traced_and_dead(self) -> bool:
+        """Return whether all that is left are zombies that others trace."""
+        if self.group and cgroup.is_populated(self.group):
+            return False
+        left = process.children_of(os.getpid())
+        return bool(left) and all(process.is_traced_zombie(pid) for pid in left)
 
 
 def exceeds(root_pid: int, mem_mib: int) -> bool:

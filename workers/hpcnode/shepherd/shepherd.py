@@ -102,6 +102,7 @@ class Shepherd:
         self._suspension = Suspension(loop, job.suspended)
         self._confined = job.confined
         self._tree = ProcessTree(loop)
+        self._tree.on_killed = self.reap
         self._bomb: Optional[ForkBomb] = None  # None: processes are not limited
         if job.confined.group is not None:
             self._suspension.group = self._tree.group = job.confined.group.unified
@@ -501,6 +502,10 @@ class Shepherd:
             for task in self._tasks:
                 if task.pid == pid:
                     self._task_over(task, status)
+        if self._tree.is_empty:
+            for task in self._tasks:  # killed, and another process traces it
+                if not task.over:
+                    self._task_over(task, signal.SIGKILL)
         in_grace = self._kill_at_s is not None and process.boot_clock_s() < self._kill_at_s
         if self.state is StepState.ENDING and in_grace and not self._tree.is_empty:
             self._tree.terminate_orphans()
