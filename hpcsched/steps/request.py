@@ -312,6 +312,12 @@ class _Given:
         return parse(text) if text else None
 
 
+def request_bytes(request: protocol.StepRequest) -> int:
+    """Return the size of a request in bytes, about."""
+    texts = (*request.argv, *request.env, *request.env.values(), *map(str, request.options.values()))
+    return sum(map(len, texts)) + 64 * len(texts)
+
+
 def _check_command(request: protocol.StepRequest) -> None:
     if not request.argv or not request.argv[0]:
         raise RequestError("cannot start a step: it has no command")

@@ -46,7 +46,7 @@ from hpcsched.model.units import whole_number
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.environment import PRESERVED, node_environment, with_propagated, with_users
 from hpcsched.steps.layout import NodeTasks
-from hpcsched.steps.request import StepOptions, read_options
+from hpcsched.steps.request import StepOptions, read_options, request_bytes
 from hpcsched.steps.step import (
     ASK_AGAIN,
     HALF_THERE,
@@ -507,6 +507,7 @@ class Watching:
 
 
 _SIGKILL = 9
+MAX_WAITING_BYTES = 64 << 20  # of the requests of one account's waiting steps
 _BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
 
 
@@ -715,8 +716,9 @@ class StepService:
         elif request.job_id:
             self._enqueue(origin, request, permitted_job(self._ports, origin, envelope, JobId(request.job_id)))
         elif origin[0] == HEAD:
+            size = self._checked_size(request, envelope.uid)
             job_id = self._ports.allocate(request, envelope.uid)
-            self._held[job_id] = Waiting(origin, request)
+            self._held[job_id] = Waiting(origin, request, uid=envelope.uid, size=size)
             self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
         else:
             raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
@@ -751,8 +753,19 @@ class StepService:
             if place is not None:
                 self._start(waiting, job, place)
                 return
-        self._queues.add(job.id, waiting)
+        self._queues.add(job.id, waiting._replace(uid=job.uid, size=self._checked_size(request, job.uid)))
         self._ports.reply(origin, _waiting(job.id, f"Job {job.id} {_BUSY}"), b"")
+
+    def _checked_size(self, request: protocol.StepRequest, uid: int) -> int:
+        """Return the size of a request that is to wait. Raises RequestError if it may not."""
+        size = request_bytes(request)
+        held = sum(waiting.size for waiting in self._held.values() if waiting.uid == uid)
+        if self._queues.size_of(uid) + held + size > MAX_WAITING_BYTES:
+            raise RequestError(
+                f"cannot have the step wait: the waiting steps of your jobs have more than {MAX_WAITING_BYTES >> 20} MiB of "
+                "environments and arguments; wait until some have started, or use --export=NONE"
+            )
+        return size
 
     def _busy(self, job: Job) -> list[Place]:
         runs = [run for step in self._steps.of_job(job.id) for run in step.runs.values()]

@@ -407,12 +407,14 @@ class StepTable:
 class Waiting(NamedTuple):
     """A request of the step command behind `origin`.
 
-    `options` None: they are read when its job has its nodes.
+    `options` None: they are read when its job has its nodes. `size`: of the request, in bytes.
     """
 
     origin: Origin
     request: protocol.StepRequest
     options: StepOptions | None = None
+    uid: int = 0  # of its job
+    size: int = 0
 
 
 class StepQueues:
@@ -448,6 +450,10 @@ class StepQueues:
             self._queues[job_id] = deque(waiting for waiting in self._queues[job_id] if waiting.origin != origin)
             self._clear(job_id)
         return jobs
+
+    def size_of(self, uid: int) -> int:
+        """Return the bytes of the requests of the account's waiting steps."""
+        return sum(waiting.size for queue in self._queues.values() for waiting in queue if waiting.uid == uid)
 
     def origins(self) -> list[tuple[Origin, JobId]]:
         """Return the origins of waiting steps, each with its job."""

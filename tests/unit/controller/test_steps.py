@@ -45,6 +45,19 @@ def test_a_job_gives_nodes_back_for_who_may_start_steps_in_it() -> None:
     assert len(bench.resized) == 1
 
 
+def test_e1_waiting_steps_of_one_account_do_not_fill_the_memory() -> None:
+    """Each may have an environment of 4 MiB, and an account 512 connections to each agent."""
+    bench = StepBench()
+    bench.asks(ntasks="5")
+    env = {f"V{number}": "x" * 100_000 for number in range(40)}  # one text: the test needs no such memory
+    last = [bench.asks(origin=(N1, 100 + number), ntasks="5", env=env) for number in range(20)]
+    assert [isinstance(each, protocol.StepWaiting) for each in last] == [True] * 16 + [False] * 4
+    assert "the waiting steps of your jobs have more than 64 MiB" in last[-1].error
+    held = bench.asks(origin=(HEAD, 5), job_id=0, env=env)
+    assert "have more than 64 MiB" in held.error
+    assert isinstance(bench.asks(origin=(N1, 200), ntasks="5"), protocol.StepWaiting)
+
+
 def test_the_codes_of_all_ranks_come_in_order() -> None:
     bench = StepBench()
     bench.asks(ntasks="5")
