@@ -202,8 +202,8 @@ ALERTS: dict[str, tuple[str, str, str, str]] = {
         "{{ $labels.mount }} on node {{ $labels.node }} is 97 % full.",
     ),
     "InodesFull": (
-        "hpcsched_node_filesystem_free_inodes / (hpcsched_node_filesystem_inodes > 0) < 0.03", "10m", "warning",
-        "{{ $labels.mount }} on node {{ $labels.node }} has no inodes left.",
+        "hpcsched_node_filesystem_free_inodes < 10000 and hpcsched_node_filesystem_free_inodes > 0", "10m", "warning",
+        "{{ $labels.mount }} on node {{ $labels.node }} has few inodes left.",
     ),
     "FileSystemReadOnly": (
         'hpcsched_node_filesystem_read_only{mount!="/"} == 1', "5m", "warning",

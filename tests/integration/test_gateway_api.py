@@ -20,6 +20,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from gateway_server import AS_ROOT, USER, Served, serving
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 HELD = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp", "hold": True}
 
@@ -274,6 +275,9 @@ def test_metrics_are_for_tokens_with_their_scope_and_come_compressed(served: Ser
     status, headers, body = got("/metrics", **mine)
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert b"hpcsched_build_info{" in body
+    whole = wait_until(lambda: b"hpcsched_node_load1{" in (page := got("/metrics", **mine)[2]) and page.decode())
+    samples = [(one.name, *sorted(one.labels.items())) for family in parse_text(whole) for one in family.samples]
+    assert len(samples) == len(set(samples)) > 100
     status, headers, packed = got("/metrics", Accept_Encoding="gzip", Accept="application/openmetrics-text", **mine)
     assert (status, headers["content-encoding"]) == (200, "gzip")
     assert gzip.decompress(packed).endswith(b"# EOF\n")

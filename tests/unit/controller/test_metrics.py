@@ -13,12 +13,14 @@ from cluster import ANN, BOB, ROOT, Cluster
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from hpcnode.agent import gpu_watch, sampler
+from hpcnode.agent.sampler import JOB_COLUMNS, Counters
 from hpcnode.wire import protocol
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Role
 from hpcsched.config.load import MetricsSettings
 from hpcsched.controller import metrics
 from hpcsched.metrics import slurm
-from hpcsched.metrics.series import NodeSample
+from hpcsched.metrics.series import TABLE, Group, NodeSample
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import TrainingStatus
 
@@ -291,7 +293,32 @@ def test_every_name_of_slurm_is_there() -> None:
     assert later == set()
 
 
-# ----- the bars: 1,000 nodes of 40 series
+# ----- the bars: series of a lab, 1,000 nodes of 40 series
+
+
+def test_a_lab_of_50_nodes_with_200_gpus_and_100_jobs_has_at_most_7000_series() -> None:
+    cluster = lab(*(f"n{i}" for i in range(50)))
+    seen = {**Counters().look(), **sampler.sensors(), **sampler.file_systems(["/", "/tmp", "/srv"])}
+    columns = [*seen, "gpu_driver_answers", *(f"node_temperature_celsius:chip{i}" for i in range(3))]
+    for series in TABLE.values():
+        if series.group is Group.GPU and series.column_labels:
+            kinds = {"reason": tuple(gpu_watch.THROTTLE), "kind": ("corrected", "uncorrected"), "model": ("u:m",)}.get(
+                series.column_labels[-1], ("",)
+            )
+            columns += [":".join(filter(None, (series.name, str(gpu), kind))) for gpu in range(4) for kind in kinds]
+    for _ in range(100):
+        cluster.run(cluster.submit())
+    for name in cluster.state.nodes:
+        jobs = [[job.id, 0, *(1 for _ in JOB_COLUMNS)] for job in cluster.state.jobs_on(name)]
+        sample = protocol.Sample(columns=columns, values=[1] * len(columns), jobs=jobs, job_columns=JOB_COLUMNS)
+        cluster.controller.metrics.sampled(name, sample, cluster.now_s)
+    found = page(cluster)
+    assert len([name for name in found if name.startswith("hpcsched_gpu_utilization_ratio")]) == 200
+    assert len([name for name in found if name.startswith("hpcsched_job_info")]) == 100
+    assert 4000 < len(found) <= 7000
+
+
+# ----- 1,000 nodes
 
 
 def test_the_page_of_1000_nodes_is_made_in_short_slices() -> None:

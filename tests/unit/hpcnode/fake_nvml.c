@@ -74,7 +74,6 @@ int nvmlDeviceGetPowerUsage(void *device, unsigned *mw) { *mw = 250500; return s
 int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned *mw) { *mw = 300000; return status(device); }
 int nvmlDeviceGetTemperature(void *device, int sensor, unsigned *celsius) { *celsius = 60 + sensor; return status(device); }
 int nvmlDeviceGetClockInfo(void *device, int type, unsigned *mhz) { *mhz = 1000 + type; return status(device); }
-int nvmlDeviceGetPcieThroughput(void *device, int way, unsigned *kb) { *kb = 10 + way; return status(device); }
 
 int nvmlDeviceGetTotalEccErrors(void *device, int kind, int counter, unsigned long long *errors)
 {

@@ -61,7 +61,7 @@ def test_counters_of_proc_are_read_in_base_units(tmp_path: Path, sys_root: str) 
     wanted = {
         "node_cpu_seconds_total:user": 100 * tick,
         "node_cpu_seconds_total:steal": 8 * tick,
-        "node_context_switches_total": 123,
+        "node_cpu_seconds_total:irq": (6 + 7) * tick,
         "node_processes_blocked": 1,
         "node_memory_available_bytes": 600 << 10,
         "node_swap_used_bytes": 60 << 10,
@@ -127,7 +127,7 @@ def test_4096_cpus_are_read_whole(tmp_path: Path, sys_root: str) -> None:
     per_cpu = "".join(f"cpu{i} 123456789 2 3 4 5 6 7 8 9 10\n" for i in range(4096))
     text = PROC["stat"].replace("cpu0 1 2 3\n", per_cpu + "intr " + "0 " * 50_000 + "\n")
     found = Counters(tree(tmp_path / "proc", {"stat": text}), sys_root).look()
-    assert found["node_processes_running"] == 2
+    assert found["node_processes_blocked"] == 1
 
 
 def test_every_column_is_in_the_table() -> None:
@@ -149,6 +149,9 @@ def test_sensors_are_read_and_broken_ones_are_absent(tmp_path: Path) -> None:
             "class/hwmon/hwmon0/temp1_input": "45000\n",
             "class/hwmon/hwmon0/temp1_label": "Package id 0\n",
             "class/hwmon/hwmon0/temp2_input": "nan\n",
+            "class/hwmon/hwmon0/temp3_input": "51000\n",
+            "class/hwmon/hwmon0/temp4_input": "511000\n",
+            "class/hwmon/hwmon1/temp1_input": "-273000\n",
             "class/hwmon/hwmon0/temp1_crit": "100000\n",
             "class/hwmon/hwmon0/power1_average": "65000000\n",
             "class/thermal/thermal_zone0/temp": "38500\n",
@@ -173,9 +176,8 @@ def test_sensors_are_read_and_broken_ones_are_absent(tmp_path: Path) -> None:
     found = sensors(root)
     assert found.pop(sampler.RANGE + "package-0") == pytest.approx(262143.32885)
     assert found == {
-        "node_temperature_celsius:coretemp/Package id 0": 45.0,
+        "node_temperature_celsius:coretemp": 51.0,  # the hottest
         "node_power_watts:coretemp/power1": 65.0,
-        "node_temperature_celsius:thermal_zone0/x86_pkg_temp": 38.5,
         "node_throttled_total:core": 11,  # each physical core once
         "node_throttled_total:package": 9,
         "node_ecc_errors_total:corrected": 3,
@@ -184,6 +186,18 @@ def test_sensors_are_read_and_broken_ones_are_absent(tmp_path: Path) -> None:
         "node_energy_joules_total:package-0": 2.5,
         "node_network_carrier_changes_total:eth0": 4,
     }
+
+
+def test_thermal_zones_are_read_where_there_is_no_hwmon(tmp_path: Path) -> None:
+    files = {"class/thermal/thermal_zone0/temp": "38500\n", "class/thermal/thermal_zone0/type": "cpu\n"}
+    assert sensors(tree(tmp_path, files)) == {"node_temperature_celsius:thermal_zone0/cpu": 38.5}
+
+
+def test_directories_of_one_file_system_are_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    found = file_systems([str(tmp_path), str(tmp_path / "a")])
+    assert f"node_filesystem_size_bytes:{tmp_path}" in found
+    assert not [name for name in found if name.endswith("/a")]
 
 
 def test_a_machine_without_sensors_has_none(tmp_path: Path) -> None:

@@ -33,15 +33,13 @@ MAX_GPUS = 32
 MAX_TEXT = 80
 LOOK_S = 0.5  # nvidia-smi lists all GPUs of a look within this time
 # Bits of the reasons for a lower clock. The power limit that a user set is not among them: it is no fault.
-THROTTLE = {"heat": 0x20 | 0x40, "power_brake": 0x80, "hardware": 0x08}
-PCIE_TX, PCIE_RX = 0, 1
-CLOCK_SM, CLOCK_MEMORY = 1, 2
+THROTTLE = {"heat": 0x20 | 0x40}
+CLOCK_SM = 1
 INSUFFICIENT_SIZE = 7
 _BASIC = ("index", "uuid", "name", "utilization.gpu", "memory.total", "memory.used", "temperature.gpu", "power.draw")
 _MORE = (
     "enforced.power.limit",
     "clocks.sm",
-    "clocks.mem",
     "clocks_throttle_reasons.active",
     "ecc.errors.corrected.volatile.total",
     "ecc.errors.uncorrected.volatile.total",
@@ -239,10 +237,7 @@ class Nvml:
             ("gpu_power_limit_watts:" + gpu, "nvmlDeviceGetEnforcedPowerLimit", (), c.c_uint, 1e-3),
             ("gpu_energy_joules_total:" + gpu, "nvmlDeviceGetTotalEnergyConsumption", (), c.c_ulonglong, 1e-3),
             ("gpu_temperature_celsius:" + gpu, "nvmlDeviceGetTemperature", (0,), c.c_uint, 1),
-            ("gpu_clock_hertz:%s:sm" % gpu, "nvmlDeviceGetClockInfo", (CLOCK_SM,), c.c_uint, 10**6),
-            ("gpu_clock_hertz:%s:memory" % gpu, "nvmlDeviceGetClockInfo", (CLOCK_MEMORY,), c.c_uint, 10**6),
-            ("gpu_pcie_bytes_per_second:%s:sent" % gpu, "nvmlDeviceGetPcieThroughput", (PCIE_TX,), c.c_uint, 1024),
-            ("gpu_pcie_bytes_per_second:%s:received" % gpu, "nvmlDeviceGetPcieThroughput", (PCIE_RX,), c.c_uint, 1024),
+            ("gpu_clock_hertz:" + gpu, "nvmlDeviceGetClockInfo", (CLOCK_SM,), c.c_uint, 10**6),
             ("gpu_ecc_errors_total:%s:corrected" % gpu, "nvmlDeviceGetTotalEccErrors", (0, 0), c.c_ulonglong, 1),
             ("gpu_ecc_errors_total:%s:uncorrected" % gpu, "nvmlDeviceGetTotalEccErrors", (1, 0), c.c_ulonglong, 1),
         )
@@ -346,8 +341,7 @@ def smi_values(words: Mapping[str, str]) -> Values:
         ("gpu_temperature_celsius:" + gpu, "temperature.gpu", 1),
         ("gpu_power_watts:" + gpu, "power.draw", 1),
         ("gpu_power_limit_watts:" + gpu, "enforced.power.limit", 1),
-        ("gpu_clock_hertz:%s:sm" % gpu, "clocks.sm", 10**6),
-        ("gpu_clock_hertz:%s:memory" % gpu, "clocks.mem", 10**6),
+        ("gpu_clock_hertz:" + gpu, "clocks.sm", 10**6),
         ("gpu_ecc_errors_total:%s:corrected" % gpu, "ecc.errors.corrected.volatile.total", 1),
         ("gpu_ecc_errors_total:%s:uncorrected" % gpu, "ecc.errors.uncorrected.volatile.total", 1),
     ):

@@ -49,7 +49,7 @@ HUNG_AGAIN_S, HUNG_MOST_S = 120.0, 3600.0  # a file system that hung is asked ag
 JOB_SHARE = 5e-4  # of a core: looks at jobs take less than this part of the time
 EXIT_SIGNAL = 35  # of the fields of /proc/PID/stat after the name
 OTHERS_LOOKS = 12  # then all processes are read again, because pids are used again
-CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "steal")
 JOB_COLUMNS = [
     "job_cpu_seconds_total",
     "job_memory_bytes",
@@ -62,9 +62,7 @@ _MEMINFO = {
     b"MemTotal:": "node_memory_total_bytes",
     b"MemAvailable:": "node_memory_available_bytes",
     b"Cached:": "node_memory_cached_bytes",
-    b"Dirty:": "node_memory_dirty_bytes",
-    b"SwapTotal:": "node_swap_total_bytes",
-    b"SwapFree:": "node_swap_used_bytes",
+    b"SwapTotal:": "node_swap_used_bytes",
 }
 _VMSTAT = {
     b"pgmajfault": "node_major_faults_total",
@@ -73,9 +71,7 @@ _VMSTAT = {
     b"oom_kill": "node_oom_kills_total",
 }
 _STAT = {
-    b"ctxt": "node_context_switches_total",
     b"processes": "node_forks_total",
-    b"procs_running": "node_processes_running",
     b"procs_blocked": "node_processes_blocked",
     b"btime": "node_boot_time_seconds",
 }
@@ -157,8 +153,10 @@ class Counters:
 
     def _stat(self, text: bytes, found: Values, _name: str) -> None:
         times = text[: text.index(b"\n")].split()
-        for mode, ticks in zip(CPU_MODES, times[1:]):
-            found["node_cpu_seconds_total:" + mode] = round(int(ticks) * self._ticks_s, 2)
+        ticks = [int(word) for word in times[1:9]]
+        ticks[5:7] = [ticks[5] + ticks[6]]  # interrupts, hard and soft
+        for mode, count in zip(CPU_MODES, ticks):
+            found["node_cpu_seconds_total:" + mode] = round(count * self._ticks_s, 2)
         for word, column in _STAT.items():
             begin = text.find(b"\n" + word + b" ")
             if begin >= 0:
@@ -184,7 +182,7 @@ class Counters:
         for device, counts in own.items():
             for what, count in zip(_NET, counts):
                 found["node_network_%s_total:%s" % (what, device)] = count
-        for what, count in zip(_NET, self._virtual.add(virtual)):
+        for what, count in zip(_NET[:2], self._virtual.add(virtual)):
             found["node_network_%s_total:virtual" % what] = count
 
     def _disks(self, text: bytes, found: Values, _name: str) -> None:
@@ -226,8 +224,8 @@ def _meminfo(text: bytes, found: Values, _name: str) -> None:
         column = _MEMINFO.get(words[0]) if words else None
         if column:
             found[column] = int(words[1]) << 10
-    if "node_swap_used_bytes" in found and "node_swap_total_bytes" in found:
-        found["node_swap_used_bytes"] = found["node_swap_total_bytes"] - found["node_swap_used_bytes"]
+        elif words and words[0] == b"SwapFree:" and "node_swap_used_bytes" in found:
+            found["node_swap_used_bytes"] -= int(words[1]) << 10
 
 
 def _vmstat(text: bytes, found: Values, _name: str) -> None:
@@ -256,7 +254,7 @@ def _pressure(text: bytes, found: Values, name: str) -> None:
     resource = name.rpartition("/")[2]
     for line in text.splitlines():
         kind, total = line.partition(b" ")[0], line.rpartition(b"total=")[2]
-        if kind in (b"some", b"full"):
+        if kind == b"some" or (kind == b"full" and resource != "cpu"):
             found["node_pressure_seconds_total:%s:%s" % (resource, kind.decode())] = int(total) / 1e6
 
 
@@ -275,6 +273,7 @@ def file_systems(mounts: Iterable[str], deadline_s: float = STAT_DEADLINE_S) -> 
     import threading  # in a child; see `agent` on the cost of imports
 
     answers: Dict[str, Values] = {}
+    ids: Dict[str, int] = {}  # of file systems; equal for directories of the same one
 
     def ask(mount: str) -> None:
         try:
@@ -282,10 +281,10 @@ def file_systems(mounts: Iterable[str], deadline_s: float = STAT_DEADLINE_S) -> 
         except OSError:
             answers[mount] = {}  # not there: it answered
             return
+        ids[mount] = info.f_fsid
         answers[mount] = {
             "size_bytes": info.f_blocks * info.f_frsize,
             "free_bytes": info.f_bavail * info.f_frsize,
-            "inodes": info.f_files,
             "free_inodes": info.f_favail,
             "read_only": int(bool(info.f_flag & os.ST_RDONLY)),
         }
@@ -298,8 +297,10 @@ def file_systems(mounts: Iterable[str], deadline_s: float = STAT_DEADLINE_S) -> 
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
     found: Values = {}
-    for mount in asked:
+    for place, mount in enumerate(asked):
         values = answers.get(mount)
+        if ids.get(mount) and ids[mount] in [ids.get(other) for other in asked[:place]]:
+            continue  # shown already
         if values is None or values:
             found["node_filesystem_answers:" + label(mount)] = int(values is not None)
         for what, value in (values or {}).items():
@@ -331,16 +332,25 @@ def _hwmon(sys: str, found: Values) -> None:
             if value is None:
                 continue
             if sensor.startswith("temp"):
-                found["node_temperature_celsius:" + label(mark)] = value / 1000.0
+                column = "node_temperature_celsius:" + label(name)
+                if is_plausible(value):
+                    found[column] = max(found.get(column, 0), value / 1000.0)
             elif sensor.startswith("power"):
                 found["node_power_watts:" + label(mark)] = value / 1e6
 
 
+def is_plausible(millidegrees: int) -> bool:
+    """Return whether a sensor can be right: broken ones say -273, 0 or 511 degrees."""
+    return -100_000 < millidegrees < 300_000 and millidegrees != 0
+
+
 def _thermal_zones(sys: str, found: Values) -> None:
     base = sys + "/class/thermal"
+    if any(column.startswith("node_temperature_celsius") for column in found):
+        return  # the same sensors by another name
     for zone in _names(base):
         value = _number("%s/%s/temp" % (base, zone)) if zone.startswith("thermal_zone") else None
-        if value is not None and len(found) < MAX_SENSORS:
+        if value is not None and is_plausible(value) and len(found) < MAX_SENSORS:
             kind = _text("%s/%s/type" % (base, zone))
             found["node_temperature_celsius:" + label("%s/%s" % (zone, kind))] = value / 1000.0
 
