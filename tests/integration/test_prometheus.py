@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ sys.path.append(str(ROOT / "tests" / "unit" / "controller"))
 from cluster import ROOT as ADMIN  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
-from hpcnode.agent.sampler import JOB_COLUMNS  # noqa: E402
+from hpcnode.agent.sampler import JOB_COLUMNS, Counters  # noqa: E402
 from hpcnode.wire import protocol  # noqa: E402
 from hpcsched.metrics.exposition import content_type_for  # noqa: E402
 from hpcsched.metrics.series import SAMPLED, TABLE, SeriesKind  # noqa: E402
@@ -249,3 +250,62 @@ def test_promtool_accepts_the_scrape_configuration(tmp_path: Path) -> None:
         [promtool, "check", "config", str(tmp_path / "scrape.yml")], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ----- our counters and those of node_exporter
+
+SAME = {
+    "node_forks_total": "node_forks_total",
+    "node_memory_total_bytes": "node_memory_MemTotal_bytes",
+    "node_major_faults_total": "node_vmstat_pgmajfault",
+    "node_swap_in_pages_total": "node_vmstat_pswpin",
+    "node_oom_kills_total": "node_vmstat_oom_kill",
+    "node_tcp_segments_sent_total": "node_netstat_Tcp_OutSegs",
+    "node_tcp_retransmits_total": "node_netstat_Tcp_RetransSegs",
+    "node_boot_time_seconds": "node_boot_time_seconds",
+    "node_pressure_seconds_total:cpu:some": "node_pressure_cpu_waiting_seconds_total",
+    "node_pressure_seconds_total:io:full": "node_pressure_io_stalled_seconds_total",
+    "node_pressure_seconds_total:memory:some": "node_pressure_memory_waiting_seconds_total",
+}
+
+
+def test_our_counters_are_those_of_node_exporter_at_the_same_moment() -> None:
+    program = shutil.which("prometheus-node-exporter")
+    if program is None:
+        assert os.environ.get("CI") != "true", "node_exporter is missing: apt-get install prometheus-node-exporter"
+        pytest.skip("node_exporter is missing: apt-get install prometheus-node-exporter")
+    port = free_port()
+    running = subprocess.Popen(
+        [program, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def theirs() -> dict[str, float]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return {}
+        found: dict[str, float] = {}
+        for family in parse_text(text):
+            for one in family.samples:
+                labels = {name: value for name, value in one.labels.items() if name != "cpu"}
+                name = ":".join((one.name, *labels.values()))
+                found[name] = found.get(name, 0.0) + one.value  # of all cpus
+        return found
+
+    try:
+        wait_until(theirs, what="node_exporter")
+        counters = Counters()
+        before, seen, after = counters.look(), theirs(), counters.look()
+    finally:
+        running.terminate()
+        running.wait(30)
+    names = SAME | {
+        f"node_cpu_seconds_total:{mode}": f"node_cpu_seconds_total:{mode}" for mode in ("user", "idle", "steal")
+    }
+    names |= {name: name for name in before if name.startswith(("node_network_receive", "node_disk_read"))}
+    compared = {ours: other for ours, other in names.items() if ours in before and other in seen}
+    assert len(compared) >= 10, sorted(seen)
+    for ours, other in compared.items():
+        slack = 0.01 * abs(before[ours]) if "cpu_seconds" in ours else 1e-3  # each cpu's ticks are rounded
+        assert before[ours] - slack <= seen[other] <= after[ours] + slack, ours
