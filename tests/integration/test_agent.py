@@ -66,6 +66,20 @@ def test_a_program_killed_by_a_signal_is_reported_with_it(node: NodeUnderTest) -
     assert (ended.codes, ended.signals) == ([0], [signal.SIGSEGV])
 
 
+def test_a6_a_launch_of_an_earlier_attempt_is_refused_while_a_later_one_runs(node: NodeUnderTest, work: Path) -> None:
+    """The job was requeued: the launch was never delivered, or somebody has kept it."""
+    controller = Controller(node)
+    later = controller.launch("touch later; exec sleep 600", token=new_token(attempt=1), work_dir=str(work))
+    wait_until((work / "later").exists)
+    for step in ("batch", "0"):
+        early = new_token(attempt=0, step=step)
+        what = {"argv": ["touch", "early"]} if step == "0" else {}
+        controller.launch("touch early", token=early, work_dir=str(work), **what)
+        assert controller.final(early).status == protocol.REVOKED
+    assert not (work / "early").exists()
+    controller.wait_status(later, protocol.STARTED)
+
+
 def test_g2_a_token_launched_often_runs_once(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = new_token()

@@ -406,6 +406,9 @@ class Ledger:
         if self._spool.done_log.is_over(key):
             self._reports.report_over(launch.token, "it is over and was acknowledged, or its attempt is")
             return
+        if any(each.key.life > key.life for each in self.entries.of_job(key.job)):
+            self._reports.report_over(launch.token, "a later attempt of the job is here")
+            return
         if key.step != protocol.BATCH and self.entries.batch_is_over(key):
             self._reports.report_over(launch.token, "the job's batch step is over")
             return
