@@ -154,7 +154,12 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     socket_limits = SocketLimits()
     socket_limits.set_rate(config.controller.request_rate, config.controller.request_burst)
     credentials = Credentials(cluster, config.controller.state_dir, store.cluster_id(), clock)
-    server = make_server(reading, coming, socket_limits, credentials.identify)
+
+    def observe(route: str, status: int, took_s: float) -> None:
+        if coming.done() and not coming.cancelled() and coming.exception() is None:
+            coming.result().metrics.request(route, status, took_s)
+
+    server = make_server(reading, coming, socket_limits, credentials.identify, observe)
 
     async def answered() -> None:
         await first_answers(lambda: bool(reading.under_way or server.unread_bytes))

@@ -278,6 +278,7 @@ def test_metrics_are_for_tokens_with_their_scope_and_come_compressed(served: Ser
     whole = wait_until(lambda: b"hpcsched_node_load1{" in (page := got("/metrics", **mine)[2]) and page.decode())
     samples = [(one.name, *sorted(one.labels.items())) for family in parse_text(whole) for one in family.samples]
     assert len(samples) == len(set(samples)) > 100
+    assert 'hpcsched_http_request_seconds_count{route="/metrics",code="200"}' in whole
     status, headers, packed = got("/metrics", Accept_Encoding="gzip", Accept="application/openmetrics-text", **mine)
     assert (status, headers["content-encoding"]) == (200, "gzip")
     assert gzip.decompress(packed).endswith(b"# EOF\n")

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from time import perf_counter as monotonic_s
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +75,7 @@ LOG_WAIT_S = 20.0
 EVENTS_PAUSE_S = 0.25
 
 Json = dict[str, Any]
+Observe = Callable[[str, int, float], None]
 
 
 STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
@@ -92,16 +94,33 @@ def make_server(
     coming: asyncio.Future[ControllerBackend],
     socket_limits: SocketLimits | None = None,
     identify: web.Identify | None = None,
+    observe: Observe = lambda _route, _status, _took_s: None,
 ) -> web.Server:
     """Return the server: `reader` answers for the queue, the backend for everything else.
 
-    `coming` yields the backend when it is ready. `identify`: see `hpcsched.api.web.Server`.
+    `coming` yields the backend when it is ready. `identify`: see `hpcsched.api.web.Server`. `observe`
+    gets the route, the status and the time of each answer.
     """
     routes = _Routes(reader, coming)
     found = [*_gets(routes), *_posts(routes)]
-    routed = web.Router(web.Route(route.method, route.path, routes.with_errors(route)) for route in found)
+    routed = web.Router(
+        web.Route(route.method, route.path, timed(routes.with_errors(route.handler), partial(observe, route.path)))
+        for route in found
+    )
     routes.router = routed
     return web.Server(routed, _refusal, socket_limits, identify)
+
+
+def timed(handler: web.Handler, answered: Callable[[int, float], None]) -> web.Handler:
+    """Return `handler`, with a call of `answered` for each answer."""
+
+    async def handle(request: web.Request) -> web.Response:
+        began_s = monotonic_s()
+        response = await handler(request)
+        answered(response.status, monotonic_s() - began_s)
+        return response
+
+    return handle
 
 
 def _gets(routes: _Routes) -> list[web.Route]:
@@ -258,20 +277,9 @@ class _Routes:
             return replace(identity_of(request.uid, self._reader.access()).as_user(), source="job")
         return identity_of(_uid_of(request), self._reader.access())
 
-    def with_errors(self, route: web.Route) -> web.Handler:
-        """Return a route's handler that answers errors and counts its time."""
-        answer_or_error = self._with_errors(route.handler)
+    def with_errors(self, handler: web.Handler) -> web.Handler:
+        """Return `handler` with its errors turned into error responses."""
 
-        async def handle(request: web.Request) -> web.Response:
-            began_s = monotonic_s()
-            response = await answer_or_error(request)
-            if self._coming.done() and not self._coming.exception():
-                self._coming.result().metrics.request(route.path, response.status, monotonic_s() - began_s)
-            return response
-
-        return handle
-
-    def _with_errors(self, handler: web.Handler) -> web.Handler:
         async def handle(request: web.Request) -> web.Response:
             try:
                 is_admins = request.method == "POST" and request.path.startswith(ADMINS_PATHS)
