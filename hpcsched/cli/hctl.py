@@ -10,10 +10,11 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hpcsched import client, paths
-from hpcsched.cli.output import complain, note, outlive_its_end, print_json, run_command
+from hpcsched.cli.output import complain, note, outlive_its_end, print_json, run_command, terminal_width
 from hpcsched.cli.slurm import records
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
@@ -172,6 +173,7 @@ COMMAND = Command(
         "checkpoint list|verify|prune|export JOB|DIRECTORY [FILE] [NAME=VALUE...]",
         "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE]",
         "token list [--user=NAME] | revoke ID... | revoke --user=NAME | rotate-key",
+        "metrics NODE|JOB [SERIES...] [--since=AGE] [--plot] | metrics --list [NODE|JOB]",
         "security",
         "ping | reconfigure [NODES]",
     ),
@@ -189,7 +191,8 @@ COMMAND = Command(
     "'hsim replay' and 'hsim whatif'. 'strays' lists launches on nodes from before a restore: 'strays adopt' keeps them as their "
     "job, 'strays end' ends them. 'checkpoint' lists, verifies, prunes (keep=K every=HOURS) or exports (step=N all=yes) the "
     "checkpoints of a training job, on this machine and as you; the FILE is .safetensors, or else for torch.load. "
-    "'reset usage' clears past usage for fair share and limits. 'token' makes, lists and revokes the credentials with which "
+    "'reset usage' clears past usage for fair share and limits. 'metrics' shows what nodes and jobs used. 'token' makes, "
+    "lists and revokes the credentials with which "
     "programs use the API over the network (hpcsched gateway).",
     (
         Option("json", help="print as JSON, version 1"),
@@ -200,6 +203,13 @@ COMMAND = Command(
         Option("name", "", "TEXT", "a note for the list of tokens"),
         Option("user", "", "NAME", "whose token; other users' are for admins, '*' lists all"),
         Option("certificate", "", "FILE", "register this client certificate (PEM) instead of making a token"),
+        Option("since", "", "AGE", "metrics from when on: 30m, 12h, 7d, or a date; default: 1h"),
+        Option("until", "", "TIME", "metrics until when; default: now"),
+        Option("step", "", "TIME", "how much time each value covers: 10s, 5m, 1h; default: about 300 values"),
+        Option("of", "", "WHAT", "mean, max or min of each step; default: mean"),
+        Option("plot", help="draw each series of metrics, with characters"),
+        Option("csv", help="print metrics as comma-separated values"),
+        Option("list", help="list nodes with metrics, or the series of a node or job"),
         HELP,
         VERSION,
     ),
@@ -328,6 +338,15 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "Report what is wrong with the security of the installation: files, keys, accounts, nodes, limits, kernels, versions, "
         "gateway, tokens, audit log. Each finding says why, and how to correct it. It works without the controller, as far as "
         "it can. Exit status: 0 no findings; 1 findings; 2 something could not be looked at.",
+    ),
+    "metrics": (
+        (
+            "metrics NODE|JOB [SERIES...] [--since=AGE] [--step=TIME] [--of=WHAT] [--plot|--csv|--json]",
+            "metrics --list [NODE|JOB]",
+        ),
+        "Show what a node or a job used: the mean of each step; of a counter (..._total) its growth each second. Without "
+        "SERIES, list what there is. A SERIES is a name of hpcsched-metrics(7), also without hpcsched_, node_, its unit and "
+        "_total: memory_available, load1, network_receive. NAME:LABEL takes one device, as network_receive:eth0.",
     ),
     "ping": (("ping",), "Report whether the controller is running."),
     "reconfigure": (
@@ -1062,6 +1081,111 @@ def _list_tokens(answer: Json, words: Words) -> int:
     return _print_answer(answer, words, columns(headers, rows))
 
 
+# ----- metrics
+
+PLOT_WIDTH, PLOT_HEIGHT = 80, 8
+AGES_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def _metrics(rest: Sequence[str], words: Words) -> int:
+    names = [name for word in rest[1:] for name in split_list(word)]
+    if words.has("list") or not names:
+        if names:
+            raise UsageError("cannot list and show series at once: leave out --list or the series")
+        if not rest and not words.has("list"):
+            raise UsageError("cannot tell whose metrics: name a node or a job, or say hctl metrics --list")
+        return _list_metrics(rest[0] if rest else "", words)
+    now_s = time.time()
+    from_s = _past_s(words.last("since", "1h"), "--since", now_s)
+    to_s = _past_s(words.last("until", "0s"), "--until", now_s)
+    if from_s >= to_s:
+        raise UsageError("cannot show that period: --since must be before --until")
+    asked = {"target": rest[0], "series": ",".join(names), "from_s": f"{from_s:.3f}", "to_s": f"{to_s:.3f}"}
+    if words.has("step"):
+        asked["step_s"] = f"{_age_s(words.last('step'), '--step'):.3f}"
+    answer = client.call("GET", client.query("/v1/metrics/history", **asked, of=words.last("of", "mean")))
+    if words.has("json"):
+        print_json(answer)
+    elif words.has("plot"):
+        _plot_metrics(answer)
+    else:
+        _print_metrics(answer, as_csv=words.has("csv"))
+    return 0
+
+
+def _list_metrics(target: str, words: Words) -> int:
+    answer = client.call("GET", client.query("/v1/metrics/series", target=target))
+    if not target:
+        return _print_answer(answer, words, "\n".join(map(clean, answer["names"])))
+    rows = [(clean(row["key"]), row["kind"], row["unit"], clean(row["help"])) for row in answer["series"]]
+    return _print_answer(answer, words, columns(("SERIES", "KIND", "UNIT", "MEANING"), rows).rstrip("\n"))
+
+
+def _past_s(text: str, option: str, now_s: float) -> float:
+    """Return the time that is so long ago, or that a date means."""
+    from hpcsched.model.dates import parse_when
+
+    if text[:-1].isdigit() and text[-1:].lower() in AGES_S:
+        return now_s - _age_s(text, option)
+    return parse_when(text, now_s, past=True)
+
+
+def _age_s(text: str, option: str) -> float:
+    number, unit = text[:-1], text[-1:].lower()
+    if not (number.isascii() and number.isdigit()) or len(number) > 9 or unit not in AGES_S:
+        raise UsageError(f"cannot take {option} {text[:40]!r}: write 30s, 5m, 12h, 7d or 2w")
+    return float(int(number) * AGES_S[unit])
+
+
+def _heads(answer: Json) -> list[str]:
+    """Return the name of each series; of a counter with /s, because its values are rates."""
+    return [
+        clean(row["key"]) + ("/s" if row["kind"] == "counter" else "") + (f" {row['node']}" if "node" in row else "")
+        for row in answer["series"]
+    ]
+
+
+def _print_metrics(answer: Json, *, as_csv: bool) -> None:
+    """Print a line for each step that has a value."""
+    times = [date_text(answer["from_s"] + place * answer["step_s"]) for place in range(answer["count"])]
+    steps = zip(times, *(row["values"] for row in answer["series"]), strict=True)
+    rows = [step for step in steps if any(value is not None for value in step[1:])]
+    if as_csv:
+        import csv
+
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(["time", *_heads(answer)])
+        writer.writerows(rows)
+        return
+    texts = [[row[0], *("-" if value is None else f"{value:.6g}" for value in row[1:])] for row in rows]
+    sys.stdout.write(columns(["TIME", *_heads(answer)], texts))
+
+
+def _plot_metrics(answer: Json) -> None:
+    from hpcsched.listing.plot import short_number, time_plot, unit_of
+
+    width = terminal_width() or PLOT_WIDTH
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    for head, row in zip(_heads(answer), answer["series"], strict=True):
+        unit, binary = unit_of(row, is_rate=row["kind"] == "counter")
+        known = [value for value in row["values"] if value is not None]
+        title = f"{head}  of {clean(answer['target'])}"
+        if known:
+            mean, most = (short_number(value, unit, binary=binary) for value in (sum(known) / len(known), max(known)))
+            title += f"  mean {mean}, most {most}"
+        lines = time_plot(
+            row["values"],
+            answer["from_s"],
+            answer["step_s"],
+            width,
+            PLOT_HEIGHT,
+            unit,
+            binary=binary,
+            ascii_only=not is_utf8,
+        )
+        print("\n".join([title, *lines, ""]))
+
+
 VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "show": _show,
     "hold": _act("hold"),
@@ -1085,6 +1209,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "strays": _strays,
     "token": _token,
     "security": _security,
+    "metrics": _metrics,
     "checkpoint": lambda rest, words: _on_checkpoints(rest, words.has("json")),
 }
 

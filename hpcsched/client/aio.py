@@ -27,7 +27,7 @@ from hpcsched.client.jobs import (
     TaskSequence,
     find_connection,
 )
-from hpcsched.client.protocol import READ_BYTES, HttpReply, Pause, ReplyReader, Send, late, lost, request_bytes
+from hpcsched.client.protocol import READ_BYTES, HttpReply, Json, Pause, ReplyReader, Send, late, lost, request_bytes
 from hpcsched.errors import HpcschedError
 
 if TYPE_CHECKING:
@@ -95,6 +95,19 @@ class AsyncClient:
     async def nodes(self) -> list[NodeInfo]:
         """Return the nodes."""
         return await self._run(jobs.nodes())
+
+    async def metrics(
+        self,
+        target: str,
+        *series: str,
+        from_s: float | None = None,
+        to_s: float | None = None,
+        step_s: float | None = None,
+        of: str = "mean",
+    ) -> Json:
+        """Return what a node or job used, as `Client.metrics`."""
+        period = {"from_s": from_s, "to_s": to_s, "step_s": step_s, "of": of}
+        return await self._run(jobs.metrics(target, series, period))
 
     async def _run(self, flow: Flow[T]) -> T:
         return await run(flow, lambda step: perform(step, self._connection))

@@ -32,7 +32,7 @@ from hpcsched.client.jobs import (
 
 if TYPE_CHECKING:
     from hpcsched.client.functions import FunctionCall
-    from hpcsched.client.protocol import Flow
+    from hpcsched.client.protocol import Flow, Json
 
 T = TypeVar("T")
 
@@ -117,6 +117,22 @@ class Client:
     def nodes(self) -> list[NodeInfo]:
         """Return the nodes."""
         return self._run(jobs.nodes())
+
+    def metrics(
+        self,
+        target: str,
+        *series: str,
+        from_s: float | None = None,
+        to_s: float | None = None,
+        step_s: float | None = None,
+        of: str = "mean",
+    ) -> Json:
+        """Return what a node or job used, as `hctl metrics --json`: by default in the last hour.
+
+        Of a counter the values are its growth each second; None is a gap. Raises NotFoundError.
+        """
+        period = {"from_s": from_s, "to_s": to_s, "step_s": step_s, "of": of}
+        return self._run(jobs.metrics(target, series, period))
 
     def _run(self, flow: Flow[T]) -> T:
         return transport.run(flow, self._connection.perform)

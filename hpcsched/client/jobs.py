@@ -361,6 +361,14 @@ def jobs(filters: Mapping[str, str]) -> Flow[list[JobInfo]]:
     return [job_info(view) for view in answer["jobs"]]
 
 
+def metrics(target: str, series: Sequence[str], period: Mapping[str, object]) -> Flow[Json]:
+    """Return values of series of a node or job. Raises NotFoundError, RequestError."""
+    asked = {name: value for name, value in period.items() if value is not None}
+    return (
+        yield from ask("GET", query("/v1/metrics/history", target=target, series=",".join(series), **asked), again=True)
+    )
+
+
 def nodes() -> Flow[list[NodeInfo]]:
     """Return the nodes."""
     answer = yield from ask("GET", "/v1/nodes", again=True)

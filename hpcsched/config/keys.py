@@ -146,6 +146,12 @@ def https_address(value: Any) -> str:
     return str(value)
 
 
+def web_address(value: Any) -> str:
+    if text(value) and not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]+(/[!-~]*)?", value):
+        raise BadValue("wants an address that begins with http:// or https://")
+    return str(value)
+
+
 def yes_no(value: Any) -> bool:
     if not isinstance(value, bool):
         raise BadValue("wants true or false")
@@ -400,6 +406,17 @@ METRICS = (
         "controller knows by itself."),
     Key("jobs", yes_no, True, "Whether nodes look at the processes of each job, and /metrics shows running jobs."),
     Key("max_jobs", whole(0, 10_000), 200, "How many running jobs /metrics shows: those that have run for longest."),
+    Key("history", yes_no, True,
+        "Whether samples are kept for hctl metrics, by a process of its own, in metrics.db in state_dir."),
+    Key("keep_samples", seconds(3600), "2d", "How long samples are kept as they came."),
+    Key("keep_minutes", seconds(86400), "14d", "How long their minutes are kept: means and extremes, and the ends of counters."),
+    Key("retention", seconds(86400), "400d", "How long quarters of an hour are kept, of the series that a year is judged by."),
+    Key("max_size", memory_mib, "1G",
+        "The most that metrics.db takes; the oldest rows go first. 50 nodes with 75 series each take 210 MB."),
+    Key("remote_write", web_address, "",
+        "The address of a server that takes samples by Prometheus' remote write: \"http://127.0.0.1:9090/api/v1/write\". "
+        "Empty: none."),
+    Key("remote_write_token", absolute_path, "", "A file with the bearer token for that server. Empty: none."),
 )
 
 SCHEDULER = (

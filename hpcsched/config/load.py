@@ -160,11 +160,18 @@ class ControllerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings:
-    """[metrics]."""
+    """[metrics]; see `hpcsched.config.keys.METRICS` for each."""
 
     interval_s: float = 10.0
     jobs: bool = True
     max_jobs: int = 200
+    history: bool = True
+    keep_samples: float = 2 * 86400.0  # seconds
+    keep_minutes: float = 14 * 86400.0
+    retention: float = 400 * 86400.0
+    max_size: int = 1024  # MiB
+    remote_write: str = ""
+    remote_write_token: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from hpcsched.launch.link import ControllerIdentity
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node
 from hpcsched.model.trigger import Trigger
+from hpcsched.recorder import Recorder, RecorderSettings
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import WriteBatch
 from hpcsched.store.audit_heads import HEADS_FILE, AuditHeads
@@ -138,6 +139,7 @@ class Daemon:
         state_dir = config.controller.state_dir
         heads = Path(config.audit.heads) if config.audit.heads else state_dir / HEADS_FILE
         self._audit_heads = AuditHeads(state_dir, heads, store.audit_end, to_syslog=config.audit.syslog)
+        self._recorder = Recorder(recorder_settings(config)) if config.metrics.history else None
         self.heads = HeadStreams(socket_limits)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
         self.heads.stepping = self.fleet.stepping = self.stepping
@@ -173,6 +175,9 @@ class Daemon:
             log.info("ready at %s", self._config.api_socket)
             await answered()
             self.fleet.configure(self._config)
+            if self._recorder is not None:
+                self._recorder.start()
+                self.controller.metrics.listeners.append(self._recorder.record)
             for job in self.controller.cluster.active_jobs():
                 self.stepping.job_running(job)
             given_up = self.store.given_up()
@@ -187,6 +192,8 @@ class Daemon:
             self._config.steps_socket.unlink(missing_ok=True)
             await self.heads.close()
             self.fleet.close()
+            if self._recorder is not None:
+                await self._recorder.close()
         return self._exit_code
 
     def _backend(self, credentials: Credentials) -> ControllerBackend:
@@ -199,6 +206,7 @@ class Daemon:
             database=self._config.controller.state_dir / paths.DATABASE_FILE,
             audit_heads=self._audit_heads,
             credentials=credentials,
+            recorder=self._recorder,
         )
 
     async def _check_database(self) -> None:
@@ -289,6 +297,8 @@ class Daemon:
         cluster.not_taken = ()
         self.controller.policy = policy
         self.fleet.configure(config)
+        if self._recorder is not None:
+            self._recorder.configure(recorder_settings(config))
         self.controller.reconfigured()
         return changed
 
@@ -357,6 +367,19 @@ class Daemon:
         except Exception as error:  # the parts have their own barriers; this failed outside them
             report_fault(error, "do a tick")
             self.wake(RETRY_S)
+
+
+def recorder_settings(config: Config) -> RecorderSettings:
+    """Return the settings of the recorder."""
+    metrics = config.metrics
+    return RecorderSettings(
+        database=str(config.controller.state_dir / paths.METRICS_FILE),
+        keep_s=(metrics.keep_samples, metrics.keep_minutes, metrics.retention),
+        max_bytes=metrics.max_size << 20,
+        remote_write=metrics.remote_write,
+        remote_token_file=metrics.remote_write_token,
+        cluster=config.name,
+    )
 
 
 # ----- crash points, where a test makes the controller kill itself: ``HPCSCHED_CRASH_AT=point[:n]``

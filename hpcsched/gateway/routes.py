@@ -72,6 +72,7 @@ BYTES = _whole(0, 10**15 - 1)
 CHUNK = _whole(1, 1 << 20)
 WIDTH = _whole(0, 1_000)
 TIME = _number(0, 1e11)  # Unix seconds
+STEP = _number(1, 1e9)
 WAIT = _number(0, 20)
 
 
@@ -128,6 +129,9 @@ ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute("GET", "/priorities", "read", "Priorities of waiting jobs", (*_JOBS, *_PAGE), answer="page"),
     ApiRoute("GET", "/outages", "read", "Times without answers from nodes", (("start_s", TIME), ("end_s", TIME), *_PAGE),
              answer="page"),
+    ApiRoute("GET", "/metrics/history", "read", "What a node or job used in a period",
+             (*_texts("target", "series", "of"), ("from_s", TIME), ("to_s", TIME), ("step_s", STEP))),
+    ApiRoute("GET", "/metrics/series", "read", "Nodes with metrics, or the series of a node or job", _texts("target")),
     ApiRoute("GET", "/config", "read", "The configuration"),
     ApiRoute("GET", "/snapshot", "read", "The cluster as a plan sees it"),
     ApiRoute("GET", "/crontab", "read", "The crontab", _texts("user")),

@@ -41,7 +41,9 @@ MAX_ROWS = 100_000  # of a chunk that is read: a damaged one does not fill the m
 MAX_TEXT = 1 << 24  # bytes of a column that is stored as text
 SCALES = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 1_000_000_000)
 LEVEL = 9  # of Deflate
-SIGNIFICANT = 5  # digits of a mean
+SIGNIFICANT = 5  # digits of a mean and of an extreme
+MOST_SHORT = 10**SIGNIFICANT
+BYTES, PARTS = 1024, 1000  # in longer steps, counters are multiples of so many bytes, or parts of a second
 GREATEST, LEAST = "max ", "min "  # before the name of a column that is rolled up; no series has a space in its name
 PATIENCE_MS = 300_000
 _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -350,14 +352,14 @@ def rolled_up(
         if name.startswith((GREATEST, LEAST)):
             continue
         if is_counter(name):
-            made[name] = [_last(values[begin:end]) for _, begin, end in spans]
+            made[name] = [_coarse(name, _last(values[begin:end])) for _, begin, end in spans]
             continue
         parts = [[value for value in values[begin:end] if value is not None] for _, begin, end in spans]
         made[name] = [_mean(part) for part in parts]
         for prefix, choose in ((GREATEST, max), (LEAST, min)):
             extremes = columns.get(prefix + name, values)
             parts = [[value for value in extremes[begin:end] if value is not None] for _, begin, end in spans]
-            made[prefix + name] = [choose(part, default=None) for part in parts]
+            made[prefix + name] = [_short(choose(part)) if part else None for part in parts]
     return SampleChunk(times_ms=[times_ms[end - 1] for _, _, end in spans], columns=made)
 
 
@@ -380,18 +382,34 @@ def _last(values: Sequence[Number | None]) -> Number | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
+def _coarse(name: str, value: Number | None) -> Number | None:
+    """Return the end of a counter in a longer step: bytes and seconds are rounded down.
+
+    What is lost does not show in a rate. Counts of events stay exact.
+    """
+    if type(value) is int and name.partition(":")[0].endswith("_bytes_total"):
+        return value - value % BYTES
+    if type(value) is float and 0 <= value < _EXACT / PARTS:
+        return math.floor(value * PARTS) / PARTS
+    return value
+
+
 def _mean(values: Sequence[Number]) -> Number | None:
-    """Return the mean, with few digits: it needs no more bytes than what it is made of."""
+    """Return the mean, with few digits."""
     if not values:
         return None
-    least, most = min(values), max(values)
-    if least == most:
-        return values[0]
+    if values.count(values[0]) == len(values):
+        return _short(values[0])
     mean = math.fsum(values) / len(values)
-    if not math.isfinite(mean):
-        return values[-1]
-    short = float(f"{mean:.{SIGNIFICANT}g}")
-    return int(short) if abs(short) >= 10**SIGNIFICANT else short
+    return _short(mean) if math.isfinite(mean) else values[-1]
+
+
+def _short(value: Number) -> Number:
+    """Return the value with few digits, which fill few bytes. The order of two values stays."""
+    if -MOST_SHORT < value < MOST_SHORT and type(value) is int:
+        return value
+    short = float(f"{value:.{SIGNIFICANT}g}")
+    return int(short) if MOST_SHORT <= abs(short) < math.inf else short
 
 
 def joined(chunks: Sequence[SampleChunk]) -> SampleChunk:
@@ -443,24 +461,34 @@ class SteppedSeries:
     def add(self, life: str, times_ms: Sequence[int], values: Sequence[Number | None], spans: Spans) -> None:
         """Add the rows of a chunk. `spans`: `spans_of` its times and the step."""
         if self._is_counter:
-            self._add_counter(life, times_ms, values, spans)
-            return
+            self._add_growth(life, times_ms, values, spans[:1])
+            if not self._add_steady_growth(times_ms, values, spans):
+                self._add_growth(life, times_ms, values, spans[1:])
+        elif self._of == "mean":
+            self._add_means(values, spans)
+        else:
+            self._add_extremes(values, spans)
+
+    def _add_means(self, values: Sequence[Number | None], spans: Spans) -> None:
+        has_gaps = None in values
         for step, begin, end in spans:
             place = step - self._first
-            if not 0 <= place < self._count:
-                continue
-            known = [value for value in values[begin:end] if value is not None]
-            if not known:
-                continue
-            if self._of == "mean":
-                self._sums[place] += math.fsum(known)
+            if 0 <= place < self._count:
+                part = values[begin:end]
+                known = [value for value in part if value is not None] if has_gaps else part
+                self._sums[place] += sum(known)  # type: ignore[arg-type]
                 self._weights[place] += len(known)
-            else:
-                choose = max if self._of == "max" else min
+
+    def _add_extremes(self, values: Sequence[Number | None], spans: Spans) -> None:
+        choose = max if self._of == "max" else min
+        for step, begin, end in spans:
+            place = step - self._first
+            known = [value for value in values[begin:end] if value is not None]
+            if known and 0 <= place < self._count:
                 best = self._best[place]
                 self._best[place] = choose(known) if best is None else choose(best, *known)
 
-    def _add_counter(self, life: str, times_ms: Sequence[int], values: Sequence[Number | None], spans: Spans) -> None:
+    def _add_growth(self, life: str, times_ms: Sequence[int], values: Sequence[Number | None], spans: Spans) -> None:
         for step, begin, end in spans:
             at = end - 1
             while at > begin and values[at] is None:
@@ -476,6 +504,28 @@ class SteppedSeries:
             if 0 < passed_ms <= self._patience_ms and value >= before[2]:
                 self._sums[place] += value - before[2]
                 self._weights[place] += passed_ms / 1000
+
+    def _add_steady_growth(self, times_ms: Sequence[int], values: Sequence[Number | None], spans: Spans) -> bool:
+        """Add all but the first span at once if no step, value or growth is missing."""
+        if len(spans) < 3:
+            return False
+        first, last = spans[1][0] - self._first, spans[-1][0] - self._first
+        if first < 0 or last >= self._count or last - first != len(spans) - 2:
+            return False
+        rows = [end - 1 for _, _, end in spans]
+        at_ms, found = [times_ms[row] for row in rows], [values[row] for row in rows]
+        if None in found:
+            return False
+        grown = list(map(operator.sub, found[1:], found))
+        passed_ms = list(map(operator.sub, at_ms[1:], at_ms))
+        if min(grown) < 0 or min(passed_ms) <= 0 or max(passed_ms) > self._patience_ms or self._before is None:
+            return False
+        if any(self._weights[first : last + 1]):
+            return False
+        self._sums[first : last + 1] = grown
+        self._weights[first : last + 1] = [passed / 1000 for passed in passed_ms]
+        self._before = (self._before[0], at_ms[-1], found[-1])  # type: ignore[assignment]
+        return True
 
     def values(self) -> Values:
         """Return the value of each step, None where there is none."""

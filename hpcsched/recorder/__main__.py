@@ -25,6 +25,7 @@ import signal
 import socket
 import sqlite3
 import sys
+import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -39,6 +40,7 @@ from hpcsched.metrics.chunks import GREATEST, LEAST, ChunkError, ColumnReader, S
 from hpcsched.metrics.series import TABLE, SeriesKind
 from hpcsched.model.units import nearest
 from hpcsched.recorder import ANSWER, ERROR, FRAME, LOG, NUMBER, STATS, RecorderSettings
+from hpcsched.recorder.remote_write import QueuedRow, RemoteWriter, Target
 from hpcsched.store.engine import OtherDatabaseError, is_damage
 from hpcsched.store.history import ChunkHead, DueWindow, HistoryDatabase, NewChunk, SampleSource
 
@@ -434,7 +436,10 @@ class MetricsArchive:
         for part in self._parts(kind, name, 0, int(self._clock() * 1000) + DAY_MS):
             for column in part.names:
                 found.setdefault(_plain(column))
-        return {"series": [_described(column) for column in sorted(found)]}
+        if not found:
+            raise _nothing_of(question, "")
+        described = [_described(column) for column in sorted(found)]
+        return {"version": 1, "kind": kind, "target": question["target"], "series": described}
 
     def _series(self, question: Json) -> Json:
         """Return the values of series, one for each step."""
@@ -451,7 +456,7 @@ class MetricsArchive:
         parts = self._parts(question["kind"], question["name"], begin_ms - max(step_ms, MINUTE_MS), end_ms)
         chosen = chosen_parts(parts, step_ms)
         if not parts:
-            raise NotFoundError(f"cannot show metrics of {question['kind']} {question['name']}: none in this period")
+            raise _nothing_of(question, " in this period")
         known = dict.fromkeys(_plain(name) for part in parts for name in part.names)
         wanted = matching(question["series"], list(known))
         if len(wanted) * count > MAX_VALUES:
@@ -469,7 +474,8 @@ class MetricsArchive:
             _described(name) | ({"node": node} if several else {}) | {"values": steps.values()}
             for (node, name), steps in made.items()
         ]
-        return {"from_s": begin_s, "step_s": step_ms / 1000, "count": count, "of": question["of"], "series": series}
+        head = {"version": 1, "kind": question["kind"], "target": question["target"], "of": question["of"]}
+        return head | {"from_s": begin_s, "step_s": step_ms / 1000, "count": count, "series": series}
 
     def _add_part(
         self, part: ChunkPart, wanted: Sequence[str], of: str, step_ms: int, made: dict[tuple[str, str], SteppedSeries]
@@ -644,6 +650,11 @@ def _described(column: str) -> Json:
     return {"key": column, "name": name, "labels": labels, "kind": kind, "unit": unit, "help": series.help}
 
 
+def _nothing_of(question: Json, when: str) -> NotFoundError:
+    near = question.get("near", "")
+    return NotFoundError(f"cannot show metrics of {question['target'][:80]}: there are none{when}{near}")
+
+
 def _usual_step_s(span_s: float) -> int:
     return next((step_s for step_s in STEPS_S if span_s / step_s <= USUAL_POINTS), STEPS_S[-1])
 
@@ -658,10 +669,11 @@ def _in_words(error: Exception) -> str:
 
 
 class ControllerSocket:
-    """The child's end of the socket."""
+    """The child's end of the socket. Its threads may send."""
 
     def __init__(self, ours: socket.socket) -> None:
         self._socket = ours
+        self._sending = threading.Lock()
         self._received = bytearray()
 
     def say(self, level: str, text: str) -> None:
@@ -670,7 +682,7 @@ class ControllerSocket:
 
     def send(self, kind: int, body: bytes) -> None:
         """Send an answer. If the controller is gone, the next read says so."""
-        with contextlib.suppress(OSError):
+        with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(FRAME.pack(len(body), kind) + body)
 
     def messages(self, wait_s: float) -> Iterator[tuple[Any, ...]]:
@@ -702,6 +714,8 @@ class RecorderService:
         self._connection = connection
         self._columns: dict[int, tuple[str, ...]] = {}
         self.archive: MetricsArchive | None = None
+        self._target = Target("")
+        self._writer: RemoteWriter | None = None
         self._next_stats_s = 0.0
 
     def take(self, message: tuple[Any, ...]) -> None:
@@ -712,6 +726,7 @@ class RecorderService:
             if self.archive is None:
                 self.archive = MetricsArchive(settings, self._connection.say)
             self.archive.settings = settings
+            self._set_target(Target(settings.remote_write, settings.remote_token_file, settings.cluster))
         elif kind == "columns":
             self._columns[rest[0]] = rest[1]
         elif kind == "forget":
@@ -729,10 +744,24 @@ class RecorderService:
         names = self._columns.get(columns)
         if names is not None:
             archive.take(node, boot_id, at_ms, names, values)
+            self._send_on(QueuedRow(node, "", at_ms, names, values))
         for job, attempt, job_columns, job_values in jobs:
             names = self._columns.get(job_columns)
             if names is not None:
                 archive.take_job(node, boot_id, at_ms, job, attempt, names, job_values)
+                self._send_on(QueuedRow(node, str(job), at_ms, names, job_values))
+
+    def _set_target(self, target: Target) -> None:
+        if target == self._target:
+            return
+        self._target = target
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = RemoteWriter(target, self._connection.say) if target.url else None
+
+    def _send_on(self, row: QueuedRow) -> None:
+        if self._writer is not None:
+            self._writer.add(row)
 
     def _answer(self, archive: MetricsArchive, number: int, question: Json) -> None:
         try:
@@ -749,7 +778,10 @@ class RecorderService:
         now_s = time.monotonic()
         if self.archive is not None and now_s >= self._next_stats_s:
             self._next_stats_s = now_s + STATS_S
-            self._connection.send(STATS, json.dumps(self.archive.stats()).encode())
+            stats = self.archive.stats()
+            if self._writer is not None:
+                stats |= {"remote_sent": self._writer.sent, "remote_dropped": self._writer.dropped}
+            self._connection.send(STATS, json.dumps(stats).encode())
 
 
 def run(connection: ControllerSocket, ended: Callable[[], bool]) -> None:

@@ -43,6 +43,7 @@ from rich.text import Text
 from hpcsched import client
 from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
 from hpcsched.listing.jobs import ACTIVE_STATES, detail_lines
+from hpcsched.listing.plot import BrailleCanvas
 from hpcsched.listing.text import clean, columns
 
 TIMEOUT_S = 5.0
@@ -770,7 +771,8 @@ def curve_lines(run: TrainingRun, width: int, height: int) -> list[Text]:
     for _, step in run.resumes:
         canvas.draw_upright(step, "restart")
     scale = {0: f"{high:4.1f} ", height - 1: f"{low:4.1f} "}
-    return [_line((scale.get(at, " " * 5), "dim"), *parts) for at, parts in enumerate(canvas.rows())]
+    rows = [[(cell, CURVE_STYLES.get(layer, "")) for cell, layer in row] for row in canvas.rows()]
+    return [_line((scale.get(at, " " * 5), "dim"), *parts) for at, parts in enumerate(rows)]
 
 
 def _dots(points: Sequence[LossPoint]) -> list[tuple[float, float]]:
@@ -785,68 +787,6 @@ def smoothed(values: Sequence[float], keep: float = 0.85) -> list[float]:
         weight = keep * weight + (1 - keep)
         result.append(average / weight)
     return result
-
-
-_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a dot, by row and column in its cell
-Span = tuple[float, float]
-
-
-class BrailleCanvas:
-    """`width` by `height` cells of two by four dots.
-
-    A cell has the style of its last layer, and the dots of all.
-    """
-
-    def __init__(self, width: int, height: int, x: Span, y: Span) -> None:
-        self._width, self._height, self._x, self._y = width, height, x, y
-        self._bits = [[0] * width for _ in range(height)]
-        self._layers = [[""] * width for _ in range(height)]
-
-    def draw_line(self, points: Sequence[tuple[float, float]], layer: str) -> None:
-        """Draw a line through the points."""
-        dots = [self._dot(x, y) for x, y in points]
-        for (x0, y0), (x1, y1) in zip(dots[:1] + dots, dots, strict=False):
-            count = max(abs(x1 - x0), abs(y1 - y0), 1)
-            for i in range(1, count + 1):
-                self._set(round(x0 + (x1 - x0) * i / count), round(y0 + (y1 - y0) * i / count), layer)
-
-    def draw_squares(self, points: Sequence[tuple[float, float]], layer: str) -> None:
-        """Draw each point as a square of four dots."""
-        for column, row in [self._dot(x, y) for x, y in points]:
-            for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-                self._set(column + dx, row + dy, layer)
-
-    def draw_upright(self, x: float, layer: str) -> None:
-        """Draw a dotted vertical line at `x`, behind what has been drawn."""
-        column, _ = self._dot(x, self._y[0])
-        for row in [row for row in range(self._height) if not self._layers[row][column // 2]]:
-            self._set(column, row * 4, layer)
-            self._set(column, row * 4 + 2, layer)
-
-    def rows(self) -> list[list[tuple[str, str]]]:
-        """Return (character, style) of each cell, row by row from the top."""
-        return [
-            [
-                (chr(0x2800 + bits) if bits else " ", CURVE_STYLES.get(layer, ""))
-                for bits, layer in zip(*row, strict=True)
-            ]
-            for row in zip(self._bits, self._layers, strict=True)
-        ]
-
-    def _dot(self, x: float, y: float) -> tuple[int, int]:
-        column = round(_part(x, self._x) * (self._width * 2 - 1))
-        return column, round((1.0 - _part(y, self._y)) * (self._height * 4 - 1))
-
-    def _set(self, column: int, row: int, layer: str) -> None:
-        if 0 <= column < self._width * 2 and 0 <= row < self._height * 4:
-            self._bits[row // 4][column // 2] |= _BITS[row % 4][column % 2]
-            self._layers[row // 4][column // 2] = layer
-
-
-def _part(value: float, span: Span) -> float:
-    """Return the position of `value` in the span, 0 to 1."""
-    low, high = span
-    return 0.0 if high <= low else min(1.0, max(0.0, (value - low) / (high - low)))
 
 
 # ----- without a terminal

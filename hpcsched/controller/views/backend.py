@@ -81,13 +81,15 @@ from hpcsched.errors import (
 )
 from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
+from hpcsched.listing.text import split_list
 from hpcsched.model.codec import value_to_json
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import Link
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import parse_signal, whole_number
+from hpcsched.model.units import nearest, number, parse_signal, whole_number
+from hpcsched.recorder import Recorder
 from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.audit_heads import AuditHeads
@@ -103,6 +105,9 @@ PROBE_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 15.0
 MAX_AUDIT_RECORDS = 5000  # of one answer
 MAX_KEPT_ANSWER = 16 << 10  # characters; a longer answer is not kept for repeated requests
+MAX_SERIES_NAMES = 100
+MAX_TIME_S = 1e11
+MAX_STEP_S = 1e9
 TOO_LONG = "too long"  # in place of such an answer
 
 
@@ -136,8 +141,10 @@ class ControllerBackend(Reading):
         database: Path,
         credentials: Credentials | None = None,
         audit_heads: AuditHeads | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__(controller.cluster, clock)
+        self._recorder = recorder
         self._controller = controller
         self._fleet = fleet
         self._started_at_s = started_at_s
@@ -374,6 +381,63 @@ class ControllerBackend(Reading):
             found = []
         return {"outages": found}
 
+    # ----- the history of metrics, which the recorder has
+
+    async def metrics_series(self, identity: Identity, query: Mapping[str, str]) -> bytes:
+        """Return the nodes with metrics, or the series of a node or job. Raises HpcschedError."""
+        target = query.get("target", "")
+        if target:
+            return await self._asked({"ask": "list", **self._metrics_source(identity, target)})
+        names = json.loads(await self._asked({"ask": "list", "kind": "node", "name": "", "target": ""}))["names"]
+        seen = self._visible_names(identity)
+        sees_gone = reach(identity, Action.VIEW_NODES) is Reach.ALL
+        shown = [name for name in names if name in seen or (sees_gone and name not in self._cluster.nodes)]
+        return json_text({"version": 1, "names": shown}).encode()
+
+    async def metrics_history(self, identity: Identity, query: Mapping[str, str]) -> bytes:
+        """Return values of series of a node or job in a period. Raises HpcschedError."""
+        source = self._metrics_source(identity, query.get("target", ""))
+        series = [name for name in split_list(query.get("series", "")) if name]
+        if not series or len(series) > MAX_SERIES_NAMES:
+            raise RequestError(f"cannot show metrics: name 1 to {MAX_SERIES_NAMES} series")
+        now_s = self._clock()
+        from_s, to_s = (
+            min(max(number(query.get(name, str(usual)), name), 0.0), MAX_TIME_S)
+            for name, usual in (("from_s", now_s - 3600), ("to_s", now_s))
+        )
+        step_s = number(query["step_s"], "step_s") if query.get("step_s") else None
+        if from_s >= to_s or (step_s is not None and not 1 <= step_s <= MAX_STEP_S):
+            raise RequestError("cannot show metrics: from_s must be before to_s, and step_s at least 1")
+        of = query.get("of", "mean")
+        if of not in ("mean", "max", "min"):
+            raise RequestError(f"cannot show the {of[:20]!r} of a series: there are mean, max and min")
+        period = {"from_s": from_s, "to_s": to_s, "step_s": step_s, "of": of}
+        return await self._asked({"ask": "series", "series": series, **source, **period})
+
+    async def _asked(self, question: Json) -> bytes:
+        if self._recorder is None:
+            raise UnavailableError("cannot read metrics: no history is kept; see [metrics] history in hpcsched.toml")
+        return await self._recorder.ask(question)
+
+    def _metrics_source(self, identity: Identity, target: str) -> Json:
+        """Return whose history a user asks for: of a node or job that the user may see.
+
+        Raises NotFoundError, PermissionDeniedError, RequestError.
+        """
+        names = self._visible_names(identity)
+        if target in names:
+            return {"kind": "node", "name": target, "target": target}
+        try:
+            job = self._single_job(identity, target)
+        except NotFoundError:
+            if reach(identity, Action.VIEW_NODES) is Reach.ALL and not target[:1].isdigit():
+                # A node that was removed may have a history.
+                return {"kind": "node", "name": target, "target": target, "near": nearest(target, names)}
+            raise NotFoundError(
+                f"cannot show metrics of {target[:80]!r}: no such node or job{nearest(target, names)}"
+            ) from None
+        return {"kind": "job", "name": str(job.id), "target": f"job {job.display_id}"}
+
     async def log(self, identity: Identity, reference: str, stream: str, offset: int, limit: int) -> LogPart:
         job = self._single_job(identity, reference)
         authorize(identity, Action.VIEW_DETAILS, job, f"read the output of job {job.display_id}")
@@ -453,11 +517,15 @@ class ControllerBackend(Reading):
             views = [
                 view | {"reservation": view["reservation"] if view["reservation"] in mine else ""} for view in views
             ]
-        if reach(identity, Action.VIEW_NODES) is Reach.ALL:
-            return views
-        jobs = (job for job in self._cluster.jobs.values() if job.state not in FINAL)
-        names = {share.node for job in jobs if allows(identity, Action.VIEW_NODES, job) for share in job.shares}
+        names = self._visible_names(identity)
         return [view for view in views if view["name"] in names]
+
+    def _visible_names(self, identity: Identity) -> set[NodeName]:
+        """Return the names of the nodes that the user may see."""
+        if reach(identity, Action.VIEW_NODES) is Reach.ALL:
+            return set(self._cluster.nodes)
+        jobs = (job for job in self._cluster.jobs.values() if job.state not in FINAL)
+        return {share.node for job in jobs if allows(identity, Action.VIEW_NODES, job) for share in job.shares}
 
     def _visible_ids(self, identity: Identity, ids: Iterable[JobId]) -> list[JobId]:
         jobs = self._cluster.jobs

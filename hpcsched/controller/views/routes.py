@@ -150,6 +150,8 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/outages",
                 routes.in_turn(by(lambda call: call.backend.outages(call.identity, call.query), "outages"))),
+        web.get("/v1/metrics/history", routes.in_turn(routes.metrics_history)),
+        web.get("/v1/metrics/series", routes.in_turn(routes.metrics_series)),
         web.get("/v1/audit", routes.in_turn(by(lambda call: call.backend.audit(call.identity, call.query)))),
         web.get("/v1/audit/heads", routes.in_turn(by(lambda call: call.backend.audit_heads(call.identity)))),
         web.get("/v1/log", routes.log),
@@ -434,6 +436,12 @@ class _Routes:
 
     async def history(self, request: web.Request) -> web.Response:
         return web.Response(await (await self._backend()).history(self._identity(request), request.query))
+
+    async def metrics_history(self, request: web.Request) -> web.Response:
+        return web.Response(await (await self._backend()).metrics_history(self._identity(request), request.query))
+
+    async def metrics_series(self, request: web.Request) -> web.Response:
+        return web.Response(await (await self._backend()).metrics_series(self._identity(request), request.query))
 
     async def events(self, request: web.Request) -> web.Response:
         """Send the events after one; wait up to `wait_s` for more."""

@@ -11,7 +11,6 @@ from rich.console import Console
 from screens import job, node, queued, training, whole_screen
 
 from hpcsched.cli.admin.top import (
-    BrailleCanvas,
     ClusterReader,
     ClusterScreen,
     TrainingRun,
@@ -124,18 +123,6 @@ def test_lost_steps_are_told_from_those_that_count() -> None:
 def test_checkpoint_marks_tell_full_ones_from_increments() -> None:
     assert checkpoint_lines(training(), 60)[1].plain == "█full ▄incr. █▄▄▄▄█▄▄▄▄█▄"
     assert checkpoint_lines(TrainingRun(), 60)[0].plain == "no checkpoint yet"
-
-
-def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right() -> None:
-    canvas = BrailleCanvas(4, 2, (0, 1), (0, 1))
-    canvas.draw_line([(0, 1), (1, 0)], "loss")
-    assert ["".join(text for text, _ in cells) for cells in canvas.rows()] == ["⠑⢄  ", "  ⠑⢄"]
-
-
-def test_points_outside_of_the_range_are_drawn_at_its_edge() -> None:
-    canvas = BrailleCanvas(2, 1, (0, 1), (0, 1))
-    canvas.draw_squares([(5, 5), (-5, -5)], "validation")
-    assert all(style == "bold yellow" for cells in canvas.rows() for _, style in cells)
 
 
 def test_the_moving_average_has_no_bias_at_its_start() -> None:

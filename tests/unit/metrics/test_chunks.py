@@ -180,3 +180,17 @@ def test_chunks_are_joined_by_time_with_the_columns_of_all() -> None:
     found = chunks.joined([one, other])
     assert found.times_ms == [10, 20, 30, 40]
     assert found.columns == {"a": [1, 2, 3, 4], "b": [8, 9, None, None]}
+
+
+def test_longer_steps_keep_counts_exact_and_round_bytes_and_seconds_down() -> None:
+    columns = {"oom_kills_total": [1, 3], "sent_bytes_total:eth0": [5000, 7000], "cpu_seconds_total": [0.1239, 0.5678]}
+    made = chunks.rolled_up([0, 10_000], columns, 60_000, lambda name: True)
+    assert [made.columns[name] for name in columns] == [[3], [6144], [0.567]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 1 << 50), st.floats(0, 1e12)), min_size=2, max_size=30))
+def test_a_counter_never_falls_by_its_rounding(values: list[int | float]) -> None:
+    name = "x_bytes_total" if all(isinstance(value, int) for value in values) else "x_seconds_total"
+    made = chunks.rolled_up([at * 1000 for at in range(len(values))], {name: sorted(values)}, 1000, lambda name: True)
+    assert made.columns[name] == sorted(made.columns[name])
