@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from waiting import PATIENCE_S, wait_until
 
 from hpcsched.loopback.cluster import LocalCluster
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `preloaded`
 
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
 

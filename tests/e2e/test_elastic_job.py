@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import command as python
 from waiting import wait_until
 
 from hpcsched.loopback.cluster import LocalCluster
@@ -18,9 +19,13 @@ from hpctrain.metrics import read_metrics
 
 TESTS = Path(__file__).parents[1]
 SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 12 --eval-every 0 --sample 0 --checkpoint-every 50"
-SCRIPT = f"""exec {sys.executable} -m hpctrain.elastic --silence 60 --report report.json -- \\
-    {sys.executable} -m hpctrain.examples.chargpt {SMALL} --steps 1000000 --out elastic
-"""
+PROGRAM = ("-m", "hpctrain.examples.chargpt")
+
+
+def script_of(out: str, program: Sequence[str] = PROGRAM, words: str = "--steps 1000000") -> str:
+    """Return a script that trains into `out`; its ranks are forks of a process that has imported torch."""
+    elastic = f"exec {sys.executable} -m hpctrain.elastic --silence 60 --report report.json"
+    return f"{elastic} -- {' '.join([*python(), *program])} {SMALL} {words} --out {out}\n"
 
 
 def told(path: Path) -> list[dict[str, Any]]:
@@ -47,7 +52,16 @@ def test_the_ranks_of_an_elastic_job_follow_its_nodes(
 ) -> None:
     first = sub("while [ ! -e free ]; do sleep 0.05; done", "--exclusive", "-N1")
     running(first)
-    number = sub(SCRIPT, "--exclusive", "-N1-3", "--elastic", "--ntasks-per-node=1", "--signal=B:USR1@10", "-t", "10")
+    number = sub(
+        script_of("elastic"),
+        "--exclusive",
+        "-N1-3",
+        "--elastic",
+        "--ntasks-per-node=1",
+        "--signal=B:USR1@10",
+        "-t",
+        "10",
+    )
     metrics = cluster.share / "elastic" / "metrics.jsonl"
     assert running(number)["num_nodes"] == 2
 
@@ -72,8 +86,7 @@ def test_the_ranks_of_an_elastic_job_follow_its_nodes(
 def test_an_elastic_job_survives_a_nodes_power_loss_and_has_it_again_afterwards(
     cluster: LocalCluster, sub: Callable[..., int], running: Any, job: Any, ended: Any, output: Callable[[int], str]
 ) -> None:
-    script = SCRIPT.replace("--out elastic", "--out power")
-    number = sub(script, "--exclusive", "-N2-3", "--elastic", "--ntasks-per-node=1", "-t", "10")
+    number = sub(script_of("power"), "--exclusive", "-N2-3", "--elastic", "--ntasks-per-node=1", "-t", "10")
     metrics = cluster.share / "power" / "metrics.jsonl"
     node = running(number)["nodes"][2]
     wait_until(lambda: worlds(metrics)[-1:] == [3], what="3 ranks")
@@ -95,8 +108,8 @@ def test_when_all_nodes_and_the_controller_die_a_job_continues_with_the_same_sam
 ) -> None:
     words = "--steps 60 --checkpoint-every 4 --base-every 3"
     gate = cluster.share / "gate"
-    faulty = SCRIPT.replace("-m hpctrain.examples.chargpt", f"{TESTS}/train/faulty_chargpt.py gate:40:{gate}")
-    script = f"export PYTHONPATH={TESTS}\n{faulty}"
+    faulty = (f"{TESTS}/train/faulty_chargpt.py", f"gate:40:{gate}")
+    script = f"export PYTHONPATH={TESTS}\n{script_of('dead', faulty, words)}"
     options = (
         "--exclusive",
         "-N2-3",
@@ -107,7 +120,7 @@ def test_when_all_nodes_and_the_controller_die_a_job_continues_with_the_same_sam
         "--requeue",
         "--open-mode=append",
     )
-    number = sub(script.replace("--steps 1000000", words).replace("--out elastic", "--out dead"), *options)
+    number = sub(script, *options)
     metrics = cluster.share / "dead" / "metrics.jsonl"
     nodes = running(number)["nodes"]
     wait_until(lambda: len(told(metrics)) >= 39, what="the steps before the gate")
@@ -123,8 +136,8 @@ def test_when_all_nodes_and_the_controller_die_a_job_continues_with_the_same_sam
     assert (done["state"], done["attempt"]) == ("COMPLETED", 1), output(number)
     assert sorted({line["step"] for line in told(metrics)}) == list(range(1, 61))
     assert told(metrics)[-1]["interruptions"] == 1
-    train = f"{sys.executable} -m hpctrain.examples.chargpt {SMALL} {words} --out whole"
+    train = [*python(), *PROGRAM, *SMALL.split(), *words.split(), "--out", "whole"]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other are slow on a busy machine
-    whole = subprocess.run(train.split(), cwd=cluster.share, capture_output=True, text=True, check=False, env=alone)
+    whole = subprocess.run(train, cwd=cluster.share, capture_output=True, text=True, check=False, env=alone)
     assert whole.returncode == 0, whole.stderr
     assert losses(metrics) == pytest.approx(losses(cluster.share / "whole" / "metrics.jsonl"), rel=1e-3)
