@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from hpcsched.errors import PermissionDeniedError
 
@@ -221,6 +221,17 @@ class Identity:
         """Return this identity with the rights of a user at most, as its jobs have them."""
         above = self.role in (Role.COORDINATOR, Role.OPERATOR, Role.ADMIN)
         return replace(self, role=Role.USER if above else self.role, accounts=frozenset())
+
+
+# Decides without a request: limits, health checks, lost nodes, preemption. No account has this uid.
+CONTROLLER: Final = Identity(uid=-1, user="controller", role=Role.SERVICE, source="controller")
+# Only root and the controller's account can send the signal.
+SIGHUP: Final = replace(CONTROLLER, role=Role.ADMIN, source="SIGHUP")
+
+
+def user_behind(uid: int, user: str, source: str) -> Identity:
+    """Return the identity of a user whom an event names, for the audit log."""
+    return Identity(uid=uid, user=user, role=Role.USER, source=source)
 
 
 def identity_in(policy: AccessPolicy, uid: int, user: str, *, is_root: bool) -> Identity:

@@ -21,6 +21,7 @@ from hpcnode.os.faults import CrashPoints, crash_points
 from hpcsched import paths
 from hpcsched.api import web
 from hpcsched.api.connection_limits import SocketLimits
+from hpcsched.auth.authorize import SIGHUP
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.credentials import Credentials
 from hpcsched.controller.head_socket import HeadStreams
@@ -33,7 +34,7 @@ from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import RETRY_S, Controller
 from hpcsched.controller.views.backend import ControllerBackend
-from hpcsched.errors import ConfigError, InvariantError, UnavailableError, report_fault
+from hpcsched.errors import ConfigError, HpcschedError, InvariantError, UnavailableError, report_fault
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.link import ControllerIdentity
 from hpcsched.model.ids import NodeName
@@ -136,6 +137,7 @@ class Daemon:
         self.fleet = Fleet(self.controller, bundle=build_bundle(), identity=identity, clock=clock)
         self._socket_limits = socket_limits
         self._programs = TriggerPrograms()
+        self._reloads: set[asyncio.Task[None]] = set()
         state_dir = config.controller.state_dir
         heads = Path(config.audit.heads) if config.audit.heads else state_dir / HEADS_FILE
         self._audit_heads = AuditHeads(state_dir, heads, store.audit_end, to_syslog=config.audit.syslog)
@@ -164,14 +166,16 @@ class Daemon:
         loop.set_exception_handler(self._callback_failed)
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reload, coming)
         self.fleet.relaying = Relaying(
             self.controller.cluster, self.send, lambda request: router.find(request)(request), self._socket_limits
         )
         try:
             await self._check_database()
             await self.heads.serve(self._config.steps_socket, mode)
-            coming.set_result(self._backend(credentials))
+            backend = self._backend(credentials)
+            backend.note_start()
+            coming.set_result(backend)
             log.info("ready at %s", self._config.api_socket)
             await answered()
             self.fleet.configure(self._config)
@@ -258,12 +262,19 @@ class Daemon:
         self._audit_heads.sign(self._clock())
         asyncio.get_running_loop().call_later(self._config.audit.sign_every_s, self._sign_audit)
 
-    def _reload(self) -> None:
-        try:
-            for change in self.apply_config():
-                log.info("configuration: %s", change)
-        except (ConfigError, UnavailableError) as error:
-            log.error("%s", error)
+    def _reload(self, coming: asyncio.Future[ControllerBackend]) -> None:
+        """Reload the configuration as an admin's request would, with its records in the audit log."""
+
+        async def reload() -> None:
+            try:
+                for change in (await (await coming).reconfigure(SIGHUP, []))["changed"]:
+                    log.info("configuration: %s", change)
+            except HpcschedError as error:
+                log.error("%s", error)
+
+        task = asyncio.get_running_loop().create_task(reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
 
     def apply_config(self, same_machine: Sequence[str] = ()) -> list[str]:
         """Reread and apply the configuration; return what changed, in words.

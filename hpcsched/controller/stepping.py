@@ -24,7 +24,7 @@ from hpcnode.os import rlimits
 from hpcnode.wire import protocol
 from hpcsched import paths
 from hpcsched.api.identity import identity_of
-from hpcsched.auth.authorize import Action, Identity, authorize
+from hpcsched.auth.authorize import CONTROLLER, Action, Identity, authorize
 from hpcsched.controller import preemption
 from hpcsched.controller.nodes import messages
 from hpcsched.controller.requests import submission
@@ -274,7 +274,8 @@ class Stepping:
                 except Exception as error:  # one message failed: send the others
                     report_fault(error, "send what a step needs")
 
-        self._controller.ask(inside, done, keep=True)
+        source = CONTROLLER.source if origin is None else "socket" if origin[0] == HEAD else f"node {origin[0]}"
+        self._controller.ask(inside, done, keep=True, source=source)
 
     def _give_up(self, origin: Origin, why: str) -> None:
         """End the request of `origin` after an internal failure, and report the error to it."""

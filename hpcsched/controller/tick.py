@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hpcnode.wire import protocol
 from hpcsched.auth.audit import AuditEntry
-from hpcsched.auth.authorize import Action, Identity, authorize
+from hpcsched.auth.authorize import CONTROLLER, Action, Identity, authorize
 from hpcsched.controller.memory import memory_of
 from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import edits, messages, orphans
@@ -92,17 +92,19 @@ class _Item(NamedTuple):
     work: Work
     done: Done
     keep: bool
+    source: str
 
 
 class _Asked:
     """An item in its tick: its result, and the highest ids that were assigned before it."""
 
-    __slots__ = ("done", "ids", "keep", "result", "work")
+    __slots__ = ("done", "ids", "keep", "result", "source", "work")
 
-    def __init__(self, work: Work, done: Done, keep: bool) -> None:
+    def __init__(self, work: Work, done: Done, keep: bool, source: str) -> None:
         self.work = work
         self.done = done
         self.keep = keep
+        self.source = source
         self.ids: tuple[int, int] | None = None  # None: not done yet
         self.result: Any = None
 
@@ -227,13 +229,14 @@ class Controller:
 
     # ----- incoming
 
-    def ask(self, work: Work, done: Done, *, keep: bool = False) -> None:
+    def ask(self, work: Work, done: Done, *, keep: bool = False, source: str = CONTROLLER.source) -> None:
         """Queue `work` for the next tick; `done` gets its result or error once it is on disk.
 
         If the commit fails, `done` gets the error. With `keep`, the work is retried until it
-        succeeds; use it for work that a client would not request again.
+        succeeds; use it for work that a client would not request again. `source`: on whose word
+        it is done, for the audit log, if it is not a request.
         """
-        self._inbox.append(_Item(work, done, keep))
+        self._inbox.append(_Item(work, done, keep, source))
         self._ports.wake(0.0)
 
     def note_refusal(self, entry: AuditEntry) -> None:
@@ -260,7 +263,10 @@ class Controller:
         self.metrics.connected(node, samples=welcome.facts.get("samples") is True)
         self._unreachable.connected(node)
         self.ask(
-            lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer), keep=True
+            lambda tx: self._on_welcome(tx, node, welcome),
+            lambda answer: self._node_is_up(node, answer),
+            keep=True,
+            source=f"node {node}",
         )
         return ""
 
@@ -297,15 +303,19 @@ class Controller:
 
     def node_says(self, node: NodeName, message: Any) -> None:
         """Queue a node's report for the next tick."""
+        source = f"node {node}"
         match message:
             case protocol.Report():
                 self.ask(
-                    lambda tx: self._on_report(tx, node, message), lambda answer: self._answer(node, answer), keep=True
+                    lambda tx: self._on_report(tx, node, message),
+                    lambda answer: self._answer(node, answer),
+                    keep=True,
+                    source=source,
                 )
             case protocol.Condition():
-                self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True)
+                self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True, source=source)
             case protocol.JobGone():
-                self.ask(lambda tx: self._on_job_gone(tx, node, message), _log_failure, keep=True)
+                self.ask(lambda tx: self._on_job_gone(tx, node, message), _log_failure, keep=True, source=source)
                 ended = self.orphans.pop((node, message.incarnation, message.job_id), None)
                 if orphans.forget(self.cluster, node, ended=message) or ended is not None:
                     self.replan()
@@ -565,7 +575,9 @@ class Controller:
         """Do the items; leave those for the next tick that come after many changes."""
         for i, item in enumerate(inbox):
             if len(tx.batch.jobs) >= MANY_JOBS and item.ids is None:
-                self._inbox = [_Item(later.work, later.done, later.keep) for later in inbox[i:]] + self._inbox
+                self._inbox = [
+                    _Item(later.work, later.done, later.keep, later.source) for later in inbox[i:]
+                ] + self._inbox
                 self._ports.wake(0.0)
                 del inbox[i:]
                 break
@@ -576,7 +588,7 @@ class Controller:
                 continue  # failed the first time and was undone
             else:
                 self.cluster.last_job_id, self.cluster.last_spec_id = map(max, ids, item.ids)
-            item.result = tx.attempt("do what was asked", item.work)
+            item.result = tx.attempt("do what was asked", item.work, item.source)
 
     def _commit(self, tx: Transaction, inbox: list[_Asked]) -> Exception | None:
         """Commit the changes of the items and the plan; return the error, or None on success."""
@@ -605,7 +617,7 @@ class Controller:
         tx = Transaction(self.cluster, tx.now_s, commit=self.store.commit)
         turn = self._do(tx, inbox)
         again = [item for item in inbox if item.keep and isinstance(item.result, UnavailableError)]
-        self._inbox = [_Item(item.work, item.done, True) for item in again] + self._inbox
+        self._inbox = [_Item(item.work, item.done, True, item.source) for item in again] + self._inbox
         self._ports.wake(RETRY_S)
         return tx, turn, [item for item in inbox if item not in again]
 
@@ -617,7 +629,7 @@ class Controller:
         tx.undo()
         self._planning.forget()  # its starts were undone
         self._plan_wanted = True
-        self._inbox = [_Item(item.work, item.done, True) for item in inbox if item.keep] + self._inbox
+        self._inbox = [_Item(item.work, item.done, True, item.source) for item in inbox if item.keep] + self._inbox
         self._ports.wake(RETRY_S)
         for item in inbox:
             if not item.keep:

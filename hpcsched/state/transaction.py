@@ -13,12 +13,33 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from hpcnode.wire.message import WireError
-from hpcsched.auth.audit import AuditEntry
+from hpcsched.auth.audit import AuditEntry, entry_of
+from hpcsched.auth.authorize import CONTROLLER, Identity, user_behind
 from hpcsched.auth.tokens import Credential
 from hpcsched.errors import HpcschedError, InvariantError, RequestError, report_fault
-from hpcsched.lifecycle.events import Allocated, JobEvent, NodesAdded, Respecified, Submitted
+from hpcsched.lifecycle.events import (
+    Allocated,
+    BecameEligible,
+    Claimed,
+    Exited,
+    JobEvent,
+    NodeCleared,
+    NodesAdded,
+    NodesReserved,
+    NodesUnreserved,
+    Respecified,
+    Started,
+    Submitted,
+)
 from hpcsched.lifecycle.job import apply, submitted_jobs
-from hpcsched.lifecycle.node import NodeEvent, apply_to_node
+from hpcsched.lifecycle.node import (
+    NodeDrained,
+    NodeEvent,
+    NodeFaultCleared,
+    NodeFenced,
+    NodeResumed,
+    apply_to_node,
+)
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, RankFailure, TrainingStatus
@@ -33,6 +54,11 @@ SHOWN_DIFFERENCES = 20  # objects of one request in the audit log
 _NOT_LOGGED = frozenset(
     ("spec", "refusals", "secret_sha256")
 )  # a specification has the environment, which may have secrets
+
+# A job's ordinary way from its submission to its end is in its history, not in the audit log.
+_ORDINARY = (BecameEligible, NodesReserved, NodesUnreserved, Allocated, Claimed, Started, Exited, NodeCleared)
+_NODE_DECISIONS = (NodeDrained, NodeResumed, NodeFaultCleared, NodeFenced)
+_DECIDED_TABLES = {"reservations": "reservation", "crontabs": "crontab", "triggers": "trigger", "credentials": "token"}
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -338,6 +364,27 @@ class Transaction:
             {name: after for name, _, after in shown if after},
         )
 
+    def record_decision(self, source: str) -> None:
+        """Add what was changed without a request to the audit log, if that was a decision."""
+        batch = self.batch
+        kinds = {type(event).__name__ for event in batch.events if not isinstance(event, _ORDINARY)}
+        kinds |= {type(event).__name__ for event in batch.node_events if isinstance(event, _NODE_DECISIONS)}
+        kinds |= {name for table, name in _DECIDED_TABLES.items() if getattr(batch, table)}
+        if kinds:
+            objects, before, after = self.differences()
+            who = self._asker(source)
+            self.audit(entry_of(who, " ".join(sorted(kinds)), self.now_s, object=objects, before=before, after=after))
+
+    def _asker(self, source: str) -> Identity:
+        """Return the user whom the events name, for example that of `hrun`, or the controller."""
+        for event in self.batch.events:
+            job = self.cluster.jobs.get(event.job_id)
+            uid = event.uid if isinstance(event, Submitted) else getattr(event, "by_uid", None)
+            if uid is not None:
+                user = job.user if job is not None and job.uid == uid else str(uid)
+                return user_behind(uid, user, source)
+        return replace(CONTROLLER, source=source)
+
     def undo(self) -> None:
         """Restore the cluster to its state before this transaction."""
         for job_id, job in self._jobs_before.items():
@@ -352,16 +399,19 @@ class Transaction:
             self.cluster.partitions, self.cluster.partition_states = self._partitions_before
         self.cluster.last_job_id, self.cluster.last_spec_id = self._ids_before
 
-    def attempt(self, what: str, work: Callable[[Transaction], Any]) -> Any:
+    def attempt(self, what: str, work: Callable[[Transaction], Any], source: str = CONTROLLER.source) -> Any:
         """Do `work` in a savepoint and return its result; on failure undo it, return the error.
 
         An unexpected exception is logged as a failure to do `what`, and returned as InternalError.
+        If no request has left a record, that of a decision names `source`.
 
         Raises: InvariantError only, because memory and disk may then differ.
         """
         inner = self.savepoint()
         try:
             result = work(inner)
+            if self._within is None and not inner.batch.audit:
+                inner.record_decision(source)
             if self._commit is not None and inner.batch:
                 self._commit(inner.batch)
         except InvariantError:

@@ -260,13 +260,16 @@ def _prepare(connection: Connection, path: Path | None, *, make: bool) -> None:
             f"cannot open the database {path}: it has schema {version}, this hpcsched knows up to {SCHEMA}; "
             "install the version that wrote it, or a newer one"
         )
-    if version < SCHEMA:
-        _create_tables(connection, metadata, APPLICATION_ID, SCHEMA)
+    _create_tables(connection, metadata, APPLICATION_ID, SCHEMA)
     _NEW_META.run(connection, {"key": "incarnation", "value": secrets.token_hex(8)})
 
 
 def _create_tables(connection: Connection, tables: MetaData, owner: int, version: int) -> None:
+    """Create the tables that are missing: all, or those that a newer version has added."""
+    known = {row[1] for row in connection.execute("PRAGMA table_list")}
     for table in tables.sorted_tables:
+        if table.name in known:
+            continue
         connection.execute(str(CreateTable(table).compile(dialect=_DIALECT)))
         for index in table.indexes:
             connection.execute(str(CreateIndex(index).compile(dialect=_DIALECT)))

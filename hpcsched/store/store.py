@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, null, or_, select, update
 
-from hpcsched.auth.audit import GENESIS, AuditEntry, AuditRecord, chained, record_from_json, record_to_json
+from hpcsched.auth.audit import GENESIS, AuditEntry, AuditRecord, chained, record_from_json
 from hpcsched.auth.tokens import Credential
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
@@ -200,7 +200,7 @@ class Store:
             _put(connection, _NEW_FAILURE, failure_row, batch.failures)
             _put(connection, _NEW_REQUEST, _request_row, batch.requests)
             _put(connection, _PUT_ANSWER, _answer_row, batch.answers.items())
-            _put(connection, _NEW_AUDIT, record_to_json, records)
+            _NEW_AUDIT.run_many(connection, records)
             _put(connection, PUT_META, _meta_row, _facts(batch))
             if over := _attempts_over(changed, batch.events):
                 _END_STEPS.run_many(connection, over)
@@ -211,7 +211,7 @@ class Store:
             _replace(connection, _DELETE_CREDENTIAL, _NEW_CREDENTIAL, credential_row, batch.credentials)
         self._env_macs |= macs
         if records:
-            self._audit_end = records[-1].seq, records[-1].hash
+            self._audit_end = records[-1]["seq"], records[-1]["hash"]
         self._unchanged |= {number: ids for number, ids in new.items() if ids}
         for number, ids in first.items():
             self._unchanged[number] -= ids
@@ -229,13 +229,13 @@ class Store:
 
     # ----- the audit log
 
-    def _chained(self, entries: Iterable[AuditEntry]) -> list[AuditRecord]:
-        records: list[AuditRecord] = []
+    def _chained(self, entries: Iterable[AuditEntry]) -> list[Row]:
+        records: list[Row] = []
         seq, previous = self.audit_end()
         for entry in entries:
             seq += 1
             records.append(chained(entry, seq, previous))
-            previous = records[-1].hash
+            previous = records[-1]["hash"]
         return records
 
     def audit_end(self) -> tuple[int, str]:

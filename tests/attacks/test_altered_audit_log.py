@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from hpcsched import client
 from hpcsched.loopback.cluster import LocalCluster
@@ -40,6 +42,10 @@ def verify(cluster: LocalCluster, *words: str) -> str:
     return done.stderr
 
 
+def socket_of(cluster: LocalCluster) -> str:
+    return str(cluster.config_dir / "state" / "run" / "api.sock")
+
+
 def database(cluster: LocalCluster) -> Path:
     return cluster.config_dir / "state" / "hpcsched.db"
 
@@ -64,12 +70,12 @@ def change(cluster: LocalCluster, *statements: str) -> None:
              "UPDATE audit SET seq = 6 WHERE seq = 1000"],
             "record 5 was altered, or is not the one that followed record 4",
         ),
-        (["DELETE FROM audit WHERE seq >= 9"], "record 9 is missing: a signed head knows 10 records"),
-        (["DELETE FROM audit"], "record 1 is missing: a signed head knows 10 records"),
+        (["DELETE FROM audit WHERE seq >= 9"], "record 9 is missing: a signed head knows 11 records"),
+        (["DELETE FROM audit"], "record 1 is missing: a signed head knows 11 records"),
         (
-            ["CREATE TABLE last AS SELECT * FROM audit WHERE seq = 10", "UPDATE last SET seq = 11",
+            ["CREATE TABLE last AS SELECT * FROM audit WHERE seq = 11", "UPDATE last SET seq = 12",
              "INSERT INTO audit SELECT * FROM last"],
-            "record 11 was altered, or is not the one that followed record 10",
+            "record 12 was altered, or is not the one that followed record 11",
         ),
     ],
     ids=["who", "what", "one", "first", "order", "tail", "all", "twice"],
@@ -100,7 +106,22 @@ def test_f2_a_database_and_heads_that_went_back_together_differ_from_a_copy(
     change(cluster, "DELETE FROM audit", "INSERT INTO audit SELECT * FROM earlier")
     heads.write_text(earlier)
     assert verify(cluster) == ""  # as hpcsched-security(7) says: nothing on this machine shows it
-    assert "record 11 is missing: a signed head knows 12 records" in verify(cluster, f"heads={copy}")
+    assert "record 12 is missing: a signed head knows 13 records" in verify(cluster, f"heads={copy}")
+
+
+def test_a_reload_by_a_signal_leaves_records_with_its_source(cluster: LocalCluster) -> None:
+    before = client.call("GET", "/v1/audit", where=socket_of(cluster))["last"]
+    os.kill(int(client.call("GET", "/v1/ping", where=socket_of(cluster))["pid"]), signal.SIGHUP)
+    reload = f"/v1/audit?after={before}"
+    wait_until(lambda: len(client.call("GET", reload, where=socket_of(cluster))["records"]) == 2, what="the reload")
+    records = client.call("GET", reload, where=socket_of(cluster))["records"]
+    assert {(one["action"], one["user"], one["source"]) for one in records} == {("reconfigure", "controller", "SIGHUP")}
+
+
+def test_the_start_of_a_controller_leaves_a_record_with_the_members_of_roles(cluster: LocalCluster) -> None:
+    first = client.call("GET", "/v1/audit?limit=1", where=socket_of(cluster))["records"][0]
+    assert (first["action"], first["user"]) == ("start", "controller")
+    assert "admins" in json.loads(first["after"])["roles"]
 
 
 LISTEN = """

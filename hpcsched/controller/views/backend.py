@@ -31,8 +31,9 @@ from hpcsched.api.views import (
     training_view,
     why_waiting,
 )
-from hpcsched.auth.audit import REFUSED, entry_of, record_to_json
+from hpcsched.auth.audit import DONE, FAILED, REFUSED, entry_of, record_to_json
 from hpcsched.auth.authorize import (
+    CONTROLLER,
     HIDEABLE,
     Action,
     Identity,
@@ -807,6 +808,16 @@ class ControllerBackend(Reading):
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 
+    def note_start(self) -> None:
+        """Record the start of this controller and its roles in the audit log."""
+        facts = {
+            "epoch": self._cluster.epoch,
+            "version": hpcsched.__version__,
+            "roles": _roles_of(self._cluster.config),
+        }
+        entry = entry_of(CONTROLLER, "start", self._clock(), after=facts)
+        self._controller.ask(lambda tx: tx.audit(entry), lambda _: None, keep=True)
+
     async def reconfigure(self, identity: Identity, same_machine: object) -> Json:
         """Reread the configuration; `same_machine` names nodes of which only the address changed."""
         if not _is_texts(same_machine):
@@ -821,7 +832,11 @@ class ControllerBackend(Reading):
 
         await self._change(identity, Action.RECONFIGURE, check, {"same_machine": same_machine})
         before = _roles_of(self._cluster.config)
-        changed = self._apply_config(same_machine)
+        try:
+            changed = self._apply_config(same_machine)
+        except HpcschedError as error:
+            await self._change(identity, Action.RECONFIGURE, lambda tx: None, outcome=f"{FAILED}: {error}")
+            raise
         roles = _roles_of(self._cluster.config)
         told: Json = {"changed": changed} | ({"roles": roles, "roles_before": before} if roles != before else {})
         await self._change(identity, Action.RECONFIGURE, lambda tx: None, told)
@@ -943,7 +958,13 @@ class ControllerBackend(Reading):
             task.exception()  # the client is told, or has left
 
     async def _change(
-        self, identity: Identity, action: Action | str, work: Callable[[Transaction], T], asked: Json | None = None
+        self,
+        identity: Identity,
+        action: Action | str,
+        work: Callable[[Transaction], T],
+        asked: Json | None = None,
+        *,
+        outcome: str = DONE,
     ) -> T:
         """Do `work` in the next tick; return its result when it is on disk with its record.
 
@@ -956,7 +977,7 @@ class ControllerBackend(Reading):
             objects, before, after = tx.differences()
             if asked:
                 after |= {"asked": asked}
-            tx.audit(entry_of(identity, name, tx.now_s, object=objects, before=before, after=after))
+            tx.audit(entry_of(identity, name, tx.now_s, object=objects, before=before, after=after, outcome=outcome))
             if identity.request is not None:
                 self._note_request(tx, identity.uid, identity.request)
             return result

@@ -9,17 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsched.auth.audit import GENESIS, AuditRecord, Head, chained, entry_of, record_from_json, record_to_json, verify
+from hpcsched.auth.audit import (
+    GENESIS,
+    AuditEntry,
+    AuditRecord,
+    Head,
+    chained,
+    entry_of,
+    record_from_json,
+    record_to_json,
+    verify,
+)
 from hpcsched.auth.authorize import Identity, Role
 
 ANN = Identity(uid=7, user="ann", role=Role.USER)
+
+
+def record_of(entry: AuditEntry, seq: int, previous: str) -> AuditRecord:
+    return AuditRecord(**chained(entry, seq, previous))
 
 
 def chain(count: int) -> list[AuditRecord]:
     records: list[AuditRecord] = []
     for number in range(1, count + 1):
         entry = entry_of(ANN, "cancel", float(number), object=f"job {number}", before={"state": "RUNNING"})
-        records.append(chained(entry, number, records[-1].hash if records else GENESIS))
+        records.append(record_of(entry, number, records[-1].hash if records else GENESIS))
     return records
 
 
@@ -59,9 +73,9 @@ def test_f2_the_first_bad_record_is_named(
 
 def test_f2_a_log_that_was_written_anew_does_not_have_the_signed_hashes() -> None:
     records = chain(9)
-    forged = [chained(replace(records[0], user="eve"), 1, GENESIS)]
+    forged = [record_of(replace(records[0], user="eve"), 1, GENESIS)]
     for record in records[1:]:
-        forged.append(chained(record, record.seq, forged[-1].hash))
+        forged.append(record_of(record, record.seq, forged[-1].hash))
     assert verify(forged, [], signed) == (9, "")  # the chain alone cannot show it
     assert verify(forged, heads(records, 3), signed) == (
         2,
@@ -80,7 +94,7 @@ def test_f2_a_forged_signature_is_named() -> None:
 
 @given(st.text(max_size=200), st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=3))
 def test_a_record_survives_its_export(text: str, values: dict[str, str]) -> None:
-    record = chained(entry_of(ANN, text, 0.1, object=text, after=values), 1, GENESIS)
+    record = record_of(entry_of(ANN, text, 0.1, object=text, after=values), 1, GENESIS)
     again = record_from_json(record_to_json(record))
     assert again == record
     assert verify([again], [], signed) == (1, "")

@@ -59,7 +59,7 @@ def test_a_repeated_request_is_done_once_and_answered_again(cluster: Cluster, ba
     later = cluster.backend()  # of another controller: nothing is in memory
     assert play(cluster, requeue(later, keyed(ANN, "k"), job)) == [first]
     assert cluster.store.audit_records(0, 100) == restarts
-    assert [record.action for record in restarts] == ["requeue"]
+    assert [record.action for record in restarts] == ["Submitted", "requeue"]
 
 
 def test_a_key_belongs_to_one_content_and_one_user(cluster: Cluster, backend: ControllerBackend) -> None:
