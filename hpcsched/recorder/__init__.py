@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import marshal
 import os
 import socket
 import struct
@@ -120,10 +119,10 @@ class Recorder:
             return
         columns = self._columns_of(sample.columns)
         jobs = [
-            (row.job_id, row.attempt, self._columns_of(row.columns), marshal.dumps(row.values)) for row in sample.jobs
+            (row.job_id, row.attempt, self._columns_of(row.columns), json.dumps(row.values)) for row in sample.jobs
         ]
         at_ms = round(sample.received_at_s * 1000)
-        message = ("sample", sample.node, sample.boot_id, at_ms, columns, marshal.dumps(sample.values), jobs)
+        message = ("sample", sample.node, sample.boot_id, at_ms, columns, json.dumps(sample.values), jobs)
         if not self._send(message):
             self.dropped += 1
 
@@ -165,7 +164,7 @@ class Recorder:
         """Queue a message; return whether there was room and a child."""
         if self._socket is None or self._queued_bytes >= MAX_QUEUED_BYTES:
             return False
-        data = marshal.dumps(message)
+        data = json.dumps(message).encode()
         frame = FRAME.pack(len(data), MESSAGE) + data
         self._queue.append(frame)
         self._queued_bytes += len(frame)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import marshal
 import os
 import select
 import signal
@@ -111,13 +110,13 @@ def is_counter(name: str) -> bool:
 class OpenPiece:
     """Samples of a source that are not yet a chunk.
 
-    A row has the time, the names of the columns, and the values as `marshal` writes them.
+    A row has the time, the names of the columns, and the values as a JSON list, which is small.
     """
 
     life: str
     end_ms: int
     opened_s: float
-    rows: list[tuple[int, tuple[str, ...], bytes]] = field(default_factory=list)
+    rows: list[tuple[int, tuple[str, ...], str]] = field(default_factory=list)
 
     def chunk(self) -> SampleChunk:
         """Return the rows as a chunk with the columns of all of them."""
@@ -128,7 +127,7 @@ class OpenPiece:
             end = begin
             while end < len(self.rows) and self.rows[end][1] is names:
                 end += 1
-            values = list(map(list, zip(*(marshal.loads(row[2]) for row in self.rows[begin:end]), strict=True)))
+            values = list(map(list, zip(*(json.loads(row[2]) for row in self.rows[begin:end]), strict=True)))
             times_ms = [row[0] for row in self.rows[begin:end]]
             parts.append(SampleChunk(times_ms=times_ms, columns=dict(zip(names, values, strict=True))))
             begin = end
@@ -193,18 +192,18 @@ class MetricsArchive:
 
     # ----- samples
 
-    def take(self, node: str, boot_id: str, at_ms: int, names: tuple[str, ...], values: bytes) -> None:
-        """Add a sample of a node. `values`: a tuple as `marshal` writes it."""
+    def take(self, node: str, boot_id: str, at_ms: int, names: tuple[str, ...], values: str) -> None:
+        """Add a sample of a node. `values`: a JSON list."""
         self.counts.samples += 1
         self._add(SampleSource("node", node, node), boot_id, at_ms, names, values)
 
     def take_job(
-        self, node: str, boot_id: str, at_ms: int, job: int, attempt: int, names: tuple[str, ...], values: bytes
+        self, node: str, boot_id: str, at_ms: int, job: int, attempt: int, names: tuple[str, ...], values: str
     ) -> None:
         """Add what a job used on a node."""
         self._add(SampleSource("job", str(job), node), f"{boot_id}.{attempt}", at_ms, names, values)
 
-    def _add(self, source: SampleSource, life: str, at_ms: int, names: tuple[str, ...], values: bytes) -> None:
+    def _add(self, source: SampleSource, life: str, at_ms: int, names: tuple[str, ...], values: str) -> None:
         piece = self._open.get(source)
         if piece is not None:
             last_ms = piece.rows[-1][0]
@@ -685,7 +684,7 @@ class ControllerSocket:
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(FRAME.pack(len(body), kind) + body)
 
-    def messages(self, wait_s: float) -> Iterator[tuple[Any, ...]]:
+    def messages(self, wait_s: float) -> Iterator[list[Any]]:
         """Yield the messages that have come, after at most `wait_s`.
 
         Raises EOFError when the controller is gone.
@@ -702,7 +701,7 @@ class ControllerSocket:
             end = at + FRAME.size + size
             if len(self._received) < end:
                 break
-            yield marshal.loads(memoryview(self._received)[at + FRAME.size : end].tobytes())
+            yield json.loads(memoryview(self._received)[at + FRAME.size : end].tobytes())
             at = end
         del self._received[:at]
 
@@ -718,17 +717,17 @@ class RecorderService:
         self._writer: RemoteWriter | None = None
         self._next_stats_s = 0.0
 
-    def take(self, message: tuple[Any, ...]) -> None:
+    def take(self, message: Sequence[Any]) -> None:
         """Carry out one message."""
         kind, *rest = message
         if kind == "settings":
-            settings = RecorderSettings(**rest[0])
+            settings = RecorderSettings(**rest[0] | {"keep_s": tuple(rest[0]["keep_s"])})
             if self.archive is None:
                 self.archive = MetricsArchive(settings, self._connection.say)
             self.archive.settings = settings
             self._set_target(Target(settings.remote_write, settings.remote_token_file, settings.cluster))
         elif kind == "columns":
-            self._columns[rest[0]] = rest[1]
+            self._columns[rest[0]] = tuple(rest[1])
         elif kind == "forget":
             self._columns.clear()
         elif self.archive is None:
@@ -739,7 +738,7 @@ class RecorderService:
             self._sample(self.archive, *rest)
 
     def _sample(
-        self, archive: MetricsArchive, node: str, boot_id: str, at_ms: int, columns: int, values: bytes, jobs: list[Any]
+        self, archive: MetricsArchive, node: str, boot_id: str, at_ms: int, columns: int, values: str, jobs: list[Any]
     ) -> None:
         names = self._columns.get(columns)
         if names is not None:

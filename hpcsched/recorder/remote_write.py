@@ -13,7 +13,7 @@ https://github.com/google/snappy/blob/main/format_description.txt.
 from __future__ import annotations
 
 import http.client
-import marshal
+import json
 import ssl
 import struct
 import threading
@@ -51,13 +51,13 @@ class Target(NamedTuple):
 
 
 class QueuedRow(NamedTuple):
-    """A sample of a node, or of a job on it: `values` as `marshal` writes them."""
+    """A sample of a node, or of a job on it: `values` as a JSON list."""
 
     node: str
     job: str  # "": the node itself
     at_ms: int
     names: tuple[str, ...]
-    values: bytes
+    values: str
 
 
 # ----- the body
@@ -196,7 +196,7 @@ class RemoteWriter:
     def _body(self, rows: Iterable[QueuedRow]) -> bytes:
         parts = []
         for row in rows:
-            for labels, value in zip(self._labels_of(row), marshal.loads(row.values), strict=True):
+            for labels, value in zip(self._labels_of(row), json.loads(row.values), strict=True):
                 if value is not None and labels:
                     parts.append(_field(1, labels + sample_of(value, row.at_ms)))
         return b"".join(parts)

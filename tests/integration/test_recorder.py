@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import marshal
 import os
 import random
 import signal
@@ -49,7 +48,7 @@ class Clocked:
         )
 
     def take(self, node: str, *values: float | None, names: tuple[str, ...] = NAMES, boot: str = "b1") -> None:
-        self.archive.take(node, boot, round(self.now_s * 1000), names, marshal.dumps(values))
+        self.archive.take(node, boot, round(self.now_s * 1000), names, json.dumps(values))
 
     def pass_s(self, seconds: float) -> None:
         self.now_s += seconds
@@ -273,9 +272,9 @@ def test_jobs_have_a_history_for_each_node_and_short_ones_none(one: Clocked) -> 
     names = ("job_cpu_seconds_total", "job_memory_bytes")
     for step in range(100):
         for node in ("n1", "n2"):
-            one.archive.take_job(node, "b", round(one.now_s * 1000), 12, 0, names, marshal.dumps((step * 20, 4096)))
+            one.archive.take_job(node, "b", round(one.now_s * 1000), 12, 0, names, json.dumps((step * 20, 4096)))
         if step < 2:
-            one.archive.take_job("n1", "b", round(one.now_s * 1000), 13, 0, names, marshal.dumps((step, 4096)))
+            one.archive.take_job("n1", "b", round(one.now_s * 1000), 13, 0, names, json.dumps((step, 4096)))
         one.pass_s(10)
     one.live(0.5, "n3")
     answer = one.ask("12", "job_cpu_seconds", kind="job", step_s=60)

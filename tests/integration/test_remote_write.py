@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import marshal
 import os
 import shutil
 import socket
@@ -30,7 +29,7 @@ NAMES = ("node_load1", "node_network_receive_bytes_total:eth0", "node_cpu_second
 
 
 def row(at_s: float, *values: float | None, job: str = "", names: tuple[str, ...] = NAMES) -> QueuedRow:
-    return QueuedRow("n1", job, round(at_s * 1000), names, marshal.dumps(values))
+    return QueuedRow("n1", job, round(at_s * 1000), names, json.dumps(values))
 
 
 @given(st.binary(max_size=200_000))

@@ -69,7 +69,7 @@ def test_of_requeue_and_its_opposite_the_last_wins() -> None:
         (["-N"], "cannot take -N without a value"),
         (["--hold=yes"], "cannot give --hold the value 'yes'"),
         (["--uid=x"], "a job runs as its submitter"),
-        (["-L", "x:0"], "it must be 1 to"),
+        (["-L", "x:0"], "must be 1 to"),
         (["-L", "x,x:2"], "names x twice"),
         (["-L", "a/b"], "write NAME or NAME:COUNT"),
         (["--wrap=ls", "job.sh"], "beside --wrap"),
