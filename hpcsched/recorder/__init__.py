@@ -118,9 +118,7 @@ class Recorder:
             self.dropped += 1
             return
         columns = self._columns_of(sample.columns)
-        jobs = [
-            (row.job_id, row.attempt, self._columns_of(row.columns), json.dumps(row.values)) for row in sample.jobs
-        ]
+        jobs = [(row.job_id, row.attempt, self._columns_of(row.columns), json.dumps(row.values)) for row in sample.jobs]
         at_ms = round(sample.received_at_s * 1000)
         message = ("sample", sample.node, sample.boot_id, at_ms, columns, json.dumps(sample.values), jobs)
         if not self._send(message):
