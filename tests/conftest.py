@@ -42,6 +42,7 @@ settings.load_profile("suite")
 # last would leave the other worker with nothing to do. Those that wait and those that compute take turns.
 LONGEST = (
     "attacks/test_as_plain_user.py",
+    "integration/test_doctor.py",
     "e2e/test_demo.py",
     "train/test_train_guide.py",
     "integration/test_kill_controller.py",

@@ -230,7 +230,8 @@ class _Allocation:
         try:
             self._sock = connect(path)
         except OSError as error:
-            text = f"Unable to contact hpcsched controller ({path}: {error.strerror}): start it with 'hpcsched up'"
+            todo = "start it with 'hpcsched up'; 'hpcsched doctor' says what is wrong"
+            text = f"Unable to contact hpcsched controller ({path}: {error.strerror}): {todo}"
             raise HallocError(text) from None
         for number in (*_ENDING, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda got, _frame: self._signals.append(got))

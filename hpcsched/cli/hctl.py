@@ -14,7 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hpcsched import client, paths
-from hpcsched.cli.output import complain, note, outlive_its_end, print_json, run_command, terminal_width
+from hpcsched.cli.output import (
+    complain,
+    note,
+    outlive_its_end,
+    print_findings,
+    print_json,
+    run_command,
+    terminal_width,
+)
 from hpcsched.cli.slurm import records
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
@@ -987,28 +995,13 @@ def _security(rest: Sequence[str], words: Words) -> int:
     """Print the findings; the status is 1 with any, 2 if a check was not possible."""
     import time  # no other verb needs these
 
-    from hpcsched.doctor.security import faults, findings
+    from hpcsched.doctor.security import findings
     from hpcsched.doctor.security_facts import look
 
     if rest:
         raise UsageError(f"cannot understand {rest[0][:60]!r}: hctl security takes no words")
     facts, looking = look(os.environ, time.time())
-    found = findings(facts)
-    count = faults(found)
-    if words.has("json"):
-        shown = [finding.as_json() for finding in found]
-        answer = {"findings": shown, "faults": count, "not_checked": looking.unseen, "skipped": looking.skipped}
-        print_json({"version": 1, **answer})
-    else:
-        for finding in found:
-            print(clean(f"{finding.rule.id} {finding.rule.severity}: {finding.rule.title}: {finding.at}"))
-            print(clean(f"    {finding.detail}"))
-            print(clean(f"    why: {finding.rule.why}"))
-            print(clean(f"    fix: {finding.fix}"))
-        for text in (*looking.unseen, *looking.skipped):
-            print(clean(f"not checked: {text}"))
-        print(f"{count} {'finding' if count == 1 else 'findings'}")
-    return 1 if count else 2 if looking.unseen else 0
+    return print_findings(findings(facts), looking.unseen, looking.skipped, as_json=words.has("json"))
 
 
 # ----- tokens, sessions and client certificates of the API over the network

@@ -17,6 +17,10 @@ from hpcsched.client import Json
 from hpcsched.commands.options import FAILED, Command, Words, explained, header_note, help_text, read_words
 from hpcsched.errors import HpcschedError
 
+TYPE_CHECKING = False  # for type checkers; importing typing takes a tenth of a command's start
+if TYPE_CHECKING:
+    from typing import Any
+
 
 def is_terminal() -> bool:
     """Return whether the output is a terminal."""
@@ -59,6 +63,42 @@ def bar(part: float, whole: float, width: int = 10) -> str:
     if part > 0 and filled == 0:
         filled = 1
     return "[" + "#" * filled + "-" * (width - filled) + "]"
+
+
+# ----- what is wrong with an installation, and how it is corrected: `hctl security`, `hpcsched doctor`
+# A finding has `rule` (id, severity, title, why), `at`, `detail`, `fix` and `as_json`. Severity "info" is no fault.
+
+
+def print_findings(
+    found: Sequence[Any],
+    unseen: Sequence[str],
+    skipped: Sequence[str] = (),
+    *,
+    as_json: bool,
+    well: Sequence[tuple[str, str]] = (),
+) -> int:
+    """Print findings, and what was not checked, as text or JSON; return the exit status.
+
+    The status is 1 with any fault, 2 if a check was not possible. `well`: steps without a fault, in text only.
+    """
+    from hpcsched.listing.text import clean  # most commands print no findings
+
+    faults = sum(finding.rule.severity != "info" for finding in found)
+    if as_json:
+        answer = {"findings": [finding.as_json() for finding in found], "faults": faults}
+        print_json({"version": 1, **answer, "not_checked": list(unseen), "skipped": list(skipped)})
+        return 1 if faults else 2 if unseen else 0
+    for name, text in well:
+        print(clean(f"ok   {name}: {text}"))
+    for finding in found:
+        print(clean(f"{finding.rule.id} {finding.rule.severity}: {finding.rule.title}: {finding.at}"))
+        print(clean(f"    {finding.detail}"))
+        print(clean(f"    why: {finding.rule.why}"))
+        print(clean(f"    fix: {finding.fix}"))
+    for text in (*unseen, *skipped):
+        print(clean(f"not checked: {text}"))
+    print(f"{faults} {'finding' if faults == 1 else 'findings'}")
+    return 1 if faults else 2 if unseen else 0
 
 
 # ----- a command that ends or requeues its own job

@@ -292,7 +292,7 @@ def _connect(where: str, timeout_s: float) -> socket:
 def unreachable(error: OSError, where: str) -> errors.UnavailableError:
     """Return the error for a socket that cannot be connected to."""
     why = error.strerror or str(error)
-    todo = f"start it with 'hpcsched up'{_other_cluster()}"
+    todo = f"start it with 'hpcsched up'{_other_cluster()}; 'hpcsched doctor' says what is wrong"
     if isinstance(error, BlockingIOError):
         todo = "too many ask it at once; try again"
     if isinstance(error, PermissionError):

@@ -201,7 +201,9 @@ def unreachable(endpoint: GatewayEndpoint, error: OSError) -> UnavailableError |
     if isinstance(error, ssl.SSLError):
         return UnavailableError(f"cannot speak TLS 1.3 with {endpoint.address}: {error.reason or error}")
     why = error.strerror or str(error) or "it closed the connection"
-    return UnavailableError(f"Unable to contact hpcsched gateway ({endpoint.address}: {why}); see {URL}")
+    return UnavailableError(
+        f"Unable to contact hpcsched gateway ({endpoint.address}: {why}); see {URL}; 'hpcsched doctor' says why"
+    )
 
 
 # ----- the same, by a blocking socket

@@ -87,7 +87,9 @@ class BrokenConnectionError(errors.UnavailableError):
 
 def late(timeout_s: float) -> BrokenConnectionError:
     """Return the error for an answer that does not come in time."""
-    return BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s")
+    return BrokenConnectionError(
+        f"no answer from the hpcsched controller within {timeout_s:g} s; 'hpcsched doctor' says why"
+    )
 
 
 def lost(error: OSError) -> BrokenConnectionError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -631,8 +631,3 @@ def _audit(facts: SecurityFacts) -> Iterator[SecurityFinding]:
 
 
 _JUDGES = (_files, _keys, _node_policies, _ssh, _limits, _confinement, _kernel, _versions, _gateway, _tokens, _audit)
-
-
-def faults(found: Iterable[SecurityFinding]) -> int:
-    """Return how many findings are faults: all but INFO."""
-    return sum(finding.rule.severity is not Severity.INFO for finding in found)

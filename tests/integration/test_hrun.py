@@ -546,7 +546,7 @@ def test_without_a_controller_it_says_what_to_start(run: Callable[..., Running],
     path = tmp_path / "conf" / "state" / "run" / "steps.sock"
     assert err == (
         f"hrun: error: Unable to contact hpcsched controller ({path}: No such file or directory): "
-        "start it with 'hpcsched up'\n"
+        "start it with 'hpcsched up'; 'hpcsched doctor' says what is wrong\n"
     )
 
 

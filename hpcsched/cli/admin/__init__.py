@@ -24,6 +24,7 @@ COMMANDS = {
     "up": ("hpcsched.cli.admin.daemon:up", "Start the controller in the background."),
     "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; running jobs continue."),
     "status": ("hpcsched.cli.admin.daemon:status", "Report whether the controller is running, and its nodes and jobs."),
+    "doctor": ("hpcsched.cli.admin.doctor:doctor", "Name what is wrong with the cluster, a node or a job."),
     "backup": ("hpcsched.cli.admin.backup:back_up", "Back up database, configuration, node files and keys."),
     "restore": ("hpcsched.cli.admin.backup:restore", "Restore the cluster, or its database, from a backup."),
     "slurm-path": ("hpcsched.cli.admin.shell:slurm_path", "Print the directory of the commands with Slurm's names."),
@@ -36,7 +37,7 @@ COMMANDS = {
 }
 
 
-REMOTE = ("top", "plan")  # commands that ask the controller alone, so that they work through a gateway
+REMOTE = ("top", "plan", "doctor")  # commands that ask the controller alone, so that they work through a gateway
 
 
 class LazyGroup(click.Group):

@@ -20,7 +20,10 @@ def test_no_controller_says_where_it_looked_and_what_to_start(tmp_path: Path, mo
     monkeypatch.setenv("HPCSCHED_API", str(tmp_path / "none"))
     with pytest.raises(errors.UnavailableError) as error:
         client.call("GET", "/v1/ping")
-    said = f"Unable to contact hpcsched controller ({tmp_path}/none: No such file or directory): start it with 'hpcsched up'"
+    said = (
+        f"Unable to contact hpcsched controller ({tmp_path}/none: No such file or directory): start it with 'hpcsched up'; "
+        "'hpcsched doctor' says what is wrong"
+    )
     assert str(error.value) == said
 
 

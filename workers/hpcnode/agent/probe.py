@@ -1,7 +1,8 @@
 """The facts of a node: what it has, how it is, and how fast its cpus and links are.
 
     cpus mem_mib gpus disk_free_mib disk_total_mib tmp_free_mib load python kernel machine hostname machine_id boot_id
-    time_s user uid is_root leftovers security root uptime_s mem_free_mib tmp_total_mib link_mbps speed (if it was measured)
+    time_s user uid is_root leftovers security surroundings root uptime_s mem_free_mib tmp_total_mib link_mbps
+    speed (if it was measured)
 
 `machine_id` is equal on nodes that share a machine: it is the kernel's boot id, because /etc/machine-id is equal on cloned
 machines. `gpus` is a list of {index, name, uuid, mem_mib, mig}; `mig` is a list of {profile, uuid} of its MIG devices.
@@ -27,6 +28,7 @@ from typing import Any, Collection, Dict, List, Mapping, Optional
 
 from hpcnode.os import account, process
 from hpcnode.os.account import has_helper
+from hpcnode.os.surroundings import surroundings
 from hpcnode.shepherd.environment import AGENT_ROOT as _AGENT_ROOT
 
 # ----- the speed of a node compared with others: one number for its cpus, one for its network
@@ -109,6 +111,7 @@ def facts(
         found.update(python_of_users(sys.executable, root))
     if thorough:
         found["security"] = security(link_pid or os.getpid())
+        found["surroundings"] = surroundings(root)
         found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root), link_mbps=link_mbps())
     if measure:
         found["speed"] = cpu_speed()
