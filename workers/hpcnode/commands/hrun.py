@@ -759,7 +759,8 @@ def _connect(path: str) -> socket.socket:
     except OSError as error:
         if _on_the_head(path):
             raise HrunError(
-                "Unable to contact hpcsched controller (%s: %s): start it with 'hpcsched up'" % (path, error.strerror)
+                "Unable to contact hpcsched controller (%s: %s): start it with 'hpcsched up'; "
+                "'hpcsched doctor' says what is wrong" % (path, error.strerror)
             ) from None
         raise HrunError("cannot reach the node's agent (%s: %s): is the job over?" % (path, error.strerror)) from None
 

@@ -8,7 +8,6 @@ Sources: proc(5), passwd(5), statvfs(3), getrlimit(2).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 import select
@@ -99,6 +98,8 @@ def accounts(path: str = "/etc/passwd") -> Dict[str, int]:
 
 def hash_of(name: str) -> str:
     """Return the hash by which two machines compare an account's name."""
+    import hashlib  # in a child; see `agent` on the cost of imports
+
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
