@@ -62,7 +62,9 @@ def test_it_has_its_stream_again_and_no_output_is_lost(node: NodeUnderTest, cont
     command = StepCommand(node)
     stream = from_stream(controller, protocol.StepRequest).stream
     here = protocol.Address("n1", stream)
-    token = controller.launch(argv=["sh", "-c", "echo one; read word; echo got $word"], stream_to=here)
+    token = controller.launch(
+        argv=["sh", "-c", "echo one; read word; echo got $word"], token=new_token(attempt=3, step="0"), stream_to=here
+    )
     started = protocol.StepStarted(1, 0, [("n1", 0, 1, token)])
     controller.send(protocol.ToStream(stream, protocol.to_json(started)))
     command.wait(lambda m: isinstance(m, protocol.Output) and m.fd == 1)
