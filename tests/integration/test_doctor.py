@@ -12,6 +12,7 @@ import ctypes
 import http.server
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -275,31 +276,31 @@ def examined(subject: str = "") -> Walk:
 def examined_by_nobody(subject: str = "") -> Walk:
     """Return what the doctor says to an account without any right."""
 
-    def work(_note: Any) -> Walk:
+    def work(_note: Any) -> str:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
         os.environ["HOME"] = "/nonexistent"
-        return examined(subject)
+        return pickle.dumps(examined(subject)).hex()
 
     fact = collectors.ask({"nobody": (30.0, work)})["nobody"]
     assert not fact.kind, fact.error
-    walk: Walk = fact.value
+    walk: Walk = pickle.loads(bytes.fromhex(fact.value))  # noqa: S301 -- of our own child
     return walk
 
 
 def examined_with_accounts(subject: str, passwd: Path) -> Walk:
     """Return what the doctor says on a head with other accounts."""
 
-    def work(_note: Any) -> Walk:
+    def work(_note: Any) -> str:
         assert libc.unshare(0x20000) == 0
         assert libc.mount(None, b"/", None, 0x44000, None) == 0  # nothing of it is seen outside
         assert libc.mount(os.fsencode(passwd), b"/etc/passwd", None, 0x1000, None) == 0
-        return examined(subject)
+        return pickle.dumps(examined(subject)).hex()
 
     fact = collectors.ask({"head": (30.0, work)})["head"]
     assert not fact.kind, fact.error
-    walk: Walk = fact.value
+    walk: Walk = pickle.loads(bytes.fromhex(fact.value))  # noqa: S301 -- of our own child
     return walk
 
 
