@@ -159,8 +159,9 @@ class AnswerPauses:
     State may have changed after the break.
     """
 
-    def __init__(self) -> None:
-        self._until_s = time.monotonic() + SLICE_S
+    def __init__(self, slice_s: float | None = None) -> None:
+        self._slice_s = SLICE_S if slice_s is None else slice_s
+        self._until_s = time.monotonic() + self._slice_s
 
     def due(self) -> bool:
         """Return whether it is time for a break."""
@@ -169,7 +170,12 @@ class AnswerPauses:
     async def take(self) -> None:
         """Let other tasks run."""
         await asyncio.sleep(0)
-        self._until_s = time.monotonic() + SLICE_S
+        self._until_s = time.monotonic() + self._slice_s
+
+    async def between(self) -> None:
+        """Let other tasks run if it is time for that."""
+        if self.due():
+            await self.take()
 
 
 # ----- the listening socket

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import sys
 from collections import namedtuple
 from collections.abc import Sequence
@@ -20,13 +19,12 @@ from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Gpu
-from hpcsched.model.units import format_time_s, parse_mem_mib
+from hpcsched.model.units import format_time_s
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, snapshot_from_json
-from hpcsched.sim.forecast import Forecast, forecast, with_nodes, without_nodes
+from hpcsched.sim.forecast import NEW_NODES, Forecast, forecast, new_nodes, with_nodes, without_nodes
 from hpcsched.sim.policies import KINDS, PLAN, POLICIES, POOL, Simulation, json_of, simulate
 from hpcsched.sim.swf import Trace, read_trace
 
@@ -235,7 +233,6 @@ def _table(done: Sequence[Simulation]) -> str:
 
 NAMES = {kind: name for name, kind in KINDS.items()} | {Backfill.NONE: "fifo"}  # as the configuration calls them
 TODAY = "as it is"
-_NEW_NODES = re.compile(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,5}):(\d+[KMGT]?)(?::gpu:([^:\s]+):(\d{1,3}))?", re.IGNORECASE)
 
 
 class Variant(namedtuple("Variant", "name snapshot policy")):
@@ -379,23 +376,10 @@ def _known(names: Sequence[str], snapshot: Snapshot) -> set[NodeName]:
 
 
 def _new_nodes(text: str, snapshot: Snapshot) -> list[NodeView]:
-    match = _NEW_NODES.fullmatch(text)
-    if match is None:
-        raise UsageError(
-            f"cannot add nodes {text[:60]!r}: write COUNTxCPUS:MEM or COUNTxCPUS:MEM:gpu:TYPE:N, as 2x16:64G:gpu:a100:4"
-        )
-    count, cpus, mem, kind, gpus = match.groups()
-    taken = {node.name for node in snapshot.nodes}
-    free = (name for number in range(1, 1_000_000) if (name := NodeName(f"new{number}")) not in taken)
-    return [
-        NodeView(
-            name=next(free),
-            cpus=int(cpus),
-            mem_mib=parse_mem_mib(mem),
-            gpus=tuple(Gpu(index=index, type=kind) for index in range(int(gpus or 0))),
-        )
-        for _ in range(int(count or 1))
-    ]
+    found = new_nodes(text, {node.name for node in snapshot.nodes})
+    if found is None:
+        raise UsageError(f"cannot add nodes {text[:60]!r}: write {NEW_NODES}")
+    return found
 
 
 def _shown(words: Words, snapshot: Snapshot) -> list[PendingJob]:

@@ -13,7 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import resource
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import hpcsched
 from hpcnode.wire import protocol
+from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.views import node_state
 from hpcsched.auth.authorize import Action, Identity, Reach, allows, reach
 from hpcsched.errors import report_fault
@@ -61,19 +61,6 @@ class _OfNode:
     last_s: float = float("-inf")
     seen_rejected: int = 0
     complained_s: float = float("-inf")
-
-
-class Slices:
-    """Gives the event loop a turn when a slice of its time is used up."""
-
-    def __init__(self) -> None:
-        self._until_s = time.perf_counter() + SLICE_S
-
-    async def between(self) -> None:
-        """Let others run if it is time."""
-        if time.perf_counter() >= self._until_s:
-            await asyncio.sleep(0)
-            self._until_s = time.perf_counter() + SLICE_S
 
 
 class ControllerMetrics:
@@ -241,7 +228,7 @@ class ControllerMetrics:
         await self._samples(page, view, now_s)
         if self._cluster.config.metrics.jobs:
             await self._jobs(page, view, now_s)
-        slices, parts = Slices(), []
+        slices, parts = AnswerPauses(SLICE_S), []
         for part in page.parts(open_metrics=open_metrics):
             parts.append(part.encode("utf-8", "replace"))
             await slices.between()
@@ -296,7 +283,7 @@ class ControllerMetrics:
         put(TABLE["requeues_total"], (), self.requeued)
 
     async def _capacity(self, page: Page, view: MetricsView, now_s: float) -> None:
-        slices = Slices()
+        slices = AnswerPauses(SLICE_S)
         for row in view.node_rows(now_s):
             name = (row.node.name,)
             page.add(TABLE["node_up"], name, int(row.node.link is Link.UP))
@@ -423,7 +410,7 @@ class ControllerMetrics:
         ]
 
     async def _samples(self, page: Page, view: MetricsView, now_s: float) -> None:
-        slices, fresh = Slices(), self.fresh(view, now_s)
+        slices, fresh = AnswerPauses(SLICE_S), self.fresh(view, now_s)
         for series in TABLE.values():
             if series.group in (Group.NODE, Group.GPU):
                 lines = [kept.lines[series.name] for kept in fresh if series.name in kept.lines]
@@ -433,7 +420,7 @@ class ControllerMetrics:
 
     async def _jobs(self, page: Page, view: MetricsView, now_s: float) -> None:
         """Add the jobs that have run for longest, up to `max_jobs`."""
-        slices = Slices()
+        slices = AnswerPauses(SLICE_S)
         running = sorted(view.running, key=lambda job: (job.started_at_s or now_s, job.id))
         for job in running[: self._cluster.config.metrics.max_jobs]:
             labels = (job.display_id,)
@@ -617,7 +604,7 @@ class MetricsView:
 
 async def jobs_in_slices(cluster: ClusterState, job_ids: Sequence[JobId]) -> AsyncIterator[Job]:
     """Yield the jobs of these ids that still exist."""
-    slices = Slices()
+    slices = AnswerPauses(SLICE_S)
     for place, job_id in enumerate(job_ids):
         job = cluster.jobs.get(job_id)
         if job is not None:

@@ -31,7 +31,7 @@ from hpcsched import client, paths
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.lock import HOLDER_FILE
 from hpcsched.doctor.tree import MAX_ERRORS, Fact, Facts
-from hpcsched.errors import ConfigError, HpcschedError
+from hpcsched.errors import HpcschedError
 from hpcsched.health import last_change_s, probe_directory
 from hpcsched.launch import as_controller, dial_for, ssh_settings
 from hpcsched.launch.sshconfig import Hop, route_to
@@ -514,13 +514,14 @@ def _way(config: Config, spec: NodeSpec, note: Note) -> str:
 def _visit(config: Config, spec: NodeSpec, note: Note) -> None:
     """Log in to the node as the controller does, and note what its agent says."""
     from hpcnode.wire import protocol
+    from hpcsched.cli.admin.node import identity_of
     from hpcsched.launch.bundle import build_bundle
     from hpcsched.launch.pipe import LinkError
     from hpcsched.launch.visit import asking
 
     bundle = build_bundle()
     note(stage="reading the database")
-    identity = _identity(config)
+    identity = identity_of(config, timeout_s=1.0)
     note(stage="starting")
     dial = dial_for(spec, config)
     try:
@@ -545,24 +546,6 @@ def _visit(config: Config, spec: NodeSpec, note: Note) -> None:
                 note(**{f"{what}_error": _difference(asked, directory)})
     except HpcschedError as error:
         raise LinkError(str(error)) from None
-
-
-def _identity(config: Config) -> Any:
-    """Return the controller's identity: from itself, or from the database."""
-    from hpcsched.launch.link import ControllerIdentity
-    from hpcsched.store.engine import current_epoch, incarnation, open_read_only
-
-    try:
-        running = client.call("GET", "/v1/ping", timeout_s=1.0)
-        if running["cluster"] == config.name:
-            return ControllerIdentity(cluster=config.name, incarnation=running["incarnation"], epoch=running["epoch"])
-    except HpcschedError:
-        pass
-    path = config.controller.state_dir / paths.DATABASE_FILE
-    if not path.exists():
-        raise ConfigError(f"cannot find the database {path}")
-    with closing(open_read_only(path)) as database:
-        return ControllerIdentity(cluster=config.name, incarnation=incarnation(database), epoch=current_epoch(database))
 
 
 def _directories(config: Config) -> Iterator[tuple[str, str]]:

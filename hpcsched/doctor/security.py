@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DAY_S = 86_400.0
 YEAR_S = 366 * DAY_S
@@ -299,6 +299,22 @@ class SecurityFacts:
     heads_beside_database: bool | None = None
 
 
+def finding_json(rule: Any, at: str, detail: str, fix: str) -> dict[str, object]:
+    """Return a finding as an object of the JSON of `hctl security` and `hpcsched doctor`.
+
+    `rule` has the id, the severity, the title and the reason.
+    """
+    return {
+        "id": rule.id,
+        "severity": rule.severity.value,
+        "title": rule.title,
+        "object": at,
+        "detail": detail,
+        "why": rule.why,
+        "fix": fix,
+    }
+
+
 class SecurityFinding(NamedTuple):
     """What is wrong, with what, and how to correct it."""
 
@@ -309,17 +325,7 @@ class SecurityFinding(NamedTuple):
 
     def as_json(self) -> dict[str, object]:
         """Return the finding as an object of the command's JSON."""
-        return {
-            "id": self.rule.id,
-            "severity": self.rule.severity.value,
-            "title": self.rule.title,
-            "object": self.at,
-            "detail": self.detail,
-            "why": self.rule.why,
-            "fix": self.fix,
-            "nist": self.rule.nist.split(),
-            "cis": self.rule.cis.split(),
-        }
+        return finding_json(*self) | {"nist": self.rule.nist.split(), "cis": self.rule.cis.split()}
 
 
 def findings(facts: SecurityFacts) -> list[SecurityFinding]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hpcsched.doctor.security import Severity
+from hpcsched.doctor.security import Severity, finding_json
 
 MAX_DETAIL = 300
 
@@ -357,15 +357,7 @@ class Diagnosis(NamedTuple):
 
     def as_json(self) -> dict[str, object]:
         """Return the finding as an object of the command's JSON."""
-        return {
-            "id": self.rule.id,
-            "severity": self.rule.severity.value,
-            "title": self.rule.title,
-            "object": self.at,
-            "detail": self.detail,
-            "why": self.rule.why,
-            "fix": self.fix,
-        }
+        return finding_json(*self)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from datetime import date, datetime, time
 from typing import NamedTuple
 
 from hpcsched.sched.pool import EasyPool
-from hpcsched.sim.policies import Engine, replay
+from hpcsched.sim.policies import Engine, quantile_of, replay
 
 DAY_S = 86400.0
 WEEK_DAYS = 7
@@ -141,9 +141,8 @@ class EasyNodes:
         self._places: dict[int, tuple[int, ...]] = {}  # of running jobs
         self._ends: list[tuple[float, int]] = []  # by time limit, ascending
         self._queue: list[int] = []
-        self._shadow: tuple[float, Room] | None = (
-            None  # the promise of the head: its time, and what it leaves over then
-        )
+        # the promise of the head: its time, and what it leaves over then
+        self._shadow: tuple[float, Room] | None = None
         self._hosts: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
@@ -319,7 +318,7 @@ def _waits(waits_s: list[float]) -> WaitFigures:
     return WaitFigures(
         jobs=len(waits_s),
         mean_s=sum(waits_s) / len(waits_s),
-        p90_s=waits_s[min(len(waits_s) - 1, int(0.9 * len(waits_s)))],
+        p90_s=quantile_of(waits_s, 0.9),
         total_s=sum(waits_s),
         prompt=sum(wait_s < PROMPT_S for wait_s in waits_s),
     )
@@ -415,19 +414,16 @@ def ahead(
     count: int = AHEAD_DAYS,
     draws: int = DRAWS,
     seed: int = 1,
-    present: Sequence[Arrival] | None = None,
 ) -> Ahead:
     """Draw the `count` days from day `first` on, and replay them with each variant.
 
-    They are drawn from the `HISTORY_DAYS` before.
-
-    `present`: jobs before them that load the machines; by default those of the last `WARM_DAYS`.
+    They are drawn from the `HISTORY_DAYS` before. The jobs of the last `WARM_DAYS` load the machines at their begin.
     Raises ValueError if there are fewer than `LEAST_DAYS` of history.
     """
     history = range(max(first - HISTORY_DAYS, min(days, default=first)), first)
     if len(history) < LEAST_DAYS:
         raise ValueError(f"{len(history)} days of history are too few for a forecast: it needs {LEAST_DAYS}")
-    before = jobs_of(days, range(first - WARM_DAYS, first), local) if present is None else list(present)
+    before = jobs_of(days, range(first - WARM_DAYS, first), local)
     from_s, to_s = midnight_s(first, local), midnight_s(first + count, local)
     chance = random.Random(seed)
     found = []

@@ -10,14 +10,16 @@ that fail (a dependency treats each as completed).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState, Reason
-from hpcsched.model.node import Partition
+from hpcsched.model.node import Gpu, Partition
 from hpcsched.model.reservation import NEVER_S, reserved_intervals_of
+from hpcsched.model.units import parse_mem_mib
 from hpcsched.sched.decisions import Plan, Wait
 from hpcsched.sched.experience import Expected
 from hpcsched.sched.plan import as_running, plan
@@ -76,6 +78,31 @@ def with_nodes(snapshot: Snapshot, nodes: Sequence[NodeView]) -> Snapshot:
         name: replace(partition, nodes=(*partition.nodes, *names)) for name, partition in snapshot.partitions.items()
     }
     return replace(snapshot, nodes=(*snapshot.nodes, *nodes), partitions=partitions)
+
+
+_NEW_NODES = re.compile(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,5}):(\d+[KMGT]?)(?::gpu:([^:\s]+):(\d{1,3}))?", re.IGNORECASE)
+NEW_NODES = "COUNTxCPUS:MEM or COUNTxCPUS:MEM:gpu:TYPE:N, as 2x16:64G:gpu:a100:4"
+
+
+def new_nodes(text: str, taken: Collection[str]) -> list[NodeView] | None:
+    """Return the nodes in the notation of `NEW_NODES`, with names that are not taken.
+
+    None: it is another notation. Raises RequestError for a size of memory that cannot be.
+    """
+    match = _NEW_NODES.fullmatch(text)
+    if match is None:
+        return None
+    count, cpus, mem, kind, gpus = match.groups()
+    free = (name for number in range(1, 1_000_000) if (name := NodeName(f"new{number}")) not in taken)
+    return [
+        NodeView(
+            name=next(free),
+            cpus=int(cpus),
+            mem_mib=parse_mem_mib(mem),
+            gpus=tuple(Gpu(index=index, type=kind) for index in range(int(gpus or 0))),
+        )
+        for _ in range(int(count or 1))
+    ]
 
 
 def without_nodes(snapshot: Snapshot, names: Collection[NodeName]) -> Snapshot:

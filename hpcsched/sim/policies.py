@@ -81,10 +81,10 @@ def metrics_of(jobs: Sequence[TraceJob], starts_s: Sequence[float], procs: int) 
     return Metrics(
         jobs=len(jobs),
         bounded_slowdown_mean=_mean(slowdowns),
-        bounded_slowdown_p95=_quantile(slow_ordered, 0.95),
+        bounded_slowdown_p95=quantile_of(slow_ordered, 0.95),
         wait_mean_s=_mean(waits),
-        wait_median_s=_quantile(ordered, 0.5),
-        wait_p95_s=_quantile(ordered, 0.95),
+        wait_median_s=quantile_of(ordered, 0.5),
+        wait_p95_s=quantile_of(ordered, 0.95),
         wait_max_s=ordered[-1] if ordered else 0.0,
         utilization=used / (procs * makespan_s) if makespan_s > 0 else 0.0,
         makespan_s=makespan_s,
@@ -125,7 +125,8 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _quantile(ordered: Sequence[float], part: float) -> float:
+def quantile_of(ordered: Sequence[float], part: float) -> float:
+    """Return a quantile of ascending values, one of them; 0 of none."""
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
 
 

@@ -26,7 +26,7 @@ from sqlite3 import Connection, Cursor
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import BindParameter, MetaData, Table, bindparam, select
+from sqlalchemy import BindParameter, MetaData, Table, bindparam, column, select, table
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -115,6 +115,7 @@ def place(name: str) -> BindParameter[Any]:
 
 PUT_META = Statement(upsert(meta))
 _META = Statement(select(meta.c.value).where(meta.c.key == place("name")))
+_TABLES = Statement(select(column("name")).select_from(table("sqlite_master")))  # `PRAGMA table_list` needs SQLite 3.37
 _NEW_META = Statement(insert(meta).on_conflict_do_nothing())
 
 # ----- open
@@ -260,19 +261,24 @@ def _prepare(connection: Connection, path: Path | None, *, make: bool) -> None:
             f"cannot open the database {path}: it has schema {version}, this hpcsched knows up to {SCHEMA}; "
             "install the version that wrote it, or a newer one"
         )
-    _create_tables(connection, metadata, APPLICATION_ID, SCHEMA)
+    _create_tables(connection, metadata)
+    if version < SCHEMA:
+        _mark(connection, APPLICATION_ID, SCHEMA)
     _NEW_META.run(connection, {"key": "incarnation", "value": secrets.token_hex(8)})
 
 
-def _create_tables(connection: Connection, tables: MetaData, owner: int, version: int) -> None:
+def _create_tables(connection: Connection, tables: MetaData) -> None:
     """Create the tables that are missing: all, or those that a newer version has added."""
-    known = {row[1] for row in connection.execute("PRAGMA table_list")}
-    for table in tables.sorted_tables:
-        if table.name in known:
+    known = {name for (name,) in _TABLES.run(connection)}
+    for each in tables.sorted_tables:
+        if each.name in known:
             continue
-        connection.execute(str(CreateTable(table).compile(dialect=_DIALECT)))
-        for index in table.indexes:
+        connection.execute(str(CreateTable(each).compile(dialect=_DIALECT)))
+        for index in each.indexes:
             connection.execute(str(CreateIndex(index).compile(dialect=_DIALECT)))
+
+
+def _mark(connection: Connection, owner: int, version: int) -> None:
     connection.execute(f"PRAGMA application_id = {owner}")
     connection.execute(f"PRAGMA user_version = {version}")
 
@@ -367,7 +373,8 @@ def open_expendable(path: Path, tables: MetaData, owner: int, version: int) -> C
             connection.execute(f"PRAGMA {pragma}")
         if found < version:
             with transaction(connection):
-                _create_tables(connection, tables, owner, version)
+                _create_tables(connection, tables)
+                _mark(connection, owner, version)
     except BaseException:
         connection.close()
         raise

@@ -435,13 +435,16 @@ def still_drained(config: Config, name: str) -> Iterator[str]:
             yield f"! {name} is still drained, by {clean(by)}: {clean(why)}. It gets jobs after: hctl resume {name}"
 
 
-def identity_of(config: Config) -> ControllerIdentity:
-    """Return the controller's identity: from itself, or from the database if it is down."""
+def identity_of(config: Config, timeout_s: float = client.TIMEOUT_S) -> ControllerIdentity:
+    """Return the controller's identity: from itself, or from the database if it is down.
+
+    Raises ConfigError.
+    """
     try:
-        running = client.call("GET", "/v1/ping")
+        running = client.call("GET", "/v1/ping", timeout_s=timeout_s)
         if running["cluster"] == config.name:
             return ControllerIdentity(cluster=config.name, incarnation=running["incarnation"], epoch=running["epoch"])
-    except UnavailableError:
+    except HpcschedError:  # also if it answers rubbish
         pass
     path = config.controller.state_dir / paths.DATABASE_FILE
     if not path.exists():

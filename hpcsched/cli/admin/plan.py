@@ -14,7 +14,6 @@ All answers name what they do not know. A forecast needs four weeks of history; 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
@@ -55,6 +54,7 @@ from hpcsched.planner.capacity import (
     without_idle,
 )
 from hpcsched.sched.snapshot import NodeView, Snapshot, snapshot_from_json
+from hpcsched.sim.forecast import NEW_NODES, new_nodes
 from hpcsched.sim.swf import read_trace
 
 Json = dict[str, Any]
@@ -64,7 +64,6 @@ MOST_NODES = 1000
 HOUR_S = 3600.0
 HOURS_A_YEAR = 8766.0
 MOST_PRICE = 1e9
-_ADDED = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5}):(\d+[KMGT]?)(?::gpu:([^:\s]+):(\d{1,3}))?", re.IGNORECASE)
 
 
 class Money(click.FloatRange):
@@ -112,45 +111,51 @@ def plan() -> None:
     """Answer what fits, what it takes, and what another machine would be worth."""
 
 
-def _source_options(command: Callable[..., int]) -> Callable[..., int]:
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
-        click.option(
-            "--cpus", metavar="N", type=click.IntRange(1, 10**7), help="With --trace: processors of the machine."
-        ),
-        click.option(
-            "--trace",
-            metavar="FILE",
-            type=click.Path(path_type=Path),
-            help="Take the jobs of this log (Standard Workload Format, also gzip'ed) instead of the cluster's own.",
-        ),
-    ):
-        command = option(command)
-    return command
+Decorator = Callable[[Callable[..., int]], Callable[..., int]]
 
 
-def _draw_options(command: Callable[..., int]) -> Callable[..., int]:
-    for option in (
-        click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Seed of the draws."),
-        click.option(
-            "--draws",
-            metavar="N",
-            type=click.IntRange(5, 1000),
-            default=DRAWS,
-            show_default=True,
-            help="Number of draws.",
-        ),
-        click.option(
-            "--days",
-            metavar="N",
-            type=click.IntRange(1, 92),
-            default=AHEAD_DAYS,
-            show_default=True,
-            help="Days to replay, and days ahead.",
-        ),
-    ):
-        command = option(command)
-    return command
+def _all_of(*options: Callable[..., Any]) -> Decorator:
+    """Return a decorator that adds these options."""
+
+    def add(command: Callable[..., int]) -> Callable[..., int]:
+        for option in options:
+            command = option(command)
+        return command
+
+    return add
+
+
+_source_options = _all_of(
+    click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
+    click.option("--cpus", metavar="N", type=click.IntRange(1, 10**7), help="With --trace: processors of the machine."),
+    click.option(
+        "--trace",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="Take the jobs of this log (Standard Workload Format, also gzip'ed) instead of the cluster's own.",
+    ),
+)
+
+
+_draw_options = _all_of(
+    click.option("--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Seed of the draws."),
+    click.option(
+        "--draws",
+        metavar="N",
+        type=click.IntRange(5, 1000),
+        default=DRAWS,
+        show_default=True,
+        help="Number of draws.",
+    ),
+    click.option(
+        "--days",
+        metavar="N",
+        type=click.IntRange(1, 92),
+        default=AHEAD_DAYS,
+        show_default=True,
+        help="Days to replay, and days ahead.",
+    ),
+)
 
 
 # ----- worth
@@ -187,7 +192,7 @@ def worth(
     cpus: int | None,
     as_json: bool,
 ) -> int:
-    """ReplayResult the past, and draw the weeks ahead, with more machines.
+    """Replay the past, and draw the weeks ahead, with more machines.
 
     Two answers, kept apart: the jobs of the last days again with these nodes, which needs no forecast; and the days ahead, drawn
     from the weeks before. Then costs, and cheaper ways to shorten the waits.
@@ -198,7 +203,7 @@ def worth(
     span = _span(past, days)
     answer: Json = {"source": past.name, "days": days, "added": [_machine_json(machine) for machine in new]}
     now, then = (replayed(machines, past.jobs, *span) for machines in (past.machines, more))
-    answer["past"] = {"now": _replay_json(now), "with": _replay_json(then)}
+    answer["past"] = {"now": asdict(now), "with": asdict(then)}
     drawn = _ahead((past.machines, more), past, days, draws, seed)
     if drawn is not None:
         answer["ahead"] = {"draws": draws, "now": _bands_json(drawn, 0), "with": _bands_json(drawn, 1)}
@@ -484,7 +489,7 @@ def _watts(text: str, machines: PlanNodes) -> dict[str, float]:
 # ----- fits and minimum
 
 
-_MODEL_OPTIONS: tuple[Callable[..., Any], ...] = (
+_model_options = _all_of(
     click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON."),
     click.option(
         "--gpu-memory",
@@ -533,12 +538,10 @@ _MODEL_OPTIONS: tuple[Callable[..., Any], ...] = (
         help="To train: sequences at a time on each node.",
     ),
     click.option("--serve", is_flag=True, help="To serve it instead of training it."),
-    click.option("--ffn", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-    click.option("--vocab", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-    click.option("--kv-heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-    click.option("--heads", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-    click.option("--hidden", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
-    click.option("--layers", metavar="N", type=click.IntRange(0, memory.MOST), default=0),
+    *(
+        click.option(f"--{name}", metavar="N", type=click.IntRange(0, memory.MOST), default=0)
+        for name in ("ffn", "vocab", "kv-heads", "heads", "hidden", "layers")
+    ),
     click.option(
         "--params",
         metavar="COUNT",
@@ -547,12 +550,6 @@ _MODEL_OPTIONS: tuple[Callable[..., Any], ...] = (
     ),
     click.argument("model", metavar="[MODEL]", default=""),
 )
-
-
-def _model_options(command: Callable[..., int]) -> Callable[..., int]:
-    for option in _MODEL_OPTIONS:
-        command = option(command)
-    return command
 
 
 @plan.command("fits")
@@ -564,7 +561,7 @@ def fits(**options: Any) -> int:
     needs all of it; a served model can be split over nodes.
     """
     model, rooms = _model(options), _rooms(options)
-    asked = _setting(options)
+    asked = _setting(options, len(rooms))
     need = _need(model, asked)
     nodes = [_fit(model, asked, name, room, len(rooms)) for name, room in rooms]
     together = _together(need, asked, rooms)
@@ -602,7 +599,7 @@ def fits(**options: Any) -> int:
 def minimum(spare: int, gflops: float | None, rtt_ms: float, **options: Any) -> int:
     """Find the fewest nodes that train or hold a model, and the network that they need."""
     model, rooms = _model(options), _rooms(options)
-    asked = _setting(options)
+    asked = _setting(options, len(rooms))
     ordered = sorted(rooms, key=lambda item: (-item[1], item[0]))
     count = _least_count(model, asked, [room for _, room in ordered])
     answer: Json = {"model": {"name": model.name, "params": model.params}, "setting": asdict(asked), "spare": spare}
@@ -652,7 +649,7 @@ def _model(options: Json) -> memory.Model:
     return memory.read_config(text, path)
 
 
-def _setting(options: Json) -> Setting:
+def _setting(options: Json, nodes: int) -> Setting:
     if options["serve"]:
         kind = options["dtype"] or "bf16"
         return memory.Serving(streams=options["streams"], context=options["context"], dtype=kind)
@@ -665,7 +662,7 @@ def _setting(options: Json) -> Setting:
         dtype=kind,
         optimizer=options["optimizer"],
         recompute=options["recompute"],
-        zero_ranks=MOST_NODES if options["zero"] else 1,  # replaced by the number of nodes
+        zero_ranks=nodes if options["zero"] else 1,
     )
 
 
@@ -694,8 +691,6 @@ def _need(model: memory.Model, asked: Setting) -> memory.Need:
 
 def _fit(model: memory.Model, asked: Setting, name: str, room_mib: int, count: int) -> Json:
     """Return whether the model fits on one node, or what would make it fit."""
-    if isinstance(asked, memory.Training) and asked.zero_ranks > 1:
-        asked = replace(asked, zero_ranks=count)
     need = _need(model, asked)
     answer: Json = {"node": name, "has_mib": room_mib, "need_mib": need.mib, "fits": need.mib <= room_mib, "with": None}
     if answer["fits"]:
@@ -770,7 +765,7 @@ def _lacks(model: memory.Model, asked: Setting, rooms: Sequence[int], spare: int
         return f"{count} would do, and there are {len(rooms)}, too few for {spare} that may be lost"
     if isinstance(asked, memory.Serving):
         return f"together they lack {format_mem(_need(model, asked).mib - sum(rooms))}; try --dtype int8"
-    need = _need(model, replace(asked, zero_ranks=len(rooms) if asked.zero_ranks > 1 else 1)).mib
+    need = _need(model, asked).mib
     largest = format_mem(max(rooms, default=0))
     return f"the largest has {largest} and needs {format_mem(need)}; hpcsched plan fits names what would help"
 
@@ -829,13 +824,11 @@ def _trace_past(path: Path, cpus: int | None) -> Past:
     )
 
 
-def _snapshot() -> tuple[Snapshot, float]:
-    snapshot, _ = snapshot_from_json(client.call("GET", "/v1/snapshot")["snapshot"])
-    return snapshot, snapshot.now_s
+def _snapshot() -> Snapshot:
+    return snapshot_from_json(client.call("GET", "/v1/snapshot")["snapshot"])[0]
 
 
-def _machines(found: tuple[Snapshot, float]) -> PlanNodes:
-    snapshot, _ = found
+def _machines(snapshot: Snapshot) -> PlanNodes:
     partitions: dict[str, set[str]] = {}
     for name, partition in snapshot.partitions.items():
         for node in partition.nodes:
@@ -849,9 +842,8 @@ def _machine(node: NodeView, partitions: frozenset[str]) -> PlanNode:
 
 
 def _cluster_past(days: int) -> Past:
-    found = _snapshot()
-    snapshot, now_s = found
-    machines = _machines(found)
+    snapshot = _snapshot()
+    now_s, machines = snapshot.now_s, _machines(snapshot)
     kinds = {machine.name: machine.gpu_type for machine in machines}
     jobs, work = [], {machine.name: (0.0, 0.0) for machine in machines}
     for view in _history(now_s - days * DAY_S):
@@ -922,23 +914,15 @@ def _added(texts: Sequence[str], past: Past, partition: str | None) -> PlanNodes
         raise RequestError(
             f"cannot add nodes to partition {partition[:60]!r}: there is none{nearest(partition, known)}"
         )
-    taken = {machine.name for machine in past.machines}
-    names = (name for number in range(1, 10 * MOST_NODES) if (name := f"new{number}") not in taken)
+    where = frozenset((partition,)) if partition is not None else frozenset[str]()
     found: list[PlanNode] = []
     for text in texts:
-        match = _ADDED.fullmatch(text)
-        if match is None:
-            raise RequestError(
-                f"cannot add nodes {text[:60]!r}: write COUNTxCPUS:MEM or COUNTxCPUS:MEM:gpu:TYPE:N, as 1x16:64G:gpu:a100:4"
-            )
-        count, cores, mem, kind, gpus = match.groups()
-        if len(found) + int(count or 1) > MOST_NODES:
+        nodes = new_nodes(text, {machine.name for machine in (*past.machines, *found)})
+        if nodes is None:
+            raise RequestError(f"cannot add nodes {text[:60]!r}: write {NEW_NODES}")
+        if len(found) + len(nodes) > MOST_NODES:
             raise RequestError(f"cannot add more than {MOST_NODES} nodes")
-        where = frozenset((partition,)) if partition is not None else frozenset[str]()
-        for _ in range(int(count or 1)):
-            found.append(
-                PlanNode(next(names), int(cores), parse_mem_mib(mem), int(gpus or 0), (kind or "").lower(), where)
-            )
+        found += [_machine(node, where) for node in nodes]
     if not past.local:  # a trace is one pool of processors
         more = sum(machine.cpus for machine in found)
         pool = past.machines[0]
@@ -978,10 +962,6 @@ VALUES: dict[str, Callable[[ReplayResult], float]] = {
 
 def _bands_json(drawn: Ahead, variant: int) -> dict[str, dict[str, float]]:
     return {name: drawn.band(variant, value)._asdict() for name, value in VALUES.items()}
-
-
-def _replay_json(found: ReplayResult) -> Json:
-    return asdict(found)
 
 
 def _machine_json(machine: PlanNode) -> Json:

@@ -199,20 +199,8 @@ def gpus(environ: Mapping[str, str]) -> List[Dict[str, Any]]:
 
 def _output_of(*argv: str) -> str:
     """Return a program's output, "" if it fails or takes too long."""
-    import subprocess  # in a child; see `agent` on the cost of imports
-
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=GPU_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
+    status, output = process.output_of(argv, GPU_TIMEOUT_S)
+    return output if status == 0 else ""
 
 
 def parse_mig(text: str) -> Dict[str, List[Dict[str, str]]]:

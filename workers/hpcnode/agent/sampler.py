@@ -647,8 +647,9 @@ class NodeSampler:
             values.update(self._slow)
         values.update(self._gpus.values(now_s))
         values["node_samples_skipped_total"] = self._skipped
-        known = [column for column in values if column not in set(self._columns)]
-        columns = self._columns + known if known or not self._columns else []
+        known = set(self._columns)
+        new = [column for column in values if column not in known]
+        columns = self._columns + new if new or not self._columns else []
         self._columns = columns or self._columns
         self._send(
             protocol.Sample(

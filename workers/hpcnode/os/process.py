@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import time
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 NO_PROCESS = frozenset({errno.EAGAIN, errno.ENOMEM})  # of fork(2): this node or account cannot have more processes
 
@@ -396,6 +396,27 @@ def proportional_memory_kib(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         pass
     return 0
+
+
+def output_of(argv: Sequence[str], limit_s: float) -> Tuple[Optional[int], str]:
+    """Run a program; return its exit status and what it prints. Call it in a child.
+
+    None: the program is not there, or takes too long.
+    """
+    import subprocess  # see `agent` on the cost of imports
+
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=limit_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None, ""
+    return done.returncode, done.stdout.decode("utf-8", "replace")
 
 
 def open_descriptors() -> List[int]:

@@ -15,6 +15,8 @@ import signal
 import time
 from typing import Any, Dict, List, Tuple
 
+from hpcnode.os import process
+
 MOUNT_S = 1.0  # for all mounts together
 MPI_S = 2.0
 MAX_MOUNTS = 32
@@ -54,20 +56,8 @@ def surroundings(root: str) -> Dict[str, Any]:
 
 def mpi_version() -> str:
     """Return what mpirun prints first about its version; "" if it is not there or hangs."""
-    import subprocess  # in a child; its import takes longer than the rest
-
-    try:
-        done = subprocess.run(
-            ["mpirun", "--version"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=MPI_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = [line.strip() for line in done.stdout[:4096].decode("utf-8", "replace").splitlines()]
+    _status, output = process.output_of(["mpirun", "--version"], MPI_S)
+    lines = [line.strip() for line in output[:4096].splitlines()]
     version = next((line for line in lines if line.startswith("Version:")), "")  # of MPICH, after a line without it
     return " ".join(" ".join(filter(None, [lines[0] if lines else "", version])).split())[:100]
 
