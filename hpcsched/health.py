@@ -29,6 +29,8 @@ from hpcnode.os.durable import sync_folder
 from hpcnode.wire.protocol import PROBE_PREFIX
 from hpcsched import client
 from hpcsched.errors import HpcschedError
+from hpcsched.model.probation import CHECK
+from hpcsched.model.units import format_time_s
 from hpcsched.sched.sentences import plural
 
 
@@ -101,6 +103,7 @@ WAL_WARN_MIB = 256  # something prevents the log from being merged into the data
 SHARE_FREE_WARN, SHARE_FREE_CRITICAL = 0.10, 0.02  # of its size
 SLOW_WARN_S, SLOW_CRITICAL_S = 1.0, 10.0
 CLOCK_STEP_S = 0.5
+LATE_S = 900.0  # a backup takes time
 CLOCK_BACK_S = 60.0
 SANE_AFTER_S = 1_735_689_600  # 2025: a clock before that was never set
 
@@ -247,20 +250,22 @@ def _date(time_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
-def check_controller() -> Check:
-    """Return whether the controller answers, and how fast."""
+def check_controller() -> list[Check]:
+    """Return whether the controller answers, and how fast; then its scheduled backups, if any."""
     started_s = time.monotonic()
     try:
         answer = client.call("GET", "/v1/ping", timeout_s=CONTROLLER_S)
     except HpcschedError as error:
-        return Check(name="controller", status=Status.CRITICAL, text=str(error))
+        return [Check(name="controller", status=Status.CRITICAL, text=str(error))]
     took_s = time.monotonic() - started_s
     jobs = sum(answer["counts"].values())
     text = f"process {answer['pid']} answers in {took_s * 1000:.0f} ms; epoch {answer['epoch']}, {plural(jobs, 'job')} in reach"
     numbers = {"took_s": took_s, "jobs": jobs}
+    status, backup = above(took_s, SLOW_WARN_S, SLOW_CRITICAL_S), answer.get("backup")
     if left := _of_before(answer):
-        return Check(name="controller", status=Status.WARN, text=f"{text}; {left}", numbers=numbers)
-    return Check(name="controller", status=above(took_s, SLOW_WARN_S, SLOW_CRITICAL_S), text=text, numbers=numbers)
+        status, text = Status.WARN, f"{text}; {left}"
+    found = Check(name="controller", status=status, text=text, numbers=numbers)
+    return [found, *([check_backup(backup, answer["now_s"])] if backup else [])]
 
 
 def _of_before(answer: dict[str, Any]) -> str:
@@ -277,6 +282,20 @@ def _of_before(answer: dict[str, Any]) -> str:
             " (hctl fence NODE gives your word that it does not)"
         )
     return "; ".join(parts)
+
+
+def check_backup(backup: Mapping[str, Any], now_s: float) -> Check:
+    """Return whether scheduled backups are made; `backup` is that of the controller's answer."""
+    age_s, where = now_s - backup["newest_at_s"], ", ".join(backup["to"])
+    age = f"the newest one is {format_time_s(max(0.0, age_s))} old" if backup["newest_at_s"] else "there is none yet"
+    old = (
+        above(age_s, LATE_S + 2 * backup["every_s"], LATE_S + 4 * backup["every_s"])
+        if backup["newest_at_s"]
+        else Status.WARN
+    )
+    status = max(old, Status.WARN if backup["why"] else Status.OK)
+    text = f"in {where}: {age}" + (f"; the last attempt failed: {backup['why']}" if backup["why"] else "")
+    return Check(name="backup", status=status, text=text, numbers={"age_s": age_s} if backup["newest_at_s"] else {})
 
 
 # ----- nodes
@@ -306,6 +325,8 @@ def check_node(view: View, now_s: float) -> Iterator[Check]:
     yield _check_space(view, "tmp", facts, "/tmp", TMP_WARN_MIB, TMP_CRITICAL_MIB)  # noqa: S108 - only its free space is looked at
     yield _check_load(view, facts)
     yield _check_leftovers(view, facts)
+    if view.get("hardware"):
+        yield from _check_hardware(view, view["hardware"])
     if "share_error" in view:
         yield _check_share(view)
 
@@ -404,6 +425,70 @@ def _check_share(view: View) -> Check:
     return _check(view, "share", Status.CRITICAL if error else Status.OK, error or "is the head's")
 
 
+FEW_INODES = 1000
+MANY_ERRORS = 100  # corrected or repeated, in an hour
+MANY_LINK_CHANGES = 3
+MUCH_SWAP = 0.1  # of the memory
+
+
+def _check_hardware(view: View, hardware: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield the problems of the machine by its last samples, or one check that is well."""
+    found = list(_hardware_problems(hardware, compares_share="share_error" in view))
+    if not found:
+        since_s = 3600 * hardware["hours"]
+        text = f"no errors in the last {_duration(since_s)}" if since_s >= 1 else "no errors"
+        yield _check(view, "hardware", Status.OK, text)
+    for name, status, text in found:
+        yield _check(view, name, status, text)
+
+
+def _hardware_problems(hardware: Mapping[str, Any], *, compares_share: bool) -> Iterator[tuple[str, Status, str]]:
+    conditions, errors = hardware["conditions"], hardware["errors"]
+    for key, value in conditions.items():
+        name, _, label = key.partition(":")
+        if name == "node_filesystem_answers" and not value:
+            # Without the head's share nobody knows whose fault it is: the node keeps its jobs.
+            status = Status.CRITICAL if compares_share else Status.WARN
+            yield "file systems", status, f"{label} does not answer: mount it again, or look at its server"
+        elif name == "node_filesystem_read_only" and value:
+            yield "file systems", Status.CRITICAL, f"{label} is read-only: see dmesg, and check its file system"
+        elif name == "node_filesystem_free_inodes" and 0 <= value < FEW_INODES:
+            status = Status.WARN if value else Status.CRITICAL
+            yield "file systems", status, f"{label} has {value:.0f} free inodes: delete small files"
+        elif name == "gpu_driver_answers" and not value:
+            yield "GPU driver", Status.CRITICAL, "does not answer: restart the node"
+        elif name == "gpu_throttle" and value and label.endswith(":heat"):
+            yield "heat", Status.WARN, f"GPU {label.partition(':')[0]} is slowed down for heat"
+        elif name == "node_on_mains" and not value:
+            yield "power", Status.WARN, "it runs on battery"
+    memory, swap = conditions.get("node_memory_total_bytes", 0), conditions.get("node_swap_used_bytes", 0)
+    if memory and swap > MUCH_SWAP * memory:
+        yield "swap", Status.WARN, f"{swap / 2**30:.1f} GiB of swap space are in use: jobs are slow"
+    yield from _counted_problems(errors)
+
+
+def _counted_problems(errors: Mapping[str, float]) -> Iterator[tuple[str, Status, str]]:
+    """Yield problems of which the last hour had more than usual."""
+    for key, count in errors.items():
+        name, _, label = key.partition(":")
+        if count <= 0:
+            continue
+        if name in ("node_ecc_errors_total", "gpu_ecc_errors_total"):
+            where = f"of GPU {label.partition(':')[0]} " if name.startswith("gpu") else ""
+            if label.endswith("uncorrected"):
+                yield "memory errors", Status.CRITICAL, f"{count:.0f} {where}uncorrected: replace it"
+            elif count > MANY_ERRORS:
+                yield "memory errors", Status.WARN, f"{count:.0f} {where}corrected in an hour: it will fail"
+        elif name == "node_network_errors_total" and count > MANY_ERRORS:
+            yield "network", Status.WARN, f"{count:.0f} errors of {label} in an hour: change cable or port"
+        elif name == "node_network_carrier_changes_total" and count >= MANY_LINK_CHANGES:
+            yield "network", Status.WARN, f"the link of {label} changed {count:.0f} times in an hour: see its cable"
+        elif name == "node_throttled_total":
+            yield "heat", Status.WARN, f"CPUs were slowed down for heat {count:.0f} times in an hour: see its fans"
+        elif name == "node_oom_kills_total":
+            yield "memory", Status.WARN, f"the kernel killed {count:.0f} processes in an hour for lack of memory"
+
+
 def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
@@ -419,7 +504,7 @@ def _duration(seconds: float) -> str:
 # than WARN.
 
 
-BY = "hhealth"
+BY = CHECK
 
 
 def to_drain(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> dict[str, str]:
@@ -430,6 +515,12 @@ def to_drain(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> dic
         if bad and view["link"] == "up" and not view["drained"]:
             found[str(view["name"])] = f"{BY}: " + "; ".join(f"{check.name}: {check.text}" for check in bad)
     return found
+
+
+def to_drain_again(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> dict[str, str]:
+    """Return the nodes that were well after hhealth had drained them, and are ill again."""
+    waiting = [{**view, "drained": False} for view in views if view.get("returns_at_s") is not None]
+    return to_drain(waiting, checks)
 
 
 def to_resume(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> list[str]:

@@ -181,7 +181,8 @@ class AnswerPauses:
 # ----- the listening socket
 
 
-BACKLOG = 1024
+# In a flood, connections of all accounts wait here. Our clients wait before it, in the order in which they came.
+BACKLOG = 32
 AT_ONCE = 32  # connections that are accepted in one turn
 REFUSED_AT_ONCE = 512  # of accounts that connect too often: other clients wait behind them
 ACCEPT_S = 0.005  # in one turn

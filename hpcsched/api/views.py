@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
@@ -48,6 +49,7 @@ from hpcsched.model.job import (
     exit_words,
 )
 from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition, Share
+from hpcsched.model.probation import CHECK
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import format_mem, format_time_s
@@ -107,6 +109,8 @@ def _why_pending(job: Job, cluster: ClusterState, identity: Identity) -> tuple[R
     if wait is not None:
         again = wait.reason is Reason.BEGIN_TIME and job.restarts
         detail = _queued_again(job, identity) if again else wait_detail(wait, identity)
+        if wait.reason is Reason.HELD_ADMIN and job.restarts and (before := reason_detail(job, identity)):
+            detail += f" (attempt {job.attempt - 1}: {before})"
         if job.refusals and allows(identity, Action.VIEW_DETAILS, job):
             detail += f"; it could not be started {refused_on(job)}"
         return wait.reason, detail, wait.expected_start_s
@@ -281,6 +285,14 @@ def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None)
     return NodeState.ALLOCATED if cpus_alloc >= node.spec.cpus else NodeState.MIXED
 
 
+def visible_nodes(cluster: ClusterState, identity: Identity) -> set[NodeName]:
+    """Return the nodes that the user may see: all, or those that jobs of their own hold."""
+    if reach(identity, Action.VIEW_NODES) is Reach.ALL:
+        return set(cluster.nodes)
+    mine = (job for job in cluster.active_jobs() if allows(identity, Action.VIEW_NODES, job))
+    return {node for job in mine for node in job.held_nodes}
+
+
 def node_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
     """Return all nodes, with the allocated resources and the reservation of each."""
     active = sorted(
@@ -297,6 +309,21 @@ def node_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
     ]
 
 
+def _returns_at_s(node: Node, cluster: ClusterState) -> float | None:
+    """Return when a node that a health check has drained returns if it stays well."""
+    if not node.drained or node.drained_by != CHECK:
+        return None
+    return node.probation.returns_at_s(cluster.config.controller.health_hold)
+
+
+def _why_drained(node: Node, cluster: ClusterState) -> str:
+    returns_at_s = _returns_at_s(node, cluster)
+    if returns_at_s is None:
+        return node.drained_why
+    at = time.strftime("%H:%M", time.localtime(returns_at_s))
+    return f"{node.drained_why}; returns at {at} if it stays well (hctl resume {node.name}: now)"
+
+
 def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: Reservation | None) -> dict[str, Any]:
     cpus_alloc = sum(share.cpus for _, share in shares)
     return {
@@ -307,8 +334,9 @@ def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: R
         "link_since_s": node.link_since_s,
         "link_why": node.link_why,
         "drained": node.drained,
-        "drained_why": node.drained_why,
+        "drained_why": _why_drained(node, cluster),
         "drained_by": node.drained_by,
+        "returns_at_s": _returns_at_s(node, cluster),
         "drained_at_s": node.drained_at_s,
         "launch_failures": len(node.launch_failures),
         "launch_failure": node.launch_failures[-1].why if node.launch_failures else "",
@@ -323,14 +351,14 @@ def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: R
         ],
         "gpus_alloc": len({index for _, share in shares for index in share.gpus}),
         "shards_alloc": sum(share.shards for _, share in shares),
-        "features": list(node.spec.features),
+        "features": list(node.features),
         "partitions": [p.name for p in cluster.partitions.values() if node.name in p.nodes],
         "jobs": [job_id for job_id, _ in shares],
         "boot_id": node.boot_id,
         "agent_version": node.agent_version,
         "weight": node.spec.weight,
         "switch": node.spec.switch,
-        "speed": node.spec.speed,
+        "speed": node.speed,
         "link_mbps": node.spec.link_mbps,
         "tmp_mib": node.spec.tmp_mib,
         "abilities": [ability._asdict() for ability in node.abilities],
@@ -584,6 +612,7 @@ _SOURCES: dict[str, str | _Value] = {
     "submit_line": _private(lambda view: view.job.spec.submit_line),
     "comment": _private(lambda view: view.job.spec.comment),
     "command": _private(lambda view: _command(view.job.spec)),
+    "use": lambda view: None if (use := view.cluster.live_use(view.job)) is None else asdict(use),
     "training": _private(lambda view: training_view(view.cluster.training.get(view.job.id))),
 }
 

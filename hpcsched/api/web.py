@@ -61,9 +61,19 @@ class BadRequestError(Exception):
         self.headers = headers or {}
 
 
-TOO_LONG = BadRequestError(431, "cannot read the request: its head is too long")
-TOO_SLOW = BadRequestError(408, f"cannot read the request: it did not come whole within {IDLE_S:g} s")
-TOO_LARGE = BadRequestError(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
+# Functions: an exception that is raised again keeps the frames, and so the connections, of all earlier times.
+
+
+def _too_long() -> BadRequestError:
+    return BadRequestError(431, "cannot read the request: its head is too long")
+
+
+def _too_slow() -> BadRequestError:
+    return BadRequestError(408, f"cannot read the request: it did not come whole within {IDLE_S:g} s")
+
+
+def _too_large() -> BadRequestError:
+    return BadRequestError(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
 
 
 @dataclass(slots=True)
@@ -326,7 +336,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
             if self._coming is not None and self._coming.grows_too_long(len(data)):
-                raise TOO_LONG
+                raise _too_long()
         except BadRequestError as error:
             self._refuse(error)
         except httptools.HttpParserUpgrade:  # unsupported: the request is answered, and no more
@@ -398,20 +408,20 @@ class Connection(asyncio.Protocol):
         self._coming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
         self._coming.found_bytes += len(name) + len(value)
         if self._coming.found_bytes > MAX_HEAD_BYTES:
-            raise TOO_LONG
+            raise _too_long()
 
     def on_headers_complete(self) -> None:
         assert self._coming is not None
         self._coming.in_head = False
         if int(self._coming.headers.get("content-length", "0")) > MAX_BODY_BYTES:  # int: the parser has read it
-            raise TOO_LARGE
+            raise _too_large()
         if self._coming.headers.get("expect", "").lower() == "100-continue" and self._task is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, part: bytes) -> None:
         assert self._coming is not None
         if len(self._coming.body) + len(part) > MAX_BODY_BYTES:
-            raise TOO_LARGE
+            raise _too_large()
         self._coming.body += part
 
     def on_message_complete(self) -> None:
@@ -460,7 +470,7 @@ class Connection(asyncio.Protocol):
                 return
         began_s = self._began_s if self._reads and self._began_s is not None else now_s
         if now_s - began_s >= IDLE_S:
-            self._refuse(TOO_SLOW)
+            self._refuse(_too_slow())
             if self._task is None:
                 self._next()
         self._unread_before_bytes = self.unread_bytes
@@ -518,6 +528,8 @@ class Connection(asyncio.Protocol):
         except Exception as error:  # handlers convert their errors; this one did not
             wrong = report_fault(error, f"answer {request.method} {request.path[:200]!r}")
             response = self._server.refusal(500, str(wrong))
+        if request.credential_id:  # the gateway counts by user
+            response = replace(response, headers={**response.headers, "X-Hpcsched-Uid": str(request.uid)})
         self._task = None
         self._held_bytes -= request.held_bytes
         self._count()

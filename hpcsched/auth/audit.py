@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from json.encoder import encode_basestring_ascii as _quoted
+from operator import attrgetter
 from typing import Any, Final
 
 from hpcsched.auth.authorize import Identity
@@ -66,6 +67,8 @@ _NAMES = tuple(field.name for field in fields(AuditEntry))
 _SORTED_NAMES = sorted(_NAMES)
 _RECORD_NAMES = tuple(field.name for field in fields(AuditRecord))
 _encode = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
+_values_of = attrgetter(*_SORTED_NAMES)
+_TEXT = "{" + ",".join([f'"{name}":%s' for name in _SORTED_NAMES]) + "}"
 
 
 def entry_of(
@@ -95,8 +98,8 @@ def entry_of(
 
 def chained(entry: AuditEntry, seq: int, previous: str) -> dict[str, Any]:
     """Return the values of the record of `entry` after the record with hash `previous`."""
-    values = {name: getattr(entry, name) for name in _NAMES}
-    return values | {"seq": seq, "hash": _hash(seq, previous, _text_of(values))}
+    values = _values_of(entry)
+    return {**dict(zip(_SORTED_NAMES, values, strict=True)), "seq": seq, "hash": _hash(seq, previous, _text_of(values))}
 
 
 def signed_text(head: Head) -> bytes:
@@ -163,10 +166,12 @@ def record_from_json(values: Mapping[str, Any]) -> AuditRecord:
     return AuditRecord(**{name: values[name] for name in _RECORD_NAMES})
 
 
-def _text_of(values: Mapping[str, Any]) -> str:
-    """Return what `_encode` makes of an entry's values, in a third of the time."""
-    texts = {name: value if isinstance(value, int | float) else _quoted(value) for name, value in values.items()}
-    return "{" + ",".join([f'"{name}":{texts[name]}' for name in _SORTED_NAMES]) + "}"
+def _text_of(values: Sequence[Any]) -> str:
+    """Return what `_encode` makes of an entry with these values, in a third of the time.
+
+    The values are in the order of their names.
+    """
+    return _TEXT % tuple([_quoted(value) if isinstance(value, str) else value for value in values])
 
 
 def _hash(seq: int, previous: str, text: str) -> str:

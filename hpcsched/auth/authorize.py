@@ -68,6 +68,8 @@ class Action(Enum):
     RESERVE = "reserve"
     FENCE = "fence"
     REMOVE_NODE = "remove-node"
+    BENCH_NODES = "bench-nodes"
+    SYNC_NODES = "sync-nodes"
     PROBE_SHARE = "probe-share"
     SETTLE_ORPHANS = "settle-orphans"
     RESET_USAGE = "reset-usage"
@@ -114,6 +116,11 @@ _TABLE: dict[Action, tuple[str, tuple[Reach, Reach, Reach, Reach, Reach, Reach]]
     Action.RESERVE: ("create, change and delete reservations", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.FENCE: ("declare nodes switched off", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
     Action.REMOVE_NODE: ("remove nodes", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
+    Action.BENCH_NODES: ("measure nodes while no jobs run there", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
+    Action.SYNC_NODES: (
+        "copy files to nodes and run commands there",
+        (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE),
+    ),
     Action.PROBE_SHARE: ("have nodes compare the share", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
     Action.SETTLE_ORPHANS: (
         "see, adopt and end launches from before a restore",

@@ -90,6 +90,64 @@ def is_secret_of(credential: Credential, secret_sha256: str) -> bool:
     return hmac.compare_digest(credential.secret_sha256, secret_sha256)
 
 
+# ----- client certificates: the key of a certificate signs whose it is
+
+
+def _owner_text(user: str, fingerprint: str) -> bytes:
+    """Return the text that a certificate's key signs. No message of TLS begins like it."""
+    return f"hpcsched: the client certificate {fingerprint} is of the user {user}".encode()
+
+
+def ownership_of(certificate: bytes, key: bytes, user: str) -> str:
+    """Return the signature, by its key, that a certificate is `user`'s.
+
+    Both are PEM. Raises RequestError.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.x509 import load_pem_x509_certificate
+
+    try:
+        private = load_pem_private_key(key, None)
+        text = _owner_text(user, load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex())
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise RequestError(
+            "cannot read the certificate and its key: both must be PEM, the key without password"
+        ) from None
+    if isinstance(private, ed25519.Ed25519PrivateKey):
+        return private.sign(text).hex()
+    if isinstance(private, ec.EllipticCurvePrivateKey):
+        return private.sign(text, ec.ECDSA(hashes.SHA256())).hex()
+    if isinstance(private, rsa.RSAPrivateKey):
+        return private.sign(text, padding.PKCS1v15(), hashes.SHA256()).hex()
+    raise RequestError("cannot prove that the certificate is yours: its key must be Ed25519, EC or RSA")
+
+
+def is_owned(certificate: bytes, user: str, signature: str) -> bool:
+    """Return whether the key of the certificate has signed that it is `user`'s."""
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
+    from cryptography.x509 import load_pem_x509_certificate
+
+    try:
+        read = load_pem_x509_certificate(certificate)
+        key, text = read.public_key(), _owner_text(user, read.fingerprint(hashes.SHA256()).hex())
+        if isinstance(key, ed25519.Ed25519PublicKey):
+            key.verify(bytes.fromhex(signature), text)
+        elif isinstance(key, ec.EllipticCurvePublicKey):
+            key.verify(bytes.fromhex(signature), text, ec.ECDSA(hashes.SHA256()))
+        elif isinstance(key, rsa.RSAPublicKey):
+            key.verify(bytes.fromhex(signature), text, padding.PKCS1v15(), hashes.SHA256())
+        else:
+            return False
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError):
+        return False
+    return True
+
+
 # ----- scopes
 
 # Routes of the controller's API that need another scope than READ (GET) or ADMIN (POST).
@@ -275,8 +333,10 @@ def read_token(token: str, keys: SigningKeys, cluster: str, now_s: float) -> Map
                 "verify_iat": False,
             },
         )
+    except jwt.InvalidSignatureError:
+        raise bad_token("its signature is wrong: it was altered, or its key was replaced by two rotations") from None
     except jwt.PyJWTError as error:
-        raise bad_token(type(error).__name__) from None
+        raise bad_token(f"it is not one of this cluster ({error})") from None
     _check_claims(claims, now_s)
     return claims
 

@@ -619,7 +619,7 @@ def advice(job: Json) -> str:
 
     "" for a job that has not ended or never ran.
     """
-    if job["state"] not in ENDED_STATES or job["started_at_s"] is None:
+    if job["started_at_s"] is None or not (job["state"] in ENDED_STATES or job.get("use")):
         return ""
     nodes = max(1, job["num_nodes"])
     if job["state"] == "OUT_OF_MEMORY":
@@ -632,15 +632,21 @@ def advice(job: Json) -> str:
     if job["elapsed_s"] < SHORT_S:
         return "ran too shortly to tell"
     found = [text for text in (_about_cpus(job), _about_memory(job, nodes), _about_time(job)) if text]
+    if job.get("use"):
+        return "; ".join([*found, f"it runs: hwhy --slow {job['display_id']} tells more"])
     return "; ".join(found) or ("used what it was given" if cpu_part(job) is not None else "nothing was measured")
 
 
 def _busy_s(job: Json) -> float | None:
+    if job.get("use"):
+        return float(job["use"]["cpu_s"])
     steps = [step for step in _last_steps(job) if step["cpu_user_s"] is not None]
     return sum(step["cpu_user_s"] + (step["cpu_system_s"] or 0.0) for step in steps) if steps else None
 
 
 def _used_mib(job: Json) -> float | None:
+    if job.get("use"):
+        return float(job["use"]["memory_bytes"]) / (1 << 20)
     sizes = [step["max_rss_kib"] * step["ntasks"] / 1024 for step in _last_steps(job) if step["max_rss_kib"]]
     return max(sizes, default=None)
 

@@ -179,8 +179,8 @@ COMMAND = Command(
         "strays | strays adopt|end TOKEN...|all",
         "reset usage all | [Account=LIST] [User=LIST]",
         "checkpoint list|verify|prune|export JOB|DIRECTORY [FILE] [NAME=VALUE...]",
-        "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE]",
-        "token list [--user=NAME] | revoke ID... | revoke --user=NAME | rotate-key",
+        "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE [--key=FILE]]",
+        "token list [--user=NAME|--mine] | revoke ID... | revoke --user=NAME | rotate-key",
         "metrics NODE|JOB [SERIES...] [--since=AGE] [--plot] | metrics --list [NODE|JOB]",
         "security",
         "ping | reconfigure [NODES]",
@@ -210,7 +210,9 @@ COMMAND = Command(
         Option("expires", "", "AGE", "how long a token is valid, as 12h or 30d; default: 30d"),
         Option("name", "", "TEXT", "a note for the list of tokens"),
         Option("user", "", "NAME", "whose token; other users' are for admins, '*' lists all"),
+        Option("mine", help="list only your own tokens; admins see those of all users otherwise"),
         Option("certificate", "", "FILE", "register this client certificate (PEM) instead of making a token"),
+        Option("key", "", "FILE", "the key of the certificate (PEM): signs that it is yours, and is not sent"),
         Option("since", "", "AGE", "metrics from when on: 30m, 12h, 7d, or a date; default: 1h"),
         Option("until", "", "TIME", "metrics until when; default: now"),
         Option("step", "", "TIME", "how much time each value covers: 10s, 5m, 1h; default: about 300 values"),
@@ -330,16 +332,16 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "token": (
         (
-            "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE]",
-            "token list [--user=NAME]",
+            "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE [--key=FILE]]",
+            "token list [--user=NAME | --mine]",
             "token revoke ID... | --user=NAME",
             "token rotate-key",
         ),
         "Manage credentials for the API over the network. 'create' prints a new token, once; only its hash is kept. It allows "
         "its scopes, and never more than its user may do: read; submit; manage (cancel, hold, change jobs); metrics; admin. With "
-        "--certificate, requests with this client certificate act as the user, and no token is printed. 'revoke' ends tokens, "
-        "sessions and certificates at once. 'rotate-key' makes a new signing key; tokens of the last key stay valid, older ones "
-        "end. --user and rotate-key are for admins.",
+        "--certificate, requests with this client certificate act as the user, and no token is printed; its --key proves that it "
+        "is yours, which admins need not. 'revoke' ends tokens, sessions and certificates at once. 'rotate-key' makes a new "
+        "signing key; tokens of the last key stay valid, older ones end. --user and rotate-key are for admins.",
     ),
     "security": (
         ("security [--json]",),
@@ -1006,7 +1008,11 @@ def _security(rest: Sequence[str], words: Words) -> int:
 
 # ----- tokens, sessions and client certificates of the API over the network
 
-TOKEN_OPTIONS = {"create": ("scope", "expires", "name", "user", "certificate"), "list": ("user",), "revoke": ("user",)}
+TOKEN_OPTIONS = {
+    "create": ("scope", "expires", "name", "user", "certificate", "key"),
+    "list": ("user", "mine"),
+    "revoke": ("user",),
+}
 MAX_CERTIFICATE_BYTES = 64 << 10
 
 
@@ -1014,13 +1020,14 @@ def _token(rest: Sequence[str], words: Words) -> int:
     verb, *operands = rest or [""]
     if verb not in ("create", "list", "revoke", "rotate-key"):
         raise UsageError("cannot tell what to do with tokens: hctl token create|list|revoke|rotate-key")
-    for option in TOKEN_OPTIONS["create"]:
+    for option in (*TOKEN_OPTIONS["create"], "mine"):
         if words.has(option) and option not in TOKEN_OPTIONS.get(verb, ()):
             raise UsageError(f"cannot use --{option} with token {verb}; see hctl token --help")
     if operands and verb != "revoke":
         raise UsageError(f"cannot understand {operands[0][:60]!r}: token {verb} takes options only")
     if verb == "list":
-        return _list_tokens(client.call("GET", client.query("/v1/tokens", user=words.last("user"))), words)
+        whose = client.call("GET", "/v1/me")["user"] if words.has("mine") else words.last("user")
+        return _list_tokens(client.call("GET", client.query("/v1/tokens", user=whose)), words)
     body: Json = {"user": words.last("user")} if words.has("user") else {}
     if verb == "create":
         body |= _new_token(words)
@@ -1048,12 +1055,21 @@ def _new_token(words: Words) -> Json:
     if words.has("expires"):
         body["expires"] = words.last("expires")
     if path := words.last("certificate"):
-        try:
-            with open(path, "rb") as file:
-                body["certificate"] = file.read(MAX_CERTIFICATE_BYTES).decode("ascii", "replace")
-        except OSError as error:
-            raise RequestError(f"cannot read {path}: {error.strerror}") from None
+        certificate = _read_pem(path)
+        body["certificate"] = certificate.decode("ascii", "replace")
+        if key := words.last("key"):
+            from hpcsched.auth.tokens import ownership_of
+
+            body["ownership"] = ownership_of(certificate, _read_pem(key), words.last("user") or client.my_name())
     return body
+
+
+def _read_pem(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_CERTIFICATE_BYTES)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _list_tokens(answer: Json, words: Words) -> int:

@@ -52,6 +52,7 @@ def _work(words: Words) -> int:
         if words.has("drain"):
             done += _drain(health.to_drain(views, checks))
         if words.has("resume"):
+            _drain(health.to_drain_again(views, checks))
             done += _resume(health.to_resume(views, checks))
     except HpcschedError as error:
         checks = [Check(name="hhealth", status=Status.UNKNOWN, text=str(error))]
@@ -68,8 +69,8 @@ def look() -> tuple[list[Check], list[Json]]:
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     database = config.controller.state_dir / paths.DATABASE_FILE
     share = health.check_share(config.share) if config.share else None
-    controller = health.check_controller()
-    checks = [health.check_database(database), *([share] if share else []), controller]
+    controller, *backups = health.check_controller()
+    checks = [health.check_database(database), *([share] if share else []), controller, *backups]
     views: list[Json] = []
     if controller.status is Status.CRITICAL:
         text = "cannot be asked: the controller does not answer"
@@ -113,9 +114,11 @@ def _drain(nodes: dict[str, str]) -> list[str]:
 
 
 def _resume(nodes: list[str]) -> list[str]:
+    done = []
     for node in nodes:
-        client.call("POST", "/v1/nodes/resume", {"nodes": node, "only_by": health.BY})
-    return [f"resumed {node}" for node in nodes]
+        resumed = client.call("POST", "/v1/nodes/resume", {"nodes": node, "only_by": health.BY})["nodes"]
+        done.append(f"resumed {node}" if resumed else f"{node} is well; hinfo -R says from when on it returns")
+    return done
 
 
 def _as_json(checks: Sequence[Check], done: Sequence[str]) -> Json:

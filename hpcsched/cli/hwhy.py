@@ -1,4 +1,4 @@
-"""hwhy: explains why a job waits and when it is expected to start, or how it ended.
+"""hwhy: explains why a job waits, when it starts, what slows it down, or how it ended.
 
 The sentences come from the controller (`hpcsched.sched.explain`): for a waiting job also its position in the queue, and
 what each node lacks, for a few nodes or if asked.
@@ -18,10 +18,11 @@ FEW_NODES = 8
 
 COMMAND = Command(
     "hwhy",
-    ("[OPTIONS] JOB",),
+    ("[OPTIONS] JOB", "--slow [JOB]"),
     "Explain why a job is waiting, with numbers, and when it is expected to start; for an ended job, how it ended.",
     (
         Option("json", help="print the answer as JSON, version 1"),
+        Option("slow", help="tell what slows a running job down, or without a JOB, what holds up the queue"),
         Option("verbose", "v", help=f"show what each node lacks, even if there are more than {FEW_NODES} nodes"),
         HELP,
         VERSION,
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(words: Words) -> int:
+    if words.has("slow"):
+        return _slow(words)
     if len(words.operands) != 1:
         raise UsageError("cannot tell which job: name one; see hwhy --help")
     answer = client.call("GET", client.job_path(words.operands[0], "why"))
@@ -48,6 +51,25 @@ def _work(words: Words) -> int:
         for line in _lines(answer, all_nodes=words.has("verbose"))
     ]
     print("\n".join(map(clean, lines)))
+    return 0
+
+
+def _slow(words: Words) -> int:
+    """Print the findings about a running job, or about the queue."""
+    if len(words.operands) > 1:
+        raise UsageError("cannot tell which job: name one; see hwhy --help")
+    answer = client.call("GET", client.job_path(words.operands[0], "slow") if words.operands else "/v1/slow")
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    for finding in answer["findings"]:
+        where = f" on {finding['node']}" if finding["node"] else ""
+        print(clean(f"{finding['cause']}{where}: {finding['text']}"))
+        print(clean(f"    {finding['remedy']}"))
+    if not answer["findings"]:
+        print(clean(answer["text"]))
+    if answer.get("nodes_left_out"):
+        print(f"{answer['nodes_left_out']} more nodes of the job were not judged.")
     return 0
 
 

@@ -110,7 +110,7 @@ def signer() -> Signer:
 
     me = client.call("GET", "/v1/me")
     return Signer(
-        key=own_key(me["user"]),
+        key=own_key(me["user"], may_make=not client.is_remote()),
         user=me["user"],
         uid=me["uid"],
         cluster=client.call("GET", "/v1/ping")["cluster"],

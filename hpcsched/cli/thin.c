@@ -201,11 +201,12 @@ static void put_request(struct text *to, const struct text *script, int script_a
     put_bytes(to, body.bytes, body.length);
 }
 
-/* Return whether only root could have made the socket's directory as one of `uid`; _is_given_by_root in client.py is the same. */
+/* Return whether only root could have made the socket's directory as one of `uid`. Links are left to Python: is_made_by of
+ * hpcnode/wire/sockets.py. */
 static int given_by_root(const char *where, uid_t uid) {
     char path[PATH_MAX];
     struct stat found;
-    if (!realpath(where, path)) return 0;
+    if (!realpath(where, path) || strcmp(where, path)) return 0;
     *strrchr(path, '/') = 0;
     if (lstat(path, &found) || found.st_uid != uid || (found.st_mode & 022)) return 0;
     for (mode_t excused = 0; *path; excused = S_ISVTX) {
@@ -223,11 +224,11 @@ static int connected(void) {
     socklen_t size = sizeof peer;
     if (!find_socket(address.sun_path, sizeof address.sun_path)) python();
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd < 0 || connect(fd, (struct sockaddr *)&address, sizeof address)) python();
+    if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience)) python();
+    if (connect(fd, (struct sockaddr *)&address, sizeof address)) python();
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size)) python();
     if (peer.uid != 0 && peer.uid != getuid() && !given_by_root(address.sun_path, peer.uid)) python();
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
     return fd;
 }
 

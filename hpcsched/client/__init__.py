@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from _socket import AF_UNIX, SO_PEERCRED, SOCK_STREAM, SOL_SOCKET, socket
+from _socket import AF_UNIX, SO_PEERCRED, SO_SNDTIMEO, SOCK_STREAM, SOL_SOCKET, socket
+from _struct import pack
 
 from hpcsched import errors, paths
 from hpcsched.client import protocol
@@ -62,7 +63,6 @@ __all__ = [
     "request",
 ]
 
-CROWDED_S = 0.02  # pause before the next attempt to connect if the socket's queue is full
 _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 _NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
 
@@ -242,15 +242,15 @@ def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, time
     The agent vouches for the job in which the command runs. The controller answers as to that job's owner, never as to an admin.
     Neither end of the relay knows the API's routes. See `hpcsched.controller.relay`.
     """
-    from hpcnode.wire import protocol  # slow to import, and needed only here
+    from hpcnode.wire import protocol, sockets  # slow to import, and needed only here
 
-    sock = socket(AF_UNIX, SOCK_STREAM)
-    sock.settimeout(timeout_s)
     try:
-        sock.connect(agent)
-        _, uid = _peer(sock)
-        if uid not in (0, os.getuid()):
-            raise errors.UnavailableError(f"cannot ask the node's agent ({agent}): it is served by uid {uid}")
+        sock = sockets.connect(agent, timeout_s)
+    except PermissionError as error:
+        raise errors.UnavailableError(f"cannot ask the node's agent ({agent}): {error.strerror}") from None
+    except OSError as error:
+        raise BrokenConnectionError(f"lost the connection to this node's agent: {error}") from None
+    try:
         sock.sendall(protocol.encode(protocol.ApiRequest(job_id=job_id, method=method, path=path), data))
         framer = protocol.Framer()
         while received := sock.recv(READ_BYTES):
@@ -276,9 +276,8 @@ def _other_cluster() -> str:
 
 def _connect(where: str, timeout_s: float) -> socket:
     sock = socket(AF_UNIX, SOCK_STREAM)
-    sock.settimeout(timeout_s)
     try:
-        _reach(sock, where, timeout_s)
+        reach(sock, where, timeout_s)
         check_server(sock, where)
     except OSError as error:
         sock.close()
@@ -302,32 +301,17 @@ def unreachable(error: OSError, where: str) -> errors.UnavailableError:
 
 
 def check_server(sock: Any, where: str) -> None:
-    """Raise UnavailableError if the socket's server is neither root nor our own account."""
+    """Raise UnavailableError if the server is neither root, ourselves nor of a safe directory."""
     _, uid = _peer(sock)
-    if uid not in (0, os.getuid()) and not _is_given_by_root(where, uid):
+    if uid in (0, os.getuid()):
+        return
+    from hpcnode.wire.sockets import is_made_by  # its imports are needed only here
+
+    if not is_made_by(where, uid):
         raise errors.UnavailableError(
             f"Unable to contact hpcsched controller ({where}: it is served by uid {uid}, which is neither root nor you, nor "
             "the account that root gave this directory)"
         )
-
-
-def _is_given_by_root(where: str, uid: int) -> bool:
-    """Return whether root gave the socket's directory to `uid` alone.
-
-    Only root could have made it in its parent. Further above, others may write under a sticky bit.
-    """
-    folder = os.path.dirname(os.path.realpath(where))
-    found = os.lstat(folder)
-    if found.st_uid != uid or found.st_mode & 0o022:
-        return False
-    excused = 0
-    while folder != "/":
-        folder = os.path.dirname(folder)
-        found = os.lstat(folder)
-        if found.st_uid != 0 or (found.st_mode & 0o022 and not found.st_mode & excused):
-            return False
-        excused = 0o1000
-    return True
 
 
 def _peer(sock: Any) -> tuple[int, int]:
@@ -336,17 +320,16 @@ def _peer(sock: Any) -> tuple[int, int]:
     return int.from_bytes(credentials[:4], sys.byteorder), int.from_bytes(credentials[4:8], sys.byteorder)
 
 
-def _reach(sock: socket, where: str, timeout_s: float) -> None:
-    """Connect, and retry while the queue of the controller's socket is full (EAGAIN, unix(7))."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            sock.connect(where)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-        time.sleep(CROWDED_S)
+def reach(sock: socket, where: str, timeout_s: float) -> None:
+    """Connect. While the queue of the controller's socket is full, wait in line in the kernel.
+
+    A socket that does not block gets EAGAIN instead (unix(7)). Those who ask again and again would get in before it.
+    Raises BlockingIOError after `timeout_s`.
+    """
+    sock.settimeout(None)
+    sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6)))  # a timeval
+    sock.connect(where)
+    sock.settimeout(timeout_s)
 
 
 def _read(sock: socket) -> HttpReply:

@@ -1,4 +1,6 @@
-"""`AsyncClient`: `hpcsched.client.blocking` for asyncio. No thread is used.
+"""`AsyncClient`: `hpcsched.client.blocking` for asyncio.
+
+A thread is used only to wait where too many clients ask the controller at once.
 
 client = AsyncClient()
 job = await client.submit(train, 0.1, cpus_per_task=4)
@@ -27,7 +29,18 @@ from hpcsched.client.jobs import (
     TaskSequence,
     find_connection,
 )
-from hpcsched.client.protocol import READ_BYTES, HttpReply, Json, Pause, ReplyReader, Send, late, lost, request_bytes
+from hpcsched.client.protocol import (
+    READ_BYTES,
+    BrokenConnectionError,
+    HttpReply,
+    Json,
+    Pause,
+    ReplyReader,
+    Send,
+    late,
+    lost,
+    request_bytes,
+)
 from hpcsched.errors import HpcschedError
 
 if TYPE_CHECKING:
@@ -220,7 +233,7 @@ async def perform(step: Send, connection: ClusterConnection) -> HttpReply:
         async with asyncio.timeout(step.timeout_s):
             if connection.endpoint is not None:
                 return await _by_gateway(step, connection.endpoint)
-            sock = await _connected(connection.socket or transport.socket_path())
+            sock = await _connected(connection.socket or transport.socket_path(), step.timeout_s)
             reader, writer = await asyncio.open_unix_connection(sock=sock)
             return await _exchanged(reader, writer, request_bytes(step.method, step.path, step.body))
     except TimeoutError:
@@ -239,23 +252,26 @@ async def _by_gateway(step: Send, endpoint: GatewayEndpoint) -> HttpReply:
             raise
     except OSError as error:
         raise https.unreachable(endpoint, error) from None
-    return https.checked_reply(endpoint, await _exchanged(reader, writer, https.request_of(endpoint, step)))
+    try:
+        reply = await _exchanged(reader, writer, https.request_of(endpoint, step))
+    except BrokenConnectionError as error:
+        raise https.broken(endpoint, error) from None
+    return https.checked_reply(endpoint, reply)
 
 
-async def _connected(path: str) -> socket.socket:
-    """Return a socket connected to the controller, and retry while its queue is full.
+async def _connected(path: str, timeout_s: float) -> socket.socket:
+    """Return a socket connected to the controller. While its queue is full, a thread waits.
 
     asyncio takes the EAGAIN of a unix socket for a connection that is under way.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
-        while True:
-            try:
-                sock.connect(path)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(transport.CROWDED_S)
+        try:
+            sock.connect(path)
+        except BlockingIOError:
+            await asyncio.to_thread(transport.reach, sock, path, timeout_s)
+            sock.setblocking(False)
         transport.check_server(sock, path)
     except OSError as error:
         sock.close()

@@ -18,7 +18,16 @@ import stat
 from collections import namedtuple
 from urllib.parse import urlsplit
 
-from hpcsched.client.protocol import READ_BYTES, HttpReply, ReplyReader, Send, late, lost, request_bytes
+from hpcsched.client.protocol import (
+    READ_BYTES,
+    BrokenConnectionError,
+    HttpReply,
+    ReplyReader,
+    Send,
+    late,
+    lost,
+    request_bytes,
+)
 from hpcsched.errors import ConfigError, UnavailableError
 
 URL = "HPCSCHED_URL"
@@ -70,6 +79,8 @@ def find_endpoint(url: str = "", token: str = "", ca_file: str = "") -> GatewayE
         why = "it may have a host, a port and a path; the token is not a part of it"
     elif re.fullmatch(r"[A-Za-z0-9._~/-]*", parts.path) is None:
         why = "its path has other characters than letters, digits and ._~/-"
+    elif re.search(r"/api(/v1)?/*\Z", parts.path):
+        why = f"leave out {parts.path.rstrip('/')[parts.path.rindex('/api') :]}, which is added"
     elif parts.scheme == "http" and not is_loopback(host):
         why = "a token must not cross the network unencrypted; use https"
     if why:
@@ -184,6 +195,13 @@ def checked_reply(endpoint: GatewayEndpoint, reply: HttpReply) -> HttpReply:
     return reply
 
 
+def broken(endpoint: GatewayEndpoint, error: BrokenConnectionError) -> BrokenConnectionError:
+    """Return the error for a connection that ended early; plain HTTP may be why."""
+    if endpoint.tls is not None:
+        return error
+    return BrokenConnectionError(f"{error}; if the gateway has a certificate, set {URL} to https://{endpoint.address}")
+
+
 def check_peer(endpoint: GatewayEndpoint, address: object) -> None:
     """Raise ConfigError if plain HTTP would leave this machine, as by a strange name service."""
     host = str(address[0]) if isinstance(address, tuple) else ""
@@ -224,7 +242,9 @@ def perform(endpoint: GatewayEndpoint, step: Send) -> HttpReply:
     except TimeoutError:
         raise late(step.timeout_s) from None
     except OSError as error:
-        raise lost(error) from None
+        raise broken(endpoint, lost(error)) from None
+    except BrokenConnectionError as error:
+        raise broken(endpoint, error) from None
     finally:
         sock.close()
 

@@ -30,6 +30,7 @@ from hpcsched.listing.text import BOLD, clean, painted
 DEFAULT_COLUMNS = "id,partition,name,user,st,time,within,starts,nodes,where"
 LONG_COLUMNS = "id,partition,name,user,state,time,within,starts,nodes,cpus,where"
 START_COLUMNS = "id,partition,name,user,st,start,nodes,why"
+USE_COLUMNS = "id,name,user,st,time,nodes,cpus,cpuuse,mem,memuse,gpus,gpuuse,where"
 WATCH_S = 2.0
 
 # fmt: off
@@ -59,6 +60,7 @@ HQUEUE = Command(
         Option("start", help="show waiting jobs and their expected start"),
         Option("states", "t", "LIST", "show jobs in these states: PENDING,RUNNING or PD,R; all", aliases=("state",)),
         Option("steps", "s", "LIST", "show running steps: of these jobs, or these steps (12.0)", bare=""),
+        Option("use", help="show what running jobs use of their CPUs, memory and GPUs; hwhy --slow judges one"),
         Option("user", "u", "LIST", "show jobs of these users", aliases=("users",)),
         Option("watch", "", "SECONDS", f"refresh every SECONDS (default: {WATCH_S:g}) until interrupted", bare="2"),
         HELP_LONG,
@@ -195,6 +197,8 @@ def _layout(words: Words, caller: Caller) -> dict[str, str]:
 
 
 def _columns(words: Words) -> str:
+    if words.has("use"):
+        return USE_COLUMNS
     return START_COLUMNS if words.has("start") else LONG_COLUMNS if words.has("long") else DEFAULT_COLUMNS
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from hpcsched import paths
 from hpcsched.errors import ConfigError, RequestError
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.retention import KeptBackups, retention_of
 from hpcsched.model.units import nearest, parse_mem_mib, parse_time_s
 
 ALL_NODES = "all"
@@ -35,6 +38,7 @@ _PYTHON = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+-]{0,254}\Z")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _GPU = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})(?::([0-9]{1,3}))?\Z")
 _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9/:._-]{0,99}\Z")
+_MAC = re.compile(r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -97,6 +101,37 @@ def resource_limits(value: Any) -> str:
 
 def users(value: Any) -> tuple[str, ...]:
     return tuple(user(item) for item in _list(value))
+
+
+def mac_address(value: Any) -> str:
+    """Return the address of a network card in lower case with colons; "": it is not known."""
+    address = text(value).lower().replace("-", ":")
+    if address and not (_MAC.match(address) and address.strip("0:") and not int(address[:2], 16) & 1):
+        raise BadValue('wants the address of a network card as "52:54:00:12:34:56"')
+    return address
+
+
+def moment(value: Any) -> float | None:
+    """Return Unix seconds from a local time, None for an empty text."""
+    try:
+        return datetime.fromisoformat(text(value)).timestamp() if value else None
+    except (ValueError, OverflowError):
+        raise BadValue('wants a time as "2027-01-20T12:34:00"') from None
+
+
+def sync_file(value: Any) -> str:
+    """Return a file to copy to nodes: its absolute path.
+
+    With ``:`` and another path if it is elsewhere there.
+    """
+    parts = text(value).split(":")
+    if len(parts) > 2 or not all(part.startswith("/") and part == os.path.normpath(part) != "/" for part in parts):
+        raise BadValue('wants an absolute path as "/etc/hosts", or two as "/srv/hosts:/etc/hosts"')
+    return str(value)
+
+
+def sync_files(value: Any) -> tuple[str, ...]:
+    return tuple(sync_file(item) for item in _list(value))
 
 
 def privacies(value: Any) -> tuple[str, ...]:
@@ -298,6 +333,25 @@ def optional_list(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value == [] else kind(value)
 
 
+def absolute_paths(value: Any) -> tuple[str, ...]:
+    found = tuple(absolute_path(item) for item in _list(value))
+    if "" in found:
+        raise BadValue("wants absolute paths")
+    return found
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    return tuple(_list(value))
+
+
+def retention(value: Any) -> KeptBackups:
+    """Return the rule which backups are kept."""
+    try:
+        return retention_of(text(value))
+    except RequestError as error:
+        raise BadValue(str(error)) from None
+
+
 def _list(value: Any) -> Iterable[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise BadValue("wants a list of texts")
@@ -367,6 +421,20 @@ CONTROLLER = (
     Key("max_processes", whole(0), 4096,
         "The maximum number of processes and threads of a job on a node, with processes in confine. A job that keeps "
         "forking at the limit is ended. 0: no limit."),
+    Key("health_hold", seconds(), "15m",
+        "How long a node that hhealth has drained must be well before hhealth resumes it; twice as long with each drain "
+        "of the last day, up to 16 times. hctl resume does so at once. 0: it is resumed as soon as it is well."),
+    Key("prolog", absolute_path, "",
+        "A program that each node of a job runs before anything of the job, as the account of its agent. If it fails, the job "
+        "starts elsewhere, and the node is drained. Only root and that account may be able to replace it. Empty: none."),
+    Key("epilog", absolute_path, "",
+        "The same after the job: the node takes other jobs when it has ended. If it fails, the node is drained."),
+    Key("prolog_head", absolute_path, "",
+        "A program that the controller runs before a job is launched. If it fails, a job with a script is requeued and held, "
+        "and any other is cancelled. Empty: none."),
+    Key("epilog_head", absolute_path, "",
+        "A program that the controller runs after the job has ended. That it fails is logged."),
+    Key("prolog_epilog_timeout", seconds(1), 300, "Seconds after which these programs are stopped, and have failed."),
     Key("request_rate", number(), 50,
         "The average number of requests per second that each user may send; many jobs submitted at once count as one "
         "request. Commands over the limit wait and repeat the request. Does not apply to root and the controller's own "
@@ -400,6 +468,18 @@ AUDIT = (
     Key("syslog", yes_no, True, "Whether signed ends also go to the system's log, with facility authpriv."),
 )
 
+BACKUP = (
+    Key("every", seconds(), 0,
+        "How often the controller backs up the cluster, as hpcsched backup does: \"6h\". 0: never. Each backup is read and its "
+        "jobs are counted before an old one is deleted."),
+    Key("keep", retention, "7d daily, 8w weekly",
+        "Which backups are kept: the newest one of each of the last days and weeks, and all of the last 24 hours."),
+    Key("to", absolute_paths, [],
+        "The directories in which it makes them; at least one of them on another disk. They must exist, so that a disk that is "
+        "not mounted is noticed, and the controller's account must be able to write there."),
+    Key("encrypt", texts, [], "Public keys (age or SSH), or files with them, for which backups are encrypted. Empty: not."),
+)
+
 METRICS = (
     Key("interval_s", seconds(), 10,
         "How often each node sends what it and its jobs use (at least every 0.5 s). 0: never; then /metrics has only what the "
@@ -417,6 +497,13 @@ METRICS = (
         "The address of a server that takes samples by Prometheus' remote write: \"http://127.0.0.1:9090/api/v1/write\". "
         "Empty: none."),
     Key("remote_write_token", absolute_path, "", "A file with the bearer token for that server. Empty: none."),
+)
+
+SYNC = (
+    Key("files", sync_files, [],
+        "Files of the head that hpcsched node sync copies to the nodes: \"/etc/hosts\", or \"/srv/nodes/hosts:/etc/hosts\" if it "
+        "has another path there."),
+    Key("run", text, "", "The command that hpcsched node sync runs on nodes on which a file was changed."),
 )
 
 SCHEDULER = (
@@ -506,7 +593,8 @@ NODE = (
         'The device file of each GPU of `gpus`, for confine = ["gpus"]. Empty: those of the NVIDIA driver.'),
     Key("confine", optional_list(confinement), [],
         "What this node enforces, instead of confine of hpcsched.toml: the same words, or none. Empty: as in hpcsched.toml."),
-    Key("features", words, [], "Features for --constraint."),
+    Key("features", words, [],
+        "Features for --constraint. hpcsched node bench adds those that it measured: see hpcsched(8)."),
     Key("partitions", words, [], "Partitions of this node, in addition to those whose `nodes` name it."),
     Key("root", absolute_path, "",
         "The agent's directory on the node, on a local disk. Empty: chosen by the agent. Like the node's address, user "
@@ -515,12 +603,18 @@ NODE = (
     Key("weight", whole(0), 1, "Nodes with a lower weight are used first."),
     Key("speed", number(), 0,
         "The speed of a cpu relative to other nodes, measured by hpcsched node probe. Jobs with --hint=synchronous get "
-        "nodes of similar speed. 0: not known."),
+        "nodes of similar speed. A later hpcsched node bench counts instead. 0: not known."),
     Key("link_mbps", whole(0), 0,
-        "The bandwidth of the network in Mbit/s, measured by hpcsched node probe --links, or else nominal. Jobs with "
-        "--hint=comm_bound prefer nodes with clearly faster networks. 0: not known."),
+        "The bandwidth of the network in Mbit/s, measured by hpcsched node probe --links or node bench --links, or else "
+        "nominal. Jobs with --hint=comm_bound prefer nodes with clearly faster networks. 0: not known."),
     Key("tmp_disk", memory_mib, 0,
         "The size of the file system for temporary files, for --tmp. 0: not known, and --tmp does not exclude the node."),
+    Key("mac", mac_address, "",
+        "The address of the network card that leads to the head, for hpcsched node wake; found by hpcsched node add and probe."),
+    Key("added", moment, "", "When hpcsched node add has added the node, for hpcsched node impact."),
+    Key("formerly", words, [],
+        "Earlier names of the node, set by hpcsched node rename. The controller moves the node's state, reservations and "
+        "waiting jobs that name it from these names to the present one."),
 )
 
 SWITCH = (
@@ -575,7 +669,9 @@ SECTIONS = {
     "roles": ROLES,
     "privacy": PRIVACY,
     "audit": AUDIT,
+    "backup": BACKUP,
     "metrics": METRICS,
+    "sync": SYNC,
     "scheduler": SCHEDULER,
     "scheduler.weights": WEIGHTS,
     "gateway": GATEWAY,

@@ -42,6 +42,7 @@ from hpcsched.config.accounts import (
 )
 from hpcsched.config.keys import (
     AUDIT,
+    BACKUP,
     CLUSTER,
     CONTROLLER,
     GATEWAY,
@@ -53,6 +54,7 @@ from hpcsched.config.keys import (
     ROLES,
     SCHEDULER,
     SWITCH,
+    SYNC,
     Key,
     refuse_unknown,
     table_of,
@@ -63,6 +65,7 @@ from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import Gpu, NodeSpec, Partition, PartitionState
+from hpcsched.model.retention import KeptBackups
 from hpcsched.model.units import nearest
 
 # ----- [topology.switches.NAME] of hpcsched.toml: the switch of each node, for compact placement
@@ -139,6 +142,12 @@ class ControllerSettings:
     allow_uid_below: int
     confine: tuple[str, ...]
     max_processes: int
+    health_hold: float
+    prolog: str
+    epilog: str
+    prolog_head: str
+    epilog_head: str
+    prolog_epilog_timeout: float
     request_rate: float
     request_burst: int
 
@@ -172,6 +181,28 @@ class MetricsSettings:
     max_size: int = 1024  # MiB
     remote_write: str = ""
     remote_write_token: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSettings:
+    """[sync]"""
+
+    files: tuple[str, ...] = ()
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackupSettings:
+    """[backup]; see `hpcsched.config.keys.BACKUP` for each."""
+
+    every: float = 0.0  # seconds
+    keep: KeptBackups = KeptBackups(7, 8)
+    to: tuple[str, ...] = ()
+    encrypt: tuple[str, ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.every and self.to)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +308,8 @@ class Config:
     access: AccessPolicy
     audit: AuditSettings
     metrics: MetricsSettings = MetricsSettings()
+    sync: SyncSettings = SyncSettings()
+    backup: BackupSettings = BackupSettings()
 
     @property
     def launch_key(self) -> Path:
@@ -292,18 +325,29 @@ class Config:
         return self.controller.run_dir / paths.STEPS_SOCKET
 
 
-def load_config(config_dir: Path, environ: Mapping[str, str] | None = None, *, without: str = "") -> Config:
+def load_config(
+    config_dir: Path,
+    environ: Mapping[str, str] | None = None,
+    *,
+    without: str = "",
+    edited: Mapping[Path, str] | None = None,
+) -> Config:
     """Return the configuration of `config_dir`, as if the node `without` had no file.
 
-    Raises ConfigError.
+    `edited`: texts that count instead of the files of these paths, which need not exist. Raises ConfigError.
     """
+    edited = edited or {}
     config_dir = config_dir.absolute()
     path = config_dir / paths.CONFIG_FILE
     if not path.exists():
         raise ConfigError(f"cannot read {path}: it does not exist; make it with: hpcsched init")
     _refuse_open_directory(config_dir)
     files = [(path, _parse(path, _read_trusted(path))), *_extra_files(config_dir)]
-    nodes = [node for node in load_nodes(config_dir) if node.spec.name != without]
+    files = [(path, _parse(path, edited[path]) if path in edited else tables) for path, tables in files]
+    nodes_dir = config_dir / paths.NODES_DIR
+    changed = [node_from(path, _parse(path, text)) for path, text in edited.items() if path.parent == nodes_dir]
+    gone = {without, *(node.spec.name for node in changed)}
+    nodes = [*(node for node in load_nodes(config_dir) if node.spec.name not in gone), *changed]
     given = os.environ if environ is None else environ
     tables = _merged(files)
     try:
@@ -416,6 +460,8 @@ def build_config(
         "privacy",
         "audit",
         "metrics",
+        "sync",
+        "backup",
         "scheduler",
         "gateway",
         "partitions",
@@ -442,6 +488,8 @@ def build_config(
         access=_access(path, tables, accounting),
         audit=AuditSettings(**values_of(path, "[audit]", tables.get("audit", {}), AUDIT)),
         metrics=MetricsSettings(**values_of(path, "[metrics]", tables.get("metrics", {}), METRICS)),
+        sync=SyncSettings(**values_of(path, "[sync]", tables.get("sync", {}), SYNC)),
+        backup=BackupSettings(**values_of(path, "[backup]", tables.get("backup", {}), BACKUP)),
     )
 
 
@@ -685,6 +733,8 @@ def _read_trusted(path: Path) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"cannot read {path}: it is not a regular file")
         _refuse_writable(path, status)
+        if path.is_symlink():  # who may write there chooses the file
+            _refuse_open_directory(path.resolve().parent)
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"cannot read {path}: it is longer than {MAX_FILE_BYTES >> 20} MiB")
@@ -736,7 +786,7 @@ _LICENSES = """
 """
 _TOPOLOGY = """
 # Which nodes hang on which switch: [topology.switches.NAME] for each. A job on several nodes gets them on as few switches as
-# can be. To set one, take the "# " away.
+# can be. Without any, the links that hpcsched node bench --links has measured count. To set one, take the "# " away.
 #
 """
 # Sections with a name of their own: PREFIX.NAME.

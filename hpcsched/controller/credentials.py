@@ -42,6 +42,7 @@ from hpcsched.auth.tokens import (
     bad_token,
     hash_of,
     id_token_key,
+    is_owned,
     is_secret_of,
     issuer_keys,
     new_login,
@@ -75,7 +76,9 @@ USER_HEADER = "x-slurm-user-name"  # of Slurm's clients: whose the token is
 MAX_CREDENTIALS = 10_000
 MAX_PER_USER = 100
 MAX_SESSIONS_PER_USER = 20  # then the oldest one ends
-MAX_CODES = 1_000
+MAX_CODES = 10_000  # links that wait to be used
+MAX_CODES_PER_USER = 20  # then the oldest one ends
+MAX_LOGINS_PER_USER = 100  # at a provider, within `LOGIN_S`
 CODE_S = 60.0
 KEPT_S = 30 * 86400.0  # after its end, so that lists show it
 MAX_CACHED = 4_096
@@ -116,7 +119,8 @@ class Credentials:
         self._verified: OrderedDict[str, str] = OrderedDict()  # hash of a token -> id of its record
         self._gateway: tuple[str | None, int | None] = (None, None)  # configured name, its uid
         self._login_key = secrets.token_bytes(32)
-        self._logins: dict[str, float] = {}  # states that were used, until when they are remembered
+        # States that were used: until when they are remembered, and by which uid.
+        self._logins: dict[str, tuple[float, int]] = {}
         self._issuer: _Issuer | None = None
 
     # ----- who asks
@@ -213,7 +217,7 @@ class Credentials:
 
         Raises RequestError, UnavailableError.
         """
-        texts = _texts(body, ("scopes", "expires", "name", "user", "certificate"))
+        texts = _texts(body, ("scopes", "expires", "name", "user", "certificate", "ownership"))
         user, uid = self._for_whom(identity, texts.get("user", ""))
         name = texts.get("name", "")
         if len(name) > MAX_NAME_CHARS or not name.isprintable():
@@ -234,6 +238,7 @@ class Credentials:
         )
         if text := texts.get("certificate", ""):
             fingerprint, end_s = read_certificate(text)
+            _check_ownership(identity, text, user, texts.get("ownership", ""))
             return (
                 replace(
                     made,
@@ -333,16 +338,18 @@ class Credentials:
         claims = read_id_token(
             token, keys, issuer=oidc.issuer, client_id=oidc.client_id, nonce=login.nonce, now_s=now_s
         )
-        self._logins = {used: until_s for used, until_s in self._logins.items() if until_s > now_s}
-        if state in self._logins or len(self._logins) >= MAX_CODES:
+        self._logins = {used: login for used, login in self._logins.items() if login[0] > now_s}
+        if state in self._logins:
             raise UnauthenticatedError("cannot log in: this login is over; begin another one")
-        self._logins[state] = now_s + LOGIN_S
         name = account_of(claims, oidc.user_claim, oidc.user_domain)
         uid = uid_of(name)
         if uid is None or self._is_system_account(uid):
             raise PermissionDeniedError(
                 f"cannot log in as {name!r}: the head has no such account, or it is a system account"
             )
+        if sum(by == uid for _, by in self._logins.values()) >= MAX_LOGINS_PER_USER:
+            raise UnavailableError(f"cannot log in as {name}: too many logins in {LOGIN_S / 60:g} minutes; wait")
+        self._logins[state] = (now_s + LOGIN_S, uid)
         return _Code(uid, name, read_scopes(oidc.scope), now_s), f"{claims['sub']} at {oidc.issuer}"[:MAX_NAME_CHARS]
 
     def _is_system_account(self, uid: int) -> bool:
@@ -374,6 +381,9 @@ class Credentials:
         authorize(identity, Action.USE_TOKENS, what="make a link for a session")
         now_s = self._clock()
         for code in [code for code, made in self._codes.items() if made.until_s <= now_s]:
+            del self._codes[code]
+        mine = [code for code, made in self._codes.items() if made.uid == identity.uid]
+        for code in mine[: max(0, len(mine) + 1 - MAX_CODES_PER_USER)]:
             del self._codes[code]
         if len(self._codes) >= MAX_CODES:
             raise UnavailableError("cannot make a link: too many links wait to be used; try again in a minute")
@@ -477,6 +487,15 @@ def read_certificate(text: str) -> tuple[str, float]:
         raise RequestError("cannot read the certificate: it is not one certificate in PEM format") from None
 
 
+def _check_ownership(identity: Identity, certificate: str, user: str, signature: str) -> None:
+    """Raise PermissionDeniedError unless the key has signed, or an admin says, whose it is.
+
+    Otherwise a user could register the certificate of another, whose requests then act for the wrong one.
+    """
+    if not is_owned(certificate.encode(), user, signature):
+        authorize(identity, Action.MANAGE_TOKENS, what="register a certificate without its key (--key=FILE)")
+
+
 # ----- changes, in a tick
 
 
@@ -542,7 +561,12 @@ def _may_revoke(identity: Identity, one: Credential) -> bool:
 
 
 def views(cluster: ClusterState, identity: Identity, user: str) -> list[Json]:
-    """Return the credentials of the identity, or for admins of a user or of all (``*``)."""
+    """Return the credentials of `user`, or of all users (``*``): admins see them all.
+
+    "": all for admins, for others their own.
+    """
+    if not user and allows(identity, Action.MANAGE_TOKENS):
+        user = "*"
     if user in ("", identity.user):
         authorize(identity, Action.REVOKE_TOKENS, what="see the own tokens")
     else:

@@ -23,12 +23,20 @@ from hpcsched.api import web
 from hpcsched.api.connection_limits import SocketLimits
 from hpcsched.auth.authorize import SIGHUP
 from hpcsched.config.load import Config, load_config
+from hpcsched.controller.backups import ScheduledBackups
 from hpcsched.controller.credentials import Credentials
+from hpcsched.controller.head_scripts import HeadScripts
 from hpcsched.controller.head_socket import HeadStreams
-from hpcsched.controller.nodes.edits import refused_edits
+from hpcsched.controller.nodes.edits import (
+    follow_renames,
+    jobs_held,
+    move_renamed,
+    refused_edits,
+    renamed_nodes,
+)
 from hpcsched.controller.nodes.links import Fleet, monotonic_s
 from hpcsched.controller.nodes.loss import lose_gone_nodes
-from hpcsched.controller.recovery import node_of, policy_of, settings_changed, unknown_users
+from hpcsched.controller.recovery import load_assessments, node_of, policy_of, settings_changed, unknown_users
 from hpcsched.controller.relay import Relaying
 from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.controller.stepping import Stepping
@@ -133,15 +141,19 @@ class Daemon:
         self.store = store
         self.controller = Controller(cluster, store, self, policy_of(config))
         self.controller.metrics.started_s = clock()
-        identity = ControllerIdentity(cluster=config.name, incarnation=cluster.incarnation, epoch=cluster.epoch)
+        identity = ControllerIdentity(
+            cluster=config.name, incarnation=cluster.incarnation, epoch=cluster.epoch, start=cluster.start
+        )
         self.fleet = Fleet(self.controller, bundle=build_bundle(), identity=identity, clock=clock)
         self._socket_limits = socket_limits
         self._programs = TriggerPrograms()
+        self._scripts = HeadScripts(self.controller)
         self._reloads: set[asyncio.Task[None]] = set()
         state_dir = config.controller.state_dir
         heads = Path(config.audit.heads) if config.audit.heads else state_dir / HEADS_FILE
         self._audit_heads = AuditHeads(state_dir, heads, store.audit_end, to_syslog=config.audit.syslog)
         self._recorder = Recorder(recorder_settings(config)) if config.metrics.history else None
+        self._backups = ScheduledBackups(self.controller, config, clock)
         self.heads = HeadStreams(socket_limits)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
         self.heads.stepping = self.fleet.stepping = self.stepping
@@ -178,15 +190,9 @@ class Daemon:
             coming.set_result(backend)
             log.info("ready at %s", self._config.api_socket)
             await answered()
-            self.fleet.configure(self._config)
-            if self._recorder is not None:
-                self._recorder.start()
-                self.controller.metrics.listeners.append(self._recorder.record)
-            for job in self.controller.cluster.active_jobs():
-                self.stepping.job_running(job)
-            given_up = self.store.given_up()
-            self.controller.ask(lambda tx: lose_gone_nodes(tx, given_up), self._gone_nodes_lost, keep=True)
-            self.wake(0.0)
+            self._begin_work()
+            self._settle_nodes()  # and wakes the controller
+            self._backups.configure(self._config)
             self._sign_audit()
             await self._stop.wait()
             log.info("stopping; jobs run on")
@@ -196,9 +202,20 @@ class Daemon:
             self._config.steps_socket.unlink(missing_ok=True)
             await self.heads.close()
             self.fleet.close()
+            self._backups.close()
             if self._recorder is not None:
                 await self._recorder.close()
         return self._exit_code
+
+    def _begin_work(self) -> None:
+        """Connect the nodes, and continue what an earlier controller has begun."""
+        self._scripts.start()
+        self.fleet.configure(self._config)
+        if self._recorder is not None:
+            self._recorder.start()
+            self.controller.metrics.listeners.append(self._recorder.record)
+        for job in self.controller.cluster.active_jobs():
+            self.stepping.job_running(job)
 
     def _backend(self, credentials: Credentials) -> ControllerBackend:
         return ControllerBackend(
@@ -244,6 +261,12 @@ class Daemon:
             waiting = loop.create_task(until_stopped())
             check.add_done_callback(checked)
 
+    def _settle_nodes(self) -> None:
+        """Settle jobs that name nodes which were removed or renamed while no controller ran."""
+        given_up = self.store.given_up()
+        self.controller.ask(lambda tx: lose_gone_nodes(tx, given_up), self._gone_nodes_lost, keep=True)
+        self.controller.ask(lambda tx: follow_renames(tx, os.getuid()), _log_notes, keep=True)
+
     def _gone_nodes_lost(self, became: list[str] | Exception) -> None:
         """Log what became of jobs on nodes without a file, and clear the admin's removal requests."""
         if isinstance(became, Exception):
@@ -267,7 +290,7 @@ class Daemon:
 
         async def reload() -> None:
             try:
-                for change in (await (await coming).reconfigure(SIGHUP, []))["changed"]:
+                for change in (await (await coming).reconfigure(SIGHUP, [], []))["changed"]:
                     log.info("configuration: %s", change)
             except HpcschedError as error:
                 log.error("%s", error)
@@ -304,10 +327,12 @@ class Daemon:
             self._socket_limits.set_rate(*rate)
         cluster.nodes.clear()
         cluster.nodes.update(nodes)
+        load_assessments(cluster, self.store)  # of renamed nodes, by their new names
         cluster.config = self._config = config
         cluster.not_taken = ()
         self.controller.policy = policy
         self.fleet.configure(config)
+        self._backups.configure(config)
         if self._recorder is not None:
             self._recorder.configure(recorder_settings(config))
         self.controller.reconfigured()
@@ -315,15 +340,18 @@ class Daemon:
 
     def _nodes_of(self, config: Config) -> tuple[dict[NodeName, Node], list[str]]:
         """Return the configured nodes in order, with their known state, and the changes in words."""
-        before, stored = self.controller.cluster.nodes, self.store.load_nodes()
+        cluster = self.controller.cluster
+        changed = move_renamed(config, self.store, jobs_held(cluster.active_jobs()))
+        before, stored = cluster.nodes, self.store.load_nodes()
         nodes: dict[NodeName, Node] = {}
-        names = {spec.name for spec in config.nodes}
-        changed = [f"node {name} removed" for name in before if name not in names]
+        moved = renamed_nodes(config.nodes) if changed else {}
+        names = {spec.name for spec in config.nodes} | moved.keys()
+        changed += [f"node {name} removed" for name in before if name not in names]
         for spec in config.nodes:
             known = before.get(spec.name)
             if known is None:
                 nodes[spec.name] = node_of(spec, stored.get(spec.name))
-                changed.append(f"node {spec.name} added")
+                changed += [] if spec.name in moved.values() else [f"node {spec.name} added"]
             else:
                 nodes[spec.name] = known if known.spec == spec else replace(known, spec=spec)
                 changed += [] if known.spec == spec else [f"node {spec.name} changed"]
@@ -378,6 +406,11 @@ class Daemon:
         except Exception as error:  # the parts have their own barriers; this failed outside them
             report_fault(error, "do a tick")
             self.wake(RETRY_S)
+
+
+def _log_notes(notes: list[str] | Exception) -> None:
+    for note in [f"renamed nodes: {notes}"] if isinstance(notes, Exception) else notes:
+        log.error("%s", note)
 
 
 def recorder_settings(config: Config) -> RecorderSettings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import lru_cache
 from pathlib import Path
 
 from hpcnode.wire import protocol
@@ -74,7 +75,13 @@ class HeadStreams:
         return _Stream(self, self._last_stream)
 
     def _refused(self, uid: int) -> bytes:
-        return protocol.encode(protocol.Goodbye(self.socket_limits.too_often(uid)))
+        return _goodbye(self.socket_limits.too_often(uid))
+
+
+@lru_cache(maxsize=8)  # a flood has thousands in a second
+def _goodbye(why: str) -> bytes:
+    """Return the only frame for a client that is refused."""
+    return protocol.encode(protocol.Goodbye(why))
 
 
 class _Stream(asyncio.Protocol):

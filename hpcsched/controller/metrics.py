@@ -17,23 +17,24 @@ import logging
 import os
 import resource
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import hpcsched
 from hpcnode.wire import protocol
 from hpcsched.api.connection_limits import AnswerPauses
-from hpcsched.api.views import node_state
+from hpcsched.api.views import node_state, visible_nodes
 from hpcsched.auth.authorize import Action, Identity, Reach, allows, reach
 from hpcsched.errors import report_fault
 from hpcsched.lifecycle.events import EndRequested, JobEvent, Started
 from hpcsched.metrics import slurm
 from hpcsched.metrics.exposition import Histogram, Page, family_of, number_text, prefix_of
-from hpcsched.metrics.series import TABLE, Group, NodeSample, SampleReader, label_value
+from hpcsched.metrics.series import TABLE, Group, JobRow, NodeSample, SampleReader, label_value
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import FINAL, Hold, Job, JobState
+from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, LiveUse
 from hpcsched.model.node import Link, Node, NodeState
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import WriteBatch
@@ -48,6 +49,32 @@ MAX_ROUTES = 300
 MAX_ENDED = 20_000  # ended jobs that are remembered, so that each counts once
 COMPLAIN_S = 3600.0
 PROCESS_S = 10.0  # between looks at the controller's own memory
+ERRORS_S, ERRORS_KEPT = 300.0, 13  # between counts of errors that are kept, for an hour
+ERROR_COUNTS = frozenset({
+    "node_ecc_errors_total", "node_network_errors_total", "node_network_carrier_changes_total", "node_throttled_total",
+    "node_oom_kills_total", "gpu_ecc_errors_total",
+})  # fmt: skip
+CONDITIONS = frozenset({
+    "node_filesystem_answers", "node_filesystem_read_only", "node_filesystem_free_inodes", "node_on_mains",
+    "node_swap_used_bytes", "node_memory_total_bytes", "gpu_driver_answers", "gpu_throttle",
+})  # fmt: skip
+
+
+class _JobLook(NamedTuple):
+    """What a job used on a node at a sample; `busy`: CPUs since the sample before."""
+
+    attempt: int
+    at_s: float
+    values: dict[str, float]  # by series
+    busy: float | None
+
+
+class _Errors(NamedTuple):
+    """The counts of errors of a node at a sample, by column."""
+
+    at_s: float
+    boot_id: str
+    counts: dict[str, int | float]
 
 
 @dataclass(slots=True)
@@ -58,6 +85,8 @@ class _OfNode:
     sample: NodeSample | None = None
     prefixes: tuple[tuple[str, str], ...] = ()  # (series, beginning of the line) of each column
     lines: dict[str, str] = field(default_factory=dict)
+    looks: dict[JobId, _JobLook] = field(default_factory=dict)  # not every sample has jobs
+    errors: deque[_Errors] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
     last_s: float = float("-inf")
     seen_rejected: int = 0
     complained_s: float = float("-inf")
@@ -68,6 +97,7 @@ class ControllerMetrics:
 
     def __init__(self, cluster: ClusterState, started_s: float = 0.0) -> None:
         self._cluster = cluster
+        cluster.live_use = self.live_use
         self._nodes: dict[NodeName, _OfNode] = {}
         self.listeners: list[Callable[[NodeSample], None]] = []
         self.started_s = started_s
@@ -196,11 +226,56 @@ class ControllerMetrics:
             )
         kept.sample = found
         kept.lines = _lines_of(kept.prefixes, found.values)
+        _count_errors(kept.errors, found)
+        if found.jobs:
+            kept.looks = {row.job_id: _next_look(kept.looks.get(row.job_id), row, now_s) for row in found.jobs}
         for listener in self.listeners:
             try:
                 listener(found)
             except Exception as error:
                 report_fault(error, f"hand on a sample of node {node}")
+
+    def hardware(self, node: NodeName, now_s: float) -> dict[str, Any] | None:
+        """Return the node's conditions and errors of the last hour; None: no fresh sample."""
+        kept = self._nodes.get(node)
+        if kept is None or kept.sample is None or not self._is_fresh(kept.sample, now_s):
+            return None
+        columns = zip(kept.sample.columns, kept.sample.values, strict=True)
+        conditions = {
+            column.key: value for column, value in columns if value is not None and column.series.name in CONDITIONS
+        }
+        first, last = kept.errors[0], kept.errors[-1]
+        now = _error_counts(kept.sample)
+        grown = {key: value - first.counts[key] for key, value in now.items() if key in first.counts}
+        return {"conditions": conditions, "errors": grown, "hours": (last.at_s - first.at_s) / 3600}
+
+    def live_use(self, job: Job) -> LiveUse | None:
+        """Return what a running job uses, None if it does not run or was not sampled yet."""
+        looks: list[_JobLook] = []
+        ratios: list[float] = []
+        for share in job.holding if job.state in ACTIVE else ():
+            kept = self._nodes.get(share.node)
+            look = kept.looks.get(job.id) if kept is not None else None
+            if kept is None or look is None or look.attempt != job.attempt:
+                continue
+            looks.append(look)
+            if share.gpus and kept.sample is not None:
+                ratios += _of_gpus(kept.sample, {str(index) for index in share.gpus}, {})
+        if not looks:
+            return None
+        rates = [look.busy for look in looks if look.busy is not None]
+
+        def total(series: str) -> float:
+            return sum(look.values.get(series, 0.0) for look in looks)
+
+        return LiveUse(
+            at_s=max(look.at_s for look in looks),
+            cpu_s=total("job_cpu_seconds_total"),
+            busy_cpus=sum(rates) if rates else None,
+            memory_bytes=total("job_memory_bytes"),
+            processes=total("job_processes"),
+            gpu_ratio=sum(ratios) / len(ratios) if ratios else None,
+        )
 
     def _holds(self, node: NodeName, job_id: int, attempt: int) -> bool:
         job = self._cluster.jobs.get(JobId(job_id))
@@ -241,6 +316,10 @@ class ControllerMetrics:
         put(TABLE["build_info"], (hpcsched.__version__,), 1)
         put(TABLE["controller_start_time_seconds"], (), self.started_s)
         put(TABLE["controller_epoch"], (), self._cluster.epoch)
+        if (backup := self._cluster.backup) is not None:
+            put(TABLE["backup_newest_time_seconds"], (), backup.newest_at_s)
+            put(TABLE["backup_interval_seconds"], (), self._cluster.config.backup.every)
+            put(TABLE["backup_failed"], (), int(bool(backup.why)))
         for name, found in (("tick_seconds", self.tick), ("plan_seconds", self.plan), ("commit_seconds", self.commit)):
             page.histogram(TABLE[name], (), found)
         for key, found in list(self._requests.items()):
@@ -400,14 +479,16 @@ class ControllerMetrics:
 
     def fresh(self, view: MetricsView, now_s: float) -> list[_OfNode]:
         """Return what is kept of the visible nodes whose sample is not too old."""
-        oldest_s = now_s - OLD_INTERVALS * max(1.0, self._cluster.config.metrics.interval_s)
         return [
             kept
             for name in view.nodes
             if (kept := self._nodes.get(name)) is not None
             and kept.sample is not None
-            and kept.sample.received_at_s >= oldest_s
+            and self._is_fresh(kept.sample, now_s)
         ]
+
+    def _is_fresh(self, sample: NodeSample, now_s: float) -> bool:
+        return sample.received_at_s >= now_s - OLD_INTERVALS * max(1.0, self._cluster.config.metrics.interval_s)
 
     async def _samples(self, page: Page, view: MetricsView, now_s: float) -> None:
         slices, fresh = AnswerPauses(SLICE_S), self.fresh(view, now_s)
@@ -483,6 +564,29 @@ def _lines_of(prefixes: Sequence[tuple[str, str]], values: Iterable[float | None
         if value is not None:
             lines[name] = f"{lines.get(name, '')}{prefix}{number_text(value)}\n"
     return lines
+
+
+def _error_counts(sample: NodeSample) -> dict[str, int | float]:
+    columns = zip(sample.columns, sample.values, strict=True)
+    return {column.key: value for column, value in columns if value is not None and column.series.name in ERROR_COUNTS}
+
+
+def _count_errors(errors: deque[_Errors], sample: NodeSample) -> None:
+    """Keep the counts of errors every few minutes; forget those before a restart."""
+    if errors and errors[0].boot_id != sample.boot_id:
+        errors.clear()
+    if not errors or abs(sample.received_at_s - errors[-1].at_s) >= ERRORS_S:
+        errors.append(_Errors(sample.received_at_s, sample.boot_id, _error_counts(sample)))
+
+
+def _next_look(before: _JobLook | None, row: JobRow, now_s: float) -> _JobLook:
+    named = zip(row.columns, row.values, strict=True)
+    values = {column.series.name: float(value) for column, value in named if value is not None}
+    busy = None
+    if before is not None and before.attempt == row.attempt and now_s > before.at_s:
+        used_s = values.get("job_cpu_seconds_total", 0.0) - before.values.get("job_cpu_seconds_total", 0.0)
+        busy = used_s / (now_s - before.at_s) if used_s >= 0 else None
+    return _JobLook(row.attempt, now_s, values, busy)
 
 
 def _of_gpus(sample: NodeSample, gpus: set[str], found: dict[str, float]) -> list[float]:
@@ -562,12 +666,8 @@ class MetricsView:
         async for job in jobs_in_slices(cluster, (*cluster.active, *cluster.pending)):
             if made.sees_all_jobs or allows(identity, Action.VIEW_JOBS, job):
                 made._count(job)
-        if reach(identity, Action.VIEW_NODES) is Reach.ALL:
-            made.nodes = list(cluster.nodes)
-        else:
-            mine = (job for job in cluster.active_jobs() if allows(identity, Action.VIEW_NODES, job))
-            held = {node for job in mine for node in job.held_nodes}
-            made.nodes = [name for name in cluster.nodes if name in held]
+        visible = visible_nodes(cluster, identity)
+        made.nodes = [name for name in cluster.nodes if name in visible]
         return made
 
     def _count(self, job: Job) -> None:

@@ -13,14 +13,17 @@ from typing import Any
 
 from hpcsched.api.identity import is_account
 from hpcsched.config.load import Config
-from hpcsched.controller.nodes.edits import as_before, jobs_held
+from hpcsched.controller.nodes.edits import as_before, jobs_held, move_renamed
+from hpcsched.lifecycle.node import probation_after
+from hpcsched.metrics.links import last_runs
 from hpcsched.model.accounting import EVERYBODY, Accounting, PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import TrainingStatus
 from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
+from hpcsched.model.probation import DAY_S
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Policy, PreemptRules
 from hpcsched.state.cluster import ClusterState
-from hpcsched.store.engine import adopts_known, asks_about_orphans, incarnation, raise_epoch, restored_last_id
+from hpcsched.store.engine import adopts_known, asks_about_orphans, incarnation, raise_epoch, restored_last_id, start_id
 from hpcsched.store.store import Store
 
 # ----- convert the configuration: nodes with their remembered state, and the planner's policy
@@ -117,19 +120,39 @@ def begin_epoch(config: Config, store: Store, now_s: float) -> ClusterState:
     """Raise the epoch and return the cluster from the store and the configuration."""
     database = store.connection
     cluster = ClusterState(config=config, incarnation=incarnation(database), epoch=raise_epoch(database))
+    cluster.start = start_id(database)
     cluster.restored_last_id = restored_last_id(database)
     cluster.ask_about_orphans = asks_about_orphans(database)
     cluster.adopts_known = adopts_known(database)
     load_state(cluster, store, now_s)
+    held = jobs_held(cluster.active_jobs())
+    move_renamed(config, store, held)
     stored, former_name = store.load_nodes(), store.cluster()
-    config, cluster.not_taken = as_before(config, former_name, stored, jobs_held(cluster.active_jobs()))
+    config, cluster.not_taken = as_before(config, former_name, stored, held)
     if config.name != former_name:
         store.put_cluster(config.name)
     for spec in config.nodes:
         cluster.nodes[spec.name] = node_of(spec, stored.get(spec.name))
+    load_probations(cluster, store, now_s)
+    load_assessments(cluster, store)
     cluster.set_partitions(config.partitions)
     cluster.config = config
     return cluster
+
+
+def load_probations(cluster: ClusterState, store: Store, now_s: float) -> None:
+    """Read what the events of the last two days say of drains by health checks."""
+    for event in store.recent_node_events(now_s - 2 * DAY_S):
+        node = cluster.nodes.get(event.node)
+        if node is not None:
+            cluster.nodes[event.node] = replace(node, probation=probation_after(node.probation, event))
+
+
+def load_assessments(cluster: ClusterState, store: Store) -> None:
+    """Have the nodes of `cluster` be as their last assessments in the store say."""
+    cluster.benches = {run.node: run for run in store.load_benches() if not run.busy}
+    cluster.links = last_runs(run for run in store.load_links() if not run.busy and not run.why)
+    cluster.nodes.update(cluster.measured_again())
 
 
 def load_state(cluster: ClusterState, store: Store, now_s: float) -> None:

@@ -94,6 +94,7 @@ class Stepping:
             account=lambda job, node: messages.account(job, self._cluster, node),
             hosts=messages.hosts,
             confinement=lambda job, node: messages.confinement(job, self._cluster, node),
+            scripts=lambda job, node: messages.job_scripts(job, self._cluster, node),
             same_machine=lambda job: messages.same_machine(job, self._cluster),
             devices=lambda node: messages.devices_of(self._cluster.nodes[node]),
             last_step=lambda job_id, attempt: store.last_step(job_id, attempt),

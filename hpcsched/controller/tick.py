@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -180,6 +180,14 @@ class StepListener(Protocol):
     def has_steps(self, job: Job) -> bool: ...
 
 
+class LaunchGate(Protocol):
+    """What must happen on the head before an attempt is launched, and after it has ended."""
+
+    def may_launch(self, job: Job) -> bool: ...
+
+    def changed(self, job: Job) -> None: ...
+
+
 class Controller:
     """The cluster state, and the work that each tick does on it."""
 
@@ -188,6 +196,7 @@ class Controller:
         self.store = store
         self.policy = policy
         self.listener: StepListener | None = None
+        self.gate: LaunchGate | None = None
         self.last_plan: Plan | None = None
         # From the last plan; recomputed after a restart.
         self._promises: Mapping[JobId, Promise] = {}
@@ -314,6 +323,13 @@ class Controller:
                 )
             case protocol.Condition():
                 self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True, source=source)
+            case protocol.ScriptFailed():
+                self.ask(
+                    lambda tx: messages.on_script_failure(tx, node, message),
+                    lambda result: self._answer(node, result or messages.Answer(acks=[message.seq])),
+                    keep=True,
+                    source=source,
+                )
             case protocol.JobGone():
                 self.ask(lambda tx: self._on_job_gone(tx, node, message), _log_failure, keep=True, source=source)
                 ended = self.orphans.pop((node, message.incarnation, message.job_id), None)
@@ -381,6 +397,7 @@ class Controller:
         # The present condition replaces any earlier refusal.
         note_condition(tx, node, str(welcome.facts.get("fault", "")))
         messages.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.orphans))
+        messages.end_unknown_jobs(tx, node, welcome.facts.get("jobs_with_scripts"), answer)
         self._note_orphans(tx, node)
         return answer
 
@@ -443,6 +460,8 @@ class Controller:
                 continue
             if effect.kind in LAUNCHES and self.cluster.is_former(job):
                 continue  # launches of an earlier incarnation are not sent
+            if job.state is JobState.CONFIGURING and not self._may_launch(job):
+                continue
             if effect.kind is EffectKind.CLAIM and not self._is_first(effect) and only is None:
                 continue  # already asked on this connection; each claimed part brings us here again
             try:
@@ -458,6 +477,19 @@ class Controller:
                 self._ports.wake(RETRY_S)
             except Exception as error:
                 self._not_sent(effect, error)
+
+    def _may_launch(self, job: Job) -> bool:
+        return self.gate is None or self.gate.may_launch(job)
+
+    def launch_again(self, job: Job) -> None:
+        """Perform the effects of a job that had to wait for `gate`."""
+        self._perform(job)
+        if job.state is JobState.RUNNING and not job.spec.has_script and self.listener is not None:
+            self._job_running(job)
+
+    def _job_running(self, job: Job) -> None:
+        if self.listener is not None and (job.spec.has_script or self._may_launch(job)):
+            self.listener.job_running(job)
 
     def _not_sent(self, effect: Effect, error: Exception) -> None:
         """Fail a job whose launch message cannot be built: it is too long, or there is a bug."""
@@ -659,9 +691,11 @@ class Controller:
         if job.state is not JobState.CONFIGURING:
             self._asked.pop(job.id, None)
         self._perform(job)
+        if self.gate is not None:
+            self.gate.changed(job)
         if self.listener is not None:
             if job.state is JobState.RUNNING:
-                self.listener.job_running(job)
+                self._job_running(job)
             elif job.state is JobState.COMPLETING:
                 self.listener.job_ending(job)
             elif job.state not in ACTIVE:
@@ -819,9 +853,10 @@ class Controller:
             return False
         self._plan_wanted = False
         cluster, held_back = self.cluster, self._held_back(now_s)
-        jobs = [job for job in cluster.jobs_to_plan() if job.id not in held_back]
-        snapshot = self.snapshot(jobs, now_s, self._views)
-        self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, cluster.nodes)
+        jobs = cluster.jobs_to_plan()
+        snapshot = self.snapshot(jobs, now_s, self._views, held_back)
+        planned = {job.id: job for job in jobs if job.id not in held_back}
+        self._planning.begin(snapshot, self.policy, planned, cluster.nodes)
         return self._pace.turn_s() < SLICE_S
 
     def _start(self, tx: Transaction, job: Job, start: Start) -> None:
@@ -856,8 +891,17 @@ class Controller:
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)
 
-    def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
-        """Return the snapshot of the cluster with these `jobs` for a plan."""
+    def snapshot(
+        self,
+        jobs: Iterable[Job],
+        now_s: float,
+        cache: SnapshotCache | None = None,
+        held_back: Container[JobId] = frozenset(),
+    ) -> Snapshot:
+        """Return the snapshot of the cluster with these `jobs` for a plan.
+
+        Those `held_back` are not planned, but others may depend on them.
+        """
         cluster = self.cluster
         ledger = self._usage_ledger.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
         return snapshot_of(
@@ -870,6 +914,7 @@ class Controller:
             cluster.reservations.values(),
             self._promises,
             self._memory.experience(now_s),
+            held_back,
         )
 
     def rehearsal(self, identity: Identity, spec: JobSpec, now_s: float) -> Callable[[], dict[str, Any]]:
@@ -916,12 +961,12 @@ class Controller:
         self._ports.wake(0.0)
 
     def _purge(self, now_s: float) -> None:
-        if now_s >= self._next_purge_s:
+        if _is_due(self._next_purge_s, PURGE_EVERY_S, now_s):
             self._next_purge_s = now_s + PURGE_EVERY_S
             self.cluster.forget_ended(now_s - self.cluster.config.controller.min_job_age_s)
             self.cluster.forget_oldest(ENDED_JOBS)
             self._purge_scripts(now_s, whole=True)
-        if now_s >= self._next_request_purge_s:
+        if _is_due(self._next_request_purge_s, PURGE_REQUESTS_EVERY_S, now_s):
             self._next_request_purge_s = now_s + PURGE_REQUESTS_EVERY_S
             self.store.forget_requests(now_s - REQUEST_S, REQUESTS_OF_USER, PURGE_REQUESTS)
             self._purge_environments()
@@ -954,6 +999,11 @@ class Controller:
             if unused[PURGE_SCRIPTS:]:
                 self._next_purge_s = now_s + RETRY_S
                 self._ports.wake(RETRY_S)
+
+
+def _is_due(at_s: float, every_s: float, now_s: float) -> bool:
+    """Return whether the time has come, or the clock was set back to before `at_s` was set."""
+    return not at_s - every_s <= now_s < at_s
 
 
 def _is_unsigned(job: Job, until_s: float) -> bool:

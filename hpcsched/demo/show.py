@@ -457,7 +457,7 @@ def closing_rows(result: StoryResult) -> list[tuple[str, str]]:
         ("cluster up", f"{result.cluster_up_s:.1f} s: three nodes, {result.server}"),
         ("job started", f"{result.start_s * 1e3:.0f} ms after it was submitted"),
         ("training", f"{run.step} steps on {run.world} ranks ({run.backend}), validation loss {loss}"),
-        ("attempts", f"{1 + len(run.resumes)}"),
+        ("attempts", f"{result.attempts}"),
         ("lost and repeated", f"{len(run.lost)} steps ({resumed})"),
         ("checkpoints", f"{len(run.checkpoints)}: {_sizes(full, 'full')}, {_sizes(increments, 'increments')}"),
         ("controller killed", f"away for {away}"),

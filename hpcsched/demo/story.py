@@ -171,6 +171,7 @@ class StoryResult:
     resume_s: float = 0.0  # from the power to the first step
     resumed_from: int = 0
     lost_at: int = 0  # the last step before the power cut
+    attempts: int = 0
     run: TrainingRun = field(default_factory=TrainingRun)
     total_s: float = 0.0
 
@@ -303,8 +304,9 @@ class Story:
 
     def _finish(self) -> None:
         self._begin("to the end, on both nodes")
-        self.until(lambda screen: self._job(screen)["state"] == "COMPLETED", "the training to end")
-        self.say("good", f"job {self.result.job_id} is COMPLETED, in two attempts")
+        screen = self.until(lambda screen: self._job(screen)["state"] == "COMPLETED", "the training to end")
+        self.result.attempts = 1 + self._job(screen)["attempt"]
+        self.say("good", f"job {self.result.job_id} is COMPLETED, in {self.result.attempts} attempts")
         deadline_s = time.monotonic() + AFTER_S
         while self._has_live_jobs(self.show()) and time.monotonic() < deadline_s:
             time.sleep(FRAME_S)

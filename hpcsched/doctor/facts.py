@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import hpcsched
-from hpcnode.os.surroundings import accounts, hash_of, surroundings
+from hpcnode.os.surroundings import accounts_by_hash, surroundings
 from hpcsched import client, paths
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.lock import HOLDER_FILE
@@ -169,7 +169,7 @@ def of_cluster(environ: Mapping[str, str]) -> Facts:
     if facts["config"].is_late:
         return facts
     facts |= ask(more | {"nodes": (NODES_S, _nodes), "here": (ASK_S, _here)})
-    return facts | {"accounts": Fact(value={hash_of(name): (name, uid) for name, uid in accounts().items()})}
+    return facts | {"accounts": Fact(value=accounts_by_hash())}
 
 
 def of_node(environ: Mapping[str, str], name: str) -> Facts:
@@ -203,7 +203,7 @@ def of_node(environ: Mapping[str, str], name: str) -> Facts:
     facts |= ask(more)
     if "nodes" in more:
         facts |= _target(config, facts["nodes"], name)
-    return facts | {"accounts": Fact(value={hash_of(user): (user, uid) for user, uid in accounts().items()})}
+    return facts | {"accounts": Fact(value=accounts_by_hash())}
 
 
 def of_job(environ: Mapping[str, str], reference: str) -> Facts:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 DAY_S = 86_400.0
 YEAR_S = 366 * DAY_S
@@ -148,6 +149,16 @@ RULES = {rule.id: rule for rule in (
          "SC-12 SC-13", "3.10"),
     Rule("HS-64", _M, "gateway with the controller's account", "What the network reaches can then read the launch key and the database.",
          "useradd --system --shell /usr/sbin/nologin hpcsched-gateway   # and set user in [gateway] of {path}", "AC-6 SC-39", "4.1"),
+    Rule("HS-65", _M, "no limit of requests to the gateway", "One address of the network can take its time from all users.",
+         "remove rate from [gateway] of {path}, and restart hpcsched gateway", "SC-5", "4.1"),
+    Rule("HS-66", _C, "certificates that the gateway trusts, and others can write", "Their writer can log in as any user.",
+         "chown {owner} {path}; chmod go-w {path}", "SC-17 SC-23", "3.10"),
+    Rule("HS-67", _H, "provider at which anybody can register", "Strangers choose their names there, and so the accounts that they log in to.",
+         "set user_claim = \"email\" and user_domain to your domain in [gateway.oidc] of {path}" + _EDIT, "AC-2 IA-2 IA-8", "6.7"),
+    Rule("HS-68", _H, "accounts named by a claim that users may choose", "Who takes the name of another account gets its sessions.",
+         "set user_claim in [gateway.oidc] of {path} to a claim that only the provider's admins change" + _EDIT, "IA-2 IA-4", "6.7"),
+    Rule("HS-69", _I, "accounts named by preferred_username", "OpenID does not promise that it is of one person, and at some providers users change it.",
+         "ask the provider; else set user_claim in [gateway.oidc] of {path} to another claim" + _EDIT, "IA-2 IA-4", "6.7"),
     Rule("HS-70", _M, "token that is valid for more than a year", "A copy of it works for as long.",
          "hctl token revoke {at}; hctl token create --expires=30d", "IA-5(1)", "5.3"),
     Rule("HS-71", _L, "token older than a year", "It may be in more places than its user remembers.",
@@ -156,6 +167,10 @@ RULES = {rule.id: rule for rule in (
          "hctl token revoke {at}; hctl token create --scope=admin --expires=12h", "AC-6(5) IA-5(1)", "5.4"),
     Rule("HS-73", _M, "tokens may be valid for more than a year", "A copy of one works for as long.",
          "remove token_max_age_s from [gateway] of {path}", "IA-5(1)", "5.3"),
+    Rule("HS-74", _M, "login at a provider that gives the scope admin", "A page or program that gets hold of an admin's browser session administers the cluster.",
+         "remove admin from scope in [gateway.oidc] of {path}" + _EDIT, "AC-6(5) IA-2(1)", "5.4"),
+    Rule("HS-75", _L, "gateway without a secret at the provider", "Another program can present itself to the provider as the gateway. PKCE alone protects the login.",
+         "set client_secret in [gateway.oidc] of {path} to a file with the secret, and restart hpcsched gateway", "IA-3 IA-9", "6.7"),
     Rule("HS-80", _H, "audit log that is not signed", "Records after the last signed end can be removed without a trace.",
          "hctl audit verify; grep 'cannot sign' {path}", "AU-9(3) AU-10", "8.1"),
     Rule("HS-81", _M, "signed ends of the audit log on this disk alone", "Who has the head can replace the log and its proof together.",
@@ -180,6 +195,7 @@ class PathPart(StrEnum):
     RUN = "run directory"
     LOG = "log"
     TLS_KEY = "key of the gateway"
+    TRUST = "certificates that the gateway trusts"
 
 
 class PathFacts(NamedTuple):
@@ -241,6 +257,16 @@ class TokenFacts(NamedTuple):
     expires_at_s: float
 
 
+class OidcFacts(NamedTuple):
+    """The login at an OpenID provider."""
+
+    issuer: str
+    user_claim: str
+    user_domain: str
+    scopes: tuple[str, ...]
+    has_secret: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsFacts:
     """The configuration, as far as rules need it."""
@@ -259,6 +285,8 @@ class SettingsFacts:
     audit_syslog: bool = True
     audit_sign_every_s: float = 60.0
     token_max_age_s: float = YEAR_S
+    gateway_rate: float = 1.0
+    oidc: OidcFacts | None = None
 
 
 class CertificateFacts(NamedTuple):
@@ -366,6 +394,7 @@ _OPEN_RULES = {
     PathPart.RUN: ("HS-11", _WRITE),
     PathPart.LOG: ("HS-14", _WRITE),
     PathPart.TLS_KEY: ("HS-62", _READ_OR_WRITE),
+    PathPart.TRUST: ("HS-66", _WRITE),
 }
 _OWNER_RULES = {
     PathPart.CONFIG: "HS-02",
@@ -377,6 +406,7 @@ _OWNER_RULES = {
     PathPart.RUN: "HS-11",
     PathPart.LOG: "HS-10",
     PathPart.TLS_KEY: "HS-19",
+    PathPart.TRUST: "HS-66",
 }
 _STICKY = 0o1000
 
@@ -598,9 +628,43 @@ def _gateway(facts: SecurityFacts) -> Iterator[SecurityFinding]:
             )
         if facts.is_shared and not shown.own_account:
             yield _found("HS-64", "gateway", "it runs as the controller does", path=facts.config_file)
+        if facts.settings is not None and facts.settings.gateway_rate == 0:
+            yield _found("HS-65", "gateway", "rate is 0", path=facts.config_file)
     if facts.settings is not None and facts.settings.token_max_age_s > YEAR_S:
         detail = f"token_max_age_s is {facts.settings.token_max_age_s / DAY_S:.0f} days"
         yield _found("HS-73", "token_max_age_s", detail, path=facts.config_file)
+
+
+# Providers of the public: who has an account there is not known to the site.
+_PUBLIC_PROVIDERS = frozenset(
+    ("accounts.google.com", "appleid.apple.com", "gitlab.com", "orcid.org", "cilogon.org", "www.facebook.com")
+    + ("id.twitch.tv", "www.linkedin.com", "api.login.yahoo.com", "www.paypal.com", "login.salesforce.com")
+    + ("token.actions.githubusercontent.com", "oauth.telegram.org", "account.apple.com", "slack.com")
+)
+_PUBLIC_TENANT = "9188040d-6c67-4c5b-b112-36a304b66dad"  # Microsoft's personal accounts
+# Standard claims of OpenID Connect Core, 5.1, that a user sets as in a profile.
+_CHOSEN_CLAIMS = frozenset(
+    ("name", "given_name", "family_name", "middle_name", "nickname", "profile")
+    + ("picture", "website", "phone_number", "locale", "zoneinfo")
+)
+
+
+def _oidc(facts: SecurityFacts) -> Iterator[SecurityFinding]:
+    oidc = facts.settings.oidc if facts.settings is not None else None
+    if oidc is None:
+        return
+    at, path = "[gateway.oidc]", facts.config_file
+    is_public = urlsplit(oidc.issuer).hostname in _PUBLIC_PROVIDERS or _PUBLIC_TENANT in oidc.issuer
+    if is_public and oidc.user_claim != "sub" and not (oidc.user_claim == "email" and oidc.user_domain):
+        yield _found("HS-67", at, f"issuer is {oidc.issuer!r}, user_claim is {oidc.user_claim!r}", path=path)
+    if oidc.user_claim in _CHOSEN_CLAIMS:
+        yield _found("HS-68", at, f"user_claim is {oidc.user_claim!r}", path=path)
+    elif oidc.user_claim == "preferred_username":
+        yield _found("HS-69", at, "the provider decides who may change it", path=path)
+    if "admin" in oidc.scopes:
+        yield _found("HS-74", at, f"scope is {','.join(oidc.scopes)!r}", path=path)
+    if not oidc.has_secret:
+        yield _found("HS-75", at, "client_secret is empty", path=path)
 
 
 def _tokens(facts: SecurityFacts) -> Iterator[SecurityFinding]:
@@ -636,4 +700,8 @@ def _audit(facts: SecurityFacts) -> Iterator[SecurityFinding]:
             yield _found("HS-82", "[audit]", "they also go to the system's log", path=path)
 
 
-_JUDGES = (_files, _keys, _node_policies, _ssh, _limits, _confinement, _kernel, _versions, _gateway, _tokens, _audit)
+# fmt: off
+_JUDGES = (
+    _files, _keys, _node_policies, _ssh, _limits, _confinement, _kernel, _versions, _gateway, _oidc, _tokens, _audit,
+)
+# fmt: on

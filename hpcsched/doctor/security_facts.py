@@ -29,13 +29,14 @@ from cryptography.hazmat.primitives.asymmetric import dsa, ec, rsa
 
 from hpcsched import client, paths
 from hpcsched.config.keys import CONTROLLER
-from hpcsched.config.load import Config, load_config
+from hpcsched.config.load import Config, OidcSettings, load_config
 from hpcsched.doctor.security import (
     KERNEL_RULES,
     USER_NAMESPACES,
     AccountFacts,
     CertificateFacts,
     NodeFacts,
+    OidcFacts,
     PathFacts,
     PathPart,
     SecurityFacts,
@@ -172,8 +173,7 @@ def _with_files(facts: SecurityFacts, looking: Looking, config: Config | None, o
         looking.above(path, daemon)
     if config is not None:
         looking.path(config.controller.ssh_config, PathPart.CONFIG, daemon)
-        if config.gateway.key:
-            looking.path(Path(config.gateway.key), PathPart.TLS_KEY, (*_uids(config.gateway.user), *daemon))
+        _look_at_gateway(looking, config, daemon)
     made = _changed_s(launch)
     return replace(
         facts,
@@ -184,6 +184,21 @@ def _with_files(facts: SecurityFacts, looking: Looking, config: Config | None, o
         launch_key=(str(launch), made) if made is not None else None,
         ssh_config=str(config.controller.ssh_config) if config is not None else "",
     )
+
+
+def _look_at_gateway(looking: Looking, config: Config, daemon: tuple[int, ...]) -> None:
+    gateway, oidc = config.gateway, config.gateway.oidc
+    if not gateway.certificate:
+        return
+    owners = (*_uids(gateway.user), *daemon)
+    parts = {
+        PathPart.TLS_KEY: (gateway.key, oidc.client_secret),
+        PathPart.TRUST: (gateway.client_ca, oidc.ca, oidc.keys),
+    }
+    for part, names in parts.items():
+        for path in map(Path, filter(None, names)):
+            looking.path(path, part, owners)
+            looking.above(path, owners)
 
 
 def _account_uid(config: Config, looking: Looking) -> int | None:
@@ -319,7 +334,16 @@ def _settings(config: Config) -> SettingsFacts:
         audit_syslog=config.audit.syslog,
         audit_sign_every_s=config.audit.sign_every_s,
         token_max_age_s=config.gateway.token_max_age_s,
+        gateway_rate=config.gateway.rate,
+        oidc=_oidc_facts(config.gateway.oidc),
     )
+
+
+def _oidc_facts(oidc: OidcSettings) -> OidcFacts | None:
+    if not oidc.issuer:
+        return None
+    scopes = tuple(part.strip() for part in oidc.scope.split(","))
+    return OidcFacts(oidc.issuer, oidc.user_claim, oidc.user_domain, scopes, has_secret=bool(oidc.client_secret))
 
 
 def _account_facts(config: Config) -> Iterator[AccountFacts]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import hmac
+import ipaddress
 import json
 import re
 import secrets
@@ -45,7 +46,7 @@ MAX_KEY_CHARS = 200
 MAX_KNOWN = 10_000  # credentials that were accepted lately
 FAILURE_COST = 5.0  # a refused credential counts as so many requests of its address
 STREAM_WAIT_S = 15.0
-MAX_AT_ONCE = 64  # requests of a credential that the controller answers
+MAX_AT_ONCE = 64  # requests of a user that the controller answers
 MAX_CODE_BYTES = 1_000
 MAX_USER_CHARS = 256
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -99,8 +100,8 @@ class GatewayApp:
         self.upstream = upstream
         self._settings = settings
         self._rates = Rates(settings.rate, settings.burst, time.monotonic)
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._asked: Counter[bytes] = Counter()  # requests that the controller is answering, by credential
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # credentials, and the uid of each
+        self._asked: Counter[str] = Counter()  # requests that the controller is answering, by user or address
         self._routing = Routing()
         self._openapi = json.dumps(openapi(), separators=(",", ":")).encode()
 
@@ -263,6 +264,8 @@ class GatewayApp:
         credential = self._credential(request)
         self._count(request, credential)
         raw = request.scope["raw_path"].decode("ascii", "replace")
+        if request.headers.get("if-match", "*") != "*":  # our ETags are weak: none matches (RFC 9110 13.1.1)
+            raise ProblemError(412, "cannot accept If-Match: read again, then send the request without it")
         found = self._routing.find(request.method, raw[len(PREFIX) :])
         if isinstance(found, frozenset):
             if found:
@@ -313,7 +316,7 @@ class GatewayApp:
     def _count(self, request: Request, credential: Mapping[str, str], cost: float = 1.0) -> None:
         """Count a request of its credential, if that was accepted lately, or of its address."""
         key = _key_of(credential)
-        subject = key.hex() if credential and key in self._known else _network(_source(request))
+        subject = key.hex() if credential and key in self._known else network_of(_source(request))
         wait_s = self._rates.wait_s(hash(subject), cost)
         if wait_s is not None and cost == 1.0:
             raise ProblemError(
@@ -333,44 +336,43 @@ class GatewayApp:
         more: Mapping[str, str] = _NO_HEADERS,
     ) -> UpstreamReply:
         headers = {"x-hpcsched-gateway": _source(request), **credential, **_user_name(request), **more}
-        key = _key_of(credential) if credential else _network(_source(request)).encode()
-        with self._place(key):
+        key = _key_of(credential)
+        asker = self._known.get(key) if credential else None
+        with self._place(asker or network_of(_source(request))):
             reply = await self.upstream.ask(method, path, headers, body, timeout_s=60.0 + wait_s)
-        if credential:
-            if reply.status == 401:
-                self._known.pop(key, None)
-                self._count(request, {}, FAILURE_COST)
-            else:
-                self._known[key] = None
-                if len(self._known) > MAX_KNOWN:
-                    self._known.popitem(last=False)
+        if credential and reply.status == 401:
+            self._known.pop(key, None)
+            self._count(request, {}, FAILURE_COST)
+        elif uid := reply.headers.get("x-hpcsched-uid"):
+            self._known[key] = request.scope["state"]["asker"] = f"uid {uid}"
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
         return reply
 
     @contextmanager
-    def _place(self, key: bytes) -> Iterator[None]:
+    def _place(self, asker: str) -> Iterator[None]:
         """Count a request that the controller answers.
 
-        Raises ProblemError if the credential has too many. Otherwise its requests that wait could
-        take all connections to the controller.
+        Raises ProblemError if the user has too many. Otherwise requests that wait could take all
+        connections to the controller: a user may have many credentials.
         """
-        if self._asked[key] >= MAX_AT_ONCE:
-            why = (
-                f"cannot answer now: {MAX_AT_ONCE} requests of this credential are being answered; wait, and ask again"
-            )
+        if self._asked[asker] >= MAX_AT_ONCE:
+            why = f"cannot answer now: {MAX_AT_ONCE} of your requests are being answered; wait, and ask again"
             raise ProblemError(429, why, {"retry-after": "1"})
-        self._asked[key] += 1
+        self._asked[asker] += 1
         try:
             yield
         finally:
-            self._asked[key] -= 1
-            if not self._asked[key]:
-                del self._asked[key]
+            self._asked[asker] -= 1
+            if not self._asked[asker]:
+                del self._asked[asker]
 
     def _answer(self, request: Request, reply: UpstreamReply, kind: str) -> Response:
         if reply.status != 200:
             return _problem_of(reply)
         if kind == "bytes":
             headers = {name: value for name, value in reply.headers.items() if name.startswith("x-")}
+            headers.pop("x-hpcsched-uid", None)
             if request.method != "GET":
                 return Response(reply.body, headers={**SAFE_HEADERS, **headers}, media_type="application/octet-stream")
             return self._tagged(request, reply.body, "application/octet-stream", headers)
@@ -530,9 +532,16 @@ def _source(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-def _network(address: str) -> str:
-    """Return what counts as one address: of IPv6 the network of 64 bits."""
-    return ":".join(address.split(":")[:4]) if ":" in address and not address.startswith("::") else address
+def network_of(address: str) -> str:
+    """Return what counts as one address: of IPv6, 64 bits; all loopback addresses together."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    ip = (ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None) or ip
+    if ip.is_loopback:
+        return "loopback"
+    return str(ip if ip.version == 4 else ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
 
 
 # ----- login at an OpenID provider: authorization code flow with PKCE, state and nonce
@@ -570,6 +579,7 @@ class OidcLogin:
         for name in FIRST_IMPORTS:
             import_module(name)
         self._http, self._oauth_client, self._oauth_error = httpx, AsyncOAuth2Client, OAuthError
+        AsyncOAuth2Client()  # it imports its transport, whose name changes with the version
         self._app = app
         self._oidc = settings.oidc
         self._callback = settings.url.rstrip("/") + CALLBACK_PATH

@@ -1,6 +1,6 @@
 """Accept connections: TLS 1.3, limits for each address, and deadlines.
 
-Deadlines are for handshakes, heads, bodies and slow readers.
+Deadlines are for handshakes, heads, bodies and slow readers. What slow readers have not read is bounded for each user.
 
 uvicorn's protocol parses the requests. Connections are accepted here, because a limit must count those whose handshake is not
 complete. One task checks all deadlines once per second.
@@ -19,19 +19,22 @@ import ssl
 import stat
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httptools
 import uvicorn
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from hpcnode.wire.connection_limits import Bounds, ConnectionLimits
 from hpcsched.config.load import GatewaySettings
 from hpcsched.errors import ConfigError
-from hpcsched.gateway.app import GatewayApp, OidcLogin
+from hpcsched.gateway.app import GatewayApp, OidcLogin, network_of, problem
 from hpcsched.gateway.routes import MAX_BODY_BYTES
 from hpcsched.gateway.slurmrestd import SlurmPaths
 from hpcsched.gateway.upstream import Upstream, UpstreamError
@@ -49,6 +52,14 @@ BACKLOG = 2048
 AT_ONCE = 64  # connections that are accepted in one turn of the event loop
 PAUSE_S = 0.2  # when no file is left
 CLOSED_S = 2.0
+PIECE_BYTES = 64 << 10  # of an answer that a client has to read before it gets more
+UNREAD_BYTES = 64 << 20  # of one user's answers; a single answer may be larger
+ALL_UNREAD_BYTES = 192 << 20
+# Headers of which two would be two opinions.
+SINGLE_HEADERS = (b"host", b"content-type", b"x-slurm-user-name", b"last-event-id", b"x-requested-with")
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 
 
 def tls_context(settings: GatewaySettings) -> ssl.SSLContext:
@@ -144,7 +155,7 @@ class GatewayServer:
         self._settings = settings
         self._tls = tls
         self._config = uvicorn.Config(
-            app.asgi([*SlurmPaths(app).routes(), *_login_routes(app, settings)]),
+            AnswerPacer(app.asgi([*SlurmPaths(app).routes(), *_login_routes(app, settings)]), settings.max_connections),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -185,7 +196,7 @@ class GatewayServer:
                 self._loop.remove_reader(self._sock.fileno())
                 self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock.fileno(), self._accept)
                 return
-            host = _network_of(address[0])
+            host = network_of(address[0])
             settings = self._settings
             if self._count >= settings.max_connections or self._of[host] >= settings.connections_per_address:
                 self._refused += 1
@@ -227,6 +238,89 @@ class GatewayServer:
                     connection.check(now_s)
 
 
+class AnswerPacer:
+    """Sends large answers as clients read them, and bounds what waits in memory.
+
+    A transport would take an answer at once, with copies of it for TLS.
+    """
+
+    def __init__(self, app: Any, connections: int) -> None:
+        self._app = app
+        self._limits = ConnectionLimits(Bounds(connections, connections, UNREAD_BYTES, ALL_UNREAD_BYTES, 0, 0))
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        await self._app(scope, receive, _PacedAnswer(self._limits, scope, send).send)
+
+
+class _PacedAnswer:
+    """One answer, as a guest of `ConnectionLimits` while it is sent."""
+
+    is_busy = is_lasting = True
+
+    def __init__(self, limits: ConnectionLimits, scope: Any, send: Send) -> None:
+        self._limits, self._scope, self._send = limits, scope, send
+        self._head: Message | None = None  # sent when it is known whether the body may follow
+        self._is_refused = False
+        self.unread_bytes = 0
+
+    def drop(self) -> None:
+        """End the connection now."""
+        self._is_refused = True
+        self._scope["state"]["connection"].drop()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if self._is_refused:
+            return
+        body = message.get("body", b"")
+        if len(body) <= PIECE_BYTES:
+            await self._pass_on(message)
+            return
+        user = hash(self._scope["state"].get("asker"))
+        try:
+            if self._limits.comes(user, self) and self._limits.may_send(user, self, len(body)):
+                await self._send_pieces(memoryview(body), message.get("more_body", False))
+            else:
+                await self._refuse()
+        finally:
+            self.unread_bytes = 0
+            self._limits.goes(user, self)
+
+    async def _send_pieces(self, body: memoryview, more: bool) -> None:
+        for begin in range(0, len(body), PIECE_BYTES):
+            if self._is_refused:
+                return
+            self.unread_bytes = len(body) - begin
+            piece = bytes(body[begin : begin + PIECE_BYTES])
+            is_last = begin + PIECE_BYTES >= len(body)
+            await self._pass_on({"type": "http.response.body", "body": piece, "more_body": more or not is_last})
+
+    async def _pass_on(self, message: Message) -> None:
+        """Send it, when the client has read most of what came before, within `WRITE_S`."""
+        try:
+            async with asyncio.timeout(WRITE_S):
+                if self._head is not None:
+                    head, self._head = self._head, None
+                    await self._send(head)
+                await self._send(message)
+        except TimeoutError:
+            self.drop()
+
+    async def _refuse(self) -> None:
+        if self._head is None:
+            self.drop()
+            return
+        why = "cannot answer now: your other answers have not been read; read them, or ask for fewer at once"
+        self._is_refused = True
+        await problem(429, why, "UnavailableError", headers={"retry-after": "1"})(self._scope, _no_more, self._send)
+
+
+async def _no_more() -> Message:
+    return {"type": "http.disconnect"}
+
+
 class GatewayConnection(HttpToolsProtocol):
     """One connection, with bounds on the head, the body and the time."""
 
@@ -243,6 +337,7 @@ class GatewayConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=PIECE_BYTES)
         tls = transport.get_extra_info("ssl_object")
         certificate = tls.getpeercert(binary_form=True) if tls is not None else None
         if certificate:
@@ -263,8 +358,14 @@ class GatewayConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"]["connection"] = self
         if self._certificate:
             self.scope["state"]["certificate"] = self._certificate
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:  # after the body: it would count as a header of a request that is being answered
+            raise httptools.HttpParserError("trailers")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -274,6 +375,9 @@ class GatewayConnection(HttpToolsProtocol):
         if not self.url.isascii() or sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse(400, "cannot read the request: its address is not ASCII, or its head is too long")
             return
+        if why := self._why_ambiguous():
+            self._refuse(400, f"cannot read the request: {why}")
+            return
         if len(size) > 12 or int(size) > MAX_BODY_BYTES:  # int: the parser has read it
             self._refuse(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
             return
@@ -281,6 +385,18 @@ class GatewayConnection(HttpToolsProtocol):
             super().on_headers_complete()
         except (httptools.HttpParserInvalidURLError, AttributeError, UnicodeDecodeError):
             self._refuse(400, "cannot read the request: its address is not valid")
+
+    def _why_ambiguous(self) -> str:
+        """Return why two readers could understand the head differently, "" if it is clear."""
+        count = Counter(name for name, _ in self.headers)
+        if not count[b"host"] and self.parser.get_http_version() == "1.1":
+            return "it has no Host"
+        twice = [name.decode() for name in SINGLE_HEADERS if count[name] > 1]
+        return f"it has the header {twice[0]} twice" if twice else ""
+
+    def drop(self) -> None:
+        """End the connection now."""
+        self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
         if self.cycle is not None:
@@ -298,8 +414,6 @@ class GatewayConnection(HttpToolsProtocol):
             self._refuse(400, "cannot read the request: it is not HTTP/1.1")
 
     def _refuse(self, status: int, why: str) -> None:
-        from hpcsched.gateway.app import problem
-
         answer = problem(status, why, "RequestError")
         head = [f"HTTP/1.1 {status} -", "connection: close"]
         head += [f"{name.decode()}: {value.decode()}" for name, value in answer.raw_headers]
@@ -334,12 +448,6 @@ def _login_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
         ) from None
 
 
-def _network_of(address: str) -> str:
-    from hpcsched.gateway.app import _network
-
-    return _network(address)
-
-
 def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -> None:
     """Serve until a signal.
 
@@ -350,6 +458,8 @@ def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -
     tls = None if insecure else tls_context(settings)
     address = "127.0.0.1" if insecure else settings.address
     sock = listening_socket(address, settings.port)
+    run_loop = _loop_runner()
+    run_loop(_use_task_group())
     upstream = Upstream(api_socket)
     server = GatewayServer(GatewayApp(upstream, settings), settings, tls)  # reads its secrets
     become(settings.user)
@@ -364,9 +474,22 @@ def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -
         await server.serve(sock, stop)
         upstream.close()
 
+    run_loop(serve())
+
+
+async def _use_task_group() -> None:
+    """Have anyio import what it imports at the first use: afterwards it may be unreadable."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.sleep, 0)
+
+
+def _loop_runner() -> Callable[[Coroutine[Any, Any, None]], None]:
+    """Return what runs the event loop: uvloop, which needs a tenth of the memory, or asyncio.
+
+    It is imported while the gateway may still be root: its own account may not be able to read it.
+    """
     try:
         import uvloop
-
-        uvloop.run(serve())
     except ImportError:
-        asyncio.run(serve())
+        return asyncio.run
+    return uvloop.run

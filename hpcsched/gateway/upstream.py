@@ -15,6 +15,8 @@ from typing import NamedTuple, cast
 
 import httptools
 
+from hpcnode.wire.sockets import is_made_by
+
 MOST = 400  # connections; the controller allows an account 512
 IDLE_S = 20.0  # then a connection is not used again; the controller closes it after 30 s
 TIMEOUT_S = 60.0
@@ -84,7 +86,7 @@ class Upstream:
             connection.close()
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_unix_connection(_UpstreamConnection, self._path)
+            _, connection = await loop.create_unix_connection(lambda: _UpstreamConnection(self._path), self._path)
         except OSError as error:
             why = error.strerror or str(error)
             raise UpstreamError(502, f"cannot answer: the controller does not run, or is not reached: {why}") from None
@@ -99,7 +101,8 @@ class Upstream:
 class _UpstreamConnection(asyncio.Protocol):
     """One connection to the controller; one request at a time. The parser calls `on_...`."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
+        self._path = path
         self.is_open = False
         self.used_s = 0.0
         self._answer: asyncio.Future[UpstreamReply] | None = None
@@ -108,7 +111,7 @@ class _UpstreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
         sock: socket.socket = transport.get_extra_info("socket")
         _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        self.is_open = uid in trusted_uids(sock.getpeername())
+        self.is_open = uid in (0, os.getuid()) or is_made_by(self._path, uid)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
@@ -158,9 +161,3 @@ class _UpstreamConnection(asyncio.Protocol):
             self.is_open = False
         if not self._answer.done():
             self._answer.set_result(UpstreamReply(self._parser.get_status_code(), self._headers, b"".join(self._body)))
-
-
-def trusted_uids(path: str) -> frozenset[int]:
-    """Return the accounts that may serve the socket: root, ours, and that of its directory."""
-    status = os.stat(os.path.dirname(path))
-    return frozenset({0, os.getuid()} | (set() if status.st_mode & 0o022 else {status.st_uid}))

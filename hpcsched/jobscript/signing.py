@@ -67,12 +67,20 @@ class Signature:
 # ----- the user's key
 
 
-def own_key(user: str) -> Ed25519PrivateKey:
-    """Return the key of this process's user, made if there is none. Raises ConfigError."""
+def own_key(user: str, *, may_make: bool = True) -> Ed25519PrivateKey:
+    """Return the key of this process's user, made if there is none. Raises ConfigError.
+
+    `may_make` False: a new key would not be known to the nodes.
+    """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     path = Path(os.path.expanduser(KEY_FILE))
     try:
+        if not path.exists() and not may_make:
+            raise ConfigError(
+                f"cannot sign the job: this machine has no {KEY_FILE}, and the nodes would not know a new key. Submit on the "
+                f"head, or copy your key from the head: scp HEAD:{KEY_FILE.removeprefix('~/')} {KEY_FILE}"
+            )
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             made = Ed25519PrivateKey.generate()
@@ -251,6 +259,19 @@ def _request(text: str) -> dict[str, Any]:
     )
 
 
+_OPTIONS = {  # what a user calls the fields of a request
+    "args": "arguments of the script",
+    "work_dir": "directory (--chdir)",
+    "directory": "directory (--chdir)",
+    "environment": "environment (--export)",
+    "files": "files (--input, --output, --error)",
+    "nodes": "nodes (--nodelist)",
+    "tasks": "array (--array)",
+    "steps_s": "time limit or number of nodes (--time, --nodes)",
+    "once": "requeueing (--requeue, --no-requeue)",
+}
+
+
 def check_signed(spec: JobSpec, *, user: str, uid: int, cluster: str, now_s: float | None) -> None:
     """Refuse a job that differs from its signed request, which a node would refuse.
 
@@ -261,7 +282,7 @@ def check_signed(spec: JobSpec, *, user: str, uid: int, cluster: str, now_s: flo
     del wanted["attempts"]
     if not spec.script:
         del wanted["script"]
-    differing = sorted(name for name, value in wanted.items() if request.get(name) != value)
+    differing = sorted({_OPTIONS.get(name, name) for name, value in wanted.items() if request.get(name) != value})
     if differing:
         raise RequestError(
             f"cannot take the job: it differs from what its user has signed in its {', '.join(differing)}; submit it anew"

@@ -359,6 +359,7 @@ class ControllerIdentity:
     cluster: str
     incarnation: str
     epoch: int
+    start: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,10 +371,18 @@ class Greeting:
     framer: protocol.Framer
 
 
-def greet(pipe: Pipe, spec: NodeSpec, bundle: Bundle, identity: ControllerIdentity, progress: LinkProgress) -> Greeting:
+def greet(
+    pipe: Pipe,
+    spec: NodeSpec,
+    bundle: Bundle,
+    identity: ControllerIdentity,
+    progress: LinkProgress,
+    *,
+    visit: bool = False,
+) -> Greeting:
     """Copy hpcnode.pyz to the node if it is missing, and return the agent's welcome.
 
-    Raises LinkError.
+    `visit`: beside a link of the controller, for questions only. Raises LinkError.
     """
     order = {
         "sha256": bundle.sha256,
@@ -396,6 +405,8 @@ def greet(pipe: Pipe, spec: NodeSpec, bundle: Bundle, identity: ControllerIdenti
             incarnation=identity.incarnation,
             epoch=identity.epoch,
             node=spec.name,
+            start=identity.start,
+            visit=visit,
         )
         pipe.send_all(protocol.encode(hello))
         return _welcome(pipe, left, spec)

@@ -47,7 +47,7 @@ def ssh_dial(spec: NodeSpec, settings: SshSettings) -> Dial:
             progress("starting Python there")
             return _run_bootstrap(transports, spec, settings)
         except (paramiko.SSHException, OSError, EOFError) as error:
-            _close(transports)
+            close_all(transports)
             raise LinkError(f"cannot run a command on {spec.name}: {_words(error)}") from None
 
     return dial
@@ -74,7 +74,7 @@ def connect(
             _log_in(transports[-1], hop)
             sock.settimeout(IDLE_POLL_S)
     except BaseException:
-        _close(transports)
+        close_all(transports)
         sock.close()
         raise
     return tuple(transports)
@@ -100,7 +100,7 @@ def peek_host_key(spec: NodeSpec, settings: SshSettings, abort: Abort) -> parami
     except paramiko.SSHException as error:
         raise LinkError(f"cannot speak SSH with {spec.host}: {_words(error)}") from None
     finally:
-        _close(transports)
+        close_all(transports)
         sock.close()
     raise AssertionError("a route has at least the node")
 
@@ -302,7 +302,7 @@ class SshPipe:
         return f"{how}: {last}" if last else how
 
     def close(self) -> None:
-        _close(self._transports)
+        close_all(self._transports)
 
     def _drain_stderr(self) -> None:
         with self._stderr_lock:
@@ -310,7 +310,7 @@ class SshPipe:
                 self._stderr = (self._stderr + self._channel.recv_stderr(65536))[-STDERR_TAIL_BYTES:]
 
 
-def _close(transports: tuple[paramiko.Transport, ...] | list[paramiko.Transport]) -> None:
+def close_all(transports: tuple[paramiko.Transport, ...] | list[paramiko.Transport]) -> None:
     """Close each transport.
 
     The first one's socket is shut down at once, so that no thread waits for its next poll.

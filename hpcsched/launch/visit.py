@@ -24,6 +24,7 @@ from hpcsched.errors import UnavailableError
 from hpcsched.launch.bundle import Bundle
 from hpcsched.launch.link import RECEIVE_BYTES, ControllerIdentity, Greeting, greet
 from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe
+from hpcsched.metrics.links import link_run_of
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 
@@ -66,10 +67,12 @@ def asking(
     identity: ControllerIdentity,
     timeout_s: float,
     note: Callable[[str], None] = lambda stage: None,
+    visit: bool = True,
 ) -> Iterator[Asking]:
     """Start the agent on the node, yield a conversation with it, and disconnect.
 
-    `note` is called with each stage. Raises LinkError.
+    `note` is called with each stage. Without `visit` this takes the place of the controller. Raises
+    LinkError.
     """
     abort = Abort()
     timer = threading.Timer(timeout_s, abort.now)
@@ -84,7 +87,7 @@ def asking(
     try:
         pipe = dial(abort, noted)
         try:
-            greeting = greet(pipe, spec, bundle, identity, noted)
+            greeting = greet(pipe, spec, bundle, identity, noted, visit=visit)
             noted("looking around there")
             yield Asking(pipe, greeting, spec)
         finally:
@@ -223,13 +226,14 @@ def transfer_mbps(giver: Peer, taker: Peer, bundle: Bundle, identity: Controller
     """
     token = secrets.token_hex(16)
     with asking(giver.spec, dial=giver.dial, bundle=bundle, identity=identity, timeout_s=TIMEOUT_S) as at_giver:
-        port = _asked(at_giver, giver, bundle, "link_port", protocol.Probe(request=1, link_token=token))
+        port = int(_asked(at_giver, giver, bundle, "link_port", protocol.Probe(request=1, link_token=token)))
     with asking(taker.spec, dial=taker.dial, bundle=bundle, identity=identity, timeout_s=TIMEOUT_S) as at_taker:
         question = protocol.Probe(request=1, link_token=token, link_host=giver.address, link_port=port)
-        return _asked(at_taker, taker, bundle, "rate_mbps", question)
+        link = _asked(at_taker, taker, bundle, "link", question)
+    return max(1, round(link_run_of(link, taker.spec.name, giver.spec.name, at_s=0.0).from_mbps))
 
 
-def _asked(ask: Asking, peer: Peer, bundle: Bundle, wanted: str, question: protocol.Probe) -> int:
+def _asked(ask: Asking, peer: Peer, bundle: Bundle, wanted: str, question: protocol.Probe) -> Any:
     if not bundle.sha256.startswith(ask.greeting.welcome.agent_version):
         raise UnavailableError(
             f"cannot measure the link of {peer.spec.name}: its agent is of another version and has work; try when it has none"
@@ -238,7 +242,7 @@ def _asked(ask: Asking, peer: Peer, bundle: Bundle, wanted: str, question: proto
     if wanted not in facts:
         where = f" with {question.link_host}" if question.link_host else ""
         raise UnavailableError(f"cannot measure the link of {peer.spec.name}{where}: {facts.get('error', 'no answer')}")
-    return int(facts[wanted])
+    return facts[wanted]
 
 
 # ----- whether another machine has the same share: a probe file is compared with its hash

@@ -194,6 +194,8 @@ class NodesAdded(JobEvent):
 class Exited(JobEvent):
     """The batch step ended on its node, which has nothing left of the job.
 
+    `clearing`: but its epilog, so the node is held until NodeCleared.
+
     `requeue`: its exit status asks for a requeue. `ran_s`: how long it ran by the node's clock. `ago_s`: how long ago it
     ended, because the report may be late. None: unknown. `unexecuted`: why the node could not
     execute the script, "" if it ran; with `requeue` it is tried on another node. `saved_step`: a rank was killed, and the next
@@ -210,6 +212,7 @@ class Exited(JobEvent):
     unexecuted: str = ""
     saved_step: int | None = None
     output_full: bool = False
+    clearing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -329,7 +329,12 @@ def _exited(job: Job, event: Exited) -> Job:
         ended = replace(ended, deaths=job.deaths + 1, saved_step=event.saved_step, reason_detail=_killed(event))
     if event.unexecuted:
         ended = _refused_by(ended, event.node, event.unexecuted, of_exec=True)
-    return _without_node(_ran(ended, event), event.node, event.at_s)
+    return _left(_ran(ended, event), event)
+
+
+def _left(job: Job, event: Exited) -> Job:
+    """Return the job without the node of its batch step, unless its epilog still runs there."""
+    return job if event.clearing else _without_node(job, event.node, event.at_s)
 
 
 def _killed(event: Exited) -> str:
@@ -342,7 +347,7 @@ def _exited_while_ending(job: Job, event: Exited) -> Job:
     elif _had_ended_in_time(job, event):
         outcome, reason = _outcome_of(event)
         job = replace(job, outcome=outcome, reason=reason, reason_detail="", requeue_wanted=event.requeue)
-    return _without_node(_ran(replace(job, exit=event.exit, save_s=None), event), event.node, event.at_s)
+    return _left(_ran(replace(job, exit=event.exit, save_s=None), event), event)
 
 
 def _had_ended_in_time(job: Job, event: Exited) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from hpcsched.errors import InvariantError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Ability, LaunchFailure, Link, Node
+from hpcsched.model.probation import Probation
 
 LAUNCH_FAILURES = 3  # different jobs that a node could not start, one after the other, before it is drained
 FENCED_BOOT = "fenced"  # the boot id of a fenced node that never answered: any other is a reboot
@@ -81,6 +82,16 @@ class NodeResumed(NodeEvent):
     """
 
     by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFoundWell(NodeEvent):
+    """A health check found well the node that it had drained; it returns after a while."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFoundIll(NodeEvent):
+    """A health check found ill again a node that was well, before it had returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +174,28 @@ def apply_to_node(node: Node, event: NodeEvent) -> Node:
     if transition is None:
         drained = ", drained" if node.drained else ""
         raise InvariantError(f"cannot apply {type(event).__name__} to node {node.name}: it is {node.link}{drained}")
-    return transition(node, event)
+    changed = transition(node, event)
+    probation = probation_after(node.probation, event)
+    return changed if probation is node.probation else replace(changed, probation=probation)
+
+
+def probation_after(probation: Probation, event: NodeEvent) -> Probation:
+    """Return what is known of the node's drains by health checks after `event`."""
+    match event:
+        case NodeDrained(by="hhealth"):
+            return probation.drained(event.at_s)
+        case NodeFoundWell():
+            return probation.well(event.at_s)
+        case NodeFoundIll() | NodeDown() | NodeResumed(by="hhealth"):
+            return probation.ill()
+        case NodeResumed():
+            return Probation()
+        case _:
+            return probation
+
+
+def _same(node: Node, event: NodeEvent) -> Node:
+    return node
 
 
 def _up(node: Node, event: NodeUp) -> Node:
@@ -240,6 +272,8 @@ def _table() -> dict[tuple[Link, bool, type[NodeEvent]], NodeTransition]:
         ((Link.DOWN,), both, NodeDown, _still_down),
         (every, both, NodeDrained, _drained),
         (every, both, NodeResumed, _resumed),
+        (every, (True,), NodeFoundWell, _same),
+        (every, (True,), NodeFoundIll, _same),
         (every, (True,), NodeFaultCleared, _available),
         ((Link.UNKNOWN, Link.DOWN), both, NodeFenced, _fenced),
         (every, both, NodeOrphansFound, _orphans_found),

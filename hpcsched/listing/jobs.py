@@ -172,6 +172,35 @@ def checkpoint_text(job: Job, now_s: float) -> str:
     )
 
 
+def cpu_use_text(job: Job) -> str:
+    """Return which part of its CPUs a job keeps busy now."""
+    busy = (job.get("use") or {}).get("busy_cpus")
+    return "N/A" if busy is None or not job["num_cpus"] else f"{busy / job['num_cpus']:.0%}"
+
+
+def memory_use_text(job: Job) -> str:
+    """Return the memory that a job's processes use."""
+    use = job.get("use")
+    return "N/A" if not use else format_mem(round(use["memory_bytes"]) >> 20)
+
+
+def gpu_use_text(job: Job) -> str:
+    """Return how busy a job's GPUs are."""
+    ratio = (job.get("use") or {}).get("gpu_ratio")
+    return "N/A" if ratio is None else f"{ratio:.0%}"
+
+
+def _detail_use(job: Job) -> str:
+    """Return what a running job uses now."""
+    use = job.get("use")
+    if not use:
+        return ""
+    parts = [] if use["busy_cpus"] is None else [f"{use['busy_cpus']:.1f} of {job['num_cpus']} CPUs"]
+    parts.append(f"{memory_use_text(job)} of memory")
+    parts += [] if use["gpu_ratio"] is None else [f"GPUs {gpu_use_text(job)} busy"]
+    return ", ".join(parts) + f"; hwhy --slow {job['display_id']} judges it"
+
+
 def time_left(job: Job) -> str:
     """Return how much of its time limit the job has left."""
     if job["time_limit_s"] is None:
@@ -231,6 +260,7 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("suspended", format_time_s(job["suspended_s"]) if job.get("suspended_s") else ""),
         ("nodes", job["node_list"]),
         ("asks for" if is_waiting(job) else "has", _resources(job)),
+        ("uses", _detail_use(job)),
         ("limit", format_time_s(job["time_limit_s"])),
         ("partition", job["partition"]),
         ("account", job["account"]),

@@ -389,6 +389,18 @@ class RankFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveUse:
+    """What a running attempt of a job uses on all its nodes, from their last samples."""
+
+    at_s: float
+    cpu_s: float  # since the attempt began
+    busy_cpus: float | None  # between the last two samples
+    memory_bytes: float
+    processes: float
+    gpu_ratio: float | None  # mean utilization of its GPUs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStatus:
     """The state of one attempt of a job as of `at_s`. 0 of steps and rates: not known."""
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from hpcsched.model.accounting import NO_LIMITS, Limits
 from hpcsched.model.ids import NodeName
+from hpcsched.model.probation import Probation
 
 # ----- resources: what a node has, and what a job holds of it
 # Requests count GPUs by type; the indices of the GPUs that a job got are in its `Share`. A MIG device is a GPU whose type is its
@@ -77,6 +78,8 @@ def without_cpus(shares: Iterable[Share]) -> tuple[Share, ...]:
 
 
 LAUNCH_CHECK = "hpcschedd/launch"  # drains a node that could not start jobs that other nodes could start
+JOB_SCRIPTS = "hpcschedd/scripts"  # drains a node where the administrator's prolog or epilog has failed
+TESTING = "TESTING: burn-in"  # the reason of the drain of a new node that gets no jobs until it has passed its tests
 OURSELVES = "hpcschedd"  # drains a node that cannot take launches, by its report or by what is known
 
 
@@ -123,7 +126,25 @@ class NodeSpec:
     tmp_mib: int = 0  # of its file system for temporary files
     confine: tuple[str, ...] | None = None  # what it keeps a job to; None: as the cluster does
     gpu_files: tuple[str, ...] = ()  # the device file of each GPU; empty: the driver's
+    mac: str = ""  # of its network card
+    added: float | None = None  # Unix seconds; None: not known
+    formerly: tuple[str, ...] = ()  # its earlier names
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredNode:
+    """What the last assessments say of a node: see `hpcsched.metrics.bench`.
+
+    `near`: the nodes that its links reach with at least that class, the best class first.
+    """
+
+    features: tuple[str, ...] = ()
+    cpu_speed: float = 0.0  # as `NodeSpec.speed`; 0: not measured since that was set
+    gemm_gflops: float = 0.0  # of its slowest GPU; 0: not measured
+    near: tuple[tuple[int, frozenset[str]], ...] = ()
+
+
+UNMEASURED = MeasuredNode()
 
 REACH = ("host", "port", "user", "host_key", "root")  # the fields that identify the spool of a node
 
@@ -197,10 +218,22 @@ class Node:
     has_orphans: bool = False  # it runs what was launched before the database was restored, by its last word
     root_agent: bool = False  # the agent runs as root there and can start jobs as their submitters
     abilities: tuple[Ability, ...] = ()  # empty: not known
+    measured: MeasuredNode = UNMEASURED
+    probation: Probation = Probation()  # read from its events
 
     @property
     def name(self) -> NodeName:
         return self.spec.name
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The configured features, then those of its assessments."""
+        return tuple(dict.fromkeys((*self.spec.features, *self.measured.features)))
+
+    @property
+    def speed(self) -> float:
+        """The newer one of the measured and the configured speed of its cpus."""
+        return self.measured.cpu_speed or self.spec.speed
 
     def not_enforced(self, confine: tuple[str, ...]) -> tuple[Ability, ...]:
         """Return what the node cannot enforce of memory, huge pages and `confine`."""

@@ -58,6 +58,8 @@ class Arrival(NamedTuple):
     partition: str = ""
     user: str = ""
     cpu_used_s: float | None = None  # processor time of all its processes; None: not known
+    began_s: float | None = None  # when it really started, and on which nodes
+    on: tuple[str, ...] = ()
 
 
 class PlanNode(NamedTuple):
@@ -289,12 +291,14 @@ def replayed(machines: PlanNodes, jobs: Iterable[Arrival], from_s: float, to_s: 
     for job, at_s in counted:
         for name in (("partition", job.partition), ("user", job.user)):
             groups.setdefault(name, []).append(at_s - job.submit_s)
-    busy = _busy_s(zip(fit, starts_s, strict=True), from_s, to_s)
+    busy = busy_s(zip(fit, starts_s, strict=True), from_s, to_s)
     return ReplayResult(
-        waits=_waits([at_s - job.submit_s for job, at_s in counted]),
-        gpu_waits=_waits([at_s - job.submit_s for job, at_s in counted if job.gpus]),
-        by_partition={name: _waits(waits) for (kind, name), waits in sorted(groups.items()) if kind == "partition"},
-        by_user={name: _waits(waits) for (kind, name), waits in sorted(groups.items()) if kind == "user"},
+        waits=wait_figures([at_s - job.submit_s for job, at_s in counted]),
+        gpu_waits=wait_figures([at_s - job.submit_s for job, at_s in counted if job.gpus]),
+        by_partition={
+            name: wait_figures(waits) for (kind, name), waits in sorted(groups.items()) if kind == "partition"
+        },
+        by_user={name: wait_figures(waits) for (kind, name), waits in sorted(groups.items()) if kind == "user"},
         utilization=_part(busy[0], sum(machine.cpus for machine in machines) * (to_s - from_s)),
         gpu_utilization=_part(busy[1], sum(machine.gpus for machine in machines) * (to_s - from_s)),
         left_out=sum(from_s <= job.submit_s < to_s for job in ordered) - len(counted),
@@ -311,7 +315,8 @@ def _engine(machines: PlanNodes, jobs: Sequence[Arrival]) -> Engine:
     return EasyNodes(machines, jobs)
 
 
-def _waits(waits_s: list[float]) -> WaitFigures:
+def wait_figures(waits_s: list[float]) -> WaitFigures:
+    """Return the figures of these waits, which are sorted."""
     if not waits_s:
         return WaitFigures()
     waits_s.sort()
@@ -324,7 +329,7 @@ def _waits(waits_s: list[float]) -> WaitFigures:
     )
 
 
-def _busy_s(starts: Iterable[tuple[Arrival, float]], from_s: float, to_s: float) -> tuple[float, float]:
+def busy_s(starts: Iterable[tuple[Arrival, float]], from_s: float, to_s: float) -> tuple[float, float]:
     """Return the cpu seconds and the GPU seconds that jobs hold within ``[from_s, to_s)``."""
     cpu_s = gpu_s = 0.0
     for job, at_s in starts:

@@ -457,7 +457,10 @@ class MetricsArchive:
         if not parts:
             raise _nothing_of(question, " in this period")
         known = dict.fromkeys(_plain(name) for part in parts for name in part.names)
-        wanted = matching(question["series"], list(known))
+        asked = question["series"]
+        if question.get("known_only"):
+            asked = [name for name in asked if any(f"{one}:".startswith(f"{name}:") for one in known)]
+        wanted = matching(asked, list(known))
         if len(wanted) * count > MAX_VALUES:
             raise RequestError(f"cannot show {len(wanted)} series of {count} points at once: take longer steps")
         made: dict[tuple[str, str], SteppedSeries] = {}
@@ -607,11 +610,9 @@ def matching(asked: Sequence[str], known: Sequence[str]) -> list[str]:
             if column.partition(":")[0] in whole and (not colon or _has_labels(column.partition(":")[2], labels))
         ]
         if not columns:
-            labels_known = sorted(one.partition(":")[2] for one in known if one.partition(":")[0] in whole)
-            raise NotFoundError(
-                f"cannot show {text[:80]!r}: {whole[0]} has no {labels[:40]!r} here; there are: "
-                f"{', '.join(labels_known[:20])}"
-            )
+            parts = sorted(one.partition(":")[2] for one in known if one.partition(":")[0] in whole)
+            others = f"there are: {', '.join(parts[:20])}" if any(parts) else f"write {name}"
+            raise NotFoundError(f"cannot show {text[:80]!r}: {whole[0]} has no {labels[:40]!r} here; {others}")
         found |= dict.fromkeys(columns)
     if len(found) > MAX_SERIES:
         raise RequestError(f"cannot show {len(found)} series at once, {MAX_SERIES} are allowed: name fewer")

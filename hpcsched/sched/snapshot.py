@@ -10,7 +10,7 @@ jobs have mostly equal fields. Reservations are stored; the reserved intervals a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -53,7 +53,9 @@ class NodeView:
     weight: int = 1
     switch: str = ""
     speed: float = 0.0  # measured, relative to other nodes; 0: not known
+    gemm_gflops: float = 0.0  # measured, of its slowest GPU; 0: not known
     link_mbps: int = 0  # of its network link; 0: not known
+    near: tuple[tuple[int, frozenset[str]], ...] = ()  # see `hpcsched.model.node.MeasuredNode`
     tmp_mib: int = 0
     why_not: str = ""
     awaited: bool = False  # it has not answered yet since the controller started, and is not down
@@ -293,11 +295,12 @@ def snapshot_of(
     reservations: Iterable[Reservation] = (),
     promises: Mapping[JobId, Promise] = MappingProxyType({}),
     experience: Experience = NO_EXPERIENCE,
+    held_back: Container[JobId] = frozenset(),
 ) -> Snapshot:
     """Return the snapshot of the cluster at `now_s`.
 
     `jobs`: all pending and active jobs, and at least the ended jobs that a pending job depends on. Any other job in a dependency
-    counts as ended long ago.
+    counts as ended long ago. `held_back`: those that cannot start now, so that they are not planned.
     """
     cache = cache if cache is not None else SnapshotCache()
     jobs = tuple(jobs)
@@ -305,7 +308,7 @@ def snapshot_of(
     default = default_of(parts)
     cache.follow(parts)
     current = tuple(at(reservation, now_s) for reservation in reservations)
-    pending = _pending_jobs(jobs, parts, default, cache)
+    pending = _pending_jobs([job for job in jobs if job.id not in held_back], parts, default, cache)
     return Snapshot(
         now_s=now_s,
         nodes=tuple(node_view(node) for node in nodes),
@@ -393,11 +396,13 @@ def node_view(node: Node) -> NodeView:
         cpus=spec.cpus,
         mem_mib=spec.mem_mib,
         gpus=spec.gpus,
-        features=frozenset(spec.features),
+        features=frozenset(node.features),
         weight=spec.weight,
         switch=spec.switch,
-        speed=spec.speed,
+        speed=node.speed,
+        gemm_gflops=node.measured.gemm_gflops,
         link_mbps=spec.link_mbps,
+        near=node.measured.near,
         tmp_mib=spec.tmp_mib or UNKNOWN_TMP_MIB,
         why_not=_why_not(node),
         awaited=node.link is Link.UNKNOWN and not node.drained,

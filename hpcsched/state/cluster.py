@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 from hpcsched.auth.tokens import Credential
 from hpcsched.config.load import Config
+from hpcsched.metrics.bench import BenchRun, measured_nodes
+from hpcsched.metrics.links import LinkRun
 from hpcsched.model import frozen
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
-from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, TrainingStatus
-from hpcsched.model.node import OURSELVES, Link, Node, NodeSpec, Partition, PartitionState
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, LiveUse, TrainingStatus
+from hpcsched.model.node import OURSELVES, UNMEASURED, Link, Node, NodeSpec, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
@@ -60,6 +62,13 @@ def large_bytes(spec: JobSpec) -> int:
     size = len(spec.submit_line) + sum(map(len, spec.script_args)) + len(spec.comment)
     size += sum(len(name) + len(value) for name, value in spec.env)
     return max(0, size - UNCOUNTED_BYTES)
+
+
+class BackupState(NamedTuple):
+    """The newest backup that all directories have, 0: none; and why the last one failed."""
+
+    newest_at_s: float
+    why: str
 
 
 class LargeTexts:
@@ -205,6 +214,7 @@ class ClusterState:
     config: Config
     incarnation: str
     epoch: int
+    start: str = ""  # random, of this start of the controller
     jobs: dict[JobId, Job] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=Nodes)
     partitions: dict[str, Partition] = field(default_factory=dict)
@@ -222,6 +232,9 @@ class ClusterState:
     reservations: dict[str, Reservation] = field(default_factory=dict)
     crontabs: dict[int, Crontab] = field(default_factory=dict)  # by uid
     triggers: dict[int, Trigger] = field(default_factory=dict)
+    # The last assessment of each node that was not busy, and of each link.
+    benches: dict[str, BenchRun] = field(default_factory=dict)
+    links: dict[frozenset[str], LinkRun] = field(default_factory=dict)
     credentials: dict[str, Credential] = field(default_factory=dict)  # of the API over the network
     waits: dict[JobId, Wait] = field(default_factory=dict)
     # Of waiting jobs, from the last plan; not stored.
@@ -238,12 +251,16 @@ class ClusterState:
     usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
     # Last status from the programs of active jobs.
     training: dict[JobId, TrainingStatus] = field(default_factory=dict)
+    # What a running job uses, by the last samples of its nodes; None: not known.
+    live_use: Callable[[Job], LiveUse | None] = lambda _job: None
     # Of connected nodes; "": the agent does not send it; not stored.
     spools: dict[NodeName, str] = field(default_factory=dict)
     # Attempts whose ranks report only a lost rank.
     lost_ranks: dict[JobId, int] = field(default_factory=dict)
     # For nodes that are not connected: an estimate.
     silent_since_s: dict[NodeName, float] = field(default_factory=dict)
+    # Of scheduled backups; None: there are none, or it is not known yet.
+    backup: BackupState | None = None
     restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
     not_taken: tuple[str, ...] = ()  # file settings not applied because jobs are held
     # Jobs from before a restore whose launch is in the database are adopted automatically.
@@ -277,6 +294,12 @@ class ClusterState:
         if token.step == BATCH_STEP and str(token) != job.token:
             return None
         return job if token.node in job.held_nodes else None
+
+    def measured_again(self) -> dict[NodeName, Node]:
+        """Return the nodes of which the assessments say something else than before."""
+        found = measured_nodes([node.spec for node in self.nodes.values()], self.benches, self.links.values())
+        nodes = {name: replace(node, measured=found.get(name, UNMEASURED)) for name, node in self.nodes.items()}
+        return {name: node for name, node in nodes.items() if node != self.nodes[name]}
 
     def open_nodes(self) -> list[Node]:
         """Return the nodes that a plan may use.

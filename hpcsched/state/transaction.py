@@ -40,6 +40,8 @@ from hpcsched.lifecycle.node import (
     NodeResumed,
     apply_to_node,
 )
+from hpcsched.metrics.bench import BenchRun
+from hpcsched.metrics.links import LinkRun
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, RankFailure, TrainingStatus
@@ -123,6 +125,8 @@ class WriteBatch:
     credentials: dict[str, Credential | None] = field(default_factory=dict)  # None: deleted
     training: dict[int, TrainingStatus] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
+    benches: list[BenchRun] = field(default_factory=list)
+    links: list[LinkRun] = field(default_factory=list)
     # Tokens from before a restore whose jobs continue.
     adopted: list[str] = field(default_factory=list)
     audit: list[AuditEntry] = field(default_factory=list)
@@ -318,6 +322,26 @@ class Transaction:
         """Record the answer of a noted request."""
         self.batch.answers[(uid, request_id)] = answer
 
+    def note_bench(self, run: BenchRun) -> None:
+        """Record what a node measured, and use it."""
+        self.batch.benches.append(run)
+        if not run.busy:
+            self._set("benches", run.node, run)
+            self._measure()
+
+    def note_links(self, runs: Iterable[LinkRun]) -> None:
+        """Record what pairs of nodes measured, and use it."""
+        runs = list(runs)
+        self.batch.links.extend(runs)
+        for run in runs:
+            if not run.busy and not run.why:
+                self._set("links", frozenset(run.pair), run)
+        self._measure()
+
+    def _measure(self) -> None:
+        for name, node in self.cluster.measured_again().items():
+            self._set("nodes", name, node)
+
     def requested(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
         """Return the jobs that this transaction created for a request id, or None.
 
@@ -351,7 +375,7 @@ class Transaction:
             if before is not None:
                 changed.append((f"job {before.display_id}", before, self.cluster.jobs.get(job_id)))
         for (table, key), before in self._before.items():
-            if table != "usage":
+            if table not in ("usage", "benches", "links"):
                 changed.append((f"{table.removesuffix('s')} {key}", before, getattr(self.cluster, table).get(key)))
         for name, state in self.batch.partitions.items():
             earlier = self._partitions_before[0].get(name) if self._partitions_before else None

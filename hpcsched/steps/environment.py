@@ -21,7 +21,7 @@ from types import MappingProxyType
 from hpcnode.os import rlimits
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import Job, component, components_of
-from hpcsched.model.node import GpuRequest
+from hpcsched.model.node import GpuRequest, Share
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.steps.layout import NodeTasks, tasks_per_node_text
 
@@ -88,6 +88,20 @@ def job_environment(
     facts |= _tasks_asked(job)
     ours = _twins(facts) | _of_node(first.node) | _of_installation(job, cluster, conf)
     return with_users(dict(job.spec.env), ours)
+
+
+def script_environment(job: Job, *, cluster: str, share_dir: str = "", share: Share | None = None) -> dict[str, str]:
+    """Return the environment of the administrator's prolog and epilog.
+
+    `share` is that of the node where they run; None: they run on the head. Nothing in it is from the user's environment.
+    """
+    facts = _job_facts(job, cluster=cluster, share_dir=share_dir, gid=None)
+    facts["JOB_WORK_DIR"] = job.spec.work_dir
+    of_node = {}
+    if share is not None:
+        facts |= {"CPUS_ON_NODE": str(share.cpus), **_gpus_on_node(share.gpus)}
+        of_node = _of_node(share.node)
+    return _twins(facts) | of_node
 
 
 def allocation_facts(batch: Mapping[str, str]) -> dict[str, str]:

@@ -120,6 +120,8 @@ class StepPorts:
     allow_uid_below: Callable[[], int] = lambda: 1000  # of each Launch
     # The job's share of that node, and which parts of it the node enforces.
     confinement: Callable[[Job, NodeName], protocol.Confinement] = lambda job, node: protocol.Confinement()
+    # The prolog and epilog of the job on that node.
+    scripts: Callable[[Job, NodeName], protocol.JobScripts] = lambda job, node: protocol.JobScripts()
     sign_jobs: Callable[[], bool] = lambda: False  # users sign what the nodes' root helpers start
     # It runs since before a restore: its nodes take no new steps.
     is_adopted: Callable[[Job], bool] = lambda job: False
@@ -206,6 +208,7 @@ def launch_of(
         confine=ports.confinement(job, run.node),
         hosts=ports.hosts(job),
         same_machine=ports.same_machine(job),
+        scripts=ports.scripts(job, run.node),
     )
 
 

@@ -18,7 +18,7 @@ import secrets
 import sqlite3
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -278,6 +278,13 @@ def _create_tables(connection: Connection, tables: MetaData) -> None:
             connection.execute(str(CreateIndex(index).compile(dialect=_DIALECT)))
 
 
+def tables_to_add(path: Path) -> list[str]:
+    """Return the tables that `open_database` would add to the database at `path`."""
+    with closing(connected_to(path, "ro")) as connection:
+        known = {name for (name,) in _TABLES.run(connection)}
+    return [each.name for each in metadata.sorted_tables if each.name not in known]
+
+
 def _mark(connection: Connection, owner: int, version: int) -> None:
     connection.execute(f"PRAGMA application_id = {owner}")
     connection.execute(f"PRAGMA user_version = {version}")
@@ -432,11 +439,20 @@ def adopts_known(connection: Connection) -> bool:
 
 
 def raise_epoch(connection: Connection) -> int:
-    """Return an epoch for this start of the controller: higher than all before, on disk."""
+    """Return an epoch for this start of the controller: higher than all before, on disk.
+
+    A controller on a copy of the database gets the same epoch, and another `start_id`.
+    """
     with writing(connection):
         epoch = current_epoch(connection) + 1
+        PUT_META.run(connection, {"key": "start", "value": secrets.token_hex(8)})
         PUT_META.run(connection, {"key": "epoch", "value": str(epoch)})
     return epoch
+
+
+def start_id(connection: Connection) -> str:
+    """Return the random id of the controller's present or last start, "" before the first."""
+    return _meta(connection, "start") or ""
 
 
 def current_epoch(connection: Connection) -> int:

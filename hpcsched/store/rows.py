@@ -183,6 +183,29 @@ node_events = Table(
     Index("node_events_by_node", "node"),
 )
 
+# Assessments of nodes: the last of each node, see `store._FORGET_BENCHES`.
+benches = Table(
+    "benches",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at_s", Float, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("data", Text, nullable=False),  # JSON, as `hpcsched.metrics.bench.BenchRun`
+    Index("benches_by_node", "node"),
+)
+
+# Links between nodes: the last of each pair, see `store._FORGET_LINKS`.
+links = Table(
+    "links",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at_s", Float, nullable=False),
+    Column("one", Text, nullable=False),
+    Column("other", Text, nullable=False),
+    Column("data", Text, nullable=False),  # JSON, as `hpcsched.metrics.links.LinkRun`
+    Index("links_by_pair", "one", "other"),
+)
+
 nodes = Table(
     "nodes",
     metadata,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from sqlite3 import Connection
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from hpcsched.auth.audit import GENESIS, AuditEntry, AuditRecord, chained, recor
 from hpcsched.auth.tokens import Credential
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
+from hpcsched.metrics.bench import BenchRun, run_from, run_text
+from hpcsched.metrics.links import LinkRun, link_from, link_text
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, RankFailure, TrainingStatus
@@ -38,6 +40,7 @@ from hpcsched.store.engine import PUT_META, Row, Statement, insert, place, readi
 from hpcsched.store.rows import (
     Env,
     audit,
+    benches,
     credential_of,
     credential_row,
     credentials,
@@ -54,6 +57,7 @@ from hpcsched.store.rows import (
     job_of,
     job_row,
     jobs,
+    links,
     meta,
     node_events,
     node_row,
@@ -198,6 +202,10 @@ class Store:
             _put(connection, _PUT_USAGE, usage_row, batch.usage.values())
             _put(connection, _PUT_TRAINING, training_row, batch.training.values())
             _put(connection, _NEW_FAILURE, failure_row, batch.failures)
+            _put(connection, _NEW_BENCH, _bench_row, batch.benches)
+            _FORGET_BENCHES.run_many(connection, [{"of_node": run.node} for run in batch.benches])
+            _put(connection, _NEW_LINK, _link_row, batch.links)
+            _FORGET_LINKS.run_many(connection, [{"of_one": run.one, "of_other": run.other} for run in batch.links])
             _put(connection, _NEW_REQUEST, _request_row, batch.requests)
             _put(connection, _PUT_ANSWER, _answer_row, batch.answers.items())
             _NEW_AUDIT.run_many(connection, records)
@@ -474,10 +482,42 @@ class Store:
         """Return the stored part of each node, by name (see `rows.node_row`)."""
         return {row.name: row for row in self._rows(_NODES)}
 
+    def rename_node(self, former: str, name: str) -> None:
+        """Give the state, events, assessments and links of a node another name.
+
+        Raises UnavailableError. What a removed node of that name has left is deleted. Past jobs and steps keep the former name.
+        """
+        names = {"of_node": former, "to_node": name}
+        benches = [replace(run, node=name) for run in self.load_benches() if run.node == former]
+        links = [run for run in self.load_links() if former in run.pair]
+        new = {former: name}
+        renamed = [replace(run, one=new.get(run.one, run.one), other=new.get(run.other, run.other)) for run in links]
+        with writing(self.connection) as connection:
+            for delete_old, move in _RENAME_NODE:
+                delete_old.run_many(connection, [{"of_node": name}])
+                move.run_many(connection, [names])
+            for forget in (_DELETE_BENCHES, _DELETE_LINKS):
+                forget.run_many(connection, [{"of_node": former}, {"of_node": name}])
+            _put(connection, _NEW_BENCH, _bench_row, benches)
+            _put(connection, _NEW_LINK, _link_row, renamed)
+
     def load_node_events(self, node: str) -> list[NodeEvent]:
         """Return the node's events in order."""
         rows = self._rows(_NODE_EVENTS, {"of_node": node})
         return [node_event_from_data(row.kind, row.node, row.at_s, json.loads(row.data)) for row in rows]
+
+    def recent_node_events(self, since_s: float) -> list[NodeEvent]:
+        """Return the events of all nodes since then, in order."""
+        rows = self._rows(_RECENT_NODE_EVENTS, {"since_s": since_s})
+        return [node_event_from_data(row.kind, row.node, row.at_s, json.loads(row.data)) for row in rows]
+
+    def load_benches(self) -> list[BenchRun]:
+        """Return the last assessments of all nodes, in order."""
+        return [run_from(row.data) for row in self._rows(_BENCHES)]
+
+    def load_links(self) -> list[LinkRun]:
+        """Return the last runs of all pairs of nodes, in order."""
+        return [link_from(row.data) for row in self._rows(_LINKS)]
 
     def outages(self, after_s: float, before_s: float) -> list[Outage]:
         """Return when nodes did not answer between the two times; an unfinished outage has no end."""
@@ -737,6 +777,34 @@ _NODES = Statement(select(nodes))
 _FORGET_BOOTS = Statement(update(nodes).values(boot_id=""))
 _NEW_NODE_EVENT = Statement(insert(node_events), ("at_s", "node", "kind", "data"))
 _NODE_EVENTS = Statement(select(node_events).where(node_events.c.node == place("of_node")).order_by(node_events.c.seq))
+_RECENT_NODE_EVENTS = Statement(
+    select(node_events).where(node_events.c.at_s >= place("since_s")).order_by(node_events.c.seq)
+)
+_RENAME_NODE = (
+    (
+        Statement(delete(nodes).where(nodes.c.name == place("of_node"))),
+        Statement(update(nodes).where(nodes.c.name == place("of_node")).values(name=place("to_node"))),
+    ),
+    (
+        Statement(delete(node_events).where(node_events.c.node == place("of_node"))),
+        Statement(update(node_events).where(node_events.c.node == place("of_node")).values(node=place("to_node"))),
+    ),
+)
+_DELETE_BENCHES = Statement(delete(benches).where(benches.c.node == place("of_node")))
+_NEW_BENCH = Statement(insert(benches), ("at_s", "node", "data"))
+_BENCHES = Statement(select(benches).order_by(benches.c.seq))
+_KEPT_BENCHES = 100  # of each node
+_newest = select(benches.c.seq).where(benches.c.node == place("of_node")).order_by(benches.c.seq.desc())
+_FORGET_BENCHES = Statement(
+    delete(benches).where(benches.c.node == place("of_node"), benches.c.seq.not_in(_newest.limit(_KEPT_BENCHES)))
+)
+_DELETE_LINKS = Statement(delete(links).where((links.c.one == place("of_node")) | (links.c.other == place("of_node"))))
+_NEW_LINK = Statement(insert(links), ("at_s", "one", "other", "data"))
+_LINKS = Statement(select(links).order_by(links.c.seq))
+_KEPT_LINKS = 5  # of each pair
+_of_pair = (links.c.one == place("of_one"), links.c.other == place("of_other"))
+_newest_links = select(links.c.seq).where(*_of_pair).order_by(links.c.seq.desc()).limit(_KEPT_LINKS)
+_FORGET_LINKS = Statement(delete(links).where(*_of_pair, links.c.seq.not_in(_newest_links)))
 _DOWN_AND_UP = Statement(
     select(node_events.c.node, node_events.c.kind, node_events.c.at_s)
     .where(node_events.c.kind.in_([NodeDown.__name__, NodeUp.__name__]))
@@ -871,6 +939,14 @@ def _script_row(script: tuple[str, bytes]) -> Row:
 def _event_row(event: JobEvent) -> Row:
     kind, data = type(event).__name__, _TO_JSON(to_data(event))
     return {"at_s": event.at_s, "job_id": event.job_id, "kind": kind, "data": data}
+
+
+def _bench_row(run: BenchRun) -> Row:
+    return {"at_s": run.at_s, "node": run.node, "data": run_text(run)}
+
+
+def _link_row(run: LinkRun) -> Row:
+    return {"at_s": run.at_s, "one": run.one, "other": run.other, "data": link_text(run)}
 
 
 def _node_event_row(event: NodeEvent) -> Row:

@@ -6,3 +6,5 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
+from agent_client import place, work  # noqa: E402, F401 - fixtures

@@ -201,7 +201,7 @@ class Grammar:
         path = self.pick([
             "/v1/ping", "/v1/partitions", "/v1/shares", "/v1/licenses", "/v1/reservations", "/v1/config", "/v1/strays",
             "/v1/snapshot",
-            f"/v1/job/{reference}", f"/v1/job/{reference}/story", f"/v1/job/{reference}/why",
+            f"/v1/job/{reference}", f"/v1/job/{reference}/story", f"/v1/job/{reference}/why", f"/v1/job/{reference}/slow",
             "/v1/jobs" + self._query(filters), "/v1/queue" + self._query(filters + layout),
             "/v1/priorities" + self._query(filters),
             "/v1/outages" + self._query(["start_s", "end_s"]),
@@ -384,6 +384,7 @@ class Grammar:
         words: list[protocol.Message] = [
             report, report, report,
             protocol.Condition(why=self.pick(["", "disk full", self.text()[:500]])),
+            protocol.ScriptFailed(seq=self.random.randrange(100), job_id=job_id, why=self.text()[:500]),
             protocol.JobGone(incarnation=parts[0], job_id=job_id, attempt=self.random.randrange(3), stay=0),
             protocol.Facts(request=self.random.randrange(5), facts={"fault": self.text()}),
             protocol.Sample(

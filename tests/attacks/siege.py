@@ -36,6 +36,7 @@ class Found:
     submissions: list[float] = field(default_factory=list)
     most_rss_mb: float = 0.0
     log_bytes: int = 0
+    disk_bytes: int = 0
     same_process: bool = False
     failures: list[str] = field(default_factory=list)
     attacks: Counter[str] = field(default_factory=Counter)
@@ -45,7 +46,8 @@ class Found:
             (
                 f"ping        {_figures(self.pings)}",
                 f"submission  {_figures(self.submissions)}",
-                f"RSS         {self.most_rss_mb:.0f} MB at most, log {self.log_bytes / 1e3:.0f} kB",
+                f"RSS         {self.most_rss_mb:.0f} MB at most",
+                f"files       {self.disk_bytes / 1e6:.0f} MB at the end, log {self.log_bytes / 1e3:.0f} kB",
                 f"exits       {0 if self.same_process else 1}, failed requests of others {self.failures[:3]}",
                 f"attacks     {json.dumps(dict(sorted(self.attacks.items())))}",
             )
@@ -94,6 +96,7 @@ def besiege(base: Path, for_s: float) -> Found:
                 attacker.wait()
         found.same_process = client.call("GET", "/v1/ping", where=cluster.api_socket)["pid"] == pid
         found.log_bytes = sum(path.stat().st_size for path in (cluster.config_dir / "state").glob("hpcschedd.log*"))
+        found.disk_bytes = sum(path.stat().st_size for path in cluster.config_dir.rglob("*") if path.is_file())
     return found
 
 

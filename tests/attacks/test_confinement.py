@@ -17,15 +17,17 @@ import subprocess
 import tempfile
 import textwrap
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_token, running_node
+from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node
 from waiting import wait_until
 
-from hpcnode.os import cgroup, process
+from hpcnode.os import cgroup, mounts, process
+from hpcnode.os.loop import Loop
 from hpcnode.shepherd import confinement
 from hpcnode.wire import protocol
 from tests.attacks.siege import SYSTEM_PYTHON
@@ -45,21 +47,6 @@ def _can(word: str) -> bool:
 
 def needs(word: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not _can(word), reason=f"this machine, or this account, cannot enforce {word}")
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/var/tmp"))
-    path.chmod(0o755)
-    (path / "work").mkdir()
-    (path / "work").chmod(0o777)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture
-def work(place: Path) -> Path:
-    return place / "work"
 
 
 @pytest.fixture
@@ -165,6 +152,34 @@ def test_e4_a_job_of_one_cpu_uses_no_second_one(node: NodeUnderTest, work: Path)
     assert ended.usage is not None
     used = (ended.usage["cpu_user_s"] + ended.usage["cpu_system_s"]) / ended.ran_s
     assert used <= 1.05
+
+
+@needs("pin")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="NOT TESTED: needs two cpus")
+def test_e4_cpus_that_the_node_gets_later_are_used() -> None:
+    """Of the group above the agent's, as if a container got more, or a cpu was plugged in."""
+    mounts = cgroup._mounts()
+    is_version_1 = "cpuset" in mounts
+    top = Path(mounts["cpuset"] if is_version_1 else mounts[""])
+    group = top / f"test-{os.getpid()}-cpus"
+    group.mkdir()
+    try:
+        if is_version_1:
+            (group / "cpuset.mems").write_text((top / "cpuset.mems").read_text())
+        (group / "cpuset.cpus").write_text("0")
+        base = group / "hpcsched" / "agent"
+        assert cgroup._make_v1(str(base), "cpuset") if is_version_1 else not base.mkdir(parents=True)
+        tree = cgroup.Tree(controllers={"cpuset": str(base)})
+        sandboxes = confinement.Sandboxes(Loop(), confinement.Ground(tree=tree))
+        launch = launch_of(new_token(), confine=share(cpus=1))
+        assert cgroup.usable_cpus(tree) == {0}
+        assert not sandboxes._limits(launch).pin
+        (group / "cpuset.cpus").write_text("0-1")
+        assert sandboxes._limits(launch).pin
+        assert cgroup.usable_cpus(tree) == {0, 1}
+    finally:
+        for path in (base, base.parent, group):
+            path.rmdir()
 
 
 @needs("pin")
@@ -348,6 +363,24 @@ def test_b9_dev_shm_is_no_larger_than_the_memory_of_the_job(node: NodeUnderTest,
     run(node, work, "stat -f -c '%S %b' /dev/shm", confine=share(mem_mib=20))
     size, count = said(work).split()
     assert int(size) * int(count) == 20 << 20
+
+
+@needs("shm")
+def test_b9_dev_shm_has_no_more_files_than_its_size_allows(node: NodeUnderTest, work: Path) -> None:
+    """The kernel's default is a share of the memory of the machine, not of the job."""
+    run(node, work, "stat -f -c %c /dev/shm", confine=share(mem_mib=20))
+    assert int(said(work)) == 20 << 20 >> 13
+
+
+def test_b9_a_look_at_what_a_job_has_left_takes_no_memory_for_each_file(tmp_path: Path) -> None:
+    for number in range(5000):
+        (tmp_path / f"{number:0>200}").touch()
+    tmp_path.chmod(0o1777)
+    tracemalloc.start()
+    assert not mounts.is_clean(mounts.Cover(shm=str(tmp_path)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100_000
 
 
 BOMB = """python3 - <<'X'

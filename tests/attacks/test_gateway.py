@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from gateway_server import AS_ROOT, GATEWAY, USER, Served, certificate, free_port, serving
+from waiting import wait_until
+
+CONNECTIONS = 560  # all clients of these tests have a loopback address
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving() as found:
+    with serving(connections_per_address=CONNECTIONS) as found:
         yield found
 
 
@@ -161,7 +164,8 @@ def test_a12_client_certificates(served: Served) -> None:
     whose = [f"--user={USER}"] if AS_ROOT else []
     for name in ("service", "server"):
         path = served.base / f"{name}.crt"
-        served.cluster.run("hctl", "token", "create", f"--certificate={path}", *whose)
+        words = [f"--certificate={path}", f"--key={path.with_suffix('.key')}", *whose]
+        served.cluster.run("hctl", "token", "create", *words)
     status, answer, _ = served.ask("GET", "/api/v1/me", token="", certificate="service")
     assert (status, answer["user"]) == (200, USER)
     for name in ("server", "stranger"):  # without the purpose of clients; of another CA
@@ -215,9 +219,8 @@ def test_a12_500_half_handshakes_and_slow_readers_are_ended_and_others_are_answe
     with ExitStack() as stack:
         hello = b"\x16\x03\x01\x02\x00\x01"
         half = []
-        for number in range(500):
+        for _ in range(500):
             sock = stack.enter_context(socket.socket())
-            sock.bind((f"127.0.{1 + number // 50}.{1 + number % 50}", 0))
             sock.settimeout(30)
             sock.connect(("127.0.0.1", served.port))
             sock.sendall(hello)
@@ -234,23 +237,105 @@ def test_a12_500_half_handshakes_and_slow_readers_are_ended_and_others_are_answe
 
 
 def test_a12_one_address_has_a_limited_number_of_connections(served: Served) -> None:
+    """All loopback addresses count as one: a local user can use each of them."""
     with ExitStack() as stack:
         taken = []
-        for _ in range(100):
+        for number in range(CONNECTIONS + 36):
             sock = stack.enter_context(socket.socket())
-            sock.bind(("127.0.99.1", 0))
-            sock.settimeout(0.2 if len(taken) > 80 else 5)
+            sock.bind((f"127.0.99.{1 + number % 100}", 0))
+            sock.settimeout(30)
             sock.connect(("127.0.0.1", served.port))
             taken.append(sock)
-        assert served.ask("GET", "/api/v1/ping")[0] == 200  # another address
-        ended = 0
-        for sock in taken[64:]:
-            sock.settimeout(3)
-            try:
-                ended += sock.recv(1) == b""
-            except ConnectionError:
-                ended += 1
-        assert ended == 36
+        for sock in taken[CONNECTIONS:]:
+            with suppress(ConnectionError):
+                assert sock.recv(1) == b""
+    wait_until(lambda: answers(served))
+
+
+def answers(served: Served) -> bool:
+    try:
+        return served.ask("GET", "/api/v1/ping")[0] == 200
+    except OSError:
+        return False
+
+
+# ----- D2: heads that two readers could understand differently
+
+HEAD = "POST /api/v1/cancel HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+
+
+def exchange(served: Served, text: str) -> str:
+    """Send a text as it is, and return the answers until the gateway ends the connection."""
+    with (
+        socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw,
+        served.context().wrap_socket(raw, server_hostname="localhost") as sock,
+    ):
+        sock.sendall(text.replace("{token}", served.token).encode())
+        return b"".join(iter(lambda: sock.recv(65536), b"")).decode()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "Host: y\r\nContent-Length: 2\r\n\r\n{}",
+        "Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n{}",
+        "X-Slurm-User-Name: a\r\nX-Slurm-User-Name: b\r\nContent-Length: 2\r\n\r\n{}",
+        "Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+        "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /api/v1/me HTTP/1.1\r\n\r\n",
+        "Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\nGET /api/v1/me HTTP/1.1\r\n\r\n",
+        "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-Requested-With: x\r\n\r\n",
+        "X-A: b\r\n c\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+)
+def test_d2_an_ambiguous_head_is_refused_and_ends_the_connection(served: Served, more: str) -> None:
+    answer = exchange(served, HEAD + more)
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert answer.count("HTTP/1.1 ") == 1
+    assert "cannot read the request" in answer
+
+
+def test_d2_no_host_and_preconditions_that_never_hold_are_refused(served: Served) -> None:
+    assert exchange(served, "GET /api/v1/me HTTP/1.1\r\nAuthorization: Bearer {token}\r\n\r\n").startswith(
+        "HTTP/1.1 400 "
+    )
+    etag = served.ask("GET", "/api/v1/jobs")[2]["etag"]
+    assert served.ask("POST", "/api/v1/cancel", {"jobs": ["1"]}, If_Match=etag)[0] == 412
+
+
+# ----- E1: one user takes nothing from the others
+
+
+def waiting_request(served: Served, stack: ExitStack, path: str, token: str) -> ssl.SSLSocket:
+    """Send a request on a connection of its own, and return it when the answer begins."""
+    raw = stack.enter_context(socket.socket())
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.settimeout(30)
+    raw.connect(("127.0.0.1", served.port))
+    sock = stack.enter_context(served.context().wrap_socket(raw, server_hostname="localhost"))
+    sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+    return sock
+
+
+def test_e1_connections_take_little_memory_because_uvloop_is_used(served: Served) -> None:
+    """Its own account may not be able to read it, where asyncio needs ten times as much for TLS."""
+    pytest.importorskip("uvloop")
+    assert "/uvloop/" in Path(f"/proc/{served.pid}/maps").read_text()
+
+
+def test_e1_streams_with_many_tokens_count_for_their_user(served: Served) -> None:
+    whose = [f"--user={USER}"] if AS_ROOT else []
+    tokens = [served.cluster.run("hctl", "token", "create", *whose).stdout.strip() for _ in range(2)]
+    assert [served.ask("GET", "/api/v1/me", token=token)[0] for token in tokens] == [200, 200]
+    with ExitStack() as stack:
+        for number in range(66):
+            sock = waiting_request(served, stack, "/api/v1/events", tokens[number % 2])
+            assert sock.recv(12).startswith(b"HTTP/1.1 ")
+        wait_until(lambda: served.ask("GET", "/api/v1/me", token=tokens[0])[0] == 429)
+        answer = served.ask("GET", "/api/v1/me", token=tokens[1])
+        assert (answer[0], "64 of your requests" in answer[1]["detail"]) == (429, True)
+        if AS_ROOT:
+            root = served.cluster.run("hctl", "token", "create").stdout.strip()
+            assert served.ask("GET", "/api/v1/me", token=root)[0] == 200
 
 
 # ----- A2, F5 through the gateway
@@ -309,6 +394,21 @@ def test_f5_a_revoked_token_is_refused_at_the_next_request(served: Served) -> No
     assert served.ask("GET", "/api/v1/me", token=made["token"])[0] == 401
     nothing = served.cluster.run("hctl", "token", "revoke", check=False)
     assert (nothing.returncode, "hctl token revoke ID" in nothing.stderr) == (2, True)
+
+
+def test_f5_a_stream_ends_soon_after_its_token_is_revoked(served: Served) -> None:
+    whose = [f"--user={USER}"] if AS_ROOT else []
+    made = json.loads(served.cluster.run("hctl", "token", "create", "--json", *whose).stdout)
+    connection = served.connect()
+    connection.request("GET", "/api/v1/events", headers={"Authorization": f"Bearer {made['token']}"})
+    stream = connection.getresponse()
+    assert stream.readline().startswith(b"id: ")
+    served.cluster.run("hctl", "token", "revoke", made["id"])
+    spec = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp", "hold": True}
+    job = served.ask("POST", "/api/v1/submit", {"jobs": [spec]})[1]["jobs"][0]["job_id"]  # ends the poll that waits
+    assert f"{made['id']}: it is revoked" in stream.read().decode()
+    served.ask("POST", "/api/v1/cancel", {"jobs": [str(job)]})
+    connection.close()
 
 
 def test_f5_a_session_of_a_link_needs_a_header_to_change_anything_and_ends(served: Served) -> None:

@@ -15,6 +15,7 @@ from tests.attacks.siege import SYSTEM_PYTHON, besiege, percentile
 FOR_S = 8.0  # of `python -m tests.attacks SECONDS`, enough for each kind of attack
 MAX_RSS_MB = 512
 MAX_LOG_BYTES = 1 << 20
+MAX_DISK_BYTES = 256 << 20
 MAX_MEDIAN_S = 5.0  # on a machine that does much else; `python -m tests.attacks` has the bounds of a quiet one
 
 
@@ -36,6 +37,7 @@ def test_e1_hostile_accounts_take_nothing_from_others(base: Path) -> None:
     assert not found.failures, found
     assert found.most_rss_mb < MAX_RSS_MB, found
     assert found.log_bytes < MAX_LOG_BYTES, found
+    assert 0 < found.disk_bytes < MAX_DISK_BYTES, found
     assert percentile(found.pings, 0.5) < MAX_MEDIAN_S, found
     assert found.attacks["bodies"], found
     assert found.attacks["frames"], found

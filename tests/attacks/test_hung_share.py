@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,16 +20,6 @@ pytestmark = [
         bool(why_not()), reason=f"NOT TESTED: the share is a file system of the test, which {why_not()}"
     ),
 ]
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/var/tmp"))
-    path.chmod(0o755)
-    (path / "work").mkdir()
-    (path / "work").chmod(0o777)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

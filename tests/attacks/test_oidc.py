@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import os
 import secrets
 import shutil
+import signal
 import ssl
 import subprocess
 import tempfile
@@ -37,6 +39,7 @@ from starlette.routing import Route
 from waiting import wait_until
 
 from tests.attacks.gateway_client import part
+from tests.attacks.test_secrets import places_of
 
 SECRET = "a secret of the gateway"
 CLIENT = "hpcsched-at-lab"
@@ -330,3 +333,30 @@ def test_a13_a_readable_secret_and_a_missing_address_are_refused(
         )  # fmt: skip
         assert done.returncode != 0, why
         assert why in done.stderr
+
+
+def test_f1_no_secret_of_a_token_a_session_or_the_gateway_is_in_any_file(served: Served, provider: Provider) -> None:
+    """Not even after the controller was killed. The gateway's secret is where the admin has put it."""
+    provider.forge = signed
+    callback = Browser(served, provider)
+    status, body, session = callback.finish()
+    assert status == 200, body
+    code = served.cluster.run("hpcsched", "web").stdout.partition("code=")[2].split()[0]
+    status, body, headers = served.ask("POST", "/api/v1/session", {"code": code}, token="")
+    assert status == 200, body
+    secret_words = {
+        "token": served.token.rpartition(".")[2],
+        "session of OIDC": session.partition("=")[2].partition(".")[2],
+        "code of a link": code,
+        "session of a link": headers["set-cookie"].partition("=")[2].partition(";")[0].partition(".")[2],
+        "id token": provider.last.rpartition(".")[2],
+        "code of OIDC": parse_qs(urlsplit(callback.callback).query)["code"][0],
+    }
+    assert all(len(word) >= 16 for word in secret_words.values()), secret_words
+    served.cluster.run("hctl", "backup", str(served.base / "copy"))
+    served.cluster.run("hctl", "audit", "export", str(served.base / "audit"))
+    for _ in range(2):
+        assert {name: found for name, word in secret_words.items() if (found := places_of(word, served.base))} == {}
+        assert places_of(SECRET, served.base) == []
+        os.kill(served.cluster.api("GET", "/v1/ping")["pid"], signal.SIGKILL)
+        served.cluster.up()

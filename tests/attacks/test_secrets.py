@@ -1,14 +1,24 @@
-"""A planted secret in a job's environment is found in no state, log, backup, core file or spool."""
+"""Planted secrets are found in no file of the cluster: state, logs, backups, core files, spools, the system's log.
+
+Those of a job's environment, of a token, of sessions and links to them, and of the gateway at its OpenID provider. All files
+are searched, for the text and for its base64 and hexadecimal forms.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import glob
 import hashlib
+import itertools
 import json
 import os
 import resource
 import signal
+import socket
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +30,8 @@ from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.job import FINAL
 
 CANARY = "canary-AKIA7Q2ZP4-hunter2"
+DEV_LOG, SYSTEM_LOG = "/dev/log", "system.log"
+ELSEWHERE = "/run/hpcsched*"  # where agents of root have files
 STORIES = (("hctl", "story"), ("hwhy",), ("hqueue", "--json", "-j"), ("hctl", "show", "job"), ("hacct", "--json", "-j"))
 SECRETS = {"AWS_SECRET_ACCESS_KEY": CANARY, "RESTIC_PASSWORD": f"pass phrase {CANARY}", "TOKEN": f"eyJ.{CANARY}.sig"}
 
@@ -32,7 +44,10 @@ def started() -> Iterator[LocalCluster]:
         before = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))  # as on a machine that keeps core files
         try:
-            with LocalCluster(Path(directory), names=("n1",), settings=quick) as cluster:
+            with (
+                system_log(Path(directory) / SYSTEM_LOG),
+                LocalCluster(Path(directory), names=("n1",), settings=quick) as cluster,
+            ):
                 yield cluster
         finally:
             resource.setrlimit(resource.RLIMIT_CORE, before)
@@ -50,12 +65,44 @@ def cluster(started: LocalCluster) -> Iterator[LocalCluster]:
 
 
 def places_of(secret: str, base: Path) -> list[str]:
-    """Return the files below `base` that have the secret."""
+    """Return the files below `base`, and of agents elsewhere, that have the secret in one of its forms."""
+    forms = forms_of(secret.encode())
     found = []
-    for path in base.rglob("*"):
-        if path.is_file() and not path.is_symlink() and secret.encode() in path.read_bytes():
-            found.append(str(path.relative_to(base)))
+    for path in itertools.chain(base.rglob("*"), *(Path(top).rglob("*") for top in glob.glob(ELSEWHERE))):
+        try:
+            if path.is_file() and not path.is_symlink():
+                data = path.read_bytes()
+                found += [os.path.relpath(path, base)] * any(form in data for form in forms)
+        except FileNotFoundError:
+            continue  # of a job that has ended by now
     return found
+
+
+def forms_of(secret: bytes) -> list[bytes]:
+    """Return how a file may have a secret: as it is, as hexadecimal digits, in base64 at any place of a text."""
+    inner = [base64.b64encode(b"x" * before + secret)[4 * bool(before) : -4] for before in range(3)]
+    return [secret, secret.hex().encode(), *inner, *(base64.urlsafe_b64encode(base64.b64decode(one)) for one in inner)]
+
+
+@contextlib.contextmanager
+def system_log(path: Path) -> Iterator[None]:
+    """Write the messages to the system's log to a file, if this machine has no such log."""
+    if os.geteuid() != 0 or os.path.exists(DEV_LOG):
+        yield
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, path.open("ab", buffering=0) as file:
+        sock.bind(DEV_LOG)
+        os.chmod(DEV_LOG, 0o666)  # noqa: S103 - as the system's
+        thread = threading.Thread(
+            target=lambda: [file.write(data + b"\n") for data in iter(lambda: sock.recv(65536), b"")]
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            sock.shutdown(socket.SHUT_RD)
+            thread.join()
+            os.unlink(DEV_LOG)
 
 
 def core_limits_on(cluster: LocalCluster) -> set[str]:
@@ -93,6 +140,9 @@ def test_f1_a_secret_of_a_job_is_found_nowhere(cluster: LocalCluster) -> None:
     assert all(place.startswith("nodes/n1/agent/spool/") for place in meanwhile), meanwhile
     assert {(cluster.base / place).stat().st_mode & 0o077 for place in meanwhile} <= {0}, "documented: the node's spool"
     assert core_limits_on(cluster) == {"0"}, "of the agent and the shepherd, which know the environment"
+    os.kill(cluster.api("GET", "/v1/ping")["pid"], signal.SIGKILL)
+    assert places_of(CANARY, cluster.base) == meanwhile
+    cluster.up()
     (cluster.share / "gate").touch()
     wait_until(lambda: state_of(cluster, running) == "COMPLETED", what="the job to end")
     for words in STORIES:
@@ -100,6 +150,9 @@ def test_f1_a_secret_of_a_job_is_found_nowhere(cluster: LocalCluster) -> None:
     assert "ended" in cluster.run("hctl", "story", str(running)).stdout
     cluster.run("hctl", "audit", "export", str(cluster.base / "audit"))
     assert (cluster.base / "audit").stat().st_size > 100, "which is searched below"
+    cluster.run("hctl", "audit", "verify")  # signs the end of the log, in the system's log, too
+    if (cluster.base / SYSTEM_LOG).exists():
+        assert "audit head" in (cluster.base / SYSTEM_LOG).read_text()
     wait_until(lambda: not places_of(CANARY, cluster.base), what="the node to remove what it kept of the job")
     cluster.down()
     assert places_of(CANARY, cluster.base) == []

@@ -7,6 +7,7 @@ keys, certificates and configuration are real.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import pwd
 import shutil
@@ -99,7 +100,7 @@ class Installation:
         times = {"created_at_s": created_s, "expires_at_s": created_s + valid_days * DAY_S, "revoked_at_s": 0.0}
         self.tokens.append({"id": "t1", "user": "ann", "scopes": [scope], **times})
 
-    def certificate(self, days: tuple[float, float] = (-1, 90), key: Any = None) -> None:
+    def certificate(self, days: tuple[float, float] = (-1, 90), key: Any = None, more: str = "") -> None:
         key = key or ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([])
         begin, end = (datetime.datetime.fromtimestamp(self.now_s + day * DAY_S, datetime.UTC) for day in days)
@@ -107,7 +108,9 @@ class Installation:
         shown = shown.serial_number(1).not_valid_before(begin).not_valid_after(end)
         (self.base / "tls.crt").write_bytes(shown.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
         (self.base / "tls.key").touch(mode=0o600)
-        self.add(f'[gateway]\nuser = "nobody"\ncertificate = "{self.base}/tls.crt"\nkey = "{self.base}/tls.key"\n')
+        self.add(
+            f'[gateway]\nuser = "nobody"\ncertificate = "{self.base}/tls.crt"\nkey = "{self.base}/tls.key"\n{more}'
+        )
 
     def look(self) -> tuple[set[str], list[str]]:
         """Return the ids of the faults, and what was not checked."""
@@ -217,6 +220,40 @@ def open_tls_key(made: Installation) -> None:
     (made.base / "tls.key").chmod(0o644)
 
 
+def open_gateway(setting: str, mode: int, oidc: bool = True) -> Callable[[Installation], None]:
+    """Return what gives the gateway a file that others can use."""
+
+    def plant(made: Installation) -> None:
+        section = (
+            'url = "https://hpc.example.org"\n[gateway.oidc]\nissuer = "https://login.example.org"\nclient_id = "lab"\n'
+            if oidc
+            else ""
+        )
+        (made.base / "folder").mkdir()
+        path = made.base / "folder" / "file"
+        path.touch()
+        path.chmod(mode & 0o777)
+        path.parent.chmod(0o777 if mode & 0o1000 else 0o755)
+        made.certificate(more=f'{section}{setting} = "{path}"\n')
+
+    return plant
+
+
+def login(
+    issuer: str = "https://login.example.org/realms/lab", secret: bool = True, **more: str
+) -> Callable[[Installation], None]:
+    """Return what lets users log in at a provider."""
+
+    def plant(made: Installation) -> None:
+        path = made.base / "secret"
+        path.touch(mode=0o600)
+        words = {"issuer": issuer, "client_id": "lab", **({"client_secret": str(path)} if secret else {}), **more}
+        section = "".join(f"{name} = {json.dumps(value)}\n" for name, value in words.items())
+        made.certificate(more=f'url = "https://hpc.example.org"\n[gateway.oidc]\n{section}')
+
+    return plant
+
+
 def unsigned(made: Installation) -> None:
     made.records.append({"seq": 1, "at_s": made.now_s - 3600})
 
@@ -251,6 +288,17 @@ EVERYWHERE: dict[str, tuple[str, Callable[[Installation], None]]] = {
     "certificate that ends soon": ("HS-61", lambda made: made.certificate((-80, 10))),
     "gateway's key for all": ("HS-62", open_tls_key),
     "weak certificate": ("HS-63", weak_tls),
+    "gateway's secret for all": ("HS-62", open_gateway("client_secret", 0o644)),
+    "CA of users for all": ("HS-66", open_gateway("client_ca", 0o666, oidc=False)),
+    "CA of the provider for all": ("HS-66", open_gateway("ca", 0o666)),
+    "keys of the provider for all": ("HS-66", open_gateway("keys", 0o666)),
+    "directory of the CA of users for all": ("HS-03", open_gateway("client_ca", 0o1644, oidc=False)),
+    "no limit of requests of an address": ("HS-65", lambda made: made.certificate(more="rate = 0\n")),
+    "provider of the public": ("HS-67", login("https://accounts.google.com")),
+    "provider of the public, any e-mail": ("HS-67", login("https://accounts.google.com", user_claim="email")),
+    "users choose their names": ("HS-68", login(user_claim="nickname")),
+    "admin sessions by a login": ("HS-74", login(scope="read, admin")),
+    "no secret at the provider": ("HS-75", login(secret=False)),
     "eternal token": ("HS-70", lambda made: made.token(1, 36_500)),
     "old token": ("HS-71", lambda made: made.token(400, 36_500)),
     "long admin token": ("HS-72", lambda made: made.token(1, 365, "admin")),
@@ -297,7 +345,25 @@ def test_f6_a_fresh_installation_has_no_findings(made: Installation) -> None:
 def test_f6_a_planted_fault_is_named(made: Installation, name: str) -> None:
     rule, plant = PLANTED[name]
     plant(made)
-    assert rule in made.look()[0]
+    found, unseen = made.look()
+    assert rule in found, unseen
+
+
+def test_f6_a_gateway_that_follows_the_guide_has_no_findings(made: Installation) -> None:
+    made.certificate()
+    assert made.look() == (set(), [])
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [login(), login("https://accounts.google.com", user_claim="email", user_domain="example.org")],
+    ids=["own", "public"],
+)
+def test_f6_a_login_that_follows_the_guide_has_no_findings(
+    made: Installation, plant: Callable[[Installation], None]
+) -> None:
+    plant(made)
+    assert made.look() == (set(), [])
 
 
 def test_thirty_faults_are_planted() -> None:

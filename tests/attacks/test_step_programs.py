@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
+from hpcnode.commands import hrun as step_command
 from hpcnode.shepherd import task
 from hpcsched.loopback.cluster import LocalCluster
 
@@ -109,6 +111,32 @@ def test_c5_a_prolog_that_hangs_has_a_deadline(program: Program, monkeypatch: py
         task.run_prolog(program("prolog", "exec sleep 600"), {"PATH": os.environ["PATH"]})
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + 9
+
+
+@pytest.mark.parametrize("what", ["prolog", "epilog"])
+def test_c5_a_program_of_a_step_that_hangs_is_killed_with_what_it_started(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
+) -> None:
+    monkeypatch.setattr(step_command, "SCRIPT_S", 0.3)
+    marks = tmp_path / "marks"
+    hangs = program("hangs", f"sleep 600 &\necho $! >> {marks}\nwait")
+    status = step_command._run_script(what, hangs, ["true"], step_command.HRUN, os.environ)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert f"the {what} {hangs} took longer than 0.3 seconds and was killed" in capfd.readouterr().err
+    wait_until(lambda: not Path(f"/proc/{marks.read_text().strip()}/exe").exists(), what="the end of the sleep")
+
+
+def test_c5_a_look_at_a_share_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share that answers after a tenth of a second counts as full if it is full."""
+    full = os.statvfs("/proc/self")
+    gate = threading.Event()
+
+    def slow(_path: str) -> os.statvfs_result:
+        gate.wait(0.1)
+        return os.statvfs_result((*full[:2], 1000, 0, 0, *full[5:]))
+
+    monkeypatch.setattr(os, "statvfs", slow)
+    assert task.is_full("/share")
 
 
 def test_c5_a_signal_for_a_task_does_not_end_its_epilog(program: Program, tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ import pytest
 pytest.importorskip("jwt")
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from gateway_server import certificate
 
+from hpcsched.auth.tokens import ownership_of
 from hpcsched.loopback.cluster import LocalCluster
 from tests.attacks.gateway_client import Reply, ask, forwarded, part, parts_of
 
@@ -180,7 +182,8 @@ def test_f5_a_revoked_token_ends_at_once_and_a_rotated_key_after_the_next_rotati
     assert parts_of(second)[0]["kid"] != parts_of(third)[0]["kid"]
     assert by_gateway(cluster, second).status == by_gateway(cluster, third).status == 200
     cluster.run("hctl", "token", "rotate-key")
-    assert by_gateway(cluster, second).status == 401
+    ended = by_gateway(cluster, second)
+    assert (ended.status, "replaced by two rotations" in ended.body["error"]) == (401, True)
     assert by_gateway(cluster, third).status == 200
     cluster.down()
     cluster.up()
@@ -199,3 +202,21 @@ def test_f5_a_session_link_works_once(cluster: LocalCluster) -> None:
     closed = ask(cluster.api_socket, "POST", "/v1/sessions/close", {}, headers=forwarded(**secret), uid=GATEWAY_UID)
     assert closed.status == 200
     assert by_gateway(cluster, "", **secret).status == 401
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has users who are not admins")
+def test_a2_a_public_certificate_is_registered_by_the_holder_of_its_key_only(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    path = certificate(tmp_path, "victim")
+    public, key = path.read_bytes(), path.with_suffix(".key").read_bytes()
+
+    def register(ownership: str) -> Reply:
+        body = {"certificate": public.decode(), "ownership": ownership}
+        return ask(cluster.api_socket, "POST", "/v1/tokens/create", body, uid=pwd.getpwnam(USER).pw_uid)
+
+    other = certificate(tmp_path, "other").with_suffix(".key").read_bytes()
+    for ownership in ("", "00", "no hex", ownership_of(public, key, "root"), ownership_of(public, other, USER)):
+        refused = register(ownership)
+        assert (refused.status, "--key=FILE" in refused.body["error"]) == (403, True)
+    assert register(ownership_of(public, key, USER)).status == 200

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcnode.os.program import check_program
 from hpcsched.controller.requests import triggers
-from hpcsched.controller.requests.triggers import TriggerPrograms, check_program
+from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.model.trigger import Trigger, TriggerEvent
 
 ROOT = Path(__file__).parents[2]

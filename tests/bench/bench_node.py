@@ -19,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "integration"), str(Path(__file_
 
 from agent_client import Controller, launch_of, new_token, running_node, script_of  # noqa: E402
 
+from hpcnode.agent.agent import FORGET_S  # noqa: E402
 from hpcnode.os import process  # noqa: E402
 from hpcnode.wire import protocol  # noqa: E402
 from tests.bench.figures import Figure  # noqa: E402
@@ -69,7 +70,7 @@ def flood(root: Path, jobs: int, in_flight: int) -> dict[str, float]:
             done += sum(report.status == protocol.ENDED for report in reports)
             controller.ack(*reports)
         wall_s = time.perf_counter() - started_s
-        time.sleep(0.6)  # the last entries are removed
+        time.sleep(3 * FORGET_S)  # the last entries are removed
         return {
             "jobs_per_s": jobs / wall_s,
             "cpu_ms_per_job": (cpu_of(node.agent.pid) - cpu_before) / jobs * 1e3,

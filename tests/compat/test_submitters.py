@@ -71,11 +71,11 @@ def test_salloc_immediate(slurm: Client) -> None:
 
 
 def test_only_asks_when_it_would_start(slurm: Client) -> None:
-    said = slurm("srun", "--test-only", "-N2", "true")
-    assert re.fullmatch(
-        r"srun: Job \d+ to start at 20\S+ using 2 processors on nodes n\[1-2\] in partition main\n", said.stderr
-    )
-    assert said.stderr.replace("srun", "sbatch") == slurm("sbatch", "--test-only", "-N2", "--wrap", "true").stderr
+    for command in (("srun", "--test-only", "-N2", "true"), ("sbatch", "--test-only", "-N2", "--wrap", "true")):
+        assert re.fullmatch(
+            command[0] + r": Job \d+ to start at 20\S+ using 2 processors on nodes n\[1-2\] in partition main\n",
+            slurm(*command).stderr,
+        )
     refused = slurm("srun", "--test-only", "-N9", "true", check=False)
     assert (refused.returncode, "cannot give job nine nodes" in refused.stderr) == (1, True)
     assert not slurm("squeue", "-h").stdout

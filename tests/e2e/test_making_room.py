@@ -78,9 +78,9 @@ def test_a_job_makes_room_saves_what_it_has_and_comes_back(
 
 
 def test_a_job_stands_still_for_another(cluster: LocalCluster, sub: Sub, running: Any, ended: Any, job: Any) -> None:
-    low = sub("while [ ! -e go-on ]; do sleep 0.05; done", "-N3", "-c", _cpus(cluster), "--mem=1M", "-q", "patient")
+    low = sub("while [ ! -e go-on ]; do sleep 0.05; done", "-N3", "-c", _cpus(cluster), "--mem=8M", "-q", "patient")
     running(low)
-    high = sub("while [ ! -e done ]; do sleep 0.05; done", "-N1", "-c", _cpus(cluster), "--mem=1M", "-q", "urgent")
+    high = sub("while [ ! -e done ]; do sleep 0.05; done", "-N1", "-c", _cpus(cluster), "--mem=8M", "-q", "urgent")
     running(high)
     assert (job(low)["state"], job(low)["suspended_for"]) == ("SUSPENDED", high)
     assert "S" in cluster.run("hqueue", "-h", "-j", str(low), "-o", "%t").stdout

@@ -16,7 +16,8 @@ import pytest
 from other_user import installation
 from waiting import wait_until
 
-from hpcsched import client, errors
+from hpcnode.wire.sockets import is_made_by
+from hpcsched import errors
 from hpcsched.loopback.cluster import LocalCluster, LoopbackNode
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can start a controller as another account")
@@ -161,10 +162,10 @@ def test_a11_a_directory_in_one_that_others_may_write_is_not_trusted(cluster: Fo
         folder = Path(directory) / "run"
         folder.mkdir(mode=0o755)
         os.chown(folder, account.pw_uid, account.pw_gid)
-        assert not client._is_given_by_root(str(folder / "api.sock"), account.pw_uid)
+        assert not is_made_by(str(folder / "api.sock"), account.pw_uid)
         Path(directory).chmod(0o755)
-        assert client._is_given_by_root(str(folder / "api.sock"), account.pw_uid)
-        assert not client._is_given_by_root(str(folder / "api.sock"), account.pw_uid + 1)
+        assert is_made_by(str(folder / "api.sock"), account.pw_uid)
+        assert not is_made_by(str(folder / "api.sock"), account.pw_uid + 1)
 
 
 def test_root_and_the_account_are_admins_and_others_are_not(cluster: ForAll) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from other_user import installation
+from test_mpi import HELLO, mpi_bins
 from test_service_account import ForAll, ended, run_as
 from waiting import wait_until
 
@@ -33,6 +34,15 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can start th
 HEAD, AGENT, ANN, BOB = "bin", "daemon", "games", "www-data"  # accounts that every Debian has
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 NODE_JSON = Path("/etc/hpcsched/node.json")
+RULES = """
+[accounts.lab]
+users = ["*"]
+qos = ["night", "urgent"]
+[qos.night]
+preempt_mode = "requeue"
+[qos.urgent]
+preempt = ["night"]
+"""
 PLACES = ("/etc/hpcsched", "/run/hpcsched-helper", "/var/lib/hpcsched-helper")
 
 
@@ -67,7 +77,7 @@ def cluster(places: None) -> Iterator[Helped]:
         base = Path(directory)
         base.chmod(0o755)
         settings = {"controller": {"run_dir": str(base / "run"), "kill_wait_s": 1, "user": HEAD, "requeue_delay_s": 0,
-                                   "sign_jobs": True}}  # fmt: skip
+                                   "sign_jobs": True}, "scheduler": {"preempt_type": "qos"}}  # fmt: skip
         made = Helped(base, names=("n1", "n2"), settings=settings)
         made.bin_dir = installation(base / "env")
         policy = {
@@ -76,6 +86,7 @@ def cluster(places: None) -> Iterator[Helped]:
             "users": [ANN, BOB],
             "cluster": "demo",
             "path": [str(node_commands(base))],
+            "environment": mpi_variables(base / "tools" / "hrsh"),
         }
         NODE_JSON.write_text(json.dumps(policy))
         Path("/etc/hpcsched/users").mkdir()
@@ -87,6 +98,9 @@ def cluster(places: None) -> Iterator[Helped]:
             wait_until(lambda: os.path.exists("/run/hpcsched-helper/helper.sock"), what="the helper")
             with made as started:
                 started.share.chmod(0o1777)
+                path = started.config_dir / "hpcsched.toml"
+                path.write_text(path.read_text() + RULES)
+                started.run("hctl", "reconfigure")
                 yield started
         finally:
             helper.kill()
@@ -102,6 +116,14 @@ def node_commands(base: Path) -> Path:
         (folder / name).write_text(f'#!/bin/sh\nexec /usr/bin/python3 {program} {name} "$@"\n')
         (folder / name).chmod(0o755)
     return folder
+
+
+def mpi_variables(hrsh: Path) -> dict[str, str]:
+    """Return the variables of the man page, and those of nodes that are one machine."""
+    hydra = {"HYDRA_RMK": "slurm", "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(hrsh)}
+    prrte = {"PRTE_MCA_plm": "ssh", "PRTE_MCA_plm_ssh_agent": str(hrsh)}
+    same_machine = {"HPCSCHED_MPI_NAME_DAEMONS": "1", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+    return {**hydra, **prrte, **same_machine, "OMPI_MCA_btl": "^ofi,uct,openib", "OMPI_MCA_pml": "ob1", "WORD": "node"}
 
 
 def let_in(cluster: Helped, user: str) -> None:
@@ -146,7 +168,7 @@ def test_a_cancelled_job_leaves_nothing(cluster: Helped) -> None:
 
 def test_an_unsigned_job_of_another_entrance_is_refused_in_words(cluster: Helped) -> None:
     body = {"request_id": "", "jobs": [{"name": "j", "script": "#!/bin/sh\n", "work_dir": "/tmp"}]}
-    with pytest.raises(Exception, match="jobs of this cluster are signed by their users"):
+    with pytest.raises(Exception, match="signed by their users .* use hsub or sbatch on the head"):
         cluster.api("POST", "/v1/submit", body)
 
 
@@ -230,6 +252,22 @@ def test_a_requeued_job_runs_as_its_next_attempt(cluster: Helped) -> None:
     assert output.read_text() == "attempt 0\nattempt 1\n"
 
 
+def test_a_job_makes_room_for_another_users_and_comes_back(cluster: Helped) -> None:
+    let_in(cluster, ANN)
+    let_in(cluster, BOB)
+    script = (
+        "echo attempt ${SLURM_RESTART_COUNT:-0}; hrun -N2 -n2 id -un; [ ${SLURM_RESTART_COUNT:-0} = 1 ] || sleep 1000"
+    )
+    low = submit(cluster, ANN, script, "-N2", "--exclusive", "--qos=night", "--output=room", "--open-mode=append")
+    output = cluster.share / ANN / "room"
+    wait_until(lambda: output.exists() and output.read_text().count(ANN) == 2, what="the steps of the first attempt")
+    high = submit(cluster, BOB, "id -un", "-N2", "--exclusive", "--qos=urgent", "--output=urgent")
+    assert ended(cluster, high)["state"] == "COMPLETED"
+    assert (cluster.share / BOB / "urgent").read_text() == f"{BOB}\n"
+    assert ended(cluster, low)["state"] == "COMPLETED"
+    assert output.read_text().split() == ["attempt", "0", ANN, ANN, "attempt", "1", ANN, ANN]
+
+
 def test_steps_run_beside_the_script_and_on_the_other_nodes(cluster: Helped) -> None:
     let_in(cluster, ANN)
     job_id = submit(cluster, ANN, "hrun -N2 -n2 id -un; hrun -n1 -N1 sh -c 'echo one; exit 4'; echo $?", "-N2")
@@ -237,6 +275,23 @@ def test_steps_run_beside_the_script_and_on_the_other_nodes(cluster: Helped) -> 
     words = (cluster.share / ANN / f"slurm-{job_id}.out").read_text().split()
     assert words[:3] == [ANN, ANN, "one"]
     assert words[-1] == "4"
+
+
+@pytest.mark.parametrize("mpi_bin", mpi_bins())
+def test_mpirun_uses_all_nodes_and_slots_of_a_signed_job(cluster: Helped, mpi_bin: str) -> None:
+    let_in(cluster, ANN)
+    (cluster.share / "hello.py").write_text(HELLO)
+    prefix = Path(mpi_bin).parent
+    packages = next(prefix.glob("lib/python*/site-packages"))
+    script = f"export PATH={mpi_bin}:$PATH LD_LIBRARY_PATH={prefix}/lib PYTHONPATH={packages}\n"
+    script += f"echo $WORD\nmpirun {cluster.bin_dir}/python {cluster.share}/hello.py"
+    job_id = submit(cluster, ANN, script, "-N2", "--ntasks-per-node=2", "--export=ALL,WORD=own")
+    state = ended(cluster, job_id)["state"]
+    said = (cluster.share / ANN / f"slurm-{job_id}.out").read_text()
+    assert state == "COMPLETED", said
+    lines = sorted(line.split(" on ")[0] for line in said.splitlines() if line.startswith("rank"))
+    assert lines == [f"rank {rank} of 4" for rank in range(4)]
+    assert said.startswith("own\n"), "what the user has set stays"
 
 
 def test_an_array_and_a_job_without_an_environment_are_signed_too(cluster: Helped) -> None:
@@ -261,7 +316,9 @@ def test_d8_who_has_the_controllers_key_runs_nothing_as_root_or_a_stranger(clust
     work = cluster.base / "stolen"
     work.mkdir(mode=0o777)
     work.chmod(0o1777)
-    with asking(spec, dial=dial_for(spec, config), bundle=build_bundle(), identity=identity, timeout_s=60) as ask:
+    with asking(
+        spec, dial=dial_for(spec, config), bundle=build_bundle(), identity=identity, timeout_s=60, visit=False
+    ) as ask:
         for number, user in enumerate(("root", BOB, ANN, "nobody", HEAD), 1):
             token = LaunchToken.parse(f"ffffffffffffffff.{number}.0.batch.{spec.name}.{number:032x}")
             launch = protocol.Launch(

@@ -10,16 +10,19 @@ import json
 import os
 import pwd
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from other_user import PROGRAM, become, program_of, python_of
 from waiting import PATIENCE_S, wait_until
 
@@ -145,7 +148,15 @@ class NodeUnderTest:
 class Controller:
     """One connection to an agent."""
 
-    def __init__(self, node: NodeUnderTest, epoch: int = 1, incarnation: str = INCARNATION, greet: bool = True) -> None:
+    def __init__(
+        self,
+        node: NodeUnderTest,
+        epoch: int = 1,
+        incarnation: str = INCARNATION,
+        greet: bool = True,
+        start: str = "",
+        visit: bool = False,
+    ) -> None:
         self.node = node
         self.epoch = epoch
         self.messages: list[tuple[protocol.Message, bytes]] = []
@@ -154,10 +165,11 @@ class Controller:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.connect(str(node.socket))
         if greet:
-            self.send(protocol.Hello(protocol.VERSION, "c", incarnation, epoch, node.node))
+            self.send(protocol.Hello(protocol.VERSION, "c", incarnation, epoch, node.node, start, visit))
             self.welcome = self.wait(lambda m: isinstance(m, (protocol.Welcome, protocol.Goodbye)))
 
     def send(self, message: protocol.Message, blob: bytes = b"") -> None:
+        self.sock.settimeout(PATIENCE_S)  # `pump` leaves its own
         self.sock.sendall(protocol.encode(message, blob))
 
     def pump(self, timeout_s: float) -> bool:
@@ -280,3 +292,22 @@ def running_node(root: Path, **fields: Any) -> Iterator[NodeUnderTest]:
         yield node
     finally:
         node.stop()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that every account can reach; for the node's root and, in `work`, for what its jobs write.
+
+    Not below /tmp, of which a job may have its own.
+    """
+    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/var/tmp"))
+    path.chmod(0o755)
+    (path / "work").mkdir()
+    (path / "work").chmod(0o777)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def work(place: Path) -> Path:
+    return place / "work"

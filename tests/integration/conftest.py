@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_client import AS_ROOT, NodeUnderTest, running_node
+from agent_client import AS_ROOT, NodeUnderTest, place, running_node, work  # noqa: F401 - fixtures
 from step_commands import Controller, Running
 
 from hpcnode.wire import protocol
 
 
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory that every account can reach; for the node's root and, in `work`, for what its jobs write."""
-    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
-    path.chmod(0o755)
-    (path / "work").mkdir()
-    (path / "work").chmod(0o777)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture
-def work(place: Path) -> Path:
-    return place / "work"
-
-
 @pytest.fixture(params=["own", pytest.param("nobody", marks=pytest.mark.skipif(not AS_ROOT, reason="needs root"))])
-def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:
+def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:  # noqa: F811
     """An agent that runs as we do, and one that runs as nobody: as root there are cgroups, as nobody there are none."""
     with running_node(place / "node", user="" if request.param == "own" else "nobody") as node:
         yield node

@@ -275,6 +275,37 @@ def test_g3_an_older_controller_is_refused_and_a_newer_one_takes_over(node: Node
     assert not (work / "marker").exists()
 
 
+def test_a_visitor_asks_beside_the_controller_and_may_do_nothing_else(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node, epoch=5)
+    visitor = Controller(node, epoch=5, visit=True)
+    assert visitor.welcome.node == node.node
+    assert _facts(visitor)["cpus"] == len(os.sched_getaffinity(0))
+    visitor.send(launch_of(new_token(), epoch=5), script_of(f"echo ran >> {work}/marker"))
+    refused = visitor.wait(lambda m: isinstance(m, protocol.Goodbye))
+    assert refused.why == "a visitor cannot say Launch"
+    assert isinstance(Controller(node, epoch=4, visit=True).welcome, protocol.Goodbye)
+    controller.send(protocol.Ping(1))
+    controller.wait(lambda m: m == protocol.Pong(1))
+    assert not any(isinstance(m, protocol.Goodbye) for m, _ in controller.messages)
+    assert isinstance(Controller(node, epoch=9, visit=True).welcome, protocol.Welcome)
+    assert isinstance(Controller(node, epoch=5).welcome, protocol.Welcome)  # the visitor's epoch is not the node's
+    assert not (work / "marker").exists()
+
+
+def test_g3_of_two_controllers_on_copies_of_a_database_one_is_refused(node: NodeUnderTest) -> None:
+    first = Controller(node, epoch=5, start="a" * 16)
+    other = Controller(node, epoch=5, start="b" * 16)
+    assert isinstance(other.welcome, protocol.Goodbye)
+    assert "another controller of epoch 5 on a copy of the database" in other.welcome.why
+    first.send(protocol.Ping(1))
+    first.wait(lambda m: m == protocol.Pong(1))
+    node.kill()
+    node.start()
+    assert isinstance(Controller(node, epoch=5, start="b" * 16).welcome, protocol.Goodbye)
+    assert isinstance(Controller(node, epoch=5, start="a" * 16).welcome, protocol.Welcome)
+    assert isinstance(Controller(node, epoch=6, start="b" * 16).welcome, protocol.Welcome)
+
+
 def test_g8_a_restored_database_is_new_and_the_old_one_is_refused(node: NodeUnderTest) -> None:
     assert isinstance(Controller(node, epoch=9).welcome, protocol.Welcome)
     restored = secrets.token_hex(8)
@@ -282,6 +313,44 @@ def test_g8_a_restored_database_is_new_and_the_old_one_is_refused(node: NodeUnde
     old = Controller(node, epoch=10)
     assert isinstance(old.welcome, protocol.Goodbye)
     assert restored in old.welcome.why
+
+
+DAMAGED = {
+    "no JSON": lambda path: path.write_bytes(b"\0" * 4096),
+    "cut off": lambda path: os.truncate(path, 10),
+    "deep": lambda path: path.write_bytes(b'{"former":' + b"[" * 200_000),
+    "another form": lambda path: path.write_text('{"incarnation":["x"],"epoch":"7","former":5,"start":{}}'),
+    "out of range": lambda path: path.write_text('{"incarnation":"x","epoch":-1e999,"former":[],"start":""}'),
+    "huge": lambda path: os.truncate(path, 1 << 36),
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_g8_an_agent_with_damaged_epochs_starts_says_so_and_runs_nothing_twice(
+    node: NodeUnderTest, work: Path, damage: str
+) -> None:
+    before = Controller(node, epoch=7)
+    token = new_token()
+    launch = launch_of(token, stdout=str(work / "marker"), append=True, epoch=7)
+    before.send(launch, script_of("echo ran"))
+    assert before.final(token).status == protocol.ENDED
+    node.kill()
+    DAMAGED[damage](node.root / "epochs")
+    node.start()
+    assert node.said == "ready\n"
+    after = Controller(node, epoch=8)
+    if damage == "a directory":
+        assert "cannot write to the spool" in after.welcome.why
+    else:
+        assert isinstance(after.welcome, protocol.Welcome)
+        after.send(protocol.changed(launch, epoch=8), script_of("echo ran"))
+        assert after.final(token).status == protocol.ENDED
+        assert isinstance(Controller(node, epoch=7).welcome, protocol.Goodbye)
+    assert lines(work / "marker") == ["ran"]
+    assert f"cannot read {node.root}/epochs" in (node.root / "log").read_text()
 
 
 def test_only_the_agents_own_account_may_be_its_controller(place: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +283,38 @@ def test_b11_g4_a_rebooted_node_loses_its_jobs_and_kills_no_stranger(place: Path
         assert [(r["status"], r["why"]) for r in again.welcome.inventory] == [("lost", "the node was rebooted")]
         assert again.welcome.boot_id == "second"
         assert alive(stranger) == stranger
+
+
+def test_g4_a_session_with_the_number_of_a_task_that_is_gone_is_a_stranger(node: NodeUnderTest, work: Path) -> None:
+    """The user has logged in since, and the shell has the pid that a task had."""
+    controller = Controller(node)
+    token = controller.launch("sleep 100", work_dir=str(work))
+    controller.wait_status(token, protocol.STARTED)
+    node.kill()
+    record = node.root / "spool" / token / "started"
+    started = json.loads(record.read_text())
+    os.kill(started["shepherd"][0], signal.SIGKILL)
+    with subprocess.Popen(["sleep", "100"], start_new_session=True, user=node.user or None) as stranger:
+        stat = process.read_stat(stranger.pid)
+        assert stat is not None
+        started["tasks"][0][:2] = stranger.pid, stat.ticks - 1
+        record.write_text(json.dumps(started))
+        node.start()
+        wait_until((record.parent / "final").exists, what="the end of the step")
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_g4_a_pid_that_was_reused_after_the_look_is_not_signalled() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        ticks = process.descendants([os.getpid()])[child.pid]
+        process.signal_all({child.pid: ticks - 1}, signal.SIGKILL)
+        os.write(child.stdin.fileno(), b"alive")
+        assert os.read(child.stdout.fileno(), 5) == b"alive"
+        process.signal_all({child.pid: ticks}, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
 
 
 def test_a_time_limit_that_is_changed_counts_from_the_start(node: NodeUnderTest, work: Path) -> None:

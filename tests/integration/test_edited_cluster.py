@@ -299,3 +299,39 @@ def test_a_drained_node_that_is_added_again_is_said_to_be_drained(cluster: Killa
     assert "n1 is still drained" in said
     assert "loud fan" in said
     assert "hctl resume n1" in said
+    cluster.run("hpcsched", "node", "remove", "n1")
+    words = (*words, "--burn-in", "1s", f"{node.user}@{node.host}:{node.port}")
+    assert "somebody else drained or resumed it meanwhile" in cluster.run("hpcsched", "node", "add", *words).stdout
+    assert [view["drained_why"] for view in cluster.api("GET", "/v1/nodes")["nodes"] if view["name"] == "n1"] == [
+        "loud fan"
+    ]
+
+
+def test_a_new_node_is_tested_before_it_gets_jobs(cluster: KillableCluster) -> None:
+    assert cluster.machines is not None
+    node = cluster.machines.nodes["n1"]
+    words = ("--name", "n1", "--identity", str(node.identity_file), "--yes", "--root", str(node.root / "agent"))
+    target = f"{node.user}@{node.host}:{node.port}"
+    cluster.run("hpcsched", "node", "remove", "n1")
+    for wrong in ("0", "8-0", "soon", "UNLIMITED"):
+        refused = cluster.run("hpcsched", "node", "add", *words, "--burn-in", wrong, target, check=False)
+        assert refused.returncode != 0
+        assert "time" in refused.stderr
+    failed = cluster.run(
+        "hpcsched", "node", "add", *words, "--cpus", "4096", "--burn-in", "1s", target, check=False
+    )  # more than it has
+    assert failed.returncode != 0
+    assert "n1 has NOT passed its burn-in, and gets no jobs: resources: it has only" in failed.stderr
+    (view,) = [view for view in cluster.api("GET", "/v1/nodes")["nodes"] if view["name"] == "n1"]
+    assert view["drained_why"].startswith("TESTING: burn-in failed: resources: it has only")
+    cluster.run("hpcsched", "node", "remove", "n1")
+    (job,) = cluster.submit(cluster.spec("", nodelist=("n2",)))
+    said = cluster.run("hpcsched", "node", "add", *words, "--burn-in", "1s", target).stdout
+    assert "n1: TESTING for 1 s" in said
+    assert "n1 has passed its burn-in" in said
+    (view,) = [view for view in cluster.api("GET", "/v1/nodes")["nodes"] if view["name"] == "n1"]
+    assert not view["drained"]
+    assert {run["node"] for run in cluster.api("GET", "/v1/benches")["benches"]} == {"n1"}
+    wait_until(lambda: cluster.job(job)["state"] == "COMPLETED", what="a job on the other node")
+    (job,) = cluster.submit(cluster.spec("", nodelist=("n1",)))
+    wait_until(lambda: cluster.job(job)["state"] == "COMPLETED", what="a job on the tested node")

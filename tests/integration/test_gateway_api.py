@@ -216,29 +216,6 @@ def test_output_that_is_continued_has_whole_characters(served: Served) -> None:
     assert "".join(texts) == "\u00e9llo\n"
 
 
-def test_one_credential_does_not_take_all_connections(served: Served) -> None:
-    from hpcsched.gateway.app import MAX_AT_ONCE
-
-    own = served.cluster.run("hctl", "token", "create", *([f"--user={USER}"] if AS_ROOT else [])).stdout.strip()
-    last = served.ask("GET", "/v1/x")  # a first handshake
-    assert last[0] == 404
-    streams = []
-    try:
-        for number in range(MAX_AT_ONCE + 8):
-            connection = served.connect()
-            connection.source_address = (f"127.0.0.{2 + number // 40}", 0)
-            connection.request("GET", "/api/v1/events", headers={"Authorization": f"Bearer {own}"})
-            streams.append(connection)
-        refused = served.ask("GET", "/api/v1/me", token=own)
-        wait_until(lambda: served.ask("GET", "/api/v1/me", token=own)[0] == 429)
-        assert served.ask("GET", "/api/v1/me", token=own)[2]["retry-after"] == "1"
-        assert served.ask("GET", "/api/v1/me")[0] == 200  # another credential
-        assert refused[0] in (200, 429)
-    finally:
-        for connection in streams:
-            connection.close()
-
-
 # ----- bounds
 
 

@@ -19,9 +19,16 @@ from cluster import ANN, BOB, ROOT, Cluster  # noqa: E402
 
 from hpcsched.auth.authorize import HIDEABLE, Identity, Role  # noqa: E402
 from hpcsched.controller.views.backend import ControllerBackend  # noqa: E402
-from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError  # noqa: E402
+from hpcsched.errors import (  # noqa: E402
+    HpcschedError,
+    NotFoundError,
+    PermissionDeniedError,
+    RequestError,
+    UnavailableError,
+)
 from hpcsched.metrics.series import TABLE, Column, JobRow, NodeSample  # noqa: E402
 from hpcsched.model.ids import JobId, NodeName  # noqa: E402
+from hpcsched.model.job import JobState  # noqa: E402
 from hpcsched.recorder import Recorder, RecorderSettings  # noqa: E402
 
 ALL = frozenset(HIDEABLE.values())
@@ -140,3 +147,65 @@ async def test_the_series_of_a_node_are_listed_with_their_meaning(backend: Contr
     series = json.loads(await backend.metrics_series(ANN, {"target": "n1"}))["series"]
     assert [row["name"] for row in series] == ["node_load1", "node_network_receive_bytes_total"]
     assert series[1]["help"] == TABLE["node_network_receive_bytes_total"].help
+
+
+@with_history
+async def test_what_slows_a_job_down_is_judged_from_its_own_samples(backend: ControllerBackend, now_s: float) -> None:
+    cluster = backend._cluster
+    for number in (1, 2):
+        job = cluster.jobs[JobId(number)]
+        cluster.jobs[JobId(number)] = replace(job, state=JobState.RUNNING, started_at_s=now_s - 300)
+    well = await backend.slow(ANN, "1")
+    assert well["findings"] == []
+    assert well["looks"] >= 20
+    assert "nothing slows job 1 down" in well["text"]
+    for step in range(12):
+        row = JobRow(job_id=JobId(2), attempt=0, columns=OF_JOB, values=(150.0, 0))
+        backend._recorder.record(  # type: ignore[union-attr]
+            NodeSample(
+                node=NodeName("n2"),
+                boot_id="b",
+                received_at_s=now_s + step * 10,
+                columns=COLUMNS,
+                values=(0, 0),
+                jobs=(row,),
+            )
+        )
+    backend._clock = lambda: now_s + 120
+    cluster.jobs[JobId(2)] = replace(cluster.jobs[JobId(2)], started_at_s=now_s - 1)
+    (found,) = (await backend.slow(BOB, "2"))["findings"]
+    assert (found["cause"], found["node"]) == ("held and empty", "n2")
+    await refused(backend.slow(ANN, "2"), PermissionDeniedError, "job 2")
+    await refused(backend.slow(private(EVE), "2"), NotFoundError)
+    cluster.jobs[JobId(2)] = replace(cluster.jobs[JobId(2)], started_at_s=now_s + 110)
+    assert "cannot tell yet" in (await backend.slow(BOB, "2"))["text"]
+    cluster.jobs[JobId(2)] = replace(cluster.jobs[JobId(2)], state=JobState.COMPLETED)
+    await refused(backend.slow(BOB, "2"), RequestError, "it is COMPLETED", "hacct --eff -j 2")
+
+
+@with_history
+async def test_a_job_on_two_nodes_is_judged_on_each_by_the_samples_of_that_node(
+    backend: ControllerBackend, now_s: float
+) -> None:
+    cluster = backend._cluster
+    one, two = (cluster.jobs[JobId(number)] for number in (1, 2))
+    nodes = (NodeName("n1"), NodeName("n2"))
+    both = replace(
+        one, shares=one.shares + two.shares, held_nodes=nodes, state=JobState.RUNNING, started_at_s=now_s - 300
+    )
+    cluster.jobs[JobId(1)] = both
+    for step in range(30):
+        row = JobRow(job_id=JobId(1), attempt=0, columns=OF_JOB, values=(0.0, 0))
+        backend._recorder.record(  # type: ignore[union-attr]
+            NodeSample(
+                node=NodeName("n2"),
+                boot_id="c",
+                received_at_s=now_s + step * 10,
+                columns=COLUMNS,
+                values=(0, 0),
+                jobs=(row,),
+            )
+        )
+    backend._clock = lambda: now_s + 290
+    found = (await backend.slow(ANN, "1"))["findings"]
+    assert [(one["cause"], one["node"]) for one in found] == [("held and empty", "n2")]

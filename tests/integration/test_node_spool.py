@@ -99,6 +99,29 @@ def test_epochs_and_numbers_survive(tmp_path: Path) -> None:
     assert again.reserve_seqs(second[1] + 5)[0] == second[1] + 5
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\0" * 20,
+        '{"end": "x"}',
+        '{"end": -1}',
+        '{"end": 1e999}',
+        '{"end": null}',
+        "[1]",
+        "{}",
+        '{"end": 1' + "0" * 400 + "}",
+    ],
+)
+def test_a_damaged_file_of_report_numbers_gives_numbers_that_were_not_used(text: str, tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), crash_points({}))
+    used = spool.reserve_seqs()
+    (tmp_path / "seq").write_text(text)
+    first, end = Spool(str(tmp_path), crash_points({})).reserve_seqs()
+    assert used[1] <= first < end
+    assert Spool(str(tmp_path), crash_points({})).reserve_seqs()[0] == end
+
+
 def test_a_tombstone_is_exclusive_with_a_claim(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     text = token()
@@ -379,3 +402,18 @@ def test_few_entries_are_kept_for_later(tmp_path: Path, monkeypatch: pytest.Monk
     spool.remove(tokens)
     assert len(os.listdir(spool.spare)) == 2
     assert os.listdir(spool.path) == []
+
+
+def test_a_power_failure_takes_a_state_of_scripts_and_never_their_record(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    token = f"feedc0de.1.0.batch.n1.{'0' * 32}"
+    spool.note_scripts("one", {"token": token, "state": "prolog"}, durably=True)
+    spool.note_scripts("one", {"token": token, "state": "ready"}, durably=False)
+    assert [record["state"] for record in spool.script_records()] == ["ready"]
+    (tmp_path / "scripts" / "one.state").write_text("")
+    assert [record["state"] for record in spool.script_records()] == ["prolog"]
+    spool.note_scripts("one", {"token": token, "state": "epilog"}, durably=False)
+    spool.note_scripts("one", {"token": token, "state": "prolog"}, durably=True)
+    assert [record["state"] for record in spool.script_records()] == ["prolog"]
+    spool.forget_scripts("one")
+    assert list((tmp_path / "scripts").iterdir()) == []

@@ -108,9 +108,13 @@ def test_a_new_head_adopts_what_the_backup_of_the_lost_one_knows(cluster: Killab
     assert "--force sets it aside" in refused.stderr
     refused = cluster.run("hpcsched", "restore", "--force", str(backups), check=False)
     assert "holds" in refused.stderr
+    drill = cluster.run("hpcsched", "restore", "--drill", str(backups)).stdout
+    assert "2 jobs, 2 of them unfinished, all read; 2 nodes" in drill
+    assert "jobs submitted since, which a restore would lose: 1\n" in drill
+    assert " runs, this is hpcsched " in cluster.run("hpcsched", "upgrade", "--check").stdout
     cluster.kill_controller()
     before = {path.name: path.read_bytes() for path in (cluster.config_dir / "nodes.d").iterdir()}
-    shutil.rmtree(cluster.config_dir)  # the head is lost, with all that it had
+    cluster.config_dir.rename(cluster.base / "lost")  # with the recorder's files, which it may be closing yet
 
     cluster.config_dir = cluster.base / "fresh"
     made = max(backups.iterdir())

@@ -20,6 +20,7 @@ NO_DECISION = {
     "controller/requests/submission.py:check_share_of_queue",  # root's jobs are not limited in number
     "controller/credentials.py:create",  # which of two actions to authorize
     "controller/credentials.py:revoke",
+    "controller/credentials.py:make_code",  # which codes the user has
 }
 # Refusals that are not about who asks, but about what: by the function.
 REFUSES = {

@@ -15,8 +15,13 @@ TOPS = (ROOT / "hpcsched", ROOT / "workers" / "hpcnode", ROOT / "workers" / "hpc
 MOST_MODULES_OF_A_FOLDER = 20
 MOST_LINES_OF_A_FUNCTION = 50
 MOST_CLASS_NAMES_USED_TWICE = 1
-# The bars: 350 modules without those of metrics, recorder, planner and doctor; no long function.
-MOST_MODULES = 360
+# The bars: 350 modules without those of metrics, findings, drift, quiet hours, recorder, planner, doctor, rolling, the
+# assessment of nodes (3: measured there, judged, and its command) and of links (3: measured there, who with whom, judged),
+# new names of nodes, files for nodes (2: on the head, and there), machines on the local network, what a new node has
+# changed, scheduled backups (2: when, and which are kept), prolog and epilog (3: of
+# nodes, of the head, and the program that both run), fitness of a node,
+# probation of a node, no long function.
+MOST_MODULES = 383
 MOST_LONG_FUNCTIONS = 0
 MOST_CHARACTERS_OF_A_SUMMARY = 88
 
@@ -126,3 +131,16 @@ def test_the_first_line_of_a_docstring_is_short() -> None:
 
 def test_the_product_has_few_modules() -> None:
     assert len(modules()) <= MOST_MODULES
+
+
+def test_no_exception_is_made_at_import_to_be_raised_again() -> None:
+    """Each time that it is raised, it would keep the frames of all earlier times."""
+    made = [
+        (name, ast.unparse(statement))
+        for name, path in modules().items()
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        and isinstance(statement.value, ast.Call)
+        and ast.unparse(statement.value.func).endswith(("Error", "Exception"))
+    ]
+    assert made == []

@@ -58,6 +58,7 @@ class SimAgent(Process):
             send=self.say,
             find_account=lambda _name, _allow_uid_below: ACCOUNT,
             log=lambda text: self.sim.tell(f"{machine.name}'s agent: {text}"),
+            scripts=Scripts(self),
             wall_s=machine.wall_s,
             boot_s=machine.boot_s,
         )
@@ -94,7 +95,7 @@ class SimAgent(Process):
 
     def greeted(self, connection: Connection, hello: protocol.Hello) -> None:
         """Take a connection whose first frame is Hello as the controller's, if it may be that."""
-        why = self.ledger.epochs.begin(hello.incarnation, hello.epoch)
+        why = self.ledger.epochs.begin(hello.incarnation, hello.epoch, hello.start)
         if why:
             self.sim.tell(f"{self} refuses a controller: {why}")
             connection.to_head(protocol.Goodbye(why))
@@ -264,6 +265,47 @@ class Timers:
     def _ring(self, timer: Timer) -> None:
         if timer.call is not None:
             self._agent.do(timer.call)
+
+
+class Scripts:
+    """`hpcnode.agent.job_scripts.ScriptRunner`: what it starts outlives the agent, and notes its end."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent, self._machine = agent, agent.machine
+
+    def run(self, name: str, state: str, scripts: protocol.JobScripts, over: Callable[[str], None]) -> None:
+        """Run a script, or wait for one that an earlier agent has begun."""
+        machine, sim = self._machine, self._agent.sim
+        key = name, state
+        running = machine.scripts.get(key)
+        if key in machine.scripts_over:
+            sim.agenda.at(sim.soon(), self._agent, self._agent.do, over, "")
+            return
+        if running is None or not running.alive:
+            machine.scripts[key] = script = Script(machine, key)
+            sim.agenda.later(sim.rng.uniform(0.01, 3.0), script, script.end)
+        sim.agenda.later(0.1, self._agent, self._agent.do, self.run, name, state, scripts, over)
+
+    def forget(self, name: str) -> None:
+        """Forget that the scripts of the job were here."""
+        for state in ("prolog", "epilog"):
+            self._machine.scripts.pop((name, state), None)
+            self._machine.scripts_over.discard((name, state))
+
+
+class Script(Process):
+    """A prolog or an epilog."""
+
+    kind = "script"
+
+    def __init__(self, machine: Machine, key: tuple[str, str]) -> None:
+        self.machine, self._key = machine, key
+        machine.started(self)
+
+    def end(self) -> None:
+        """It succeeds, and says so on disk."""
+        self.alive = False
+        self.machine.scripts_over.add(self._key)
 
 
 class Helper(Process):

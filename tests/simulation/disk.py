@@ -13,6 +13,7 @@ import errno
 import io
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -173,9 +174,11 @@ class SimOs:
 
     def lstat(self, path: str) -> SimpleNamespace:
         disk, parts = self.split(path)
-        if disk.find(parts) is None:
+        found = disk.find(parts)
+        if found is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
-        return SimpleNamespace(st_uid=self.geteuid(), st_nlink=1)
+        mode, size = (stat.S_IFREG, len(found.data)) if isinstance(found, File) else (stat.S_IFDIR, 0)
+        return SimpleNamespace(st_uid=self.geteuid(), st_nlink=1, st_mode=mode, st_size=size)
 
     def listxattr(self, path: str, follow_symlinks: bool = True) -> list[str]:
         return []

@@ -219,7 +219,9 @@ class Head(Process):
         sim = self.sim
         database = sim.database.connection
         store = sim.database.store
-        self.state = state = ClusterState(config=CONFIG, incarnation=incarnation(database), epoch=raise_epoch(database))
+        self.state = state = ClusterState(
+            config=sim.config, incarnation=incarnation(database), epoch=raise_epoch(database)
+        )
         sim.points.reached("epoch raised")
         stored = store.load_nodes()
         load_state(state, store, self.clock())
@@ -244,7 +246,7 @@ class Head(Process):
         """Take the name of the cluster that its file says, or keep the former one, as `begin_epoch` does."""
         sim, store, held = self.sim, self.sim.database.store, safeguards.jobs_held(self.state.active_jobs())
         wanted, former = sim.cluster_on_file, store.cluster()
-        self.state.config, _ = safeguards.as_before(replace(CONFIG, name=wanted), former, {}, held)
+        self.state.config, _ = safeguards.as_before(replace(sim.config, name=wanted), former, {}, held)
         name = self.state.config.name
         edits.check_rename(sim, bool(held), taken=name == wanted, renamed=former not in ("", wanted))
         if name != former:
@@ -375,6 +377,8 @@ def _config() -> Config:
 
 
 CONFIG = _config()
+_SCRIPTS = replace(CONFIG.controller, prolog="/prolog", epilog="/epilog")
+CONFIG_WITH_SCRIPTS = replace(CONFIG, controller=_SCRIPTS)
 LOW = {f"low-{mode}": Qos(name=f"low-{mode}", preempt_mode=mode) for mode in PreemptMode}
 _HIGH = {"high": Qos(name="high", preempt=tuple(LOW))}
 POLICY = Policy(preempt=PreemptRules(type=PreemptType.QOS, grace_s=1.0, qos=LOW | _HIGH))

@@ -71,6 +71,8 @@ class Machine:
         self.shepherds: dict[str, SimShepherd] = {}
         self.processes: list[Process] = []  # everything that ends with the power
         self._last_pid = FIRST_PID
+        self.scripts: dict[tuple[str, str], Process] = {}  # by job and state; they outlive the agent
+        self.scripts_over: set[tuple[str, str]] = set()
 
     @property
     def boot_id(self) -> str:

@@ -119,8 +119,8 @@ def _leaves_no_tombstone(_: Any) -> Any:
 
 
 def _by_session_alone(real: Any) -> Any:
-    def remains(*, sessions: Any, since_ticks: int, uid: int, marker: bytes) -> Any:
-        return real(sessions, since_ticks, uid, b"no such marker")
+    def remains(tasks: Any, *, uid: int, marker: bytes) -> Any:
+        return real(tasks, uid, b"no such marker")
 
     return remains
 

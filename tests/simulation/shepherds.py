@@ -581,8 +581,7 @@ class SimShepherdPool:
         tasks = [process.ProcessIdentity(*item) for item in started.get("tasks", ())]
         self._sim.processes.machine = machine
         left = process.remains_of(
-            sessions=[task.pid for task in tasks],
-            since_ticks=min((task.ticks for task in tasks), default=0),
+            tasks,
             uid=started.get("uid", -1),
             marker=f"{MARKER}={started['token']}".encode(),
         )

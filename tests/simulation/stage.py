@@ -22,7 +22,7 @@ from simulation import edits
 from simulation.agenda import Agenda, Crash, Process
 from simulation.agent import SimAgent
 from simulation.disk import SimOs, simulated_disks
-from simulation.head import Database, Head
+from simulation.head import CONFIG, CONFIG_WITH_SCRIPTS, Database, Head
 from simulation.machine import Machine, ProcessTable, simulated_processes
 from simulation.people import People
 from simulation.points import Points
@@ -92,6 +92,7 @@ class Simulation:
         self.incarnations = 0
         self.database.reset(self.new_incarnation())
         self.head: Head | None = None
+        self.config = CONFIG_WITH_SCRIPTS if seed % 4 == 3 else CONFIG
         self.start_head()
 
     def every_machine(self) -> list[Machine]:

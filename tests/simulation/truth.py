@@ -15,6 +15,8 @@
     end a job that is COMPLETED has run to its end, once; what a shepherd has put on disk of an end is what is recorded of it,
         and no word of its node makes that a loss (an admin's word, a lease that ran out, or a restored database may)
     bar what a node was heard to have revoked never runs there
+    epilog a prolog that was begun has its epilog
+    prolog nothing of a job runs before its prolog has ended well there, nor after its epilog has begun
     kill  nothing is killed for a step that it is not of
 
 The programs themselves count their executions; the ledger is read from the committed batches, and at each start of a
@@ -121,6 +123,7 @@ class Truth:
             self.broken("I1", f"{program.token} is executed a second time")
         if program.token in self._revoked:
             self.broken("revoke", f"{program.token} runs on {machine.name}, which has said that it never will")
+        self._check_scripts(machine, token)
         execution = Execution(token, machine.name, 0)
         self.executions[program.token] = self._live[program.token] = execution
         for other in self._live.values():
@@ -128,6 +131,15 @@ class Truth:
             if same and other.token.attempt != token.attempt:
                 self.broken("I2", f"attempts {other.token.attempt} and {token.attempt} of job {token.job_id} run")
         self._check_known(execution)
+
+    def _check_scripts(self, machine: Machine, token: LaunchToken) -> None:
+        if not self._sim.config.controller.prolog:
+            return
+        name = f"{token.incarnation}.{token.job_id}.{token.attempt}.{token.stay}"
+        if (name, "prolog") not in machine.scripts_over:
+            self.broken("prolog", f"{token} runs on {machine.name} without a prolog")
+        if (name, "epilog") in machine.scripts:
+            self.broken("prolog", f"{token} runs on {machine.name} after its epilog has begun")
 
     def program_over(self, machine: Machine, program: Program, code: int, signum: int) -> None:
         """A program, or what it left behind, is gone."""
@@ -271,6 +283,10 @@ class Truth:
         stored = {job.id: job for job in store.load_jobs(-1.0)}
         self._check_rows(stored)
         self._check_charged(store.load_usage())
+        for machine in self._sim.machines.values():
+            left = sorted(name for name, _ in machine.scripts if (name, "epilog") not in machine.scripts)
+            if left and all(job.state in FINAL for job in stored.values()):
+                self.broken("epilog", f"{machine.name} has not begun the epilogs of {left}")
         for row in stored.values():
             job: Job | None = None
             for event in store.load_events(row.id):

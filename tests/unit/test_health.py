@@ -57,6 +57,56 @@ def found(node: dict[str, Any]) -> dict[str, Check]:
     return {check.name: check for check in check_node(node, NOW_S)}
 
 
+def hardware(errors: dict[str, float] | None = None, **conditions: float) -> dict[str, Any]:
+    """What the samples of a machine without problems say, but for `errors` and `conditions`."""
+    well = {"node_filesystem_answers:/": 1, "node_filesystem_read_only:/": 0, "node_filesystem_free_inodes:/": 1e6,
+            "node_on_mains": 1, "node_memory_total_bytes": 16e9, "node_swap_used_bytes": 1e8, "gpu_driver_answers": 1,
+            "gpu_throttle:0:heat": 0}  # fmt: skip
+    counted = {"node_ecc_errors_total:corrected": 2, "node_ecc_errors_total:uncorrected": 0,
+               "node_network_errors_total:eth0": 1, "node_throttled_total:core": 0}  # fmt: skip
+    return {"hours": 1.0, "conditions": well | conditions, "errors": counted | (errors or {})}
+
+
+def test_a_machine_without_errors_has_one_check() -> None:
+    checks = found(view(hardware=hardware()))
+    assert checks["hardware"].status is Status.OK
+    assert checks["hardware"].text == "no errors in the last 60 min"
+    assert not {"file systems", "heat", "network", "memory errors"} & checks.keys()
+    assert "hardware" not in found(view(hardware=None))  # no sample
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "status", "words"),
+    [
+        (hardware(**{"node_filesystem_read_only:/": 1}), "file systems", Status.CRITICAL, "/ is read-only"),
+        (hardware(**{"node_filesystem_answers:/srv": 0}), "file systems", Status.WARN, "/srv does not answer"),
+        (hardware(**{"node_filesystem_free_inodes:/tmp": 40}), "file systems", Status.WARN, "/tmp has 40 free inodes"),
+        (hardware(**{"node_filesystem_free_inodes:/tmp": 0}), "file systems", Status.CRITICAL, "0 free inodes"),
+        (hardware(gpu_driver_answers=0), "GPU driver", Status.CRITICAL, "restart"),
+        (hardware(**{"gpu_throttle:3:heat": 1}), "heat", Status.WARN, "GPU 3"),
+        (hardware(node_on_mains=0), "power", Status.WARN, "battery"),
+        (hardware(node_swap_used_bytes=4e9), "swap", Status.WARN, "3.7 GiB"),
+        (hardware({"node_ecc_errors_total:uncorrected": 1}), "memory errors", Status.CRITICAL, "1 uncorrected"),
+        (hardware({"node_ecc_errors_total:corrected": 500}), "memory errors", Status.WARN, "500 corrected"),
+        (hardware({"gpu_ecc_errors_total:1:uncorrected": 2}), "memory errors", Status.CRITICAL, "2 of GPU 1"),
+        (hardware({"node_network_errors_total:eth0": 900}), "network", Status.WARN, "900 errors of eth0"),
+        (hardware({"node_network_carrier_changes_total:eth0": 5}), "network", Status.WARN, "changed 5 times"),
+        (hardware({"node_throttled_total:core": 9}), "heat", Status.WARN, "9 times"),
+        (hardware({"node_oom_kills_total": 2}), "memory", Status.WARN, "killed 2 processes"),
+    ],
+)
+def test_problems_of_a_machine(said: dict[str, Any], name: str, status: Status, words: str) -> None:
+    checks = found(view(hardware=said))
+    assert checks[name].status is status
+    assert words in checks[name].text
+    assert "hardware" not in checks
+
+
+def test_a_hung_file_system_is_the_nodes_fault_if_the_heads_share_is_well() -> None:
+    hung = hardware(**{"node_filesystem_answers:/srv": 0})
+    assert found(view(hardware=hung, share_error=""))["file systems"].status is Status.CRITICAL
+
+
 def test_a_healthy_node() -> None:
     checks = found(view(share_error=""))
     assert {check.status for check in checks.values()} == {Status.OK}

@@ -53,6 +53,7 @@ class Entry:
         "seq",
         "acked",
         "held",
+        "clearing",
         "ending",
         "saving",
         "prepared",
@@ -72,6 +73,7 @@ class Entry:
         self.seq = 0
         self.acked = False
         self.held = False  # over, but reported only after the other steps of its job
+        self.clearing = False  # the epilog of its job ran when its end was reported
         self.ending: Optional[Tuple[float, str]] = None  # a requested end: grace in seconds, why
         self.saving = False  # the requested end was a signal to save state: SIGTERM was not sent yet
         self.prepared = False  # its tasks wait for Go
@@ -164,6 +166,8 @@ def report_of(entry: Entry, now_s: float, boot_id: str, boot_s: float) -> protoc
     result = {key: record[key] for key in RESULT if key in record}
     if "ended_boot_s" in record and record.get("boot_id") == boot_id:
         result["ago_s"] = max(0.0, boot_s - record["ended_boot_s"])
+    if entry.clearing:
+        result["clearing"] = True
     status = protocol.READY if entry.prepared and entry.status == protocol.CLAIMED else entry.status
     return protocol.Report(entry.seq, entry.token, status, at_s, stream_to=_stream_to(entry), **start, **result)
 

@@ -239,7 +239,7 @@ def serve(sock: socket.socket, policy: Values) -> None:
         order = strict(sock.makefile(errors="surrogateescape").read(min(struct.unpack("!I", head)[0], MAX_REQUEST)))
         entry, argv, is_batch = account_of(order["user"], policy), order["argv"], order["step"] == "batch"
         env = {**order["env"], **dict(zip(TOLD, (entry.pw_dir, entry.pw_name, entry.pw_name, entry.pw_shell)))}
-        env["PATH"] = ":".join([*policy.get("path", ()), env["PATH"]])
+        env = {**policy.get("environment", {}), **env, "PATH": ":".join([*policy.get("path", ()), env["PATH"]])}
         script = STATE + "/jobs/%d.%d.%d" % (entry.pw_uid, order["job"], order["attempt"])
         if is_batch or not is_running(script):
             signed = signed_request(order, entry)

@@ -10,6 +10,7 @@
                      lease    when the lease was renewed last (see `lease`)
     ROOT/spool/identity       which spool this is, see `identity_of`
     ROOT/spool/done_log[.1]   ended and acknowledged tokens, see `DoneLog`
+    ROOT/scripts/JOB          the prolog and epilog of a job here, see `hpcnode.agent.job_scripts`
     ROOT/jobs/TOKEN           the batch script; its user may read and run it
     ROOT/spare/UID.TOKEN      removed entries, for reuse, with the script of that user, if there was one
 
@@ -37,6 +38,8 @@ can make or replace a name in them, so paths are safe here.
 from __future__ import annotations
 
 import os
+import stat
+import time
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from hpcnode.lease import read_renewal, write_renewal
@@ -170,9 +173,13 @@ def _read_done(path: str) -> _DoneFile:
 SEQ_BLOCK = 1_000_000
 TRY_BYTES = 64 << 10  # size of an entry with a script
 MAX_FORMER_INCARNATIONS = 64
+MAX_EPOCHS_BYTES, MAX_EPOCH, MAX_SEQ = 64 << 10, 1 << 53, 1 << 53
 KEPT = frozenset({"spec", "lock", "started", "final"})
 REUSED = ("spec", "started", "final")
 MAX_SPARE = 128  # entries
+# Ends of names beside the record of a job with scripts.
+SCRIPT_STATE, SCRIPT_RESULT, SCRIPT_LOCK, NEW_RECORD = ".state", ".result", ".lock", ".new"
+BESIDE_RECORD = (SCRIPT_STATE, SCRIPT_RESULT, SCRIPT_LOCK, NEW_RECORD)
 NOBODY = -1  # the user of a spare entry without a script
 
 
@@ -187,11 +194,25 @@ class Found(NamedTuple):
 
 
 class Epochs(NamedTuple):
-    """The accepted controller: `epoch` of `incarnation`. Incarnations in `former` are refused."""
+    """The accepted controller: `epoch` of `incarnation`. Incarnations in `former` are refused.
+
+    `start`: which of the controllers that have this epoch, "" if it did not say.
+    """
 
     incarnation: str
     epoch: int
     former: Tuple[str, ...]
+    start: str = ""
+
+
+def _read_epochs(obj: Mapping[str, Any]) -> Optional[Epochs]:
+    """Return the epochs of a record, None if it is damaged."""
+    incarnation, epoch, former, start = ({"start": "", **obj}.get(name) for name in Epochs._fields)
+    if not isinstance(incarnation, str) or not isinstance(start, str) or not isinstance(former, list):
+        return None
+    if type(epoch) is not int or not 0 <= epoch <= MAX_EPOCH or not all(isinstance(one, str) for one in former):
+        return None
+    return Epochs(incarnation, epoch, tuple(former), start)
 
 
 class Spool:
@@ -202,6 +223,7 @@ class Spool:
         self.path = os.path.join(root, "spool")
         self.jobs = os.path.join(root, "jobs")
         self.spare = os.path.join(root, "spare")
+        self.scripts = os.path.join(root, "scripts")
         self._spare_names: List[str] = []
         self._faults = faults
         os.makedirs(self.path, 0o700, exist_ok=True)
@@ -214,9 +236,30 @@ class Spool:
     # ----- the node's own numbers
 
     def epochs(self) -> Epochs:
-        """Return the stored epochs."""
-        obj = read_object(os.path.join(self.root, "epochs")) or {}
-        return Epochs(obj.get("incarnation", ""), obj.get("epoch", 0), tuple(obj.get("former", ())))
+        """Return the stored epochs. Raises ValueError if they are damaged."""
+        obj = self._own_object("epochs")
+        if obj is None:
+            return Epochs("", 0, ())
+        epochs = _read_epochs(obj)
+        if epochs is None:
+            raise ValueError("cannot read %s: it is damaged" % os.path.join(self.root, "epochs"))
+        return epochs
+
+    def _own_object(self, name: str) -> Optional[Dict[str, Any]]:
+        """Return the object in a file of numbers, None if there is no file.
+
+        Raises ValueError if it is not a small regular file.
+        """
+        path = os.path.join(self.root, name)
+        try:
+            found = os.lstat(path)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_EPOCHS_BYTES:
+                raise ValueError("cannot read %s: it is not a file of at most %d bytes" % (path, MAX_EPOCHS_BYTES))
+            return read_object(path) or {}
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError("cannot read %s: %s" % (path, error.strerror)) from None
 
     def store_epochs(self, epochs: Epochs) -> None:
         """Make the epochs durable."""
@@ -227,7 +270,13 @@ class Spool:
 
     def reserve_seqs(self, used_below: int = 0) -> Tuple[int, int]:
         """Reserve report numbers durably; return [first, end), above all numbers ever used."""
-        stored = (read_object(os.path.join(self.root, "seq")) or {}).get("end", 1)
+        try:
+            obj = self._own_object("seq")
+            stored = 1 if obj is None else obj.get("end")
+        except ValueError:
+            stored = None
+        if not isinstance(stored, int) or not 0 < stored < MAX_SEQ:
+            stored = int(time.time() * 1e6)  # the file is damaged: no node has reserved so many
         first = max(stored, used_below)
         write_durably(self.root, "seq", to_bytes({"end": first + SEQ_BLOCK}))
         return first, first + SEQ_BLOCK
@@ -236,11 +285,11 @@ class Spool:
 
     def entry(self, token: str) -> str:
         """Return the path of a token's entry."""
-        return os.path.join(self.path, token)
+        return self.path + "/" + token
 
     def script(self, token: str) -> str:
         """Return the path of the batch script."""
-        return os.path.join(self.jobs, token)
+        return self.jobs + "/" + token
 
     def claim(self, launch: protocol.Launch, script: bytes, boot: str, owner: Tuple[int, int]) -> bool:
         """Claim the token; return False if it was claimed or revoked before.
@@ -283,7 +332,7 @@ class Spool:
         self._spare_names.remove(name)
         spare = os.path.join(self.spare, name)
         if not name.startswith((mine, "%d." % NOBODY)):
-            _unlink(os.path.join(spare, "script"))  # a claim that found the disk full may have taken it
+            remove_file(os.path.join(spare, "script"))  # a claim that found the disk full may have taken it
         return spare
 
     def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int], spare: Optional[str]) -> None:
@@ -394,6 +443,44 @@ class Spool:
             flags |= os.O_CREAT  # a file system without hard links, or an entry without a spec
         return os.open(path, flags, 0o600)
 
+    # ----- the records of jobs with a prolog or an epilog
+
+    def note_scripts(self, name: str, record: Dict[str, Any], durably: bool) -> None:
+        """Write the record of a job with scripts.
+
+        What is written durably stays whole in a power failure, so later states are in a file of their own.
+        """
+        self._faults.reached("scripts.before")
+        path, data = os.path.join(self.scripts, name + SCRIPT_STATE), to_bytes(record)
+        if durably:
+            os.makedirs(self.scripts, 0o700, exist_ok=True)
+            remove_file(path)
+            write_durably(self.scripts, name, data, parents=(self.root,))
+        else:
+            write_plainly(path + NEW_RECORD, data, 0o600, new=False)
+            os.rename(path + NEW_RECORD, path)
+        self._faults.reached("scripts.%s" % record["state"])
+
+    def forget_scripts(self, name: str) -> None:
+        """Remove the record of a job whose scripts are over."""
+        remove_file(os.path.join(self.scripts, name))
+        remove_file(os.path.join(self.scripts, name + SCRIPT_STATE))
+        self._faults.reached("scripts.over")
+
+    def script_records(self) -> List[Dict[str, Any]]:
+        """Return all records of jobs with scripts."""
+        try:
+            names = os.listdir(self.scripts)
+        except FileNotFoundError:
+            return []
+        found = []
+        for name in sorted(name for name in names if not name.endswith(BESIDE_RECORD)):
+            path = os.path.join(self.scripts, name)
+            first = read_object(path)
+            if first is not None and read_token(str(first.get("token"))) is not None:
+                found.append(read_object(path + SCRIPT_STATE) or first)
+        return found
+
     def load(self) -> List[Found]:
         """Return all entries. Remove empty ones: their agent died before it reported anything."""
         for name in os.listdir(self.spare):
@@ -433,7 +520,7 @@ class Spool:
         if uid != NOBODY:
             os.rename(script, os.path.join(entry, "script"))
         else:
-            _unlink(script)  # a step has none
+            remove_file(script)  # a step has none
         if not reuse:
             remove_tree(entry)
             return
@@ -466,7 +553,7 @@ def _rewrite(path: str, data: bytes) -> bool:
         os.chmod(path, 0o700)
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        _unlink(path)
+        remove_file(path)
         return False
     try:
         if os.pread(fd, len(data) + 1, 0) != data:
@@ -549,7 +636,7 @@ def make_identity(spool: str) -> None:
         except OSError:
             os.rename(temporary, path)  # a file system without hard links; the agent's lock excludes others
     finally:
-        _unlink(temporary)
+        remove_file(temporary)
     sync_folder(spool)
 
 
@@ -593,7 +680,8 @@ def _first_line(path: str) -> Optional[str]:
         return None
 
 
-def _unlink(path: str) -> None:
+def remove_file(path: str) -> None:
+    """Remove a file if it is there."""
     try:
         os.unlink(path)
     except FileNotFoundError:

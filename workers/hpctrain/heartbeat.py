@@ -3,7 +3,8 @@
 In a job the node's agent listens at `HPCSCHED_SOCKET`: one message per connection, no answer (hpcsched-env(7)).  Outside
 of a job nothing is sent.  Knows steps and losses as numbers only.
 Rules: at most one heartbeat in EVERY_S, and the last one; sending never waits for the agent.  If the agent is away or too
-old, the heartbeat is dropped, and the next one follows.
+old, the heartbeat is dropped, and the next one follows.  Nothing is sent if the socket's server is neither root, our own
+account, nor the owner of a directory that only it and root could make.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 
 EVERY_S = 5.0
 TIMEOUT_S = 0.2
 MAX_TEXT = 4000
+_UCRED = struct.Struct("iII")  # pid, uid, gid
 _HEADER = struct.Struct("!II")  # lengths of the JSON text and of the attachment, which is empty
 
 
@@ -66,10 +69,21 @@ class Heartbeat:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
                 agent.settimeout(TIMEOUT_S)
                 agent.connect(self._path)
+                if not self._is_trusted(agent):
+                    return False
                 agent.sendall(_HEADER.pack(len(text), 0) + text)
         except OSError:
             return False  # the agent is being replaced, or is busy: the next heartbeat follows
         return True
+
+    def _is_trusted(self, agent: socket.socket) -> bool:
+        uid = _UCRED.unpack(agent.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1]
+        folder = os.path.dirname(self._path)
+        if uid in (0, os.getuid()) or os.path.basename(folder) == f"hpcnode-{uid}":  # as the agent names it
+            return True
+        found = [os.lstat(each) for each in [PurePath(folder), *PurePath(folder).parents]]
+        is_closed = all(one.st_uid in (0, uid) and not one.st_mode & 0o022 for one in found)
+        return is_closed and os.path.realpath(folder) == folder
 
     def fail(self, rank: int, ranks: int, text: str, *, echo: bool) -> bool:
         """Send the reason why this rank fails, and return whether it was sent.

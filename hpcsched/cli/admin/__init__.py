@@ -20,24 +20,32 @@ COMMANDS = {
     "key": ("hpcsched.cli.admin.init:key", "Print the line for the nodes' authorized_keys."),
     "ca": ("hpcsched.cli.admin.init:ca", "Let the launch key in with certificates of ten minutes."),
     "seal": ("hpcsched.cli.admin.backup:seal", "Show or rotate the keys that seal environments of jobs."),
-    "node": ("hpcsched.cli.admin.node:node", "Add, list and remove nodes."),
+    "node": ("hpcsched.cli.admin.lan:node", "Add, list, measure, rename and remove nodes."),
     "up": ("hpcsched.cli.admin.daemon:up", "Start the controller in the background."),
     "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; running jobs continue."),
     "status": ("hpcsched.cli.admin.daemon:status", "Report whether the controller is running, and its nodes and jobs."),
     "doctor": ("hpcsched.cli.admin.doctor:doctor", "Name what is wrong with the cluster, a node or a job."),
     "backup": ("hpcsched.cli.admin.backup:back_up", "Back up database, configuration, node files and keys."),
     "restore": ("hpcsched.cli.admin.backup:restore", "Restore the cluster, or its database, from a backup."),
+    "upgrade": ("hpcsched.cli.admin.backup:upgrade", "Say what an upgrade to this version would do."),
     "slurm-path": ("hpcsched.cli.admin.shell:slurm_path", "Print the directory of the commands with Slurm's names."),
     "completion": ("hpcsched.cli.admin.shell:completion", "Print shell completion for bash, zsh or fish."),
     "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
     "plan": ("hpcsched.cli.admin.plan:plan", "Answer what fits, and what another machine would be worth."),
+    "maintenance": ("hpcsched.cli.admin.plan:maintenance", "Find hours for maintenance, and reserve them."),
+    "rolling": ("hpcsched.cli.admin.rolling:rolling", "Run a command on nodes in turn, each without jobs."),
     "gateway": ("hpcsched.cli.admin.daemon:gateway", "Serve the API to the network over HTTPS."),
     "web": ("hpcsched.cli.admin.daemon:web", "Print a link that opens a session in a browser."),
     "demo": ("hpcsched.demo.show:demo", "Show a small cluster at work on this machine, then remove it."),
 }
 
 
-REMOTE = ("top", "plan", "doctor")  # commands that ask the controller alone, so that they work through a gateway
+REMOTE = (
+    "top",
+    "plan",
+    "maintenance",
+    "doctor",
+)  # commands that ask the controller alone, so that they work through a gateway
 
 
 class LazyGroup(click.Group):

@@ -26,11 +26,11 @@ import stat
 import tarfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -38,13 +38,19 @@ import hpcsched
 from hpcnode.os.durable import sync_folder
 from hpcsched import client, paths
 from hpcsched.cli.admin.init import give_to_controller, seal_keys_of
+from hpcsched.cli.output import print_json
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.lock import StateLock
+from hpcsched.controller.recovery import load_state
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
 from hpcsched.launch import as_controller
+from hpcsched.model.retention import kept_times
+from hpcsched.model.units import format_time_s
+from hpcsched.sched.sentences import plural
+from hpcsched.state.cluster import ClusterState
 from hpcsched.store import backup as database_copy
-from hpcsched.store.engine import open_database, open_read_only
-from hpcsched.store.sealing import SealingKeys
+from hpcsched.store.engine import open_database, open_read_only, tables_to_add
+from hpcsched.store.sealing import SealingKeys, sealing_keys
 from hpcsched.store.store import Store
 
 PLACES = (  # in the configuration directory
@@ -63,7 +69,7 @@ STRAYS = {
 
 
 @click.command("backup")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--keep", metavar="N", type=click.IntRange(1), help="Keep only the newest N backups of this cluster in DIR."
 )
@@ -73,7 +79,9 @@ STRAYS = {
     multiple=True,
     help="Encrypt it for this public key (age or SSH), or those of the file.",
 )
-def back_up(directory: Path, keep: int | None, encrypt: tuple[str, ...]) -> None:
+@click.option("--scheduled", is_flag=True, help="Back up as [backup] of hpcsched.toml says, and print JSON.")
+@click.option("--look", is_flag=True, help="With --scheduled: make no backup.")
+def back_up(directory: Path | None, keep: int | None, encrypt: tuple[str, ...], scheduled: bool, look: bool) -> int:
     """Back up the cluster into a new directory below DIR.
 
     With --encrypt, it is one encrypted file (age) in DIR.
@@ -83,10 +91,13 @@ def back_up(directory: Path, keep: int | None, encrypt: tuple[str, ...]) -> None
     user accounts.
     """
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
-    if not directory.is_dir():
-        raise RequestError(f"cannot back up into {directory}: there is no such directory")
+    if scheduled:
+        return _back_up_scheduled(config, look=look)
+    if directory is None or not directory.is_dir():
+        raise RequestError(f"cannot back up into {directory or 'nothing'}: there is no such directory")
     made = back_up_cluster(config, directory.absolute(), keep, encrypt)
     click.echo(f"backed up the cluster to {made}: {contents_in_words(made)}")
+    return 0
 
 
 @click.command()
@@ -101,7 +112,10 @@ def back_up(directory: Path, keep: int | None, encrypt: tuple[str, ...]) -> None
     "all of it waits; or all of it is ended.",
 )
 @click.option("--identity", metavar="FILE", type=click.Path(path_type=Path), help="Private key of an encrypted backup.")
-def restore(source: Path, force: bool, strays: str, identity: Path | None) -> None:
+@click.option(
+    "--drill", is_flag=True, help="Restore into a temporary directory, say whether all is there, and delete it."
+)
+def restore(source: Path, force: bool, strays: str, identity: Path | None, drill: bool) -> int:
     """Restore the files of a cluster from a backup (DIR), or only its database (FILE).
 
     The controller must be down. DIR is a backup made by hctl backup or hpcsched backup, or a directory of such backups: then
@@ -112,8 +126,14 @@ def restore(source: Path, force: bool, strays: str, identity: Path | None) -> No
         source = _newest(source.absolute())
     if source.is_dir() or source.name.endswith(SUFFIX):
         with _folder_of(source, identity) as folder:
+            if drill:
+                return _drill(source, folder)
             _restore_cluster(folder, now, force=force, strays=strays)
-        return
+        return 0
+    if drill:
+        raise RequestError(
+            f"cannot try {source}: it is a copy of the database only; name a backup made by hctl backup DIR"
+        )
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     state_dir = config.controller.state_dir
     if not state_dir.is_dir():
@@ -124,6 +144,7 @@ def restore(source: Path, force: bool, strays: str, identity: Path | None) -> No
         _lock(config, now, held)
         _restore_database(source, config, now, force=force, strays=strays)
     click.echo(f"start it with 'hpcsched up': what the nodes still run {STRAYS[strays]}")
+    return 0
 
 
 @contextmanager
@@ -265,6 +286,132 @@ def _restore_database(file: Path, config: Config, now: datetime, *, force: bool,
         click.echo(f"the previous one is kept as {done.kept}")
 
 
+# ----- a restore that is tried, and an upgrade
+
+
+class TriedRestore(NamedTuple):
+    """Result of a restore into a temporary directory. `problems`: what an admin must mend."""
+
+    contents: database_copy.Contents
+    nodes: int
+    problems: tuple[str, ...]
+
+
+def _drill(source: Path, folder: Path) -> int:
+    began_s = time.monotonic()
+    tried = try_restore(folder)
+    contents = tried.contents
+    click.echo(f"{source} can be restored ({time.monotonic() - began_s:.1f} s){_age_words(source)}")
+    click.echo(
+        f"  {plural(contents.jobs, 'job')}, {contents.unfinished} of them unfinished, all read; {plural(tried.nodes, 'node')}"
+    )
+    newest = _newest_job()
+    if newest is not None and newest > contents.last_job_id:
+        click.echo(f"  jobs submitted since, which a restore would lose: {newest - contents.last_job_id}")
+    for problem in tried.problems:
+        click.echo(f"! {problem}")
+    return 1 if tried.problems else 0
+
+
+def _age_words(source: Path) -> str:
+    """Return how old a backup is by its name, "" if it was renamed."""
+    try:
+        made = datetime.strptime(source.name.removesuffix(SUFFIX)[-15:], STAMP)
+    except ValueError:
+        return ""
+    return f"; it is {format_time_s(max(0.0, (datetime.now() - made).total_seconds()))} old"
+
+
+def _newest_job() -> int | None:
+    """Return the highest job id of the cluster here, None if there is none."""
+    with suppress(HpcschedError):
+        config = load_config(paths.own_config_dir(os.environ, os.getuid()))
+        with closing(Store(open_read_only(config.controller.state_dir / paths.DATABASE_FILE))) as store:
+            return store.last_ids()[0]
+    return None
+
+
+def try_restore(folder: Path) -> TriedRestore:
+    """Restore a backup into a temporary directory, and read it as a controller would.
+
+    Raises ConfigError if something of the backup cannot be read or is not all there.
+    """
+    contents = verify(folder)
+    with TemporaryDirectory(prefix="hpcsched-drill-") as scratch:
+        etc, database = Path(scratch) / ETC, Path(scratch) / "state" / paths.DATABASE_FILE
+        try:
+            database.parent.mkdir()
+            shutil.copytree(folder / ETC, etc)
+            config = load_config(etc)
+            key = _tried_key(config, etc)
+            keys = sealing_keys(key, database.parent, key.stat().st_uid if key.exists() else os.geteuid())
+            database_copy.restore(folder / paths.DATABASE_FILE, database, now_s=time.time(), suffix="before")
+        except OSError as error:
+            raise UnavailableError(f"cannot try the backup in {scratch}: {error.strerror}; set TMPDIR") from None
+        with closing(Store(open_database(database), keys)) as store:
+            cluster = ClusterState(config=config, incarnation="", epoch=0)
+            load_state(cluster, store, time.time())
+            jobs, read = store.counts()[1], len(cluster.pending) + len(cluster.active)
+            unopened = sum(count for key_id, count in store.key_uses().items() if key_id not in keys.ids)
+    if (jobs, read) != (contents.jobs, contents.unfinished):
+        raise ConfigError(
+            f"cannot use {folder}: of {contents.jobs} jobs, {contents.unfinished} unfinished, {jobs} and {read} were read"
+        )
+    return TriedRestore(contents, len(config.nodes), tuple(_missing(config, unopened)))
+
+
+def _tried_key(config: Config, etc: Path) -> Path:
+    """Return the file of the sealing keys; that of the cluster here if the backup has none."""
+    key = config.controller.seal_key
+    here = paths.own_config_dir(os.environ, os.getuid()) / key.name
+    return here if key.is_relative_to(etc) and here.exists() else key
+
+
+def _missing(config: Config, unopened: int) -> Iterator[str]:
+    if unopened:
+        yield (
+            f"the key that seals {plural(unopened, 'environment')} of jobs is not in {config.controller.seal_key.name}, and "
+            "in no backup: without it their waiting jobs are held; see hpcsched seal"
+        )
+    if config.share and not Path(config.share).is_dir():
+        yield f"the share {config.share} is missing on this machine"
+
+
+@click.command()
+@click.option(
+    "--check", is_flag=True, required=True, help="Try this version on a copy of the database; change nothing."
+)
+def upgrade(check: bool) -> int:
+    """Say what an upgrade to this version of hpcsched would do.
+
+    Install the new version beside the old one (python3 -m venv), and run this command from there.
+    """
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    with TemporaryDirectory(prefix="hpcsched-upgrade-") as scratch:
+        made = back_up_cluster(config, Path(scratch))
+        tried, added = try_restore(made), tables_to_add(made / paths.DATABASE_FILE)
+    try:
+        runs = f"hpcschedd {client.call('GET', '/v1/ping')['hpcsched']} runs"
+    except UnavailableError:
+        runs = "no controller runs"
+    contents = tried.contents
+    click.echo(f"{runs}, this is hpcsched {hpcsched.__version__}")
+    click.echo(f"configuration: read, with {plural(tried.nodes, 'node')}")
+    click.echo(
+        f"database: a copy with {plural(contents.jobs, 'job')}, {contents.unfinished} of them unfinished, was read and counted"
+    )
+    click.echo(
+        f"  the first start adds {plural(len(added), 'table')}: {', '.join(added)}"
+        if added
+        else "  its form does not change"
+    )
+    click.echo("jobs and steps continue meanwhile; each node gets the newer agent when it reconnects")
+    for problem in tried.problems:
+        click.echo(f"! {problem}")
+    click.echo("To upgrade: hctl backup DIR; hpcsched down; install it; hpcsched up")
+    return 1 if tried.problems else 0
+
+
 @contextmanager
 def _readable(file: Path, config: Config) -> Iterator[Path]:
     """Yield `file`, or a copy that the controller's account can read."""
@@ -329,6 +476,7 @@ def _check_nothing_is_lost(database: Path) -> None:
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+STAMP = "%Y%m%dT%H%M%S"
 ETC = "etc"
 NAMED = f"{ETC}/named"
 _NAME = re.compile(r".+-\d{8}T\d{6}\Z")
@@ -531,6 +679,62 @@ def write_private(path: Path, data: bytes) -> None:
 def _checksum(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ----- scheduled backups, in a child of the controller
+
+
+def _back_up_scheduled(config: Config, *, look: bool) -> int:
+    """Back up into each directory of [backup], then delete what is not kept there. Print JSON.
+
+    A directory that fails keeps its old backups, and the others get theirs.
+    """
+    made, problems = [], []
+    for directory in map(Path, config.backup.to):
+        try:
+            if not directory.is_dir():
+                raise RequestError(f"cannot back up into {directory}: there is no such directory")
+            if not look:
+                made.append(str(_scheduled_into(config, directory)))
+        except HpcschedError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"cannot back up into {directory}: {error.strerror}")
+    newest = [max(_stamped(config, Path(directory)), default=None) for directory in config.backup.to]
+    times = [time.timestamp() for time in newest if time is not None]
+    at_s = min(times) if len(times) == len(config.backup.to) else 0.0
+    print_json({"version": 1, "made": made, "why": "; ".join(problems), "newest_at_s": at_s})
+    return 1 if problems else 0
+
+
+def _scheduled_into(config: Config, directory: Path) -> Path:
+    """Make a backup, read all of it as a controller would, and only then delete old ones."""
+    for part in directory.glob(f".{config.name}-*.part"):  # of a child that was killed
+        if time.time() - part.lstat().st_mtime > LEFT_S:
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+    made = back_up_cluster(config, directory, encrypt=config.backup.encrypt)
+    if made.is_dir():  # an encrypted one was read before it was encrypted, and cannot be opened here
+        try_restore(made)
+    found = _stamped(config, directory)
+    for at in found.keys() - kept_times(list(found), config.backup.keep, datetime.now()):
+        for path in found[at]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return made
+
+
+LEFT_S = 86400.0
+
+
+def _stamped(config: Config, directory: Path) -> dict[datetime, list[Path]]:
+    """Return the backups of the cluster in a directory, by their time."""
+    found: dict[datetime, list[Path]] = {}
+    if not directory.is_dir():
+        return found
+    own = re.compile(re.escape(config.name) + r"-\d{8}T\d{6}\.tar\.age\Z")
+    encrypted = [path for path in directory.glob(f"*{SUFFIX}") if own.match(path.name)]
+    for path in [*backups_in(directory, config.name), *encrypted]:
+        found.setdefault(datetime.strptime(path.name.removesuffix(SUFFIX)[-15:], STAMP), []).append(path)
+    return found
 
 
 # ----- one encrypted file of the age format

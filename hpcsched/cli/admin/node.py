@@ -30,14 +30,19 @@ from typing import Any
 
 import click
 
+from hpcnode.wire.protocol import BENCH_DEADLINES_S
 from hpcsched import client, paths
 from hpcsched.api.identity import user_name
+from hpcsched.cli.admin.drift import drift_of
+from hpcsched.cli.admin.impact import MOST_DAYS, history_days, impact_json, impact_of, impact_text, promise_line
 from hpcsched.cli.admin.init import write_file
+from hpcsched.cli.admin.plan import cluster_past
 from hpcsched.cli.output import print_json
-from hpcsched.config.keys import LOCAL_HOST, BadValue, host, toml_value, user
+from hpcsched.config.keys import LOCAL_HOST, BadValue, host, mac_address, toml_value, user
 from hpcsched.config.load import Config, load_config, node_from, render_node
 from hpcsched.controller.lock import StateLock
 from hpcsched.errors import ConfigError, HpcschedError, NotFoundError, RequestError, UnavailableError
+from hpcsched.health import Status, check_node
 from hpcsched.launch import as_controller, dial_for, ssh_settings
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.hostkeys import fingerprint, spelled
@@ -45,11 +50,15 @@ from hpcsched.launch.link import ControllerIdentity
 from hpcsched.launch.pipe import Abort
 from hpcsched.launch.ssh import peek_host_key
 from hpcsched.launch.visit import Peer, Visit, link_rates, share_probe, transfer_mbps, visit
-from hpcsched.listing.text import clean, columns
+from hpcsched.listing.text import clean, columns, date_text
+from hpcsched.metrics.bench import run_from_json, slow_tests
+from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
-from hpcsched.model.node import OURSELVES, NodeSpec, address_of
-from hpcsched.model.units import format_mem
-from hpcsched.store.engine import current_epoch, incarnation, open_database, open_read_only
+from hpcsched.model.node import OURSELVES, TESTING, Link, NodeSpec, address_of
+from hpcsched.model.units import format_mem, nearest, parse_time_s
+from hpcsched.planner.capacity import DAY_S
+from hpcsched.sched.sentences import plural
+from hpcsched.store.engine import current_epoch, incarnation, open_database, open_read_only, start_id
 from hpcsched.store.store import Store
 
 
@@ -78,7 +87,12 @@ def node() -> None:
     "--accept-fingerprint", metavar="SHA256:...", help="Accept the host key with this fingerprint, and no other."
 )
 @click.option("--yes", is_flag=True, help="Accept any host key.")
-def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool, **options: Any) -> None:
+@click.option(
+    "--burn-in", metavar="TIME", help="Test it for so long, for example 10m; it gets jobs when it has passed."
+)
+def add(
+    target: str, name: str | None, accept_fingerprint: str | None, yes: bool, burn_in: str | None, **options: Any
+) -> None:
     """Add a machine: pin its host key, detect its resources, and write its file.
 
     HOST can also be a Host of ~/.ssh/config, or "local" for this machine without SSH.
@@ -96,10 +110,26 @@ def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool
     }
     wanted = NodeOptions(name=name, given=given, yes=yes, fingerprint=accept_fingerprint)
     where = parse_target(target)
+    limit_s = _burn_in_s(burn_in)
     config = _config()
+    if limit_s:
+        client.call("GET", "/v1/ping")  # without a controller nothing is added
     add_node(config, where, wanted)
-    _notify_controller()
-    for line in still_drained(config, name or default_name(where)):
+    final = name or default_name(where)
+    if limit_s:
+        client.call("POST", "/v1/reconfigure", {"testing": [final]})
+        burn_in_node(final, limit_s)
+    else:
+        _notify_controller()
+        for line in still_drained(config, final):
+            click.echo(line)
+    try:
+        line = promise_line(final)
+    except client.NoControllerError:
+        return
+    except HpcschedError as error:
+        line = f"! its impact on waits is not known: {clean(str(error))}"
+    if line:
         click.echo(line)
 
 
@@ -186,6 +216,62 @@ def probe(names: tuple[str, ...], links: bool) -> None:
 
 
 @node.command()
+@click.argument("names", metavar="[NAME...]", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
+def drift(names: tuple[str, ...], as_json: bool) -> None:
+    """Show in what nodes of one kind differ: system, drivers, limits, users, mounts.
+
+    Exits with 1 if there are differences.
+    """
+    answer = client.call("GET", "/v1/nodes?probe=1")
+    views = answer["nodes"]
+    for name in names:
+        if name not in {view["name"] for view in views}:
+            near = nearest(name, [view["name"] for view in views])
+            raise NotFoundError(f"cannot compare {name[:60]!r}: there is no node of that name{near}")
+    views = [view for view in views if not names or view["name"] in names]
+    asked = [view for view in views if view.get("facts")]
+    silent = [view["name"] for view in views if not view.get("facts")]
+    found = drift_of(asked)
+    if as_json:
+        drifts = [{**one._asdict(), "text": one.text} for one in found]
+        print_json({"version": 1, "compared": [view["name"] for view in asked], "silent": silent, "drift": drifts})
+    else:
+        rows = [[clean(word) for word in (one.what, one.kind, one.text)] for one in found]
+        if rows:
+            click.echo(columns(["WHAT", "NODES OF KIND", "DIFFERENCE"], rows), nl=False)
+        else:
+            click.echo(f"{plural(len(asked), 'node')} compared: no differences")
+        if silent:
+            click.echo(f"not compared, because they do not answer: {compress_hostlist(silent)}", err=True)
+    if found:
+        raise SystemExit(1)
+
+
+@node.command()
+@click.argument("name")
+@click.option("--since", metavar="TIME", default="7d", show_default=True, help="The last days that count.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def impact(name: str, since: str, as_json: bool) -> None:
+    """Show the waits before and after a node was added.
+
+    The days since are also replayed without it.
+    """
+    spec = next((spec for spec in _config().nodes if spec.name == name), None)
+    if spec is None:
+        raise NotFoundError(f"cannot judge {name[:60]!r}: there is no node of that name")
+    days = (parse_time_s(since, whole_minutes=False) or 0) / DAY_S
+    if not 0 < days <= MOST_DAYS:
+        raise RequestError(f"cannot judge {since[:40]!r}: give a time of at most a year, for example --since 14d")
+    past = cluster_past(history_days(time.time(), spec.added, days))
+    found = impact_of(past, name, spec.added, days)
+    if as_json:
+        print_json({"version": 1, **impact_json(found)})
+    else:
+        click.echo(impact_text(found), nl=False)
+
+
+@node.command()
 @click.argument("name")
 @click.option("--force", is_flag=True, help="Remove the node even if it holds jobs; they are ended.")
 def remove(name: str, force: bool) -> None:
@@ -233,15 +319,16 @@ def _states() -> dict[str, str]:
         return {}
 
 
-def _notify_controller() -> None:
+def _notify_controller(*, err: bool = False) -> None:
     try:
         client.call("POST", "/v1/reconfigure", {})
     except UnavailableError:
-        click.echo("the controller is not running; it reads this at its start: hpcsched up")
+        click.echo("the controller is not running; it reads this at its start: hpcsched up", err=err)
     else:
-        click.echo("controller notified")
+        click.echo("controller notified", err=err)
 
 
+SAME_RATE = 0.1  # rates that differ by less are not written again, because the node is connected again then
 VISIT_S = 60.0
 CLOCK_OFF_S = 2.0
 FIRST_USER, NOBODY = 1000, 65534  # uids of ordinary users
@@ -294,14 +381,28 @@ def add_node(config: Config, target: SshTarget, options: NodeOptions) -> Visit:
         keys |= gpu_keys(found.facts.get("gpus", []))
     keys = measured_keys(found.facts) | keys
     keys["partitions"] = list(keys.get("partitions", ()))
+    keys["added"] = date_text(time.time())
     text = render_node(name, {key: value for key, value in keys.items() if value not in ((), [])})
     final = node_from(path, tomllib.loads(text))
     _check_partitions(config, final.partitions)
     for line in describe(final.spec, found, config.share):
         click.echo(line)
+    _forget_name(config, name)
     write_file(path, text)
     click.echo(f"wrote {path}")
     return found
+
+
+def _forget_name(config: Config, name: str) -> None:
+    """Take the name of a new node out of `formerly` of the others.
+
+    They would claim its state when it is removed.
+    """
+    for spec in config.nodes:
+        if name in spec.formerly:
+            path = config.config_dir / paths.NODES_DIR / f"{spec.name}.toml"
+            left = [each for each in spec.formerly if each != name]
+            write_file(path, with_keys(path.read_text(encoding="utf-8"), {"formerly": left}))
 
 
 def parse_target(text: str) -> SshTarget:
@@ -407,6 +508,96 @@ def look_at(config: Config, spec: NodeSpec) -> Visit:
         )
 
 
+# ----- burn-in: a new node gets no jobs until it has passed its tests again and again
+
+LONGEST_BURN_IN_S = 7 * 86400
+CONNECT_S = 60.0
+LOOK_S = 0.3
+
+
+def _burn_in_s(text: str | None) -> int:
+    """Return how long to test, 0 for not at all. Raises RequestError."""
+    if text is None:
+        return 0
+    seconds = parse_time_s(text, whole_minutes=False)
+    if not seconds or seconds > LONGEST_BURN_IN_S:
+        raise RequestError(f"cannot test for {text[:40]!r}: give a time from 1s to 7d, for example --burn-in 10m")
+    return seconds
+
+
+def burn_in_node(name: str, limit_s: float) -> None:
+    """Measure and check the drained node until the time is over, then resume it.
+
+    Raises HpcschedError: it has not passed, and is still drained.
+    """
+    click.echo(f"{name}: TESTING for {limit_s:g} s; it gets no jobs until it has passed (hctl resume {name} ends this)")
+    until_s, rounds = time.monotonic() + limit_s, 0
+    try:
+        _await_link(name)
+        while not rounds or time.monotonic() < until_s:
+            why = _failure_of(name)
+            if why:
+                raise UnavailableError(why)
+            rounds += 1
+    except HpcschedError as error:
+        why = clean(str(error))
+        with suppress(HpcschedError):  # the reason is for others; it is drained already
+            if _drained_for_test(name):
+                client.call("POST", "/v1/nodes/drain", {"nodes": name, "why": f"{TESTING} failed: {why}"[:200]})
+        raise UnavailableError(
+            f"{name} has NOT passed its burn-in, and gets no jobs: {why}. After the repair: hpcsched node bench {name} "
+            f"&& hctl resume {name}"
+        ) from None
+    if not _drained_for_test(name):
+        click.echo(f"{name} has passed {plural(rounds, 'round')}; somebody else drained or resumed it meanwhile")
+        return
+    client.call("POST", "/v1/nodes/resume", {"nodes": name})
+    click.echo(f"{name} has passed its burn-in ({plural(rounds, 'round')}), and gets jobs")
+
+
+def _view_of(name: str, query: str = "") -> dict[str, Any]:
+    views = client.call("GET", f"/v1/nodes{query}")["nodes"]
+    found: dict[str, Any] | None = next((view for view in views if view["name"] == name), None)
+    if found is None:
+        raise NotFoundError(f"{name} was removed meanwhile")
+    return found
+
+
+def _drained_for_test(name: str) -> bool:
+    view = _view_of(name)
+    return bool(view["drained"]) and str(view["drained_why"]).startswith(TESTING)
+
+
+def _await_link(name: str) -> None:
+    until_s = time.monotonic() + CONNECT_S
+    while (view := _view_of(name))["link"] != Link.UP:
+        if time.monotonic() > until_s:
+            raise UnavailableError(f"it does not answer: {view['link_why']}")
+        time.sleep(LOOK_S)
+
+
+def measured_slow(name: str, *, confirmed: bool = False) -> str:
+    """Measure the node once; return which tests are slow, "" for none. Raises HpcschedError.
+
+    With `confirmed`, only tests that were slow in two runs count.
+    """
+    body = {"node": name, "how": "quick"}
+    client.call("POST", "/v1/nodes/bench", body, timeout_s=BENCH_DEADLINES_S["quick"] + VISIT_S)
+    runs = [run_from_json(view) for view in client.call("GET", "/v1/benches")["benches"]]
+    slow = [one for one in slow_tests(name, runs) if one.confirmed or not confirmed]
+    words = ", ".join(f"{one.test} is {1 - one.part:.0%} below {one.usual:.4g}" for one in slow)
+    return f"it is slow: {words}" if words else ""
+
+
+def _failure_of(name: str) -> str:
+    """Measure and check the node once; return what is wrong, "" for nothing."""
+    if slow := measured_slow(name, confirmed=True):
+        return slow
+    checks = check_node(_view_of(name, "?probe=1"), time.time())
+    failed = [f"{check.name}: {check.text}" for check in checks if check.status in (Status.CRITICAL, Status.UNKNOWN)]
+    return "; ".join(failed[:3])
+
+
 def users_home() -> str:
     """Return a sample home directory: our own, or for root that of the first ordinary user."""
     uid = os.getuid()
@@ -443,7 +634,8 @@ def identity_of(config: Config, timeout_s: float = client.TIMEOUT_S) -> Controll
     try:
         running = client.call("GET", "/v1/ping", timeout_s=timeout_s)
         if running["cluster"] == config.name:
-            return ControllerIdentity(cluster=config.name, incarnation=running["incarnation"], epoch=running["epoch"])
+            known = {name: running[name] for name in ("incarnation", "epoch")}
+            return ControllerIdentity(cluster=config.name, **known, start=running.get("start", ""))
     except HpcschedError:  # also if it answers rubbish
         pass
     path = config.controller.state_dir / paths.DATABASE_FILE
@@ -451,7 +643,12 @@ def identity_of(config: Config, timeout_s: float = client.TIMEOUT_S) -> Controll
         raise ConfigError(f"cannot find the database {path}: run hpcsched init first")
     database = open_read_only(path)
     try:
-        return ControllerIdentity(cluster=config.name, incarnation=incarnation(database), epoch=current_epoch(database))
+        return ControllerIdentity(
+            cluster=config.name,
+            incarnation=incarnation(database),
+            epoch=current_epoch(database),
+            start=start_id(database),
+        )
     finally:
         database.close()
 
@@ -494,6 +691,8 @@ def _describe_python(facts: Mapping[str, Any]) -> Iterator[str]:
 def measured_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the measured keys of a node's file; unknown values are left out."""
     found = {"speed": facts.get("speed"), "link_mbps": facts.get("link_mbps")}
+    with suppress(BadValue):  # a node may say anything
+        found["mac"] = mac_address(facts.get("mac", ""))
     if facts.get("tmp_total_mib"):
         found["tmp_disk"] = format_mem(facts["tmp_total_mib"])
     return {key: value for key, value in found.items() if value}
@@ -573,6 +772,21 @@ def probe_links(config: Config, names: Sequence[str]) -> None:
         raise UnavailableError(f"cannot measure the network of {', '.join(silent)}: no transfer went through")
 
 
+def write_link_rates(rates: Mapping[str, float]) -> None:
+    """Write rates that have changed into the nodes' files, and notify the controller.
+
+    A change of less than `SAME_RATE` does not count. Each changed file is named on standard error.
+    """
+    config = _config()
+    known = {str(spec.name): spec.link_mbps for spec in config.nodes}
+    changed = {name: round(rate) for name, rate in rates.items() if name in known and round(rate) > 0}
+    changed = {name: rate for name, rate in changed.items() if abs(rate - known[name]) > SAME_RATE * known[name]}
+    for name, rate in changed.items():
+        _write_measured(config, name, {"link_mbps": rate}, err=True)
+    if changed:
+        _notify_controller(err=True)
+
+
 def _node_to_measure(config: Config, name: str) -> NodeSpec:
     spec = next((spec for spec in config.nodes if spec.name == name), None)
     if spec is None:
@@ -580,12 +794,12 @@ def _node_to_measure(config: Config, name: str) -> NodeSpec:
     return spec
 
 
-def _write_measured(config: Config, name: str, found: Mapping[str, Any]) -> None:
+def _write_measured(config: Config, name: str, found: Mapping[str, Any], *, err: bool = False) -> None:
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     text = with_keys(path.read_text(), found)
     node_from(path, tomllib.loads(text))
     write_file(path, text)
-    click.echo(f"{name}: " + ", ".join(f"{key} = {toml_value(value)}" for key, value in found.items()))
+    click.echo(f"{name}: " + ", ".join(f"{key} = {toml_value(value)}" for key, value in found.items()), err=err)
 
 
 def with_keys(text: str, keys: Mapping[str, Any]) -> str:

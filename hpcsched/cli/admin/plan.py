@@ -6,14 +6,19 @@
     forecast       use and waits of the weeks ahead
     upgrade-cycle  what each node did, and what its electricity costs
 
-`planner.capacity` and `planner.memory` compute; this module asks the controller, and writes the answers. Instead of the
-cluster's own history it reads a log in the Standard Workload Format (--trace), as hsim does.
+`hpcsched maintenance suggest` finds the hours in which nodes are least used.
+
+The modules of `hpcsched.planner` compute; this module asks the controller, and writes the answers. Instead of the cluster's
+own history it reads a log in the Standard Workload Format (--trace), as hsim does.
 
 All answers name what they do not know. A forecast needs four weeks of history; with less there is only the replay.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
@@ -25,7 +30,8 @@ import click
 from hpcsched import client
 from hpcsched.cli.output import print_json
 from hpcsched.errors import RequestError
-from hpcsched.listing.text import clean, columns
+from hpcsched.listing.text import clean, columns, date_text
+from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_mem, format_time_s, nearest, parse_mem_mib
 from hpcsched.planner import memory
 from hpcsched.planner.capacity import (
@@ -53,6 +59,8 @@ from hpcsched.planner.capacity import (
     with_memory,
     without_idle,
 )
+from hpcsched.planner.windows import HOUR_S, NodeUse, QuietWindow, quiet_windows
+from hpcsched.sched.sentences import plural
 from hpcsched.sched.snapshot import NodeView, Snapshot, snapshot_from_json
 from hpcsched.sim.forecast import NEW_NODES, new_nodes
 from hpcsched.sim.swf import read_trace
@@ -61,7 +69,6 @@ Json = dict[str, Any]
 PAGE = 10_000  # jobs of the history in an answer
 MOST_JOBS = 200_000  # of the history: more would not fit into the memory of a laptop
 MOST_NODES = 1000
-HOUR_S = 3600.0
 HOURS_A_YEAR = 8766.0
 MOST_PRICE = 1e9
 
@@ -223,12 +230,12 @@ def _worth_text(answer: Json, past: Past, now: ReplayResult, then: ReplayResult)
     if not now.waits.jobs:
         return f"No job was submitted in the last {days} days: nothing to replay.\n"
     lines = [
-        f"The last {days} days again, with it: mean wait {_hours(now.waits.mean_s)} -> {_hours(then.waits.mean_s)}; "
+        f"The last {days} days again, with it: mean wait {hours_text(now.waits.mean_s)} -> {hours_text(then.waits.mean_s)}; "
         f"{then.waits.prompt} of {then.waits.jobs} jobs would have started at once, {now.waits.prompt} without it"
     ]
     if now.gpu_waits.jobs:
         lines.append(
-            f"  of GPU jobs: {_hours(now.gpu_waits.mean_s)} -> {_hours(then.gpu_waits.mean_s)}; "
+            f"  of GPU jobs: {hours_text(now.gpu_waits.mean_s)} -> {hours_text(then.gpu_waits.mean_s)}; "
             f"{then.gpu_waits.prompt} of {then.gpu_waits.jobs} at once, {now.gpu_waits.prompt} without it"
         )
     lines.append(f"  use of cpus {now.utilization:.0%} -> {then.utilization:.0%}{_left_out(now)}")
@@ -253,8 +260,8 @@ def _table_lines(now: ReplayResult, then: ReplayResult) -> list[str]:
                     title,
                     clean(name),
                     str(waits.jobs),
-                    _hours(waits.mean_s),
-                    _hours(others[name].mean_s if name in others else 0),
+                    hours_text(waits.mean_s),
+                    hours_text(others[name].mean_s if name in others else 0),
                 )
                 for name, waits in worst
             ]
@@ -336,7 +343,7 @@ def _instead(past: Past, span: tuple[float, float], now: ReplayResult) -> list[J
 
     def add(kind: str, text: str, result: ReplayResult) -> None:
         if result.waits.total_s < 0.95 * now.waits.total_s:
-            words = f"{text}: mean wait {_hours(now.waits.mean_s)} -> {_hours(result.waits.mean_s)}"
+            words = f"{text}: mean wait {hours_text(now.waits.mean_s)} -> {hours_text(result.waits.mean_s)}"
             found.append({"kind": kind, "text": words, "wait_mean_s": result.waits.mean_s})
 
     idle = [job for job in past.jobs if is_idle(job) and span[0] <= job.submit_s < span[1]]
@@ -377,9 +384,9 @@ def forecast(days: int, draws: int, seed: int, trace: Path | None, cpus: int | N
     if as_json:
         print_json({"source": past.name, "days": days, "draws": draws, **bands})
         return 0
-    rows = [("mean wait", *(_hours(bands["wait_mean_s"][name]) for name in Band._fields))]
+    rows = [("mean wait", *(hours_text(bands["wait_mean_s"][name]) for name in Band._fields))]
     if any(machine.gpus for machine in past.machines):
-        rows.append(("mean wait of GPU jobs", *(_hours(bands["gpu_wait_mean_s"][name]) for name in Band._fields)))
+        rows.append(("mean wait of GPU jobs", *(hours_text(bands["gpu_wait_mean_s"][name]) for name in Band._fields)))
         rows.append(("use of GPUs", *(f"{bands['gpu_utilization'][name]:.0%}" for name in Band._fields)))
     rows.append(("use of cpus", *(f"{bands['utilization'][name]:.0%}" for name in Band._fields)))
     rows.append(("jobs", *(f"{bands['jobs'][name]:.0f}" for name in Band._fields)))
@@ -637,12 +644,14 @@ def _model(options: Json) -> memory.Model:
         return memory.model_from_numbers(**numbers)
     if any(numbers.values()):
         raise RequestError("cannot tell which model: give MODEL, or its numbers, not both")
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
     try:
-        with open(file, encoding="utf-8") as source:
+        file = Path(path)
+        file = file / "config.json" if file.is_dir() else file
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as source:
+            if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+                raise RequestError(f"cannot read the model {path[:200]!r}: it is not a file")
             text = source.read(memory.MIB)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also of text that is not UTF-8, and of a name with a NUL
         raise RequestError(
             f"cannot read the model {path[:200]!r}: {getattr(error, 'strerror', None) or error}"
         ) from None
@@ -798,6 +807,125 @@ def _size(size: float) -> str:
     return format_mem(ceil(size / memory.MIB))
 
 
+# ----- maintenance
+
+
+SHOWN_WINDOWS = 5
+
+
+@click.group()
+def maintenance() -> None:
+    """Find hours for maintenance, and reserve them."""
+
+
+@maintenance.command()
+@click.option("--hours", metavar="N", type=click.IntRange(1, 72), required=True, help="Length of the maintenance.")
+@click.option("--nodes", "hosts", metavar="HOSTS", default="", help="Nodes: n[1-3],m7. Default: all.")
+@click.option(
+    "--within", metavar="DAYS", type=click.IntRange(1, 56), default=14, show_default=True, help="How far to look ahead."
+)
+@click.option("--book", metavar="NAME", help="Reserve the nodes in the best window, for maintenance, under this name.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def suggest(hours: int, hosts: str, within: int, book: str | None, as_json: bool) -> int:
+    """Show the windows in which the nodes are least used.
+
+    What a window displaces is the mean of the same hours in the last four weeks, and what running jobs hold by their time limits.
+    """
+    views = client.call("GET", "/v1/nodes")["nodes"]
+    known = [view["name"] for view in views]
+    nodes = expand_hostlist(hosts) if hosts else known
+    for name in nodes:
+        if name not in known:
+            raise RequestError(f"cannot plan for {name[:60]!r}: there is no node of that name{nearest(name, known)}")
+    found = _quiet_windows(nodes, hours, within)
+    if not found:
+        raise RequestError(f"cannot find {hours} hours within {plural(within, 'day')}: nodes are reserved all the time")
+    command = _booking(book or "maintenance", nodes, found[0])
+    if book is not None:
+        _book(book, nodes, found[0])
+    if as_json:
+        windows = [one._asdict() for one in found[:SHOWN_WINDOWS]]
+        print_json({"version": 1, "nodes": nodes, "windows": windows, "worst": found[-1]._asdict(), "booked": book})
+        return 0
+    rows = [_window_row(one) for one in [*found[:SHOWN_WINDOWS], found[-1]]]
+    click.echo(
+        columns(["START", "GPU-HOURS", "CPU-HOURS", "JOBS THAT MAY RUN INTO IT"], rows, right=(1, 2, 3)), nl=False
+    )
+    click.echo(
+        "The last line is the worst window." if len(found) > SHOWN_WINDOWS else "The last line is the worst again."
+    )
+    click.echo(f"reserved as {book}" if book is not None else f"To reserve the first: {command}, or --book NAME")
+    return 0
+
+
+def _window_row(window: QuietWindow) -> list[str]:
+    start = time.strftime("%a %Y-%m-%d %H:%M", time.localtime(window.start_s))
+    return [start, f"{window.gpu_hours:.1f}", f"{window.cpu_hours:.1f}", str(window.running)]
+
+
+def _booking(name: str, nodes: Sequence[str], window: QuietWindow) -> str:
+    words = _booking_words(nodes, window)
+    return f"hctl create reservation {name} " + " ".join(f"{key}={value}" for key, value in words.items())
+
+
+def _booking_words(nodes: Sequence[str], window: QuietWindow) -> dict[str, str]:
+    minutes = round((window.end_s - window.start_s) / 60)
+    return {
+        "StartTime": date_text(window.start_s),
+        "Duration": str(minutes),
+        "Users": "root",
+        "Nodes": compress_hostlist(nodes),
+        "Flags": "MAINT",
+    }
+
+
+def _book(name: str, nodes: Sequence[str], window: QuietWindow) -> None:
+    client.call("POST", "/v1/reservations/create", {"name": name, "changes": _booking_words(nodes, window)})
+
+
+def _quiet_windows(nodes: Sequence[str], hours: int, within: int) -> list[QuietWindow]:
+    """Return the windows for these nodes, the quietest first.
+
+    Raises RequestError without history.
+    """
+    now_s = time.time()
+    local = time.localtime(now_s)
+    from_s = now_s - local.tm_min * 60 - local.tm_sec - now_s % 1 + HOUR_S
+    past: list[NodeUse] = []
+    running: list[NodeUse] = []
+    since_s = now_s
+    for view in _history(now_s - HISTORY_DAYS * DAY_S):
+        began_s, ended_s = view["started_at_s"], view["ended_at_s"]
+        since_s = min(since_s, view["submitted_at_s"])
+        if began_s is None:
+            continue
+        limit_s = view["time_limit_s"]
+        until_s = ended_s if ended_s is not None else began_s + limit_s if limit_s else from_s + within * DAY_S
+        for share in view["shares"]:
+            use = NodeUse(share["node"], began_s, until_s, share["cpus"], len(share["gpus"]))
+            (running if ended_s is None else past).append(use)
+    taken = [one for one in client.call("GET", "/v1/reservations")["reservations"] if set(one["nodes"]) & set(nodes)]
+
+    def is_closed(start_s: float, end_s: float) -> bool:
+        return any(one["start_s"] < end_s and one["end_s"] > start_s for one in taken)
+
+    try:
+        return quiet_windows(
+            past,
+            running,
+            nodes=frozenset(nodes),
+            since_s=since_s,
+            from_s=from_s,
+            within_s=within * DAY_S,
+            hours=hours,
+            is_closed=is_closed,
+        )
+    except ValueError as error:
+        raise RequestError(
+            f"cannot suggest a window: {error}; choose a time yourself: hctl create reservation"
+        ) from None
+
+
 # ----- the past: of the cluster, or of a log
 
 
@@ -806,7 +934,7 @@ def _past(trace: Path | None, cpus: int | None, days: int) -> Past:
         return _trace_past(trace, cpus)
     if cpus is not None:
         raise RequestError("cannot use --cpus without --trace: the cluster's own machines are known")
-    return _cluster_past(max(days, HISTORY_DAYS) * 2 + WARM_DAYS)
+    return cluster_past(max(days, HISTORY_DAYS) * 2 + WARM_DAYS)
 
 
 def _trace_past(path: Path, cpus: int | None) -> Past:
@@ -841,7 +969,11 @@ def _machine(node: NodeView, partitions: frozenset[str]) -> PlanNode:
     return PlanNode(node.name, node.cpus, node.mem_mib, len(node.gpus), kind, partitions)
 
 
-def _cluster_past(days: int) -> Past:
+def cluster_past(days: int) -> Past:
+    """Return the machines of the cluster and its jobs of the last `days` days.
+
+    Raises HpcschedError.
+    """
     snapshot = _snapshot()
     now_s, machines = snapshot.now_s, _machines(snapshot)
     kinds = {machine.name: machine.gpu_type for machine in machines}
@@ -905,6 +1037,8 @@ def arrival_of(view: Json, now_s: float, kinds: Mapping[str, str]) -> Arrival | 
         partition=view["partition"],
         user=view["user"],
         cpu_used_s=sum(used) if used else None,
+        began_s=began_s,
+        on=tuple(share["node"] for share in shares),
     )
 
 
@@ -969,10 +1103,10 @@ def _machine_json(machine: PlanNode) -> Json:
 
 
 def _words(band: Mapping[str, float]) -> str:
-    return f"{_hours(band['median'])} ({_hours(band['low'])} to {_hours(band['high'])})"
+    return f"{hours_text(band['median'])} ({hours_text(band['low'])} to {hours_text(band['high'])})"
 
 
-def _hours(seconds: float) -> str:
+def hours_text(seconds: float) -> str:
     """Return a wait as people say it: ``3.1 h``, or minutes and seconds below an hour."""
     return f"{seconds / HOUR_S:.1f} h" if seconds >= HOUR_S else format_time_s(round(seconds))
 

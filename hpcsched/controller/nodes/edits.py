@@ -8,6 +8,9 @@ cluster that does not start because of one node would be worse.
 A node without a file cannot be reached. At ``hctl reconfigure`` this edit is rejected as well. After a start, the node's jobs
 are held like those of a node that does not answer (`hpcsched.controller.requests.nodes`).
 
+A renamed node names its earlier names in its file (`formerly`), so that its state follows at the next reconfiguration or start,
+however the command that renamed it has ended.
+
 Knows nothing of connections. It is used before the controller answers, so it imports little.
 """
 
@@ -21,10 +24,17 @@ from typing import Any, NamedTuple
 
 from hpcnode.wire import protocol
 from hpcsched.config.load import Config
+from hpcsched.lifecycle.events import Respecified
+from hpcsched.lifecycle.job import can
+from hpcsched.model.codec import spec_to_json
+from hpcsched.model.frozen import replace as replace_spec
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import REACH, Node, NodeSpec
+from hpcsched.model.spec import JobSpec
 from hpcsched.state.cluster import ClusterState
+from hpcsched.state.transaction import Transaction
+from hpcsched.store.store import Store
 
 NAMED_JOBS = 5
 
@@ -142,6 +152,86 @@ def as_before(
 def _former(spec: NodeSpec, reach: str) -> NodeSpec:
     known = json.loads(reach)
     return replace(spec, **{key: value for key, value in known.items() if key in REACH})
+
+
+# ----- renamed nodes: what the earlier name means is moved to the new one
+
+
+def renamed_nodes(specs: Sequence[NodeSpec]) -> dict[str, NodeName]:
+    """Return the present name by earlier name.
+
+    Without names that a node has now, or that two nodes had.
+    """
+    taken = {str(spec.name) for spec in specs}
+    found: dict[str, NodeName] = {}
+    for spec in specs:
+        for name in spec.formerly:
+            if name in found:
+                taken.add(name)
+            found[name] = spec.name
+    return {name: spec for name, spec in found.items() if name not in taken}
+
+
+def move_renamed(config: Config, store: Store, held: Mapping[NodeName, Sequence[Job]]) -> list[str]:
+    """Give the stored state of renamed nodes their new names. Return the changes in words.
+
+    Nodes on which jobs are held keep their old name in the store: their jobs are those of a node without a file.
+    """
+    stored, specs = store.load_nodes(), {spec.name: spec for spec in config.nodes}
+    moved = []
+    for former, name in renamed_nodes(config.nodes).items():
+        row = stored.get(former)
+        if row is not None and not held.get(NodeName(former)) and _is_reached_as(row.reach, specs[name]):
+            store.rename_node(former, name)
+            moved.append(f"node {former} is called {name} now")
+    return moved
+
+
+def _is_reached_as(reach: str, spec: NodeSpec) -> bool:
+    """Return whether the stored address is the node's: the row may be that of another machine."""
+    known = json.loads(reach) if reach else {}
+    return all(getattr(spec, key) == value for key, value in known.items() if key in REACH and key != "root")
+
+
+def follow_renames(tx: Transaction, by_uid: int) -> list[str]:
+    """Have reservations, triggers and waiting jobs name renamed nodes by their new names.
+
+    Signed jobs are not changed, because their signature would not fit. Return a note for each that names an old name.
+    """
+    names = renamed_nodes([node.spec for node in tx.cluster.nodes.values()])
+    if not names:
+        return []
+    for reservation in list(tx.cluster.reservations.values()):
+        if not names.keys().isdisjoint(reservation.nodes):
+            nodes = tuple(names.get(node, node) for node in reservation.nodes)
+            tx.set_reservation(reservation.name, replace(reservation, nodes=nodes))
+    for trigger in list(tx.cluster.triggers.values()):
+        if trigger.target in names and not trigger.is_of_job:
+            tx.set_trigger(trigger.id, replace(trigger, target=names[trigger.target]))
+    notes, made = [], dict[int, int]()
+    for job in [job for job in tx.cluster.jobs.values() if can(job, Respecified)]:
+        spec = _following(job.spec, names)
+        if spec is job.spec:
+            continue
+        if spec.signed:
+            notes.append(f"job {job.display_id} is signed for {', '.join(names)}, which has another name now")
+            continue
+        whole = spec_to_json(spec)
+        changes = {name: whole[name] for name in _NODE_LISTS if getattr(spec, name) != getattr(job.spec, name)}
+        made[job.spec_id] = tx.respecify(job, changes, by_uid=by_uid, spec_id=made.get(job.spec_id)).spec_id
+    return notes
+
+
+_NODE_LISTS = ("nodelist", "exclude", "components")
+
+
+def _following(spec: JobSpec, names: Mapping[str, NodeName]) -> JobSpec:
+    """Return the specification with the new names; the same object if it has no old one."""
+    parts = tuple(_following(part, names) for part in spec.components)
+    named = {name: tuple(names.get(node, node) for node in getattr(spec, name)) for name in _NODE_LISTS[:2]}
+    if all(named[name] == getattr(spec, name) for name in named) and parts == spec.components:
+        return spec
+    return replace_spec(spec, **named, components=parts)
 
 
 # ----- which spool a node's name refers to, and whether its agent is accepted

@@ -35,13 +35,15 @@ from hpcsched.errors import ProtocolError
 from hpcsched.jobscript.patterns import job_file_patterns
 from hpcsched.lifecycle.events import Claimed, Exited, LaunchRefused, NodeCleared, Started
 from hpcsched.lifecycle.job import Effect, EffectKind, can, cut_at_s, is_gathered, is_moving, unclaimed_nodes
+from hpcsched.lifecycle.node import NodeDrained
+from hpcsched.listing.text import clean
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, EX_TEMPFAIL, ExitStatus, Job, JobState, RankFailure, TrainingStatus, signal_of
-from hpcsched.model.node import Link, Node, address_of
+from hpcsched.model.node import JOB_SCRIPTS, MAX_WHY, OURSELVES, Link, Node, address_of
 from hpcsched.model.spec import SIGNED_REQUEST
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import StepRecord, Transaction
-from hpcsched.steps.environment import allocation_facts, job_environment, with_propagated
+from hpcsched.steps.environment import allocation_facts, job_environment, script_environment, with_propagated
 from hpcsched.steps.step import used
 
 # A job submitted with --requeue is requeued if it exits so: EX_TEMPFAIL of sysexits.h, "try again
@@ -143,6 +145,7 @@ def _on_batch_end(tx: Transaction, job: Job, node: NodeName, report: protocol.Re
             requeue=elsewhere or saved_step is not None or asks_again(job, exit_status(report)),
             saved_step=saved_step,
             output_full=report.output_full,
+            clearing=report.clearing,
             unexecuted=report.why if report.unexecuted else "",
         )
     )
@@ -321,6 +324,31 @@ def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None
         lose_node(tx, job, node, f"{_RESTORED}, and what node {node} ran of the job was ended")
 
 
+def on_script_failure(tx: Transaction, node: NodeName, failed: protocol.ScriptFailed) -> None:
+    """Drain a node where the administrator's prolog or epilog has failed; an admin resumes it."""
+    known = tx.cluster.nodes[node]
+    if not known.drained or known.drained_by == OURSELVES:
+        why = f"job {failed.job_id}: {clean(failed.why[:MAX_WHY])}"
+        tx.record_node(NodeDrained(node=node, at_s=tx.now_s, why=why, by=JOB_SCRIPTS))
+
+
+def end_unknown_jobs(tx: Transaction, node: NodeName, found: object, answer: Answer) -> None:
+    """Have the node end jobs that wait there for their epilog, but do not hold the node.
+
+    `found` is the node's list of incarnation, job, attempt and stay.
+    """
+    if any(name == node for name, _ in tx.cluster.undecided_launches):
+        return
+    for item in found if isinstance(found, list) else ():
+        match item:
+            case [str(incarnation), int(job_id), int(attempt), int(stay)]:
+                job = tx.cluster.jobs.get(JobId(job_id))
+                holds = job is not None and node in job.held_nodes and job.token.startswith(incarnation + ".")
+                if not holds or job is None or (attempt, stay) < (job.attempt, job.stay_on(node)):
+                    key = (incarnation, job_id)
+                    answer.orphans[key] = max((attempt, stay), answer.orphans.get(key, (0, 0)))
+
+
 def on_inventory(
     tx: Transaction, node: NodeName, spool: str, rebooted: bool, tokens: set[str], orphans: set[tuple[str, int]]
 ) -> None:
@@ -382,7 +410,7 @@ class Trainings:
             self._write(training)
             return
         self._cluster.training[job.id] = training
-        if now_s - self._written_s.get(job.id, float("-inf")) >= WRITE_EVERY_S:
+        if not 0.0 <= now_s - self._written_s.get(job.id, float("-inf")) < WRITE_EVERY_S:  # or the clock was set back
             self._write(training)
 
     def _failed(self, job: Job, node: NodeName, word: protocol.Failure, now_s: float) -> None:
@@ -565,6 +593,7 @@ def launch_batch(job: Job, cluster: ClusterState, node: NodeName) -> protocol.La
         confine=confinement(job, cluster, node),
         hosts=hosts(job),
         same_machine=same_machine(job, cluster),
+        scripts=job_scripts(job, cluster, node),
     )
 
 
@@ -596,6 +625,19 @@ def claim_part(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Laun
         mem_mib=share.mem_mib,
         gpus=list(share.gpus),
         confine=confinement(job, cluster, node),
+        scripts=job_scripts(job, cluster, node),
+    )
+
+
+def job_scripts(job: Job, cluster: ClusterState, node: NodeName) -> protocol.JobScripts:
+    """Return the prolog and epilog of the job on `node`, with their environment."""
+    settings = cluster.config.controller
+    if not settings.prolog and not settings.epilog:
+        return protocol.JobScripts()
+    share = next((share for share in (*job.shares, *job.joining) if share.node == node), None)
+    env = script_environment(job, cluster=cluster.config.name, share_dir=cluster.config.share, share=share)
+    return protocol.JobScripts(
+        prolog=settings.prolog, epilog=settings.epilog, limit_s=settings.prolog_epilog_timeout, env=env
     )
 
 

@@ -21,11 +21,12 @@ from hpcsched.controller.requests.job_ids import MAX_TASKS, component_in, find_j
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 from hpcsched.lifecycle.events import EndRequested, Held, Released, Requeued, Resumed, Suspended
 from hpcsched.lifecycle.job import can
-from hpcsched.lifecycle.node import NodeDrained, NodeFenced, NodeResumed
+from hpcsched.lifecycle.node import NodeDrained, NodeFenced, NodeFoundIll, NodeFoundWell, NodeResumed
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
 from hpcsched.model.node import Link, Partition, PartitionState
+from hpcsched.model.probation import CHECK
 from hpcsched.model.units import whole_number
 from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
@@ -69,6 +70,11 @@ class Outcome:
     # The new specification of each changed job.
     spec_ids: dict[int, int] = field(default_factory=dict)
     remaining: list[Remaining] = field(default_factory=list)  # left for later ticks
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing was or will be done."""
+        return not (self.jobs or self.signals or self.became or self.spec_ids or self.remaining)
 
     def refuse(self, reference: str, error: HpcschedError) -> None:
         """Record that a reference was refused."""
@@ -317,21 +323,35 @@ def drain(tx: Transaction, identity: Identity, nodes: str, why: str, by: str) ->
         raise RequestError("cannot drain a node: give the reason, it is what others will see")
     names = find_nodes(tx.cluster, nodes)
     for name in names:
-        if by and tx.cluster.nodes[name].drained:
-            continue  # a health check does not replace an admin's drain
+        known = tx.cluster.nodes[name]
+        if by and known.drained:  # a health check does not replace an admin's drain
+            if by == known.drained_by == CHECK and known.probation.well_since_s is not None:
+                tx.record_node(NodeFoundIll(node=name, at_s=tx.now_s))
+            continue
         tx.record_node(NodeDrained(node=name, at_s=tx.now_s, why=why, by=by or identity.user))
     return list(names)
 
 
 def resume_nodes(tx: Transaction, identity: Identity, nodes: str, only_by: str) -> list[str]:
-    """Resume these nodes; with `only_by`, only the nodes that it drained."""
+    """Resume these nodes; with `only_by`, only the nodes that it drained.
+
+    A node that a health check has drained stays away until it was well for a while. Return the nodes that were resumed.
+    """
     authorize(identity, Action.DRAIN, what="resume a node")
     names = [
         name for name in find_nodes(tx.cluster, nodes) if not only_by or tx.cluster.nodes[name].drained_by == only_by
     ]
+    resumed: list[str] = []
     for name in names:
-        tx.record_node(NodeResumed(node=name, at_s=tx.now_s, by=identity.user))
-    return list(names)
+        if only_by == CHECK:
+            if tx.cluster.nodes[name].probation.well_since_s is None:
+                tx.record_node(NodeFoundWell(node=name, at_s=tx.now_s))
+            returns_at_s = tx.cluster.nodes[name].probation.returns_at_s(tx.cluster.config.controller.health_hold)
+            if returns_at_s is not None and tx.now_s < returns_at_s:
+                continue
+        tx.record_node(NodeResumed(node=name, at_s=tx.now_s, by=only_by if only_by == CHECK else identity.user))
+        resumed.append(name)
+    return resumed
 
 
 def set_partition_state(tx: Transaction, identity: Identity, name: str, state: str) -> Partition:

@@ -164,6 +164,38 @@ def create(tx: Transaction, identity: Identity, name: str, changes: Mapping[str,
     return _settle(tx, with_options(made, options), options)
 
 
+def reserve_for_bench(
+    tx: Transaction, identity: Identity, reservation: str, names: Sequence[str], duration_s: float, *, now: bool
+) -> Reservation:
+    """Reserve nodes for their assessment, so that no job starts there.
+
+    `now`: although jobs run there. The reservation ends by itself if the controller does not delete it.
+    """
+    authorize(identity, Action.BENCH_NODES, what="measure nodes")
+    for name in names:
+        if name not in tx.cluster.nodes:
+            raise NotFoundError(f"cannot measure {name[:60]!r}: there is no node of that name")
+    if reservation in tx.cluster.reservations:
+        shown = compress_hostlist(names)
+        raise RequestError(f"cannot measure {shown}: it is being measured (reservation {reservation})")
+    jobs = {job.id: job for name in names for job in tx.cluster.jobs_on(NodeName(name))}
+    if jobs and not now:
+        held = compress_hostlist([name for name in names if tx.cluster.jobs_on(NodeName(name))])
+        raise RequestError(
+            f"cannot measure {held}: it has jobs: {_named(jobs.values())}; wait for them, or measure beside them, which "
+            "is not compared with other runs: --now"
+        )
+    changes = {"Duration": str(int(duration_s) // 60 + 1), "StartTime": "now", "Users": identity.user}
+    changes |= {"Nodes": ",".join(names)} | ({"Flags": "IGNORE_JOBS,OVERLAP"} if now else {})
+    return create(tx, identity, reservation, changes)
+
+
+def end_bench(tx: Transaction, reservation: str) -> None:
+    """Delete the reservation of an assessment, if it is still there."""
+    if reservation in tx.cluster.reservations:
+        tx.set_reservation(reservation, None)
+
+
 def update(tx: Transaction, identity: Identity, name: str, changes: Mapping[str, str]) -> Reservation:
     """Change a reservation; fields that are not named stay as they are."""
     authorize(identity, Action.RESERVE, what="change a reservation")
@@ -364,7 +396,7 @@ def _chosen_nodes(
     Nodes that the reservation already had come first.
     """
     features = parse_features(wanted.features)
-    candidates = [name for name in candidates if matches(features, cluster.nodes[name].spec.features)]
+    candidates = [name for name in candidates if matches(features, cluster.nodes[name].features)]
     what = f"{plural(wanted.node_count, 'node')}{f' with feature {wanted.features}' if wanted.features else ''}"
     if len(candidates) < wanted.node_count:
         where = f"partition {wanted.partition!r}" if wanted.partition else "the cluster"

@@ -12,14 +12,13 @@ import asyncio
 import logging
 import os
 import pwd
-import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from hpcnode.os.program import check_program
 from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize
 from hpcsched.controller.requests.job_ids import find_jobs
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
@@ -42,7 +41,6 @@ AT_ONCE_OF_USER = 2
 QUEUED = 1_000  # further ones are not run, which is logged
 QUEUED_OF_USER = 100
 PROGRAM_S = 300.0
-MAX_COMPONENTS = 256  # directories and links that lead to a program
 PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -264,7 +262,7 @@ class TriggerPrograms:
 
 async def _status_of(command: list[str], uid: int) -> int:
     account = pwd.getpwuid(uid)
-    await asyncio.to_thread(check_program, Path(command[0]), uid)
+    await asyncio.to_thread(check_program, command[0], uid)
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=subprocess.DEVNULL,
@@ -287,32 +285,6 @@ async def _status_of(command: list[str], uid: int) -> int:
         os.killpg(process.pid, 9)
         await process.wait()
         raise subprocess.TimeoutExpired(command, PROGRAM_S) from None
-
-
-def check_program(program: Path, uid: int) -> None:
-    """Check that only root and the user can replace the program, as sshd's StrictModes does.
-
-    Each directory and link on the way belongs to one of the two; in a directory that others may write, with a sticky bit, they
-    cannot rename what is not theirs.
-
-    Raises: PermissionError, another OSError if there is no such program.
-    """
-    left, at = list(reversed(program.parts)), Path("/")
-    for _ in range(MAX_COMPONENTS):
-        if not left:
-            return
-        at = at.parent if (part := left.pop()) == ".." else at / part
-        status = at.lstat()
-        is_link = stat.S_ISLNK(status.st_mode)
-        if status.st_uid not in (0, uid):
-            raise PermissionError(f"{at} belongs to user {status.st_uid}, who could replace the program {program}")
-        is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-        if not is_link and status.st_mode & 0o022 and not is_sticky:
-            raise PermissionError(f"others may write {at}, and so replace the program {program}; run: chmod go-w {at}")
-        if is_link:
-            at, target = at.parent, at.readlink()
-            left += reversed(target.parts)
-    raise PermissionError(f"the path of the program {program} has more than {MAX_COMPONENTS} parts and links")
 
 
 def _as_user(account: pwd.struct_passwd) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from hpcsched.api.views import (
     resumes_words,
     sees_everything,
     training_view,
+    visible_nodes,
     why_waiting,
 )
 from hpcsched.auth.audit import DONE, FAILED, REFUSED, entry_of, record_to_json
@@ -47,9 +48,10 @@ from hpcsched.auth.authorize import (
 from hpcsched.config.load import Config
 from hpcsched.controller import credentials, usage_ledger
 from hpcsched.controller.credentials import Credentials
-from hpcsched.controller.metrics import ControllerMetrics
+from hpcsched.controller.metrics import ControllerMetrics, MetricsView
 from hpcsched.controller.nodes import orphans
-from hpcsched.controller.nodes.edits import gone_notes
+from hpcsched.controller.nodes.edits import follow_renames, gone_notes
+from hpcsched.controller.nodes.link_bench import Tournament
 from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.nodes.loss import remove_node
 from hpcsched.controller.requests import crontabs, submission, triggers
@@ -60,6 +62,7 @@ from hpcsched.controller.requests.jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.reservations import read_options
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
+from hpcsched.controller.views.findings import findings_of_job, findings_of_queue
 from hpcsched.controller.views.history import history_text, outages_of, story_of
 from hpcsched.controller.views.queue import (
     Reading,
@@ -83,14 +86,18 @@ from hpcsched.errors import (
 from hpcsched.jobscript.patterns import job_files
 from hpcsched.launch.visit import problem_of, question
 from hpcsched.listing.text import split_list
+from hpcsched.metrics.bench import run_of
+from hpcsched.metrics.links import MOST_LINKED, links_limit_s
 from hpcsched.model.codec import value_to_json
+from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
-from hpcsched.model.node import Link
+from hpcsched.model.node import OURSELVES, TESTING, Link
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import nearest, number, parse_signal, whole_number
 from hpcsched.recorder import Recorder
+from hpcsched.sched.sentences import plural
 from hpcsched.sched.snapshot import snapshot_to_json
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.audit_heads import AuditHeads
@@ -103,6 +110,7 @@ T = TypeVar("T")
 log = logging.getLogger("hpcsched.backend")
 
 PROBE_TIMEOUT_S = 15.0
+MAX_PATH = 1000
 READ_TIMEOUT_S = 15.0
 MAX_AUDIT_RECORDS = 5000  # of one answer
 MAX_KEPT_ANSWER = 16 << 10  # characters; a longer answer is not kept for repeated requests
@@ -175,6 +183,7 @@ class ControllerBackend(Reading):
             "now_s": self._clock(),
             "incarnation": self._cluster.incarnation,
             "epoch": self._cluster.epoch,
+            "start": self._cluster.start,
             "counts": {state.value: count for state, count in counts.items()},
             "nodes": dict(Counter(view["state"] for view in nodes)),
             "unseen_nodes": list(cluster.unseen_nodes()) if sees_all else [],
@@ -183,6 +192,7 @@ class ControllerBackend(Reading):
                 for node, incarnation, job_id in self._controller.orphans
                 if sees_all
             ],
+            "backup": self._backup_view() if sees_all else None,
             "undecided": len(cluster.undecided_launches) if sees_all else 0,
             "not_taken": [*cluster.not_taken, *gone_notes(cluster)] if sees_all else [],
         }
@@ -213,8 +223,8 @@ class ControllerBackend(Reading):
             for spec in specs:
                 if not spec.signed:
                     raise UnsignedError(
-                        "cannot submit: jobs of this cluster are signed by their users (sign_jobs in hpcsched.toml); use hsub or "
-                        "sbatch on the head, which sign"
+                        "cannot submit: jobs of this cluster are signed by their users (sign_jobs in hpcsched.toml), which REST "
+                        "and the Python client do not do; use hsub or sbatch on the head"
                     )
         seen = self._controller.store.request_jobs
         jobs = await self._change(
@@ -305,12 +315,31 @@ class ControllerBackend(Reading):
         if job.state is JobState.PENDING and sees_everything(identity):
             snapshot = self._controller.snapshot(self._cluster.jobs_to_plan(), self._clock())
             answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
-            if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
-                # The plan does not know why it begins later.
+            if reason in (Reason.BEGIN_TIME, Reason.HELD_ADMIN) and job.restarts and "lines" in answer:
+                # The plan does not know what became of the attempt before.
                 answer["lines"][0] = f"{reason.value}: {answer['text']}."
             if job.refusals and allows(identity, Action.VIEW_DETAILS, job) and "lines" in answer:
                 answer["lines"].insert(1, f"It could not be started {refused_on(job)}.")
         return answer
+
+    async def slow(self, identity: Identity, reference: str) -> Json:
+        """Tell what slows a running job down. Raises RequestError if it does not run."""
+        job = self._single_job(identity, reference)
+        authorize(identity, Action.VIEW_DETAILS, job, f"judge job {job.display_id}")
+        if job.state is not JobState.RUNNING:
+            hint = "hwhy says why it waits" if job.state is JobState.PENDING else "hacct --eff says what it used"
+            raise RequestError(
+                f"cannot tell what slows job {job.display_id} down: it is {job.state}; {hint}: "
+                f"{'hwhy' if job.state is JobState.PENDING else 'hacct --eff -j'} {job.display_id}"
+            )
+        return await findings_of_job(self._asked, self._cluster, job, self._clock())
+
+    async def slow_queue(self, identity: Identity) -> Json:
+        """Tell what holds up the queue, if [privacy] hides nothing from the user."""
+        if not sees_everything(identity):
+            return {"version": 1, "findings": [], "text": "not known: [privacy] hides jobs or nodes of others from you"}
+        view = await MetricsView.of(self._cluster, identity)
+        return findings_of_queue(self._cluster, view, self._clock())
 
     async def act(self, identity: Identity, verb: str, body: Json) -> Json:
         references, filters = body.get("jobs"), body.get("filters") or {}
@@ -390,7 +419,7 @@ class ControllerBackend(Reading):
         if target:
             return await self._asked({"ask": "list", **self._metrics_source(identity, target)})
         names = json.loads(await self._asked({"ask": "list", "kind": "node", "name": "", "target": ""}))["names"]
-        seen = self._visible_names(identity)
+        seen = visible_nodes(self._cluster, identity)
         sees_gone = reach(identity, Action.VIEW_NODES) is Reach.ALL
         shown = [name for name in names if name in seen or (sees_gone and name not in self._cluster.nodes)]
         return json_text({"version": 1, "names": shown}).encode()
@@ -425,7 +454,7 @@ class ControllerBackend(Reading):
 
         Raises NotFoundError, PermissionDeniedError, RequestError.
         """
-        names = self._visible_names(identity)
+        names = visible_nodes(self._cluster, identity)
         if target in names:
             return {"kind": "node", "name": target, "target": target}
         try:
@@ -501,6 +530,8 @@ class ControllerBackend(Reading):
         up = [view for view in views if view["link"] == Link.UP]
         if query.get("probe") == "1":
             await asyncio.gather(*(self._probe(view) for view in up))
+            for view in up:
+                view["hardware"] = self.metrics.hardware(view["name"], self._clock())
         if share and self._cluster.config.share:
             asked = _probe_question(self._cluster.config.share, share)
             await asyncio.gather(*(self._compare_share(view, asked) for view in up))
@@ -518,15 +549,8 @@ class ControllerBackend(Reading):
             views = [
                 view | {"reservation": view["reservation"] if view["reservation"] in mine else ""} for view in views
             ]
-        names = self._visible_names(identity)
+        names = visible_nodes(self._cluster, identity)
         return [view for view in views if view["name"] in names]
-
-    def _visible_names(self, identity: Identity) -> set[NodeName]:
-        """Return the names of the nodes that the user may see."""
-        if reach(identity, Action.VIEW_NODES) is Reach.ALL:
-            return set(self._cluster.nodes)
-        jobs = (job for job in self._cluster.jobs.values() if job.state not in FINAL)
-        return {share.node for job in jobs if allows(identity, Action.VIEW_NODES, job) for share in job.shares}
 
     def _visible_ids(self, identity: Identity, ids: Iterable[JobId]) -> list[JobId]:
         jobs = self._cluster.jobs
@@ -554,6 +578,100 @@ class ControllerBackend(Reading):
         answered_s = self._clock()
         view["facts"] = answer.facts | {"asked_at_s": asked_s, "answered_at_s": answered_s}
 
+    def benches(self, identity: Identity) -> Json:
+        """Return the last assessments of the nodes that the user may see."""
+        authorize(identity, Action.VIEW_NODES)
+        names = visible_nodes(self._cluster, identity)
+        runs = [run for run in self._controller.store.load_benches() if run.node in names]
+        return {"now_s": self._clock(), "benches": [asdict(run) for run in runs]}
+
+    async def bench(self, identity: Identity, body: Json) -> Json:
+        """Measure a node in a reservation of its own, and record the result.
+
+        Raises HpcschedError. If the client disconnects, the measurement is finished and recorded.
+        """
+        if body.get("how") == "links":
+            return await asyncio.shield(self._kept(self._bench_links(identity, body)))
+        asked = [body.get("node"), body.get("how", "quick"), body.get("python", "")]
+        if not _is_texts(asked) or asked[1] not in protocol.BENCH_DEADLINES_S:
+            raise RequestError(
+                'cannot measure: the body must be {"node": name, "how": "quick" or "full", "python": path}'
+            )
+        name, how, python = asked
+        if python and not (python.startswith("/") and python.isprintable() and len(python) < MAX_PATH):
+            raise RequestError(f"cannot measure with Python {python[:60]!r}: give its absolute path on the nodes")
+        question = protocol.Probe(request=0, bench=how, bench_python=python)
+        return await asyncio.shield(
+            self._kept(self._bench(identity, NodeName(name), question, now=body.get("now") is True))
+        )
+
+    async def _bench(self, identity: Identity, name: NodeName, question: protocol.Probe, *, now: bool) -> Json:
+        timeout_s = protocol.BENCH_DEADLINES_S[question.bench] + PROBE_TIMEOUT_S
+        made = await self._change(
+            identity,
+            Action.BENCH_NODES,
+            lambda tx: reservation_requests.reserve_for_bench(
+                tx, identity, f"bench-{name}", [name], timeout_s, now=now
+            ),
+            {"node": name, "how": question.bench, "python": question.bench_python, "now": now},
+        )
+        try:
+            beside = [job.display_id for job in self._cluster.jobs_on(name)]
+            answer, _ = await self._fleet.call(
+                name, lambda request: protocol.changed(question, request=request), timeout_s
+            )
+        finally:
+            await self._change(CONTROLLER, "end-bench", lambda tx: reservation_requests.end_bench(tx, made.name))
+        if "bench" not in answer.facts:
+            why = str(answer.facts.get("error") or "its agent is of another version, and has work")[:MAX_PATH]
+            raise UnavailableError(f"cannot measure node {name}: {why}")
+        if name not in self._cluster.nodes:
+            raise NotFoundError(f"cannot record the assessment of node {name}: it was removed meanwhile")
+        spec = self._cluster.nodes[name].spec
+        run = run_of(
+            answer.facts["bench"],
+            spec,
+            at_s=self._clock(),
+            busy=f"jobs were running: {', '.join(beside[:3])}" if beside else "",
+        )
+        await self._in_tick(lambda tx: tx.note_bench(run))
+        return asdict(run)
+
+    def links(self, identity: Identity) -> Json:
+        """Return the last runs of links between nodes that the user may see."""
+        authorize(identity, Action.VIEW_NODES)
+        names = visible_nodes(self._cluster, identity)
+        runs = [run for run in self._controller.store.load_links() if names.issuperset(run.pair)]
+        return {"now_s": self._clock(), "links": [asdict(run) for run in runs]}
+
+    async def _bench_links(self, identity: Identity, body: Json) -> Json:
+        """Measure the links between nodes in one reservation, and record the results.
+
+        Raises HpcschedError.
+        """
+        if not isinstance(body.get("nodes"), str):
+            raise RequestError('cannot measure links: the body must be {"how": "links", "nodes": "n[1-4]"}')
+        names = list(dict.fromkeys(expand_hostlist(body["nodes"])))
+        if not 2 <= len(names) <= MOST_LINKED:
+            raise RequestError(f"cannot measure the links of {plural(len(names), 'node')}: name 2 to {MOST_LINKED}")
+        now, limit_s = body.get("now") is True, links_limit_s(len(names))
+        made = await self._change(
+            identity,
+            Action.BENCH_NODES,
+            lambda tx: reservation_requests.reserve_for_bench(tx, identity, "node-links", names, limit_s, now=now),
+            {"nodes": body["nodes"], "how": "links", "now": now},
+        )
+        try:
+            beside = [job.display_id for name in names for job in self._cluster.jobs_on(NodeName(name))]
+            tournament = Tournament(
+                self._fleet, self._cluster, busy=", ".join(dict.fromkeys(beside)), clock=self._clock
+            )
+            runs = await tournament.run(names)
+        finally:
+            await self._change(CONTROLLER, "end-bench", lambda tx: reservation_requests.end_bench(tx, made.name))
+        await self._in_tick(lambda tx: tx.note_links(runs))
+        return {"links": [asdict(run) for run in runs]}
+
     async def act_on_nodes(self, identity: Identity, verb: str, body: Json) -> Json:
         nodes, why, by = body.get("nodes"), str(body.get("why") or ""), str(body.get("by") or "")
         if not isinstance(nodes, str) or not nodes:
@@ -578,6 +696,23 @@ class ControllerBackend(Reading):
                 identity, "resume", lambda tx: requests.resume_nodes(tx, identity, nodes, only_by)
             )
         }
+
+    async def note_sync(self, identity: Identity, body: Json) -> Json:
+        """Record that a user is about to change nodes by `hpcsched node sync`, if the user may."""
+        nodes, files, command = body.get("nodes"), body.get("files"), body.get("command")
+        if not _is_texts(nodes) or not isinstance(files, dict) or not isinstance(command, str):
+            raise RequestError(
+                'cannot record it: the body must be {"nodes": [names], "files": {path: sha256}, "command": text}'
+            )
+
+        def check(tx: Transaction) -> None:
+            authorize(identity, Action.SYNC_NODES)
+            for name in nodes:
+                if name not in tx.cluster.nodes:
+                    raise NotFoundError(f"Invalid node name specified: {name[:60]!r}")
+
+        await self._change(identity, Action.SYNC_NODES, check, {"nodes": nodes, "files": files, "command": command})
+        return {}
 
     def reservations(self, identity: Identity) -> Json:
         now_s = self._clock()
@@ -818,10 +953,15 @@ class ControllerBackend(Reading):
         entry = entry_of(CONTROLLER, "start", self._clock(), after=facts)
         self._controller.ask(lambda tx: tx.audit(entry), lambda _: None, keep=True)
 
-    async def reconfigure(self, identity: Identity, same_machine: object) -> Json:
-        """Reread the configuration; `same_machine` names nodes of which only the address changed."""
-        if not _is_texts(same_machine):
-            raise RequestError('cannot reload the configuration: the body must be {"same_machine": [names of nodes]}')
+    async def reconfigure(self, identity: Identity, same_machine: object, testing: object) -> Json:
+        """Reread the configuration; `same_machine` names nodes of which only the address changed.
+
+        `testing`: new nodes that get no jobs until somebody resumes them.
+        """
+        if not _is_texts(same_machine) or not _is_texts(testing):
+            raise RequestError(
+                'cannot reload the configuration: the body must be {"same_machine": [names of nodes], "testing": [names]}'
+            )
 
         def check(tx: Transaction) -> None:
             authorize(identity, Action.RECONFIGURE)
@@ -839,8 +979,22 @@ class ControllerBackend(Reading):
             raise
         roles = _roles_of(self._cluster.config)
         told: Json = {"changed": changed} | ({"roles": roles, "roles_before": before} if roles != before else {})
-        await self._change(identity, Action.RECONFIGURE, lambda tx: None, told)
+
+        def drained(tx: Transaction) -> None:
+            changed.extend(follow_renames(tx, identity.uid))
+            # Before the nodes are connected, so before a job can start there.
+            for name in testing:
+                state = tx.cluster.nodes.get(NodeName(name))
+                is_of_others = state is not None and state.drained and state.drained_by != OURSELVES
+                if state is None or not is_of_others or state.drained_why.startswith(TESTING):
+                    requests.drain(tx, identity, name, TESTING, "")
+
+        await self._change(identity, Action.RECONFIGURE, drained, told)
         return {"changed": changed}
+
+    def _backup_view(self) -> Json | None:
+        state, settings = self._cluster.backup, self._cluster.config.backup
+        return None if state is None else {**state._asdict(), "every_s": settings.every, "to": list(settings.to)}
 
     async def backup(self, identity: Identity, path: object) -> Json:
         """Write a copy of the database to the new file `path`, in a thread.
@@ -977,7 +1131,11 @@ class ControllerBackend(Reading):
             objects, before, after = tx.differences()
             if asked:
                 after |= {"asked": asked}
-            tx.audit(entry_of(identity, name, tx.now_s, object=objects, before=before, after=after, outcome=outcome))
+            is_nothing = isinstance(result, requests.Outcome) and result.is_empty and not objects
+            if not is_nothing:  # refusals are recorded and counted by `note_refusal`
+                tx.audit(
+                    entry_of(identity, name, tx.now_s, object=objects, before=before, after=after, outcome=outcome)
+                )
             if identity.request is not None:
                 self._note_request(tx, identity.uid, identity.request)
             return result

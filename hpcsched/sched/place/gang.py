@@ -5,6 +5,9 @@ one has as many nodes as the job may have or its tasks need, then nodes of simil
 fewest switches, then the preferred seats. Speed and switches do not count for contiguous jobs and jobs that are spread. If
 several switches can each hold the whole gang, the switch with the fewest seats is taken.
 
+Without switches, the measured links count: the slowest link between two nodes of the gang is as good as possible. That set is
+searched greedily from the first `MOST_FIRST` seats, because the exact search is as hard as finding a clique.
+
 Knows only seats (see `node_fit`), not time or queues. Sources: topology.conf(5), sbatch(1) --switches and --constraint.
 """
 
@@ -19,6 +22,8 @@ from hpcsched.sched.place.node_fit import Seat
 from hpcsched.sched.place.request import Shape, gpu_count
 
 SIMILAR = 0.9  # speeds are similar if the slowest is at least this part of the fastest
+
+MOST_FIRST = 16  # seats from which a set with good links is searched
 
 _Choice = Callable[[Sequence[Seat]], list[Seat] | None]
 
@@ -48,7 +53,10 @@ def _closest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> l
     if chosen is None or len(chosen) == 1:
         return chosen
     count = len(chosen)
-    for among in chain(_bands(seats, count) if shape.synchronous else (), [seats]):
+    for among in chain(_bands(shape, seats, count) if shape.synchronous else (), [seats]):
+        near = _linked(among, required, count, lambda some: _gang(shape, some, required, count, count))
+        if near is not None:
+            return near
         near = _near(shape, among, lambda some: _gang(shape, some, required, count, count))
         if near is not None:
             return near
@@ -104,16 +112,62 @@ def _windows(shape: Shape, runs: Sequence[list[Seat]], required: frozenset[int],
                 yield run[at : at + count]
 
 
-def _bands(seats: Sequence[Seat], count: int) -> Iterator[list[Seat]]:
-    """Yield the sets of at least `count` seats with similar speeds, the fastest first."""
-    speeds = sorted({seat.view.speed for seat in seats if seat.view.speed > 0}, reverse=True)
+def _bands(shape: Shape, seats: Sequence[Seat], count: int) -> Iterator[list[Seat]]:
+    """Yield the sets of at least `count` seats with similar speeds, the fastest first.
+
+    If the shape has GPUs, their measured rate is the speed, if enough nodes have one.
+    """
+    speed_of = {seat.node: seat.view.gemm_gflops for seat in seats}
+    if not _has_gpus(shape) or sum(speed > 0 for speed in speed_of.values()) < count:
+        speed_of = {seat.node: seat.view.speed for seat in seats}
+    speeds = sorted({speed for speed in speed_of.values() if speed > 0}, reverse=True)
     lowest = 0.0
     for fastest in speeds:
-        band = [seat for seat in seats if fastest * SIMILAR <= seat.view.speed <= fastest]
-        slowest = min(seat.view.speed for seat in band)
+        band = [seat for seat in seats if fastest * SIMILAR <= speed_of[seat.node] <= fastest]
+        slowest = min(speed_of[seat.node] for seat in band)
         if len(band) >= count and slowest != lowest:  # else the previous band contains this one
             yield band
         lowest = slowest
+
+
+def _has_gpus(shape: Shape) -> bool:
+    return bool(shape.gpus_per_node or shape.gpus_per_task or shape.gpus_total or shape.shards)
+
+
+def _linked(seats: Sequence[Seat], required: frozenset[int], count: int, choice: _Choice) -> list[Seat] | None:
+    """Return `choice` of the seats whose slowest link with each other is of the best class.
+
+    None: no links were measured, or the configuration names switches.
+    """
+    able = [seat for seat in seats if seat.view.near]
+    if len(able) < count or any(seat.view.switch for seat in able):
+        return None
+    if required:
+        able.sort(key=lambda seat: seat.node not in required)
+    for least in sorted({level for seat in able for level, _ in seat.view.near}, reverse=True):
+        for first in able[: 1 if required else MOST_FIRST]:
+            some = _linked_with(first, able, least, 2 * count)
+            chosen = choice(some) if len(some) >= count else None
+            if chosen is not None:
+                return chosen
+    return None
+
+
+def _linked_with(first: Seat, able: Sequence[Seat], least: int, most: int) -> list[Seat]:
+    """Return `first`, and the next seats that reach all before them with that class."""
+    chosen, reached = [first], _reached(first, least)
+    for seat in able:
+        if not reached or len(chosen) == most:
+            break
+        if seat.view.name in reached:
+            chosen.append(seat)
+            reached &= _reached(seat, least)
+    return chosen
+
+
+def _reached(seat: Seat, least: int) -> frozenset[str]:
+    """Return the nodes that its links reach with at least the class `least`."""
+    return next((names for level, names in reversed(seat.view.near) if level >= least), frozenset())
 
 
 def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | None:

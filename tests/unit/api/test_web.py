@@ -366,3 +366,13 @@ async def test_the_body_of_a_lost_connection_is_freed_without_garbage_collection
         assert lost() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [b"POST /echo HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n", b"GET /" + 70_000 * b"x"]
+)
+def test_e1_refused_requests_leave_no_connections_in_memory(request_bytes: bytes) -> None:
+    for _ in range(3):
+        assert b" 4" in asyncio.run(_answers([request_bytes]))[:12]
+    gc.collect()
+    assert [one for one in gc.get_objects() if isinstance(one, web.Connection)] == []

@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from conftest_api import api  # noqa: E402, F401
+from conftest_api import api, linked  # noqa: E402, F401

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,3 +181,89 @@ def test_a_directory_that_is_not_there_is_refused(say: Say, tmp_path: Path) -> N
     os.chmod(tmp_path / "backups", 0o500)
     if os.geteuid() != 0:
         assert "Permission denied" in say("backup", tmp_path / "backups", status=1)
+
+
+def schedule(tmp_path: Path, to: list[str], keep: str = "7d daily, 8w weekly") -> None:
+    path = tmp_path / "etc/hpcsched.toml"
+    lines = f'[backup]\nevery = "6h"\nto = {json.dumps(to)}\nkeep = "{keep}"\n'
+    path.write_text(path.read_text().replace("[backup]\n", lines, 1))
+
+
+def scheduled(say: Say, *options: str, status: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(say("backup", "--scheduled", *options, status=status))
+    return found
+
+
+def test_scheduled_backups_go_to_all_directories_and_old_ones_go(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    to = [str(tmp_path / "backups"), str(tmp_path / "other")]
+    schedule(tmp_path, to, keep="1d daily")
+    assert scheduled(say, "--look") == {"version": 1, "made": [], "why": "", "newest_at_s": 0.0}
+    first = scheduled(say)
+    assert [str(Path(path).parent) for path in first["made"]] == to
+    assert scheduled(say, "--look")["newest_at_s"] == first["newest_at_s"] > 0
+    for number in range(5):  # of two months ago
+        shutil.copytree(first["made"][0], tmp_path / f"backups/lab-2020010{number + 1}T030405")
+        (tmp_path / f"backups/other-2020010{number + 1}T030405").mkdir()
+    for path in first["made"]:  # else the next one has the same name, if it is made in the same second
+        shutil.rmtree(path)
+    (made, _) = scheduled(say)["made"]
+    kept = sorted(path.name for path in (tmp_path / "backups").iterdir() if path.name.startswith("lab"))
+    assert kept == ["lab-20200104T030405", "lab-20200105T030405", Path(made).name]
+    assert len(list((tmp_path / "backups").glob("other-*"))) == 5
+
+
+def test_a_scheduled_backup_that_fails_leaves_the_old_ones(say: Say, tmp_path: Path) -> None:
+    to = [str(tmp_path / "backups"), str(tmp_path / "unmounted")]
+    schedule(tmp_path, to)
+    said = scheduled(say, status=1)
+    assert said["why"] == f"cannot back up into {to[1]}: there is no such directory"
+    assert (len(said["made"]), said["newest_at_s"]) == (1, 0.0)
+    for number in range(1, 6):
+        shutil.copytree(said["made"][0], tmp_path / f"backups/lab-2020010{number}T030405")
+    database = tmp_path / "etc/state/hpcsched.db"
+    database.rename(tmp_path / "kept.db")
+    assert "cannot" in scheduled(say, status=1)["why"]
+    assert len(list((tmp_path / "backups").glob("lab-*"))) == 6
+
+
+def test_a_drill_restores_in_a_temporary_directory_and_changes_nothing(say: Say, tmp_path: Path) -> None:
+    say("backup", tmp_path / "backups")
+    before = files(tmp_path)
+    said = say("restore", "--drill", tmp_path / "backups")
+    assert " can be restored (" in said
+    assert "0 jobs, 0 of them unfinished, all read; 0 nodes" in said
+    assert files(tmp_path) == before
+    (made,) = (tmp_path / "backups").iterdir()
+    (made / "etc/hpcsched.toml").write_text("")
+    assert "checksum" in say("restore", "--drill", tmp_path / "backups", status=1)
+    assert "a copy of the database only" in say("restore", "--drill", made / paths.DATABASE_FILE, status=1)
+
+
+def test_a_backup_of_another_name_is_tried_too(say: Say, tmp_path: Path) -> None:
+    say("backup", tmp_path / "backups")
+    (made,) = (tmp_path / "backups").iterdir()
+    renamed = made.rename(tmp_path / "before-the-move")
+    assert f"{renamed} can be restored (" in say("restore", "--drill", renamed)
+
+
+def test_a_drill_names_jobs_that_are_not_read(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say("backup", tmp_path / "backups")
+    monkeypatch.setattr(backup, "load_state", lambda cluster, store, now_s: cluster.pending.update({1: None}))
+    assert "of 0 jobs, 0 unfinished, 0 and 1 were read" in say("restore", "--drill", tmp_path / "backups", status=1)
+
+
+def test_an_upgrade_is_tried_on_a_copy(say: Say, tmp_path: Path) -> None:
+    database = load_config(tmp_path / "etc").controller.state_dir / paths.DATABASE_FILE
+    before = database.read_bytes()
+    said = say("upgrade", "--check")
+    assert "no controller runs, this is hpcsched " in said
+    assert "its form does not change" in said
+    assert database.read_bytes() == before
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("DROP TABLE benches")
+    assert "the first start adds 1 table: benches" in say("upgrade", "--check")
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    assert "it has schema 99" in say("upgrade", "--check", status=1)
+    assert "Missing option '--check'" in say("upgrade", status=2)

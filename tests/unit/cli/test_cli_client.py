@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import json
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_api import FakeApi, log_answer
+from waiting import PATIENCE_S
 
+from hpcnode.wire import sockets
 from hpcsched import client, errors
+from hpcsched.client import aio
+from hpcsched.client.jobs import ClusterConnection
+from hpcsched.client.protocol import Send
+from hpcsched.gateway.upstream import Upstream, UpstreamError
+from hpctrain.heartbeat import Heartbeat
 
 
 def test_no_controller_says_where_it_looked_and_what_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,36 +61,58 @@ def test_the_socket_is_found_below_the_configuration(tmp_path: Path, monkeypatch
     assert client.socket_path() == "/run/elsewhere/api.sock"
 
 
-def test_where_too_many_wait_to_be_served_a_client_waits_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def crowded(tmp_path: Path) -> Iterator[tuple[socket.socket, int]]:
+    """A server whose queue of clients is full, with the number of them. Its socket is `s`."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         server.bind(str(tmp_path / "s"))
         server.listen(0)
-        others: list[socket.socket] = []
+        others = 0
         with contextlib.suppress(BlockingIOError):
             while True:
-                others.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
-                others[-1].setblocking(False)
-                others[-1].connect(str(tmp_path / "s"))
-        assert len(others) > 1
+                other = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                other.setblocking(False)
+                other.connect(str(tmp_path / "s"))
+                others += 1
+        assert others > 0
+        yield server, others
 
-        def served(_: float) -> None:
-            """Instead of a pause: whoever was first is served, and who comes now in a thread."""
-            for _ in others[:-1]:
-                server.accept()[0].close()
-            thread = threading.Thread(target=serve_one)
-            thread.start()
-            stack.callback(thread.join)
 
-        def serve_one() -> None:
-            with server.accept()[0] as connection:
-                connection.recv(65536)
-                connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{"pid": 7}')
+@pytest.mark.parametrize("client_of", ["blocking", "asyncio"])
+def test_where_too_many_wait_to_be_served_a_client_waits_as_well(
+    client_of: str, tmp_path: Path, crowded: tuple[socket.socket, int]
+) -> None:
+    server, others = crowded
 
-        monkeypatch.setattr(client.time, "sleep", served)
-        assert client.call("GET", "/v1/ping", where=tmp_path / "s") == {"pid": 7}
+    def serve() -> None:
+        for _ in range(others):
+            server.accept()[0].close()
+        with server.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{"pid": 7}')
+
+    def wait_for_the_client(*words: object) -> None:
+        thread.start()
+        reach(*words)
+
+    thread, reach = threading.Thread(target=serve), client.reach
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "reach", wait_for_the_client)  # it is called where the queue is full
+        if client_of == "blocking":
+            answer = client.call("GET", "/v1/ping", where=tmp_path / "s")
+        else:
+            step = Send("GET", "/v1/ping", None, 30.0)
+            there = ClusterConnection(str(tmp_path / "s"), None, results="", calls=tmp_path, python="")
+            reply = asyncio.run(aio.perform(step, there))
+            answer = json.loads(reply.body)
+    assert answer == {"pid": 7}
+    thread.join()
+
+
+def test_a_client_waits_no_longer_than_its_request_may_take(tmp_path: Path, crowded: tuple[socket.socket, int]) -> None:
+    with pytest.raises(errors.UnavailableError, match="too many ask it at once; try again"):
+        client.call("GET", "/v1/ping", where=tmp_path / "s", timeout_s=0.01)
 
 
 @pytest.mark.root
@@ -86,6 +121,7 @@ def test_a11_a_socket_that_somebody_else_serves_is_not_talked_to(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path_factory.mktemp("foreign") / "s"
+    path.parent.chmod(0o777)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(path))
         os.seteuid(65534)  # SO_PEERCRED shows who called listen()
@@ -99,6 +135,92 @@ def test_a11_a_socket_that_somebody_else_serves_is_not_talked_to(
         connection, _ = server.accept()
         with connection:
             assert connection.recv(100) == b""
+
+
+COMMANDS = {
+    "hrun on a node": ("-m", "hpcnode.commands.hrun", "true"),
+    "hrsh": ("-m", "hpcnode.commands.hrsh", "n1", "true"),
+    "hrun on the head": ("-m", "hpcnode.commands.hrun", "true"),
+    "halloc": ("-c", "from hpcsched.cli.halloc import main; exit(main())", "true"),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to run as root: another account serves the socket")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a11_a_step_command_sends_nothing_to_a_socket_that_somebody_else_serves(command: str) -> None:
+    """Others may write the directory above that of the socket, as in /tmp."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base, socket.socket(socket.AF_UNIX) as server:
+        Path(base).chmod(0o1777)
+        run_dir = Path(base) / "run"
+        run_dir.mkdir()
+        path = run_dir / "steps.sock"
+        server.bind(str(path))
+        for each in (run_dir, path):
+            os.chown(each, 65534, 65534)
+        os.seteuid(65534)  # SO_PEERCRED shows who called listen()
+        try:
+            server.listen(1)
+        finally:
+            os.seteuid(0)
+        (Path(base) / "hpcsched.toml").write_text(f'[controller]\nrun_dir = "{run_dir}"\n')
+        server.settimeout(PATIENCE_S)
+        env = dict(os.environ, HPCSCHED_CONFIG=base, HPCSCHED_SOCKET="", HPCSCHED_JOB_ID="")
+        if command in ("hrun on a node", "hrsh"):
+            env |= {"HPCSCHED_SOCKET": str(path), "HPCSCHED_JOB_ID": "7"}
+        words = [sys.executable, *COMMANDS[command]]
+        with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(100) == b""
+            assert process.stderr is not None
+            assert b"it is served by uid 65534" in process.stderr.read()
+        assert process.returncode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to run as root: another account serves the socket")
+@pytest.mark.parametrize("who", ["a command", "a step command", "the gateway", "a heartbeat"])
+def test_a11_a_link_that_another_account_made_leads_to_no_server(linked: tuple[socket.socket, str], who: str) -> None:
+    server, path = linked
+    if who == "a command":
+        with pytest.raises(errors.UnavailableError, match="served by uid 65534"):
+            client.call("GET", "/v1/ping", where=path)
+    elif who == "a step command":
+        with pytest.raises(PermissionError, match="served by uid 65534"):
+            sockets.connect(path)
+    elif who == "a heartbeat":
+        heartbeat = Heartbeat({"HPCSCHED_SOCKET": path, "HPCSCHED_JOB_ID": "1"})
+        assert not heartbeat.fail(rank=0, ranks=1, text="secret", echo=False)
+    else:
+        with pytest.raises(UpstreamError, match="served by another account"):
+            asyncio.run(Upstream(path).ask("GET", "/v1/ping", {}, timeout_s=PATIENCE_S))
+    connection, _ = server.accept()
+    with connection:
+        assert connection.recv(100) == b""
+
+
+@pytest.mark.parametrize(
+    ("owners", "modes", "is_given"),
+    [
+        ((0, 7), (0o755, 0o755), True),
+        ((7, 7), (0o755, 0o755), True),
+        ((0, 7), (0o1777, 0o755), False),
+        ((0, 0), (0o1777, 0o755), True),
+        ((0, 7), (0o755, 0o775), False),
+        ((8, 7), (0o755, 0o755), False),
+        ((7, 8), (0o755, 0o755), False),
+    ],
+)
+def test_a11_a_directory_is_safe_if_only_root_and_the_server_made_it(
+    monkeypatch: pytest.MonkeyPatch, owners: tuple[int, int], modes: tuple[int, int], is_given: bool
+) -> None:
+    found = dict(zip(("/srv", "/srv/run"), zip(owners, modes, strict=True), strict=True))
+
+    def status(path: str) -> os.stat_result:
+        uid, mode = found.get(path, (0, 0o755))
+        return os.stat_result((mode | 0o040000, 0, 0, 2, uid, 0, 0, 0, 0, 0))
+
+    monkeypatch.setattr(os, "lstat", status)
+    assert sockets.is_made_by("/srv/run/agent.sock", 7) is is_given
 
 
 def test_errors_come_back_as_their_kinds(api: FakeApi) -> None:

@@ -22,3 +22,9 @@ def test_a_gpu_that_is_cut_up_is_its_devices() -> None:
     cut = {"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-2", "mig": [{"profile": "1g.10gb", "uuid": "MIG-1"}]}
     assert gpu_keys([whole]) == {"gpus": ["h100"]}
     assert gpu_keys([whole, cut]) == {"gpus": ["h100", "1g.10gb"], "gpu_devices": ["GPU-1", "MIG-1"]}
+
+
+def test_a_card_is_kept_if_its_address_is_one() -> None:
+    assert measured_keys({"mac": "52:54:00:12:34:56"}) == {"mac": "52:54:00:12:34:56"}
+    for rubbish in ("", "00:00:00:00:00:00", 7, ["x"], '"\n[x]'):
+        assert measured_keys({"mac": rubbish}) == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,8 @@ def test_the_work_of_each_node_and_its_electricity(
         (("worth", "--add", "2:1G", "--trace", "/nowhere"), 1, "cannot read trace"),
         (("fits",), 1, "give a directory with config.json"),
         (("fits", "/nowhere"), 1, "cannot read the model"),
+        (("fits", "x" * 300), 1, "File name too long"),
+        (("fits", "a\0b"), 1, "cannot read the model"),
         (("fits", "/nowhere", "--params", "7B"), 1, "not both"),
         (("fits", "--params", "7B", "--dtype", "int8"), 1, "cannot train with weights of int8"),
         (("fits", "--params", "7B", "--gpu-memory", "h100=80G"), 1, "cannot find a GPU of type h100"),
@@ -189,6 +192,15 @@ def test_bad_input_is_refused_with_what_to_do(
 ) -> None:
     assert call(*words) == status
     assert why in capsys.readouterr().err
+
+
+def test_a_model_that_is_a_fifo_or_a_device_is_refused_at_once(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path, "/dev/zero"):
+        assert call("fits", str(path)) == 1
+        assert "it is not a file" in capsys.readouterr().err
 
 
 def test_a_configuration_with_control_characters_does_not_reach_the_terminal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,6 +80,15 @@ def run(request: pytest.FixtureRequest, bins: dict[str, Path], tmp_path: Path, a
         )  # fmt: skip
 
     return run
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to run as root: another account serves the socket")
+def test_a11_a_link_that_another_account_made_leads_to_no_server(run: Run, linked: tuple[socket.socket, str]) -> None:
+    server, path = linked
+    assert b"served by uid 65534" in run("hqueue", env={"HPCSCHED_API": path}).stderr
+    connection, _ = server.accept()
+    with connection:
+        assert connection.recv(100) == b""
 
 
 def answered(body: bytes) -> bytes:

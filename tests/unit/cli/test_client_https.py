@@ -20,7 +20,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from hpcsched import AsyncClient, Client, client
-from hpcsched.client import https
+from hpcsched.client import aio, https
+from hpcsched.client.jobs import ClusterConnection
+from hpcsched.client.protocol import Send
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
 
 TOKEN = f"eyJ{'x' * 20}.{'y' * 40}.{'z' * 80}"
@@ -177,6 +179,8 @@ def test_the_token_is_not_sent_to_where_a_redirect_points(serve: Serve, nodes: C
         ("https://head.lab?token=secret", "the token is not a part of it"),
         ("https://head.lab:99999", "[Pp]ort"),
         ("https://head.lab/a b", "other characters"),
+        ("https://head.lab/api", "leave out /api, which is added"),
+        ("https://head.lab/proxy/api/v1/", "leave out /api/v1, which is added"),
         ("https://head.lab/\r\nX-Evil: 1", "other characters"),
     ],
 )
@@ -231,6 +235,22 @@ def test_the_secret_of_a_launch_is_not_sent_to_a_gateway(tmp_path: Path, monkeyp
     monkeypatch.setenv(https.TOKEN, launch)
     with pytest.raises(ConfigError, match="it is not one that"):
         https.find_token()
+
+
+def test_a12_http_to_a_gateway_with_a_certificate_says_that_https_is_needed() -> None:
+    def close_each(listening: socket.socket) -> None:
+        for _ in range(2):
+            listening.accept()[0].close()  # as a server of TLS does when it gets no handshake
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=close_each, args=(listening,), daemon=True).start()
+        endpoint = https.find_endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", TOKEN)
+        step = Send("GET", "/v1/nodes", None, 30.0)
+        connection = ClusterConnection("", endpoint, results="json", calls=Path(), python="python3")
+        with pytest.raises(UnavailableError, match="set HPCSCHED_URL to https://127.0.0.1"):
+            https.perform(endpoint, step)
+        with pytest.raises(UnavailableError, match="set HPCSCHED_URL to https://127.0.0.1"):
+            asyncio.run(aio.perform(step, connection))
 
 
 def test_results_from_another_machine_are_never_pickles() -> None:

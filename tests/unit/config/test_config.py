@@ -230,6 +230,17 @@ def test_a_file_of_another_user_is_not_believed(write: Write) -> None:
     assert "belongs to uid 12345" in refusal(path)
 
 
+def test_f6_a_link_into_a_directory_that_everybody_may_write_is_not_believed(write: Write, tmp_path: Path) -> None:
+    path = write()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (path / "hpcsched.toml").rename(elsewhere / "real.toml")
+    (path / "hpcsched.toml").symlink_to(elsewhere / "real.toml")
+    load_config(path)
+    elsewhere.chmod(0o1777)
+    assert f"cannot trust {elsewhere}: everybody may write it" in refusal(path)
+
+
 def test_a_fifo_does_not_hold_us_up(write: Write) -> None:
     path = write()
     (path / "hpcsched.toml").unlink()

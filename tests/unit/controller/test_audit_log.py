@@ -13,7 +13,8 @@ from jobs import spec
 from hpcnode.wire import protocol
 from hpcsched.auth.audit import MAX_TEXT, verify
 from hpcsched.auth.authorize import Identity
-from hpcsched.errors import HpcschedError
+from hpcsched.controller.credentials import MAX_CODES_PER_USER
+from hpcsched.errors import HpcschedError, UnauthenticatedError
 from hpcsched.model.codec import spec_to_json
 
 
@@ -101,12 +102,41 @@ def test_a3_refused_parts_of_a_request_are_recorded(cluster: Cluster) -> None:
     assert verify(all_records(cluster), [], lambda head: True)[1] == ""
 
 
+def test_e8_requests_refused_as_a_whole_leave_a_bounded_number_of_records(cluster: Cluster) -> None:
+    job = cluster.submit(ANN, begin_at_s=int(cluster.now_s) + 1000)
+    for _ in range(50):
+        assert hold(cluster, BOB, job)["errors"]
+        assert hold(cluster, BOB, 999)["errors"]
+    cluster.tick()
+    assert {record.outcome.partition(":")[0] for record in records(cluster)} == {"refused"}
+    assert len(records(cluster)) <= 20
+
+
 def test_the_chain_goes_on_after_a_restart(cluster: Cluster) -> None:
     job = cluster.submit(ANN, begin_at_s=int(cluster.now_s) + 1000)
     hold(cluster, ANN, job)
     cluster.store._audit_end = None  # as a new controller has it
     do(cluster, lambda backend: backend.act(ANN, "release", {"jobs": [str(job)]}))
     assert verify(all_records(cluster), [], lambda head: True)[1] == ""
+
+
+def test_admins_see_tokens_of_all_users_and_others_their_own(cluster: Cluster) -> None:
+    for who in (ANN, BOB):
+        do(cluster, lambda backend, who=who: backend.act_on_tokens(who, "create", {"scopes": "read"}))
+    backend = cluster.backend()
+    assert [one["user"] for one in backend.tokens(ROOT, "")["tokens"]] == ["ann", "bob"]
+    assert [one["user"] for one in backend.tokens(BOB, "")["tokens"]] == ["bob"]
+    assert backend.tokens(ROOT, "root")["tokens"] == []
+
+
+def test_e1_links_of_one_user_do_not_keep_others_from_logging_in(cluster: Cluster) -> None:
+    backend = cluster.backend()
+    links = [backend.session_link(ANN, {}) for _ in range(MAX_CODES_PER_USER + 1)]
+    other = backend.session_link(BOB, {})
+    used = [backend._credentials.use_code({"code": link["code"]}).user for link in (links[-1], other)]
+    assert used == ["ann", "bob"]
+    with pytest.raises(UnauthenticatedError):
+        backend._credentials.use_code({"code": links[0]["code"]})
 
 
 def test_tokens_and_a_new_key_for_them_leave_records(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from unit.controller.cluster import Cluster
 from hpcnode.wire import protocol
 from hpcsched.controller.planning import ClockMark, mark_of
 from hpcsched.controller.recovery import load_state
+from hpcsched.controller.tick import PURGE_EVERY_S
 from hpcsched.controller.views.history import story_of
 from hpcsched.lifecycle.job import limit_at_s, ran_s
 from hpcsched.model.job import JobState
@@ -116,6 +117,17 @@ def test_the_pause_before_a_job_runs_again_is_no_time_of_day() -> None:
     passes(cluster, 10.0, -HOUR_S)
     assert cluster.job(job_id).not_before_s == pytest.approx(cluster.now_s + 50)
     assert cluster.job(begin).not_before_s == T0 + 100.0
+
+
+def test_e5_ended_jobs_are_forgotten_after_a_clock_that_was_years_ahead() -> None:
+    cluster = booted()
+    passes(cluster, 1.0, 50 * 365 * 86400.0)
+    passes(cluster, 1.0, -50 * 365 * 86400.0)
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    cluster.end(job_id)
+    passes(cluster, cluster.state.config.controller.min_job_age_s + PURGE_EVERY_S)
+    assert job_id not in cluster.state.jobs
 
 
 def test_a_mark_is_read_as_it_was_written() -> None:

@@ -9,14 +9,25 @@ from unittest.mock import Mock
 
 import pytest
 from cluster import ROOT, Cluster
+from jobs import partition
 
-from hpcsched.controller.nodes.edits import as_before, jobs_held, refused_edits
+from hpcsched.controller.nodes.edits import (
+    as_before,
+    follow_renames,
+    jobs_held,
+    move_renamed,
+    refused_edits,
+    renamed_nodes,
+)
 from hpcsched.controller.nodes.loss import LEAVING, lose_gone_nodes, remove_node
-from hpcsched.controller.requests.jobs import drain, fence, requeue
+from hpcsched.controller.recovery import node_of
+from hpcsched.controller.requests.jobs import drain, fence, requeue, resume_nodes
+from hpcsched.controller.requests.reservations import create
 from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.metrics.links import LinkRun
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
-from hpcsched.model.node import OURSELVES, NodeSpec, reach_of
+from hpcsched.model.node import OURSELVES, Link, NodeSpec, reach_of
 
 N1 = NodeName("n1")
 
@@ -154,3 +165,67 @@ def test_word_of_a_node_that_left_is_dropped() -> None:
     cluster.controller.node_redialled(N1, "late")
     cluster.tick()
     assert N1 not in cluster.state.nodes
+
+
+def renamed(cluster: Cluster, name: str, former: str) -> None:
+    """Give a node another name as a reconfiguration does."""
+    state = cluster.state
+    specs = {node.spec.name: node.spec for node in state.nodes.values()}
+    specs[NodeName(name)] = replace(specs.pop(NodeName(former)), name=NodeName(name), formerly=(former,))
+    config = replace(state.config, nodes=tuple(specs.values()))
+    assert move_renamed(config, cluster.store, jobs_held(state.active_jobs())) == [
+        f"node {former} is called {name} now"
+    ]
+    stored = cluster.store.load_nodes()
+    state.nodes.clear()
+    state.nodes.update({spec.name: node_of(spec, stored.get(spec.name)) for spec in config.nodes})
+    state.config = config
+    state.set_partitions([partition(*specs)])
+
+
+def test_the_state_of_a_renamed_node_follows_its_name() -> None:
+    cluster = Cluster("n1", "n2")
+    cluster.ask(lambda tx: drain(tx, ROOT, "n1", "loud fan", ""))
+    cluster.ask(lambda tx: tx.note_links([LinkRun(one="n2", other="n1", at_s=1.0)]))
+    renamed(cluster, "m1", "n1")
+    node = cluster.state.nodes[NodeName("m1")]
+    assert (node.drained_why, node.boot_id, node.link) == ("loud fan", "boot-1", Link.UNKNOWN)
+    assert cluster.replayed_node("m1").drained_why == "loud fan"
+    assert set(cluster.store.load_nodes()) == {"m1", "n2"}
+    assert [run.pair for run in cluster.store.load_links()] == [("n2", "m1")]
+    assert move_renamed(cluster.state.config, cluster.store, {}) == []
+
+
+def test_reservations_triggers_and_waiting_jobs_name_a_renamed_node_by_its_new_name() -> None:
+    cluster = Cluster("n1", "n2")
+    cluster.ask(lambda tx: drain(tx, ROOT, "n1,n2", "wait", ""))
+    wants = cluster.submit(nodelist=("n1",), time_limit_s=60)
+    avoids, other = cluster.submit(exclude=("n1",), time_limit_s=60), cluster.submit()
+    changes = {"Nodes": "n1", "Users": "ann", "StartTime": "now+1hour", "Duration": "60"}
+    cluster.ask(lambda tx: create(tx, ROOT, "r1", changes))
+    renamed(cluster, "m1", "n1")
+    assert cluster.ask(lambda tx: follow_renames(tx, 0)) == []
+    assert cluster.job(wants).spec.nodelist == ("m1",)
+    assert cluster.job(avoids).spec.exclude == ("m1",)
+    assert cluster.job(other).spec_id == other
+    assert cluster.state.reservations["r1"].nodes == ("m1",)
+    assert cluster.store.load_reservations()[0].nodes == ("m1",)
+    assert cluster.replayed(wants).state is cluster.job(wants).state
+    cluster.welcome("m1")
+    cluster.ask(lambda tx: resume_nodes(tx, ROOT, "m1", ""))
+    assert cluster.job(wants).held_nodes == ("m1",)
+    assert cluster.job(avoids).state is JobState.PENDING
+
+
+def test_a_row_of_another_machine_does_not_follow() -> None:
+    cluster = Cluster("n1", "n2")
+    cluster.ask(lambda tx: drain(tx, ROOT, "n1", "loud fan", ""))
+    (_, second) = (node.spec for node in cluster.state.nodes.values())
+    config = replace(cluster.state.config, nodes=(replace(second, host="elsewhere", formerly=("n1",)),))
+    assert move_renamed(config, cluster.store, {}) == []
+
+
+def test_a_name_that_a_node_has_or_two_had_is_no_earlier_name() -> None:
+    first, second = (node.spec for node in Cluster("n1", "n2").state.nodes.values())
+    assert renamed_nodes([replace(first, formerly=("a", "n2")), second]) == {"a": "n1"}
+    assert renamed_nodes([replace(first, formerly=("a",)), replace(second, formerly=("a", "b"))]) == {"b": "n2"}

@@ -19,9 +19,10 @@ from hpcnode.wire import protocol
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Role
 from hpcsched.config.load import MetricsSettings
 from hpcsched.controller import metrics
+from hpcsched.listing import jobs as queue
 from hpcsched.metrics import slurm
 from hpcsched.metrics.series import TABLE, Group, NodeSample
-from hpcsched.model.ids import NodeName
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import TrainingStatus
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -115,6 +116,46 @@ def test_a_sample_is_shown_until_it_is_old() -> None:
     found = page(cluster)
     assert "hpcsched_node_load1{node=n1}" not in found
     assert found["hpcsched_node_sample_age_seconds{node=n1}"] == 31
+
+
+def test_errors_are_counted_over_an_hour_and_from_zero_after_a_restart_of_the_node() -> None:
+    cluster = lab()
+    metrics = cluster.controller.metrics
+    assert metrics.hardware(NodeName("n1"), cluster.now_s) is None
+    for look in range(600):  # 100 minutes
+        send(cluster, node_ecc_errors_total__corrected=look, node_on_mains=1, node_load1=1.0)
+    found = metrics.hardware(NodeName("n1"), cluster.now_s)
+    assert found is not None
+    assert found["conditions"] == {"node_on_mains": 1}
+    assert found["hours"] == pytest.approx(1.0, abs=0.01)
+    assert 355 <= found["errors"]["node_ecc_errors_total:corrected"] <= 395
+    cluster.welcome("n1", boot_id="boot-2", facts={"samples": True})
+    send(cluster, node_ecc_errors_total__corrected=3)
+    found = metrics.hardware(NodeName("n1"), cluster.now_s)
+    assert found is not None
+    assert found["errors"] == {"node_ecc_errors_total:corrected": 0}
+    assert metrics.hardware(NodeName("n1"), cluster.now_s + 3600) is None
+
+
+def test_lists_of_jobs_have_what_a_running_job_uses_now() -> None:
+    cluster = lab()
+    job = cluster.submit(cpus_per_task=2)
+    cluster.run(job)
+    assert listed(cluster, job)["use"] is None
+    send(cluster, jobs=[[job, 0, 5.0]], node_load1=1.0)
+    assert listed(cluster, job)["use"]["busy_cpus"] is None
+    send(cluster, jobs=[[job, 0, 20.0]], node_load1=1.0)
+    use = listed(cluster, job)["use"]
+    assert (use["cpu_s"], use["busy_cpus"]) == (20.0, 1.5)
+    assert queue.cpu_use_text(listed(cluster, job)) == "75%"
+    cluster.end(job)
+    assert listed(cluster, job)["use"] is None
+    assert cluster.controller.metrics.live_use(cluster.job(job)) is None
+
+
+def listed(cluster: Cluster, job: JobId) -> dict[str, Any]:
+    (found,) = cluster.backend().job(ROOT, str(job))["jobs"]
+    return found  # type: ignore[no-any-return]
 
 
 def test_a_job_on_two_nodes_is_summed_and_has_its_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,12 @@ from hpcsched.controller.planning import SIGNATURE_LEFT_S
 from hpcsched.controller.requests.jobs import requeue
 from hpcsched.controller.requests.submission import submit
 from hpcsched.controller.requests.update import update
-from hpcsched.errors import RequestError
+from hpcsched.errors import ConfigError, RequestError
 from hpcsched.jobscript import signing
 from hpcsched.model.frozen import replace
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import JobState, Reason
-from hpcsched.model.spec import SIGNED_REQUEST, ArraySpec, JobSpec
+from hpcsched.model.spec import SIGNED_REQUEST, ArraySpec, Dependency, DependencyKind, JobSpec
 
 KEY = Ed25519PrivateKey.generate()
 
@@ -72,6 +73,17 @@ def test_a_job_with_an_expired_signature_is_held_and_runs_after_it_is_signed_aga
     assert cluster.replayed(second).spec.signed == cluster.job(second).spec.signed
     launch = cluster.sent(protocol.Launch)[-1][1]
     assert launch.env[SIGNED_REQUEST] == cluster.job(second).spec.signed
+
+
+def test_what_depends_on_a_job_that_must_be_signed_again_waits_for_it() -> None:
+    cluster = Signed("n1", "n2")
+    first = cluster.sign(begin_at_s=cluster.now_s + 200)
+    after = (Dependency(kind=DependencyKind.AFTER_ANY, job_ids=(first,)),)
+    second = cluster.send(signing.signed_job(spec(dependency=after), cluster.signer(valid_s=1000)))
+    cluster.tick(100)
+    assert cluster.why(first)[0] is Reason.HELD_USER
+    assert cluster.job(second).state is JobState.PENDING
+    assert cluster.why(second)[0] is Reason.DEPENDENCY
 
 
 def test_the_end_of_a_signature_makes_a_plan() -> None:
@@ -127,6 +139,22 @@ def test_another_user_cannot_submit_what_somebody_has_signed() -> None:
     signed = signing.signed_job(spec(), replace_user(cluster.signer(), "bob", 1002))
     with pytest.raises(RequestError, match="differs from what its user has signed in its uid, user"):
         cluster.send(signed)
+
+
+def test_no_key_is_made_where_nodes_would_not_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="Submit on the head, or copy your key from the head: scp HEAD"):
+        signing.own_key("ann", may_make=False)
+    assert list(tmp_path.iterdir()) == []
+    made = signing.own_key("ann")
+    assert signing.own_key("ann", may_make=False).private_bytes_raw() == made.private_bytes_raw()
+
+
+def test_what_differs_is_named_by_its_option() -> None:
+    cluster = Signed("n1", "n2")
+    signed = signing.signed_job(spec(nodes_min=2, nodes_max=2, time_limit_s=600), cluster.signer())
+    with pytest.raises(RequestError, match="requeueing .--requeue, --no-requeue., time limit .*--time"):
+        cluster.send(replace(signed, time_limit_s=1200, requeue=False))
 
 
 def replace_user(by: signing.Signer, user: str, uid: int) -> signing.Signer:

@@ -77,7 +77,8 @@ def test_an_error_of_work_in_the_background_is_raised() -> None:
 
 def test_the_closing_figures() -> None:
     run = training(steps=500, restart_at=300, lost=13)
-    rows = dict(closing_rows(StoryResult(server="sshd", run=run, lost_at=300, resumed_from=287, lost_node="n1")))
+    result = StoryResult(server="sshd", run=run, attempts=2, lost_at=300, resumed_from=287, lost_node="n1")
+    rows = dict(closing_rows(result))
     assert rows["attempts"] == "2"
     assert rows["lost and repeated"] == "13 steps (at step 300, resumed from 287)"
     assert rows["checkpoints"] == "20: 4 full of 8.4 MB, 16 increments of 8.4 MB"

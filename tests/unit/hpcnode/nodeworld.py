@@ -6,6 +6,8 @@ import errno
 import secrets
 from typing import Any
 
+from hpcnode.agent.job_scripts import ScriptControl
+from hpcnode.agent.launch_check import LaunchCheck
 from hpcnode.agent.ledger import Ledger
 from hpcnode.os.account import UserAccount, UserError
 from hpcnode.spool import Epochs, Found
@@ -55,6 +57,7 @@ class MemorySpool:
         self.full = False
         self.done_log = self
         self.renewals: dict[str, float] = {}
+        self.script_notes: dict[str, dict[str, Any]] = {}
 
     def _write(self) -> None:
         if self.full:
@@ -96,6 +99,16 @@ class MemorySpool:
     def read(self, text: str) -> Found:
         entry = self.entries[text]
         return Found(text, entry.get("launch"), entry.get("boot_id", ""), entry.get("started"), entry.get("final"))
+
+    def note_scripts(self, name: str, record: dict[str, Any], durably: bool) -> None:
+        self._write()
+        self.script_notes[name] = record
+
+    def forget_scripts(self, name: str) -> None:
+        self.script_notes.pop(name, None)
+
+    def script_records(self) -> list[dict[str, Any]]:
+        return list(self.script_notes.values())
 
     def renew(self, text: str, asked_s: float) -> None:
         self.renewals[text] = asked_s
@@ -172,7 +185,8 @@ class NotedShepherds:
 class World:
     """One node: a spool, shepherds, and the agents that come one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, scripts: ScriptControl | None = None, check: LaunchCheck | None = None) -> None:
+        self.scripts, self.check = scripts, check
         self.spool = MemorySpool()
         self.shepherds = NotedShepherds()
         self.sent: list[protocol.Message] = []
@@ -191,6 +205,8 @@ class World:
             send=self.sent.append,
             find_account=self.find_account,
             log=self.logged.append,
+            scripts=self.scripts,
+            check=self.check,
             wall_s=lambda: 1000.0,
             boot_s=lambda: self.now_s,
         )

@@ -41,7 +41,7 @@ def _create(base: Path, limits: cgroup.JobLimits) -> cgroup.StepGroup:
     tree = cgroup.Tree(str(base), controllers, {}, str(lock))
     cgroup.make_job(tree, "9", list(controllers), limits)
     cgroup.pin(tree, "9", limits.cpus, set())
-    return cgroup.step_group(tree, "9", cgroup.FIRST_STEP, list(controllers), 0)
+    return cgroup.step_group(tree, "9", cgroup.FIRST_STEP, list(controllers))
 
 
 LIMITS = cgroup.JobLimits(cpus=2, pin=True, mem_mib=100, processes=50)

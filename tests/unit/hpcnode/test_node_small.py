@@ -421,3 +421,15 @@ def test_a_tree_is_removed_whole_and_what_it_points_to_stays(tmp_path: Path) -> 
     paths.remove_tree(str(tmp_path / "ours"))
     paths.remove_tree(str(tmp_path / "ours"))
     assert (tmp_path / "theirs" / "kept").exists()
+
+
+def test_the_card_is_that_which_leads_to_the_client_of_the_login(tmp_path: Path) -> None:
+    device = tmp_path / "lo"
+    device.mkdir()
+    (device / "address").write_text("52:54:00:12:34:56\n")
+    login = {"PATH": "/usr/bin:/bin", "SSH_CONNECTION": "127.0.0.1 5 127.0.0.1 22"}
+    for environ, mac in ((login, "52:54:00:12:34:56"), ({"PATH": "/usr/bin:/bin"}, "")):
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=environ) as child:
+            assert speed.mac_to_peer(child.pid, str(tmp_path)) == mac
+            child.stdin.close()  # type: ignore[union-attr]
+    assert speed.mac_to_peer(0, str(tmp_path)) == ""

@@ -83,7 +83,7 @@ tree.add_task(task)
 found = [list(tree.reap()), tree.is_empty]
 tree.kill()
 os.waitid(os.P_PID, task, os.WEXITED | os.WNOWAIT | process.ANY_CHILD)
-found += [[pid for pid, _, _ in tree.reap()] == [task], tree.is_empty, process.descendants([os.getpid()])]
+found += [[pid for pid, _, _ in tree.reap()] == [task], tree.is_empty, list(process.descendants([os.getpid()]))]
 os.kill(forker, signal.SIGKILL)
 os.waitid(os.P_PID, forker, os.WEXITED | os.WNOWAIT | process.ANY_CHILD)
 found += [list(tree.reap()), process.end_apart(forker)]

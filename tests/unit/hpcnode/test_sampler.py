@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -200,6 +201,16 @@ def test_directories_of_one_file_system_are_shown_once(tmp_path: Path) -> None:
     assert not [name for name in found if name.endswith("/a")]
 
 
+def test_a_file_system_that_counts_no_inodes_has_no_free_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs("/")
+    assert "node_filesystem_free_inodes:/" in file_systems(["/"])
+    values = [*real[:5], 0, 0, 0, *real[8:]]
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*values, real.f_fsid)[:11]))
+    found = file_systems(["/"])
+    assert "node_filesystem_size_bytes:/" in found
+    assert "node_filesystem_free_inodes:/" not in found
+
+
 def test_a_machine_without_sensors_has_none(tmp_path: Path) -> None:
     assert sensors(str(tmp_path)) == {}
 
@@ -276,9 +287,47 @@ def test_a_job_keeps_the_time_of_its_ended_processes_and_steps(shepherd: subproc
     assert both[0][6] == 1
     after = trees.look({other: (7, 1, 0)})
     assert after[0][2] == pytest.approx(both[0][2], abs=0.06)
-    assert after[0][3:4] + after[0][6:] == [0, 0, 0]
+    gauges = [2 + JOB_COLUMNS.index(name) for name in JOB_COLUMNS if not name.endswith("_total")]
+    assert [after[0][place] for place in gauges] == [0] * len(gauges)
     assert trees.look({}) == []
     assert trees.look({other: (7, 1, 0)})[0][2] == 0  # nothing of an ended job is kept
+
+
+def test_threads_that_want_a_cpu_are_counted() -> None:
+    program = """
+import sys, threading
+work = threading.Barrier(4)
+def burn():
+    work.wait()
+    while True: sum(range(1000))
+def wait():
+    threading.Event().wait()
+for target in (burn, burn, burn, wait): threading.Thread(target=target, daemon=True).start()
+work.wait()
+print("started", flush=True)
+sys.stdin.readline()
+"""
+    shell = [
+        sys.executable,
+        "-c",
+        "import subprocess, sys; subprocess.run(sys.argv[1:])",
+        sys.executable,
+        "-c",
+        program,
+    ]
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        parent.stdout.readline()
+        trees = JobTrees()
+        steps = {f"feedc0de.7.1.0.n1.{'0' * 32}": (7, 1, parent.pid)}
+        place = 2 + JOB_COLUMNS.index("job_threads_runnable")
+        wait_until(lambda: trees.look(steps)[0][place] >= 1, what="a thread that runs")
+        child = int(Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text())
+        os.kill(child, signal.SIGSTOP)
+        wait_until(lambda: trees.look(steps)[0][place] == 0, what="the stopped program")
+        os.kill(child, signal.SIGCONT)
+        parent.stdin.write("\n")
 
 
 # ----- all together

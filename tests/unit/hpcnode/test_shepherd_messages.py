@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nodeworld import token
 
 from hpcnode.os.loop import Loop
 from hpcnode.shepherd.relay import Relay, connect_in
@@ -136,7 +135,7 @@ def test_a_message_that_the_other_end_would_reject_is_not_sent() -> None:
 def relay(tmp_path: Path) -> Iterator[tuple[Loop, Relay, socket.socket, list[Message]]]:
     """A loop, a shepherd's connection, the agent's end of it, and the handled messages."""
     loop, (ours, theirs), handled = Loop(), socket.socketpair(), []
-    made = Relay(loop, str(tmp_path), token(1), 0, ours)
+    made = Relay(loop, str(tmp_path), 0, ours)
     made.handle = handled.append
     yield loop, made, theirs, handled
     made.close()

@@ -39,6 +39,8 @@ def test_a_good_one_passes() -> None:
         {"nice": 1 << 31}, {"gpus_total": (GpuRequest(count=0),)}, {"gpus_total": (GpuRequest(count=1 << 30),)},
         {"gpus_per_node": (GpuRequest(count=1, type="a b"),)},
         {"gpus_per_task": (GpuRequest(count=1), GpuRequest(count=2))},
+        {"reservation": "a;touch X"}, {"distribution": "`id`"}, {"hints": ("$(id)",)}, {"licenses": (("a\nb", 1),)},
+        {"exclude": (NodeName("-oProxyCommand=x"),)}, {"stdin": "a\nb"}, {"stderr": "a\0"}, {"submit_host": "a\nb"},
         {"nodelist": (NodeName("-x"),)}, {"nodelist": (NodeName("n1"),), "exclude": (NodeName("n1"),)},
         {"exclude": tuple(NodeName(f"n{i}") for i in range(70_000))},
         {"array": ArraySpec(indices=())}, {"array": ArraySpec(indices=(2, 1))}, {"array": ArraySpec(indices=(1, 1))},

@@ -19,6 +19,8 @@ from hpcsched.lifecycle.node import (
     NodeEvent,
     NodeFaultCleared,
     NodeFenced,
+    NodeFoundIll,
+    NodeFoundWell,
     NodeLaunchFailed,
     NodeLaunchSucceeded,
     NodeOrphansFound,
@@ -31,6 +33,7 @@ from hpcsched.lifecycle.node import (
 )
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
+from hpcsched.model.probation import CHECK
 
 N1 = NodeName("n1")
 T = 1000.0
@@ -51,6 +54,8 @@ EVENTS: tuple[NodeEvent, ...] = (
     NodeDown(node=N1, at_s=T, why="no route to host"),
     NodeDrained(node=N1, at_s=T, why="disk", by="ann"),
     NodeResumed(node=N1, at_s=T, by="ann"),
+    NodeFoundWell(node=N1, at_s=T),
+    NodeFoundIll(node=N1, at_s=T),
     NodeFaultCleared(node=N1, at_s=T),
     NodeFenced(node=N1, at_s=T, by="ann", why="switched off"),
     NodeOrphansFound(node=N1, at_s=T),
@@ -65,6 +70,8 @@ NodeDisconnected     x    x    unk  unk* x    x
 NodeDown             down down* down down* .   .
 NodeDrained          unk* .    up*  .    down* .
 NodeResumed          .    unk  .    up   .    down
+NodeFoundWell        x    .    x    .    x    .
+NodeFoundIll         x    .    x    .    x    .
 NodeFaultCleared     x    unk  x    up   x    down
 NodeFenced           .    .    x    x    .    .
 NodeOrphansFound     .    .    .    .    .    .
@@ -174,3 +181,46 @@ def test_an_event_survives_its_json_form(event: NodeEvent) -> None:
 def test_an_unknown_kind_of_event_raises() -> None:
     with pytest.raises(InvariantError, match="cannot read event 'NodeLent' of node n1: no such kind"):
         node_event_from_data("NodeLent", "n1", T, {})
+
+
+def by_check(*events: tuple[str, float]) -> Node:
+    """Return a node after drains, resumes and looks of the health check, each a word and its time."""
+    made = node()
+    for word, at_s in events:
+        event = {
+            "drained": NodeDrained(node=N1, at_s=at_s, why="disk", by=CHECK),
+            "well": NodeFoundWell(node=N1, at_s=at_s),
+            "ill": NodeFoundIll(node=N1, at_s=at_s),
+            "resumed": NodeResumed(node=N1, at_s=at_s, by=CHECK),
+            "by ann": NodeResumed(node=N1, at_s=at_s, by="ann"),
+            "down": NodeDown(node=N1, at_s=at_s, why="no route"),
+        }[word]
+        made = apply_to_node(made, event)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("events", "returns_at_s"),
+    [
+        ([("drained", 0)], None),
+        ([("drained", 0), ("well", 10)], 110),
+        ([("drained", 0), ("well", 10), ("well", 50)], 110),
+        ([("drained", 0), ("well", 10), ("ill", 20)], None),
+        ([("drained", 0), ("well", 10), ("ill", 20), ("well", 30)], 130),
+        ([("drained", 0), ("well", 10), ("down", 20), ("well", 30)], 130),
+        ([("drained", 0), ("well", 0), ("resumed", 100), ("drained", 200), ("well", 300)], 500),
+        ([("drained", 0), ("resumed", 1), ("drained", 2), ("resumed", 3), ("drained", 4), ("well", 5)], 405),
+        ([("drained", 0), ("by ann", 1), ("drained", 2), ("well", 3)], 103),
+        ([("drained", 0), ("resumed", 1), ("drained", 90_000), ("well", 90_010)], 90_110),
+    ],
+)
+def test_a_node_that_a_check_has_drained_returns_when_it_was_well_for_long_enough(
+    events: list[tuple[str, float]], returns_at_s: float | None
+) -> None:
+    assert by_check(*events).probation.returns_at_s(100) == returns_at_s
+
+
+def test_the_time_doubles_up_to_a_bound_and_0_is_at_once() -> None:
+    flapping = by_check(*[(word, at_s) for at_s in range(20) for word in ("drained", "resumed")], ("drained", 20))
+    assert flapping.probation.hold_s(100) == 1600
+    assert by_check(("drained", 0), ("well", 5)).probation.returns_at_s(0) == 5

@@ -95,6 +95,7 @@ def test_every_letter_of_squeue_is_there() -> None:
 
 def test_c8_a_name_cannot_add_a_line() -> None:
     assert shown("%j", running(name="a\nb\x1b[31m")) == ["a?b?[31m"]
+    assert shown("%j", running(name="\x9b31m\x85\u2028\u202etxt")) == ["?31m???txt"]  # 8-bit escape, line ends, RTL
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
+from hpcsched.model.node import MeasuredNode
 from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.request import request_of
 from hpcsched.sched.snapshot import node_view
@@ -205,3 +206,67 @@ def test_a_spread_job_gets_as_many_nodes_as_it_may_have() -> None:
     assert parts("7 tasks 1c", nodes_given=True, nodes_min=1, nodes_max=2) == [("n1", 4), ("n2", 3)]
     assert parts("2 tasks 1c", contiguous=True) == [("n1", 1), ("n2", 1)]
     assert got("3x4", "4 tasks 2c", ("1: n2 3c 60s",), spread=True) == "n1 n3"
+
+
+# ----- measured links, where no switches are configured
+
+
+def linked(nodes: str, classes: dict[str, int], job: str, usual: int = 1, **changes: object) -> str:
+    """Return where job 9 starts; `classes` has the links that are not `usual`: {"n1-n2": 3}."""
+    sketch = world(nodes, waiting=[f"9: {job}"]).change(9, **changes)
+    for node in sketch.nodes:
+        levels: dict[int, set[str]] = {}
+        for other in sketch.nodes:
+            pair = "-".join(sorted((node.name, other.name)))
+            if other.name != node.name and classes.get(pair, usual):
+                levels.setdefault(classes.get(pair, usual), set()).add(other.name)
+        steps = [
+            (level, frozenset[str]().union(*(names for at, names in levels.items() if at >= level)))
+            for level in sorted(levels, reverse=True)
+        ]
+        sketch.change_node(node.name, measured=MeasuredNode(near=tuple(steps)))
+    return on(sketch)
+
+
+def test_the_set_with_the_best_slowest_link_is_taken() -> None:
+    assert linked("4x4", {}, "2 nodes 4c") == "n1 n2"
+    assert linked("4x4", {"n2-n4": 3}, "2 nodes 4c") == "n2 n4"
+    assert linked("4x4", {"n1-n2": 3, "n1-n4": 2, "n2-n4": 2}, "3 nodes 4c") == "n1 n2 n4"
+    assert linked("4x4", {"n1-n2": 0, "n1-n3": 0}, "3 nodes 4c") == "n2 n3 n4"
+
+
+def test_links_do_not_keep_a_job_from_starting() -> None:
+    assert linked("3x4", {"n1-n2": 0, "n1-n3": 0}, "3 nodes 4c") == "n1 n2 n3"
+    assert linked("2x4", {"n1-n2": 0}, "2 nodes 4c") == "n1 n2"
+    assert linked("4x4", {"n2-n4": 3}, "2 nodes 4c n1") == "n1 n2"
+
+
+def test_configured_switches_count_instead_of_links() -> None:
+    assert linked("2x4@a 2x4@b", {"n1-n3": 3}, "2 nodes 4c") == "n1 n2"
+
+
+def test_an_odd_node_is_named_by_the_job_and_its_best_peer_is_found() -> None:
+    assert linked("4x4", {"n1-n2": 3, "n3-n4": 2}, "2 nodes 4c n3") == "n3 n4"
+
+
+def test_synchronous_jobs_with_gpus_get_gpus_of_similar_measured_rates() -> None:
+    sketch = world("4x4/1xa100~1.0", waiting=["9: 2 nodes 1g"]).change(9, hints=("synchronous",))
+    assert on(sketch) == "n1 n2"
+    for name, rate in (("n1", 50.0), ("n2", 90.0), ("n3", 60.0), ("n4", 88.0)):
+        sketch.change_node(name, measured=MeasuredNode(gemm_gflops=rate))
+    assert on(sketch) == "n2 n4"
+
+
+def test_a_measured_speed_counts_instead_of_that_of_the_file() -> None:
+    sketch = world("4x4~1.0", waiting=["9: 2 nodes"]).change(9, hints=("synchronous",))
+    for name, speed in (("n1", 0.5), ("n3", 0.6)):
+        sketch.change_node(name, measured=MeasuredNode(cpu_speed=speed))
+    assert on(sketch) == "n2 n4"
+
+
+def test_features_of_an_assessment_are_required_or_preferred() -> None:
+    sketch = world("3x4", waiting=["9: 1 nodes +fast-cpu", "8: 1 nodes 4c"]).change(8, prefer="fast-link&bench.cpu")
+    assert on(sketch) == ""
+    sketch.change_node("n2", measured=MeasuredNode(features=("bench.cpu", "fast-cpu")))
+    sketch.change_node("n3", measured=MeasuredNode(features=("bench.cpu", "fast-link")))
+    assert sketch.starts() == {8: "n3:4", 9: "n2:1"}

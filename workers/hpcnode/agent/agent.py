@@ -27,6 +27,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Un
 from hpcnode import paths
 from hpcnode.agent import helpers, probe
 from hpcnode.agent.gpu_watch import GpuWatch
+from hpcnode.agent.job_scripts import ScriptRunner
+from hpcnode.agent.launch_check import LaunchCheck
 from hpcnode.agent.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
 from hpcnode.agent.sampler import NodeSampler
 from hpcnode.agent.shepherds import ShepherdPool
@@ -104,15 +106,7 @@ class Agent:
         )
         self._sandboxes = confinement.Sandboxes(self._loop, self._ground)
         self._shepherds = ShepherdPool(self._loop, setting, MpiVariables(root, log), self._sandboxes)
-        self._ledger = Ledger(
-            node=node,
-            boot_id=self._boot_id,
-            spool=self._spool,
-            shepherds=self._shepherds,
-            send=self.to_controller,
-            find_account=self._find_account,
-            log=log,
-        )
+        self._ledger = self._make_ledger()
         self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
         self._accounts: Dict[Tuple[str, int], Tuple[float, user.UserAccount]] = {}
         self._helpers = helpers.Helpers(self._loop)
@@ -123,9 +117,24 @@ class Agent:
         self._controller: Optional[Stream] = None
         self._welcomed = False
         self._link_pid = 0  # at the other end of its connection: what sshd started
+        self._visitors: List[Stream] = []  # commands that look at the node, beside the controller
         self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not known yet
         self._watchers: Dict[str, List[protocol.Address]] = {}  # other readers of the output of a token
         self._paused = False
+
+    def _make_ledger(self) -> Ledger:
+        places = [self.root, "/tmp"]  # noqa: S108 - only its free space is looked at
+        return Ledger(
+            node=self.node,
+            boot_id=self._boot_id,
+            spool=self._spool,
+            shepherds=self._shepherds,
+            send=self.to_controller,
+            find_account=self._find_account,
+            log=log,
+            scripts=ScriptRunner(self._loop, self._spool.scripts, self._faults),
+            check=LaunchCheck(places, lambda: self._sampler.latest(), lambda: self._sampler.growth()),
+        )
 
     def _make_sampler(self) -> NodeSampler:
         return NodeSampler(
@@ -246,7 +255,7 @@ class Agent:
     def take_over(
         self, client: CommandClient, stream: Stream, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
     ) -> bool:
-        """Accept the connection of a controller, if it is allowed.
+        """Accept the connection of a controller or a visitor, if it is allowed.
 
         `frames` came after its `hello`.
         """
@@ -258,6 +267,9 @@ class Agent:
             if uid in (os.geteuid(), 0) and (hello.cluster, hello.node) != (self.cluster, self.node):
                 self._loop.later(RENAMED_S, self._end_if_unneeded)
             return False
+        if hello.visit:
+            self._receive_visitor(client.pid, stream, frames, framer)
+            return True
         if self._controller is not None:
             self._controller.send(protocol.encode(protocol.Goodbye("another connection of the controller took over")))
             self._controller.close_when_sent()
@@ -280,20 +292,55 @@ class Agent:
         if (hello.cluster, hello.node) != (self.cluster, self.node):
             return "this is node %s of cluster %s" % (self.node, self.cluster)
         try:
-            return self._ledger.epochs.begin(hello.incarnation, hello.epoch)
+            accept = self._ledger.epochs.why_refused if hello.visit else self._ledger.epochs.begin
+            return accept(hello.incarnation, hello.epoch, hello.start)
         except OSError as error:
             return "cannot store the controller's epoch in %s: %s" % (self.root, error.strerror)
+
+    def _receive_visitor(self, pid: int, stream: Stream, frames: Frames, framer: protocol.Framer) -> None:
+        """Answer the questions of a command that looks at the node; the controller's link stays."""
+
+        def deliver(answer: protocol.Message) -> None:
+            stream.send(protocol.encode(answer))
+
+        def handle(message: protocol.Message) -> None:
+            if isinstance(message, protocol.Probe):
+                self._ask_for_facts(message, deliver, pid)
+            elif isinstance(message, protocol.CompareProbe):
+                self._compare_probe(message, deliver)
+            elif isinstance(message, protocol.Ping):
+                deliver(protocol.Pong(message.request))
+            else:
+                raise protocol.WireError("a visitor cannot say %s" % type(message).__name__)
+
+        def received(data: bytes) -> None:
+            try:
+                for message, _ in framer.feed(data):
+                    handle(message)
+            except protocol.WireError as error:
+                log("a visitor's connection is closed: %s" % error)
+                deliver(protocol.Goodbye(str(error)))
+                stream.close_when_sent()
+
+        stream.what = "a visitor's connection"
+        stream.on_data = received
+        self._visitors = [*(each for each in self._visitors if not each.closed), stream]
+        self._look_then_welcome(stream)
+        for message, _ in frames:
+            handle(message)
 
     def _look_then_welcome(self, stream: Stream) -> None:
         """Send Welcome, after a helper has counted the GPUs once, which may take seconds."""
         if self._gpus is None and probe.has_gpu_tool(self._environ):
-            self._ask_for_facts(protocol.Probe(0), lambda facts: self._welcome(stream, facts.facts.get("gpus", [])))
+            self._ask_for_facts(
+                protocol.Probe(0), lambda facts: self._welcome(stream, facts.facts.get("gpus", [])), self._link_pid
+            )
         else:
             self._welcome(stream, self._gpus or [])
 
     def _welcome(self, stream: Stream, gpus: List[Dict[str, Any]]) -> None:
         self._gpus = gpus
-        if stream is not self._controller or stream.closed:
+        if stream.closed or not (stream is self._controller or stream in self._visitors):
             return
         facts = probe.facts(self.root, self._environ, (), thorough=False)
         facts["gpus"] = gpus
@@ -301,6 +348,7 @@ class Agent:
         facts["spool"] = self._identity
         facts["abilities"] = confinement.abilities(self._ground)
         facts["samples"] = True  # it knows SampleEvery
+        facts["jobs_with_scripts"] = self._ledger.jobs_with_scripts()
         welcome = protocol.Welcome(
             version=protocol.VERSION,
             node=self.node,
@@ -312,6 +360,8 @@ class Agent:
             facts=facts,
         )
         stream.send(protocol.encode(welcome))
+        if stream is not self._controller:
+            return
         self._welcomed = True
         self._clients.controller_came()
         self._shepherds.resend()
@@ -376,10 +426,10 @@ class Agent:
             protocol.Go: lambda message, _blob: ledger.go(message),
             protocol.Pong: lambda message, _blob: self._renew(message),
             protocol.Ping: lambda message, _blob: self._answer(protocol.Pong(message.request)),
-            protocol.Probe: lambda message, _blob: self._ask_for_facts(message, self.to_controller),
+            protocol.Probe: lambda message, _blob: self._ask_for_facts(message, self.to_controller, self._link_pid),
             protocol.SampleEvery: lambda message, _blob: self._sampler.every(message),
             protocol.ReadFile: lambda message, _blob: self._read_file(message),
-            protocol.CompareProbe: lambda message, _blob: self._compare_probe(message),
+            protocol.CompareProbe: lambda message, _blob: self._compare_probe(message, self.to_controller),
             protocol.WatchOutput: lambda message, _blob: self._watch(message),
             protocol.ToStream: self._to_client,
             protocol.CloseStream: lambda message, _blob: self._clients.close(message.stream),
@@ -424,18 +474,25 @@ class Agent:
         if not self._clients.to_stream(message.stream, protocol.from_json(message.message), blob):
             self.to_controller(protocol.CloseStream(message.stream))
 
-    def _ask_for_facts(self, order: protocol.Probe, deliver: Any) -> None:
+    def _ask_for_facts(self, order: protocol.Probe, deliver: Callable[[Any], object], link_pid: int) -> None:
         live = {entry.key.job_id for entry in self._ledger.entries.values() if not entry.is_final}
 
         def look() -> Dict[str, Any]:
+            if order.bench:
+                from hpcnode.agent import bench  # in a child; see `agent` on the cost of imports
+
+                return {"bench": bench.bench(self.root, order.bench, order.bench_python)}
             if order.link_token:
-                return probe.link_facts(order.link_token, order.link_host, order.link_port)
-            return probe.facts(self.root, self._environ, live, measure=order.measure, link_pid=self._link_pid)
+                from hpcnode.agent import link_speed
+
+                return link_speed.link_facts(order.link_token, order.link_host, order.link_port)
+            return probe.facts(self.root, self._environ, live, measure=order.measure, link_pid=link_pid)
 
         self._helpers.ask(
             lambda: (protocol.Facts(order.request, look()), b""),
             lambda why: (protocol.Facts(order.request, {"error": why}), b""),
             lambda answer: deliver(answer[0]),
+            protocol.BENCH_DEADLINES_S.get(order.bench, helpers.DEADLINE_S),
         )
 
     def _read_file(self, order: protocol.ReadFile) -> None:
@@ -452,11 +509,11 @@ class Agent:
             return
         self._helpers.ask(lambda: helpers.read_file(order, account), failed, lambda answer: self.to_controller(*answer))
 
-    def _compare_probe(self, order: protocol.CompareProbe) -> None:
+    def _compare_probe(self, order: protocol.CompareProbe, deliver: Callable[[protocol.Message], object]) -> None:
         self._helpers.ask(
             lambda: helpers.compare_probe(order),
             lambda why: (protocol.ProbeCompared(order.request, False, why), b""),
-            lambda answer: self.to_controller(answer[0]),
+            lambda answer: deliver(answer[0]),
         )
 
     def _find_account(self, name: str, allow_uid_below: int = 0) -> user.UserAccount:
@@ -559,7 +616,8 @@ class Agent:
             self._idle_timer = self._loop.later(self._idle_s, self._hand_over)
 
     def _is_unneeded(self) -> bool:
-        return self._controller is None and len(self._clients) == 0 and self._ledger.is_idle
+        asked = self._controller is not None or any(not each.closed for each in self._visitors)
+        return not asked and len(self._clients) == 0 and self._ledger.is_idle
 
     def _end_if_unneeded(self) -> None:
         if self._is_unneeded():

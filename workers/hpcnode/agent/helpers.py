@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import stat
-from typing import Callable, Tuple
+from typing import Callable, Iterable, Tuple
 
 from hpcnode.os import account as user
 from hpcnode.os import process
@@ -35,19 +35,24 @@ class Helpers:
         self._running = 0
 
     def ask(
-        self, work: Callable[[], Answer], failed: Callable[[str], Answer], deliver: Callable[[Answer], object]
+        self,
+        work: Callable[[], Answer],
+        failed: Callable[[str], Answer],
+        deliver: Callable[[Answer], object],
+        deadline_s: float = DEADLINE_S,
     ) -> None:
         """Do `work` in a child and call `deliver` with its answer, or with `failed(reason)`."""
         if self._running >= MAX_CHILDREN:
             deliver(failed("too many requests at once"))
             return
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
-        if pid == 0:
-            _work_in_child(work, failed, write_end)
-        os.close(write_end)
+        late = "no answer within %g s" % deadline_s
+        ask_child(
+            self._loop,
+            lambda: _frame_of(work, failed),
+            lambda answer: self._over(answer, lambda: failed(late), deliver),
+            deadline_s,
+        )
         self._running += 1
-        _Child(self._loop, pid, read_end, lambda answer: self._over(answer, failed, deliver))
 
     def do(self, work: Callable[[], None]) -> None:
         """Do `work` in a child without answer and deadline; if fork fails, do it here."""
@@ -63,16 +68,16 @@ class Helpers:
             finally:
                 os._exit(0)
 
-    def _over(self, data: bytes, failed: Callable[[str], Answer], deliver: Callable[[Answer], object]) -> None:
+    def _over(self, data: bytes, late: Callable[[], Answer], deliver: Callable[[Answer], object]) -> None:
         self._running -= 1
         frames = list(protocol.Framer().feed(data))
-        deliver(frames[0] if frames else failed("no answer within %g s" % DEADLINE_S))
+        deliver(frames[0] if frames else late())
 
 
 class _Child:
     """Collects the output of one child."""
 
-    def __init__(self, loop: Loop, pid: int, pipe: int, deliver: Callable[[bytes], None]) -> None:
+    def __init__(self, loop: Loop, pid: int, pipe: int, deadline_s: float, deliver: Callable[[bytes], None]) -> None:
         self._loop = loop
         self._pid = pid
         self._pipe = pipe
@@ -80,7 +85,7 @@ class _Child:
         self._data = bytearray()
         os.set_blocking(pipe, False)
         loop.watch(pipe, READ, self._ready)
-        self._timer = loop.later(DEADLINE_S, self._too_late)
+        self._timer = loop.later(deadline_s, self._too_late)
 
     def _ready(self, _events: int) -> None:
         try:
@@ -106,23 +111,51 @@ class _Child:
         self._deliver(bytes(self._data))
 
 
-def _work_in_child(work: Callable[[], Answer], failed: Callable[[str], Answer], write_end: int) -> None:
+def ask_child(
+    loop: Loop,
+    work: Callable[[], bytes],
+    deliver: Callable[[bytes], None],
+    deadline_s: float,
+    keep: Iterable[int] = (),
+) -> None:
+    """Do `work` in a child of its own session, and deliver its answer.
+
+    It has the descriptors `keep`. No answer: it was killed, or took too long. Raises OSError if this node cannot fork.
+    """
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
     try:
-        os.setpgid(0, 0)
-        process.close_all_but([write_end])
+        pid = os.fork()
+    except OSError:
+        os.close(read_end)
+        os.close(write_end)
+        raise
+    if pid == 0:
+        _work_in_child(work, write_end, keep)
+    os.close(write_end)
+    _Child(loop, pid, read_end, deadline_s, deliver)
+
+
+def _work_in_child(work: Callable[[], bytes], write_end: int, keep: Iterable[int]) -> None:
+    try:
+        os.setsid()
+        process.close_all_but([write_end, *keep])
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        try:
-            answer = work()
-        except (OSError, ValueError, user.UserError) as error:
-            answer = failed(getattr(error, "strerror", None) or str(error))
-        data = memoryview(protocol.encode(*answer))
+        data = memoryview(work())
         while data:
             data = data[os.write(write_end, data) :]
         os.close(write_end)  # a thread that hangs would keep it open beyond our end
     finally:
         os._exit(0)
+
+
+def _frame_of(work: Callable[[], Answer], failed: Callable[[str], Answer]) -> bytes:
+    try:
+        answer = work()
+    except (OSError, ValueError, user.UserError) as error:
+        answer = failed(getattr(error, "strerror", None) or str(error))
+    return protocol.encode(*answer)
 
 
 def read_file(order: protocol.ReadFile, account: user.UserAccount) -> Answer:

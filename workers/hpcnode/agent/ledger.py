@@ -13,6 +13,7 @@ Rules:
 - The start of a batch step is reported a moment later (`report_starts`), so that a very short one is reported once, as ended.
 - A final state never changes. A batch step's end is reported after all other steps of its job on this node have ended.
 - An older attempt is gone before a newer attempt of the same job starts here.
+- Nothing of a job starts before its prolog has succeeded, and it is not gone before its epilog is over (`job_scripts`).
 - A launch with a lease starts only under a lease that was renewed on the connection that brought the launch (see `lease`).
 """
 
@@ -22,6 +23,8 @@ import errno
 import time
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
+from hpcnode.agent.job_scripts import GO, ScriptControl, ScriptRecords
+from hpcnode.agent.launch_check import LaunchCheck
 from hpcnode.entry import Entries, Entry, ShepherdControl, mismatch, report_of
 from hpcnode.lease import Leases
 from hpcnode.os.account import UserAccount, UserError
@@ -51,12 +54,32 @@ ADVICE = ": another controller runs, or the database is an older copy. To use an
 class SeenEpochs:
     """The incarnations and epochs of controllers that this node has seen, on disk."""
 
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, spool: Spool, log: Callable[[str], None]) -> None:
         self._spool = spool
-        self.seen = spool.epochs()
+        try:
+            self.seen = spool.epochs()
+        except ValueError as error:
+            log("%s. The next controller is accepted, as on a new node; what has run here runs no more" % error)
+            self.seen = Epochs("", 0, ())
 
-    def begin(self, incarnation: str, epoch: int) -> str:
+    def begin(self, incarnation: str, epoch: int, start: str = "") -> str:
         """Accept a controller durably; return "" or why it is refused."""
+        why = self.why_refused(incarnation, epoch, start)
+        seen = self.seen
+        if not why and (incarnation, epoch, start) != (seen.incarnation, seen.epoch, seen.start):
+            former = seen.former
+            if seen.incarnation not in ("", incarnation):
+                former = (*former, seen.incarnation)
+            begun = Epochs(incarnation, epoch, former, start)
+            try:
+                self._spool.store_epochs(begun)
+            except OSError as error:
+                return "cannot write to the spool %s: %s" % (self._spool.path, error.strerror)
+            self.seen = begun
+        return why
+
+    def why_refused(self, incarnation: str, epoch: int, start: str) -> str:
+        """Return why a controller is refused, "" if it is not."""
         seen = self.seen
         if incarnation in seen.former:
             return "this node has accepted the later incarnation %s; %s is in the past%s" % (
@@ -66,15 +89,9 @@ class SeenEpochs:
             )
         if incarnation == seen.incarnation and epoch < seen.epoch:
             return "this node has accepted epoch %d; %d is in the past%s" % (seen.epoch, epoch, ADVICE)
-        if (incarnation, epoch) != (seen.incarnation, seen.epoch):
-            former = seen.former
-            if seen.incarnation not in ("", incarnation):
-                former = (*former, seen.incarnation)
-            try:
-                self._spool.store_epochs(Epochs(incarnation, epoch, former))
-            except OSError as error:
-                return "cannot write to the spool %s: %s" % (self._spool.path, error.strerror)
-            self.seen = self._spool.epochs()
+        is_same = (incarnation, epoch) == (seen.incarnation, seen.epoch)
+        if is_same and seen.start and start != seen.start:
+            return "this node has accepted another controller of epoch %d on a copy of the database%s" % (epoch, ADVICE)
         return ""
 
     def is_past(self, incarnation: str, epoch: int) -> bool:
@@ -96,11 +113,13 @@ class PendingWrites:
         shepherds: ShepherdControl,
         send: Callable[[protocol.Message], object],
         log: Callable[[str], None],
+        check: Optional[LaunchCheck],
     ) -> None:
         self._spool = spool
         self._shepherds = shepherds
         self._send = send
         self._log = log
+        self._check = check
         self.fault = ""  # why this node can start nothing
         self._tombstones: Dict[str, Dict[str, Any]] = {}
         self._ended: List[protocol.EndJob] = []
@@ -128,6 +147,10 @@ class PendingWrites:
             self._shepherds.try_to_start()
         except OSError as error:
             self._log("cannot start anything here yet: %s" % error)
+            return
+        why = "" if self._check is None else self._check.why_still()
+        if why:
+            self.is_unwell(why)
             return
         self.fault = ""
         self._send(protocol.Condition(""))
@@ -213,7 +236,7 @@ class Reports:
 
     def report_over(self, token: str, why: str) -> None:
         """Report that a token without an entry never runs."""
-        self._send(protocol.Report(self._new_seq(), token, protocol.REVOKED, self._wall_s(), why=why))
+        self._send(protocol.Report(self.new_seq(), token, protocol.REVOKED, self._wall_s(), why=why))
 
     def inventory(self, entries: Iterable[Entry]) -> List[Dict[str, Any]]:
         """Return a report of each entry, for `Welcome`."""
@@ -252,10 +275,11 @@ class Reports:
 
     def _number(self, entry: Entry) -> None:
         self.forget(entry)
-        entry.seq, entry.acked = self._new_seq(), False
+        entry.seq, entry.acked = self.new_seq(), False
         self._unanswered[entry.seq] = entry
 
-    def _new_seq(self) -> int:
+    def new_seq(self) -> int:
+        """Return a number for a new report."""
         if self._next_seq >= self._seq_end:
             self._next_seq, self._seq_end = self._spool.reserve_seqs(self._next_seq)
         self._next_seq += 1
@@ -288,13 +312,15 @@ class Ledger:
         send: Callable[[protocol.Message], object],
         find_account: Callable[[str, int], UserAccount],
         log: Callable[[str], None],
+        scripts: Optional[ScriptControl] = None,
+        check: Optional[LaunchCheck] = None,
         wall_s: Callable[[], float] = time.time,
         boot_s: Callable[[], float] = boot_clock_s,
     ) -> None:
         self.node = node
         self.boot_id = boot_id
         self.entries = Entries()
-        self.epochs = SeenEpochs(spool)
+        self.epochs = SeenEpochs(spool, log)
         self._spool = spool
         self._shepherds = shepherds
         self._send = send
@@ -302,7 +328,11 @@ class Ledger:
         self._log = log
         self._wall_s = wall_s
         self._reports = Reports(spool=spool, send=send, boot_id=boot_id, wall_s=wall_s, boot_s=boot_s)
-        self._pending_writes = PendingWrites(spool, shepherds, send, log)
+        self._scripts = ScriptRecords(spool, scripts, boot_id, send, self._reports.new_seq, log)
+        self._scripts.changed = self._scripts_changed
+        self._waiting: Set[str] = set()  # for a script
+        self._pending_writes = PendingWrites(spool, shepherds, send, log, check)
+        self._check = check
         self.leases = Leases(spool, log, boot_s)
         self._gone: List[_Gone] = []
         self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its suspended attempt
@@ -316,6 +346,7 @@ class Ledger:
 
     def recover(self) -> None:
         """Read the entries of earlier agents from the spool."""
+        self._scripts.load()
         for found in self._spool.load():
             entry = self._add(Entry(found.token, token_of(found), found.launch, found.boot_id))
             self._learn(entry, found)
@@ -331,6 +362,8 @@ class Ledger:
         for entry in list(self.entries.values()):
             if entry.is_final and entry.key.step == protocol.BATCH:
                 self._end_other_steps(entry)  # the earlier agent may have been killed before it could
+        for key in self._scripts.claimed():
+            self._note_if_over(key)
 
     def _learn(self, entry: Entry, found: Found) -> None:
         entry.supervised = found.boot_id in ("", self.boot_id) and self._shepherds.is_supervised(entry.token)
@@ -355,7 +388,7 @@ class Ledger:
     @property
     def is_idle(self) -> bool:
         """Whether no step lives and nothing is left to do. A claim without tasks needs no agent."""
-        if self._gone or self.waits:
+        if self._gone or self.waits or self._scripts.is_busy:
             return False
         return not any(
             entry.supervised or not (entry.is_final or entry.key.step == protocol.ALLOC)
@@ -379,8 +412,14 @@ class Ledger:
         return token not in self.entries and self._spool.done_log.is_noted(token)
 
     def inventory(self) -> List[Dict[str, Any]]:
-        """Return a report of every entry."""
-        return self._reports.inventory(self.entries.values())
+        """Return a report of every entry, but of claims that still wait."""
+        waiting = self._waiting | self._stuck
+        known = (e for e in self.entries.values() if e.key.step != protocol.ALLOC or e.token not in waiting)
+        return self._reports.inventory(known)
+
+    def jobs_with_scripts(self) -> List[Tuple[str, int, int, int]]:
+        """Return incarnation, job, attempt and stay of the jobs whose epilog is still to come."""
+        return self._scripts.jobs()
 
     # ----- orders of the controller
 
@@ -398,9 +437,8 @@ class Ledger:
             return
         entry = self.entries.get(launch.token)
         if entry is not None:
-            if not (
-                entry.key.step == protocol.ALLOC and entry.token in self._stuck
-            ):  # it waits for an older attempt to end
+            is_late = entry.token in self._stuck or entry.token in self._waiting  # for an older attempt, or a script
+            if not (entry.key.step == protocol.ALLOC and is_late):
                 self._publish(entry)
             return
         if self._spool.done_log.is_over(key):
@@ -454,7 +492,13 @@ class Ledger:
         if entry.lease_s and not self.leases.holds(entry):
             self._write_end(entry, protocol.REVOKED, protocol.LEASE_OVER)
             return
+        why = self._why_unfit(entry, launch)
+        if why:
+            self._refuse(entry, why, node_fault=True)
+            return
         try:
+            if not self._has_prolog(entry, launch):
+                return
             if entry.account is None:
                 entry.account = self._find_account(launch.user, launch.allow_uid_below)
             entry.starts += 1
@@ -471,6 +515,39 @@ class Ledger:
         except OSError as error:
             node_fault = error.errno in DISK_ERRORS | NO_PROCESS
             self._refuse(entry, "cannot start a shepherd: %s" % error, node_fault=node_fault)
+
+    def _why_unfit(self, entry: Entry, launch: protocol.Launch) -> str:
+        """Return why the node is not fit for a job that has nothing here yet."""
+        if self._check is None or any(
+            other is not entry for other in self.entries.of_job(entry.key.job, entry.key.life)
+        ):
+            return ""
+        # Parts of GPUs, and GPUs with names, have other numbers than the driver's; a claim does not say.
+        other_numbers = (
+            launch.step == protocol.ALLOC or "HPCSCHED_GPU_DEVICES" in launch.env or launch.confine.gpu_files
+        )
+        return self._check.why_unfit([] if other_numbers else launch.gpus)
+
+    def _has_prolog(self, entry: Entry, launch: protocol.Launch) -> bool:
+        """Return whether the launch may start; if its prolog has failed, refuse it.
+
+        Raises OSError.
+        """
+        why = self._scripts.may_start(entry.key, launch)
+        self._waiting.discard(entry.token)
+        if why is None:
+            self._waiting.add(entry.token)
+        elif why != GO:
+            self._refuse(entry, why, node_fault=True)
+        return why == GO
+
+    def _scripts_changed(self, job: Tuple[str, int]) -> None:
+        for entry in self.entries.of_job(job):
+            if entry.token in self._waiting and entry.status == protocol.CLAIMED and entry.ending is None:
+                self._start(entry)
+            elif entry.held:
+                self._publish(entry)
+        self._answer_gone()
 
     def go(self, order: protocol.Go) -> None:
         """Release the tasks of a launch with `hold`."""
@@ -545,6 +622,7 @@ class Ledger:
 
     def ack(self, seqs: List[int]) -> None:
         """Note that the controller has committed these reports."""
+        self._scripts.acknowledged(seqs)
         for entry in self._reports.acknowledged(seqs):
             if entry.is_final and not entry.held:  # the acknowledged report of a held entry is its start
                 self._shepherds.send(entry.token, EndCommitted())
@@ -648,6 +726,7 @@ class Ledger:
 
     def repeat(self) -> None:
         """Repeat unacknowledged reports; check whether a fault is still there."""
+        self._scripts.repeat()
         self._reports.repeat()
         self._pending_writes.look_again()  # after the refusals, so that the recovery is the last message
 
@@ -729,6 +808,8 @@ class Ledger:
             self._pending_writes.is_unwell(record["why"])
         if entry.key.step == protocol.BATCH:
             self._end_other_steps(entry)
+        self._waiting.discard(entry.token)
+        self._note_if_over(entry.key)
         if self.entries.is_over(entry.key):
             steps = [each for each in self.entries.of_job(entry.key.job) if each.key.attempt == entry.key.attempt]
             clean = all(each.ended_cleanly for each in steps)
@@ -743,6 +824,11 @@ class Ledger:
                 self._look_again(other.token)  # perhaps a newer attempt that waited for this one
         self._answer_gone()
 
+    def _note_if_over(self, key: Token) -> None:
+        """Begin the epilog of a job that claimed this node and has nothing here any more."""
+        if all(entry.is_final for entry in self.entries.of_job(key.job) if entry.key.life == key.life):
+            self._scripts.all_ended(key)
+
     def _end_other_steps(self, batch: Entry) -> None:
         for other in self.entries.of_job(batch.key.job, batch.key.life):
             if not other.is_final and (other.ending is None or other.saving):
@@ -751,7 +837,10 @@ class Ledger:
 
     def _answer_gone(self) -> None:
         for gone in tuple(self._gone):
-            if all(entry.is_final for entry in self.entries.of_job(gone.job, gone.life)):
+            if not all(entry.is_final for entry in self.entries.of_job(gone.job, gone.life)):
+                continue
+            self._scripts.over(gone.job, gone.life)
+            if not self._scripts.holds(gone.job, gone.life) and gone in self._gone:
                 self._gone.remove(gone)
                 self._send(protocol.JobGone(*gone.job, *gone.life))
 
@@ -765,5 +854,8 @@ class Ledger:
     def _publish(self, entry: Entry) -> None:
         """Report the entry's state under a new number."""
         entry.held = not self.entries.may_report(entry)
+        if entry.key.step == protocol.BATCH and self._scripts.holds(entry.key.job, entry.key.life):
+            entry.clearing = entry.status == protocol.ENDED
+            entry.held = entry.held or entry.status == protocol.LOST
         if not entry.held:
             self._reports.send(entry)

@@ -2,16 +2,12 @@
 
     cpus mem_mib gpus disk_free_mib disk_total_mib tmp_free_mib load python kernel machine hostname machine_id boot_id
     time_s user uid is_root leftovers security surroundings root uptime_s mem_free_mib tmp_total_mib link_mbps
-    speed (if it was measured)
+    mac (of the interface to the controller) speed (if it was measured)
 
 `machine_id` is equal on nodes that share a machine: it is the kernel's boot id, because /etc/machine-id is equal on cloned
 machines. `gpus` is a list of {index, name, uuid, mem_mib, mig}; `mig` is a list of {profile, uuid} of its MIG devices.
 `leftovers` are processes of jobs that do not run here any more: {pid, job}. The agent's welcome also has `spool`, see
 `hpcnode.spool`, and `samples`, whether it knows `SampleEvery`. Sizes are in MiB, times in seconds. Unknown facts are missing.
-
-The link between two nodes: one node sends zeros over TCP for a second to a peer that knows a token, and the peer counts them.
-The first part of that second does not count, because TCP starts slowly (RFC 5681). The rate is that of the payload: 941 of
-1000 Mbit/s on Ethernet.
 """
 
 from __future__ import annotations
@@ -19,9 +15,9 @@ from __future__ import annotations
 import os
 import pwd
 import re
-import signal
 import socket
 import stat
+import struct
 import sys
 import time
 from typing import Any, Collection, Dict, List, Mapping, Optional
@@ -70,6 +66,22 @@ def link_mbps(routes: str = "/proc/net/route", net: str = "/sys/class/net") -> i
         return 0
 
 
+def mac_to_peer(link_pid: int, net: str = "/sys/class/net") -> str:
+    """Return the address of the network card that leads to the client of an SSH login.
+
+    "" if it is not known.
+    """
+    from hpcnode.agent import link_speed  # in a child; see `agent` on the cost of imports
+
+    client = process.environment_of(link_pid).get(b"SSH_CONNECTION", b"").decode("ascii", "replace").split()
+    try:
+        device = link_speed.device_to(client[0]) if client else ""
+    except (OSError, ValueError, struct.error):
+        return ""
+    mac = _first_line("%s/%s/address" % (net, device)) or "" if device else ""
+    return mac if mac.strip("0:") else ""
+
+
 GPU_TIMEOUT_S = 15.0
 SYSTEM_PYTHON = "/usr/bin/python3"
 AGENT_ROOT = _AGENT_ROOT.encode()
@@ -113,9 +125,10 @@ def facts(
         found["security"] = security(link_pid or os.getpid())
         found["surroundings"] = surroundings(root)
         found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root), link_mbps=link_mbps())
+        found["mac"] = mac_to_peer(link_pid or os.getpid())
     if measure:
         found["speed"] = cpu_speed()
-    found.update(_memory())
+    found.update(memory())
     found.update(_disk("disk", root))
     found.update(_disk("tmp", "/tmp"))  # noqa: S108 - only its free space is looked at
     return found
@@ -242,7 +255,8 @@ def leftovers(live_jobs: Collection[int], root: str) -> List[Dict[str, int]]:
     return found
 
 
-def _memory() -> Dict[str, int]:
+def memory() -> Dict[str, int]:
+    """Return the total and available memory in MiB; what is not known is missing."""
     found = {}
     try:
         with open("/proc/meminfo") as file:
@@ -289,103 +303,3 @@ def _find(name: str, path: str) -> Optional[str]:
         if folder and os.access(candidate, os.X_OK):
             return candidate
     return None
-
-
-CHUNK_BYTES = 1 << 20
-GIVE_S = 1.2
-WARM_UP_S = 0.2
-PATIENCE_S = 10.0  # for the peer to connect, and for each read
-TOKEN_BYTES = 64  # at most
-
-
-def link_facts(token: str, host: str, port: int) -> Dict[str, Any]:
-    """Return `link_port` of a new sender of zeros, or `rate_mbps` from the sender at `host`.
-
-    Raises OSError.
-    """
-    return {"rate_mbps": rate_mbps(host, port, token)} if host else {"link_port": serve_zeros(token)}
-
-
-def serve_zeros(token: str) -> int:
-    """Fork a sender of zeros for a peer with `token`; return its port. Raises OSError."""
-    with _listener() as listener:
-        port = int(listener.getsockname()[1])
-        if os.fork() == 0:
-            try:
-                os.setsid()
-                signal.alarm(int(2 * PATIENCE_S))
-                process.close_all_but([listener.fileno()])
-                serve_zeros_once(listener, token)
-            finally:
-                os._exit(0)
-    return port
-
-
-def serve_zeros_once(listener: socket.socket, token: str, for_s: float = GIVE_S) -> None:
-    """Send zeros for `for_s` to the first peer with `token`; close other connections.
-
-    Raises OSError.
-    """
-    import hmac  # in a child; see `agent` on the cost of imports
-
-    listener.settimeout(PATIENCE_S)
-    while True:
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(PATIENCE_S)
-            if hmac.compare_digest(_line(connection), token.encode()):
-                zeros = bytes(CHUNK_BYTES)
-                until_s = time.monotonic() + for_s
-                while time.monotonic() < until_s:
-                    connection.sendall(zeros)
-                return
-
-
-def rate_mbps(host: str, port: int, token: str, warm_up_s: float = WARM_UP_S) -> int:
-    """Return the Mbit/s that arrive from a sender of zeros.
-
-    Raises OSError, ValueError if it refused the token.
-    """
-    buffer = bytearray(CHUNK_BYTES)
-    with socket.create_connection((host, port), PATIENCE_S) as connection:
-        connection.sendall(token.encode() + b"\n")
-        came, last_s = 0, 0.0
-        counted_from_s: Optional[float] = None  # None: TCP still warms up
-        first_s = time.monotonic()
-        while True:
-            count = connection.recv_into(buffer)
-            if not count:
-                break
-            last_s = time.monotonic()
-            if counted_from_s is None:
-                if last_s - first_s >= warm_up_s:
-                    counted_from_s = last_s
-            else:
-                came += count
-    if counted_from_s is None or last_s <= counted_from_s:
-        raise ValueError("no data came from %s port %d" % (host, port))
-    return max(1, round(came * 8 / 1e6 / (last_s - counted_from_s)))
-
-
-def _listener() -> socket.socket:
-    """Return a socket that listens on all addresses of this node, IPv4 and IPv6."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        except OSError:
-            pass  # the kernel has IPv6 disabled
-    return socket.create_server(("", 0))
-
-
-def _line(connection: socket.socket) -> bytes:
-    """Return the first line, at most as long as a token; b"" if none comes in time."""
-    got = b""
-    while not got.endswith(b"\n") and len(got) <= TOKEN_BYTES:
-        try:
-            more = connection.recv(TOKEN_BYTES + 1 - len(got))
-        except OSError:  # gone or silent: not our peer
-            return b""
-        if not more:
-            return b""
-        got += more
-    return got.rstrip(b"\n")

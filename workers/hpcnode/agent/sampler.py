@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
 
 from hpcnode.agent.gpu_watch import GpuWatch
@@ -47,7 +48,9 @@ MAX_LABEL = 100
 RANGE = "range of "  # with an energy counter: where it starts again
 HUNG_AGAIN_S, HUNG_MOST_S = 120.0, 3600.0  # a file system that hung is asked again after a pause that doubles
 JOB_SHARE = 5e-4  # of a core: looks at jobs take less than this part of the time
-EXIT_SIGNAL = 35  # of the fields of /proc/PID/stat after the name
+EXIT_SIGNAL, THREADS = 35, 17  # of the fields of /proc/PID/stat after the name
+MAX_THREADS = 256  # of a process
+COUNTERS = 4  # of the fields of `JobUse`: the first
 OTHERS_LOOKS = 12  # then all processes are read again, because pids are used again
 CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "steal")
 JOB_COLUMNS = [
@@ -57,6 +60,9 @@ JOB_COLUMNS = [
     "job_written_bytes_total",
     "job_processes",
     "job_processes_blocked",
+    "job_major_faults_total",
+    "job_threads_runnable",
+    "job_memory_anonymous_bytes",
 ]
 _MEMINFO = {
     b"MemTotal:": "node_memory_total_bytes",
@@ -285,9 +291,10 @@ def file_systems(mounts: Iterable[str], deadline_s: float = STAT_DEADLINE_S) -> 
         answers[mount] = {
             "size_bytes": info.f_blocks * info.f_frsize,
             "free_bytes": info.f_bavail * info.f_frsize,
-            "free_inodes": info.f_favail,
             "read_only": int(bool(info.f_flag & os.ST_RDONLY)),
         }
+        if info.f_files:  # some file systems count no inodes
+            answers[mount]["free_inodes"] = info.f_favail
 
     asked = list(dict.fromkeys(mounts))[:MAX_MOUNTS]
     threads = [threading.Thread(target=ask, args=(mount,), daemon=True) for mount in asked]
@@ -391,6 +398,15 @@ def _power_supply(sys: str, found: Values) -> None:
         found["node_on_mains"] = int(any(online))
 
 
+def has_battery(sys: str = "/sys") -> bool:
+    """Return whether the machine has a battery; those of mice do not count."""
+    base = sys + "/class/power_supply"
+    return any(
+        _text("%s/%s/type" % (base, one)) == "Battery" and _text("%s/%s/scope" % (base, one)) != "Device"
+        for one in _names(base)
+    )
+
+
 def _rapl(sys: str, found: Values) -> None:
     base = sys + "/class/powercap"
     for zone in _names(base):
@@ -437,11 +453,18 @@ class JobUse(NamedTuple):
     """What the processes of one step use. Counters include processes that have ended."""
 
     cpu_ticks: int = 0
-    rss_pages: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    faults: int = 0  # that read from disk
+    rss_pages: int = 0
     processes: int = 0
     blocked: int = 0
+    runnable: int = 0  # threads
+    anonymous_pages: int = 0
+
+    def past(self) -> "JobUse":
+        """Return the counters alone."""
+        return JobUse(*self[:COUNTERS])
 
 
 class JobTrees:
@@ -480,11 +503,8 @@ class JobTrees:
             use = self._tree(pid, table, children) if pid in table else None
             before = self._steps.get(token, JobUse())
             if use is None:
-                use = before._replace(rss_pages=0, processes=0, blocked=0)
-            counters = [
-                max(a, b) for a, b in zip((use.cpu_ticks, use[2], use[3]), (before.cpu_ticks, before[2], before[3]))
-            ]
-            use = use._replace(cpu_ticks=counters[0], read_bytes=counters[1], written_bytes=counters[2])
+                use = before.past()
+            use = JobUse(*map(max, use[:COUNTERS], before), *use[COUNTERS:])
             self._steps[token] = use
             jobs.setdefault((job, attempt), []).append(use)
         self._others.update(pid for pid in table if pid not in self._read)
@@ -496,9 +516,7 @@ class JobTrees:
             key = _job_of(token)
             use = self._steps.pop(token)
             if key in jobs:
-                self._past[key] = _sum(
-                    [self._past.get(key, JobUse()), use._replace(rss_pages=0, processes=0, blocked=0)]
-                )
+                self._past[key] = _sum([self._past.get(key, JobUse()), use.past()])
         for key in [key for key in self._past if key not in jobs]:
             del self._past[key]
 
@@ -511,6 +529,9 @@ class JobTrees:
             total.written_bytes,
             total.processes,
             total.blocked,
+            total.faults,
+            total.runnable,
+            total.anonymous_pages * _PAGE_BYTES,
         ]
 
     def _table(self) -> Dict[int, List[bytes]]:
@@ -536,7 +557,7 @@ class JobTrees:
     def _tree(self, shepherd: int, table: Mapping[int, List[bytes]], children: Mapping[int, List[int]]) -> JobUse:
         own = table[shepherd]
         self._read.add(shepherd)
-        uses = [JobUse(cpu_ticks=int(own[13]) + int(own[14]))]
+        uses = [JobUse(cpu_ticks=int(own[13]) + int(own[14]), faults=int(own[10]))]
         io = self._io(shepherd)
         # The shepherd's own helper, and a task that has not executed its program yet, have another exit signal.
         self._read.update(children.get(shepherd, ()))
@@ -552,12 +573,34 @@ class JobTrees:
             uses.append(
                 JobUse(
                     cpu_ticks=sum(map(int, fields[11:15])),
+                    faults=int(fields[9]) + int(fields[10]),
                     rss_pages=int(fields[21]),
                     processes=int(state not in (b"Z", b"X")),
                     blocked=int(state == b"D"),
+                    runnable=int(state == b"R") if fields[THREADS] == b"1" else self._runnable(pid),
+                    anonymous_pages=self._anonymous_pages(pid),
                 )
             )
         return _sum(uses)._replace(read_bytes=io[0], written_bytes=io[1])
+
+    def _runnable(self, pid: int) -> int:
+        """Return how many threads of a process run or wait for a CPU."""
+        threads = "%s/%d/task" % (self._proc, pid)
+        found = 0
+        with suppress(OSError):  # it has ended
+            for name in os.listdir(threads)[:MAX_THREADS]:
+                with suppress(OSError):
+                    text = process.read_file("%s/%s/stat" % (threads, name))
+                    found += text.rpartition(b")")[2].startswith(b" R")
+        return found
+
+    def _anonymous_pages(self, pid: int) -> int:
+        """Return the memory of a process that the kernel cannot take back without swap."""
+        try:
+            words = process.read_file("%s/%d/statm" % (self._proc, pid)).split()
+        except OSError:
+            return 0
+        return max(0, int(words[1]) - int(words[2])) if len(words) > 2 else 0
 
     def _io(self, pid: int) -> Tuple[int, int]:
         """Return the bytes that a process read from and wrote to disks; 0 if it is another user's."""
@@ -607,6 +650,7 @@ class NodeSampler:
         self._columns: List[str] = []  # that the controller knows
         self._skipped = 0
         self._slow: Values = {}
+        self._growth: Values = {}  # of counters, between the last two slow looks
         self._slow_at_s = float("-inf")
         self._slow_due_s = float("-inf")
         self._is_looking = False  # a slow look has not answered yet
@@ -698,7 +742,20 @@ class NodeSampler:
             else:
                 self._hung.pop(mount, None)
         found.update(("node_filesystem_answers:" + label(mount), 0) for mount in hung)
-        self._slow = self._energy.unwrapped(found)
+        before, self._slow = self._slow, self._energy.unwrapped(found)
+        self._growth = {
+            column: value - before[column]
+            for column, value in self._slow.items()
+            if "_total" in column and column in before
+        }
+
+    def latest(self) -> Values:
+        """Return what the GPUs did at the last look; {} if it is not known."""
+        return self._gpus.values(process.boot_clock_s())
+
+    def growth(self) -> Values:
+        """Return how much the slow counters have grown in the last minute; {} if it is not known."""
+        return self._growth if process.boot_clock_s() - self._slow_at_s < FORGET_SLOW_S else {}
 
 
 class Energy:

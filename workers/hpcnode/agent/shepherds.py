@@ -347,8 +347,7 @@ class ShepherdPool:
             cgroup.kill(group)
         tasks = [process.ProcessIdentity(*item) for item in started.get("tasks", ())]
         left = process.remains_of(
-            sessions=[task.pid for task in tasks],
-            since_ticks=min((task.ticks for task in tasks), default=0),
+            tasks,
             uid=started.get("uid", -1),
             marker=("%s=%s" % (MARKER, started["token"])).encode(),
         )
@@ -405,14 +404,14 @@ class ShepherdPool:
 
     def _try_adopt(self, token: str, pause_s: float) -> None:
         """Connect to the shepherd of a token, now or later; call `on_gone` if its lock is free."""
+        if not self.is_supervised(token):
+            self._unsent_frames.pop(token, None)
+            self.on_gone(token)
+            return
         try:
             sock = connect_in(self._spool.entry(token))
         except OSError:
-            if self.is_supervised(token):
-                again_s = min(2 * pause_s, MAX_RETRY_S)
-                self._loop.later(pause_s, lambda: self._try_adopt(token, again_s))
-            else:
-                self._unsent_frames.pop(token, None)
-                self.on_gone(token)
+            again_s = min(2 * pause_s, MAX_RETRY_S)
+            self._loop.later(pause_s, lambda: self._try_adopt(token, again_s))
             return
         self._adopted(token, sock)

@@ -105,6 +105,7 @@ def spans_text(tasks: Sequence[int]) -> str:
 QUIET_S = 0.5  # a shorter wait is not reported
 AGAIN_S = 1.0  # two interrupts within this time end the step
 IMMEDIATE_S = "5"
+SCRIPT_S = 300.0  # after which the program of --prolog or --epilog is killed
 FORWARDED = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
     signal.SIGCONT,
@@ -292,7 +293,10 @@ def _with_scripts(
 
 
 def _run_script(what: str, program: str, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> int:
-    """Run a program here and return its status; "" and "none": no program."""
+    """Run a program here, for SCRIPT_S at most, and return its status.
+
+    "" and "none": no program.
+    """
     if program in ("", "none"):
         return 0
     try:
@@ -300,8 +304,11 @@ def _run_script(what: str, program: str, command: List[str], face: CommandStyle,
     except OSError as error:
         _complain(face, "cannot run the %s %s: %s" % (what, program, error.strerror))
         return 127
-    status = os.waitpid(pid, 0)[1]
-    if status:
+    end_s = time.monotonic() + SCRIPT_S
+    status = process.end_of(pid, end_s)
+    if status and time.monotonic() > end_s:
+        _complain(face, "the %s %s took longer than %g seconds and was killed" % (what, program, SCRIPT_S))
+    elif status:
         _complain(face, "the %s %s failed: status %d" % (what, program, status >> 8 or status))
     return status
 

@@ -329,14 +329,16 @@ def make_step(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_m
         if version_2 or "memory" in here:
             paths.append(os.path.join(root, JOB_PREFIX + job, step))
             _make(paths[-1], [] if version_2 else here, version_2=False)
-    group = step_group(tree, job, step, controllers, mem_mib)
-    if mem_mib > 0 and group.memory:
+    group = step_group(tree, job, step, controllers)._replace(paths=paths)
+    if mem_mib <= 0:
+        return group._replace(memory="")
+    if group.memory:
         _limit_memory(group.memory, mem_mib, tree.controllers["memory"] == tree.unified)
-    return group._replace(paths=paths)
+    return group
 
 
-def step_group(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_mib: int) -> StepGroup:
-    """Return the groups of a step that exist already. Its job keeps them."""
+def step_group(tree: Tree, job: str, step: str, controllers: Sequence[str]) -> StepGroup:
+    """Return the groups of a step with a memory limit that exist already. Its job keeps them."""
     unified, memory, processes = "", "", ""
     tasks: List[str] = []
     for root, here, version_2 in _roots_with(tree, controllers):
@@ -349,7 +351,7 @@ def step_group(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_
             unified = own
         else:
             tasks.append(own + "/tasks")
-        if "memory" in here and mem_mib > 0:
+        if "memory" in here:
             memory = own
     return StepGroup(unified, tasks, memory, [], processes)
 
@@ -357,12 +359,6 @@ def step_group(tree: Tree, job: str, step: str, controllers: Sequence[str], mem_
 def groups_of(tree: Tree, job: str, controllers: Iterable[str]) -> List[str]:
     """Return the groups of a job."""
     return [os.path.join(root, JOB_PREFIX + job) for root, _, _ in _roots_with(tree, controllers)]
-
-
-def check_is_there(tree: Tree, job: str, controllers: Iterable[str]) -> None:
-    """Check that the groups of a job have not been removed. Raises OSError."""
-    for group in groups_of(tree, job, controllers)[:1]:
-        os.stat(group)
 
 
 def controllers_of(tree: Tree, job: str) -> Tuple[str, ...]:
@@ -465,8 +461,15 @@ def memory_bytes(tree: Tree, job: str) -> int:
 
 
 def usable_cpus(tree: Tree) -> Set[int]:
-    """Return the cpus that jobs may be pinned to."""
+    """Return the cpus that jobs may be pinned to.
+
+    Read each time: cpus of the machine, and of the group above ours, come and go.
+    """
     base = tree.controllers["cpuset"]
+    for path in (os.path.dirname(base), base):  # version 1 gives a group no cpus that the one above it has got later
+        cpus = _read(os.path.dirname(path) + "/cpuset.cpus")
+        if os.path.exists(path + "/cpuset.effective_cpus") and _read(path + "/cpuset.cpus") != cpus:
+            _write(path + "/cpuset.cpus", cpus.strip())
     while not os.path.isdir(base):  # not made yet: those of the group above
         base = os.path.dirname(base)
     return cpu_list(_read(base + "/cpuset.cpus.effective") or _read(base + "/cpuset.effective_cpus"))

@@ -44,16 +44,17 @@ def write_durably(folder: str, name: str, data: bytes, parents: Iterable[str] = 
 
     `parents`: directories above `folder` whose names must be durable, too.
     """
-    temporary = os.path.join(folder, name + ".new")
+    path = folder + "/" + name
+    temporary = path + ".new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         write_all(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(temporary, os.path.join(folder, name))
-    for path in (folder, *parents):
-        sync_folder(path)
+    os.rename(temporary, path)
+    for above in (folder, *parents):
+        sync_folder(above)
 
 
 def write_plainly(path: str, data: bytes, mode: int, new: bool = True) -> None:
@@ -79,6 +80,6 @@ def read_object(path: str) -> Optional[Dict[str, Any]]:
     try:
         with open(path, "rb") as file:
             obj = json.loads(file.read().decode("utf-8", "surrogateescape"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return obj if isinstance(obj, dict) else None

@@ -8,9 +8,10 @@ loop goes out in one write. Messages are not known here.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -18,8 +19,8 @@ from typing import Callable, Dict, List, Optional, Set, Tuple
 
 from hpcnode.os.process import boot_clock_s
 
-READ = selectors.EVENT_READ
-WRITE = selectors.EVENT_WRITE
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
 CHUNK = 256 << 10
 MAX_WAIT_S = 300.0  # waits do not count sleep of the machine, timers do
 
@@ -44,7 +45,8 @@ class Loop:
 
     def __init__(self, contains_faults: bool = False) -> None:
         self.contains_faults = contains_faults
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._watches: Dict[int, Tuple[int, Callable[[int], None]]] = {}  # by descriptor: events, what to call
         self._timers: List[Tuple[float, int, Timer]] = []
         self._count = 0
         self._unflushed: Set[Stream] = set()
@@ -53,14 +55,18 @@ class Loop:
 
     def watch(self, fd: int, events: int, call: Callable[[int], None]) -> None:
         """Call `call(events)` whenever `fd` is ready; replaces an earlier watch; no events: stop."""
-        registered = fd in self._selector.get_map()
+        watched = self._watches.get(fd)
         if not events:
-            if registered:
-                self._selector.unregister(fd)
-        elif registered:
-            self._selector.modify(fd, events, call)
-        else:
-            self._selector.register(fd, events, call)
+            if watched is not None:
+                del self._watches[fd]
+                with contextlib.suppress(OSError):  # it was closed
+                    self._epoll.unregister(fd)
+            return
+        if watched is None:
+            self._epoll.register(fd, events)
+        elif watched[0] != events:
+            self._epoll.modify(fd, events)
+        self._watches[fd] = (events, call)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Call once after `delay_s`."""
@@ -85,9 +91,11 @@ class Loop:
 
     def turn(self) -> None:
         """Wait for events and timers, and serve them."""
-        for key, events in self._selector.select(self._wait_s()):
-            if self._selector.get_map().get(key.fd) is key:  # an earlier callback may have closed it
-                key.data(events)
+        found = self._epoll.poll(self._wait_s(), max(1, len(self._watches)))
+        for fd, events, watch in [(fd, events, self._watches.get(fd)) for fd, events in found]:
+            if watch is not None and self._watches.get(fd) is watch:  # an earlier callback may have closed it
+                # A peer that is gone, or an error, is found by reading and by writing.
+                watch[1]((events if events & (READ | WRITE) == events else READ | WRITE) & watch[0])
         now_s = boot_clock_s()
         while self._timers and self._timers[0][0] <= now_s:
             call = heapq.heappop(self._timers)[2].call

@@ -37,6 +37,7 @@ OWN_IPC = "/proc/self/ns/ipc"
 PRIVATE, TMPS = "private", "tmp"
 GONE = ".gone-"  # before the name of a /tmp that is being deleted
 FIRST_HIDEPID = (5, 8)
+FILES_PER_MIB = 128  # the kernel's own ratio, see tmpfs(5)
 
 CLONE_NEWNS, CLONE_NEWIPC = 0x20000, 0x8000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 0x2, 0x4, 0x8, 0x20, 0x1000, 0x4000
@@ -208,14 +209,18 @@ def _make_ipc(path: str) -> str:
     """Make an IPC namespace that a file keeps; this process stays in its own."""
     if not _is_mounted(path):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        ours = os.open(OWN_IPC, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _unshare_ipc()
-            _mount(OWN_IPC, path, "", MS_BIND)
-        finally:
-            _check(_libc().setns(ours, CLONE_NEWIPC), "cannot return to the IPC namespace")
-            os.close(ours)
+        _mount_new_ipc(path)
     return path
+
+
+def _mount_new_ipc(path: str) -> None:
+    ours = os.open(OWN_IPC, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _unshare_ipc()
+        _mount(OWN_IPC, path, "", MS_BIND)
+    finally:
+        _check(_libc().setns(ours, CLONE_NEWIPC), "cannot return to the IPC namespace")
+        os.close(ours)
 
 
 def find_private(root: str, name: str) -> Cover:
@@ -233,7 +238,7 @@ def renew(cover: Cover) -> None:
     """
     if cover.ipc:
         _unmount(cover.ipc)
-        _make_ipc(cover.ipc)
+        _mount_new_ipc(cover.ipc)
 
 
 def resize(cover: Cover, mem_mib: int) -> None:
@@ -243,12 +248,20 @@ def resize(cover: Cover, mem_mib: int) -> None:
 
 
 def _size(mem_mib: int) -> str:
-    return "size=%dm" % mem_mib if mem_mib > 0 else "size=50%"
+    """Return the limits of a tmpfs: bytes and files.
+
+    Even an empty file takes memory of the kernel.
+    """
+    return "size=%dm,nr_inodes=%d" % (mem_mib, mem_mib * FILES_PER_MIB) if mem_mib > 0 else "size=50%"
 
 
 def is_clean(cover: Cover) -> bool:
     """Return whether a job has left nothing in its tmpfs."""
-    return not cover.shm or (not os.listdir(cover.shm) and stat.S_IMODE(os.stat(cover.shm).st_mode) == 0o1777)
+    if not cover.shm:
+        return True
+    with os.scandir(cover.shm) as items:  # a list of millions of names would take long
+        is_empty = next(items, None) is None
+    return is_empty and stat.S_IMODE(os.stat(cover.shm).st_mode) == 0o1777
 
 
 def make_tmp(root: str, job: str) -> str:

@@ -25,6 +25,8 @@ CLONE_ARGS_WORDS = 11  # of 8 bytes; the fifth is the exit signal, the last one 
 CLONE_PARENT = 0x8000  # the child is a child of our parent
 CLONE_INTO_CGROUP = 0x200000000
 
+END_LOOK_S = 0.02  # between two looks at whether a program has ended
+
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_CHILD_SUBREAPER = 36
@@ -100,19 +102,23 @@ def is_alive(identity: ProcessIdentity, boot: str) -> bool:
 
 def send_signal(identity: ProcessIdentity, boot: str, signum: int) -> bool:
     """Signal this very process; return whether it was there."""
-    if identity.boot_id != boot:
-        return False
+    return identity.boot_id == boot and _reach(identity.pid, identity.ticks, signum)
+
+
+def _reach(pid: int, ticks: int, signum: int) -> bool:
+    """Signal the process with this pid and start time; return whether it was there."""
     try:
-        pidfd = os.pidfd_open(identity.pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     except OSError:
         pidfd = -1  # a kernel before 5.3: the check below has a short race then
     try:
-        if not is_alive(identity, boot):
+        stat = read_stat(pid)
+        if stat is None or stat.ticks != ticks:
             return False
         if pidfd < 0:
-            os.kill(identity.pid, signum)
+            os.kill(pid, signum)
         else:
             signal.pidfd_send_signal(pidfd, signum)
         return True
@@ -145,13 +151,16 @@ def is_named(words: bytes) -> bool:
     return False
 
 
-def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None) -> List[int]:
-    """Return the living processes below `roots`, parents first, without those set apart."""
+def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None) -> Dict[int, int]:
+    """Return the living processes below `roots`: pid -> start time in ticks.
+
+    Parents come first. Those set apart are left out.
+    """
     known = all_processes() if table is None else table
     below: Dict[int, List[int]] = {}
     for pid, stat in known.items():
         below.setdefault(stat.parent, []).append(pid)
-    found: List[int] = []
+    found: Dict[int, int] = {}
     seen: Set[int] = set(roots)
     todo = list(seen)
     seen |= _apart
@@ -161,7 +170,7 @@ def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None
                 seen.add(pid)
                 todo.append(pid)  # below a zombie, too: its threads may still live
                 if known[pid].state not in "ZX":
-                    found.append(pid)
+                    found[pid] = known[pid].ticks
     return found
 
 
@@ -217,30 +226,31 @@ def set_name(name: str) -> None:
         pass  # /proc is read-only: ps shows the interpreter's name then
 
 
-def signal_all(pids: Iterable[int], signum: int) -> int:
-    """Signal each existing pid; return how many were reached.
+def signal_all(processes: Mapping[int, int], signum: int) -> None:
+    """Signal each of these that still exists: pid -> start time in ticks.
 
-    Only for processes below us that were just listed.
+    A pid may be reused between a look at all processes, which takes long if there are many, and the signal.
     """
-    reached = 0
-    for pid in pids:
+    for pid, ticks in processes.items():
         try:
-            os.kill(pid, signum)
-            reached += 1
-        except (ProcessLookupError, PermissionError):
-            pass  # PermissionError: a set-uid program made it another user's
-    return reached
+            _reach(pid, ticks, signum)
+        except PermissionError:
+            pass  # a set-uid program made it another user's
 
 
-def stop_all_below_us() -> None:
-    """Stop all processes below, including new ones, in a bounded number of rounds."""
-    seen: Set[int] = set()
+def stop_all_below(root: int) -> Dict[int, int]:
+    """Stop all processes below one, including new ones, in a bounded number of rounds.
+
+    Return them: pid -> start time in ticks.
+    """
+    seen: Dict[int, int] = {}
     for _ in range(20):
-        pids = set(descendants([os.getpid()])) - seen
-        if not pids:
-            return
-        signal_all(pids, signal.SIGSTOP)
-        seen |= pids
+        new = {pid: ticks for pid, ticks in descendants([root]).items() if seen.get(pid) != ticks}
+        if not new:
+            break
+        signal_all(new, signal.SIGSTOP)
+        seen.update(new)
+    return seen
 
 
 def signal_group(pid: int, signum: int) -> None:
@@ -251,24 +261,26 @@ def signal_group(pid: int, signum: int) -> None:
         pass
 
 
-def remains_of(sessions: Iterable[int], since_ticks: int, uid: int, marker: bytes) -> List[int]:
-    """Return the remaining processes of a step whose shepherd is gone.
+def remains_of(tasks: Sequence[ProcessIdentity], uid: int, marker: bytes) -> Dict[int, int]:
+    """Return what remains of a step whose shepherd is gone: pid -> start time in ticks.
 
-    These are its sessions, processes with its marker, and all processes below.
+    These are the sessions of its tasks, processes with its marker, and all processes below.
     `marker` is a ``NAME=value`` in the environment of each task. Only processes of `uid` that are not older than the step are
     considered, so a forged environment affects only the user's own processes.
     """
     table = all_processes()
-    wanted = set(sessions)
-    roots = [
-        pid
+    since_ticks = min((task.ticks for task in tasks), default=0)
+    # If another process has the pid of a task, nothing is left of the session: until then the kernel reuses no such pid.
+    wanted = {task.pid for task in tasks if task.pid not in table or table[task.pid].ticks == task.ticks}
+    roots = {
+        pid: stat.ticks
         for pid, stat in table.items()
         if stat.ticks >= since_ticks
         and stat.state not in "ZX"
         and _owner(pid) == uid
         and (stat.session in wanted or marker in _environment(pid))
-    ]
-    return roots + descendants(roots, table)
+    }
+    return {**roots, **descendants(roots, table)}
 
 
 def _owner(pid: int) -> int:
@@ -396,6 +408,23 @@ def proportional_memory_kib(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         pass
     return 0
+
+
+def end_of(pid: int, end_s: float) -> int:
+    """Return the status of a child's end, which is killed at `end_s` (monotonic).
+
+    All processes below it are killed with it.
+    """
+    done, status = os.waitpid(pid, os.WNOHANG)
+    while not done:
+        if time.monotonic() > end_s:
+            os.kill(pid, signal.SIGSTOP)  # once it has ended, nothing tells what it started
+            below = stop_all_below(pid)
+            os.kill(pid, signal.SIGKILL)
+            signal_all(below, signal.SIGKILL)
+        time.sleep(END_LOOK_S)
+        done, status = os.waitpid(pid, os.WNOHANG)
+    return status
 
 
 def output_of(argv: Sequence[str], limit_s: float) -> Tuple[Optional[int], str]:

@@ -12,6 +12,7 @@ Sources: sbatch(1), --propagate; getrlimit(2).
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 
@@ -68,6 +69,7 @@ def propagated(text: str, wanted: frozenset[str]) -> str:
     return ",".join(pair for pair in _pairs(text) if pair.partition("=")[0] in wanted)
 
 
+@functools.lru_cache(maxsize=8)  # the jobs of a user often have the same
 def readable(text: str) -> Limits:
     """Return the limits in `text`, without unreadable and unknown ones."""
     found: dict[str, int] = {}

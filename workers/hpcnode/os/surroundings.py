@@ -9,6 +9,7 @@ Sources: proc(5), passwd(5), statvfs(3), getrlimit(2).
 from __future__ import annotations
 
 import os
+import re
 import resource
 import select
 import signal
@@ -40,6 +41,8 @@ def surroundings(root: str) -> Dict[str, Any]:
         "accounts": {hash_of(name): uid for name, uid in accounts().items()},
         "mounts": network_mounts(),
         "mpi": mpi_version(),
+        "limits": limits(),
+        **software(),
     }
     try:
         info = os.statvfs(root)
@@ -51,6 +54,45 @@ def surroundings(root: str) -> Dict[str, Any]:
         found["shm_free_mib"] = info.f_bavail * info.f_frsize >> 20
     except OSError:
         pass
+    return found
+
+
+def limits() -> Dict[str, int]:
+    """Return the highest limits that a process can set; -1: none."""
+    names = {
+        "open files": "NOFILE",
+        "locked memory": "MEMLOCK",
+        "core files": "CORE",
+        "stack": "STACK",
+    }
+    found = {}
+    for name, word in names.items():
+        value = resource.getrlimit(getattr(resource, "RLIMIT_" + word))[1]
+        found[name] = -1 if value == resource.RLIM_INFINITY else value
+    return found
+
+
+def software(root: str = "/") -> Dict[str, str]:
+    """Return versions and settings that programs depend on. Unknown ones are missing."""
+    found = {}
+    try:
+        found["libc"] = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (OSError, ValueError):
+        pass  # another C library
+    for name, path, pattern in (
+        ("system", "etc/os-release", r'^PRETTY_NAME="?([^"\n]+)'),
+        ("driver", "proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)"),
+        ("cuda", "usr/local/cuda/version.json", r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"([0-9.]+)"'),
+        ("governor", "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", r"(\w+)"),
+        ("huge_pages", "sys/kernel/mm/transparent_hugepage/enabled", r"\[(\w+)\]"),
+    ):
+        try:
+            with open(os.path.join(root, path), errors="replace") as file:
+                match = re.search(pattern, file.read(1 << 16), re.MULTILINE)
+        except OSError:
+            continue
+        if match:
+            found[name] = match.group(1)[:100]
     return found
 
 
@@ -91,6 +133,11 @@ def hash_of(name: str) -> str:
     import hashlib  # in a child; see `agent` on the cost of imports
 
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+
+
+def accounts_by_hash() -> Dict[str, Tuple[str, int]]:
+    """Return names and uids of this machine's accounts by the hashes that machines compare."""
+    return {hash_of(name): (name, uid) for name, uid in accounts().items()}
 
 
 def network_mounts(path: str = "/proc/self/mounts") -> List[Dict[str, str]]:

@@ -27,6 +27,7 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tu
 from hpcnode import paths
 from hpcnode.os import cgroup, mounts
 from hpcnode.os.account import UserAccount
+from hpcnode.os.durable import write_plainly
 from hpcnode.os.loop import Loop, Timer
 from hpcnode.wire import protocol
 
@@ -173,16 +174,23 @@ class SandboxKind(NamedTuple):
 class Sandbox:
     """The groups and private mounts of one job at a time."""
 
-    def __init__(self, name: str, kind: SandboxKind, limits: cgroup.JobLimits) -> None:
+    def __init__(self, name: str, kind: SandboxKind, limits: cgroup.JobLimits, tree: cgroup.Tree) -> None:
         self.name = name
         self.kind = kind
         self.limits = limits  # that its groups have
+        self.groups = cgroup.groups_of(tree, name, kind.controllers)
+        self._first = cgroup.step_group(tree, name, cgroup.FIRST_STEP, kind.controllers)
         self.cover = mounts.Cover()
         self.shm_mib = 0
         self.cpus: Set[int] = set()  # of its own
         self.first_is_taken = False  # by a step of the job
         self.is_known = True  # how it was made; False: an earlier agent made it
         self.idle_since_s = 0.0
+
+    def take_first(self, mem_mib: int) -> cgroup.StepGroup:
+        """Return the groups of the job's first step, which has this memory limit."""
+        self.first_is_taken = True
+        return self._first if mem_mib > 0 else self._first._replace(memory="")
 
 
 class Sandboxes:
@@ -196,7 +204,6 @@ class Sandboxes:
         self._idle: List[Sandbox] = []
         self._removing: Set[str] = set()  # names whose groups are not empty yet
         self._tidy_timer: Optional[Timer] = None
-        self._cpus: Set[int] = set()  # usable ones
         self._look_s = 0.0  # when to look for free cpus again
         self.delete: Callable[[str], None] = paths.remove_tree  # may take long
 
@@ -232,12 +239,11 @@ class Sandboxes:
 
     def _limits(self, launch: protocol.Launch) -> cgroup.JobLimits:
         share = launch.confine
-        has_cpus = "cpus" in share.words
-        if "cpuset" in self._ground.tree.controllers and not self._cpus:
-            self._cpus = cgroup.usable_cpus(self._ground.tree)
+        has_cpus = "cpus" in share.words and share.cpus > 0
+        can_pin = has_cpus and "cpuset" in self._ground.tree.controllers
         return cgroup.JobLimits(
             cpus=share.cpus if has_cpus else 0,
-            pin=has_cpus and share.cpus < len(self._cpus),
+            pin=can_pin and share.cpus < len(cgroup.usable_cpus(self._ground.tree)),
             mem_mib=share.mem_mib,
             step_mem_mib=launch.mem_mib,
             processes=share.max_processes if "processes" in share.words else 0,
@@ -260,7 +266,8 @@ class Sandboxes:
             if sandbox.kind == kind:
                 self._idle.remove(sandbox)
                 try:
-                    cgroup.check_is_there(self._ground.tree, sandbox.name, kind.controllers)
+                    for group in sandbox.groups[:1]:
+                        os.stat(group)
                     self._change(sandbox, limits)
                     mounts.renew(sandbox.cover)
                     return sandbox
@@ -271,7 +278,7 @@ class Sandboxes:
 
     def _make(self, kind: SandboxKind, limits: cgroup.JobLimits) -> Sandbox:
         ground = self._ground
-        sandbox = Sandbox("%s-%d" % (self._name, next(self._numbers)), kind, limits)
+        sandbox = Sandbox("%s-%d" % (self._name, next(self._numbers)), kind, limits, ground.tree)
         try:
             if ground.tree.roots():
                 cgroup.make_job(ground.tree, sandbox.name, kind.controllers, limits)
@@ -328,15 +335,16 @@ class Sandboxes:
         if "memory" in controllers and mem_mib != sandbox.limits.step_mem_mib:
             cgroup.limit_step(tree, sandbox.name, cgroup.FIRST_STEP, mem_mib)
         sandbox.limits = sandbox.limits._replace(step_mem_mib=mem_mib)
-        sandbox.first_is_taken = True
-        return cgroup.step_group(tree, sandbox.name, cgroup.FIRST_STEP, controllers, mem_mib)
+        return sandbox.take_first(mem_mib)
 
     def _note_owner(self, job: str, sandbox: Sandbox, launch: protocol.Launch, account: UserAccount) -> None:
-        groups = cgroup.groups_of(self._ground.tree, sandbox.name, sandbox.kind.controllers)
+        data = json.dumps(JobOwner(account.uid, launch.job_id, sandbox.groups, sandbox.name)).encode()
         path = os.path.join(self._ground.owners, job)
-        os.makedirs(self._ground.owners, mode=0o700, exist_ok=True)
-        with open(path + NEW, "w") as file:
-            json.dump(JobOwner(account.uid, launch.job_id, groups, sandbox.name), file)
+        try:
+            write_plainly(path + NEW, data, 0o600, new=False)
+        except FileNotFoundError:  # the first job here
+            os.makedirs(self._ground.owners, mode=0o700, exist_ok=True)
+            write_plainly(path + NEW, data, 0o600, new=False)
         os.replace(path + NEW, path)
 
     # ----- taking them back
@@ -426,7 +434,7 @@ class Sandboxes:
         tree = self._ground.tree
         for job, owner in (owners(self._ground.owners) if self._ground.owners else {}).items():
             kind = SandboxKind(cgroup.controllers_of(tree, owner.sandbox), (), False, False)
-            sandbox = Sandbox(owner.sandbox, kind, cgroup.JobLimits())
+            sandbox = Sandbox(owner.sandbox, kind, cgroup.JobLimits(), tree)
             sandbox.first_is_taken, sandbox.is_known = True, False
             sandbox.cpus = cgroup.pinned_to(tree, owner.sandbox)
             sandbox.cover = mounts.find_private(self._ground.root, owner.sandbox)

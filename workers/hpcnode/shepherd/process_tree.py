@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from hpcnode.os import cgroup, process
 from hpcnode.os.loop import Loop, Timer
@@ -64,12 +64,18 @@ class ProcessTree:
     def terminate_orphans(self) -> None:
         """Send SIGTERM to orphans that were forked during `terminate`."""
         if self._terminated:
-            self._terminate([pid for pid in process.children_of(os.getpid()) if pid not in self._terminated])
+            self._terminate(
+                {
+                    pid: stat.ticks
+                    for pid in process.children_of(os.getpid())
+                    if pid not in self._terminated and (stat := process.read_stat(pid)) is not None
+                }
+            )
 
-    def _terminate(self, pids: List[int]) -> None:
-        self._terminated.update(pids)
-        process.signal_all(pids, signal.SIGTERM)
-        process.signal_all(pids, signal.SIGCONT)
+    def _terminate(self, processes: Mapping[int, int]) -> None:
+        self._terminated.update(processes)
+        process.signal_all(processes, signal.SIGTERM)
+        process.signal_all(processes, signal.SIGCONT)
 
     def kill(self) -> None:
         """Send SIGKILL to the whole tree, repeatedly until it is empty."""
@@ -86,7 +92,7 @@ class ProcessTree:
 
     def _kill_one_by_one(self) -> None:
         if self._kill_rounds > 0:
-            process.stop_all_below_us()  # so that nothing forks away from the kill
+            process.stop_all_below(os.getpid())  # so that nothing forks away from the kill
         process.signal_all(process.descendants([os.getpid()]), signal.SIGKILL)
 
     def reap(self) -> Iterator[Tuple[int, int, resource.struct_rusage]]:
@@ -188,7 +194,7 @@ class Suspension:
         self._cancel()
         self._frozen = self.group != "" and cgroup.freeze(self.group, on=True)
         if not self._frozen:
-            process.stop_all_below_us()
+            process.stop_all_below(os.getpid())
 
     def resume(self) -> None:
         """Resume what `stop` suspended."""

@@ -186,10 +186,9 @@ class InputStream:
 class Relay:
     """The connection of a shepherd, and all streams of its tasks."""
 
-    def __init__(self, loop: Loop, entry: str, token: str, round_: int, sock: socket.socket) -> None:
+    def __init__(self, loop: Loop, entry: str, round_: int, sock: socket.socket) -> None:
         self._loop = loop
         self._entry = entry
-        self._token = token
         self._round: Optional[int] = round_
         self._frames = shepherd_messages.reader()
         self._listener: Optional[socket.socket] = None
@@ -248,10 +247,6 @@ class Relay:
         """Queue a message for the agent, if one is connected."""
         if self._agent is not None:
             self._agent.send(shepherd_messages.encode(message, blob))
-
-    def send_hello(self) -> None:
-        """Send the first message of a connection."""
-        self.send(shepherd_messages.ShepherdHello(shepherd_messages.VERSION, self._token))
 
     def finish(self) -> None:
         """Write out all queued messages, however slowly the agent reads them."""
@@ -388,7 +383,6 @@ class Relay:
         self._listener.close()
         os.unlink(os.path.join(self._entry, SOCKET_NAME))
         self._agent = Stream(self._loop, sock, self._received)
-        self.send_hello()
         self.greet()
         self.pump()
 

@@ -90,7 +90,7 @@ class Shepherd:
         self.token = job.launch.token
         self.loop = loop
         self.state = StepState.PREPARING
-        self._relay = Relay(loop, setting.spool.entry(self.token), self.token, job.round, agent)
+        self._relay = Relay(loop, setting.spool.entry(self.token), job.round, agent)
         self._relay.handle, self._relay.greet, self._relay.moved = self._handle, self._greet, self._after_moves
         self._tasks: List[Task] = []
         self._release_fd = -1
@@ -132,7 +132,6 @@ class Shepherd:
     def run(self) -> None:
         """Run the step to its end."""
         self.setting.faults.reached("shepherd.begun")
-        self._relay.send_hello()
         try:
             self._fork_tasks()
         except (OSError, ValueError) as error:
@@ -448,11 +447,17 @@ class Shepherd:
                     process.signal_group(task.pid, signum)
             return
         shell = self._tasks[0]
-        pids = [] if batch_only else process.descendants([os.getpid()])
-        pids = [pid for pid in pids if pid != shell.pid and process.name_of(pid) not in STEP_COMMANDS]
+        below = {} if batch_only else process.descendants([os.getpid()])
         if (batch_only or full or signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)) and not shell.over:
-            pids.insert(0, shell.pid)
-        process.signal_all(pids, signum)
+            os.kill(shell.pid, signum)  # our own child, not yet waited for
+        process.signal_all(
+            {
+                pid: ticks
+                for pid, ticks in below.items()
+                if pid != shell.pid and process.name_of(pid) not in STEP_COMMANDS
+            },
+            signum,
+        )
 
     def terminate(self) -> None:
         """End the step because this process got SIGTERM: the node is going down."""

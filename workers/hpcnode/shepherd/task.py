@@ -547,7 +547,6 @@ def _execute_script(argv: List[str], env: Dict[str, str]) -> None:
 MAX_OUTPUT = 1 << 20  # of a prolog
 PROLOG_S = 300.0  # after which a prolog is killed
 EPILOG_S = 10.0  # after which an epilog is killed
-LOOK_S = 0.02
 _UNCHANGEABLE = (_signal.SIGKILL, _signal.SIGSTOP)
 _LEFT_ALONE = (*_UNCHANGEABLE, _signal.SIGCHLD)
 
@@ -573,7 +572,7 @@ def _output_of(pid: int, read_end: int) -> Tuple[bytes, int]:
     output, done, status = b"", 0, 0
     end_s = time.monotonic() + PROLOG_S
     while True:
-        is_readable = bool(select.select([read_end], [], [], LOOK_S)[0])
+        is_readable = bool(select.select([read_end], [], [], process.END_LOOK_S)[0])
         data = os.read(read_end, 1 << 16) if is_readable else b""
         output += data
         if len(output) > MAX_OUTPUT or (is_readable and not data) or (done and not is_readable):
@@ -583,18 +582,7 @@ def _output_of(pid: int, read_end: int) -> Tuple[bytes, int]:
         if time.monotonic() > end_s:
             break
     os.close(read_end)  # a prolog that writes more gets SIGPIPE
-    return output[:MAX_OUTPUT], status if done else _end_of(pid, end_s)
-
-
-def _end_of(pid: int, end_s: float) -> int:
-    """Return the status of the end of a process, which is killed at `end_s`."""
-    done, status = os.waitpid(pid, os.WNOHANG)
-    while not done:
-        if time.monotonic() > end_s:
-            os.kill(pid, _signal.SIGKILL)
-        time.sleep(LOOK_S)
-        done, status = os.waitpid(pid, os.WNOHANG)
-    return status
+    return output[:MAX_OUTPUT], status if done else process.end_of(pid, end_s)
 
 
 def _take(line: str, env: Dict[str, str]) -> None:
@@ -657,7 +645,7 @@ def _run_epilog(program: str, env: Dict[str, str]) -> None:
             if number not in _LEFT_ALONE:
                 _signal.signal(number, _signal.SIG_DFL)
         _become(program, env)
-    _report_failure("epilog", program, _end_of(pid, time.monotonic() + EPILOG_S))
+    _report_failure("epilog", program, process.end_of(pid, time.monotonic() + EPILOG_S))
 
 
 def _end_as(status: int) -> NoReturn:

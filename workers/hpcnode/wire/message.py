@@ -17,7 +17,21 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple, Type, TypeVar
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+)
 
 from hpcnode.wire import gate
 
@@ -156,6 +170,9 @@ def _check_of(annotation: str) -> Check:
     return check
 
 
+_TYPES: Dict[Check, FrozenSet[type]] = {}  # check -> the only type that it accepts, and as it is
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -166,6 +183,7 @@ def _exactly(wanted: type) -> Check:
             raise _UnfitError("is %s, not %s" % (type(value).__name__, wanted.__name__))
         return value
 
+    _TYPES[check] = frozenset({wanted})
     return check
 
 
@@ -198,10 +216,13 @@ class _ListOf:
 class _DictOf:
     def __class_getitem__(cls, of: Tuple[Check, Check]) -> Check:
         of_value = of[1]
+        only = _TYPES.get(of_value, frozenset())
 
         def check(value: Any) -> Dict[str, Any]:
             if type(value) is not dict:
                 raise _UnfitError("is not an object")
+            if only.issuperset(map(type, value.values())):  # an environment, without a call for each variable
+                return dict(value)
             return {key: of_value(item) for key, item in value.items()}
 
         return check

@@ -208,6 +208,8 @@ ALL_TASKS = -1
 PROBE_PREFIX = ".hpcsched-probe-"  # of CompareProbe.name, before 16 hexadecimal digits
 PROBE_BYTES = 64
 
+BENCH_DEADLINES_S = {"quick": 60.0, "full": 240.0}  # of Probe.bench; a quick run takes less than 20 s
+
 STREAMED = "-"  # Launch.stderr: a stream although stdout is a file
 
 # Report.status
@@ -226,7 +228,9 @@ LOST = "lost"  # it was started, but its shepherd and processes are gone without
 class Hello(Message):
     """The first message of a controller.
 
-    The agent answers Welcome, or Goodbye if it refuses the controller.
+    The agent answers Welcome, or Goodbye if it refuses the controller. `start`: random, of this
+    start of the controller, because two on copies of one database have the same epoch. `visit`: a
+    command looks at the node, beside the controller; it may send Probe, CompareProbe and Ping.
     """
 
     version: int
@@ -234,6 +238,8 @@ class Hello(Message):
     incarnation: str
     epoch: int
     node: str
+    start: str = ""
+    visit: bool = False
 
 
 @part
@@ -274,6 +280,20 @@ class Confinement(Message):
     gpus: List[int] = fresh(list)
     gpu_files: List[str] = fresh(list)
     max_processes: int = 0
+
+
+@part
+class JobScripts(Message):
+    """The administrator's programs around a job's processes on a node.
+
+    See `hpcnode.agent.job_scripts`. `prolog` and `epilog` are absolute paths, "" for none. Each may run for `limit_s`. `env` is
+    their environment.
+    """
+
+    prolog: str = ""
+    epilog: str = ""
+    limit_s: float = 0.0
+    env: Dict[str, str] = fresh(dict)
 
 
 class Launch(Message):
@@ -329,6 +349,7 @@ class Launch(Message):
     wait_for_children: bool = False  # a task is over when all processes that it has started are
     confine: Confinement = fresh(Confinement)
     remote_shell: bool = False  # started by hrsh; see `hpcnode.entry.Entry.accepts_signal`
+    scripts: JobScripts = fresh(JobScripts)
 
 
 class Go(Message):
@@ -437,8 +458,11 @@ class Probe(Message):
 
     The answer is Facts with the same `request`.
 
-    With `link_token` only the link is measured: without `link_host` the answer is the `link_port` of a sender of zeros, with
-    it the `rate_mbps` from that sender (see `hpcnode.agent.probe`).
+    With `link_token`, the key of one measurement, only the link is measured: without `link_host` the answer is the `link_port` of
+    a listener, with it the `link` to that listener (see `hpcnode.agent.link_speed`).
+
+    With `bench` ("quick" or "full") the answer is `bench`, see `hpcnode.agent.bench`; `bench_python` is the users' Python for
+    matrix products, "" for none.
     """
 
     request: int
@@ -446,6 +470,8 @@ class Probe(Message):
     link_token: str = ""
     link_host: str = ""
     link_port: int = 0
+    bench: str = ""
+    bench_python: str = ""
 
 
 class SampleEvery(Message):
@@ -601,6 +627,7 @@ class Report(Message):
     node_fault: bool = False  # REFUSED: the node cannot start anything, for example because its disk is full
     ran_s: Optional[float] = None  # from release to end (STARTED: to now), on a clock without steps
     ago_s: Optional[float] = None  # ENDED: age of the end when this was sent; None: the node has rebooted since
+    clearing: bool = False  # ENDED, of a batch step: the epilog runs here; JobGone says that it is over
 
 
 class Condition(Message):
@@ -611,6 +638,17 @@ class Condition(Message):
     The same text is in `Welcome.facts` under "fault".
     """
 
+    why: str
+
+
+class ScriptFailed(Message):
+    """The prolog or epilog of a job has failed here, so the node should get no more jobs.
+
+    Repeated until Ack has its `seq`.
+    """
+
+    seq: int
+    job_id: int
     why: str
 
 
@@ -712,13 +750,13 @@ class Pong(Message):
 _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
     Probe, SampleEvery, ReadFile, CompareProbe, Input, WatchOutput, OutputAck, ToStream, CloseStream,
-    Ping, Welcome, Goodbye, Report, Condition, Sample, JobGone, Facts, FileData, ProbeCompared, Output, InputAck, FromStream,
-    Pong, StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress, Failure,
-    ApiRequest, ApiAnswer,
+    Ping, Welcome, Goodbye, Report, Condition, ScriptFailed, Sample, JobGone, Facts, FileData, ProbeCompared, Output, InputAck,
+    FromStream, Pong, StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress,
+    Failure, ApiRequest, ApiAnswer,
 )  # fmt: skip
 # Messages whose texts are for people; what is not UTF-8 in them is a file name.
 _QUOTING = (
-    Welcome, Goodbye, Report, Condition, Facts, FileData, ProbeCompared, StepWaiting, StepEnded, Failure, Progress,
+    Welcome, Goodbye, Report, Condition, ScriptFailed, Facts, FileData, ProbeCompared, StepWaiting, StepEnded, Failure, Progress,
 )  # fmt: skip
 _CODEC = Codec(_MESSAGES, _QUOTING)
 to_json, from_json, encode, parse = _CODEC.to_json, _CODEC.from_json, _CODEC.encode, _CODEC.parse

@@ -16,7 +16,6 @@ from hpcnode.wire import protocol
 from hpcnode.wire.message import Codec, FrameReader, Message, fresh
 from hpcnode.wire.protocol import Address
 
-VERSION = 1
 MAX_SIGNAL = 64
 MAX_S = 1e10  # more than three centuries
 FINAL_STATUSES = frozenset({protocol.ENDED, protocol.REVOKED, protocol.REFUSED, protocol.LOST})
@@ -91,13 +90,6 @@ class EndCommitted(Message):
 
 
 # ----- shepherd -> agent
-
-
-class ShepherdHello(Message):
-    """The first message on each connection."""
-
-    version: int
-    token: str
 
 
 class TasksReady(Message):
@@ -176,7 +168,7 @@ class SignalOtherSteps(Message):
 
 _MESSAGES = (
     EndTasks, SignalTasks, TaskInput, OutputTaken, ResendOutput, ReleaseTasks, SuspendTasks, ChangeTimeLimit, EndCommitted,
-    ShepherdHello, TasksReady, TasksStarted, TasksEnded, TaskOutput, InputTaken, SignalOtherSteps,
+    TasksReady, TasksStarted, TasksEnded, TaskOutput, InputTaken, SignalOtherSteps,
 )  # fmt: skip
 _BOUNDS: Dict[str, Tuple[float, float]] = {
     "signum": (0, MAX_SIGNAL),

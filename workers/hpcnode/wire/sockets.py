@@ -1,15 +1,21 @@
 """Connections of step commands to the sockets of agents and of the controller.
 
+A request has the user's environment and input, so the kernel must say that the server is trusted before anything is sent.
+
 Sources: unix(7).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import stat
+import struct
 import time
-from typing import Mapping
+from typing import Mapping, Optional
 
+MAX_COMPONENTS = 200  # of a path, with its links
 AGENT_BACK_S = 20.0  # limit for an agent to be restarted after an upgrade or a kill
 
 
@@ -28,11 +34,16 @@ def connect_to_agent(path: str) -> socket.socket:
         time.sleep(0.05)
 
 
-def connect(path: str) -> socket.socket:
-    """Return a connection to the unix socket at `path`, of any length. Raises OSError."""
+def connect(path: str, timeout_s: Optional[float] = None) -> socket.socket:
+    """Return a connection to the unix socket at `path`, of any length.
+
+    Raises PermissionError if its server is not trusted, OSError.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
     try:
         _connect(sock, path)
+        _check_server(sock, path)
     except OSError:
         sock.close()
         raise
@@ -50,6 +61,43 @@ def _connect(sock: socket.socket, path: str) -> None:
             sock.connect("/proc/self/fd/%d/%s" % (directory, os.path.basename(path)))
         finally:
             os.close(directory)
+
+
+def _check_server(sock: socket.socket, path: str) -> None:
+    uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    if uid in (0, os.getuid()) or os.path.basename(os.path.dirname(path)) == "hpcnode-%d" % uid:  # see `paths`
+        return
+    if not is_made_by(path, uid):
+        raise PermissionError(
+            errno.EPERM,
+            "it is served by uid %d, which is neither root nor you, nor the owner of a safe directory" % uid,
+        )
+
+
+def is_made_by(path: str, uid: int) -> bool:
+    """Return whether only root and `uid` could make the directory and the links of a path.
+
+    Above it, others may write a directory that is sticky, if what the path has there belongs to root.
+    """
+    at, is_shared = "/", False
+    left = os.path.join(os.getcwd(), os.path.dirname(path)).split("/")[::-1]
+    for _ in range(MAX_COMPONENTS):
+        if not left:
+            return not is_shared
+        part = left.pop()
+        here = os.path.dirname(at) if part == ".." else os.path.join(at, part)
+        found = os.lstat(here)
+        if found.st_uid not in (0, uid) or (is_shared and found.st_uid):
+            return False
+        if stat.S_ISLNK(found.st_mode):
+            target = os.readlink(here)
+            left += target.split("/")[::-1]
+            at, is_shared = ("/", False) if target.startswith("/") else (at, is_shared)
+            continue
+        at, is_shared = here, bool(found.st_mode & 0o022)
+        if is_shared and not found.st_mode & stat.S_ISVTX:
+            return False
+    return False
 
 
 # ----- the controller's socket for step commands, on the head node

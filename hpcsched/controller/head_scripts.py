@@ -1,0 +1,215 @@
+"""The administrator's prolog and epilog of each job on the head.
+
+    (allocated) --prolog--> ready: it is launched --ended--> epilog --> (gone)
+
+`prolog_head` runs before anything of an attempt is launched. If it fails, a job with a script is requeued and held, as in Slurm,
+and any other is cancelled. `epilog_head` runs after the attempt has given back all nodes; that it fails is logged. Both run as
+the controller's account, bounded by `hpcnode.os.program`.
+
+An attempt with scripts has a record, ``STATE_DIR/scripts/JOB.ATTEMPT``: durable before its prolog, removed after its epilog. So
+each runs at least once: a controller that was killed meanwhile waits for what it had begun, then runs it again. If neither is
+configured, nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+from hpcnode.os.durable import write_durably
+from hpcsched.auth.authorize import CONTROLLER
+from hpcsched.config.load import ControllerSettings
+from hpcsched.controller.tick import Controller
+from hpcsched.errors import report_fault
+from hpcsched.lifecycle.events import EndRequested, Held
+from hpcsched.lifecycle.job import can
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import ACTIVE, Hold, Job, JobState
+from hpcsched.state.transaction import Transaction
+from hpcsched.steps.environment import script_environment
+
+log = logging.getLogger("hpcsched.scripts")
+
+AT_ONCE = 16
+FOLDER = "scripts"
+Attempt = tuple[JobId, int]
+Kind = Literal["prolog", "epilog"]
+
+
+class HeadScripts:
+    """The attempts whose scripts run, or are still to run."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._folder = self._settings.state_dir / FOLDER
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._ready: dict[Attempt, bool] = {}  # whether the prolog has succeeded
+        self._environments: dict[Attempt, dict[str, str]] = {}  # by attempt whose epilog is still to come
+        self._tasks: dict[JobId, asyncio.Task[None]] = {}  # the last of each job
+
+    @property
+    def _settings(self) -> ControllerSettings:
+        return self._controller.cluster.config.controller
+
+    def start(self) -> None:
+        """Read the records of an earlier controller; run the epilogs of attempts that are over."""
+        self._controller.gate = self
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if path.suffix in (".new", ".lock"):
+                continue
+            job_id, _, attempt = path.name.partition(".")
+            key = JobId(int(job_id)), int(attempt)  # int: of our own file
+            self._environments[key] = json.loads(path.read_text())
+            self._end(key[0], self._controller.cluster.jobs.get(key[0]))
+
+    def may_launch(self, job: Job) -> bool:
+        """Return whether the attempt may be launched; if not yet, run its prolog."""
+        if not self._settings.prolog_head and not self._settings.epilog_head:
+            return True
+        key = job.id, job.attempt
+        if key not in self._ready and job.id not in self._tasks:
+            self._follow(key, "prolog")
+        return self._ready.get(key, False)
+
+    def changed(self, job: Job) -> None:
+        """Run the epilogs of attempts that this job has ended."""
+        if self._environments:
+            self._end(job.id, job)
+
+    def _end(self, job_id: JobId, job: Job | None) -> None:
+        for key in [key for key in self._environments if key[0] == job_id]:
+            if job is None or job.attempt != key[1] or job.state not in ACTIVE:
+                self._follow(key, "epilog")
+
+    def _follow(self, key: Attempt, kind: Kind) -> None:
+        before = self._tasks.get(key[0])
+        task = asyncio.get_running_loop().create_task(self._run(key, kind, before))
+        self._tasks[key[0]] = task
+        task.add_done_callback(lambda done: self._over(key[0], done))
+
+    def _over(self, job_id: JobId, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            report_fault(error, f"run a script of job {job_id}")  # type: ignore[arg-type]
+        if self._tasks.get(job_id) is task:
+            del self._tasks[job_id]
+            job = self._controller.cluster.jobs.get(job_id)
+            self._end(job_id, job)
+            if job is not None:
+                self._controller.launch_again(job)
+
+    async def _run(self, key: Attempt, kind: Kind, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        job = self._controller.cluster.jobs.get(key[0])
+        if kind == "epilog":
+            await self._run_epilog(key, job)
+        elif job is not None and job.attempt == key[1] and job.state in (JobState.CONFIGURING, JobState.RUNNING):
+            await self._run_prolog(key, job)
+
+    async def _run_prolog(self, key: Attempt, job: Job) -> None:
+        cluster = self._controller.cluster
+        env = script_environment(job, cluster=cluster.config.name, share_dir=cluster.config.share)
+        await asyncio.to_thread(_write, self._folder, key, env)
+        self._environments[key] = env
+        why = await self._status(key, "prolog", self._settings.prolog_head, env)
+        self._ready[key] = not why
+        if not why:
+            return
+        log.error("the prolog of job %s on the head failed: %s", job.display_id, why)
+        self._controller.ask(lambda tx: _give_up(tx, key, why), lambda _result: None, keep=True)
+
+    async def _run_epilog(self, key: Attempt, job: Job | None) -> None:
+        if key not in self._environments:
+            return
+        env = self._environments[key] | (_exit_facts(job) if job is not None else {})
+        why = await self._status(key, "epilog", self._settings.epilog_head, env)
+        if why:
+            log.error("the epilog of job %d on the head failed: %s", key[0], why)
+        for name in (_name(key), f"{_name(key)}.lock"):
+            (self._folder / name).unlink(missing_ok=True)
+        self._ready.pop(key, None)
+        self._environments.pop(key, None)
+
+    async def _status(self, key: Attempt, kind: Kind, program: str, env: dict[str, str]) -> str:
+        """Run a script; return "" or why it failed."""
+        if not program:
+            return ""
+        context = f"{kind}_slurmctld"
+        async with self._turns:
+            lock = await asyncio.to_thread(_locked, self._folder / f"{_name(key)}.lock")
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "hpcnode.os.program",
+                        str(self._settings.prolog_epilog_timeout),
+                        program,
+                    ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    cwd="/",
+                    env={**env, "SLURM_SCRIPT_CONTEXT": context, "HPCSCHED_SCRIPT_CONTEXT": context},
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
+            finally:
+                os.close(lock)
+            output, _ = await process.communicate()
+        return output.decode(errors="replace") or ("" if process.returncode == 0 else "it was killed")
+
+
+def _name(key: Attempt) -> str:
+    return f"{key[0]}.{key[1]}"
+
+
+def _write(folder: Path, key: Attempt, env: dict[str, str]) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_durably(str(folder), _name(key), json.dumps(env).encode(), parents=(str(folder.parent),))
+
+
+def _locked(path: Path) -> int:
+    """Return a locked file, when what an earlier controller has begun is over."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def _exit_facts(job: Job) -> dict[str, str]:
+    if job.exit is None:
+        return {}
+    facts = {
+        "JOB_EXIT_CODE": str(job.exit.code << 8 | job.exit.signal),
+        "JOB_EXIT_CODE2": f"{job.exit.code}:{job.exit.signal}",
+    }
+    return {f"{prefix}_{name}": value for prefix in ("SLURM", "HPCSCHED") for name, value in facts.items()}
+
+
+def _give_up(tx: Transaction, key: Attempt, why: str) -> None:
+    """Requeue and hold a job whose prolog has failed; cancel it if a command waits for it."""
+    job = tx.cluster.jobs.get(key[0])
+    if job is None or job.attempt != key[1] or job.state is JobState.COMPLETING or not can(job, EndRequested):
+        return
+    again = job.spec.has_script
+    said = f"the prolog on the head failed: {why}"
+    tx.record(
+        EndRequested(
+            job_id=job.id,
+            at_s=tx.now_s,
+            outcome=JobState.NODE_FAIL if again else JobState.CANCELLED,
+            by_uid=None,
+            why=said,
+            requeue=again,
+            not_before_s=tx.now_s,
+        )
+    )
+    if again:
+        tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=Hold.ADMIN, by_uid=CONTROLLER.uid))

@@ -1,0 +1,166 @@
+"""What `hpcsched node bench` measures, beside openssl, a STREAM copy in C, fio and iperf3, in turns.
+
+Each figure is the median of rounds in which both measured one after the other. A tool that is not there is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcnode.agent import bench, link_speed, probe
+from tests.bench import hosts
+from tests.bench.figures import Figure, from_samples
+
+BAR = "0.85 to 1.15"
+MBIT_PER_S = 200  # what two busy cpus can send and count
+STREAM = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
+int main(int argc, char **argv) {
+    size_t size = strtoul(argv[1], 0, 10);
+    int windows = atoi(argv[2]);
+    double *a = malloc(size), *b = malloc(size), best = 0;
+    memset(a, 1, size); memset(b, 2, size);
+    for (int window = 0; window < windows; window++) {
+        double began = now(), done = 0, at;
+        do { memcpy(b, a, size); __asm__ volatile("" ::: "memory"); done += 2.0 * size; at = now(); } while (at - began < 0.2);
+        if (done / (at - began) > best) best = done / (at - began);
+    }
+    printf("%f\n", best / 1e9);
+    return 0;
+}
+"""
+
+
+def run(quick: bool = False) -> list[Figure]:
+    """Return each measurement with that of its tool as the floor."""
+    rounds = 3 if quick else 9
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        pairs = {**_cpu(), **_memory(Path(folder)), **_disk(Path(folder))}
+        figures = [_in_turns(name, *pair, rounds) for name, pair in pairs.items()]
+        return figures + _link(Path(folder), rounds)
+
+
+Measure = Callable[[], float]
+
+
+def _in_turns(name: str, ours: Measure, theirs: Measure, rounds: int) -> Figure:
+    samples = [(ours(), theirs()) for _ in range(rounds)]
+    tool = name.partition(" beside ")[2]
+    unit = {"cpu": "GB/s", "memory": "GB/s", "fsync": "ms", "link": "Mbit/s"}.get(name.split()[0], "MB/s")
+    floor = statistics.median(theirs for _, theirs in samples)
+    return from_samples(name, [one for one, _ in samples], unit, bar=BAR, floor=floor, floor_name=tool)
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def _cpu() -> dict[str, tuple[Measure, Measure]]:
+    if shutil.which("openssl") is None:
+        return {}
+
+    def theirs() -> float:
+        last = _said("openssl", "speed", "-seconds", "1", "-bytes", str(len(probe.CHUNK)), "-evp", "blake2b512")
+        return float(last.split()[-1].rstrip("k")) / 1e6
+
+    return {"cpu beside openssl speed": (probe.cpu_speed, theirs)}
+
+
+def _memory(folder: Path) -> dict[str, tuple[Measure, Measure]]:
+    if shutil.which("gcc") is None:
+        return {}
+    (folder / "stream.c").write_text(STREAM)
+    program = str(folder / "stream")
+    _said("gcc", "-O3", "-march=native", "-o", program, str(folder / "stream.c"))
+    count = len(os.sched_getaffinity(0))
+    size = bench.array_bytes(probe.memory()["mem_free_mib"] << 20, count)
+
+    def theirs() -> float:
+        command = [program, str(size), str(bench.MEMORY_WINDOWS)]
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+        return sum(float(one.communicate()[0]) for one in running)
+
+    def ours() -> float:
+        windows = bench.MEMORY_WINDOWS
+        return max(bench.together(count, lambda: bench._copying(size), windows, bench.MEMORY_WINDOW_S))
+
+    return {"memory beside a STREAM copy in C": (ours, theirs)}
+
+
+def _disk(folder: Path) -> dict[str, tuple[Measure, Measure]]:
+    if shutil.which("fio") is None:
+        return {}
+
+    def ours(test: str) -> float:
+        return statistics.median(bench.disk(str(folder), 1, {})[test])
+
+    def fio(way: str, *words: str) -> dict[str, dict[str, float]]:
+        where = [f"--filename={folder}/fio", "--name=one", "--ioengine=psync", "--output-format=json"]
+        found: dict[str, dict[str, float]] = json.loads(_said("fio", *where, f"--rw={way}", *words))["jobs"][0]
+        return found
+
+    blocks = ("--direct=1", "--bs=4M", "--size=256M", "--time_based", "--runtime=1")
+
+    def fsync_ms() -> float:
+        sync: dict[str, dict[str, float]] = fio("write", "--bs=4k", "--size=1M", "--fsync=1", "--number_ios=60")["sync"]  # type: ignore[assignment]
+        return sync["lat_ns"]["percentile"]["50.000000"] / 1e6  # type: ignore[index]
+
+    return {
+        "write beside fio": (lambda: ours("disk_write"), lambda: fio("write", *blocks)["write"]["bw_bytes"] / 1e6),
+        "read beside fio": (lambda: ours("disk_read"), lambda: fio("read", *blocks)["read"]["bw_bytes"] / 1e6),
+        "fsync beside fio": (lambda: ours("fsync"), fsync_ms),
+    }
+
+
+_SERVE = """
+import sys
+from hpcnode.agent import link_speed
+listener = link_speed._listener()
+print(listener.getsockname()[1], flush=True)
+link_speed.serve(listener, "key")
+"""
+_MEASURE = """
+import json, sys
+from hpcnode.agent import link_speed
+print(json.dumps(link_speed.measure(sys.argv[1], int(sys.argv[2]), "key")))
+"""
+
+
+def _link(folder: Path, rounds: int) -> list[Figure]:
+    if not hosts.can_make_hosts() or shutil.which("iperf3") is None:
+        return []
+    os.environ["PYTHONPATH"] = str(Path(link_speed.__file__).parents[2])
+    with hosts.hosts(2, MBIT_PER_S, folder) as addresses:
+        first, second = (["ip", "netns", "exec", hosts.space_of(folder, at)] for at in range(2))
+
+        def ours() -> float:
+            with subprocess.Popen(
+                [*second, sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True
+            ) as serving:
+                assert serving.stdout is not None
+                port = serving.stdout.readline().strip()
+                link = json.loads(_said(*first, sys.executable, "-c", _MEASURE, addresses[1], port))
+            return float(link["up_mbps"])
+
+        def theirs() -> float:
+            with subprocess.Popen([*second, "iperf3", "-s", "-1"], stdout=subprocess.PIPE, text=True) as serving:
+                assert serving.stdout is not None
+                serving.stdout.readline()
+                serving.stdout.readline()  # it listens
+                said = _said(*first, "iperf3", "-c", addresses[1], "-t", "1", "-O", "1", "-J")
+                serving.communicate()
+            return float(json.loads(said)["end"]["sum_received"]["bits_per_second"]) / 1e6
+
+        return [_in_turns(f"link of {MBIT_PER_S} Mbit/s beside iperf3", ours, theirs, rounds)]

@@ -1,0 +1,330 @@
+"""The administrator's prolog and epilog of each job on this node.
+
+    prolog --0--> ready --the job is over here--> epilog --> (gone)
+       +--else--> refused ---------^
+
+The prolog runs before anything of the job starts here, the epilog after all of it has ended, both as the account of the agent
+and outside of the job's sandbox (`hpcnode.os.program`). Nothing of the job starts without a prolog that has succeeded. The
+epilog runs wherever a prolog was begun, whatever became of it, and the node is not clear before it has ended.
+
+A job with scripts has a record, ``ROOT/scripts/INCARNATION.JOB.ATTEMPT.STAY``: durable before the prolog begins, removed when
+the epilog is over. So after a crash each runs at least once. They run in a child that outlives the agent, holds the lock of the
+record, and writes its result beside it; only if the child itself was killed, the next agent runs the script again. Records of
+an earlier boot have only their epilog left. A job without scripts costs nothing here.
+
+`ScriptRecords` decides, and does no I/O but through the spool. `ScriptRunner` runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Protocol, Tuple
+
+from hpcnode.agent.helpers import ask_child
+from hpcnode.os.durable import read_object, to_bytes, write_plainly
+from hpcnode.os.faults import CrashPoints
+from hpcnode.os.loop import Loop
+from hpcnode.spool import SCRIPT_LOCK, SCRIPT_RESULT, Spool, remove_file
+from hpcnode.wire import protocol
+from hpcnode.wire.message import from_fields, to_fields
+from hpcnode.wire.protocol import Life, Token, read_token
+
+PROLOG, READY, REFUSED, EPILOG, OVER = "prolog", "ready", "refused", "epilog", "over"
+CONTEXTS = {PROLOG: "prolog_slurmd", EPILOG: "epilog_slurmd"}  # as in Slurm
+GO = ""
+STORED = ("state", "claims", "closing", "why", "failures")
+LOOK_S = 0.1
+MARGIN_S = 60.0  # for what ends the script
+Job = Tuple[str, int]
+
+
+class ScriptControl(Protocol):
+    """What runs the scripts, as the records use it."""
+
+    def run(self, name: str, state: str, scripts: protocol.JobScripts, over: Callable[[str], None]) -> None: ...
+    def forget(self, name: str) -> None: ...
+
+
+class _Record:
+    """A job with scripts, for one of its lives on this node."""
+
+    def __init__(self, token: str, key: Token, scripts: protocol.JobScripts, boot_id: str) -> None:
+        self.token = token  # of the launch that came first
+        self.key = key
+        self.scripts = scripts
+        self.boot_id = boot_id
+        self.state = PROLOG
+        self.claims = False  # the job claims the node, so it is over when all that is here has ended
+        self.closing = False  # the job is over here
+        self.why = ""  # why the prolog failed
+        self.failures: List[str] = []  # that the controller has not acknowledged
+
+    @property
+    def name(self) -> str:
+        return "%s.%d.%d.%d" % (*self.key.job, *self.key.life)
+
+
+class ScriptRecords:
+    """The jobs with scripts on this node. Without a folder there are none."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        runner: Optional[ScriptControl],
+        boot_id: str,
+        send: Callable[[protocol.Message], object],
+        new_seq: Callable[[], int],
+        log: Callable[[str], None],
+    ) -> None:
+        self._log = log
+        self._spool = spool
+        self._runner = runner
+        self._boot_id = boot_id
+        self._send = send
+        self._new_seq = new_seq
+        self._records: Dict[Tuple[Job, Life], _Record] = {}
+        self._reported: Dict[int, Tuple[_Record, str]] = {}
+        self.changed: Callable[[Job], None] = lambda _job: None  # called when a script is over
+
+    def load(self) -> None:
+        """Read the records of earlier agents, and continue them."""
+        for obj in self._spool.script_records():
+            key = read_token(obj["token"])
+            assert key is not None
+            record = _Record(obj["token"], key, from_fields(protocol.JobScripts, obj["scripts"]), obj["boot_id"])
+            for field in STORED:
+                setattr(record, field, obj[field])
+            self._records[key.job, key.life] = record
+        for each in list(self._records.values()):
+            self._continue(each)
+
+    def _continue(self, record: _Record) -> None:
+        for why in record.failures:
+            self._report(record, why)
+        if record.boot_id != self._boot_id and record.state in (PROLOG, READY, REFUSED):
+            record.state, record.closing, record.why = REFUSED, True, "the node was rebooted"
+        if record.state in (PROLOG, EPILOG):
+            self._run(record)
+        elif record.state == OVER and not record.failures:
+            self._forget(record)
+        elif record.closing and record.state != OVER:
+            self._begin_epilog(record)
+
+    # ----- what the ledger asks
+
+    def may_start(self, key: Token, launch: protocol.Launch) -> Optional[str]:
+        """Return GO if a launch may start, None if it must wait, else why it never may.
+
+        Raises OSError if the record cannot be written.
+        """
+        scripts = launch.scripts
+        if not self._records and not scripts.prolog and not scripts.epilog:
+            return GO
+        for older in self._of(key.job):
+            if older.key.life < key.life:
+                self._close(older)
+        if any(older.key.life < key.life and older.state != OVER for older in self._of(key.job)):
+            return None
+        claims = launch.step in (protocol.BATCH, protocol.ALLOC)
+        record = self._records.get((key.job, key.life))
+        if record is None:
+            if not scripts.prolog and not scripts.epilog:
+                return GO
+            record = self._begin(key, launch, claims)
+        elif claims and not record.claims:
+            record.claims = True
+            self._write(record)
+        if record.state in (PROLOG, EPILOG):  # that epilog is of a claim that a power failure took: the job begins anew
+            return None
+        return {READY: GO, REFUSED: record.why}.get(record.state, "the job's epilog has begun here")
+
+    def _begin(self, key: Token, launch: protocol.Launch, claims: bool) -> _Record:
+        record = _Record(launch.token, key, launch.scripts, self._boot_id)
+        record.claims = claims
+        self._write(record, durably=True)
+        self._records[key.job, key.life] = record
+        if launch.scripts.prolog:
+            self._run(record)
+        else:
+            record.state = READY
+            self._write(record)
+        return record
+
+    def all_ended(self, key: Token) -> None:
+        """Note that everything of a life has ended here. A job that claims the node is over then."""
+        record = self._records.get((key.job, key.life))
+        if record is not None and record.claims:
+            self._close(record)
+
+    def over(self, job: Job, up_to: Life) -> None:
+        """Note that the job, up to this life, is over here."""
+        for record in self._of(job):
+            if record.key.life <= up_to:
+                self._close(record)
+
+    def holds(self, job: Job, up_to: Life) -> bool:
+        """Return whether the node is not clear of the job, up to this life: a script is not over."""
+        return any(record.key.life <= up_to and record.state != OVER for record in self._of(job))
+
+    def jobs(self) -> List[Tuple[str, int, int, int]]:
+        """Return incarnation, job, attempt and stay of the jobs whose epilog is still to come."""
+        return [(*record.key.job, *record.key.life) for record in self._records.values() if record.state != OVER]
+
+    def claimed(self) -> List[Token]:
+        """Return a token of each life that claims the node and is not over."""
+        return [record.key for record in self._records.values() if record.claims and record.state != OVER]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a script is running."""
+        return any(record.state in (PROLOG, EPILOG) for record in self._records.values())
+
+    def repeat(self) -> None:
+        """Repeat the failures that the controller has not acknowledged."""
+        for seq, (record, why) in self._reported.items():
+            self._send(protocol.ScriptFailed(seq, record.key.job_id, why))
+
+    def acknowledged(self, seqs: Iterable[int]) -> None:
+        """Note that the controller has committed these failures."""
+        for record, why in [self._reported.pop(seq) for seq in seqs if seq in self._reported]:
+            record.failures.remove(why)
+            if record.state == OVER and not record.failures:
+                self._forget(record)
+            else:
+                self._write(record)
+
+    # ----- the states
+
+    def _of(self, job: Job) -> Iterator[_Record]:
+        return (record for record in tuple(self._records.values()) if record.key.job == job)
+
+    def _close(self, record: _Record) -> None:
+        if not record.closing:
+            record.closing = True
+            if record.state != PROLOG:
+                self._begin_epilog(record)
+
+    def _begin_epilog(self, record: _Record) -> None:
+        record.state = EPILOG
+        if not record.scripts.epilog:
+            self._end(record)
+            return
+        self._write(record)
+        self._run(record)
+
+    def _run(self, record: _Record) -> None:
+        assert self._runner is not None
+        self._runner.run(record.name, record.state, record.scripts, lambda why: self._script_over(record, why))
+
+    def _script_over(self, record: _Record, why: str) -> None:
+        if why:
+            why = "%s %s" % (record.state, why)
+            record.failures.append(why)
+            self._report(record, why)
+        if record.state == EPILOG:
+            self._end(record)
+        else:
+            record.state, record.why = (REFUSED, why) if why else (READY, "")
+            self._write(record)
+            if record.closing:
+                self._begin_epilog(record)
+        self.changed(record.key.job)
+
+    def _end(self, record: _Record) -> None:
+        record.state = OVER
+        if record.failures:
+            self._write(record)
+        else:
+            self._forget(record)
+
+    def _report(self, record: _Record, why: str) -> None:
+        seq = self._new_seq()
+        self._reported[seq] = (record, why)
+        self._send(protocol.ScriptFailed(seq, record.key.job_id, why))
+
+    def _forget(self, record: _Record) -> None:
+        self._records.pop((record.key.job, record.key.life), None)
+        if self._runner is not None:
+            self._runner.forget(record.name)
+        self._spool.forget_scripts(record.name)
+
+    def _write(self, record: _Record, durably: bool = False) -> None:
+        """Note a state for the next agent.
+
+        Without it, or after a power failure, that agent runs a script again.
+        """
+        obj: Dict[str, Any] = {"token": record.token, "scripts": to_fields(record.scripts), "boot_id": record.boot_id}
+        obj.update({field: getattr(record, field) for field in STORED})
+        try:
+            self._spool.note_scripts(record.name, obj, durably)
+        except OSError as error:
+            if durably:
+                raise
+            self._log("cannot note the %s of %s: %s" % (record.state, record.name, error.strerror))
+
+
+class ScriptRunner:
+    """Runs scripts in children that outlive the agent."""
+
+    def __init__(self, loop: Loop, folder: str, faults: CrashPoints) -> None:
+        self._loop = loop
+        self._folder = folder
+        self._faults = faults
+
+    def run(self, name: str, state: str, scripts: protocol.JobScripts, over: Callable[[str], None]) -> None:
+        """Run the script of this state, or wait for one that an earlier agent has begun."""
+        path = os.path.join(self._folder, name)
+        try:
+            lock_fd = os.open(path + SCRIPT_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._cannot(error, over)
+            return
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = _result(path, state)
+            if found is not None:
+                self._loop.later(0.0, lambda: over(found))
+            else:
+                self._fork(path, state, scripts, lock_fd, over)
+        except BlockingIOError:
+            self._loop.later(LOOK_S, lambda: self.run(name, state, scripts, over))
+        except OSError as error:
+            self._cannot(error, over)
+        finally:
+            os.close(lock_fd)
+
+    def _cannot(self, error: OSError, over: Callable[[str], None]) -> None:
+        self._loop.later(0.0, lambda: over("cannot be started: %s" % error.strerror))
+
+    def forget(self, name: str) -> None:
+        """Remove what is beside the record."""
+        for end in (SCRIPT_RESULT, SCRIPT_LOCK):
+            remove_file(os.path.join(self._folder, name) + end)
+
+    def _fork(
+        self, path: str, state: str, scripts: protocol.JobScripts, lock_fd: int, over: Callable[[str], None]
+    ) -> None:
+        program = scripts.prolog if state == PROLOG else scripts.epilog
+        env = dict(scripts.env, SLURM_SCRIPT_CONTEXT=CONTEXTS[state], HPCSCHED_SCRIPT_CONTEXT=CONTEXTS[state])
+
+        def work() -> bytes:
+            from hpcnode.os.program import run  # in a child; see `agent` on the cost of imports
+
+            why = run(program, env, scripts.limit_s)
+            self._faults.reached("%s.ran" % state)
+            write_plainly(path + SCRIPT_RESULT + ".new", to_bytes({"state": state, "why": why}), 0o600, new=False)
+            os.rename(path + SCRIPT_RESULT + ".new", path + SCRIPT_RESULT)
+            return b"."
+
+        def done(_data: bytes) -> None:
+            found = _result(path, state)
+            over("was killed before its end was known" if found is None else found)
+
+        ask_child(self._loop, work, done, scripts.limit_s + MARGIN_S, keep=(lock_fd,))
+
+
+def _result(path: str, state: str) -> Optional[str]:
+    """Return why the script of this state failed, "" if it did not; None if that is not known."""
+    found = read_object(path + SCRIPT_RESULT)
+    return str(found["why"]) if found is not None and found.get("state") == state else None
