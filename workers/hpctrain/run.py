@@ -26,6 +26,7 @@ import io
 import itertools
 import os
 import shutil
+import socket
 import stat
 import sys
 import termios
@@ -36,7 +37,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,9 +63,9 @@ from hpctrain.comm.elastic_group import ElasticCommunicator
 from hpctrain.comm.hosts import own_addresses
 from hpctrain.data.dataset import Dataset, staged
 from hpctrain.data.prefetch import Prefetcher
-from hpctrain.data.sources import Source
+from hpctrain.data.sources import Source, shares
 from hpctrain.data.torchdata import TorchSource, in_order, source_for
-from hpctrain.env import StopRequest, job_facts, rank_info
+from hpctrain.env import StopRequest, job_facts, node_speed, rank_info
 from hpctrain.errors import (
     EXIT_FAILED,
     EXIT_REQUEUE,
@@ -84,6 +85,7 @@ from hpctrain.exchange.agreement import (
     hand_over,
     hash_of,
 )
+from hpctrain.exchange.balance import start_weights
 from hpctrain.exchange.sync import Sync, make_sync
 from hpctrain.heartbeat import Heartbeat
 from hpctrain.loop import (
@@ -688,7 +690,7 @@ class Run:
             self._writer = self._join_writers(self._attempt)
         if options.zero:
             optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
-        identity = self._identity()
+        identity, settings = self._identity(), self._with_start_shares(task.settings)
         reporter = self._reporter(task, identity, progress, hosts, goodput, sync)
         self._interrupted = False
         loop = TrainingLoop(
@@ -696,7 +698,7 @@ class Run:
                 model=model,
                 optimizer=optimizer,
                 validation=task.validation,
-                settings=task.settings,
+                settings=settings,
                 comm=comm,
                 progress=progress,
                 identity=identity,
@@ -715,6 +717,17 @@ class Run:
         if options.zero and not any(comm.all_gather_object(loop.keeps_gradients)):
             sync.buckets.sum_own_part()
         return loop, reporter
+
+    def _with_start_shares(self, settings: TrainSettings) -> TrainSettings:
+        """Return the settings with shares to start from; all ranks call it."""
+        if not settings.balance or self.size == 1:
+            return settings
+        speeds = self.comm.all_gather_object(node_speed(self._environ, socket.gethostname()))
+        weights = start_weights(settings.batch, speeds)
+        if weights and self.is_first:
+            counts = " ".join(map(str, shares(settings.batch, weights)))
+            print(f"{self._name}: shares {counts} at the start, by the measured speeds of the nodes", flush=True)
+        return replace(settings, weights=weights)
 
     def _reporter(
         self,

@@ -60,6 +60,7 @@ _RESTORED = "the database was restored from a backup"
 WRITE_EVERY_S = 60.0
 MAX_FAILURES = 64  # per attempt: reports of further ranks only repeat the first ones
 MAX_FAILED_JOBS = 1000  # jobs whose number of failures is known
+MAX_NODE_SPEEDS = 512  # nodes of a job whose speeds its programs are told
 
 
 @dataclass(slots=True)
@@ -537,7 +538,8 @@ def allocation_environment(job: Job, cluster: ClusterState) -> dict[str, str]:
 
 def _environment(job: Job, cluster: ClusterState) -> dict[str, str]:
     first = cluster.nodes[job.shares[0].node]
-    return job_key(job, cluster) | job_environment(
+    of_attempt = job_key(job, cluster) | node_speeds(job, cluster)
+    return of_attempt | job_environment(
         job,
         cluster=cluster.config.name,
         conf=str(cluster.config.config_dir / paths.CONFIG_FILE),
@@ -556,6 +558,20 @@ def job_key(job: Job, cluster: ClusterState) -> dict[str, str]:
     if not cluster.jobs_secret:
         return {}
     return {"HPCSCHED_JOB_KEY": hmac.digest(cluster.jobs_secret, job.token.encode(), "sha256").hex()}
+
+
+def node_speeds(job: Job, cluster: ClusterState) -> dict[str, str]:
+    """Return the variable with the measured speeds of the job's nodes; {} if one is not known.
+
+    With GPUs it is that of the slowest GPU of the node. `hpctrain --shares auto` starts with them.
+    """
+    nodes = [cluster.nodes[name] for name in dict.fromkeys(share.node for share in job.shares)]
+    has_gpus = any(share.gpus for share in job.shares)
+    speeds = [node.measured.gemm_gflops if has_gpus else node.speed for node in nodes]
+    if not 1 < len(nodes) <= MAX_NODE_SPEEDS or not all(speeds):
+        return {}
+    parts = (f"{node.name}={speed:g}" for node, speed in zip(nodes, speeds, strict=True))
+    return {"HPCSCHED_NODE_SPEEDS": ",".join(parts)}
 
 
 def launch_batch(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Launch:

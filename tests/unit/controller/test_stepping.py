@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from cluster import Cluster
 
 from hpcnode.wire import message as message_codec
 from hpcnode.wire import protocol
+from hpcsched.controller.nodes import messages
 from hpcsched.controller.stepping import Stepping
 from hpcsched.model.ids import JobId, LaunchToken, NodeName
+from hpcsched.model.node import MeasuredNode
 from hpcsched.steps.step import HEAD
 
 N1 = NodeName("n1")
@@ -151,3 +154,48 @@ def test_a_step_whose_launch_is_too_long_for_a_message_is_refused(monkeypatch: p
         cluster.tick()
     (ended,) = [word for word in _words(cluster) if isinstance(word, protocol.StepEnded)]
     assert "bytes are too many" in ended.error
+
+
+# ----- the speeds of the job's nodes
+
+
+def _measured(cluster: Cluster, name: str, **fields: Any) -> None:
+    node = cluster.state.nodes[NodeName(name)]
+    cluster.state.nodes[NodeName(name)] = replace(node, measured=MeasuredNode(**fields))
+
+
+def _speeds(message: Any) -> str:
+    return str(message.env.get("HPCSCHED_NODE_SPEEDS", ""))
+
+
+def test_batch_and_steps_are_told_the_speeds_of_the_jobs_own_nodes() -> None:
+    cluster = Cluster("n1", "n2", "n3")
+    stepping = Stepping(cluster.controller, cluster.ports, clock=lambda: cluster.now_s, reply_head=lambda *_: None)
+    for name, speed in (("n1", 0.91), ("n2", 0.455), ("n3", 7.0)):
+        _measured(cluster, name, cpu_speed=speed)
+    job_id = cluster.submit(nodes_min=2, nodes_max=2, env=(("HPCSCHED_NODE_SPEEDS", "n1=1e9"),))
+    cluster.run(job_id)
+    job = cluster.job(job_id)
+    names = [share.node for share in job.shares]
+    told = ",".join(f"{name}={cluster.state.nodes[name].speed:g}" for name in names)
+    assert _speeds(messages.launch_batch(job, cluster.state, names[0])) == told
+    cluster.sent(protocol.Launch)
+    stepping.on_from_stream(N1, _request(cluster, job_id, "true"), b"")
+    cluster.tick()
+    assert {_speeds(message) for _, message in cluster.sent(protocol.Launch)} == {told}
+
+
+def test_speeds_that_do_not_compare_the_nodes_are_not_told() -> None:
+    cluster = Cluster("n1", "n2")
+    one = cluster.job(cluster.submit(nodes_min=1))
+    two = replace(one, shares=(one.shares[0], replace(one.shares[0], node=NodeName("n2"))))
+    on_gpus = replace(two, shares=tuple(replace(share, gpus=(0,)) for share in two.shares))
+    for name, speed in (("n1", 1.0), ("n2", 0.0)):
+        _measured(cluster, name, cpu_speed=speed, gemm_gflops=speed)
+    assert messages.node_speeds(two, cluster.state) == {}
+    _measured(cluster, "n2", cpu_speed=2.0)
+    assert messages.node_speeds(two, cluster.state) == {"HPCSCHED_NODE_SPEEDS": "n1=1,n2=2"}
+    assert messages.node_speeds(one, cluster.state) == {}
+    assert messages.node_speeds(on_gpus, cluster.state) == {}  # the speed of a CPU says nothing of GPUs
+    _measured(cluster, "n2", cpu_speed=2.0, gemm_gflops=50_000.0)
+    assert messages.node_speeds(on_gpus, cluster.state) == {"HPCSCHED_NODE_SPEEDS": "n1=1,n2=50000"}

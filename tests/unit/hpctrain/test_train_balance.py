@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.exchange.balance import Balance, best_shares
+from hpctrain.env import node_speed
+from hpctrain.exchange.balance import Balance, best_shares, start_weights
 
 LINES = st.tuples(st.floats(0.0, 2.0), st.floats(0.001, 1.0))
 
@@ -97,3 +98,42 @@ def test_the_fixed_part_is_learned_once_shares_have_moved(fixed_s: float) -> Non
     assert longest(balance.counts, [(fixed_s, 0.01), (0.0, 0.05)]) <= 1.05 * longest(
         best, [(fixed_s, 0.01), (0.0, 0.05)]
     )
+
+
+# ----- the shares before anything is measured
+
+
+@pytest.mark.parametrize(
+    ("batch", "speeds", "weights"),
+    [
+        (12, (2.0, 1.0), (2.0, 1.0)),
+        (12, (0.91, 0.455, 0.91), (0.91, 0.455, 0.91)),
+        (12, (1.0, 1.02), ()),  # not worth another order of the sums
+        (12, (1.0, 0.0), ()),  # a node that was not measured
+        (12, (1.0, 200.0), ()),
+        (12, (1.0, float("nan")), ()),
+        (12, (1.0, float("inf")), ()),
+        (12, (1.0, -1.0), ()),
+        (4, (9.0, 1.0), ()),  # the second rank would have no sample
+        (12, (1.0,), ()),
+        (12, (), ()),
+    ],
+)
+def test_shares_begin_by_the_speeds_of_nodes_that_make_sense(
+    batch: int, speeds: tuple[float, ...], weights: tuple[float, ...]
+) -> None:
+    assert start_weights(batch, speeds) == weights
+
+
+SPEEDS = "n1=0.91,n2=4.5e-1,long=" + "1" * 40 + ",odd=inf,none=,zero=0,minus=-3,no=1_0x,=5"
+
+
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [("n1", 0.91), ("n2", 0.45), *((bad, 0.0) for bad in ("n3", "long", "odd", "none", "zero", "minus", "no", ""))],
+)
+def test_a_rank_reads_the_speed_of_its_node(name: str, speed: float) -> None:
+    assert node_speed({"HPCSCHED_NODE_SPEEDS": SPEEDS, "HPCSCHED_NODENAME": name}, "host") == speed
+    under_mpi = {"HPCSCHED_NODE_SPEEDS": SPEEDS, "HPCSCHED_NODENAME": "n1", "PMI_RANK": "1", "PMI_SIZE": "2"}
+    assert node_speed(under_mpi, f"{name}.lab") == speed  # mpirun gave it the environment of another node
+    assert node_speed({"HPCSCHED_NODE_SPEEDS": SPEEDS * 1000, "HPCSCHED_NODENAME": name}, "host") == 0.0

@@ -2,6 +2,7 @@
 
 A rank's time for b samples is modelled as a + c*b seconds.  Both numbers are learned from the steps; after a sudden
 change (another program on the machine, a throttled GPU) the earlier steps are forgotten.
+The first shares may follow the speeds that the nodes' assessments have measured (`start_weights`).
 Does not measure or exchange: every rank passes the same times of all ranks, and gets the same answer.
 Rules: shares are whole samples and add up to the batch.  A rank that would slow the step down gets no samples; it is
 tried again with one sample, so seldom that the cost is negligible.  Ranks of about the same speed keep equal shares, so
@@ -26,6 +27,20 @@ GAIN = 0.05  # shares change only if the step gets shorter by this fraction
 # A rank without samples is tried again after so many times the seconds of one sample, at most once a minute.
 PATIENCE = 100
 LEAST_IDLE_S = 60.0
+MOST_UNEQUAL = 100.0  # a larger ratio of two nodes' speeds is an error of the measurement
+
+
+def start_weights(batch: int, speeds: Sequence[float]) -> tuple[float, ...]:
+    """Return the weights of the first shares by the measured speeds of the ranks' nodes.
+
+    Empty, for equal shares, if a speed is not known (0.0) or absurd, if the first step would hardly be shorter, or if a rank
+    would get no samples: then its speed could not be learned.
+    """
+    least, whole = min(speeds, default=0.0), sum(speeds)
+    if not all(math.isfinite(speed) for speed in speeds) or least <= 0.0 or max(speeds) > MOST_UNEQUAL * least:
+        return ()
+    is_longer = len(speeds) * least > (1 - GAIN) * whole
+    return () if is_longer or batch * least < whole else tuple(speeds)
 
 
 @dataclass(slots=True)
