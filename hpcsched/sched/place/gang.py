@@ -144,24 +144,44 @@ def _linked(seats: Sequence[Seat], required: frozenset[int], count: int, choice:
         return None
     if required:
         able.sort(key=lambda seat: seat.node not in required)
-    for least in sorted({level for seat in able for level, _ in seat.view.near}, reverse=True):
+    for least in _levels(able):
         for first in able[: 1 if required else MOST_FIRST]:
-            some = _linked_with(first, able, least, 2 * count)
+            some = _linked_with(first, able, least, count)
             chosen = choice(some) if len(some) >= count else None
             if chosen is not None:
                 return chosen
     return None
 
 
-def _linked_with(first: Seat, able: Sequence[Seat], least: int, most: int) -> list[Seat]:
-    """Return `first`, and the next seats that reach all before them with that class."""
+def _levels(able: Sequence[Seat]) -> Iterator[int]:
+    """Yield the classes of the links, the best first; mostly that one suffices."""
+    best = max(seat.view.near[0][0] for seat in able)
+    yield best
+    yield from sorted({level for seat in able for level, _ in seat.view.near} - {best}, reverse=True)
+
+
+def _linked_with(first: Seat, able: Sequence[Seat], least: int, count: int) -> list[Seat]:
+    """Return `first`, and the next seats that reach all before them with that class: at most twice `count`.
+
+    It gives up as soon as `count` seats cannot be reached. An intersection of sets of many nodes costs more than to look for
+    one node in each of them. So `reached` has what the first ones of the chosen seats reach, and `others` what each of the
+    later ones reaches. They are merged if a seat is in `reached` and not in all of `others`.
+    """
     chosen, reached = [first], _reached(first, least)
+    others: list[frozenset[str]] = []
+    most = 1 + len(reached)  # the merged seats, and what all of them reach: no set has more
     for seat in able:
-        if not reached or len(chosen) == most:
+        if most < count or len(chosen) in (most, 2 * count):
             break
-        if seat.view.name in reached:
+        name = seat.view.name
+        if name not in reached:
+            continue
+        if all(name in names for names in others):
             chosen.append(seat)
-            reached &= _reached(seat, least)
+            others.append(_reached(seat, least))
+        else:
+            reached, others = reached.intersection(*others), []
+            most = len(chosen) + len(reached)
     return chosen
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from unit.sched.world import World, world
 
-from hpcsched.model.ids import JobId
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import MeasuredNode
 from hpcsched.sched.place.feasible import impossible
+from hpcsched.sched.place.gang import MOST_FIRST, _Choice, _linked, _reached
+from hpcsched.sched.place.node_fit import Seat
 from hpcsched.sched.place.request import request_of
-from hpcsched.sched.snapshot import node_view
+from hpcsched.sched.snapshot import NodeView, node_view
 
 KINDS = "2x4+a 2x4+b 1x4+a+b"  # n1 n2 are a, n3 n4 b, n5 both
 
@@ -239,6 +245,57 @@ def test_links_do_not_keep_a_job_from_starting() -> None:
     assert linked("3x4", {"n1-n2": 0, "n1-n3": 0}, "3 nodes 4c") == "n1 n2 n3"
     assert linked("2x4", {"n1-n2": 0}, "2 nodes 4c") == "n1 n2"
     assert linked("4x4", {"n2-n4": 3}, "2 nodes 4c n1") == "n1 n2"
+
+
+def _plainly_linked(seats: list[Seat], required: frozenset[int], count: int, choice: _Choice) -> list[Seat] | None:
+    """Return what `_linked` has to return, by intersections of all that the chosen seats reach."""
+    able = [seat for seat in seats if seat.view.near]
+    if len(able) < count:
+        return None
+    if required:
+        able.sort(key=lambda seat: seat.node not in required)
+    for least in sorted({level for seat in able for level, _ in seat.view.near}, reverse=True):
+        for first in able[: 1 if required else MOST_FIRST]:
+            some, reached = [first], _reached(first, least)
+            for seat in able:
+                if seat.view.name in reached and len(some) < 2 * count:
+                    some.append(seat)
+                    reached &= _reached(seat, least)
+            chosen = choice(some) if len(some) >= count else None
+            if chosen is not None:
+                return chosen
+    return None
+
+
+@given(data=st.data(), size=st.integers(2, 24), count=st.integers(2, 8))
+def test_gangs_are_those_of_a_plain_search_over_measured_links(data: st.DataObject, size: int, count: int) -> None:
+    pairs = list(itertools.combinations(range(size), 2))
+    classes = data.draw(st.lists(st.sampled_from([0, 1, 2, 2, 5]), min_size=len(pairs), max_size=len(pairs)))
+    order = data.draw(st.permutations(range(size)))
+    refused = data.draw(st.frozensets(st.integers(0, size - 1), max_size=3))
+    required = data.draw(st.frozensets(st.integers(0, size - 1), max_size=2))
+    level_of = dict(zip(pairs, classes, strict=True))
+    reached: list[dict[str, int]] = [{} for _ in range(size)]
+    for (one, other), level in level_of.items():
+        if level:
+            reached[one][f"n{other}"] = reached[other][f"n{one}"] = level
+    near = [
+        tuple(
+            (least, frozenset(name for name, level in peers.items() if level >= least))
+            for least in sorted(set(peers.values()), reverse=True)
+        )
+        for peers in reached
+    ]
+    seats = [
+        Seat((place,), at, 1, 0, NodeView(name=NodeName(f"n{at}"), cpus=4, mem_mib=100, near=near[at]))
+        for place, at in enumerate(order)
+    ]
+
+    def choice(some: Sequence[Seat]) -> list[Seat] | None:
+        able = [seat for seat in some if seat.node not in refused]
+        return able[:count] if len(able) >= count else None
+
+    assert _linked(seats, required, count, choice) == _plainly_linked(seats, required, count, choice)
 
 
 def test_configured_switches_count_instead_of_links() -> None:
