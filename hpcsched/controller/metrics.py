@@ -18,8 +18,8 @@ import os
 import resource
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from hpcsched.errors import report_fault
 from hpcsched.lifecycle.events import EndRequested, JobEvent, Started
 from hpcsched.metrics import slurm
 from hpcsched.metrics.exposition import Histogram, Page, family_of, number_text, prefix_of
-from hpcsched.metrics.series import TABLE, Group, JobRow, NodeSample, SampleReader, label_value
+from hpcsched.metrics.series import TABLE, Column, Group, JobRow, NodeSample, SampleReader, label_value
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, LiveUse
 from hpcsched.model.node import Link, Node, NodeState
@@ -48,6 +48,7 @@ OLD_INTERVALS = 3  # a sample that is older is not shown
 MAX_ROUTES = 300
 MAX_ENDED = 20_000  # ended jobs that are remembered, so that each counts once
 COMPLAIN_S = 3600.0
+ALLOCATIONS_S = 1.0  # between looks for jobs without a script
 PROCESS_S = 10.0  # between looks at the controller's own memory
 ERRORS_S, ERRORS_KEPT = 300.0, 13  # between counts of errors that are kept, for an hour
 ERROR_COUNTS = frozenset({
@@ -58,6 +59,8 @@ CONDITIONS = frozenset({
     "node_filesystem_answers", "node_filesystem_read_only", "node_filesystem_free_inodes", "node_on_mains",
     "node_swap_used_bytes", "node_memory_total_bytes", "gpu_driver_answers", "gpu_throttle",
 })  # fmt: skip
+
+NO_PROCESS = (Column(TABLE["job_processes"], ()),)  # columns of a job of which nothing runs on a node
 
 
 class _JobLook(NamedTuple):
@@ -100,6 +103,7 @@ class ControllerMetrics:
         cluster.live_use = self.live_use
         self._nodes: dict[NodeName, _OfNode] = {}
         self.listeners: list[Callable[[NodeSample], None]] = []
+        self.step_nodes: Callable[[JobId], Collection[NodeName]] | None = None  # where steps of the job run
         self.started_s = started_s
         self._accepted = self._rejected = 0
         self.tick = Histogram(TABLE["tick_seconds"].buckets)
@@ -112,6 +116,8 @@ class ControllerMetrics:
         self._waits: dict[str, Histogram] = {}
         self._runs: dict[str, Histogram] = {}
         self._launches = Histogram(TABLE["job_launch_seconds"].buckets)
+        self._allocations: dict[NodeName, list[Job]] = {}  # running jobs without a script by node
+        self._allocations_s = float("-inf")
         self._over: dict[JobId, None] = {}
         self._restarts = {job.id: job.restarts for job in cluster.jobs.values() if job.restarts}
         self._process: dict[str, float] = {}
@@ -220,6 +226,7 @@ class ControllerMetrics:
         if found is None:
             return
         self._accepted += 1
+        found = self._with_empty_jobs(node, found)
         if known is None or found.columns is not known.columns:
             kept.prefixes = tuple(
                 (column.series.name, prefix_of(column.series, (node, *column.labels))) for column in found.columns
@@ -228,7 +235,9 @@ class ControllerMetrics:
         kept.lines = _lines_of(kept.prefixes, found.values)
         _count_errors(kept.errors, found)
         if found.jobs:
-            kept.looks = {row.job_id: _next_look(kept.looks.get(row.job_id), row, now_s) for row in found.jobs}
+            looks = {row.job_id: _next_look(kept.looks.get(row.job_id), row, now_s) for row in found.jobs}
+            held = {job_id: look for job_id, look in kept.looks.items() if self._holds(node, job_id, look.attempt)}
+            kept.looks = held | looks
         for listener in self.listeners:
             try:
                 listener(found)
@@ -276,6 +285,30 @@ class ControllerMetrics:
             processes=total("job_processes"),
             gpu_ratio=sum(ratios) / len(ratios) if ratios else None,
         )
+
+    def _with_empty_jobs(self, node: NodeName, found: NodeSample) -> NodeSample:
+        """Add the jobs that hold the node and have no process there.
+
+        A job without a script has nothing on a node but its steps, so that the node does not know it between them.
+        """
+        if self.step_nodes is None or not self._cluster.config.metrics.jobs:
+            return found
+        told = {row.job_id for row in found.jobs}
+        empty = [
+            JobRow(job_id=job.id, attempt=job.attempt, columns=NO_PROCESS, values=(0,))
+            for job in self._without_script(found.received_at_s).get(node, ())
+            if job.id not in told and self._holds(node, job.id, job.attempt) and node not in self.step_nodes(job.id)
+        ]
+        return replace(found, jobs=(*found.jobs, *empty)) if empty else found
+
+    def _without_script(self, now_s: float) -> dict[NodeName, list[Job]]:
+        """Return the running jobs without a script by node, as they were at most a second ago."""
+        if not 0.0 <= now_s - self._allocations_s < ALLOCATIONS_S:
+            self._allocations, self._allocations_s = {}, now_s
+            for job in self._cluster.active_jobs():
+                for node in job.held_nodes if job.state is JobState.RUNNING and not job.spec.has_script else ():
+                    self._allocations.setdefault(node, []).append(job)
+        return self._allocations
 
     def _holds(self, node: NodeName, job_id: int, attempt: int) -> bool:
         job = self._cluster.jobs.get(JobId(job_id))

@@ -78,6 +78,7 @@ class Stepping:
             )
         )
         controller.listener = self
+        controller.metrics.step_nodes = self.service.nodes_of_steps
 
     def _step_ports(self) -> StepPorts:
         store, settings = self._controller.store, self._cluster.config.controller

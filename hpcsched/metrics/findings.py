@@ -211,12 +211,13 @@ def _gpu_unused(window: NodeWindow) -> Judged:
             idle.append(gpu)
     if not idle:
         return
-    processes = sum(_quantile(window.of_node(f"gpu_processes:{gpu}"), 1.0) for gpu in idle)
+    counted = [window.of_node(f"gpu_processes:{gpu}") for gpu in idle]  # nvidia-smi counts none
+    processes = sum(_quantile(values, 1.0) for values in counted)
     which = f"GPU {', '.join(map(str, idle))}" if len(idle) < len(window.gpus) or len(idle) == 1 else "its GPUs"
-    how = "a program has it open and computes nothing" if processes else "no process uses it"
+    how = ": a program has it open and computes nothing" if processes else ": no process uses it" * all(counted)
     yield (
         SlowCause.GPU_UNUSED,
-        f"{which} of {len(window.gpus)} was below 5 % all the time: {how}",
+        f"{which} of {len(window.gpus)} was below 5 % all the time{how}",
         "see whether the program finds its GPUs (CUDA_VISIBLE_DEVICES, a CPU build of torch), or ask for fewer",
     )
 

@@ -696,6 +696,10 @@ class StepService:
         """Return number, name and nodes of the job's running steps."""
         return [(step.number, step.name, tuple(step.runs)) for step in self._steps.of_job(job_id)]
 
+    def nodes_of_steps(self, job_id: JobId) -> set[NodeName]:
+        """Return the nodes on which a step of the job may have processes."""
+        return {node for step in self._steps.of_job(job_id) for node, run in step.runs.items() if not run.ended}
+
     # ----- requests
 
     def _on_request(self, origin: Origin, envelope: protocol.FromStream, request: protocol.StepRequest) -> None:

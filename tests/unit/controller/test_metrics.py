@@ -19,6 +19,7 @@ from hpcnode.wire import protocol
 from hpcsched.auth.authorize import HIDEABLE, Action, Identity, Role
 from hpcsched.config.load import MetricsSettings
 from hpcsched.controller import metrics
+from hpcsched.controller.stepping import Stepping
 from hpcsched.listing import jobs as queue
 from hpcsched.metrics import slurm
 from hpcsched.metrics.series import TABLE, Group, NodeSample
@@ -151,6 +152,29 @@ def test_lists_of_jobs_have_what_a_running_job_uses_now() -> None:
     cluster.end(job)
     assert listed(cluster, job)["use"] is None
     assert cluster.controller.metrics.live_use(cluster.job(job)) is None
+
+
+def test_an_allocation_without_a_process_is_counted_as_such() -> None:
+    cluster = lab()
+    Stepping(cluster.controller, cluster.ports, clock=lambda: cluster.now_s, reply_head=lambda *_: None)
+    held = cluster.submit(script="", no_shell=True)
+    batch = cluster.submit()
+    cluster.run(batch)
+    (node,) = cluster.job(held).held_nodes
+    seen: list[NodeSample] = []
+    cluster.controller.metrics.listeners.append(seen.append)
+    send(cluster, node, jobs=[[batch, 0, 5.0]], node_load1=1.0)
+    send(cluster, node, node_load1=1.0)  # the node did not look at its jobs
+    assert page(cluster)[f"hpcsched_job_processes{{job={held}}}"] == 0
+    assert [[row.job_id for row in sample.jobs] for sample in seen] == [[batch, held], [held]]
+    assert listed(cluster, held)["use"]["processes"] == 0
+    assert listed(cluster, batch)["use"]["cpu_s"] == 5.0
+    cluster.controller.metrics.step_nodes = lambda job_id: {node}
+    send(cluster, node, node_load1=1.0)  # a step runs, and the node did not count its processes
+    assert seen[-1].jobs == ()
+    cluster.controller.metrics.step_nodes = lambda job_id: ()
+    send(cluster, node, jobs=[[held, 0, 7.0]], node_load1=1.0)  # a step that the node still counts
+    assert [row.values for row in seen[-1].jobs] == [(7.0,)]
 
 
 def listed(cluster: Cluster, job: JobId) -> dict[str, Any]:

@@ -138,6 +138,11 @@ def test_nothing_is_said_before_there_are_enough_looks(cause: SlowCause, staged:
     assert judge([replace(staged, job=few, machine=short)]) == []
 
 
+def test_processes_on_a_gpu_that_nvidia_smi_does_not_count_are_not_told() -> None:
+    (found,) = judge([window(machine={"gpu_utilization_ratio:0": 0.0}, gpus=(0,))])
+    assert found.text == "GPU 0 of 1 was below 5 % all the time"
+
+
 def test_gaps_are_no_looks() -> None:
     empty = window(job={"processes": [None] * 25 + [0] * 5, "cpu_seconds_total": [None] * 30})
     assert judge([empty]) == []
