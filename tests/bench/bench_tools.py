@@ -1,4 +1,4 @@
-"""What `hpcsched node bench` measures, beside openssl, a STREAM copy in C, fio and iperf3, in turns.
+"""What `hpcsched node bench` measures, beside openssl, sysbench, a STREAM copy in C, fio and iperf3, in turns.
 
 Each figure is the median of rounds in which both measured one after the other. A tool that is not there is left out.
 """
@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,14 +31,18 @@ static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t);
 int main(int argc, char **argv) {
     size_t size = strtoul(argv[1], 0, 10);
     int windows = atoi(argv[2]);
-    double *a = malloc(size), *b = malloc(size), best = 0;
+    double length = atof(argv[3]), start;
+    char *a = malloc(size), *b = malloc(size);
     memset(a, 1, size); memset(b, 2, size);
+    puts("ready"); fflush(stdout);
+    if (scanf("%lf", &start) != 1) return 1;
+    while (now() < start) ;
     for (int window = 0; window < windows; window++) {
-        double began = now(), done = 0, at;
-        do { memcpy(b, a, size); __asm__ volatile("" ::: "memory"); done += 2.0 * size; at = now(); } while (at - began < 0.2);
-        if (done / (at - began) > best) best = done / (at - began);
+        double began = now(), done = 0, at = began;
+        do { memcpy(b, a, size); __asm__ volatile("" ::: "memory"); done += 2.0 * size; at = now(); }
+        while (at < start + (window + 1) * length);
+        printf("%f\n", done / (at - began) / 1e9);
     }
-    printf("%f\n", best / 1e9);
     return 0;
 }
 """
@@ -47,7 +52,7 @@ def run(quick: bool = False) -> list[Figure]:
     """Return each measurement with that of its tool as the floor."""
     rounds = 3 if quick else 9
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        pairs = {**_cpu(), **_memory(Path(folder)), **_disk(Path(folder))}
+        pairs = {**_cpu(), **_cpus(), **_memory(Path(folder)), **_disk(Path(folder))}
         figures = [_in_turns(name, *pair, rounds) for name, pair in pairs.items()]
         return figures + _link(Path(folder), rounds)
 
@@ -58,7 +63,9 @@ Measure = Callable[[], float]
 def _in_turns(name: str, ours: Measure, theirs: Measure, rounds: int) -> Figure:
     samples = [(ours(), theirs()) for _ in range(rounds)]
     tool = name.partition(" beside ")[2]
-    unit = {"cpu": "GB/s", "memory": "GB/s", "fsync": "ms", "link": "Mbit/s"}.get(name.split()[0], "MB/s")
+    unit = {"cpu": "GB/s", "memory": "GB/s", "fsync": "ms", "link": "Mbit/s", "all": "CPUs"}.get(
+        name.split()[0], "MB/s"
+    )
     floor = statistics.median(theirs for _, theirs in samples)
     return from_samples(name, [one for one, _ in samples], unit, bar=BAR, floor=floor, floor_name=tool)
 
@@ -78,6 +85,22 @@ def _cpu() -> dict[str, tuple[Measure, Measure]]:
     return {"cpu beside openssl speed": (probe.cpu_speed, theirs)}
 
 
+def _cpus() -> dict[str, tuple[Measure, Measure]]:
+    """Return how many CPUs' work all CPUs do at once: fewer than there are where they share cores."""
+    count = len(os.sched_getaffinity(0))
+    if shutil.which("sysbench") is None or count == 1:
+        return {}
+
+    def hashed(number: int) -> float:
+        return max(bench.together(number, bench._hashing, bench.CPU_WINDOWS, bench.CPU_WINDOW_S))
+
+    def events(number: int) -> float:
+        said = _said("sysbench", "cpu", f"--threads={number}", "--time=1", "run")
+        return float(said.partition("events per second:")[2].split()[0])
+
+    return {"all CPUs beside sysbench": (lambda: hashed(count) / hashed(1), lambda: events(count) / events(1))}
+
+
 def _memory(folder: Path) -> dict[str, tuple[Measure, Measure]]:
     if shutil.which("gcc") is None:
         return {}
@@ -88,9 +111,21 @@ def _memory(folder: Path) -> dict[str, tuple[Measure, Measure]]:
     size = bench.array_bytes(probe.memory()["mem_free_mib"] << 20, count)
 
     def theirs() -> float:
-        command = [program, str(size), str(bench.MEMORY_WINDOWS)]
-        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
-        return sum(float(one.communicate()[0]) for one in running)
+        """Sum the rates of each window, and return the best sum, as `bench.together` and `bench.summary` do."""
+        command = [program, str(size), str(bench.MEMORY_WINDOWS), str(bench.MEMORY_WINDOW_S)]
+        running = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
+        ]
+        for one in running:
+            assert one.stdout is not None
+            one.stdout.readline()  # its arrays are there
+        start = f"{time.monotonic() + 0.02}\n"
+        for one in running:
+            assert one.stdin is not None
+            one.stdin.write(start)
+            one.stdin.flush()
+        rates = [list(map(float, one.communicate()[0].split())) for one in running]
+        return max(map(sum, zip(*rates, strict=True)))
 
     def ours() -> float:
         windows = bench.MEMORY_WINDOWS
@@ -111,15 +146,20 @@ def _disk(folder: Path) -> dict[str, tuple[Measure, Measure]]:
         found: dict[str, dict[str, float]] = json.loads(_said("fio", *where, f"--rw={way}", *words))["jobs"][0]
         return found
 
-    blocks = ("--direct=1", "--bs=4M", "--size=256M", "--time_based", "--runtime=1")
+    blocks = ("--direct=1", "--bs=4M", "--time_based", "--runtime=1")
+    # As ours, a sparse file of which nothing was allocated before.
+    new = (*blocks, "--size=1G", "--fallocate=none", "--unlink=1")
+    old = (*blocks, "--size=256M")
 
     def fsync_ms() -> float:
-        sync: dict[str, dict[str, float]] = fio("write", "--bs=4k", "--size=1M", "--fsync=1", "--number_ios=60")["sync"]  # type: ignore[assignment]
+        """Overwrite blocks that are there already: a new block also costs a commit of the journal."""
+        words = ("--bs=4k", "--size=240k", "--fsync=1", "--number_ios=60", "--overwrite=1", "--unlink=1")
+        sync: dict[str, dict[str, float]] = fio("write", *words)["sync"]  # type: ignore[assignment]
         return sync["lat_ns"]["percentile"]["50.000000"] / 1e6  # type: ignore[index]
 
     return {
-        "write beside fio": (lambda: ours("disk_write"), lambda: fio("write", *blocks)["write"]["bw_bytes"] / 1e6),
-        "read beside fio": (lambda: ours("disk_read"), lambda: fio("read", *blocks)["read"]["bw_bytes"] / 1e6),
+        "write beside fio": (lambda: ours("disk_write"), lambda: fio("write", *new)["write"]["bw_bytes"] / 1e6),
+        "read beside fio": (lambda: ours("disk_read"), lambda: fio("read", *old)["read"]["bw_bytes"] / 1e6),
         "fsync beside fio": (lambda: ours("fsync"), fsync_ms),
     }
 

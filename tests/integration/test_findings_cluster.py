@@ -33,11 +33,11 @@ def held(cluster: GpuCluster, *options: str) -> str:
 
 
 def finding(cluster: GpuCluster, job: str) -> dict[str, Any]:
-    """Return the first finding about a job, once there is one."""
+    """Return the first finding about a job, once there are enough looks at it and one."""
 
     def found() -> list[dict[str, Any]]:
         answer: dict[str, Any] = json.loads(cluster.run("hwhy", "--slow", "--json", job).stdout)
-        return answer["findings"]  # type: ignore[no-any-return]
+        return answer["findings"] if answer["looks"] >= answer["looks_needed"] else []
 
     return wait_until(found, PATIENCE_S, f"a finding about job {job}")[0]
 
@@ -54,5 +54,5 @@ def test_what_holds_resources_and_does_nothing_is_named(cluster: GpuCluster) -> 
         told = finding(cluster, job)
         assert told["cause"] == cause.value
         assert words in told["text"]
-    assert f"{SlowCause.HELD_EMPTY.value}: holds 1 CPU" in cluster.run("hwhy", "--slow", empty).stdout
+    assert f"{SlowCause.HELD_EMPTY.value} on n1: holds 1 CPU" in cluster.run("hwhy", "--slow", empty).stdout
     cluster.run("hcancel", empty, with_gpu, asleep)

@@ -226,7 +226,8 @@ def array_bytes(free_bytes: int, count: int) -> int:
 
 
 def _copying(size: int) -> Work:
-    source, target = memoryview(mmap.mmap(-1, size)), memoryview(mmap.mmap(-1, size))
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as memory of programs: shared memory has small pages only
+    source, target = memoryview(mmap.mmap(-1, size, private)), memoryview(mmap.mmap(-1, size, private))
     source[:] = b"\x5a" * size  # all pages are there before the test
     target[:] = source
 
@@ -252,6 +253,7 @@ def disk(folder: str, times: int, notes: Dict[str, str]) -> Dict[str, List[float
         return {}
     fd, path = tempfile.mkstemp(prefix=".bench-", dir=folder)
     try:
+        os.truncate(fd, limit)  # else each block is also a change of the file's size
         direct = _reopened(path, os.O_DIRECT)
         if direct < 0:
             notes["disk"] = "through the page cache: the file system has no O_DIRECT"
