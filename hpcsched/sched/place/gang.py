@@ -161,11 +161,13 @@ def _levels(able: Sequence[Seat]) -> Iterator[int]:
 
 
 def _linked_with(first: Seat, able: Sequence[Seat], least: int, count: int) -> list[Seat]:
-    """Return `first`, and the next seats that reach all before them with that class: at most twice `count`.
+    """Return `first`, and the next seats that reach all before them with that class.
 
-    It gives up as soon as `count` seats cannot be reached. An intersection of sets of many nodes costs more than to look for
-    one node in each of them. So `reached` has what the first ones of the chosen seats reach, and `others` what each of the
-    later ones reaches. They are merged if a seat is in `reached` and not in all of `others`.
+    These are at most twice `count`. It gives up as soon as `count` seats cannot be reached.
+
+    An intersection of sets of many nodes costs more than to look for one node in each of them. So `reached` has what the
+    first ones of the chosen seats reach, and `others` what each of the later ones reaches. They are merged if a seat is in
+    `reached` and not in all of `others`.
     """
     chosen, reached = [first], _reached(first, least)
     others: list[frozenset[str]] = []
