@@ -213,7 +213,7 @@ class GatewayApp:
         data = await self._body(request, MAX_CODE_BYTES)
         codes = parse_qs(data.decode("latin-1")).get("code", [""])
         reply = await self.public(request, "/v1/sessions/open", {"code": codes[0]})
-        return await self.opened(request, reply, lambda _: RedirectResponse("/healthz", 303, headers=SAFE_HEADERS))
+        return await self.opened(request, reply, lambda _: RedirectResponse("/", 303, headers=SAFE_HEADERS))
 
     async def session(self, request: Request) -> Response:
         """Open a session with a one-time code, or close it."""

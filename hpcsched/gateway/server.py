@@ -35,6 +35,7 @@ from hpcnode.wire.connection_limits import Bounds, ConnectionLimits
 from hpcsched.config.load import GatewaySettings
 from hpcsched.errors import ConfigError
 from hpcsched.gateway.app import GatewayApp, OidcLogin, network_of, problem
+from hpcsched.gateway.pages import Pages
 from hpcsched.gateway.routes import MAX_BODY_BYTES
 from hpcsched.gateway.slurmrestd import SlurmPaths
 from hpcsched.gateway.upstream import Upstream, UpstreamError
@@ -155,7 +156,7 @@ class GatewayServer:
         self._settings = settings
         self._tls = tls
         self._config = uvicorn.Config(
-            AnswerPacer(app.asgi([*SlurmPaths(app).routes(), *_login_routes(app, settings)]), settings.max_connections),
+            AnswerPacer(app.asgi(_more_routes(app, settings)), settings.max_connections),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -434,6 +435,12 @@ class GatewayConnection(HttpToolsProtocol):
             self._refuse(408, "cannot read the request: it came too slowly")
         if now_s - self._read_s > WRITE_S:
             self.transport.abort()
+
+
+def _more_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
+    """Return the routes of slurmrestd's paths, of logins and of the web pages. Raises ConfigError."""
+    logins = _login_routes(app, settings)
+    return [*SlurmPaths(app).routes(), *logins, *Pages(app, has_oidc=bool(logins)).routes()]
 
 
 def _login_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:

@@ -442,7 +442,10 @@ class ControllerBackend(Reading):
         if of not in ("mean", "max", "min"):
             raise RequestError(f"cannot show the {of[:20]!r} of a series: there are mean, max and min")
         period = {"from_s": from_s, "to_s": to_s, "step_s": step_s, "of": of}
-        return await self._asked({"ask": "series", "series": series, **source, **period})
+        known_only = (
+            query.get("known_only") == "1"
+        )  # of the series that the target has, without an error for the others
+        return await self._asked({"ask": "series", "series": series, "known_only": known_only, **source, **period})
 
     async def _asked(self, question: Json) -> bytes:
         if self._recorder is None:

@@ -468,6 +468,22 @@ def selected(cluster: ClusterState, identity: Identity, query: Query) -> list[Jo
     return jobs
 
 
+def folded(jobs: Iterable[Job]) -> dict[int, Json]:
+    """Return, for the number of the first task of each array in each state, which and how many tasks it is shown for.
+
+    A job that is not a task of an array is shown for itself.
+    """
+    groups: dict[tuple[int, JobState | None], list[Job]] = {}
+    for job in jobs:
+        array = job.array_job_id
+        groups.setdefault((job.number, None) if array is None else (array, job.state), []).append(job)
+    found: dict[int, Json] = {}
+    for tasks in groups.values():
+        indices = [task.array_task_id for task in tasks if task.array_task_id is not None]
+        found[tasks[0].number] = {"tasks": index_ranges(indices), "count": len(tasks)}
+    return found
+
+
 def _page(jobs: list[Job], query: Query) -> tuple[list[Job], bool]:
     """Return the jobs of the query's page, by number, and whether there are more."""
     if "limit" not in query and "after" not in query:
@@ -552,10 +568,13 @@ class Reading:
         with self._counted():
             now_s = self._clock()
             breaks, texts = AnswerPauses(), []
-            filters = {name: value for name, value in query.items() if name not in ("after", "limit")}
-            found, more = _page(self.selected(identity, filters), query)
+            filters = {name: value for name, value in query.items() if name not in ("after", "limit", "fold")}
+            jobs = self.selected(identity, filters)
+            folds = folded(jobs) if query.get("fold") == "1" else {}
+            found, more = _page([job for job in jobs if job.number in folds] if folds else jobs, query)
             for job in found:
-                texts.append(json_text(job_view(job, self._cluster, identity, now_s)))
+                view = job_view(job, self._cluster, identity, now_s)
+                texts.append(json_text(view | {"folded": folds[job.number]} if folds else view))
                 if breaks.due():
                     await breaks.take()
             return jobs_text(now_s, texts, str(found[-1].number) if more else "")

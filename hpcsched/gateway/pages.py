@@ -1,0 +1,509 @@
+"""The web pages: what a user sees of the cluster in a browser.
+
+Each page is HTML from a template in `hpcsched/web`, made from answers of the controller to requests with the browser's own
+session. So a page shows what the user's commands show, and nothing is decided here. Without scripts the pages are whole, and
+read only; the script keeps them up to date, and sends actions to the REST API.
+
+Source: WHATWG HTML; Content Security Policy Level 3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import jinja2
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import hpcsched
+from hpcsched.errors import report_fault
+from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError
+from hpcsched.gateway.charts import Bar, Chart, schedule, short
+from hpcsched.gateway.routes import TEXT
+from hpcsched.gateway.upstream import UpstreamError
+from hpcsched.listing.text import clean, date_text, when_text
+from hpcsched.model.units import format_mem, format_time_s
+
+Json = dict[str, Any]
+Load = Mapping[str, str]  # what a page needs: a name, and the controller's path
+
+HERE = Path(hpcsched.__file__).parent / "web"
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGE_HEADERS = SAFE_HEADERS | {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "vary": "accept-encoding",
+}
+ACTIVE = "PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
+ON_NODES = "CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
+ROWS = 100  # jobs on a page of the list
+FIRST_ROWS = 20  # ... on the overview
+MAX_BARS = 500
+MAX_LOG_BYTES = 64 << 10
+RANGES = {"1h": 3600.0, "1d": 86_400.0, "30d": 2_592_000.0}
+SCHEDULE_S = 86_400.0
+FILTERS = ("user", "name", "partition", "account", "state")
+# Of a job: title, unit, series. Bytes are counted each second.
+JOB_CHARTS = (
+    ("CPUs in use", "", "job_cpu_seconds_total"),
+    ("Memory", "bytes", "job_memory_bytes"),
+    ("GPU utilization", "of 1", "job_gpu_utilization_ratio"),
+    ("Read from disks", "bytes/s", "job_read_bytes_total"),
+    ("Written to disks", "bytes/s", "job_written_bytes_total"),
+    ("Training loss", "", "job_training_loss"),
+)
+NODE_CHARTS = (
+    ("Time of the CPUs by mode", "CPUs", "node_cpu_seconds_total"),
+    ("Load", "", "node_load1"),
+    ("Memory available", "bytes", "node_memory_available_bytes"),
+    ("GPU utilization", "of 1", "gpu_utilization_ratio"),
+    ("GPU temperature", "°C", "gpu_temperature_celsius"),
+    ("Network, received", "bytes/s", "node_network_receive_bytes_total"),
+)
+
+
+class Pages:
+    """The pages, their templates and static files, which are read once, at the start."""
+
+    def __init__(self, app: GatewayApp, *, has_oidc: bool = False) -> None:
+        self._app, self._has_oidc = app, has_oidc
+        self._static = {
+            path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted((HERE / "static").iterdir())
+        }
+        tags = {name: blake2b(data, digest_size=6).hexdigest() for name, (data, _) in self._static.items()}
+        templates = {path.name: path.read_text("utf-8") for path in (HERE / "templates").iterdir()}
+        self._templates = jinja2.Environment(
+            loader=jinja2.DictLoader(templates),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=_shown,
+        )
+        self._templates.globals |= {
+            "static": lambda name: f"/static/{name}?v={tags[name]}",
+            "version": hpcsched.__version__,
+            "job_link": lambda reference: f"/job/{quote(str(reference), safe='')}",
+            "node_link": lambda name: f"/node/{quote(str(name), safe='')}",
+            "date": date_text,
+            "when": when_text,
+            "duration": format_time_s,
+            "memory": format_mem,
+            "short": short,
+        }
+        self._pages = {name: self._templates.get_template(name) for name in templates}
+
+    def routes(self) -> list[Route]:
+        """Return the routes for the ASGI application."""
+        pages: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/": self.overview,
+            "/jobs": self.jobs,
+            "/job/{job}": self.job,
+            "/job/{job}/log": self.log,
+            "/nodes": self.nodes,
+            "/node/{node}": self.node,
+            "/queue": self.queue,
+            "/use": self.use,
+        }
+        found = [Route(path, self._guarded(page), methods=["GET"]) for path, page in pages.items()]
+        return [*found, Route("/static/{name}", self._app.guarded(self.static), methods=["GET"])]
+
+    def _guarded(self, page: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the page with errors as pages, too."""
+
+        async def handle(request: Request) -> Response:
+            headers: Mapping[str, str] = {}
+            try:
+                self._app.admit(request)
+                return await page(request)
+            except ProblemError as error:
+                status, why, headers = error.status, str(error), error.headers
+            except UpstreamError as error:
+                status, why = error.status, str(error)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                status, why = 500, str(report_fault(error, f"GET {request.url.path[:200]!r}", "the gateway's log"))
+            values = {"status": status, "why": why, "has_oidc": self._has_oidc}
+            return self._page(request, "error.html", values, status, headers)
+
+        return handle
+
+    def _page(
+        self,
+        request: Request,
+        name: str,
+        values: Json,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        body = self._pages[name].render({"me": None, "cluster": "", **values}).encode("utf-8", "replace")
+        return _packed(request, body, "text/html; charset=utf-8", {**PAGE_HEADERS, **(headers or {})}, status)
+
+    async def _load(self, request: Request, needed: Load, wanted: Load | None = None) -> Json:
+        """Return the controller's answers by name; of `wanted` None for those that it refuses.
+
+        Raises ProblemError if it refuses one that is needed.
+        """
+        everything = {"ping": "/v1/ping", "me": "/v1/me", **needed, **(wanted or {})}
+        replies = await asyncio.gather(*(self._app.forward(request, "GET", path) for path in everything.values()))
+        found: Json = {}
+        for name, reply in zip(everything, replies, strict=True):
+            if reply.status == 200:
+                found[name] = json.loads(reply.body)
+            elif wanted is not None and name in wanted:
+                found[name] = None
+            else:
+                error = json.loads(reply.body)
+                raise ProblemError(reply.status, str(error["error"]), kind=str(error["kind"]))
+        found["cluster"], found["now_s"] = found["ping"]["cluster"], found["ping"]["now_s"]
+        return found
+
+    # ----- static files
+
+    async def static(self, request: Request) -> Response:
+        """Send a file of the pages; its address changes with its content."""
+        self._app.count(request)
+        found = self._static.get(request.path_params["name"])
+        if found is None:
+            raise ProblemError(404, f"cannot find {request.url.path[:200]!r}")
+        headers = {**PAGE_HEADERS, "cache-control": "public, max-age=31536000, immutable"}
+        return _packed(request, found[0], found[1] + "; charset=utf-8", headers)
+
+    # ----- pages
+
+    async def overview(self, request: Request) -> Response:
+        """Show whether the cluster is healthy, what runs, what waits, and what is wrong."""
+        found = await self._load(
+            request,
+            {
+                "nodes": "/v1/nodes",
+                "running": _jobs_path(state=ON_NODES, limit=FIRST_ROWS),
+                "waiting": _jobs_path(state="PENDING", limit=FIRST_ROWS),
+            },
+            {"slow": "/v1/slow"},
+        )
+        nodes = found["nodes"]["nodes"]
+        found["totals"] = totals(nodes)
+        found["troubles"] = troubles(found["ping"], nodes)
+        return self._page(request, "overview.html", found)
+
+    async def jobs(self, request: Request) -> Response:
+        """List jobs, arrays folded, with filters."""
+        given = _query(request, (*FILTERS, "cursor"))
+        filters = {name: given[name] for name in FILTERS if given[name]}
+        query = {"state": ACTIVE, **filters, "limit": ROWS}
+        if given["cursor"]:
+            query["after"] = given["cursor"]
+        found = await self._load(request, {"jobs": _jobs_path(**query)})
+        after = found["jobs"].get("next_cursor")
+        found["next"] = f"/jobs?{urlencode({**filters, 'cursor': after})}" if after else ""
+        return self._page(request, "jobs.html", {**found, "filters": {name: given[name] for name in FILTERS}})
+
+    async def job(self, request: Request) -> Response:
+        """Show a job: why it waits, what it uses, its history, output and script."""
+        name = quote(request.path_params["job"], safe="")
+        range_s = _range(request)
+        shown = await self._load(request, {"answer": f"/v1/job/{name}"})
+        jobs = shown["answer"]["jobs"]
+        job = jobs[0]
+        target = quote(str(job["id"]), safe="")
+        from_s = max(job["started_at_s"] or 0.0, shown["now_s"] - range_s) if job["started_at_s"] else 0.0
+        more: dict[str, str] = {}
+        if len(jobs) == 1:
+            more["story"] = f"/v1/job/{name}/story"
+        if job["state"] == "PENDING":
+            more["why"] = f"/v1/job/{name}/why"
+        if job["state"] == "RUNNING" and len(jobs) == 1:
+            more["slow"] = f"/v1/job/{name}/slow"
+        if job["started_at_s"]:
+            to_s = job["ended_at_s"] or shown["now_s"]
+            more["history"] = _history_path(target, [one[2] for one in JOB_CHARTS], from_s, max(to_s, from_s + 60))
+        found = await self._load(request, {}, more)
+        found = {"why": None, "slow": None, "story": None, "history": None, **found}
+        return self._page(
+            request,
+            "job.html",
+            {
+                **found,
+                "job": job,
+                "jobs": jobs[:ROWS],
+                "count": len(jobs),
+                "charts": charts_of(found["history"], JOB_CHARTS),
+                "range": request.query_params.get("range", "1h"),
+                "ranges": list(RANGES),
+                "actions": actions_for(job),
+                "facts": facts_of(job),
+            },
+        )
+
+    async def log(self, request: Request) -> Response:
+        """Show the end of a job's output."""
+        name = request.path_params["job"]
+        stream = request.query_params.get("stream", "out")
+        if stream not in ("out", "err"):
+            raise ProblemError(400, "cannot show output: stream is out or err")
+        query = urlencode({"job": name, "stream": stream, "offset": -MAX_LOG_BYTES, "limit": MAX_LOG_BYTES})
+        found = await self._load(request, {"answer": f"/v1/job/{quote(name, safe='')}"})
+        reply = await self._app.forward(request, "GET", f"/v1/log?{query}")
+        if reply.status != 200:
+            raise ProblemError(reply.status, str(json.loads(reply.body)["error"]))
+        text = log_text(reply.body.decode("utf-8", "replace"))
+        end = reply.headers.get("x-offset", "0")
+        offset = int(end) + len(reply.body)  # int: of our own controller
+        values = {**found, "job": found["answer"]["jobs"][0], "text": text, "stream": stream, "offset": offset}
+        return self._page(request, "log.html", values)
+
+    async def nodes(self, request: Request) -> Response:
+        """List the nodes."""
+        found = await self._load(request, {"nodes": "/v1/nodes", "partitions": "/v1/partitions"})
+        return self._page(request, "nodes.html", {**found, "totals": totals(found["nodes"]["nodes"])})
+
+    async def node(self, request: Request) -> Response:
+        """Show a node: its state, jobs, resources and use."""
+        name = request.path_params["node"]
+        range_s = _range(request)
+        found = await self._load(request, {"nodes": "/v1/nodes"})
+        node = next((one for one in found["nodes"]["nodes"] if one["name"] == name), None)
+        if node is None:
+            raise ProblemError(404, f"cannot find node {name[:100]!r}")
+        path = _history_path(
+            quote(name, safe=""), [one[2] for one in NODE_CHARTS], found["now_s"] - range_s, found["now_s"]
+        )
+        more = await self._load(request, {}, {"history": path, "jobs": _jobs_path(state=ON_NODES, nodes=name)})
+        return self._page(
+            request,
+            "node.html",
+            {
+                **more,
+                "node": node,
+                "charts": charts_of(more["history"], NODE_CHARTS),
+                "range": request.query_params.get("range", "1h"),
+                "ranges": list(RANGES),
+            },
+        )
+
+    async def queue(self, request: Request) -> Response:
+        """Show what runs and what is expected to start in the next day, on each node."""
+        found = await self._load(
+            request,
+            {
+                "nodes": "/v1/nodes",
+                "running": _jobs_path(state=ON_NODES, limit=MAX_BARS, fold=0),
+                "waiting": _jobs_path(state="PENDING", limit=ROWS),
+                "reservations": "/v1/reservations",
+            },
+        )
+        from_s, to_s = found["now_s"] - SCHEDULE_S / 24, found["now_s"] + SCHEDULE_S
+        rows = [node["name"] for node in found["nodes"]["nodes"]]
+        bars = bars_of(found["running"]["jobs"], found["reservations"]["reservations"], to_s)
+        expected, later = expected_starts(found["waiting"]["jobs"], to_s)
+        drawing = schedule([*rows, *(bar.row for bar in expected)], [*bars, *expected], from_s, to_s)
+        return self._page(request, "queue.html", {**found, "drawing": drawing, "later": later})
+
+    async def use(self, request: Request) -> Response:
+        """Show shares and usage of accounts and users."""
+        return self._page(request, "use.html", await self._load(request, {"shares": "/v1/shares"}))
+
+
+# ----- what the pages show
+
+
+def totals(nodes: Sequence[Json]) -> Json:
+    """Return how much of each resource the nodes have, and how much jobs hold."""
+    return {
+        "nodes": len(nodes),
+        "up": sum(node["link"] == "up" and not node["drained"] for node in nodes),
+        "cpus": sum(node["cpus"] for node in nodes),
+        "cpus_alloc": sum(node["cpus_alloc"] for node in nodes),
+        "mem_mib": sum(node["mem_mib"] for node in nodes),
+        "mem_alloc_mib": sum(node["mem_alloc_mib"] for node in nodes),
+        "gpus": sum(len(node["gpus"]) for node in nodes),
+        "gpus_alloc": sum(node["gpus_alloc"] for node in nodes),
+    }
+
+
+def troubles(ping: Json, nodes: Sequence[Json]) -> list[Json]:
+    """Return what is wrong: a sentence, and the command that helps."""
+    found = []
+    for node in nodes:
+        name = node["name"]
+        if node["link"] != "up":
+            found.append(
+                {"text": f"node {name} does not answer: {node['link_why']}", "command": f"hpcsched doctor {name}"}
+            )
+        elif node["drained"]:
+            found.append({"text": f"node {name} is drained: {node['drained_why']}", "command": f"hctl resume {name}"})
+        elif node["launch_failures"]:
+            found.append(
+                {
+                    "text": f"node {name} cannot start jobs: {node['launch_failure']}",
+                    "command": f"hpcsched doctor {name}",
+                }
+            )
+    found += [{"text": text, "command": "hctl reconfigure"} for text in ping["not_taken"]]
+    if ping["undecided"]:
+        text = f"{ping['undecided']} launches from before a restore wait for a decision"
+        found.append({"text": text, "command": "hctl strays"})
+    return found
+
+
+def charts_of(history: Json | None, wanted: Sequence[tuple[str, str, str]]) -> list[Chart]:
+    """Return the charts of the series that have values."""
+    found = []
+    for title, unit, name in wanted:
+        lines = [
+            (_label(series), series["values"])
+            for series in (history or {}).get("series", ())
+            if series["name"] == name and any(value is not None for value in series["values"])
+        ]
+        if history is not None and lines:
+            found.append(
+                Chart(title=title, unit=unit, from_s=history["from_s"], step_s=history["step_s"], lines=lines[:12])
+            )
+    return found
+
+
+def _label(series: Json) -> str:
+    return " ".join([series.get("node", ""), *map(str, series["labels"].values())]).strip()
+
+
+def bars_of(jobs: Sequence[Json], reservations: Sequence[Json], to_s: float) -> list[Bar]:
+    """Return the bars of running jobs and of reservations; a job without a time limit has no end."""
+    found = []
+    for reservation in reservations:
+        label = f"reservation {reservation['name']}"
+        for node in reservation["nodes"]:
+            found.append(
+                Bar(row=node, begin_s=reservation["start_s"], end_s=reservation["end_s"], kind="reserved", label=label)
+            )
+    for job in jobs:
+        begin_s = job["started_at_s"] or job["allocated_at_s"] or 0.0
+        end_s = begin_s + job["time_limit_s"] if job["time_limit_s"] is not None else to_s
+        label, link = f"job {job['display_id']} {clean(job['name'])}", f"/job/{quote(job['display_id'], safe='')}"
+        for node in job["nodes"]:
+            found.append(Bar(row=node, begin_s=begin_s, end_s=end_s, kind="running", label=label, link=link))
+    return found
+
+
+def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[Bar], list[Json]]:
+    """Return bars of the waiting jobs that are expected to start in time, each on its own line, and the other jobs."""
+    bars, later = [], []
+    for job in jobs:
+        begin_s = job["expected_start_s"]
+        if begin_s is None or begin_s >= to_s:
+            later.append(job)
+            continue
+        name = job["display_id"]
+        end_s = begin_s + job["time_limit_s"] if job["time_limit_s"] is not None else to_s
+        label, link = f"job {name} is expected to start", f"/job/{quote(name, safe='')}"
+        bars.append(Bar(row=f"job {name}", begin_s=begin_s, end_s=end_s, kind="expected", label=label, link=link))
+    return bars, later
+
+
+def actions_for(job: Json) -> list[Json]:
+    """Return what can be done with a job: the API's verb, its label, and the command it stands for."""
+    verbs = {
+        "PENDING": ("release" if job["hold"] != "none" else "hold", "cancel"),
+        "RUNNING": ("suspend", "requeue", "cancel"),
+        "SUSPENDED": ("resume", "cancel"),
+        "CONFIGURING": ("cancel",),
+    }.get(job["state"], ("requeue",) if job["state"] != "COMPLETING" else ())
+    commands = {"cancel": "hcancel"}
+    name = job["display_id"]
+    return [{"verb": verb, "command": f"{commands.get(verb, 'hctl ' + verb)} {name}", "job": name} for verb in verbs]
+
+
+def facts_of(job: Json) -> list[tuple[str, str]]:
+    """Return the facts of a job with their names; those that are not known are left out."""
+    facts = [
+        ("User", f"{job['user']} ({job['account']})" if job["account"] else job["user"]),
+        ("Partition", job["partition"]),
+        ("QOS", job["qos"]),
+        ("Nodes", f"{job['num_nodes']}: {job['node_list']}" if job["node_list"] else str(job["num_nodes"])),
+        ("CPUs", str(job["num_cpus"])),
+        ("Memory", format_mem(job["mem_mib"]) if job["mem_mib"] else ""),
+        ("GPUs", str(job["gpus"]) if job["gpus"] else ""),
+        ("Submitted", date_text(job["submitted_at_s"])),
+        ("Started", date_text(job["started_at_s"]) if job["started_at_s"] else ""),
+        ("Ended", date_text(job["ended_at_s"]) if job["ended_at_s"] else ""),
+        ("Run time", format_time_s(job["elapsed_s"])),
+        ("Time limit", format_time_s(job["time_limit_s"])),
+        ("Exit code", "" if job["exit_code"] is None else f"{job['exit_code']}:{job['exit_signal'] or 0}"),
+        ("Attempt", str(job["attempt"]) if job["attempt"] else ""),
+        ("Dependency", job["dependency"] or ""),
+        ("Reservation", job["reservation"] or ""),
+        ("Directory", job["work_dir"] or ""),
+        ("Output", job["stdout"] or ""),
+        ("Errors", job["stderr"] if job["stderr"] != job["stdout"] else ""),
+        ("Command", job["submit_line"] or ""),
+        ("Comment", job["comment"] or ""),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def log_text(text: str) -> str:
+    """Return output without escape sequences and control characters, but for newlines and tabs."""
+    parts = []
+    for piece in text.split("\x1b["):
+        if parts:
+            end = next((at for at, char in enumerate(piece) if "@" <= char <= "~"), -1)
+            piece = piece[end + 1 :]
+        parts.append(piece)
+    return "".join(char for char in "".join(parts) if char in "\n\t" or char.isprintable())
+
+
+# ----- requests and answers
+
+
+def _query(request: Request, names: Sequence[str]) -> dict[str, str]:
+    """Return the parameters of a page, "" for those that are absent. Raises ProblemError."""
+    unknown = set(request.query_params) - set(names)
+    found = {name: request.query_params.get(name, "") for name in names}
+    if unknown or any(TEXT.why_bad(value) for value in found.values()):
+        raise ProblemError(400, f"cannot show that: the page takes {', '.join(names)}")
+    return found
+
+
+def _range(request: Request) -> float:
+    name = request.query_params.get("range", "1h")
+    if name not in RANGES:
+        raise ProblemError(400, f"cannot show that range: there are {', '.join(RANGES)}")
+    return RANGES[name]
+
+
+def _jobs_path(**query: object) -> str:
+    return "/v1/jobs?" + urlencode({"fold": 1, **query})
+
+
+def _history_path(target: str, series: Sequence[str], from_s: float, to_s: float) -> str:
+    """Return the path of the values of those series that the target has."""
+    return f"/v1/metrics/history?target={target}&" + urlencode(
+        {"series": ",".join(series), "from_s": f"{from_s:.3f}", "to_s": f"{to_s:.3f}", "known_only": 1}
+    )
+
+
+def _packed(request: Request, body: bytes, media_type: str, headers: Mapping[str, str], status: int = 200) -> Response:
+    """Return an answer, compressed if the browser takes that."""
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(body, status, headers=dict(headers), media_type=media_type)
+    packed = gzip.compress(body, 6)
+    return Response(packed, status, headers={**headers, "content-encoding": "gzip"}, media_type=media_type)
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as the templates insert it: texts of users have no control characters."""
+    if value is None:
+        return ""
+    return clean(value) if type(value) is str and not value.isprintable() and "\n" not in value else value
