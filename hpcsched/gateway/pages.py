@@ -125,7 +125,6 @@ class Pages:
         async def handle(request: Request) -> Response:
             headers: Mapping[str, str] = {}
             try:
-                self._app.admit(request)
                 return await page(request)
             except ProblemError as error:
                 status, why, headers = error.status, str(error), error.headers
@@ -151,14 +150,19 @@ class Pages:
         body = self._pages[name].render({"me": None, "cluster": "", **values}).encode("utf-8", "replace")
         return _packed(request, body, "text/html; charset=utf-8", {**PAGE_HEADERS, **(headers or {})}, status)
 
-    async def _load(self, request: Request, needed: Load, wanted: Load | None = None) -> Json:
-        """Return the controller's answers by name; of `wanted` None for those that it refuses.
+    async def _load(
+        self, request: Request, needed: Load, wanted: Load | None = None, known: Json | None = None
+    ) -> Json:
+        """Return the controller's answers by name, added to those that are known; of `wanted` None if it refuses.
 
         Raises ProblemError if it refuses one that is needed.
         """
-        everything = {"ping": "/v1/ping", "me": "/v1/me", **needed, **(wanted or {})}
+        head = {"ping": "/v1/ping", "me": "/v1/me"} if known is None else {}
+        everything = {**head, **needed, **(wanted or {})}
+        for _ in everything:  # each counts: a page must not multiply what a user may ask for
+            self._app.admit(request)
         replies = await asyncio.gather(*(self._app.forward(request, "GET", path) for path in everything.values()))
-        found: Json = {}
+        found: Json = {} if known is None else dict(known)
         for name, reply in zip(everything, replies, strict=True):
             if reply.status == 200:
                 found[name] = json.loads(reply.body)
@@ -230,7 +234,7 @@ class Pages:
         if job["started_at_s"]:
             to_s = job["ended_at_s"] or shown["now_s"]
             more["history"] = _history_path(target, [one[2] for one in JOB_CHARTS], from_s, max(to_s, from_s + 60))
-        found = await self._load(request, {}, more)
+        found = await self._load(request, {}, more, shown)
         found = {"why": None, "slow": None, "story": None, "history": None, **found}
         return self._page(
             request,
@@ -281,7 +285,8 @@ class Pages:
         path = _history_path(
             quote(name, safe=""), [one[2] for one in NODE_CHARTS], found["now_s"] - range_s, found["now_s"]
         )
-        more = await self._load(request, {}, {"history": path, "jobs": _jobs_path(state=ON_NODES, nodes=name)})
+        wanted = {"history": path, "jobs": _jobs_path(state=ON_NODES, nodes=name)}
+        more = await self._load(request, {}, wanted, found)
         return self._page(
             request,
             "node.html",
