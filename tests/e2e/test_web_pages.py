@@ -8,17 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-CHROMIUM = shutil.which("chromium")
-if os.environ.get("CI") != "true":
-    pytest.importorskip("playwright", reason="NOT TESTED: needs playwright")
-    pytest.importorskip("uvicorn", reason="NOT TESTED: needs hpcsched[web]")
-    if CHROMIUM is None:
-        pytest.skip("NOT TESTED: needs Debian's chromium", allow_module_level=True)
+pytest.importorskip("playwright")
+pytest.importorskip("uvicorn")
 
 from gateway_server import Served, serving
 from playwright.sync_api import Page, expect, sync_playwright
 from waiting import PATIENCE_S, wait_until
 
+CHROMIUM = shutil.which("chromium")
+CI = os.environ.get("CI") == "true"
+pytestmark = pytest.mark.skipif(CHROMIUM is None and not CI, reason="NOT TESTED: needs Debian's chromium")
 expect.set_options(timeout=PATIENCE_S * 1000)
 
 
