@@ -42,7 +42,7 @@ def certificate(base: Path, name: str, *, ca: str = "", eku: str = "", days: str
     else:
         more += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     openssl(
-        "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", f"/CN={name}", "-keyout", key, "-out", made, "-days", days, *more
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}", "-keyout", key, "-out", made, "-days", days, *more
     )  # fmt: skip
     key.chmod(0o600)
     return made

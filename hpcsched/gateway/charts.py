@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 600, 150
+SCHEDULE_WIDTH = 1150
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 18  # margins for the labels
 ROW = 22  # height of a node's line
 COLOURS = 6  # classes of the style sheet: s0 ...
@@ -126,9 +127,9 @@ def schedule(rows: Sequence[str], bars: Sequence[Bar], from_s: float, to_s: floa
     places = {row: at for at, row in enumerate(rows)}
 
     def x(at_s: float) -> float:
-        return left + max(0.0, min(1.0, (at_s - from_s) / (to_s - from_s))) * (WIDTH - left - RIGHT)
+        return left + max(0.0, min(1.0, (at_s - from_s) / (to_s - from_s))) * (SCHEDULE_WIDTH - left - RIGHT)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" class="chart"><title>Schedule</title>']
+    parts = [f'<svg viewBox="0 0 {SCHEDULE_WIDTH} {height}" role="img" class="chart"><title>Schedule</title>']
     for part in range(5):
         at_s = from_s + part / 4 * (to_s - from_s)
         anchor = "start" if part == 0 else "end" if part == 4 else "middle"
