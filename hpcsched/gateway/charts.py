@@ -1,4 +1,4 @@
-"""Draw charts as SVG: lines over time, and jobs on nodes. Each has its values as text, too.
+"""Draw charts as SVG: lines over time, and jobs on nodes. Each has its values as text.
 
 Pure. Colours come from the style sheet, by class; a chart has no style of its own, which the content security policy of the
 pages would refuse. Text is escaped here, because the templates insert the charts as they are.
@@ -24,7 +24,10 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines over one time axis. `lines`: label and values, each `step_s` after the one before; None is a gap."""
+    """Lines over one time axis.
+
+    `lines`: label and values, each `step_s` after the one before; None is a gap.
+    """
 
     title: str
     unit: str
@@ -62,7 +65,7 @@ class Chart:
         return f"{self.title}: {short(min(known))} to {short(max(known))} {self.unit}".rstrip()
 
     def rows(self) -> list[list[str]]:
-        """Return the values as a table with at most `TABLE_ROWS` lines: the time, then each line's value."""
+        """Return the values as a table of at most `TABLE_ROWS` rows: the time, then each value."""
         count = max((len(values) for _, values in self.lines), default=0)
         step = max(1, math.ceil(count / TABLE_ROWS))
         span_s = count * self.step_s
@@ -110,7 +113,7 @@ def clock(at_s: float, span_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class ScheduleBar:
     """A job or reservation on a line of the schedule."""
 
     row: str
@@ -121,8 +124,8 @@ class Bar:
     link: str = ""
 
 
-def schedule(rows: Sequence[str], bars: Sequence[Bar], from_s: float, to_s: float) -> str:
-    """Return the drawing of bars on lines of a time axis; what is outside of the axis is cut off."""
+def schedule(rows: Sequence[str], bars: Sequence[ScheduleBar], from_s: float, to_s: float) -> str:
+    """Return the drawing of bars on lines of a time axis, cut off at its ends."""
     height, left = TOP + ROW * len(rows) + BOTTOM, 110
     places = {row: at for at, row in enumerate(rows)}
 

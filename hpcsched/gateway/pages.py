@@ -26,7 +26,7 @@ from starlette.routing import Route
 import hpcsched
 from hpcsched.errors import report_fault
 from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError
-from hpcsched.gateway.charts import Bar, Chart, schedule, short
+from hpcsched.gateway.charts import Chart, ScheduleBar, schedule, short
 from hpcsched.gateway.routes import TEXT
 from hpcsched.gateway.upstream import UpstreamError
 from hpcsched.listing.text import clean, date_text, when_text
@@ -153,9 +153,9 @@ class Pages:
     async def _load(
         self, request: Request, needed: Load, wanted: Load | None = None, known: Json | None = None
     ) -> Json:
-        """Return the controller's answers by name, added to those that are known; of `wanted` None if it refuses.
+        """Return the controller's answers by name, added to those that are `known`.
 
-        Raises ProblemError if it refuses one that is needed.
+        One of `wanted` that is refused is None. Raises ProblemError if one of `needed` is refused.
         """
         head = {"ping": "/v1/ping", "me": "/v1/me"} if known is None else {}
         everything = {**head, **needed, **(wanted or {})}
@@ -384,26 +384,34 @@ def _label(series: Json) -> str:
     return " ".join([series.get("node", ""), *map(str, series["labels"].values())]).strip()
 
 
-def bars_of(jobs: Sequence[Json], reservations: Sequence[Json], to_s: float) -> list[Bar]:
-    """Return the bars of running jobs and of reservations; a job without a time limit has no end."""
+def bars_of(jobs: Sequence[Json], reservations: Sequence[Json], to_s: float) -> list[ScheduleBar]:
+    """Return the bars of running jobs and of reservations.
+
+    A job without a time limit has no end.
+    """
     found = []
     for reservation in reservations:
         label = f"reservation {reservation['name']}"
         for node in reservation["nodes"]:
             found.append(
-                Bar(row=node, begin_s=reservation["start_s"], end_s=reservation["end_s"], kind="reserved", label=label)
+                ScheduleBar(
+                    row=node, begin_s=reservation["start_s"], end_s=reservation["end_s"], kind="reserved", label=label
+                )
             )
     for job in jobs:
         begin_s = job["started_at_s"] or job["allocated_at_s"] or 0.0
         end_s = begin_s + job["time_limit_s"] if job["time_limit_s"] is not None else to_s
         label, link = f"job {job['display_id']} {clean(job['name'])}", f"/job/{quote(job['display_id'], safe='')}"
         for node in job["nodes"]:
-            found.append(Bar(row=node, begin_s=begin_s, end_s=end_s, kind="running", label=label, link=link))
+            found.append(ScheduleBar(row=node, begin_s=begin_s, end_s=end_s, kind="running", label=label, link=link))
     return found
 
 
-def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[Bar], list[Json]]:
-    """Return bars of the waiting jobs that are expected to start in time, each on its own line, and the other jobs."""
+def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[ScheduleBar], list[Json]]:
+    """Return the bars of waiting jobs that are expected to start before `to_s`, and the other jobs.
+
+    Each has a line of its own.
+    """
     bars, later = [], []
     for job in jobs:
         begin_s = job["expected_start_s"]
@@ -413,12 +421,14 @@ def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[Bar], list[
         name = job["display_id"]
         end_s = begin_s + job["time_limit_s"] if job["time_limit_s"] is not None else to_s
         label, link = f"job {name} is expected to start", f"/job/{quote(name, safe='')}"
-        bars.append(Bar(row=f"job {name}", begin_s=begin_s, end_s=end_s, kind="expected", label=label, link=link))
+        bars.append(
+            ScheduleBar(row=f"job {name}", begin_s=begin_s, end_s=end_s, kind="expected", label=label, link=link)
+        )
     return bars, later
 
 
 def actions_for(job: Json) -> list[Json]:
-    """Return what can be done with a job: the API's verb, its label, and the command it stands for."""
+    """Return the actions of a job: the API's verb, and the command that it stands for."""
     verbs = {
         "PENDING": ("release" if job["hold"] != "none" else "hold", "cancel"),
         "RUNNING": ("suspend", "requeue", "cancel"),
@@ -459,8 +469,8 @@ def facts_of(job: Json) -> list[tuple[str, str]]:
 
 
 def log_text(text: str) -> str:
-    """Return output without escape sequences and control characters, but for newlines and tabs."""
-    parts = []
+    """Return output without escape sequences; of control characters, newlines and tabs stay."""
+    parts: list[str] = []
     for piece in text.split("\x1b["):
         if parts:
             end = next((at for at, char in enumerate(piece) if "@" <= char <= "~"), -1)

@@ -469,9 +469,9 @@ def selected(cluster: ClusterState, identity: Identity, query: Query) -> list[Jo
 
 
 def folded(jobs: Iterable[Job]) -> dict[int, Json]:
-    """Return, for the number of the first task of each array in each state, which and how many tasks it is shown for.
+    """Return which tasks, and how many, a list shows as one job, by the number of the first.
 
-    A job that is not a task of an array is shown for itself.
+    They are those of one array in one state. A job that is not a task of an array is shown for itself.
     """
     groups: dict[tuple[int, JobState | None], list[Job]] = {}
     for job in jobs:

@@ -22,7 +22,7 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 from hpcsched.auth.authorize import Identity
 from hpcsched.errors import HpcschedError, NotFoundError
 from hpcsched.gateway.app import COOKIE, GatewayApp
-from hpcsched.gateway.charts import Bar, Chart, rounded_up, schedule, short
+from hpcsched.gateway.charts import Chart, ScheduleBar, rounded_up, schedule, short
 from hpcsched.gateway.pages import Pages, actions_for, expected_starts, log_text, totals, troubles
 from hpcsched.gateway.upstream import UpstreamReply
 from hpcsched.model.spec import ArraySpec
@@ -359,9 +359,9 @@ def test_the_axis_ends_at_a_round_number(value: float, top: float) -> None:
 
 def test_a_schedule_cuts_bars_at_its_ends_and_leaves_out_others() -> None:
     bars = [
-        Bar(row="n1", begin_s=-100.0, end_s=1e9, kind="running", label="job 1", link="/job/1"),
-        Bar(row="n1", begin_s=-100.0, end_s=-1.0, kind="running", label="job 2"),
-        Bar(row="n9", begin_s=0.0, end_s=10.0, kind="running", label="job 3"),
+        ScheduleBar(row="n1", begin_s=-100.0, end_s=1e9, kind="running", label="job 1", link="/job/1"),
+        ScheduleBar(row="n1", begin_s=-100.0, end_s=-1.0, kind="running", label="job 2"),
+        ScheduleBar(row="n9", begin_s=0.0, end_s=10.0, kind="running", label="job 3"),
     ]
     text = schedule(["n1"], bars, 0.0, 100.0)
     assert text.count("<rect") == 1
