@@ -438,7 +438,7 @@ class GatewayConnection(HttpToolsProtocol):
 
 
 def _more_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
-    """Return the routes of slurmrestd's paths, of logins and of the web pages. Raises ConfigError."""
+    """Return the routes of slurmrestd's paths, logins and web pages. Raises ConfigError."""
     logins = _login_routes(app, settings)
     return [*SlurmPaths(app).routes(), *logins, *Pages(app, has_oidc=bool(logins)).routes()]
 
