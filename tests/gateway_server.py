@@ -41,7 +41,8 @@ def certificate(base: Path, name: str, *, ca: str = "", eku: str = "", days: str
         more += ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
     else:
         more += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    curve = ("ec", "-pkeyopt", "ec_paramgen_curve:P-256")  # browsers accept no Ed25519
+    for_browsers = name == "gateway"  # they accept no Ed25519
+    curve = ("ec", "-pkeyopt", "ec_paramgen_curve:P-256") if for_browsers else ("ed25519",)
     files = ("-keyout", key, "-out", made)
     openssl("req", "-x509", "-newkey", *curve, "-nodes", "-subj", f"/CN={name}", *files, "-days", days, *more)
     key.chmod(0o600)

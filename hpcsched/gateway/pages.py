@@ -408,7 +408,7 @@ def bars_of(jobs: Sequence[Json], reservations: Sequence[Json], to_s: float) -> 
 
 
 def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[ScheduleBar], list[Json]]:
-    """Return bars of the waiting jobs that are expected to start before `to_s`, and the others.
+    """Return bars of waiting jobs that are expected to start before `to_s`, and the others.
 
     Each has a line of its own.
     """

@@ -51,6 +51,13 @@ def wheel(source: Path) -> Path:
     return unpacked(source, {})
 
 
+def test_the_wheel_has_the_files_of_the_web_pages(wheel: Path) -> None:
+    folder = ROOT / "hpcsched" / "web"
+    files = {path.relative_to(ROOT) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert len(files) > 10
+    assert not [str(path) for path in files if not (wheel / path).is_file()]
+
+
 @pytest.fixture(scope="module")
 def prefix(wheel: Path) -> Path:
     """What an installer puts below the prefix of an environment."""
