@@ -202,7 +202,7 @@ static void put_request(struct text *to, const struct text *script, int script_a
 }
 
 /* Return whether only root could have made the socket's directory as one of `uid`. Links are left to Python: is_made_by of
- * hpcnode/wire/sockets.py. */
+ * hpcnode/os/trust.py. */
 static int given_by_root(const char *where, uid_t uid) {
     char path[PATH_MAX];
     struct stat found;

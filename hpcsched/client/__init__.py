@@ -305,7 +305,7 @@ def check_server(sock: Any, where: str) -> None:
     _, uid = _peer(sock)
     if uid in (0, os.getuid()):
         return
-    from hpcnode.wire.sockets import is_made_by  # its imports are needed only here
+    from hpcnode.os.trust import is_made_by  # its imports are needed only here
 
     if not is_made_by(where, uid):
         raise errors.UnavailableError(

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 import httptools
 
-from hpcnode.wire.sockets import is_made_by
+from hpcnode.os.trust import is_made_by
 
 MOST = 400  # connections; the controller allows an account 512
 IDLE_S = 20.0  # then a connection is not used again; the controller closes it after 30 s

@@ -1,12 +1,14 @@
 """Compare files of a node with those of the head, and replace them: `hpcsched node sync`.
 
-This program runs on a node. It is never imported: `hpcsched.cli.admin.sync` reads it as text, and
-`python3 -c` runs it there, with the standard library of Python 3.9. It reads one line of JSON with
-the wanted files and, if `write` is set, then their contents in this order; and answers with one
+This program runs on a node. `hpcsched.cli.admin.sync` reads it as text, and `python3 -c` runs it
+there behind `hpcnode.os.trust`, with the standard library of Python 3.9. It reads one line of JSON
+with the wanted files and, if `write` is set, then their contents in this order; and answers with one
 line of JSON behind MARK: for each file its state there, as text; "" if it is as wanted.
 
 A file is replaced by rename, with its mode and owner, so that a reader sees the old or the new one.
-Links and things that are not files are left alone.
+Links and things that are not files are left alone. Root may be at work in a directory of a user, who
+may exchange it for a link meanwhile. So all is done in a directory that is opened once, and that
+nobody but root and the file's owner can replace.
 """
 
 import grp
@@ -17,23 +19,32 @@ import pwd
 import stat
 import sys
 
+from hpcnode.os.trust import open_directory  # its text comes before this one
+
 MARK = "\002hpcsync\003 "
 MOST_BYTES = 64 << 20
 
 
-def look(file):
+def directory_of(file, uid):
+    """Return a descriptor of the file's directory. Raises OSError or ValueError."""
+    try:
+        return open_directory(os.path.dirname(file["path"]), uid)
+    except FileNotFoundError:
+        raise ValueError("its directory is missing there") from None
+
+
+def look(file, directory, owner):
     """Return what differs from the wanted file, in words; "" for nothing.
 
     Raises OSError or ValueError.
     """
+    name = os.path.basename(file["path"])
     try:
-        fd = os.open(file["path"], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     except FileNotFoundError:
-        if not os.path.isdir(os.path.dirname(file["path"])):
-            raise ValueError("its directory is missing there") from None
         return "missing"
     except OSError:
-        if os.path.islink(file["path"]):
+        if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
             raise ValueError("it is a symbolic link there; name what it leads to") from None
         raise
     with open(fd, "rb") as there:
@@ -46,7 +57,7 @@ def look(file):
             found.append("content {} there, {} here".format(digest(there)[:12], file["sha256"][:12]))
     if stat.S_IMODE(status.st_mode) != file["mode"]:
         found.append("mode {:04o} there, {:04o} here".format(stat.S_IMODE(status.st_mode), file["mode"]))
-    if (status.st_uid, status.st_gid) != owner(file):
+    if (status.st_uid, status.st_gid) != owner:
         has = f"{name_of(pwd.getpwuid, status.st_uid)}:{name_of(grp.getgrgid, status.st_gid)}"
         found.append("owner {} there, {}:{} here".format(has, file["user"], file["group"]))
     return ", ".join(found)
@@ -64,7 +75,7 @@ def digest(there):
     return found.hexdigest()
 
 
-def owner(file):
+def owner_of(file):
     """Return the ids of the wanted owner; an account that is not root's keeps its own."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
@@ -81,28 +92,42 @@ def name_of(find, number):
         return str(number)
 
 
-def put(file, data):
+def put(file, directory, owner, data):
     """Replace the file. Raises OSError or ValueError."""
     if hashlib.sha256(data).hexdigest() != file["sha256"]:
         raise ValueError("what arrived is not what was sent")
-    uid, gid = owner(file)
-    directory = os.path.dirname(file["path"])
-    temporary = os.path.join(directory, ".{}.hpcsync-{}".format(os.path.basename(file["path"])[:200], os.getpid()))
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    name = os.path.basename(file["path"])
+    temporary = f".{name[:200]}.hpcsync-{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o600, dir_fd=directory)
     try:
         with open(fd, "wb") as new:
             new.write(data)
-            os.fchown(fd, uid, gid)
+            os.fchown(fd, *owner)
             os.fchmod(fd, file["mode"])
             new.flush()
             os.fsync(fd)
-        os.rename(temporary, file["path"])
+        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
-        os.unlink(temporary)
+        os.unlink(temporary, dir_fd=directory)
         raise
-    fd = os.open(directory, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    os.fsync(directory)
+
+
+def done(file, data, write):
+    """Compare the file, and replace it if `write` is set; return what differed.
+
+    Raises OSError or ValueError.
+    """
+    owner = owner_of(file)
+    directory = directory_of(file, owner[0])
+    try:
+        difference = look(file, directory, owner)
+        if write and difference:
+            put(file, directory, owner, data)
+        return difference
+    finally:
+        os.close(directory)
 
 
 def main():
@@ -112,9 +137,7 @@ def main():
         data = sys.stdin.buffer.read(file["size"]) if order["write"] else b""
         answer = {"difference": "", "error": ""}
         try:
-            answer["difference"] = look(file)
-            if order["write"] and answer["difference"]:
-                put(file, data)
+            answer["difference"] = done(file, data, order["write"])
         except ValueError as error:
             answer["error"] = str(error)
         except OSError as error:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from hpcsched.cli.admin import backup
 from hpcsched.cli.admin.backup import opened
 from hpcsched.errors import ConfigError
 from hpcsched.loopback.cluster import LocalCluster
@@ -74,6 +76,55 @@ def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfi
     return member
 
 
+def _encrypted(folder: Path, archive: bytes) -> tuple[Path, Path]:
+    """Return a private key, and a file with this archive that is encrypted for it: everybody could make it."""
+    identity = pyrage.x25519.Identity.generate()
+    key, file = folder / "key", folder / "backup.tar.age"
+    key.write_text(str(identity))
+    key.chmod(0o600)
+    file.write_bytes(pyrage.encrypt(archive, [identity.to_public()]))
+    return file, key
+
+
+def _sparse() -> bytes:
+    """Return an archive of some kilobytes with a file of a terabyte of zeros."""
+    member = _member("hpcsched.db", tarfile.GNUTYPE_SPARSE)
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[483:495] = tarfile.itn(1 << 40, 12, tarfile.GNU_FORMAT)  # its size with the zeros
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(tarfile.RECORDSIZE)
+
+
+def _compressed() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        member = _member("hpcsched.db")
+        member.size = 8 << 20
+        archive.addfile(member, io.BytesIO(bytes(member.size)))
+    return gzip.compress(content.getvalue())
+
+
+def _many() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for number in range(4):
+            archive.addfile(_member(f"file{number}"))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("archive", [_sparse, _compressed, _many])
+def test_b7_an_archive_is_no_larger_than_its_file(
+    archive: Callable[[], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backup, "MOST_MEMBERS", 3)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file, key = _encrypted(tmp_path, archive())
+    with pytest.raises(ConfigError, match="cannot open"), opened(file, key):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"key", "backup.tar.age"}
+
+
 @pytest.mark.parametrize(
     "members",
     [
@@ -88,14 +139,11 @@ def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfi
 )
 def test_b7_an_archive_for_our_key_writes_nothing_elsewhere(members: list[tarfile.TarInfo], tmp_path: Path) -> None:
     """Everybody who has the public key can make one."""
-    identity = pyrage.x25519.Identity.generate()
-    key, file, content = tmp_path / "key", tmp_path / "backup.tar.age", io.BytesIO()
-    key.write_text(str(identity))
-    key.chmod(0o600)
+    content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         for member in members:
             archive.addfile(member, io.BytesIO())
-    file.write_bytes(pyrage.encrypt(content.getvalue(), [identity.to_public()]))
+    file, key = _encrypted(tmp_path, content.getvalue())
     with pytest.raises(ConfigError, match="cannot open"), opened(file, key):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"key", "backup.tar.age"}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcnode.os.program import check_program
+from hpcnode.os.trust import check_path
 from hpcsched.controller.requests import triggers
 from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.model.trigger import Trigger, TriggerEvent
@@ -127,7 +127,7 @@ def test_f7_a_program_that_is_safe_is_run(program: Path) -> None:
     link = program.parent / "link"
     link.symlink_to("../b/program")
     for path in (program, link, Path("/bin/sh")):
-        check_program(path, UID)
+        check_path(path, UID)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
@@ -136,7 +136,7 @@ def test_f7_a_program_that_others_may_replace_is_not_run(program: Path, up: int,
     part = [program, *program.parents][up]
     part.chmod(mode)
     with pytest.raises(PermissionError, match=f"others may write {part}, .*chmod go-w"):
-        check_program(program, UID)
+        check_path(program, UID)
 
 
 def test_f7_what_a_link_leads_through_is_checked(program: Path) -> None:
@@ -144,22 +144,22 @@ def test_f7_what_a_link_leads_through_is_checked(program: Path) -> None:
     link.symlink_to("b/program")
     program.parent.chmod(0o777)
     with pytest.raises(PermissionError, match=f"others may write {program.parent},"):
-        check_program(link, UID)
+        check_path(link, UID)
 
 
 @pytest.mark.root
 @pytest.mark.skipif(UID != 0, reason="needs to run as root: it gives files to another user")
 def test_f7_a_program_of_another_user_below_a_sticky_directory_is_not_run(program: Path) -> None:
     program.parent.chmod(0o1777)
-    check_program(program, UID)
+    check_path(program, UID)
     link = program.parent / "link"
     link.symlink_to("program")
     for theirs in (link, program):
         os.chown(theirs, 65534, 65534, follow_symlinks=False)
         with pytest.raises(PermissionError, match="belongs to user 65534"):
-            check_program(theirs, 0)
+            check_path(theirs, 0)
         with pytest.raises(PermissionError, match="belongs to user 65534"):
-            check_program(theirs, 1)
+            check_path(theirs, 1)
         os.chown(theirs, 0, 0, follow_symlinks=False)
 
 
@@ -167,4 +167,4 @@ def test_f7_a_circle_of_links_ends(program: Path) -> None:
     (program.parent / "one").symlink_to("two")
     (program.parent / "two").symlink_to("one")
     with pytest.raises(PermissionError, match="more than"):
-        check_program(program.parent / "one", UID)
+        check_path(program.parent / "one", UID)

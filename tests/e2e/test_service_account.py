@@ -16,7 +16,7 @@ import pytest
 from other_user import installation
 from waiting import wait_until
 
-from hpcnode.wire.sockets import is_made_by
+from hpcnode.os.trust import is_made_by
 from hpcsched import errors
 from hpcsched.loopback.cluster import LocalCluster, LoopbackNode
 

@@ -12,9 +12,10 @@ import stat
 import sys
 from typing import Callable, List, Optional
 
+from hpcnode.os.trust import FOLDER
+
 MAX_SOCKET_PATH = 100
 OLD_BUNDLE_S = 600.0
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _BUNDLE = re.compile(r"hpcnode-([0-9a-f]+)\.pyz\Z")
 _STEPS = re.compile(r"steps-[0-9a-f]+-[A-Za-z0-9_.-]+\Z")
 

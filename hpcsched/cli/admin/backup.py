@@ -36,6 +36,7 @@ import click
 
 import hpcsched
 from hpcnode.os.durable import sync_folder
+from hpcnode.os.trust import check_path
 from hpcsched import client, paths
 from hpcsched.cli.admin.init import give_to_controller, seal_keys_of
 from hpcsched.cli.output import print_json
@@ -494,6 +495,7 @@ def back_up_cluster(config: Config, directory: Path, keep: int | None = None, en
     database = config.controller.state_dir / paths.DATABASE_FILE
     target = directory / f"{config.name}-{datetime.now():%Y%m%dT%H%M%S}"
     part = directory / f".{target.name}.{secrets.token_hex(4)}.part"
+    _check_place(config, directory)
     if target.exists():
         raise RequestError(f"cannot back up into {target}: it is there already; try again in a second")
     try:
@@ -510,6 +512,20 @@ def back_up_cluster(config: Config, directory: Path, keep: int | None = None, en
     except OSError as error:
         raise UnavailableError(f"cannot back up into {directory}: {error.filename}: {error.strerror}") from None
     return target
+
+
+def _check_place(config: Config, directory: Path) -> None:
+    """Raise RequestError if others could exchange a backup for one of theirs, which root would restore.
+
+    The cluster of one user is that user's own business.
+    """
+    account = config.controller.account()
+    if os.geteuid() != 0 and account is None:
+        return
+    try:
+        check_path(directory.absolute(), os.geteuid() if account is None else account.pw_uid)
+    except OSError as error:
+        raise RequestError(f"cannot back up into {directory}: {error}. Or encrypt the backup (--encrypt)") from None
 
 
 def _back_up_encrypted(config: Config, directory: Path, keep: int | None, encrypt: tuple[str, ...]) -> Path:
@@ -746,6 +762,7 @@ def _stamped(config: Config, directory: Path) -> dict[datetime, list[Path]]:
 
 SUFFIX = ".tar.age"
 MOST_KEY_BYTES = 1 << 20
+MOST_MEMBERS = 50_000  # of an archive: one for each node, and some
 
 
 def _pyrage() -> Any:
@@ -827,7 +844,7 @@ def opened(file: Path, identity: Path | None) -> Iterator[Path]:
         try:
             with open(file, "rb") as source, open(plain, "wb") as target:
                 pyrage.decrypt_io(source, target, identities)
-            with tarfile.open(plain) as archive:
+            with tarfile.open(plain, "r:") as archive:  # as `encrypt_folder` writes it: a compressed one may be a bomb
                 _extract(archive, folder)
         except (OSError, tarfile.TarError, pyrage.DecryptError) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -847,8 +864,12 @@ def _extract(archive: tarfile.TarFile, folder: Path) -> None:
 
     Raises: TarError for another kind of member or a name that leaves `folder`, OSError.
     """
-    for member in archive:
+    for number, member in enumerate(archive):
         name = PurePosixPath(member.name)
+        if number >= MOST_MEMBERS:
+            raise tarfile.TarError(f"it has more than {MOST_MEMBERS} files")
+        if member.issparse():  # some bytes stand for any number of zeros
+            raise tarfile.TarError(f"{member.name!r} is larger than the archive")
         if name.is_absolute() or ".." in name.parts or not (member.isreg() or member.isdir()):
             raise tarfile.TarError(f"{member.name!r} is not a file or directory of a backup")
         path = folder / name

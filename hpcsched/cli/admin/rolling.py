@@ -30,6 +30,7 @@ from typing import IO, Any
 
 import click
 
+from hpcnode.os.trust import check_path
 from hpcsched import client
 from hpcsched.cli.admin.node import measured_slow
 from hpcsched.cli.output import print_json
@@ -167,17 +168,19 @@ class RollFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._path = directory / "roll.json"
+        self.directory = directory.absolute()
+        self._path = self.directory / "roll.json"
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep other processes out. Raises ConflictError if one is at work."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_directory()
             lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise RequestError(f"cannot keep the progress in {self.directory}: {error.strerror}") from None
+            why = error.strerror or f"{error}. Or name another directory: --state DIR"
+            raise RequestError(f"cannot keep the progress in {self.directory}: {why}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -189,9 +192,21 @@ class RollFile:
         finally:
             os.close(lock)
 
+    def _check_directory(self) -> None:
+        """Raise PermissionError if others could write what --continue runs on the nodes.
+
+        Users may share the directories above with their own group; root may not.
+        """
+        status = os.stat(self.directory)
+        if os.geteuid() == 0:
+            check_path(self.directory, 0)
+        elif status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(f"others may write there; run: chmod 700 {self.directory}")
+
     def read(self) -> Roll | None:
         """Return the last roll, None if there was none. Raises RequestError for a damaged file."""
         try:
+            self._check_directory()
             found = json.loads(self._path.read_bytes())
             orders = Orders(**{**found["orders"], "command": tuple(found["orders"]["command"])})
             nodes = {

@@ -31,6 +31,8 @@ from typing import Any
 
 import click
 
+from hpcnode.os.trust import check_path
+from hpcnode.wire import gate
 from hpcsched import client
 from hpcsched.api.identity import user_name
 from hpcsched.auth.authorize import Identity, authorize_root
@@ -51,6 +53,7 @@ MOST_FILES = 64
 MOST_FILE_BYTES = 16 << 20
 MOST_BYTES = 64 << 20
 SHOWN_CHARACTERS = 64 << 10  # of the output of a node
+MOST_WORDS = 300  # characters of what a node says of a file
 COMPARE_S = 120.0
 MARK = "\002hpcsync\003 "
 
@@ -162,6 +165,7 @@ def _read(source: str, target: str) -> SyncFile:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise RequestError(f"cannot sync {source}: it is not a regular file")
+        _check_source(source, status)
         data = file.read(MOST_FILE_BYTES + 1)
     if len(data) > MOST_FILE_BYTES:
         raise RequestError(f"cannot sync {source}: it is longer than {MOST_FILE_BYTES >> 20} MiB; put it on the share")
@@ -172,6 +176,18 @@ def _read(source: str, target: str) -> SyncFile:
         user=_name_of(pwd.getpwuid, status.st_uid),
         group=_name_of(grp.getgrgid, status.st_gid),
     )
+
+
+def _check_source(source: str, status: os.stat_result) -> None:
+    """Raise RequestError if others than the file's owner could choose what root installs on the nodes."""
+    if os.geteuid() != 0:
+        return
+    try:
+        is_same = os.path.samestat(os.stat(check_path(source, status.st_uid)), status)
+    except OSError as error:
+        raise RequestError(f"cannot sync {source}: {error}") from None
+    if not is_same:
+        raise RequestError(f"cannot sync {source}: it was replaced while it was read; try again")
 
 
 def _name_of(find: Callable[[int], Any], number: int) -> str:
@@ -270,8 +286,8 @@ class _Work:
         status, output = self._run(name, _program(self._shell.spec(name).python), data, COMPARE_S)
         _, mark, line = output.rpartition(MARK)
         try:
-            answers = json.loads(line.partition("\n")[0]) if mark else None
-            pairs = [(str(one["difference"]), str(one["error"])) for one in answers or ()]
+            answers = gate.read_json(line.partition("\n")[0].encode()) if mark else None
+            pairs = [(str(one["difference"])[:MOST_WORDS], str(one["error"])[:MOST_WORDS]) for one in answers or ()]
         except (ValueError, TypeError, KeyError):
             pairs = []
         if len(pairs) != len(files):
@@ -290,8 +306,10 @@ class _Work:
 
 def _program(python: str) -> str:
     """Return the command that compares and writes files on a node."""
-    source = package_files("hpcsched.launch").joinpath("put_files.py").read_bytes()
-    packed = base64.b64encode(zlib.compress(source, 9)).decode("ascii")
+    trust = package_files("hpcnode.os").joinpath("trust.py").read_text(encoding="utf-8")
+    source = package_files("hpcsched.launch").joinpath("put_files.py").read_text(encoding="utf-8")
+    own = "".join(line for line in source.splitlines(keepends=True) if not line.startswith("from hpcnode."))
+    packed = base64.b64encode(zlib.compress((trust + own).encode(), 9)).decode("ascii")
     return f"{shlex.quote(python)} -I -S -c " + shlex.quote(
         f'import base64,zlib;exec(zlib.decompress(base64.b64decode("{packed}")))'
     )

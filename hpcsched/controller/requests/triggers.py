@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpcnode.os.program import check_program
+from hpcnode.os.trust import check_path
 from hpcsched.auth.authorize import Action, Identity, Owner, allows, authorize
 from hpcsched.controller.requests.job_ids import find_jobs
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
@@ -262,7 +262,7 @@ class TriggerPrograms:
 
 async def _status_of(command: list[str], uid: int) -> int:
     account = pwd.getpwuid(uid)
-    await asyncio.to_thread(check_program, command[0], uid)
+    await asyncio.to_thread(check_path, command[0], uid)
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=subprocess.DEVNULL,

@@ -20,6 +20,7 @@ import pytest
 from fake_api import FakeApi, log_answer
 from waiting import PATIENCE_S
 
+from hpcnode.os import trust
 from hpcnode.wire import sockets
 from hpcsched import client, errors
 from hpcsched.client import aio
@@ -220,7 +221,7 @@ def test_a11_a_directory_is_safe_if_only_root_and_the_server_made_it(
         return os.stat_result((mode | 0o040000, 0, 0, 2, uid, 0, 0, 0, 0, 0))
 
     monkeypatch.setattr(os, "lstat", status)
-    assert sockets.is_made_by("/srv/run/agent.sock", 7) is is_given
+    assert trust.is_made_by("/srv/run/agent.sock", 7) is is_given
 
 
 def test_errors_come_back_as_their_kinds(api: FakeApi) -> None:

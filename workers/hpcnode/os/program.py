@@ -1,7 +1,8 @@
-"""Run a program of the administrator: who may have written it, and its bounds.
+"""Run a program of the administrator, within bounds.
 
-A program runs without a shell, in a session of its own, with a given environment, in "/", without input. It is bounded in time,
-processes and output. What it leaves behind is killed.
+A program runs without a shell, in a session of its own, in "/", without input. Its environment is PATH and variables of the
+scheduler: another one, such as LD_PRELOAD, could change what runs. It is bounded in time, processes and output. What it leaves
+behind is killed.
 
 It does not know what the program is for. Call `run` in a process that does nothing else and has no other children: it
 becomes a subreaper, so that processes which detach themselves are found, too.
@@ -12,70 +13,27 @@ from __future__ import annotations
 import os
 import select
 import signal
-import stat
 import subprocess
 import sys
 import time
-from typing import Dict, List, Union
+from typing import Dict, List
 
-from hpcnode.os import process
+from hpcnode.os import process, trust
 
-MAX_COMPONENTS = 256  # directories and links that lead to a program
 MAX_PROCESSES = 256
 KEPT_BYTES = 4096  # the end of its output
 LINE_CHARS = 200
 LOOK_S = 0.2
 TERM_S = 5.0  # from SIGTERM to SIGKILL
+OURS = ("HPCSCHED_", "SLURM")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-def check_program(program: Union[str, os.PathLike[str]], uid: int) -> None:
-    """Check that only root and the user can replace the program, as sshd's StrictModes does.
-
-    Each directory and link on the way belongs to one of the two; in a directory that others may write, with a sticky bit, they
-    cannot rename what is not theirs.
-
-    Raises: PermissionError, another OSError if there is no such program.
-    """
-    program = os.fspath(program)
-    left, at = program.split("/")[::-1], "/"
-    for _ in range(MAX_COMPONENTS):
-        status = os.lstat(at)
-        is_link = stat.S_ISLNK(status.st_mode)
-        if status.st_uid not in (0, uid):
-            raise PermissionError(
-                "%s belongs to user %d, who could replace the program %s" % (at, status.st_uid, program)
-            )
-        is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-        if not is_link and status.st_mode & 0o022 and not is_sticky:
-            raise PermissionError(
-                "others may write %s, and so replace the program %s; run: chmod go-w %s" % (at, program, at)
-            )
-        if is_link:
-            target = os.readlink(at)
-            at = "/" if target.startswith("/") else os.path.dirname(at)
-            left += target.split("/")[::-1]
-        part = next_part(left)
-        if not part:
-            return
-        at = os.path.dirname(at) if part == ".." else os.path.join(at, part)
-    raise PermissionError("the path of the program %s has more than %d parts and links" % (program, MAX_COMPONENTS))
-
-
-def next_part(left: List[str]) -> str:
-    """Take the next name off a path in reverse order; "" if none is left."""
-    while left:
-        part = left.pop()
-        if part not in ("", "."):
-            return part
-    return ""
 
 
 def run(program: str, env: Dict[str, str], limit_s: float) -> str:
     """Run a program; return "" if its exit status is 0, else why it failed, in one line."""
     name = os.path.basename(program)
     try:
-        check_program(program, os.geteuid())
+        trust.check_path(program, os.geteuid())
         process.become_subreaper()
         child = subprocess.Popen(  # noqa: S603 - the administrator's, and checked
             [program],
@@ -83,14 +41,14 @@ def run(program: str, env: Dict[str, str], limit_s: float) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd="/",
-            env={"PATH": PATH, **env},
+            env={**{name: value for name, value in env.items() if name.startswith(OURS)}, "PATH": PATH},
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
         return cleaned("cannot run %s: %s" % (name, getattr(error, "strerror", None) or error))
     output, stopped = _watch(child, limit_s)
     status = child.wait()
-    _end_rest()
+    end_rest()
     if not stopped and status == 0:
         return ""
     ended = stopped or ("ended with status %d" % status if status > 0 else "was killed by signal %d" % -status)
@@ -132,8 +90,8 @@ def _kill_below() -> None:
     process.signal_all(process.stop_all_below(os.getpid()), signal.SIGKILL)
 
 
-def _end_rest() -> None:
-    """Kill what the program has left, and wait until it is gone, for some seconds at most."""
+def end_rest() -> None:
+    """Kill all that is left below this process, and wait until it is gone, for some seconds at most."""
     until_s = time.monotonic() + TERM_S
     while process.quick_descendants(os.getpid()) and time.monotonic() < until_s:
         _kill_below()
@@ -152,8 +110,7 @@ def cleaned(text: str) -> str:
 
 def main(words: List[str]) -> int:
     """Run ``LIMIT_S PROGRAM`` with this process's environment; print why it failed."""
-    env = {name: value for name, value in os.environ.items() if name.startswith(("HPCSCHED_", "SLURM"))}
-    why = run(words[1], env, float(words[0]))
+    why = run(words[1], dict(os.environ), float(words[0]))
     sys.stdout.write(why)
     return 1 if why else 0
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import stat
 import struct
 import time
 from typing import Mapping, Optional
 
-MAX_COMPONENTS = 200  # of a path, with its links
+from hpcnode.os.trust import is_made_by
+
 AGENT_BACK_S = 20.0  # limit for an agent to be restarted after an upgrade or a kill
 
 
@@ -72,32 +72,6 @@ def _check_server(sock: socket.socket, path: str) -> None:
             errno.EPERM,
             "it is served by uid %d, which is neither root nor you, nor the owner of a safe directory" % uid,
         )
-
-
-def is_made_by(path: str, uid: int) -> bool:
-    """Return whether only root and `uid` could make the directory and the links of a path.
-
-    Above it, others may write a directory that is sticky, if what the path has there belongs to root.
-    """
-    at, is_shared = "/", False
-    left = os.path.join(os.getcwd(), os.path.dirname(path)).split("/")[::-1]
-    for _ in range(MAX_COMPONENTS):
-        if not left:
-            return not is_shared
-        part = left.pop()
-        here = os.path.dirname(at) if part == ".." else os.path.join(at, part)
-        found = os.lstat(here)
-        if found.st_uid not in (0, uid) or (is_shared and found.st_uid):
-            return False
-        if stat.S_ISLNK(found.st_mode):
-            target = os.readlink(here)
-            left += target.split("/")[::-1]
-            at, is_shared = ("/", False) if target.startswith("/") else (at, is_shared)
-            continue
-        at, is_shared = here, bool(found.st_mode & 0o022)
-        if is_shared and not found.st_mode & stat.S_ISVTX:
-            return False
-    return False
 
 
 # ----- the controller's socket for step commands, on the head node
