@@ -55,12 +55,16 @@ class AuditRecord(AuditEntry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The signed hash of a record. `signature` is base64 of Ed25519 over `signed_text`."""
+    """The signed hash of a record. `signature` is base64 of Ed25519 over `signed_text`.
+
+    `incarnation`: of the database. A restored database has another one, and lacks records of the earlier one rightly.
+    """
 
     seq: int
     hash: str
     at_s: float
     signature: str = ""
+    incarnation: str = ""
 
 
 _NAMES = tuple(field.name for field in fields(AuditEntry))
@@ -104,7 +108,8 @@ def chained(entry: AuditEntry, seq: int, previous: str) -> dict[str, Any]:
 
 def signed_text(head: Head) -> bytes:
     """Return what a head's signature signs."""
-    return f"hpcsched audit head\n{head.seq}\n{head.hash}\n{head.at_s!r}\n".encode()
+    database = f"{head.incarnation}\n" if head.incarnation else ""
+    return f"hpcsched audit head\n{head.seq}\n{head.hash}\n{head.at_s!r}\n{database}".encode()
 
 
 def signature_check(public_key: str) -> Callable[[Head], bool]:

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,9 @@ class Daemon:
         self._reloads: set[asyncio.Task[None]] = set()
         state_dir = config.controller.state_dir
         heads = Path(config.audit.heads) if config.audit.heads else state_dir / HEADS_FILE
-        self._audit_heads = AuditHeads(state_dir, heads, store.audit_end, to_syslog=config.audit.syslog)
+        self._audit_heads = AuditHeads(
+            state_dir, heads, store.audit_end, to_syslog=config.audit.syslog, incarnation=cluster.incarnation
+        )
         self._recorder = Recorder(recorder_settings(config)) if config.metrics.history else None
         self._backups = ScheduledBackups(self.controller, config, clock)
         self.heads = HeadStreams(socket_limits)
@@ -184,6 +187,7 @@ class Daemon:
         )
         try:
             await self._check_database()
+            self._check_audit_end()
             await self.heads.serve(self._config.steps_socket, mode)
             backend = self._backend(credentials)
             backend.note_start()
@@ -198,7 +202,8 @@ class Daemon:
             log.info("stopping; jobs run on")
         finally:
             self._stop.set()
-            self._audit_heads.sign(self._clock())
+            if coming.done():  # else the database was refused: its end must not be signed
+                self._audit_heads.sign(self._clock())
             self._config.steps_socket.unlink(missing_ok=True)
             await self.heads.close()
             self.fleet.close()
@@ -260,6 +265,26 @@ class Daemon:
         if not check.done():
             waiting = loop.create_task(until_stopped())
             check.add_done_callback(checked)
+
+    def _check_audit_end(self) -> None:
+        """Reject a database without the last record of the audit log that was signed.
+
+        Raises: ConfigError.
+        """
+        try:
+            lost = self._audit_heads.lost_since(self.store.audit_hash)
+        except UnavailableError as error:
+            log.error("cannot tell whether the database has all that was signed: %s", error)
+            return
+        if lost is not None:
+            database = self._config.controller.state_dir / paths.DATABASE_FILE
+            when = datetime.fromtimestamp(lost.at_s).isoformat(sep=" ", timespec="seconds")
+            raise ConfigError(
+                f"cannot use the database {database}: it has lost its last changes: its audit log ends with record "
+                f"{self.store.audit_end()[0]}, and record {lost.seq} was signed at {when}. Is {database.name}-wal damaged or "
+                "missing, or was an older copy put there? Restore a backup: hpcsched restore FILE. To continue without the lost "
+                "changes, move the database away and restore that"
+            )
 
     def _settle_nodes(self) -> None:
         """Settle jobs that name nodes which were removed or renamed while no controller ran."""

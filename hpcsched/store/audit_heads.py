@@ -13,12 +13,14 @@ import logging
 import os
 import syslog
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcnode.os.durable import write_durably
-from hpcsched.auth.audit import Head, signed_text
+from hpcnode.wire import gate
+from hpcsched.auth.audit import Head, signature_check, signed_text
 from hpcsched.errors import UnavailableError
 from hpcsched.store.sealing import private_opener
 
@@ -31,12 +33,22 @@ KEY_FILE = "audit.key"  # in the state directory
 HEADS_FILE = "audit.heads"
 KEY_BYTES = 32
 MAX_HEADS = 100_000  # that are read: the last ones
+LAST_BYTES = 64 << 10  # of the file, in which a start looks for the last head
 
 
 class AuditHeads:
     """Signs the last record of the audit log if there are new records."""
 
-    def __init__(self, state_dir: Path, heads: Path, end: Callable[[], tuple[int, str]], *, to_syslog: bool) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        heads: Path,
+        end: Callable[[], tuple[int, str]],
+        *,
+        to_syslog: bool,
+        incarnation: str = "",
+    ) -> None:
+        self._incarnation = incarnation
         self._key_file = state_dir / KEY_FILE
         self._heads = heads
         self._end = end
@@ -50,7 +62,7 @@ class AuditHeads:
         if seq == self._signed:
             return
         try:
-            head = Head(seq=seq, hash=last_hash, at_s=at_s)
+            head = Head(seq=seq, hash=last_hash, at_s=at_s, incarnation=self._incarnation)
             signature = self._key().sign(signed_text(head))
             line = json.dumps(asdict(replace(head, signature=base64.b64encode(signature).decode())))
             self._append(line)
@@ -63,6 +75,39 @@ class AuditHeads:
         if self._to_syslog:
             syslog.openlog("hpcschedd", 0, syslog.LOG_AUTHPRIV)
             syslog.syslog(syslog.LOG_NOTICE, f"audit head {line}")
+
+    def lost_since(self, hash_of: Callable[[int], str]) -> Head | None:
+        """Return the last signed head that the database does not have, None if it has all.
+
+        SQLite says nothing if the file with the last transactions is damaged or gone: it takes what is left. `hash_of` returns
+        the hash of a record, "" if there is none. A head that is not signed with our key proves nothing.
+        """
+        known = sorted(self._last_own(), key=lambda head: -head.seq)
+        for head in known:
+            if hash_of(head.seq) == head.hash:
+                return None
+            if self._key_file.exists() and signature_check(self.public_key())(head):
+                return head
+        return None
+
+    def _last_own(self) -> list[Head]:
+        """Return the last heads of this incarnation. What a crash has cut off is left out.
+
+        Raises UnavailableError.
+        """
+        try:
+            with open(self._heads, "rb") as stream:
+                stream.seek(max(0, os.fstat(stream.fileno()).st_size - LAST_BYTES))
+                lines = stream.read(LAST_BYTES).splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UnavailableError(f"cannot read {self._heads}: {error.strerror}") from None
+        found = []
+        for line in lines:
+            with suppress(ValueError, TypeError):  # cut off, or of another form
+                found.append(Head(**gate.read_json(line)))
+        return [head for head in found if head.incarnation == self._incarnation and type(head.seq) is int]
 
     def public_key(self) -> str:
         """Return the public key as base64. Raises UnavailableError."""

@@ -253,6 +253,11 @@ class Store:
             self._audit_end = (last[0].seq, last[0].hash) if last else (0, GENESIS)
         return self._audit_end
 
+    def audit_hash(self, seq: int) -> str:
+        """Return the hash of an audit record, "" if there is no such record."""
+        found = self._rows(_AUDIT, {"after_seq": seq - 1, "most": 1})
+        return str(found[0].hash) if found and found[0].seq == seq else ""
+
     def audit_records(self, after: int, limit: int) -> list[AuditRecord]:
         """Return the audit records with numbers above `after`, in order, `limit` at most."""
         found = self._rows(_AUDIT, {"after_seq": after, "most": limit})

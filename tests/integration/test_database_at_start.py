@@ -103,6 +103,30 @@ def test_d6_a_database_with_flipped_bytes_is_refused(lab: Config) -> None:
     assert start(lab) == 0
 
 
+@pytest.mark.parametrize("harm", ["one byte", "gone", "an older copy"])
+def test_d6_a_database_that_has_lost_its_last_changes_is_refused_until_it_is_restored(lab: Config, harm: str) -> None:
+    """SQLite takes what is left without a word: here, a queue of the day before."""
+    path = database_of(lab)
+    log = path.with_name(path.name + "-wal")
+    assert start(lab) == 0
+    older = path.read_bytes()
+    with closing(sqlite3.connect(path)) as other:  # with it, the log is not merged into the database
+        other.execute("SELECT count(*) FROM jobs").fetchone()
+        assert start(lab) == 0
+        changes, merged = bytearray(log.read_bytes()), path.read_bytes()
+    assert len(changes) > PAGE
+    changes[100] ^= 1
+    path.write_bytes(older if harm == "an older copy" else merged)
+    if harm == "one byte":
+        log.write_bytes(changes)
+    for _ in range(2):  # a refused start signs nothing
+        with pytest.raises(ConfigError, match=r"it has lost its last changes: its audit log ends with record \d+, and"):
+            start(lab)
+    path.rename(path.with_name("left.db"))
+    backup.restore(path.with_name("left.db"), path, now_s=1.0, suffix="old")
+    assert start(lab) == 0
+
+
 def test_d6_a_row_that_cannot_be_read_is_refused(lab: Config) -> None:
     with closing(sqlite3.connect(database_of(lab))) as connection:
         connection.execute("UPDATE specs SET spec = replace(spec, ':', ';') WHERE id = 7")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -30,6 +31,44 @@ def test_an_end_is_signed_once(heads: AuditHeads, end: list[tuple[int, str]], tm
     assert [(head.seq, head.hash, head.at_s) for head in found] == [(1, "aa", 5.0), (2, "bb", 7.0)]
     assert all(map(signature_check(heads.public_key()), found))
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in (KEY_FILE, HEADS_FILE)} == {0o600}
+
+
+def test_d6_a_signed_end_that_the_database_lacks_is_found(
+    heads: AuditHeads, end: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    assert heads.lost_since(lambda seq: "") is None  # nothing was signed yet
+    end.append((9, "cc"))
+    heads.sign(5.0)
+    known = {9: "cc"}
+    assert heads.lost_since(lambda seq: known.get(seq, "")) is None
+    for there in ("", "of another log"):
+        known[9] = there
+        lost = heads.lost_since(lambda seq: known.get(seq, ""))
+        assert lost is not None
+        assert (lost.seq, lost.at_s) == (9, 5.0)
+    with (tmp_path / HEADS_FILE).open("a") as file:  # a crash has cut the last one off
+        file.write('{"seq": 10, "hash": "dd", "at_s"')
+    found = heads.lost_since(lambda seq: "")
+    assert found is not None
+    assert found.seq == 9
+
+
+def test_d6_ends_that_prove_nothing_refuse_no_database(
+    heads: AuditHeads, end: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    """Those of an earlier incarnation, before a restore; and those that somebody else has written."""
+    end.append((9, "cc"))
+    heads.sign(5.0)
+    restored = AuditHeads(tmp_path, tmp_path / HEADS_FILE, lambda: (3, "aa"), to_syslog=False, incarnation="feedc0de")
+    assert restored.lost_since(lambda seq: "") is None
+    restored.sign(6.0)
+    with (tmp_path / HEADS_FILE).open("a") as file:
+        forged = {"seq": 99, "hash": "ee", "at_s": 7.0, "signature": "AAAA", "incarnation": "feedc0de"}
+        file.write(f"{json.dumps(forged)}\nnull\n[]\n{'[' * 2000}\n")
+    assert restored.lost_since(lambda seq: "aa" if seq == 3 else "") is None
+    lost = restored.lost_since(lambda seq: "")
+    assert lost is not None
+    assert lost.seq == 3
 
 
 @pytest.mark.parametrize("harm", ["readable", "link", "short"])
