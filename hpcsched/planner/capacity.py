@@ -14,13 +14,16 @@ The scheduler is EASY backfill on unequal nodes in the order of arrival: heads s
 not fit is promised its shadow time; a later job starts if it ends by then, or takes only what that promise leaves over.
 On one node this is `sched.pool.EasyPool`, start by start (a property test compares them).
 
+Users choose how many jobs there are, and of how many sizes. So a pass over the queue looks at fewer of the waiting jobs, and of
+their sizes, the more jobs are replayed (Slurm's bf_max_job_test): a replay takes half a minute at most.
+
 Pure. Knows no database and no clock. Source: Lifka, "The ANL/IBM SP scheduling system" (1995).
 """
 
 from __future__ import annotations
 
 import random
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -39,6 +42,9 @@ WARM_DAYS = 7  # of real jobs before the days that count, so that the cluster is
 DRAWS = 40
 BAND = (0.1, 0.9)  # quantiles: 80 % of the draws are between them
 PROMPT_S = 1.0  # a job that waited less started at once
+MOST_LOOKS = 40_000_000  # at waiting jobs, in a replay
+MOST_NODE_LOOKS = 200_000_000  # at nodes, for them
+LEAST_DEPTH, LEAST_SIZES = 100, 10  # in a pass: waiting jobs, and different sizes of jobs that do not fit
 
 
 class Arrival(NamedTuple):
@@ -121,6 +127,10 @@ class Room(NamedTuple):
     def copy(self) -> Room:
         return Room(self.cpus.copy(), self.mem_mib.copy(), self.gpus.copy())
 
+    def fits(self, job: Arrival, at: int) -> bool:
+        """Return whether a part of `job` fits on a node."""
+        return self.cpus[at] >= job.cpus and self.mem_mib[at] >= job.mem_mib and self.gpus[at] >= job.gpus
+
     def change(self, job: Arrival, nodes: Iterable[int], sign: int) -> None:
         """Add (`sign` 1) or take away (-1) what `job` uses on `nodes`."""
         for at in nodes:
@@ -142,10 +152,14 @@ class EasyNodes:
         )
         self._places: dict[int, tuple[int, ...]] = {}  # of running jobs
         self._ends: list[tuple[float, int]] = []  # by time limit, ascending
+        self._limit_ends_s: dict[int, float] = {}  # the same by job
         self._queue: list[int] = []
         # the promise of the head: its time, and what it leaves over then
         self._shadow: tuple[float, Room] | None = None
         self._hosts: dict[tuple[object, ...], tuple[int, ...]] = {}
+        passes = 2 * max(1, len(jobs))
+        self._depth = max(LEAST_DEPTH, MOST_LOOKS // passes)
+        self._sizes = max(LEAST_SIZES, MOST_NODE_LOOKS // (passes * max(1, len(machines))))
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         """Add `job` to the queue, and return the jobs to start."""
@@ -163,7 +177,7 @@ class EasyNodes:
         """Release the nodes of `job`, which has ended, and return the jobs to start."""
         if job in self._places:
             self._free.change(self._jobs[job], self._places.pop(job), 1)
-            self._ends = [end for end in self._ends if end[1] != job]
+            del self._ends[bisect_left(self._ends, (self._limit_ends_s.pop(job), job))]
         self._expire(now_s)
         self._shadow = None
         return self._choose(now_s)
@@ -173,6 +187,7 @@ class EasyNodes:
         expired = False
         while self._ends and self._ends[0][0] <= now_s:
             _, job = self._ends.pop(0)
+            del self._limit_ends_s[job]
             self._free.change(self._jobs[job], self._places.pop(job), 1)
             self._shadow = None
             expired = True
@@ -186,29 +201,37 @@ class EasyNodes:
             self._start(job, seats, now_s)
             started.append(job)
         if len(self._queue) > 1:
-            started += self._backfill(tuple(self._queue[1:]), now_s)
+            started += self._backfill(tuple(self._queue[1 : 1 + self._depth]), now_s)
         return started
 
     def _start(self, job: int, seats: tuple[int, ...], now_s: float) -> None:
         self._free.change(self._jobs[job], seats, -1)
         self._places[job] = seats
-        insort(self._ends, (now_s + self._jobs[job].limit_s, job))
+        self._limit_ends_s[job] = now_s + self._jobs[job].limit_s
+        insort(self._ends, (self._limit_ends_s[job], job))
 
     def _backfill(self, jobs: Sequence[int], now_s: float) -> list[int]:
         """Start those of `jobs` that do not delay the head of the queue."""
         started = []
         most = max(self._free.cpus)
+        too_large: set[tuple[object, ...]] = set()  # there is less and less room in a pass
         for number in jobs:
             job = self._jobs[number]
             if job.cpus > most:
                 continue
             shadow_s, left = self._promise()
             late = now_s + job.limit_s > shadow_s
+            size = (late, job.nodes, *_size_of(job))
+            if size in too_large:
+                continue
+            if len(too_large) >= self._sizes:
+                break
             room = self._free
             if late:
                 room = Room(*(list(map(min, free, rest)) for free, rest in zip(self._free, left, strict=True)))
             seats = self._seats(room, job)
             if seats is None:
+                too_large.add(size)
                 continue
             if late:
                 left.change(job, seats, -1)
@@ -222,13 +245,18 @@ class EasyNodes:
         """Return the shadow time of the head of the queue, and what it leaves over at that time."""
         if self._shadow is None:
             head, room = self._jobs[self._queue[0]], self._free.copy()
+            possible = set(self._possible(head))
+            fitting = {at for at in possible if room.fits(head, at)}
             at = 0
-            while (seats := self._seats(room, head)) is None:
+            while len(fitting) < head.nodes:
                 end_s = self._ends[at][0]
                 while at < len(self._ends) and self._ends[at][0] == end_s:
                     number = self._ends[at][1]
                     room.change(self._jobs[number], self._places[number], 1)
+                    fitting.update(node for node in self._places[number] if node in possible and room.fits(head, node))
                     at += 1
+            seats = self._seats(room, head)
+            assert seats is not None
             room.change(head, seats, -1)
             self._shadow = self._ends[at - 1][0], room
         return self._shadow
@@ -249,10 +277,15 @@ class EasyNodes:
         return tuple(at for _, _, at in sorted(fits)[: job.nodes])
 
     def _possible(self, job: Arrival) -> tuple[int, ...]:
-        key = (job.partition, job.gpu_type, job.cpus, job.mem_mib, job.gpus)
+        key = _size_of(job)
         if key not in self._hosts:
             self._hosts[key] = hosts(self._machines, job)
         return self._hosts[key]
+
+
+def _size_of(job: Arrival) -> tuple[object, ...]:
+    """Return what decides on which nodes a job fits."""
+    return (job.partition, job.gpu_type, job.cpus, job.mem_mib, job.gpus)
 
 
 def hosts(machines: PlanNodes, job: Arrival) -> tuple[int, ...]:

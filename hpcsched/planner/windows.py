@@ -62,9 +62,10 @@ def quiet_windows(
     periods = min(WEEKS if period_s == WEEK_S else 6, int((from_s - since_s) // period_s))
     if periods < 1:
         raise ValueError("there is less than a day of history")
-    ended = _by_hour((use for use in past if use.node in nodes), from_s)
+    first_s, last_s = from_s - periods * period_s, from_s + within_s  # a time limit can be a hundred years away
+    ended = _by_hour((use for use in past if use.node in nodes), from_s, first_s, from_s)
     held = [use for use in running if use.node in nodes]
-    known = _by_hour(held, from_s)
+    known = _by_hour(held, from_s, from_s, last_s)
     found = []
     for first in range(int(within_s // HOUR_S) - hours + 1):
         start_s = from_s + first * HOUR_S
@@ -91,13 +92,14 @@ def _same_hour(hour: int, period_s: float, period: int) -> int:
     return hour % length - length * (period + 1)
 
 
-def _by_hour(uses: Iterable[NodeUse], from_s: float) -> dict[int, tuple[float, float]]:
-    """Return CPU hours and GPU hours by the hour's distance from `from_s`."""
+def _by_hour(uses: Iterable[NodeUse], from_s: float, first_s: float, last_s: float) -> dict[int, tuple[float, float]]:
+    """Return CPU hours and GPU hours by the hour's distance from `from_s`, of a period."""
     found: dict[int, tuple[float, float]] = {}
     for use in uses:
-        for hour in range(math.floor((use.from_s - from_s) / HOUR_S), math.ceil((use.to_s - from_s) / HOUR_S)):
+        began_s, ended_s = max(use.from_s, first_s), min(use.to_s, last_s)
+        for hour in range(math.floor((began_s - from_s) / HOUR_S), math.ceil((ended_s - from_s) / HOUR_S)):
             begin_s = from_s + hour * HOUR_S
-            part = max(0.0, min(use.to_s, begin_s + HOUR_S) - max(use.from_s, begin_s)) / HOUR_S
+            part = max(0.0, min(ended_s, begin_s + HOUR_S) - max(began_s, begin_s)) / HOUR_S
             cpus, gpus = found.get(hour, (0.0, 0.0))
             found[hour] = cpus + part * use.cpus, gpus + part * use.gpus
     return found

@@ -511,6 +511,7 @@ class Watching:
 
 _SIGKILL = 9
 MAX_WAITING_BYTES = 64 << 20  # of the requests of one account's waiting steps
+MOST_STEPS = 40_000  # of an attempt, as Slurm's MaxStepCount
 _BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
 
 
@@ -752,6 +753,11 @@ class StepService:
         return origin in waiting or self._steps.of_origin(origin) is not None or origin in self._watching
 
     def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
+        if self._last_number(job) >= MOST_STEPS - 1:  # each is a row, in memory for whoever looks at the job's history
+            raise RequestError(
+                f"cannot start a step in job {job.id}: it has had {MOST_STEPS} steps, as many as a job may have; start more "
+                "programs in each step, or submit another job"
+            )
         options = read_options(request, job)
         waiting = Waiting(origin, request, options)
         place_step(job, options, ())  # an impossible step is refused now, not after a wait
@@ -853,12 +859,16 @@ class StepService:
     def _record(self, step: Step) -> None:
         self._ports.record(with_state(step, row_of(step, ended_at_s=self._ports.now_s() if step.finished else None)))
 
-    def _next_number(self, job: Job) -> int:
+    def _last_number(self, job: Job) -> int:
         key = (job.id, job.attempt)
         if key not in self._numbers:
             self._numbers[key] = self._ports.last_step(*key)
-        self._numbers[key] += 1
         return self._numbers[key]
+
+    def _next_number(self, job: Job) -> int:
+        number = self._last_number(job) + 1
+        self._numbers[job.id, job.attempt] = number
+        return number
 
     def _end(self, step: Step, why: str, *, grace_s: float | None = None, state: str = "") -> None:
         if step.ending and grace_s is None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
@@ -69,6 +70,7 @@ Json = dict[str, Any]
 PAGE = 10_000  # jobs of the history in an answer
 MOST_JOBS = 200_000  # of the history: more would not fit into the memory of a laptop
 MOST_NODES = 1000
+MOST_LEFT_S = 28 * DAY_S  # of a job that runs
 HOURS_A_YEAR = 8766.0
 MOST_PRICE = 1e9
 
@@ -934,7 +936,7 @@ def _past(trace: Path | None, cpus: int | None, days: int) -> Past:
         return _trace_past(trace, cpus)
     if cpus is not None:
         raise RequestError("cannot use --cpus without --trace: the cluster's own machines are known")
-    return cluster_past(max(days, HISTORY_DAYS) * 2 + WARM_DAYS)
+    return cluster_past(max(days, HISTORY_DAYS) * 2 + WARM_DAYS, days)
 
 
 def _trace_past(path: Path, cpus: int | None) -> Past:
@@ -969,10 +971,10 @@ def _machine(node: NodeView, partitions: frozenset[str]) -> PlanNode:
     return PlanNode(node.name, node.cpus, node.mem_mib, len(node.gpus), kind, partitions)
 
 
-def cluster_past(days: int) -> Past:
+def cluster_past(days: int, work_days: int = 0) -> Past:
     """Return the machines of the cluster and its jobs of the last `days` days.
 
-    Raises HpcschedError.
+    The work is that of the last `work_days` days. Raises HpcschedError.
     """
     snapshot = _snapshot()
     now_s, machines = snapshot.now_s, _machines(snapshot)
@@ -983,9 +985,11 @@ def cluster_past(days: int) -> Past:
         if job is None:
             continue
         jobs.append(job)
+        began_s = view["started_at_s"]  # a time limit may be far ahead: only what was held counts as work
+        held_s = max(0.0, min(now_s, began_s + job.run_s) - max(began_s, now_s - work_days * DAY_S))
         for share in view["shares"]:
             cpu_s, gpu_s = work.get(share["node"], (0.0, 0.0))
-            work[share["node"]] = (cpu_s + share["cpus"] * job.run_s, gpu_s + len(share["gpus"]) * job.run_s)
+            work[share["node"]] = (cpu_s + share["cpus"] * held_s, gpu_s + len(share["gpus"]) * held_s)
     return Past(
         name="the cluster",
         machines=machines,
@@ -998,7 +1002,10 @@ def cluster_past(days: int) -> Past:
 
 
 def _history(since_s: float) -> list[Json]:
-    """Return the jobs of the history since then, as the API shows them, at most `MOST_JOBS`."""
+    """Return the jobs of the history since then, as the API shows them, at most `MOST_JOBS`.
+
+    If there are more, it says whose they are: one user's many small jobs may push those of others out.
+    """
     found: list[Json] = []
     after = ""
     while len(found) < MOST_JOBS:
@@ -1006,21 +1013,28 @@ def _history(since_s: float) -> list[Json]:
         found += answer["jobs"]
         after = answer.get("next_cursor") or ""
         if not after:
-            break
+            return found
+    user, count = Counter(str(view["user"]) for view in found).most_common(1)[0]
+    since = date_text(min(view["submitted_at_s"] for view in found))
+    click.echo(
+        clean(f"! only the newest {len(found)} jobs are in this, since {since}; {count} of them are of {user}"),
+        err=True,
+    )
     return found
 
 
 def arrival_of(view: Json, now_s: float, kinds: Mapping[str, str]) -> Arrival | None:
     """Return a job of the history, None if it never ran.
 
-    `kinds`: types of GPU by node. A job that runs is taken to end at its time limit, or now if it has none.
+    `kinds`: types of GPU by node. A job that runs is taken to end at its time limit, or now if it has none; at the latest after
+    `MOST_LEFT_S`, because users may ask for a hundred years.
     """
     shares, began_s = view["shares"], view["started_at_s"]
     if not shares or began_s is None:
         return None
     ended_s = view["ended_at_s"]
     if ended_s is None:
-        ended_s = began_s + view["time_limit_s"] if view["time_limit_s"] else now_s
+        ended_s = min(began_s + view["time_limit_s"], now_s + MOST_LEFT_S) if view["time_limit_s"] else now_s
     run_s = max(0.0, ended_s - began_s - (view["suspended_s"] or 0.0))
     gpus = max(0 if share["shards"] else len(share["gpus"]) for share in shares)
     steps = [step for step in view["steps"] if step.get("attempt", view["attempt"]) == view["attempt"]]

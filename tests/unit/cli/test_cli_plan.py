@@ -13,7 +13,8 @@ from fake_api import FakeApi
 from unit.controller.cluster import ROOT, T0, Cluster
 
 from hpcsched.cli import admin
-from hpcsched.cli.admin.plan import arrival_of, plan
+from hpcsched.cli.admin import plan as plan_module
+from hpcsched.cli.admin.plan import MOST_LEFT_S, arrival_of, plan
 
 Json = dict[str, Any]
 DAY_S = 86400.0
@@ -163,6 +164,34 @@ def test_the_work_of_each_node_and_its_electricity(
     assert rows["n1"]["use"] == pytest.approx(0.5, abs=0.01)
     assert rows["n2"]["kwh_a_year"] == pytest.approx(438.3, abs=0.1)
     assert found["nodes"][0]["node"] == "n2"  # the least work for its power
+
+
+def test_a_job_with_a_limit_of_a_hundred_years_does_only_the_work_that_it_has_done(
+    cluster: Cluster, api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ended(cluster, 1, T0 - 40 * DAY_S, 0.0, ended_at_s=None, time_limit_s=36_500 * 86_400)
+    other = ended(cluster, 2, T0 - DAY_S, DAY_S, shares=[runs["shares"][0] | {"node": "n2"}])
+    api.answers["GET /v1/history"] = {"now_s": T0, "jobs": [runs, other]}
+    found = answer_of(capsys, "upgrade-cycle", "--days", "2")
+    assert {row["node"]: round(row["part"], 2) for row in found["nodes"]} == {"n1": 0.67, "n2": 0.33}
+    assert {row["node"]: round(row["use"], 2) for row in found["nodes"]} == {"n1": 1.0, "n2": 0.5}
+    arrival = arrival_of(runs, T0, {})
+    assert arrival is not None
+    assert arrival.began_s is not None
+    assert arrival.began_s + arrival.run_s == T0 + MOST_LEFT_S
+
+
+def test_whose_jobs_push_others_out_of_the_history_is_told(
+    cluster: Cluster, api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "MOST_JOBS", 3)
+    jobs = [ended(cluster, number, T0 - DAY_S, 60.0, user="eve\x1b[2J") for number in range(3)]
+    api.answers["GET /v1/history"] = {"now_s": T0, "jobs": jobs, "next_cursor": "1"}
+    assert call("worth", "--add", "2:1G") == 0
+    said = capsys.readouterr().err
+    assert "! only the newest 3 jobs are in this, since " in said
+    assert "3 of them are of eve" in said
+    assert "\x1b" not in said
 
 
 @pytest.mark.parametrize(

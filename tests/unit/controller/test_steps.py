@@ -15,9 +15,20 @@ from hpcsched.model.job import ExitStatus, JobState
 from hpcsched.model.node import GpuRequest
 from hpcsched.state.transaction import StepRecord
 from hpcsched.steps.request import read_allocation
-from hpcsched.steps.service import HEAD, Origin, StepPlan
+from hpcsched.steps.service import HEAD, MOST_STEPS, Origin, StepPlan
 
 # ----- a step from its request to its end
+
+
+def test_e1_a_job_has_a_bounded_number_of_steps() -> None:
+    """Each is a row for ever, and whoever looks at the job's history has all of them in memory."""
+    bench = StepBench()
+    last = str(MOST_STEPS - 2)
+    bench.rows[(12, 0, last)] = StepRecord(
+        job_id=12, attempt=0, step=last, name="", nodes=(), ntasks=1, state="COMPLETED"
+    )
+    assert bench.asks(nodes="1").step == MOST_STEPS - 1
+    assert f"it has had {MOST_STEPS} steps" in bench.asks(nodes="1", origin=SECOND).error
 
 
 def test_a_step_is_launched_on_all_its_nodes() -> None:

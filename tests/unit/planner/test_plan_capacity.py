@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from unit.sim.traces import PROCS, traces
 
+from hpcsched.planner import capacity
 from hpcsched.planner.capacity import (
     DAY_S,
     Arrival,
     EasyNodes,
     PlanNode,
+    Room,
     ahead,
     backtest,
     band_of,
@@ -78,6 +80,27 @@ def test_a_job_on_several_nodes_needs_all_of_them_at_once() -> None:
     machines = (SMALL, SMALL._replace(name="other"))
     jobs = (job(0, 100, cpus=2), job(1, 30, nodes=2, cpus=3), job(2, 10, cpus=2))
     assert starts(machines, *jobs) == [0, 100, 2]
+
+
+class CountedNodes(EasyNodes):
+    """Counts how often the nodes are searched for a place."""
+
+    searches = 0
+
+    def _seats(self, room: Room, job: Arrival) -> tuple[int, ...] | None:
+        self.searches += 1
+        return super()._seats(room, job)
+
+
+@pytest.mark.parametrize("sizes", [1, 300])
+def test_a_replay_of_one_users_many_jobs_has_its_bound(monkeypatch: pytest.MonkeyPatch, sizes: int) -> None:
+    """Each end would have the scheduler search all nodes for each job that waits."""
+    monkeypatch.setattr(capacity, "MOST_LOOKS", 60_000)
+    monkeypatch.setattr(capacity, "MOST_NODE_LOOKS", 60_000)
+    hostile = [job(0.0, 10.0 + at, cpus=3, mem_mib=3000 + at % sizes, nodes=2) for at in range(300)]
+    engine = CountedNodes((SMALL, SMALL._replace(name="other"), BIG), hostile)
+    assert min(replay(hostile, engine)) == 0.0
+    assert engine.searches < 300 * (capacity.LEAST_SIZES if sizes == 1 else 60)
 
 
 def test_partitions_keep_jobs_from_nodes() -> None:

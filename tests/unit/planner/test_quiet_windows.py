@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,13 @@ def test_a_short_history_counts_by_days_and_none_is_refused() -> None:
     assert found[0].cpu_hours == 0.0
     with pytest.raises(ValueError, match="a day"):
         windows([], since_s=NOW_S - HOUR_S)
+
+
+def test_a_job_with_a_limit_of_a_hundred_years_counts_within_the_period_only() -> None:
+    forever = NodeUse("n1", 0.0, math.inf, 8, 0)
+    found = windows([forever], [forever])
+    assert {one.cpu_hours for one in found} == {32.0}
+    assert {one.running for one in found} == {1}
 
 
 def test_other_nodes_and_reserved_periods_are_left_out() -> None:
