@@ -804,6 +804,8 @@ class ControllerBackend(Reading):
         uid = uid_of(user)
         if uid is None:
             raise NotFoundError(f"cannot find user {user[:60]!r}: this machine has no such account")
+        if changes and uid in (0, os.getuid()):
+            authorize_root(identity, os.getuid(), f"have jobs run again and again as {user[:60]}")
         return identity_of(uid, self.access()).as_user()
 
     def triggers(self, identity: Identity) -> Json:

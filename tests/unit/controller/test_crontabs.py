@@ -1,13 +1,17 @@
-"""Recurring jobs whose next submission cannot be."""
+"""Recurring jobs whose next submission cannot be, or that somebody else wants for an account."""
 
 from __future__ import annotations
 
+import asyncio
 from datetime import datetime
 
+import pytest
 from cluster import ANN, Cluster
 from jobs import spec
 
+from hpcsched.auth.authorize import Identity, Role
 from hpcsched.controller.requests import crontabs
+from hpcsched.errors import PermissionDeniedError
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.job import JobState
 
@@ -35,3 +39,13 @@ def test_a_schedule_that_is_never_due_is_told_and_keeps_no_other_entry_from_its_
     never, _ = crontabs.view(cluster.state.crontabs[ANN.uid])["entries"]
     assert cluster.job(never["job_id"]).not_before_s == datetime(2128, 2, 29, 4).timestamp()
     assert never["problem"] == ""
+
+
+def test_a9_an_admin_who_is_not_root_installs_no_crontab_of_root() -> None:
+    """Where jobs of root are allowed, it would make an admin root on all nodes."""
+    backend = Cluster("n1").backend()
+    admin = Identity(uid=4001, user="adm", role=Role.ADMIN)
+    body = {"text": "@daily true\n", "jobs": [spec_to_json(spec())]}
+    for text in (body, {"text": "", "jobs": []}):
+        with pytest.raises(PermissionDeniedError, match="only root and the controller's account can"):
+            asyncio.run(backend.install_crontab(admin, text | {"user": "root"}))

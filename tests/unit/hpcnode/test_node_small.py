@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -433,3 +434,17 @@ def test_the_card_is_that_which_leads_to_the_client_of_the_login(tmp_path: Path)
             assert speed.mac_to_peer(child.pid, str(tmp_path)) == mac
             child.stdin.close()  # type: ignore[union-attr]
     assert speed.mac_to_peer(0, str(tmp_path)) == ""
+
+
+def test_b11_variables_of_a_users_process_do_not_keep_a_nodes_facts_back(tmp_path: Path) -> None:
+    """Any process can say that it is of a job of this agent, also of one with a number of 5,000 digits."""
+    of_agent = {"PATH": "/usr/bin:/bin", "HPCSCHED_AGENT_ROOT": str(tmp_path)}
+    jobs = ("9" * 5000, "7", "\u0667", "-7", "")
+    with ExitStack() as ends:
+        children = []
+        for job in jobs:
+            child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**of_agent, "HPCSCHED_JOB_ID": job})
+            children.append(ends.enter_context(child))
+        found = probe.leftovers((), str(tmp_path))
+        assert found == [{"pid": children[1].pid, "job": 7}]
+        assert probe.leftovers({7}, str(tmp_path)) == []

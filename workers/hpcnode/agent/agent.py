@@ -480,8 +480,13 @@ class Agent:
         def look() -> Dict[str, Any]:
             if order.bench:
                 from hpcnode.agent import bench  # in a child; see `agent` on the cost of imports
+                from hpcnode.os import program
 
-                return {"bench": bench.bench(self.root, order.bench, order.bench_python)}
+                process.become_subreaper()
+                try:
+                    return {"bench": bench.bench(self.root, order.bench, order.bench_python)}
+                finally:
+                    program.end_rest()  # of the users' Python
             if order.link_token:
                 from hpcnode.agent import link_speed
 

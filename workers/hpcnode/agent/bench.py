@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -27,6 +28,7 @@ import time
 from typing import Any, Callable, Dict, List, Tuple
 
 from hpcnode.agent import probe, sampler
+from hpcnode.os import account
 
 QUICK, FULL = "quick", "full"
 TIMES = {QUICK: 1, FULL: 5}  # the rounds
@@ -377,25 +379,36 @@ def _products(python: str, times: int, notes: Dict[str, str]) -> Dict[str, List[
         answer = json.loads(said)
         notes.update({str(name)[:20]: str(why)[:200] for name, why in answer["notes"].items()})
         return {str(name)[:20]: [float(one) for one in all_] for name, all_ in answer["rounds"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, subprocess.SubprocessError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),
+        *(subprocess.SubprocessError, account.UserError),
+    ) as error:
         notes["gemm"] = "not measured: %s: %s" % (python, error)
         return {}
 
 
 def _said_by(argv: List[str], timeout_s: float) -> bytes:
     """Return what a program of the users prints; root runs it as nobody."""
-    as_nobody: Dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+    as_nobody: Dict[str, Any] = {}
+    if os.geteuid() == 0:
+        account.check_policy("nobody", NOBODY)
+        as_nobody = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     environ = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexistent"}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         status = subprocess.run(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd="/", env=environ, timeout=timeout_s,
-            check=False, **as_nobody,
+            check=False, preexec_fn=_bound_files, **as_nobody,  # noqa: PLW1509 - this process has no threads
         ).returncode  # fmt: skip
         errors.seek(0)
         if status:
             raise ValueError("exit status %d: %s" % (status, errors.read(300).decode("utf-8", "replace").strip()))
         output.seek(0)
         return output.read(MAX_SAID_BYTES)
+
+
+def _bound_files() -> None:
+    """Keep this process from filling the disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_SAID_BYTES, MAX_SAID_BYTES))
 
 
 # ----- what the kernel knows

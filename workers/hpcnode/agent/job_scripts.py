@@ -22,6 +22,7 @@ import os
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Protocol, Tuple
 
 from hpcnode.agent.helpers import ask_child
+from hpcnode.os.account import why_not_as_root
 from hpcnode.os.durable import read_object, to_bytes, write_plainly
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop
@@ -311,7 +312,7 @@ class ScriptRunner:
         def work() -> bytes:
             from hpcnode.os.program import run  # in a child; see `agent` on the cost of imports
 
-            why = run(program, env, scripts.limit_s)
+            why = why_not_as_root(program) or run(program, env, scripts.limit_s)
             self._faults.reached("%s.ran" % state)
             write_plainly(path + SCRIPT_RESULT + ".new", to_bytes({"state": state, "why": why}), 0o600, new=False)
             os.rename(path + SCRIPT_RESULT + ".new", path + SCRIPT_RESULT)

@@ -597,6 +597,9 @@ class Ledger:
 
     def end_job(self, order: protocol.EndJob) -> None:
         """End all attempts of the job up to this one. The answer is JobGone."""
+        if not protocol.is_incarnation(order.incarnation):  # it becomes a part of a line of the done log
+            self._log("end dropped: %.60r is not an incarnation" % order.incarnation)
+            return
         job = (order.incarnation, order.job_id)
         durable = self._pending_writes.note_ended(order)
         self._suspended.pop(job, None)

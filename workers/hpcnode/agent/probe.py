@@ -85,6 +85,8 @@ def mac_to_peer(link_pid: int, net: str = "/sys/class/net") -> str:
 GPU_TIMEOUT_S = 15.0
 SYSTEM_PYTHON = "/usr/bin/python3"
 AGENT_ROOT = _AGENT_ROOT.encode()
+MOST_LEFTOVERS = 1000  # that are named
+_JOB = re.compile(rb"[0-9]{1,18}")
 _LISTED = re.compile(r"(?:(?P<gpu>GPU \d+): .*|\s+MIG (?P<profile>\S+)\s.*)\(UUID: (?P<uuid>[\w/-]+)\)\s*\Z")
 _GPU_QUERY = "index,name,uuid,memory.total"
 
@@ -243,14 +245,19 @@ def parse_gpus(text: str) -> List[Dict[str, Any]]:
 
 
 def leftovers(live_jobs: Collection[int], root: str) -> List[Dict[str, int]]:
-    """Return processes of jobs of this root that do not run here any more."""
-    found = []
+    """Return processes of jobs of this root that do not run here any more.
+
+    Any user's process can have these variables.
+    """
+    found: List[Dict[str, int]] = []
     for pid, status in process.all_processes().items():
         if status.state in "ZX" or pid == os.getpid():
             continue
         env = process.environment_of(pid)
         job = env.get(b"HPCSCHED_JOB_ID", b"")
-        if env.get(AGENT_ROOT) == os.fsencode(root) and job.isdigit() and int(job) not in live_jobs:
+        if env.get(AGENT_ROOT) != os.fsencode(root) or not _JOB.fullmatch(job) or len(found) >= MOST_LEFTOVERS:
+            continue
+        if int(job) not in live_jobs:  # int: bounded by the pattern
             found.append({"pid": pid, "job": int(job)})
     return found
 

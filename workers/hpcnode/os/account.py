@@ -2,7 +2,8 @@
 
 Rules: a process never continues with more rights than its account. Every step of the change is verified, and a failure is an
 error of the launch. An agent that is not root runs tasks only as itself. A node's administrator may restrict accounts in
-`/etc/hpcsched/node.json` (owned by root): {"allow_root": false, "min_uid": 1000, "deny_users": [], "allow_users": []}.
+`/etc/hpcsched/node.json` (owned by root): {"allow_root": false, "min_uid": 1000, "deny_users": [], "allow_users": []}. If root is
+not allowed, root's agent runs prologs and epilogs only if the administrator names them, too: {"programs": ["/etc/prolog"]}.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def find_account(name: str, agent_uid: int, allow_uid_below: int = 0) -> UserAcc
             "cannot run as %s: the agent of this node runs as %s and is not root" % (name, _name_of(agent_uid))
         )
     if agent_uid == 0:
-        _check_policy(entry.pw_name, entry.pw_uid, explicit=bool(name))
+        check_policy(entry.pw_name, entry.pw_uid)
         why = why_refused(entry, allow_uid_below)
         if why:
             raise UserError("cannot run as %s: %s" % (entry.pw_name, why))
@@ -103,7 +104,8 @@ def _name_of(uid: int) -> str:
         return "uid %d" % uid
 
 
-def _check_policy(name: str, uid: int, *, explicit: bool) -> None:
+def check_policy(name: str, uid: int) -> None:
+    """Raise UserError if the node's administrator does not let root's agent run anything as this account."""
     policy = read_policy(POLICY_PATH)
     if uid == 0 and not policy.get("allow_root", True):
         raise UserError("cannot run as root: %s forbids it on this node" % POLICY_PATH)
@@ -112,6 +114,19 @@ def _check_policy(name: str, uid: int, *, explicit: bool) -> None:
     allowed = policy.get("allow_users") or []
     if name in (policy.get("deny_users") or []) or (allowed and name not in allowed):
         raise UserError("cannot run as %s: %s of this node does not allow it" % (name, POLICY_PATH))
+
+
+def why_not_as_root(program: str) -> str:
+    """Return why root's agent must not run a program that the controller names, "" if it may."""
+    if os.geteuid() != 0:
+        return ""
+    try:
+        policy = read_policy(POLICY_PATH)
+    except UserError as error:
+        return str(error)
+    if ("programs" not in policy and policy.get("allow_root", True)) or program in policy.get("programs", ()):
+        return ""
+    return "is not run: %s of this node does not name %s in programs" % (POLICY_PATH, program)
 
 
 def read_policy(path: str) -> Dict[str, Any]:

@@ -139,7 +139,12 @@ def allocation_path(root: str, incarnation: str, job_id: int, attempt: int) -> s
 
 
 def write_allocation(root: str, order: protocol.Allocation) -> bool:
-    """Write the allocation file if its generation is new; return whether it is."""
+    """Write the allocation file if its generation is new; return whether it is.
+
+    Raises WireError if the order names no place for it.
+    """
+    if not protocol.is_incarnation(order.incarnation):
+        raise protocol.WireError("there is no incarnation %.60r" % order.incarnation)
     path = allocation_path(root, order.incarnation, order.job_id, order.attempt)
     if allocation_generation(path) >= order.generation:
         return False

@@ -782,6 +782,7 @@ class Framer(FrameReader):
 
 Life = Tuple[int, int]  # (attempt, stay); they end in this order on a node
 
+_INCARNATION = re.compile("[0-9a-f]{8,32}")
 _TOKEN = re.compile(
     r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})(?:-([1-9]\d{0,8}))?\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
 )
@@ -807,6 +808,11 @@ class Token(NamedTuple):
     def life(self) -> Life:
         """The attempt, and the stay of this node in it."""
         return self.attempt, self.stay
+
+
+def is_incarnation(text: str) -> bool:
+    """Return whether the text can be an incarnation. If not, it must not become a part of a file name, or of a line."""
+    return _INCARNATION.fullmatch(text) is not None
 
 
 def read_token(text: str) -> Optional[Token]:
