@@ -718,7 +718,7 @@ _LINK_ERRORS = tuple((re.compile(pattern, re.DOTALL), cause) for pattern, cause 
     (r"others may read it|none, for there is none|damaged, or encrypted|\(No such file", "HD-310"),
     (r"refused every key", "HD-309"),
     (r"takes no public keys|after the key it also wants", "HD-311"),
-    (r"ProxyCommand|cannot follow ProxyJump|cannot read \S*ssh\S*config", "HD-312"),
+    (r"ProxyCommand|Match exec|cannot follow ProxyJump|cannot (?:read|trust) \S*ssh\S*config", "HD-312"),
     (r"account is currently not available|nologin|may not log in|status 1: *This account", "HD-314"),
     (r"printed \d+ bytes and ran no command", "HD-315"),
     (r"status 12[67]", "HD-317"),

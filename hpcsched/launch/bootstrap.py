@@ -95,19 +95,22 @@ def make_root(root):
     if not os.path.isdir(root):
         os.makedirs(root)
     os.umask(0o022 if for_all else 0o077)
-    path, forbidden = root, stat.S_IWGRP | stat.S_IWOTH
+    path = root
     # In a user namespace without a uid for root, the owner of `/` is root.
     trusted = (0, os.stat("/").st_uid, os.geteuid())
     while True:
         status = os.stat(path)
         owners = (os.geteuid(),) if path == root else trusted
+        # Above the root of an agent that is one's own, one's own group may write.
+        of_group = path == root or (for_all and status.st_gid != 0)
+        forbidden = stat.S_IWOTH | (stat.S_IWGRP if of_group else 0)
         if status.st_uid not in owners:
             raise ValueError("cannot use %s: %s belongs to uid %d" % (root, path, status.st_uid))
         if status.st_mode & forbidden and not (path != root and status.st_mode & stat.S_ISVTX):
             raise ValueError("cannot use %s: others may write %s (mode %o)" % (root, path, status.st_mode & 0o7777))
         if path == "/":
             return root
-        path, forbidden = os.path.dirname(path), stat.S_IWOTH
+        path = os.path.dirname(path)
 
 
 def policy():

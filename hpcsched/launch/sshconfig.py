@@ -2,8 +2,9 @@
 
 Supported options of ssh_config(5): Host, Match, Include, HostName, User, Port, IdentityFile,
 IdentitiesOnly, ProxyJump (also chains), UserKnownHostsFile, HostKeyAlias (for jump hosts).
-ProxyCommand is refused: it would run a local command for each connection, and its timeouts would
-not be enforced. The node's own configuration has precedence.
+ProxyCommand and "Match exec" are refused: they would run a local command for each connection, and
+its timeouts would not be enforced. So is a file that others may write, as ssh does: its writer
+chooses where a route leads. The node's own configuration has precedence.
 
 It reads files. It resolves no names and opens no sockets.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import getpass
 import glob
+import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +94,12 @@ def read_ssh_config(path: Path) -> paramiko.SSHConfig:
 
 def _lines(path: Path, depth: int) -> Iterator[str]:
     """Yield the file's lines, with included files expanded (paramiko has no Include)."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _text(path).splitlines():
+        if _runs_command(line):
+            raise ConfigError(
+                f"cannot use {path}: 'Match exec' would run a command for each connection; give the controller a file without "
+                "it: ssh_config in [controller] of hpcsched.toml"
+            )
         match = _INCLUDE.match(line)
         if match is None:
             yield line
@@ -104,6 +112,28 @@ def _lines(path: Path, depth: int) -> Iterator[str]:
             wanted = Path(pattern.strip('"')).expanduser()
             for name in sorted(glob.glob(str(wanted if wanted.is_absolute() else path.parent / wanted))):
                 yield from _lines(Path(name), depth + 1)
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file that only its owner may write. Raises ConfigError, OSError."""
+    with path.open(encoding="utf-8") as file:
+        if os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"cannot trust {path}: others may write it; run: chmod go-w {path}")
+        return file.read()
+
+
+def _runs_command(line: str) -> bool:
+    """Return whether the line is a ``Match`` with the criterion ``exec``."""
+    keyword, *words = line.replace("=", " ").split() or [""]
+    if keyword.lower() != "match":
+        return False
+    while words:
+        criterion = words.pop(0).lower().lstrip("!")
+        if criterion == "exec":
+            return True
+        if criterion not in ("all", "canonical", "final"):
+            words = words[1:]  # its argument
+    return False
 
 
 def _lookup(config: paramiko.SSHConfig, host: str) -> dict[str, str | list[str]]:

@@ -121,6 +121,15 @@ def test_a_root_below_what_others_may_write_is_refused(bundle: Bundle, tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="acts as two users")
+def test_f7_roots_agent_is_not_below_what_a_group_may_write(bundle: Bundle, tmp_path: Path) -> None:
+    """One of the group could put another agent there, and root would run it."""
+    os.chown(tmp_path, 0, NOBODY)
+    tmp_path.chmod(0o775)
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, tmp_path / "root"))
+    assert f"others may write {tmp_path} " in answers[0]["error"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as two users")
 def test_a_root_of_another_user_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()

@@ -90,3 +90,28 @@ def test_what_cannot_be_followed(tmp_path: Path, text: str, why: str) -> None:
 
 def test_a_proxy_of_none_is_none(tmp_path: Path) -> None:
     assert len(route(tmp_path, "Host h\n ProxyJump none\n ProxyCommand none\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "match", ["Match exec true", "match=Exec true", "Match host x !exec true", "Match all exec true"]
+)
+def test_f3_a_configuration_runs_no_command(tmp_path: Path, match: str) -> None:
+    """As ProxyCommand: each connection would run it, as the controller, without a limit."""
+    ran = tmp_path / "ran"
+    with pytest.raises(ConfigError, match="'Match exec' would run a command"):
+        route(tmp_path, f"{match.replace('true', f'touch {ran}')}\n HostName evil\n")
+    assert not ran.exists()
+    assert len(route(tmp_path, "Match host exec user exec\n HostName other\n")) == 1
+
+
+@pytest.mark.parametrize("name", ["config", "more"])
+def test_f3_f6_a_configuration_that_others_may_write_leads_nowhere(tmp_path: Path, name: str) -> None:
+    for mode, why in ((0o664, "others may write"), (0o646, "others may write"), (0o644, "")):
+        (tmp_path / "more").write_text("Host h\n Port 2200\n")
+        (tmp_path / "config").write_text("")
+        (tmp_path / name).chmod(mode)
+        if why:
+            with pytest.raises(ConfigError, match=why):
+                route(tmp_path, "Include more\n")
+        else:
+            assert [hop.port for hop in route(tmp_path, "Include more\n")] == [2200]
