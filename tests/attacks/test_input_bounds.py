@@ -18,14 +18,20 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 import hpcnode
 import hpcsched
+from hpcnode.wire import protocol
 from hpcsched.config.load import build_config
+from hpcsched.controller.nodes import links
+from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.requests.job_ids import check_references
 from hpcsched.controller.requests.jobs import cancel
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.views.queue import selected
-from hpcsched.errors import HpcschedError, RequestError
+from hpcsched.errors import HpcschedError, RequestError, UnavailableError
 from hpcsched.jobscript.values import checked_dependency, parse_array, parse_licenses
+from hpcsched.launch.bundle import build_bundle
+from hpcsched.launch.link import ControllerIdentity
 from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.ids import NodeName
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
 from hpcsched.store.store import HistoryQuery
 
@@ -174,6 +180,48 @@ def test_e1_large_jobs_of_one_account_do_not_fill_the_memory(large: dict[str, An
     for job in kept:
         cluster.state.drop(job)
     cluster.submit(hold=True, **large)
+
+
+class AskedFleet(Fleet):
+    """Nodes that answer a probe when the test lets them."""
+
+    def __init__(self) -> None:
+        identity = ControllerIdentity(cluster="lab", incarnation="feedc0de", epoch=1)
+        super().__init__(Cluster("n1").controller, bundle=build_bundle({}), identity=identity, clock=lambda: 5.0)
+        self.asked: list[str] = []
+        self.gate = asyncio.Event()
+
+    async def call(self, node: NodeName, make: Callable[[int], Any], timeout_s: float) -> tuple[Any, bytes]:
+        self.asked.append(node)
+        await self.gate.wait()
+        if node == "n2":
+            raise UnavailableError("no answer")
+        return protocol.Facts(0, {"cpus": len(self.asked)}), b""
+
+
+def test_e1_a_flood_of_probes_is_two_probes_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lets the agent look at all processes of its node, and it has sixteen children at a time."""
+    monkeypatch.setattr(links, "PROBE_GAP_S", 0.0)
+
+    async def flood() -> None:
+        fleet = AskedFleet()
+        first = [asyncio.ensure_future(fleet.facts(NodeName("n1"), 9.0)) for _ in range(50)]
+        lost = [asyncio.ensure_future(fleet.facts(NodeName("n2"), 9.0)) for _ in range(3)]
+        while sorted(fleet.asked) != ["n1", "n2"]:
+            await asyncio.sleep(0)
+        later = [asyncio.ensure_future(fleet.facts(NodeName("n1"), 9.0)) for _ in range(50)]
+        later[0].cancel()  # its client has left
+        await asyncio.sleep(0)
+        assert sorted(fleet.asked) == ["n1", "n2"]
+        fleet.gate.set()
+        before, after = await asyncio.gather(*first), await asyncio.gather(*later[1:])
+        assert {facts["cpus"] for facts in before} == {2}
+        assert {facts["cpus"] for facts in after} == {3}
+        assert before[0] == {"cpus": 2, "asked_at_s": 5.0, "answered_at_s": 5.0}
+        assert all(isinstance(error, UnavailableError) for error in await asyncio.gather(*lost, return_exceptions=True))
+        assert sorted(fleet.asked) == ["n1", "n1", "n2"]
+
+    asyncio.run(flood())
 
 
 def test_d2_each_text_of_a_job_is_bounded_and_without_control_characters() -> None:

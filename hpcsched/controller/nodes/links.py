@@ -28,6 +28,9 @@ from hpcsched.model.node import NodeSpec
 log = logging.getLogger("hpcsched.fleet")
 
 Answer = tuple[Any, bytes]
+Facts = dict[str, Any]
+
+PROBE_GAP_S = 0.5  # between two probes of a node
 
 
 class Fleet:
@@ -45,6 +48,8 @@ class Fleet:
         self._links: dict[NodeName, NodeLink] = {}
         self._waiting: dict[tuple[NodeName, int], asyncio.Future[Answer]] = {}
         self._last_request = 0
+        self._last_probe: dict[NodeName, asyncio.Task[Facts]] = {}  # of each node, begun or not
+        self._coming_probe: dict[NodeName, asyncio.Task[Facts]] = {}  # not begun yet
 
     def configure(self, config: Config) -> None:
         """Keep a link to each node of `config`, and to no other node.
@@ -116,6 +121,28 @@ class Fleet:
             raise UnavailableError(f"cannot ask node {node}: no answer within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(key, None)
+
+    async def facts(self, node: NodeName, timeout_s: float) -> Facts:
+        """Return the facts of a node, and when it was asked and has answered. Raises UnavailableError.
+
+        A probe costs the node more than a request costs its sender. So there is one at a time, and requests that come meanwhile
+        share the next one.
+        """
+        task = self._coming_probe.get(node)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._probed(node, timeout_s, self._last_probe.get(node)))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # all clients may have left
+            self._coming_probe[node] = self._last_probe[node] = task
+        return await asyncio.shield(task)
+
+    async def _probed(self, node: NodeName, timeout_s: float, before: asyncio.Task[Facts] | None) -> Facts:
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+            await asyncio.sleep(PROBE_GAP_S)
+        del self._coming_probe[node]
+        asked_s = self._clock()
+        answer, _ = await self.call(node, lambda request: protocol.Probe(request=request), timeout_s)
+        return {**answer.facts, "asked_at_s": asked_s, "answered_at_s": self._clock()}
 
     def _abandon(self, node: NodeName, why: str) -> None:
         for (name, _), future in self._waiting.items():

@@ -570,16 +570,10 @@ class ControllerBackend(Reading):
         view["share_error"] = problem_of(asked.directory, same=answer.same, error=answer.error)
 
     async def _probe(self, view: Json) -> None:
-        asked_s = self._clock()
         try:
-            answer, _ = await self._fleet.call(
-                view["name"], lambda request: protocol.Probe(request=request), PROBE_TIMEOUT_S
-            )
+            view["facts"] = await self._fleet.facts(view["name"], PROBE_TIMEOUT_S)
         except UnavailableError as error:
             view["facts_error"] = str(error)
-            return
-        answered_s = self._clock()
-        view["facts"] = answer.facts | {"asked_at_s": asked_s, "answered_at_s": answered_s}
 
     def benches(self, identity: Identity) -> Json:
         """Return the last assessments of the nodes that the user may see."""
