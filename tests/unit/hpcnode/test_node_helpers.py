@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,24 @@ def test_a_share_probe_of_another_account_is_not_read(tmp_path: Path) -> None:
         helpers.compare_probe(asked(tmp_path))
     answer, _ = helpers.compare_probe(asked(tmp_path, uid=65534))
     assert answer.same
+
+
+def test_e1_g7_reads_of_one_account_that_hang_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may mount a file system that never answers, and follow files on it."""
+    ends: list[Callable[[bytes], None]] = []
+    monkeypatch.setattr(helpers, "ask_child", lambda _loop, _work, deliver, _deadline_s: ends.append(deliver))
+    loop: Any = None
+    asked, said = helpers.Helpers(loop), []
+
+    def ask(of: str) -> None:
+        asked.ask(lambda: (protocol.Pong(1), b""), lambda why: (protocol.Goodbye(why), b""), said.append, of=of)
+
+    for _ in range(helpers.MAX_OF_ONE + 3):
+        ask("eve")
+    assert said == [(protocol.Goodbye("too many requests at once"), b"")] * 3
+    for of in ("ann", ""):
+        ask(of)
+    assert (len(said), len(ends)) == (3, helpers.MAX_OF_ONE + 2)
+    ends[0](protocol.encode(protocol.Pong(1)))
+    ask("eve")
+    assert said[3:] == [(protocol.Pong(1), b"")]

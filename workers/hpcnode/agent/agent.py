@@ -512,7 +512,12 @@ class Agent:
         if os.geteuid() not in (0, account.uid):  # the root helper starts signed tasks, and reads nothing
             self.to_controller(*failed("the agent of this node is not root; read the file itself"))
             return
-        self._helpers.ask(lambda: helpers.read_file(order, account), failed, lambda answer: self.to_controller(*answer))
+        self._helpers.ask(
+            lambda: helpers.read_file(order, account),
+            failed,
+            lambda answer: self.to_controller(*answer),
+            of=account.name,
+        )
 
     def _compare_probe(self, order: protocol.CompareProbe, deliver: Callable[[protocol.Message], object]) -> None:
         self._helpers.ask(

@@ -11,14 +11,15 @@ import os
 import re
 import signal
 import stat
-from typing import Callable, Iterable, Tuple
+from typing import Callable, Dict, Iterable, Tuple
 
 from hpcnode.os import account as user
 from hpcnode.os import process
 from hpcnode.os.loop import READ, Loop
 from hpcnode.wire import protocol
 
-MAX_CHILDREN = 16
+MAX_CHILDREN = 64
+MAX_OF_ONE = 8  # that one account, or one kind of question, has: a share of its own may hang
 DEADLINE_S = 20.0
 MAX_READ_BYTES = 4 << 20
 
@@ -32,7 +33,7 @@ class Helpers:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._running = 0
+        self._running: Dict[str, int] = {}  # by whom they are for
 
     def ask(
         self,
@@ -40,19 +41,23 @@ class Helpers:
         failed: Callable[[str], Answer],
         deliver: Callable[[Answer], object],
         deadline_s: float = DEADLINE_S,
+        of: str = "",
     ) -> None:
-        """Do `work` in a child and call `deliver` with its answer, or with `failed(reason)`."""
-        if self._running >= MAX_CHILDREN:
+        """Do `work` in a child and call `deliver` with its answer, or with `failed(reason)`.
+
+        `of`: the account that it is for, "" for the controller's own questions.
+        """
+        if self._running.get(of, 0) >= MAX_OF_ONE or sum(self._running.values()) >= MAX_CHILDREN:
             deliver(failed("too many requests at once"))
             return
         late = "no answer within %g s" % deadline_s
         ask_child(
             self._loop,
             lambda: _frame_of(work, failed),
-            lambda answer: self._over(answer, lambda: failed(late), deliver),
+            lambda answer: self._over(of, answer, lambda: failed(late), deliver),
             deadline_s,
         )
-        self._running += 1
+        self._running[of] = self._running.get(of, 0) + 1
 
     def do(self, work: Callable[[], None]) -> None:
         """Do `work` in a child without answer and deadline; if fork fails, do it here."""
@@ -68,8 +73,10 @@ class Helpers:
             finally:
                 os._exit(0)
 
-    def _over(self, data: bytes, late: Callable[[], Answer], deliver: Callable[[Answer], object]) -> None:
-        self._running -= 1
+    def _over(self, of: str, data: bytes, late: Callable[[], Answer], deliver: Callable[[Answer], object]) -> None:
+        self._running[of] -= 1
+        if not self._running[of]:
+            del self._running[of]
         frames = list(protocol.Framer().feed(data))
         deliver(frames[0] if frames else late())
 
