@@ -515,9 +515,9 @@ def back_up_cluster(config: Config, directory: Path, keep: int | None = None, en
 
 
 def _check_place(config: Config, directory: Path) -> None:
-    """Raise RequestError if others could exchange a backup for one of theirs, which root would restore.
+    """Check that others cannot exchange a backup for one of theirs: root would restore it.
 
-    The cluster of one user is that user's own business.
+    Raises RequestError. The cluster of one user is that user's own business.
     """
     account = config.controller.account()
     if os.geteuid() != 0 and account is None:

@@ -179,7 +179,10 @@ def _read(source: str, target: str) -> SyncFile:
 
 
 def _check_source(source: str, status: os.stat_result) -> None:
-    """Raise RequestError if others than the file's owner could choose what root installs on the nodes."""
+    """Check that only its owner could replace what root installs on the nodes.
+
+    Raises RequestError.
+    """
     if os.geteuid() != 0:
         return
     try:

@@ -123,9 +123,9 @@ class Fleet:
             self._waiting.pop(key, None)
 
     async def facts(self, node: NodeName, timeout_s: float) -> Facts:
-        """Return the facts of a node, and when it was asked and has answered. Raises UnavailableError.
+        """Return the facts of a node, and when it was asked and has answered.
 
-        A probe costs the node more than a request costs its sender. So there is one at a time, and requests that come meanwhile
+        Raises UnavailableError. A probe costs the node more than a request costs its sender. So there is one at a time, and requests that come meanwhile
         share the next one.
         """
         task = self._coming_probe.get(node)

@@ -105,7 +105,10 @@ def _name_of(uid: int) -> str:
 
 
 def check_policy(name: str, uid: int) -> None:
-    """Raise UserError if the node's administrator does not let root's agent run anything as this account."""
+    """Check that the node's administrator lets root's agent run things as this account.
+
+    Raises UserError.
+    """
     policy = read_policy(POLICY_PATH)
     if uid == 0 and not policy.get("allow_root", True):
         raise UserError("cannot run as root: %s forbids it on this node" % POLICY_PATH)

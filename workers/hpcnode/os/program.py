@@ -91,7 +91,7 @@ def _kill_below() -> None:
 
 
 def end_rest() -> None:
-    """Kill all that is left below this process, and wait until it is gone, for some seconds at most."""
+    """Kill all that is left below this process, and wait some seconds until it is gone."""
     until_s = time.monotonic() + TERM_S
     while process.quick_descendants(os.getpid()) and time.monotonic() < until_s:
         _kill_below()

@@ -52,7 +52,7 @@ def _next_part(left: List[str]) -> str:
 
 
 def check_path(path: Union[str, os.PathLike[str]], uid: int) -> str:
-    """Check that only root and the user can replace what is there; return the path without links.
+    """Check that only root and the user can replace it; return the path without links.
 
     Raises: PermissionError, another OSError if there is nothing.
     """

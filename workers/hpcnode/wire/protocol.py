@@ -811,7 +811,10 @@ class Token(NamedTuple):
 
 
 def is_incarnation(text: str) -> bool:
-    """Return whether the text can be an incarnation. If not, it must not become a part of a file name, or of a line."""
+    """Return whether the text can be an incarnation.
+
+    If not, it must not become a part of a file name, or of a line.
+    """
     return _INCARNATION.fullmatch(text) is not None
 
 
