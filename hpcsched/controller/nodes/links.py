@@ -125,8 +125,8 @@ class Fleet:
     async def facts(self, node: NodeName, timeout_s: float) -> Facts:
         """Return the facts of a node, and when it was asked and has answered.
 
-        Raises UnavailableError. A probe costs the node more than a request costs its sender. So there is one at a time, and requests that come meanwhile
-        share the next one.
+        A probe costs the node more than a request costs its sender. So there is one at a time, and requests that come meanwhile
+        share the next one. Raises UnavailableError.
         """
         task = self._coming_probe.get(node)
         if task is None:
