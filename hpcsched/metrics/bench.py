@@ -25,7 +25,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from hpcsched.errors import ProtocolError
-from hpcsched.metrics.links import WIFI, LinkRun, best_rates, ends, near_nodes, slow_nodes
+from hpcsched.metrics.links import WIFI, LinkRun, NearNodes, best_rates, ends, near_nodes, slow_nodes
 from hpcsched.model.node import MeasuredNode, NodeSpec
 
 LEAST_NODES = 3
@@ -330,11 +330,13 @@ def measured_nodes(
     for name in dict.fromkeys((*good, *ends(used))):
         run, words = good.get(name), [role.feature for role in role_of.get(name, []) if role.feature]
         is_new = run is not None and run.is_judged("cpu") and run.file_speed == by_name[name].speed
+        peers = near.get(name, NearNodes((), 0))
         found[name] = MeasuredNode(
             features=(*_parts(run, words), *words, *(["fast-link"] if name in fast else [])),
             cpu_speed=run.values["cpu"] if run is not None and is_new else 0.0,
             gemm_gflops=_gemm_gflops(run),
-            near=near.get(name, ()),
+            near=peers.near,
+            link_bit=peers.link_bit,
         )
     return found
 

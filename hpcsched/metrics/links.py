@@ -17,9 +17,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from math import log
+from operator import or_
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcsched.errors import ProtocolError
 
@@ -198,25 +200,31 @@ CLASS_STEP = 1.5  # rates of one class differ by less, as `hpcsched.sched.place.
 LATENCY_STEP = 4.0
 
 
-def near_nodes(runs: Iterable[LinkRun]) -> dict[str, tuple[tuple[int, frozenset[str]], ...]]:
+class NearNodes(NamedTuple):
+    """The `near` and `link_bit` of a node, as in `hpcsched.model.node.MeasuredNode`."""
+
+    near: tuple[tuple[int, int], ...]
+    link_bit: int
+
+
+def near_nodes(runs: Iterable[LinkRun]) -> dict[str, NearNodes]:
     """Return by node the nodes that it reaches with at least each class, the best first.
 
     A class has a rate, then a latency: 938 and 1000 Mbit/s are one class.
     """
     kinds = {run.pair: _link_kind(run) for run in last_runs(runs).values() if not run.why}
     class_of = {kind: at for at, kind in enumerate(sorted(set(kinds.values())))}
-    reached: dict[str, dict[int, set[str]]] = {}
+    bits = {name: 1 << at for at, name in enumerate(sorted({name for pair in kinds for name in pair}))}
+    reached: dict[str, dict[int, int]] = {name: {} for name in bits}
     for (one, other), kind in kinds.items():
-        for node, peer in ((one, other), (other, one)):
-            reached.setdefault(node, {}).setdefault(class_of[kind], set()).add(peer)
+        level = class_of[kind]
+        reached[one][level] = reached[one].get(level, 0) | bits[other]
+        reached[other][level] = reached[other].get(level, 0) | bits[one]
     found = {}
     for node, by_class in reached.items():
-        near: set[str] = set()
-        steps = []
-        for level in sorted(by_class, reverse=True):
-            near |= by_class[level]
-            steps.append((level, frozenset(near)))
-        found[node] = tuple(steps)
+        levels = sorted(by_class, reverse=True)
+        sums = accumulate((by_class[level] for level in levels), or_)
+        found[node] = NearNodes(tuple(zip(levels, sums, strict=True)), bits[node])
     return found
 
 

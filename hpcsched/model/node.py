@@ -135,13 +135,15 @@ class NodeSpec:
 class MeasuredNode:
     """What the last assessments say of a node: see `hpcsched.metrics.bench`.
 
-    `near`: the nodes that its links reach with at least that class, the best class first.
+    `near`: the nodes that its links reach with at least that class, the best class first. They are a set of bits, because a
+    plan intersects many of them; `link_bit` is the node's own.
     """
 
     features: tuple[str, ...] = ()
     cpu_speed: float = 0.0  # as `NodeSpec.speed`; 0: not measured since that was set
     gemm_gflops: float = 0.0  # of its slowest GPU; 0: not measured
-    near: tuple[tuple[int, frozenset[str]], ...] = ()
+    near: tuple[tuple[int, int], ...] = ()
+    link_bit: int = 0
 
 
 UNMEASURED = MeasuredNode()

@@ -55,7 +55,8 @@ class NodeView:
     speed: float = 0.0  # measured, relative to other nodes; 0: not known
     gemm_gflops: float = 0.0  # measured, of its slowest GPU; 0: not known
     link_mbps: int = 0  # of its network link; 0: not known
-    near: tuple[tuple[int, frozenset[str]], ...] = ()  # see `hpcsched.model.node.MeasuredNode`
+    near: tuple[tuple[int, int], ...] = ()  # see `hpcsched.model.node.MeasuredNode`
+    link_bit: int = 0
     tmp_mib: int = 0
     why_not: str = ""
     awaited: bool = False  # it has not answered yet since the controller started, and is not down
@@ -403,6 +404,7 @@ def node_view(node: Node) -> NodeView:
         gemm_gflops=node.measured.gemm_gflops,
         link_mbps=spec.link_mbps,
         near=node.measured.near,
+        link_bit=node.measured.link_bit,
         tmp_mib=spec.tmp_mib or UNKNOWN_TMP_MIB,
         why_not=_why_not(node),
         awaited=node.link is Link.UNKNOWN and not node.drained,

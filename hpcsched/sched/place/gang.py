@@ -140,7 +140,7 @@ def _linked(seats: Sequence[Seat], required: frozenset[int], count: int, choice:
     None: no links were measured, or the configuration names switches.
     """
     able = [seat for seat in seats if seat.view.near]
-    if len(able) < count or any(seat.view.switch for seat in able):
+    if len(able) < count or [seat for seat in able if seat.view.switch]:
         return None
     if required:
         able.sort(key=lambda seat: seat.node not in required)
@@ -155,7 +155,7 @@ def _linked(seats: Sequence[Seat], required: frozenset[int], count: int, choice:
 
 def _levels(able: Sequence[Seat]) -> Iterator[int]:
     """Yield the classes of the links, the best first; mostly that one suffices."""
-    best = max(seat.view.near[0][0] for seat in able)
+    best = max([seat.view.near[0][0] for seat in able])
     yield best
     yield from sorted({level for seat in able for level, _ in seat.view.near} - {best}, reverse=True)
 
@@ -164,32 +164,22 @@ def _linked_with(first: Seat, able: Sequence[Seat], least: int, count: int) -> l
     """Return `first`, and the next seats that reach all before them with that class.
 
     These are at most twice `count`. It gives up as soon as `count` seats cannot be reached.
-
-    An intersection of sets of many nodes costs more than to look for one node in each of them. So `reached` has what the
-    first ones of the chosen seats reach, and `others` what each of the later ones reaches. They are merged if a seat is in
-    `reached` and not in all of `others`.
     """
     chosen, reached = [first], _reached(first, least)
-    others: list[frozenset[str]] = []
-    most = 1 + len(reached)  # the merged seats, and what all of them reach: no set has more
+    if 1 + reached.bit_count() < count:
+        return chosen
     for seat in able:
-        if most < count or len(chosen) in (most, 2 * count):
-            break
-        name = seat.view.name
-        if name not in reached:
-            continue
-        if all(name in names for names in others):
+        if reached & seat.view.link_bit:
             chosen.append(seat)
-            others.append(_reached(seat, least))
-        else:
-            reached, others = reached.intersection(*others), []
-            most = len(chosen) + len(reached)
+            reached &= _reached(seat, least)
+            if not reached or len(chosen) == 2 * count or len(chosen) + reached.bit_count() < count:
+                break
     return chosen
 
 
-def _reached(seat: Seat, least: int) -> frozenset[str]:
-    """Return the nodes that its links reach with at least the class `least`."""
-    return next((names for level, names in reversed(seat.view.near) if level >= least), frozenset())
+def _reached(seat: Seat, least: int) -> int:
+    """Return the bits of the nodes that its links reach with at least the class `least`."""
+    return next((bits for level, bits in reversed(seat.view.near) if level >= least), 0)
 
 
 def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | None:

@@ -221,16 +221,17 @@ def linked(nodes: str, classes: dict[str, int], job: str, usual: int = 1, **chan
     """Return where job 9 starts; `classes` has the links that are not `usual`: {"n1-n2": 3}."""
     sketch = world(nodes, waiting=[f"9: {job}"]).change(9, **changes)
     for node in sketch.nodes:
-        levels: dict[int, set[str]] = {}
-        for other in sketch.nodes:
+        levels: dict[int, int] = {}
+        for at, other in enumerate(sketch.nodes):
             pair = "-".join(sorted((node.name, other.name)))
-            if other.name != node.name and classes.get(pair, usual):
-                levels.setdefault(classes.get(pair, usual), set()).add(other.name)
-        steps = [
-            (level, frozenset[str]().union(*(names for at, names in levels.items() if at >= level)))
-            for level in sorted(levels, reverse=True)
-        ]
-        sketch.change_node(node.name, measured=MeasuredNode(near=tuple(steps)))
+            if other.name != node.name and (level := classes.get(pair, usual)):
+                levels[level] = levels.get(level, 0) | 1 << at
+        steps = tuple(
+            (least, sum(bits for level, bits in levels.items() if level >= least))
+            for least in sorted(levels, reverse=True)
+        )
+        own = 1 << [other.name for other in sketch.nodes].index(node.name)
+        sketch.change_node(node.name, measured=MeasuredNode(near=steps, link_bit=own))
     return on(sketch)
 
 
@@ -258,7 +259,7 @@ def _plainly_linked(seats: list[Seat], required: frozenset[int], count: int, cho
         for first in able[: 1 if required else MOST_FIRST]:
             some, reached = [first], _reached(first, least)
             for seat in able:
-                if seat.view.name in reached and len(some) < 2 * count:
+                if seat.view.link_bit & reached and len(some) < 2 * count:
                     some.append(seat)
                     reached &= _reached(seat, least)
             chosen = choice(some) if len(some) >= count else None
@@ -275,20 +276,26 @@ def test_gangs_are_those_of_a_plain_search_over_measured_links(data: st.DataObje
     refused = data.draw(st.frozensets(st.integers(0, size - 1), max_size=3))
     required = data.draw(st.frozensets(st.integers(0, size - 1), max_size=2))
     level_of = dict(zip(pairs, classes, strict=True))
-    reached: list[dict[str, int]] = [{} for _ in range(size)]
+    reached: list[dict[int, int]] = [{} for _ in range(size)]
     for (one, other), level in level_of.items():
         if level:
-            reached[one][f"n{other}"] = reached[other][f"n{one}"] = level
+            reached[one][other] = reached[other][one] = level
     near = [
         tuple(
-            (least, frozenset(name for name, level in peers.items() if level >= least))
+            (least, sum(1 << peer for peer, level in peers.items() if level >= least))
             for least in sorted(set(peers.values()), reverse=True)
         )
         for peers in reached
     ]
     seats = [
-        Seat((place,), at, 1, 0, NodeView(name=NodeName(f"n{at}"), cpus=4, mem_mib=100, near=near[at]))
-        for place, at in enumerate(order)
+        Seat(
+            (at,),
+            node,
+            1,
+            0,
+            NodeView(name=NodeName(f"n{node}"), cpus=4, mem_mib=100, near=near[node], link_bit=1 << node),
+        )
+        for at, node in enumerate(order)
     ]
 
     def choice(some: Sequence[Seat]) -> list[Seat] | None:
