@@ -14,6 +14,7 @@ https://docs.kernel.org/accounting/psi.html; the others were set by trials on lo
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import correlation, fmean, linear_regression
@@ -32,6 +33,7 @@ SOON_S = 2 * 3600.0  # a limit that is reached so soon is told
 FAULTS_PER_S = 100.0  # page faults that read from disk
 PAGES_PER_S = 50.0  # swapped
 LOST = 0.01  # of the TCP segments
+LATE_PART = 0.15  # of a step that the others wait for a rank
 
 
 class SlowCause(enum.Enum):
@@ -129,7 +131,7 @@ def judge(windows: Sequence[NodeWindow], note: str = "") -> list[Bottleneck]:
             for cause, text, remedy in here
             if cause not in hidden
         ]
-    if note.startswith(WAITS_FOR):
+    if _is_late(note):
         found.append(_straggler(note, found))
     order = list(SlowCause)
     return sorted(found, key=lambda finding: order.index(finding.cause))
@@ -140,7 +142,13 @@ def looks(windows: Sequence[NodeWindow]) -> int:
     return max((len(_known(values)) for window in windows for values in window.job.values()), default=0)
 
 
-WAITS_FOR = "the others wait for "
+_WAITS_FOR = re.compile(r"the others wait for .{1,300}: (\d{1,9}) ms of a step's (\d{1,9})\Z")
+
+
+def _is_late(note: str) -> bool:
+    """Return whether a rank is late by a part of the step that matters; ranks always differ a little."""
+    match = _WAITS_FOR.match(note)
+    return match is not None and float(match[1]) >= LATE_PART * float(match[2]) > 0.0
 
 
 def _straggler(note: str, found: Sequence[Bottleneck]) -> Bottleneck:
@@ -318,7 +326,7 @@ def _outside_load(window: NodeWindow) -> Judged:
 
 def _oversubscribed(window: NodeWindow) -> Judged:
     threads, used = _mean(window.of_job("job_threads_runnable")), _mean(window.of_job("job_cpu_seconds_total"))
-    if threads > max(1.5 * window.cpus, window.cpus + 1) and used > 0.8 * window.cpus:
+    if threads > max(1.5 * window.cpus, window.cpus + 1) and used > 0.5 * window.cpus:
         yield (
             SlowCause.OVERSUBSCRIBED,
             f"{threads:.0f} threads of the job want to run at once on the {_cpus(window.cpus)} it holds",

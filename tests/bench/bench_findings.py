@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -259,7 +260,7 @@ class Stage:
             stack.callback(self._cluster.run, "hcancel", *jobs, check=False)
             answers = [self._judged(job, staged) for job, staged in zip(jobs, several, strict=True)]
         self._wait_for_empty_queue()
-        is_loaded = max(before, used_outside(LOAD_S)) > LOADED_CPUS
+        is_loaded = max(before, used_outside(LOAD_S)) > LOADED_CPUS or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
         found = [[finding["cause"] for finding in answer.get("findings", ())] for answer in answers]
         for staged, causes in zip(several, found, strict=True):
             if is_loaded and staged.cause is not SlowCause.OUTSIDE_LOAD and SlowCause.OUTSIDE_LOAD.value in causes:
@@ -299,7 +300,8 @@ class Stage:
             if answer.returncode:
                 return staged.cause is None and "COMPLETED" in answer.stderr
             found.update(json.loads(answer.stdout))
-            is_told = staged.cause is not SlowCause.STRAGGLER or bool(found["findings"])  # its program has to say so
+            told = [finding["cause"] for finding in found["findings"]]
+            is_told = staged.cause is not SlowCause.STRAGGLER or staged.cause.value in told  # by its program, later
             return bool(found["looks"] >= LEAST_LOOKS + 2 and is_told)
 
         wait_until(enough, PATIENCE_S, f"enough looks at: {staged.name}")

@@ -74,6 +74,7 @@ STAGED: list[tuple[SlowCause, NodeWindow, str]] = [
         "5.4 of its 8 CPUs",
     ),
     (SlowCause.OVERSUBSCRIBED, window(job={"threads_runnable": 16, "cpu_seconds_total": 3.9}), "16 threads"),
+    (SlowCause.OVERSUBSCRIBED, window(job={"threads_runnable": 20, "cpu_seconds_total": 2.4}), "20 threads"),
     (SlowCause.DATA_STARVED, window(machine=gpus(SAW), gpus=(0,), job={"cpu_seconds_total": 1.02}), "one thread prepares"),
     (SlowCause.DATA_STARVED, window(machine=gpus(0.4), gpus=(0,), job={"cpu_seconds_total": 3.9}), "busy with preparing"),
     (SlowCause.DATA_STARVED, window(machine=gpus(0.4), gpus=(0,), job={"processes_blocked": 2}), "wait for files"),
@@ -158,6 +159,9 @@ def test_a_straggler_is_named_with_the_cause_on_its_node() -> None:
     assert "rank 1 on n2: 80 ms" in found[1].text
     assert found[1].text.endswith("there: load from outside")
     assert judge([window()], "checkpoints are on n1 alone") == []
+    assert judge([window()], "the others wait for rank 1 on n2: 20 ms of a step's 200") == []  # ranks differ a little
+    assert judge([window()], "the others wait for rank 1 on n2: 0 ms of a step's 0") == []
+    assert judge([window()], f"the others wait for rank 1 on n2: {'9' * 400} ms of a step's 200") == []
 
 
 @given(
