@@ -146,7 +146,7 @@ _WAITS_FOR = re.compile(r"the others wait for .{1,300}: (\d{1,9}) ms of a step's
 
 
 def _is_late(note: str) -> bool:
-    """Return whether a rank is late by a part of the step that matters; ranks always differ a little."""
+    """Return whether a step waits for a rank; ranks always differ a little."""
     match = _WAITS_FOR.match(note)
     return match is not None and float(match[1]) >= LATE_PART * float(match[2]) > 0.0
 
