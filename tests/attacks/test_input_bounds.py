@@ -35,7 +35,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
 from hpcsched.store.store import HistoryQuery
 
-CPU_S = 1.0  # for a request of any kind
+CPU_S = 0.5  # for a request of any kind
 
 
 def cpu_s(work: Callable[[], Any]) -> float:

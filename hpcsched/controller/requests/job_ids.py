@@ -44,7 +44,8 @@ def find_jobs(cluster: ClusterState, reference: str, uid: int) -> list[Job]:
     else:
         found = cluster.numbered(number)
     if component not in (None, "0"):
-        found = [job for job in found if whole_number(component, "a component") <= len(job.spec.components)]
+        at = whole_number(component, "a component")
+        found = [job for job in found if at <= len(job.spec.components)]
     elif not found and task is None and tasks is None:
         found = _with_component(cluster, number)
     if tasks is not None:
