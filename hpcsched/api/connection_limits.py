@@ -29,8 +29,8 @@ log = logging.getLogger("hpcsched.api")
 
 
 MAX_CONNECTIONS = 512  # of one account
-UNREAD_BYTES = 64 << 20  # of one account; a single answer may be larger
-ALL_UNREAD_BYTES = 128 << 20
+UNREAD_BYTES = 32 << 20  # of one account; a single answer may be larger
+ALL_UNREAD_BYTES = 64 << 20
 UNPARSED_BYTES = 32 << 20  # of one account
 ALL_UNPARSED_BYTES = 64 << 20
 REQUESTS_PER_S = 50.0

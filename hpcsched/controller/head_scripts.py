@@ -7,7 +7,8 @@ and any other is cancelled. `epilog_head` runs after the attempt has given back 
 the controller's account, bounded by `hpcnode.os.program`.
 
 An attempt with scripts has a record, ``STATE_DIR/scripts/JOB.ATTEMPT``: durable before its prolog, removed after its epilog. So
-each runs at least once: a controller that was killed meanwhile waits for what it had begun, then runs it again. If neither is
+each runs at least once: a controller that was killed meanwhile waits for what it had begun, then runs it again. The epilog of a
+damaged record has the numbers of its job alone. What cannot be written or started is tried again every `RETRY_S`. If neither is
 configured, nothing here costs anything.
 """
 
@@ -18,6 +19,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +40,11 @@ from hpcsched.steps.environment import script_environment
 log = logging.getLogger("hpcsched.scripts")
 
 AT_ONCE = 16
+RETRY_S = 10.0
+MAX_RECORD_BYTES = 1 << 20
 FOLDER = "scripts"
 Attempt = tuple[JobId, int]
+_RECORD = re.compile(r"([0-9]{1,15})\.([0-9]{1,15})")
 Kind = Literal["prolog", "epilog"]
 
 
@@ -53,6 +58,7 @@ class HeadScripts:
         self._ready: dict[Attempt, bool] = {}  # whether the prolog has succeeded
         self._environments: dict[Attempt, dict[str, str]] = {}  # by attempt whose epilog is still to come
         self._tasks: dict[JobId, asyncio.Task[None]] = {}  # the last of each job
+        self._said = ""  # the last failure that the log has
 
     @property
     def _settings(self) -> ControllerSettings:
@@ -62,11 +68,10 @@ class HeadScripts:
         """Read the records of an earlier controller; run the epilogs of attempts that are over."""
         self._controller.gate = self
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            if path.suffix in (".new", ".lock"):
+            if (match := _RECORD.fullmatch(path.name)) is None:
                 continue
-            job_id, _, attempt = path.name.partition(".")
-            key = JobId(int(job_id)), int(attempt)  # int: of our own file
-            self._environments[key] = json.loads(path.read_text())
+            key = JobId(int(match[1])), int(match[2])  # int: digits
+            self._environments[key] = _read(path, key)
             self._end(key[0], self._controller.cluster.jobs.get(key[0]))
 
     def may_launch(self, job: Job) -> bool:
@@ -108,10 +113,17 @@ class HeadScripts:
         if before is not None:
             await asyncio.wait([before])
         job = self._controller.cluster.jobs.get(key[0])
-        if kind == "epilog":
-            await self._run_epilog(key, job)
-        elif job is not None and job.attempt == key[1] and job.state in (JobState.CONFIGURING, JobState.RUNNING):
-            await self._run_prolog(key, job)
+        try:
+            if kind == "epilog":
+                await self._run_epilog(key, job)
+            elif job is not None and job.attempt == key[1] and job.state in (JobState.CONFIGURING, JobState.RUNNING):
+                await self._run_prolog(key, job)
+        except OSError as error:  # the disk is full, or there are too many processes
+            why = f"cannot run the {kind} of job {key[0]} on the head: {error}; it is tried again"
+            if why != self._said:
+                log.error("%s", why)
+            self._said = why
+            await asyncio.sleep(RETRY_S)
 
     async def _run_prolog(self, key: Attempt, job: Job) -> None:
         cluster = self._controller.cluster
@@ -132,10 +144,13 @@ class HeadScripts:
         why = await self._status(key, "epilog", self._settings.epilog_head, env)
         if why:
             log.error("the epilog of job %d on the head failed: %s", key[0], why)
-        for name in (_name(key), f"{_name(key)}.lock"):
-            (self._folder / name).unlink(missing_ok=True)
         self._ready.pop(key, None)
         self._environments.pop(key, None)
+        for name in (_name(key), f"{_name(key)}.lock"):
+            try:
+                (self._folder / name).unlink(missing_ok=True)
+            except OSError as error:  # the next controller runs this epilog again
+                log.error("cannot remove %s: %s; remove it", self._folder / name, error.strerror)
 
     async def _status(self, key: Attempt, kind: Kind, program: str, env: dict[str, str]) -> str:
         """Run a script; return "" or why it failed."""
@@ -169,6 +184,24 @@ class HeadScripts:
 
 def _name(key: Attempt) -> str:
     return f"{key[0]}.{key[1]}"
+
+
+def _read(path: Path, key: Attempt) -> dict[str, str]:
+    """Return the environment in a record; of a damaged one, the numbers of its job."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = json.loads(file.read(MAX_RECORD_BYTES))
+        if isinstance(found, dict) and all(_is_plain(value) for value in (*found, *found.values())):
+            return found
+        why = "it is not an environment"
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error)
+    log.error("the record %s of a job's scripts is damaged: %s", path, why)
+    return {f"{prefix}_{name}": str(key[0]) for prefix in ("SLURM", "HPCSCHED") for name in ("JOB_ID", "JOBID")}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value
 
 
 def _write(folder: Path, key: Attempt, env: dict[str, str]) -> None:

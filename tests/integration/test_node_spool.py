@@ -409,11 +409,11 @@ def test_a_power_failure_takes_a_state_of_scripts_and_never_their_record(tmp_pat
     token = f"feedc0de.1.0.batch.n1.{'0' * 32}"
     spool.note_scripts("one", {"token": token, "state": "prolog"}, durably=True)
     spool.note_scripts("one", {"token": token, "state": "ready"}, durably=False)
-    assert [record["state"] for record in spool.script_records()] == ["ready"]
+    assert [objects[0]["state"] for _, objects in spool.script_records()] == ["ready"]
     (tmp_path / "scripts" / "one.state").write_text("")
-    assert [record["state"] for record in spool.script_records()] == ["prolog"]
+    assert [objects[0]["state"] for _, objects in spool.script_records()] == ["prolog"]
     spool.note_scripts("one", {"token": token, "state": "epilog"}, durably=False)
     spool.note_scripts("one", {"token": token, "state": "prolog"}, durably=True)
-    assert [record["state"] for record in spool.script_records()] == ["prolog"]
+    assert [objects[0]["state"] for _, objects in spool.script_records()] == ["prolog"]
     spool.forget_scripts("one")
     assert list((tmp_path / "scripts").iterdir()) == []

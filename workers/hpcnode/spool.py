@@ -158,6 +158,14 @@ def _name(token: Token) -> bytes:
     return bytes.fromhex(token.nonce) + (b"%d" % token.stay if token.stay else b"")
 
 
+def object_in(path: str) -> Optional[Dict[str, Any]]:
+    """Return the JSON object in a file; None if the file is missing, damaged, or not a file."""
+    try:
+        return read_object(path) if stat.S_ISREG(os.lstat(path).st_mode) else None
+    except OSError:
+        return None
+
+
 def _read_done(path: str) -> _DoneFile:
     part = _DoneFile()
     try:
@@ -467,8 +475,11 @@ class Spool:
         remove_file(os.path.join(self.scripts, name + SCRIPT_STATE))
         self._faults.reached("scripts.over")
 
-    def script_records(self) -> List[Dict[str, Any]]:
-        """Return all records of jobs with scripts."""
+    def script_records(self) -> List[Tuple[str, List[Dict[str, Any]]]]:
+        """Return the names of all jobs with scripts, each with its last state and its first.
+
+        Those that cannot be read are left out.
+        """
         try:
             names = os.listdir(self.scripts)
         except FileNotFoundError:
@@ -476,9 +487,7 @@ class Spool:
         found = []
         for name in sorted(name for name in names if not name.endswith(BESIDE_RECORD)):
             path = os.path.join(self.scripts, name)
-            first = read_object(path)
-            if first is not None and read_token(str(first.get("token"))) is not None:
-                found.append(read_object(path + SCRIPT_STATE) or first)
+            found.append((name, [obj for obj in map(object_in, (path + SCRIPT_STATE, path)) if obj is not None]))
         return found
 
     def load(self) -> List[Found]:

@@ -107,8 +107,8 @@ class MemorySpool:
     def forget_scripts(self, name: str) -> None:
         self.script_notes.pop(name, None)
 
-    def script_records(self) -> list[dict[str, Any]]:
-        return list(self.script_notes.values())
+    def script_records(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        return [(name, [record]) for name, record in self.script_notes.items()]
 
     def renew(self, text: str, asked_s: float) -> None:
         self.renewals[text] = asked_s

@@ -196,3 +196,31 @@ def test_a_state_that_cannot_be_written_stops_nothing(world: World, scripts: Not
     scripts.ends("prolog")
     assert world.shepherds.starts == [batch]
     assert "No space left" in world.logged[-1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"token": 5},
+        {"token": "feedc0de"},
+        {"scripts": {"prolog": ["/p"]}},
+        {"scripts": None},
+        {"state": "asleep"},
+        {"failures": "none"},
+        {"failures": [5]},
+        {"claims": "yes"},
+        {"boot_id": None},
+    ],
+    ids=str,
+)
+def test_the_next_agent_starts_with_a_damaged_record(
+    world: World, scripts: NotedScripts, damage: dict[str, object]
+) -> None:
+    world.launch(token(), scripts=BOTH)
+    (name,) = world.spool.script_notes
+    world.spool.script_notes[name] |= damage
+    world.restart()
+    assert [line for line in world.logged if "damaged" in line] == [
+        f"the record of the scripts of {name} is damaged: its epilog does not run"
+    ]
+    assert scripts.states == ["prolog", "prolog"]  # the waiting launch begins anew

@@ -23,15 +23,16 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Prot
 
 from hpcnode.agent.helpers import ask_child
 from hpcnode.os.account import why_not_as_root
-from hpcnode.os.durable import read_object, to_bytes, write_plainly
+from hpcnode.os.durable import to_bytes, write_plainly
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop
-from hpcnode.spool import SCRIPT_LOCK, SCRIPT_RESULT, Spool, remove_file
+from hpcnode.spool import SCRIPT_LOCK, SCRIPT_RESULT, Spool, object_in, remove_file
 from hpcnode.wire import protocol
-from hpcnode.wire.message import from_fields, to_fields
+from hpcnode.wire.message import WireError, from_fields, to_fields
 from hpcnode.wire.protocol import Life, Token, read_token
 
 PROLOG, READY, REFUSED, EPILOG, OVER = "prolog", "ready", "refused", "epilog", "over"
+STATES = (PROLOG, READY, REFUSED, EPILOG, OVER)
 CONTEXTS = {PROLOG: "prolog_slurmd", EPILOG: "epilog_slurmd"}  # as in Slurm
 GO = ""
 STORED = ("state", "claims", "closing", "why", "failures")
@@ -90,13 +91,12 @@ class ScriptRecords:
 
     def load(self) -> None:
         """Read the records of earlier agents, and continue them."""
-        for obj in self._spool.script_records():
-            key = read_token(obj["token"])
-            assert key is not None
-            record = _Record(obj["token"], key, from_fields(protocol.JobScripts, obj["scripts"]), obj["boot_id"])
-            for field in STORED:
-                setattr(record, field, obj[field])
-            self._records[key.job, key.life] = record
+        for name, objects in self._spool.script_records():
+            record = next(filter(None, map(_restored, objects)), None)
+            if record is None:
+                self._log("the record of the scripts of %s is damaged: its epilog does not run" % name)
+            else:
+                self._records[record.key.job, record.key.life] = record
         for each in list(self._records.values()):
             self._continue(each)
 
@@ -265,6 +265,22 @@ class ScriptRecords:
             self._log("cannot note the %s of %s: %s" % (record.state, record.name, error.strerror))
 
 
+def _restored(obj: Dict[str, Any]) -> Optional[_Record]:
+    """Return the record that an earlier agent has written; None if it is damaged."""
+    try:
+        key = read_token(obj["token"])
+        if key is None or type(obj["boot_id"]) is not str or obj["state"] not in STATES:
+            return None
+        record = _Record(obj["token"], key, from_fields(protocol.JobScripts, obj["scripts"]), obj["boot_id"])
+        for field in STORED:
+            if type(obj[field]) is not type(getattr(record, field)):
+                return None
+            setattr(record, field, obj[field])
+    except (KeyError, TypeError, AttributeError, WireError):
+        return None
+    return record if all(type(why) is str for why in record.failures) else None
+
+
 class ScriptRunner:
     """Runs scripts in children that outlive the agent."""
 
@@ -327,5 +343,5 @@ class ScriptRunner:
 
 def _result(path: str, state: str) -> Optional[str]:
     """Return why the script of this state failed, "" if it did not; None if that is not known."""
-    found = read_object(path + SCRIPT_RESULT)
+    found = object_in(path + SCRIPT_RESULT)
     return str(found["why"]) if found is not None and found.get("state") == state else None
