@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_until
 
 import hpcsched
 from hpcnode import paths
@@ -431,6 +432,9 @@ def test_the_card_is_that_which_leads_to_the_client_of_the_login(tmp_path: Path)
     login = {"PATH": "/usr/bin:/bin", "SSH_CONNECTION": "127.0.0.1 5 127.0.0.1 22"}
     for environ, mac in ((login, "52:54:00:12:34:56"), ({"PATH": "/usr/bin:/bin"}, "")):
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=environ) as child:
+            wait_until(
+                Path(f"/proc/{child.pid}/environ").read_bytes
+            )  # exec closes our pipe before it shows the environment
             assert speed.mac_to_peer(child.pid, str(tmp_path)) == mac
             child.stdin.close()  # type: ignore[union-attr]
     assert speed.mac_to_peer(0, str(tmp_path)) == ""
