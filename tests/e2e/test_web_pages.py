@@ -31,7 +31,7 @@ def served() -> Iterator[Served]:
 def page(served: Served) -> Iterator[Page]:
     """A page of a browser with a session; nothing is written to the console, and no policy is violated."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         page = browser.new_context(ignore_https_errors=True).new_page()
         page.set_default_timeout(PATIENCE_S * 1000)
         wrong: list[str] = []

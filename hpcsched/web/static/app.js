@@ -2,7 +2,8 @@
 // Texts are set as text, never as markup; what replaces a section comes from our own pages.
 
 const API = "/api/v1";
-const REFRESH_MS = 1000; // changes within this time are one refresh
+const REFRESH_MS = 1000; // from one refresh to the next
+const GATHER_MS = 100; // changes within this time are one refresh
 const RETRY_MS = 5000; // after the stream has ended
 const MOST_CHARS = 1 << 20; // of output in the page
 const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use" };
@@ -48,15 +49,17 @@ function stream(address, on) {
 
 let refreshing = false;
 let waiting = 0;
+let refreshed = -REFRESH_MS;
 
 function refreshSoon() {
-  if (!waiting) waiting = setTimeout(refresh, REFRESH_MS);
+  if (!waiting) waiting = setTimeout(refresh, Math.max(GATHER_MS, refreshed + REFRESH_MS - performance.now()));
 }
 
 async function refresh() {
   waiting = 0;
   if (refreshing) return refreshSoon();
   refreshing = true;
+  refreshed = performance.now();
   try {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, cache: "no-store" });
     if (answer.status === 401) return say("The session has ended: run hpcsched web for a new link.", true);
