@@ -317,7 +317,7 @@ def check_node(view: View, now_s: float) -> Iterator[Check]:
     if view.get("launch_failures"):
         yield _check_launches(view)
     facts = view.get("facts")
-    if link.status is not Status.OK or not facts:
+    if link.status is not Status.OK or link.name == "power" or not facts:
         return
     yield _check_clock(view, facts)
     yield _check_resources(view, facts)
@@ -337,6 +337,10 @@ def _check(view: View, name: str, status: Status, text: str, **numbers: float) -
 
 def _check_link(view: View, now_s: float) -> Check:
     since_s = max(0.0, now_s - float(view["link_since_s"] or now_s))
+    if view.get("power", "on") != "on" and view["link"] != "up":
+        off_s = max(0.0, now_s - float(view["power_since_s"] or now_s))
+        text = f"switched off by {view['power_by']} for {_duration(off_s)} ({view['state']})"
+        return _check(view, "power", Status.OK, text)
     if view["link"] == "down":
         text = f"down for {_duration(since_s)}: {view['link_why']}"
         return _check(view, "link", Status.CRITICAL, text, down_s=since_s)

@@ -188,7 +188,10 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
 # name: expression, how long, severity, summary
 ALERTS: dict[str, tuple[str, str, str, str]] = {
     "ControllerDown": ('up{job="hpcsched"} == 0', "2m", "critical", "The gateway or the controller does not answer."),
-    "NodeDown": ("hpcsched_node_up == 0", "5m", "warning", "Node {{ $labels.node }} is not connected."),
+    "NodeDown": (
+        'hpcsched_node_up == 0 unless on (node) hpcsched_node_state{state=~"power.*"} == 1', "5m", "warning",
+        "Node {{ $labels.node }} is not connected, and was not switched off to save power.",
+    ),
     "BackupOld": (
         "time() - hpcsched_backup_newest_time_seconds > 2 * hpcsched_backup_interval_seconds", "15m", "critical",
         "No scheduled backup of the cluster was made for two intervals: see hhealth.",

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
@@ -48,7 +48,7 @@ from hpcsched.model.job import (
     TrainingStatus,
     exit_words,
 )
-from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition, Share
+from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition, Power, Share
 from hpcsched.model.probation import CHECK
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
@@ -140,6 +140,9 @@ def why_waiting(job: Job, cluster: ClusterState, identity: Identity, now_s: floa
     if job.state is JobState.PENDING:
         return _why_pending(job, cluster, identity)
     if job.state in ACTIVE:
+        awaited = [name for name in job.held_nodes if cluster.nodes[name].power.is_off]
+        if awaited and job.state is not JobState.COMPLETING:
+            return job.reason, _awaiting(cluster.nodes[awaited[0]], awaited, cluster, now_s), None
         lost = [name for name in job.held_nodes if cluster.nodes[name].link is Link.DOWN]
         if lost:
             return Reason.NODE_LOST, _limbo(job, lost, cluster, now_s), None
@@ -229,6 +232,17 @@ def _starting(job: Job) -> str:
     return f"is being started on {job.shares[0].node}" if job.spec.has_script else ""
 
 
+def _awaiting(node: Node, awaited: Sequence[NodeName], cluster: ClusterState, now_s: float) -> str:
+    """Return which nodes of a job are being switched on, and what happens if they stay away."""
+    limit = format_time_s(cluster.config.power.resume_timeout)
+    since = format_time_s(max(0.0, now_s - node.power_since_s))
+    began = f", for {since} now" if node.power is Power.POWERING_UP else ""
+    return (
+        f"waits for {compress_hostlist(awaited)} to come back: switched off to save power, and being switched on{began}. If that "
+        f"takes longer than {limit}, it starts elsewhere"
+    )
+
+
 def _standing_still(job: Job) -> str:
     if job.suspended_for is None:
         return "is suspended until somebody resumes it: hctl resume " + job.display_id
@@ -272,6 +286,8 @@ def _limbo(job: Job, lost: list[NodeName], cluster: ClusterState, now_s: float) 
 
 def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None) -> NodeState:
     """Return a node's state in sinfo's terms; `reserved`: its present reservation."""
+    if node.power is not Power.ON:
+        return NodeState[node.power.name]
     if node.drained:  # as in Slurm, also for a node that is down: it does not return by itself
         return NodeState.DRAINING if cpus_alloc else NodeState.DRAINED
     if node.link is Link.DOWN:
@@ -338,6 +354,10 @@ def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: R
         "drained_by": node.drained_by,
         "returns_at_s": _returns_at_s(node, cluster),
         "drained_at_s": node.drained_at_s,
+        "power": node.power.value,
+        "power_since_s": node.power_since_s or None,
+        "power_by": node.power_by,
+        "power_why": node.power_why,
         "launch_failures": len(node.launch_failures),
         "launch_failure": node.launch_failures[-1].why if node.launch_failures else "",
         "host": node.spec.host,

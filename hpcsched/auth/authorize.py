@@ -64,6 +64,7 @@ class Action(Enum):
     OVERRULE_HOLD = "overrule-hold"
     FAVOR = "favor"
     DRAIN = "drain"
+    POWER = "power"
     UPDATE_PARTITION = "update-partition"
     RESERVE = "reserve"
     FENCE = "fence"
@@ -112,6 +113,7 @@ _TABLE: dict[Action, tuple[str, tuple[Reach, Reach, Reach, Reach, Reach, Reach]]
         (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE),
     ),
     Action.DRAIN: ("drain and resume nodes", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
+    Action.POWER: ("switch nodes off and on", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.UPDATE_PARTITION: ("change the state of partitions", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.RESERVE: ("create, change and delete reservations", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.FENCE: ("declare nodes switched off", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),

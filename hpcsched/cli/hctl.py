@@ -173,7 +173,7 @@ COMMAND = Command(
         "create reservation NAME=VALUE... | update reservation NAME NAME=VALUE... | delete reservation NAME",
         "story JOB",
         "update PartitionName=NAME State=UP|DOWN|DRAIN|INACTIVE",
-        "drain NODES WHY | resume NODES | fence NODES [WHY]",
+        "drain NODES WHY | resume NODES | fence NODES [WHY] | power down|up NODES",
         "backup DIR [keep=N] | FILE",
         "snapshot FILE",
         "strays | strays adopt|end TOKEN...|all",
@@ -192,8 +192,9 @@ COMMAND = Command(
     "mincpus, tmp, licenses, work_dir. 'create', 'update' and 'delete' also manage reservations: ReservationName= StartTime= "
     "EndTime= Duration= Users= Accounts= Nodes= NodeCnt= Features= PartitionName= Flags=. 'story' prints the history of a job. "
     "'suspend' pauses a running job, which keeps its resources until 'resume JOB'. 'drain' stops new jobs from starting on "
-    "nodes until 'resume NODES'. 'fence' asserts that an unreachable node is no longer running anything, so that its jobs can be "
-    "requeued or ended. 'backup' copies database, configuration, node files and keys into DIR, or only the database to a new "
+    "nodes until 'resume NODES'. 'power' switches nodes off and on. 'fence' asserts that an unreachable node is no longer "
+    "running anything, so that its jobs can be requeued or ended. "
+    "'backup' copies database, configuration, node files and keys into DIR, or only the database to a new "
     "FILE, for 'hpcsched restore'. 'reconfigure' reads the configuration again; NODES are the same machines at new addresses, "
     "even if they hold jobs. 'snapshot' writes the cluster state that the planner sees to a file ('-': standard output), for "
     "'hsim replay' and 'hsim whatif'. 'strays' lists launches on nodes from before a restore: 'strays adopt' keeps them as their "
@@ -293,6 +294,11 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
     "drain": (
         ("drain NODES WHY", "drain NODES --reason=WHY"),
         "Stop new jobs from starting on nodes; running jobs continue. Other users see the reason. For admins.",
+    ),
+    "power": (
+        ("power down NODES", "power up NODES"),
+        "Switch nodes off that hold no jobs, as [power] of hpcsched.toml says, or switch them on. A job that is placed on a node "
+        "that is off switches it on, unless the node is drained. For admins.",
     ),
     "fence": (
         ("fence NODES [WHY]", "fence NODES [--reason=WHY]"),
@@ -710,8 +716,12 @@ def update_node(rest: Sequence[str], words: Words) -> int:
     """Execute ``update NodeName=n1 State=DRAIN Reason=why``."""
     changes = {name.lower(): value for name, _, value in (word.partition("=") for word in rest)}
     nodes, state, why = (changes.pop(name, "") for name in ("nodename", "state", "reason"))
+    if state.upper() in _POWER_STATES and not changes:
+        return _power([_POWER_STATES[state.upper()], nodes], words)
     if changes or state.upper() not in ("DRAIN", "RESUME", "UNDRAIN", "IDLE"):
-        raise UsageError("cannot update a node so: write State=DRAIN with Reason=WHY, or State=RESUME")
+        raise UsageError(
+            "cannot update a node so: write State=DRAIN with Reason=WHY, State=RESUME, State=POWER_DOWN or State=POWER_UP"
+        )
     return _drain([nodes, why], words) if state.upper() == "DRAIN" else _resume([nodes], words)
 
 
@@ -735,6 +745,17 @@ def _drain(rest: Sequence[str], words: Words) -> int:
             "cannot drain a node: give the reason, it is what others will see: hctl drain n1 'fan is loud'"
         )
     return _print_nodes(client.call("POST", "/v1/nodes/drain", {"nodes": rest[0], "why": why}), "drained", words)
+
+
+_POWER_STATES = {"POWER_DOWN": "down", "POWER_UP": "up"}  # scontrol's words
+
+
+def _power(rest: Sequence[str], words: Words) -> int:
+    if not rest or rest[0] not in ("down", "up"):
+        raise UsageError("cannot tell whether to switch nodes off or on: hctl power down n1, or hctl power up n1")
+    _needs(rest[1:], "the nodes")
+    answer = client.call("POST", f"/v1/nodes/power-{rest[0]}", {"nodes": ",".join(rest[1:])})
+    return _print_nodes(answer, "switching off" if rest[0] == "down" else "switching on", words)
 
 
 def _resume(rest: Sequence[str], words: Words) -> int:
@@ -1209,6 +1230,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "drain": _drain,
     "resume": _resume_jobs_or_nodes,
     "fence": _fence,
+    "power": _power,
     "ping": _ping,
     "reconfigure": _reconfigure,
     "reset": _reset,

@@ -16,7 +16,7 @@ from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.output import bar, print_json, run_command, wants_colour
 from hpcsched.cli.slurm import look_again, run_face
-from hpcsched.cli.slurm.records import print_nodes
+from hpcsched.cli.slurm.records import print_nodes, state_by_jobs
 from hpcsched.client import Json
 from hpcsched.commands.options import (
     ELSEWHERE,
@@ -66,7 +66,8 @@ COMMAND = Command(
             "states",
             "t",
             "LIST",
-            "show nodes in these states: IDLE,RESERVED,MAINT,MIXED,ALLOCATED,DOWN,DRAINED,DRAINING,UNKNOWN",
+            "show nodes in these states: IDLE,RESERVED,MAINT,MIXED,ALLOCATED,POWERED_DOWN,POWERING_UP,POWERING_DOWN,DOWN,"
+            "DRAINED,DRAINING,UNKNOWN",
         ),
         Option("summarize", "s", help="show one line per partition, with the number of nodes in use"),
         HELP_LONG,
@@ -76,12 +77,16 @@ COMMAND = Command(
 LONG = "%P %a %l %L %D %T %C %m %G %f %N"
 SUMMARY = "%P %a %l %F %C %N"
 
-STATES = ("IDLE", "RESERVED", "MAINT", "MIXED", "ALLOCATED", "DOWN", "DRAINED", "DRAINING", "UNKNOWN")
+POWER_SUFFIXES = {"POWERED_DOWN": "~", "POWERING_UP": "#", "POWERING_DOWN": "%"}  # sinfo's
+STATES = (
+    *("IDLE", "RESERVED", "MAINT", "MIXED", "ALLOCATED", *POWER_SUFFIXES, "DOWN", "DRAINED", "DRAINING", "UNKNOWN"),
+)
 _STATES_BY_WORD = {
     "mix": "MIXED", "alloc": "ALLOCATED", "drng": "DRAINING", "unk": "UNKNOWN", "resv": "RESERVED",
     **{word.lower(): word for word in STATES},
 }  # fmt: skip
 _COLOURS = {"IDLE": GREEN, "MIXED": YELLOW, "ALLOCATED": YELLOW, "UNKNOWN": DIM, "RESERVED": DIM, "MAINT": DIM}
+_COLOURS |= dict.fromkeys(POWER_SUFFIXES, DIM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,8 +172,17 @@ def _is_named(node: Node, words: Words, partitions: Sequence[Partition]) -> bool
     return not words.has("partition") or any(node["name"] in partition["nodes"] for partition in partitions)
 
 
+_POWER_WORDS = {
+    "POWERED_DOWN": "switched off",
+    "POWERING_UP": "being switched on",
+    "POWERING_DOWN": "being switched off",
+}
+
+
 def why_text(node: Node) -> str:
     """Return why a node accepts no jobs, and since when; "" if it does."""
+    if node["state"] in POWER_SUFFIXES:
+        return f"{_POWER_WORDS[node['state']]} by {clean(node['power_by'])} (since {date_text(node['power_since_s'])})"
     why, since_s = _why(node)
     return f"{why or 'no reason known'} (since {date_text(since_s, 'unknown')})" if _is_out(node) else ""
 
@@ -235,7 +249,7 @@ def _by_node(nodes: Sequence[Node], header: bool) -> str:
         "GPUS",
         "PARTITIONS",
         "JOBS",
-        "WHY" if any(map(_is_out, nodes)) else "",
+        "WHY" if any(map(why_text, nodes)) else "",
     ]
     rows = [
         [
@@ -380,7 +394,7 @@ def _narrows(words: Words) -> bool:
 _SLURMS_STATES = {
     "comp": (), "completing": (), "drain": ("DRAINED", "DRAINING"), "drng": ("DRAINING",), "fail": (), "failing": (),
     "future": (), "maint": ("MAINT",), "resv": ("RESERVED",), "no_respond": _DEAD, "npc": (), "perfctrs": (), "planned": (),
-    "power_down": (), "powering_down": (), "powered_down": (), "powering_up": (), "power_up": (), "reboot": (), "cloud": (),
+    "power_down": ("POWERING_DOWN",), "power_up": ("POWERING_UP",), "reboot": (), "cloud": (),
     "error": (), "inval": (), "block": (), "blocked": (), "unk": ("UNKNOWN",), "alloc": ("ALLOCATED",), "mix": ("MIXED",),
 }  # fmt: skip
 
@@ -438,7 +452,9 @@ def _sorted(groups: Sequence[NodeGroup], words: Words) -> list[NodeGroup]:
     return made
 
 
-_RANKS = ("DOWN", "UNKNOWN", "DRAINED", "DRAINING", "MAINT", "RESERVED", "MIXED", "ALLOCATED", "IDLE")
+_RANKS = (
+    *("DOWN", "UNKNOWN", "DRAINED", "DRAINING", *POWER_SUFFIXES, "MAINT", "RESERVED", "MIXED", "ALLOCATED", "IDLE"),
+)
 
 
 def _rank(group: NodeGroup) -> int:
@@ -480,6 +496,8 @@ def state_text(node: Node, *, short: bool) -> str:
     """Return the state of a node, with a star if it does not answer."""
     state = node["state"]
     star = "*" if node["link"] != "up" else ""
+    if state in POWER_SUFFIXES:
+        state, star = state_by_jobs(node), POWER_SUFFIXES[state]
     return (_SHORT.get(state, state.lower()) if short else state.lower()) + star
 
 

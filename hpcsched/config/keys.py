@@ -328,6 +328,11 @@ def optional(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value in ("", 0) and value is not False else kind(value)
 
 
+def unless_empty(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the kind that also accepts "not set": an empty text. 0 is a value."""
+    return lambda value: None if value == "" else kind(value)
+
+
 def optional_list(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the kind that also accepts "not set": an empty list."""
     return lambda value: None if value == [] else kind(value)
@@ -506,6 +511,25 @@ SYNC = (
     Key("run", text, "", "The command that hpcsched node sync runs on nodes on which a file was changed."),
 )
 
+POWER = (
+    Key("suspend_after", seconds(), 0,
+        "How long a node has been idle when it is switched off to save power: \"30m\". A job that needs it switches it on again. "
+        "0: never."),
+    Key("suspend_command", text, "systemctl poweroff",
+        "The command that switches a node off. The agent runs it there, as its own account, if nothing else runs on the node."),
+    Key("suspend_program", absolute_path, "",
+        "A program on the head that is run instead, with the node's name: for a management board, or a switchable socket."),
+    Key("resume_program", absolute_path, "",
+        "A program on the head that switches a node on, with its name. It may be run again. Empty: Wake-on-LAN, with mac of the "
+        "node's file."),
+    Key("suspend_timeout", seconds(1), "2m",
+        "How long a node takes at most to switch itself off. It must be longer than node_down_after_s."),
+    Key("resume_timeout", seconds(1), "10m",
+        "How long a node takes at most to come back. One that takes longer is DOWN, and its jobs start elsewhere."),
+    Key("min_on", seconds(), "30m",
+        "How long a node stays on at least after it was switched on, so that short jobs do not switch it off and on."),
+)
+
 SCHEDULER = (
     Key("policy", one_of("easy", "easy-sjbf", "default", "conservative", "slurm-like", "fifo"), "easy",
         "When a job may start ahead of others. easy: if it does not delay the first job in the queue (EASY backfill); "
@@ -569,6 +593,7 @@ PARTITION = (
     Key("default_mem_per_cpu", optional(memory_mib), "",
         "Memory per cpu of jobs that request none. Empty: an equal part of the node's memory."),
     Key("max_nodes", optional(whole(1)), 0, "The maximum number of nodes of a job. 0: no limit."),
+    Key("keep_on", whole(0), 0, "How many of its nodes stay on when others are switched off to save power: see [power]."),
 )
 
 NODE = (
@@ -615,6 +640,8 @@ NODE = (
     Key("formerly", words, [],
         "Earlier names of the node, set by hpcsched node rename. The controller moves the node's state, reservations and "
         "waiting jobs that name it from these names to the present one."),
+    Key("suspend_after", unless_empty(seconds()), "",
+        "As suspend_after of [power], for this node. 0: the node stays on. Empty: as in [power]."),
 )
 
 SWITCH = (
@@ -672,6 +699,7 @@ SECTIONS = {
     "backup": BACKUP,
     "metrics": METRICS,
     "sync": SYNC,
+    "power": POWER,
     "scheduler": SCHEDULER,
     "scheduler.weights": WEIGHTS,
     "gateway": GATEWAY,

@@ -16,6 +16,7 @@ import contextlib
 import os
 import pwd
 import re
+import shlex
 import stat
 import struct
 import textwrap
@@ -50,6 +51,7 @@ from hpcsched.config.keys import (
     METRICS,
     NODE,
     OIDC,
+    POWER,
     PRIVACY,
     ROLES,
     SCHEDULER,
@@ -192,6 +194,19 @@ class SyncSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PowerSettings:
+    """[power]; see `hpcsched.config.keys.POWER` for each. Times in seconds."""
+
+    suspend_after: float = 0.0
+    suspend_command: str = "systemctl poweroff"
+    suspend_program: str = ""
+    resume_program: str = ""
+    suspend_timeout: float = 120.0
+    resume_timeout: float = 600.0
+    min_on: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackupSettings:
     """[backup]; see `hpcsched.config.keys.BACKUP` for each."""
 
@@ -310,6 +325,7 @@ class Config:
     metrics: MetricsSettings = MetricsSettings()
     sync: SyncSettings = SyncSettings()
     backup: BackupSettings = BackupSettings()
+    power: PowerSettings = PowerSettings()
 
     @property
     def launch_key(self) -> Path:
@@ -461,6 +477,7 @@ def build_config(
         "audit",
         "metrics",
         "sync",
+        "power",
         "backup",
         "scheduler",
         "gateway",
@@ -490,7 +507,24 @@ def build_config(
         metrics=MetricsSettings(**values_of(path, "[metrics]", tables.get("metrics", {}), METRICS)),
         sync=SyncSettings(**values_of(path, "[sync]", tables.get("sync", {}), SYNC)),
         backup=BackupSettings(**values_of(path, "[backup]", tables.get("backup", {}), BACKUP)),
+        power=_power(path, tables.get("power", {}), controller),
     )
+
+
+def _power(path: Path, table: Any, controller: ControllerSettings) -> PowerSettings:
+    settings = PowerSettings(**values_of(path, "[power]", table, POWER))
+    try:
+        words = shlex.split(settings.suspend_command)
+    except ValueError as error:
+        raise ConfigError(f"cannot use {path}: [power] suspend_command: {error}") from None
+    if not words and not settings.suspend_program:
+        raise ConfigError(f"cannot use {path}: [power] needs suspend_command or suspend_program")
+    if table and settings.suspend_timeout <= controller.node_down_after_s:
+        raise ConfigError(
+            f"cannot use {path}: [power] suspend_timeout = {settings.suspend_timeout:g} is not longer than node_down_after_s = "
+            f"{controller.node_down_after_s:g}, after which a node counts as switched off"
+        )
+    return settings
 
 
 def _access(path: Path, tables: Mapping[str, Any], accounting: Accounting) -> AccessPolicy:

@@ -37,6 +37,7 @@ from hpcsched.controller.nodes.edits import (
 )
 from hpcsched.controller.nodes.links import Fleet, monotonic_s
 from hpcsched.controller.nodes.loss import lose_gone_nodes
+from hpcsched.controller.power_switch import PowerSwitch
 from hpcsched.controller.recovery import load_assessments, node_of, policy_of, settings_changed, unknown_users
 from hpcsched.controller.relay import Relaying
 from hpcsched.controller.requests.triggers import TriggerPrograms
@@ -156,6 +157,7 @@ class Daemon:
             state_dir, heads, store.audit_end, to_syslog=config.audit.syslog, incarnation=cluster.incarnation
         )
         self._recorder = Recorder(recorder_settings(config)) if config.metrics.history else None
+        self._power = PowerSwitch(self.controller, self.fleet)
         self._backups = ScheduledBackups(self.controller, config, clock)
         self.heads = HeadStreams(socket_limits)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
@@ -216,6 +218,7 @@ class Daemon:
         """Connect the nodes, and continue what an earlier controller has begun."""
         self._scripts.start()
         self.fleet.configure(self._config)
+        self._power.start()
         if self._recorder is not None:
             self._recorder.start()
             self.controller.metrics.listeners.append(self._recorder.record)
@@ -390,6 +393,9 @@ class Daemon:
 
     def run_trigger(self, trigger: Trigger) -> None:
         self._programs.run(trigger)
+
+    def switch_power(self, node: NodeName) -> None:
+        self._power.switch(node)
 
     def nonce(self) -> str:
         return secrets.token_hex(16)

@@ -22,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -160,26 +161,31 @@ class HeadScripts:
         async with self._turns:
             lock = await asyncio.to_thread(_locked, self._folder / f"{_name(key)}.lock")
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *(
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "hpcnode.os.program",
-                        str(self._settings.prolog_epilog_timeout),
-                        program,
-                    ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    cwd="/",
+                return await run_program(
+                    self._settings.prolog_epilog_timeout,
+                    program,
                     env={**env, "SLURM_SCRIPT_CONTEXT": context, "HPCSCHED_SCRIPT_CONTEXT": context},
-                    start_new_session=True,
                     pass_fds=(lock,),
                 )
             finally:
                 os.close(lock)
-            output, _ = await process.communicate()
-        return output.decode(errors="replace") or ("" if process.returncode == 0 else "it was killed")
+
+
+async def run_program(
+    limit_s: float, program: str, *args: str, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> str:
+    """Run a program of the administrator on the head, bounded; return "" or why it failed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "hpcnode.os.program", str(limit_s), program, *args),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        cwd="/",
+        env=dict(env),
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
+    output, _ = await process.communicate()
+    return output.decode(errors="replace") or ("" if process.returncode == 0 else "it was killed")
 
 
 def _name(key: Attempt) -> str:

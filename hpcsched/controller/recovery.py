@@ -19,7 +19,7 @@ from hpcsched.metrics.links import last_runs
 from hpcsched.model.accounting import EVERYBODY, Accounting, PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import TrainingStatus
-from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
+from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec, Power
 from hpcsched.model.probation import DAY_S
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Policy, PreemptRules
 from hpcsched.state.cluster import ClusterState
@@ -47,6 +47,10 @@ def node_of(spec: NodeSpec, row: Any) -> Node:
         hardware=row.hardware,
         launch_failures=tuple(LaunchFailure(*failure) for failure in json.loads(row.launch_failures)),
         has_orphans=bool(row.has_orphans),
+        power=Power(row.power or Power.ON),
+        power_since_s=row.power_since_s or 0.0,
+        power_by=row.power_by or "",
+        power_why=row.power_why or "",
     )
 
 
@@ -91,6 +95,7 @@ def settings_changed(before: Config, after: Config) -> list[str]:
         "roles": _differ(before.access, after.access, ("admins", "operators", "viewers", "services", "default")),
         "privacy": ["hide"] if before.access.hidden != after.access.hidden else [],
         "audit": _differ(before.audit, after.audit),
+        "power": _differ(before.power, after.power),
         "gateway": _differ(before.gateway, after.gateway),
     }
     return changed + [f"[{name}] {', '.join(keys)}" for name, keys in sections.items() if keys]

@@ -25,6 +25,7 @@ from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import edits, messages, orphans
 from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
 from hpcsched.controller.nodes.messages import Trainings
+from hpcsched.controller.nodes.power import PowerKeeper, nodes_awaited, ordered, start_allocations
 from hpcsched.controller.planning import (
     MANY_JOBS,
     SIGNATURE_LEFT_S,
@@ -53,7 +54,7 @@ from hpcsched.lifecycle.job import LAUNCHES, Effect, EffectKind, can, effects_of
 from hpcsched.lifecycle.node import NodeDisconnected, NodeDown, NodeOrphansFound, NodeOrphansGone, NodeUp
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
-from hpcsched.model.node import Link, Share, abilities_of
+from hpcsched.model.node import Link, Power, Share, abilities_of
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Plan, Start, Wait
@@ -152,6 +153,9 @@ class Ports(Protocol):
     def run_trigger(self, trigger: Trigger) -> None:
         """Run the program of a trigger as the user who set it."""
 
+    def switch_power(self, node: NodeName) -> None:
+        """Switch the node off or on, as its state says, unless that is under way."""
+
     def boot_clock(self) -> tuple[str, float]:
         """Return the machine's boot id and the time since boot, including sleep.
 
@@ -211,6 +215,7 @@ class Controller:
         # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
         self._unreachable = UnreachableNodes(ports.monotonic_s)
+        self._power = PowerKeeper()
         self._clock_mark = mark_of(store.clock())
         self._asked: dict[JobId, set[str]] = {}  # claims that nodes were asked for
         # Allocations that got --signal, and for which end time.
@@ -399,6 +404,7 @@ class Controller:
         messages.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.orphans))
         messages.end_unknown_jobs(tx, node, welcome.facts.get("jobs_with_scripts"), answer)
         self._note_orphans(tx, node)
+        start_allocations(tx, node)
         return answer
 
     def _note_orphans(self, tx: Transaction, node: NodeName) -> None:
@@ -421,6 +427,8 @@ class Controller:
             self._ports.send(node, self.metrics.order())
         for job in self.cluster.jobs_on(node):
             self._perform(job, only=node)
+        if self.cluster.nodes[node].power is Power.POWERING_DOWN:
+            self._ports.switch_power(node)
 
     def _answer(self, node: NodeName, answer: Any) -> None:
         if isinstance(answer, Exception):
@@ -460,6 +468,8 @@ class Controller:
                 continue
             if effect.kind in LAUNCHES and self.cluster.is_former(job):
                 continue  # launches of an earlier incarnation are not sent
+            if effect.kind in LAUNCHES and self.cluster.nodes[effect.node].power is not Power.ON:
+                continue  # its `NodeUp` brings us here again
             if job.state is JobState.CONFIGURING and not self._may_launch(job):
                 continue
             if effect.kind is EffectKind.CLAIM and not self._is_first(effect) and only is None:
@@ -552,6 +562,10 @@ class Controller:
         for item in inbox:
             _guarded("answer a request", partial(item.done, item.result))
         self._run_triggers(turn.due, now_s)
+        for node in ordered(tx):
+            _guarded(f"switch node {node}", partial(self._ports.switch_power, node))
+        if self._power.next_s is not None:
+            self._ports.wake(max(0.0, self._power.next_s - now_s))
         if turn.many:  # answer a large request before the plan is made
             self._ports.wake(0.0)
         unread, self._unread = self._unread, set()
@@ -601,7 +615,17 @@ class Controller:
         if not many:
             self._note_ages(tx)
             self._plan_or_put_off(tx)
+        self._save_power(tx)
         return _Turn(mark or known, proof_in_s, many, due)
+
+    def _save_power(self, tx: Transaction) -> None:
+        """Switch nodes off and on, for the jobs that hold nodes now."""
+        if not self._power.is_used(tx):
+            self._power.next_s = None
+            return
+        promises = self._promises.values()
+        if tx.attempt("switch nodes off and on", lambda one: self._power.keep_up(one, promises)) is True:
+            self.replan()
 
     def _do_items(self, tx: Transaction, inbox: list[_Asked]) -> None:
         """Do the items; leave those for the next tick that come after many changes."""
@@ -814,9 +838,10 @@ class Controller:
     def _are_connected(self, shares: Iterable[Share]) -> bool:
         """Return whether all these nodes are connected.
 
-        Only then is it known which spools a launch would use.
+        Only then is it known which spools a launch would use. Those that are off have their last one.
         """
-        connected = all(share.node in self.cluster.spools for share in shares)
+        cluster = self.cluster
+        connected = all(share.node in cluster.spools or cluster.nodes[share.node].power.is_off for share in shares)
         self._plan_wanted = self._plan_wanted or not connected
         return connected
 
@@ -882,7 +907,7 @@ class Controller:
                 time_limit_s=start.time_limit_s,
             )
         )
-        if not job.spec.has_script:
+        if not job.spec.has_script and not nodes_awaited(tx.cluster, job):
             tx.record(Started(job_id=job.id, at_s=tx.now_s))
 
     def _wake_for_timers(self, now_s: float) -> None:

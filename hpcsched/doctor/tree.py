@@ -150,6 +150,8 @@ CAUSES = {cause.id: cause for cause in (
           "hctl resume {node}"),
     Cause("HD-263", _H, "node that was drained because of faults", "It gets no new jobs until the fault is corrected.",
           "hpcsched doctor {node}   # then: hctl resume {node}"),
+    Cause("HD-264", _I, "node that is switched off to save power", "A job that needs it switches it on.",
+          "hctl power up {node}   # to have it on now"),
     # ----- the way to a node
     Cause("HD-300", _H, "no such node", "The cluster has no node of that name.",
           "hpcsched node list"),
@@ -669,7 +671,11 @@ def _nodes(facts: Facts, walk: Walk, now_s: float) -> None:
 def _view(view: Mapping[str, Any], facts: Facts, walk: Walk, now_s: float) -> None:
     """Judge a node as the controller sees it."""
     name, before = _text(view, "name"), len(walk.findings)
-    if _text(view, "link") == "down" and not walk.has("HD-302"):
+    if _is_off(view):
+        walk.well(
+            f"node {name}", f"{_text(view, 'state')}: switched off by {_text(view, 'power_by')}, and on again for a job"
+        )
+    elif _text(view, "link") == "down" and not walk.has("HD-302"):
         if not any(one.at == name for one in walk.findings):
             _link_error(_text(view, "link_why"), name, _place(view), walk, or_else="HD-261")
     elif _text(view, "link") == "up":
@@ -682,6 +688,11 @@ def _view(view: Mapping[str, Any], facts: Facts, walk: Walk, now_s: float) -> No
         walk.found(cause, name, f"by {by}: {_text(view, 'drained_why')}")
     if len(walk.findings) == before and _text(view, "link") == "up":
         walk.well(f"node {name}", f"{_text(view, 'state').lower()}, agent {_text(view, 'agent_version')}")
+
+
+def _is_off(view: Mapping[str, Any]) -> bool:
+    """Return whether the controller has switched the node off to save power."""
+    return _text(view, "power") not in ("", "on") and _text(view, "link") != "up"
 
 
 def _place(view: Mapping[str, Any]) -> dict[str, object]:
@@ -756,6 +767,9 @@ def of_node(facts: Facts, now_s: float) -> Walk:
         return walk
     spec, name = target.value, _text(target.value, "name")
     view = _get(facts, "view").value or {}
+    if _is_off(view):
+        walk.found("HD-264", name, f"by {_text(view, 'power_by')}; it is {_text(view, 'state')}", node=name)
+        return walk
     if _text(spec, "host") != "local" and not _way(_get(facts, "way"), name, _place(spec), walk):
         return walk
     visit = _get(facts, "visit")
@@ -1048,7 +1062,7 @@ def _running(job: Mapping[str, Any], facts: Facts, walk: Walk, words: dict[str, 
     name, state = str(words["job"]), _text(job, "state")
     views = _get(facts, "nodes").value or []
     mine = [view for view in views if _text(view, "name") in _rows(job, "nodes")]
-    down = [_text(view, "name") for view in mine if _text(view, "link") == "down"]
+    down = [_text(view, "name") for view in mine if _text(view, "link") == "down" and not _is_off(view)]
     ended_s, started_s, limit_s = (_number(job, key) for key in ("ended_at_s", "started_at_s", "time_limit_s"))
     if down:
         walk.found("HD-510", name, f"{', '.join(down)}: {_text(mine[0], 'link_why')}", **words | {"node": down[0]})

@@ -280,7 +280,8 @@ def _tres(view: Json) -> str:
 _STATES_OF_NODES = {
     "IDLE": ["IDLE"], "MIXED": ["MIXED"], "ALLOCATED": ["ALLOCATED"], "DOWN": ["DOWN"], "UNKNOWN": ["UNKNOWN"],
     "DRAINED": ["IDLE", "DRAIN"], "DRAINING": ["MIXED", "DRAIN"], "MAINT": ["IDLE", "MAINTENANCE"],
-    "RESERVED": ["IDLE", "RESERVED"],
+    "RESERVED": ["IDLE", "RESERVED"], "POWERED_DOWN": ["IDLE", "POWERED_DOWN"], "POWERING_UP": ["IDLE", "POWERING_UP"],
+    "POWERING_DOWN": ["IDLE", "POWERING_DOWN"],
 }  # fmt: skip
 
 

@@ -6,6 +6,12 @@ A triple without a row raises.
     UNKNOWN, UP, DOWN  -NodeDown->  DOWN      available -NodeDrained-> drained -NodeResumed, NodeFaultCleared-> available
     UP -NodeDisconnected-> UNKNOWN
 
+Whether it is switched on (`hpcsched.model.node.Power`) is independent of both, but for what `POWER_TABLE` says:
+
+    ON -PowerDownOrdered-> POWERING_DOWN -PoweredDown-> POWERED_DOWN -PowerUpOrdered-> POWERING_UP -NodeUp-> ON
+     ^----PowerDownFailed-----+                              |                             |
+     ^------NodeUp: somebody has switched it on--------------+      PowerUpFailed: DOWN ---+
+
 Knows nothing of jobs: the controller decides what a lost node means for them (`hpcsched.lifecycle.job`).
 
 Rules: events are recorded in the same commit as the row of the node; replaying a node's events gives its row.
@@ -20,7 +26,7 @@ from typing import Any
 
 from hpcsched.errors import InvariantError
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import Ability, LaunchFailure, Link, Node
+from hpcsched.model.node import Ability, LaunchFailure, Link, Node, Power
 from hpcsched.model.probation import Probation
 
 LAUNCH_FAILURES = 3  # different jobs that a node could not start, one after the other, before it is drained
@@ -131,6 +137,39 @@ class NodeLaunchSucceeded(NodeEvent):
     executed: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerDownOrdered(NodeEvent):
+    """The node, which holds no jobs, is to be switched off."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoweredDown(NodeEvent):
+    """The node does not answer any more, and has had the time to switch itself off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerUpOrdered(NodeEvent):
+    """The node is to be switched on."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerDownFailed(NodeEvent):
+    """The node still answers: it did not switch itself off."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerUpFailed(NodeEvent):
+    """The node did not come back: it is DOWN."""
+
+    why: str
+
+
 NODE_EVENTS: dict[str, type[NodeEvent]] = {
     name: value
     for name, value in globals().items()
@@ -174,6 +213,8 @@ def apply_to_node(node: Node, event: NodeEvent) -> Node:
     if transition is None:
         drained = ", drained" if node.drained else ""
         raise InvariantError(f"cannot apply {type(event).__name__} to node {node.name}: it is {node.link}{drained}")
+    if POWER_TABLE.get(type(event), node.power) is not node.power:
+        raise InvariantError(f"cannot apply {type(event).__name__} to node {node.name}: its power is {node.power}")
     changed = transition(node, event)
     probation = probation_after(node.probation, event)
     return changed if probation is node.probation else replace(changed, probation=probation)
@@ -199,8 +240,9 @@ def _same(node: Node, event: NodeEvent) -> Node:
 
 
 def _up(node: Node, event: NodeUp) -> Node:
+    stays = node.power is Power.ON or (node.power is Power.POWERING_DOWN and node.boot_id == event.boot_id)
     return replace(
-        node,
+        node if stays else _switched(node, event, Power.ON),
         link=Link.UP,
         link_since_s=event.at_s,
         link_why="",
@@ -224,6 +266,41 @@ def _down(node: Node, event: NodeDown) -> Node:
 
 def _still_down(node: Node, event: NodeDown) -> Node:
     return replace(node, link_why=event.why)
+
+
+def _switched(node: Node, event: NodeEvent, power: Power, by: str = "", why: str = "") -> Node:
+    return replace(node, power=power, power_since_s=event.at_s, power_by=by, power_why=why)
+
+
+def _power_down_ordered(node: Node, event: PowerDownOrdered) -> Node:
+    return _switched(node, event, Power.POWERING_DOWN, event.by)
+
+
+def _powered_down(node: Node, event: PoweredDown) -> Node:
+    return _switched(node, event, Power.POWERED_DOWN, node.power_by)
+
+
+def _power_up_ordered(node: Node, event: PowerUpOrdered) -> Node:
+    return _switched(node, event, Power.POWERING_UP, event.by)
+
+
+def _power_down_failed(node: Node, event: PowerDownFailed) -> Node:
+    return _switched(node, event, Power.ON, why=event.why)
+
+
+def _power_up_failed(node: Node, event: PowerUpFailed) -> Node:
+    failed = _switched(node, event, Power.ON, why=event.why)
+    return replace(failed, link=Link.DOWN, link_since_s=event.at_s, link_why=event.why)
+
+
+# The only state of power in which each of these events can happen.
+POWER_TABLE: dict[type[NodeEvent], Power] = {
+    PowerDownOrdered: Power.ON,
+    PoweredDown: Power.POWERING_DOWN,
+    PowerDownFailed: Power.POWERING_DOWN,
+    PowerUpOrdered: Power.POWERED_DOWN,
+    PowerUpFailed: Power.POWERING_UP,
+}
 
 
 def _drained(node: Node, event: NodeDrained) -> Node:
@@ -280,6 +357,11 @@ def _table() -> dict[tuple[Link, bool, type[NodeEvent]], NodeTransition]:
         (every, both, NodeOrphansGone, _orphans_gone),
         (every, both, NodeLaunchFailed, _launch_failed),
         (every, both, NodeLaunchSucceeded, _launch_succeeded),
+        ((Link.UP,), both, PowerDownOrdered, _power_down_ordered),
+        ((Link.UNKNOWN, Link.DOWN), both, PoweredDown, _powered_down),
+        (every, both, PowerDownFailed, _power_down_failed),
+        ((Link.UNKNOWN, Link.DOWN), both, PowerUpOrdered, _power_up_ordered),
+        ((Link.UNKNOWN, Link.DOWN), both, PowerUpFailed, _power_up_failed),
     ]
     return {
         (link, drained, event): transition

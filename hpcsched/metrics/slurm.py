@@ -86,6 +86,9 @@ _NODE_STATES = {
     "DRAINING": ("mixed", "draining"),
     "RESERVED": ("idle", "resv"),
     "MAINT": ("idle", "maint"),
+    "POWERED_DOWN": ("idle", "powered_down"),
+    "POWERING_UP": ("idle", "powering_up"),
+    "POWERING_DOWN": ("idle", "powering_down"),
 }
 
 

@@ -80,6 +80,7 @@ def without_cpus(shares: Iterable[Share]) -> tuple[Share, ...]:
 LAUNCH_CHECK = "hpcschedd/launch"  # drains a node that could not start jobs that other nodes could start
 JOB_SCRIPTS = "hpcschedd/scripts"  # drains a node where the administrator's prolog or epilog has failed
 TESTING = "TESTING: burn-in"  # the reason of the drain of a new node that gets no jobs until it has passed its tests
+POWER_SAVING = "hpcschedd/power"  # switches idle nodes off, and on for jobs
 OURSELVES = "hpcschedd"  # drains a node that cannot take launches, by its report or by what is known
 
 
@@ -87,6 +88,23 @@ class Link(StrEnum):
     UNKNOWN = "unknown"  # no answer since the controller started
     UP = "up"
     DOWN = "down"  # no answer for longer than the configuration allows
+
+
+class Power(StrEnum):
+    """Whether a node is switched on.
+
+    A node that the controller does not switch is ON.
+    """
+
+    ON = "on"
+    POWERING_DOWN = "powering_down"  # told to switch itself off; takes no jobs
+    POWERED_DOWN = "powered_down"  # switched off; takes jobs, which wait until it is back
+    POWERING_UP = "powering_up"  # is being switched on
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the node is off, or has not come back yet: nothing runs there."""
+        return self in (Power.POWERED_DOWN, Power.POWERING_UP)
 
 
 class NodeState(StrEnum):
@@ -101,6 +119,9 @@ class NodeState(StrEnum):
     DRAINING = "DRAINING"
     RESERVED = "RESERVED"  # idle, in an active reservation
     MAINT = "MAINT"  # the same, for maintenance
+    POWERING_DOWN = "POWERING_DOWN"
+    POWERED_DOWN = "POWERED_DOWN"
+    POWERING_UP = "POWERING_UP"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +150,7 @@ class NodeSpec:
     mac: str = ""  # of its network card
     added: float | None = None  # Unix seconds; None: not known
     formerly: tuple[str, ...] = ()  # its earlier names
+    suspend_after: float | None = None  # seconds; 0: it stays on; None: as in [power]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +244,10 @@ class Node:
     abilities: tuple[Ability, ...] = ()  # empty: not known
     measured: MeasuredNode = UNMEASURED
     probation: Probation = Probation()  # read from its events
+    power: Power = Power.ON
+    power_since_s: float = 0.0
+    power_by: str = ""  # who switches it off or on: a user, or `POWER_SAVING`
+    power_why: str = ""  # why the last switching has failed; "": it has not
 
     @property
     def name(self) -> NodeName:
@@ -278,3 +304,4 @@ class Partition:
     billing: tuple[tuple[str, float], ...] = ()  # see `Accounting.billing`; empty: as there
     allow_accounts: tuple[str, ...] = ()  # whose jobs it takes, those of their subaccounts too; empty: of all
     allow_qos: tuple[str, ...] = ()
+    keep_on: int = 0  # so many of its nodes are not switched off to save power

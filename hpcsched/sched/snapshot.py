@@ -22,7 +22,7 @@ from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.codec import value_from_json, value_to_json
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Refusal
-from hpcsched.model.node import Gpu, Link, Node, Partition, PartitionState, Share
+from hpcsched.model.node import Gpu, Link, Node, Partition, PartitionState, Power, Share
 from hpcsched.model.reservation import Reservation, ReservedInterval, at, reserved_intervals_of
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import known_limit_s
@@ -33,6 +33,7 @@ from hpcsched.sched.place.gpus import GpuSlot, Units, all_units, gpu_slots
 from hpcsched.sched.place.request import LicenseCounts, ResourceRequest, Shape, request_of, time_limit_in, without_nodes
 from hpcsched.sched.policy import Policy
 
+OFF_WEIGHT = 1 << 32  # a node that must be switched on first is used after all others
 UNKNOWN_TMP_MIB = 1 << 53  # a node without tmp_disk satisfies any --tmp
 LEAST_LIMIT_S = 1  # minimum of a time limit that is cut for a deadline
 _NOT_ENDING = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
@@ -398,7 +399,7 @@ def node_view(node: Node) -> NodeView:
         mem_mib=spec.mem_mib,
         gpus=spec.gpus,
         features=frozenset(node.features),
-        weight=spec.weight,
+        weight=spec.weight + (OFF_WEIGHT if node.power.is_off else 0),
         switch=spec.switch,
         speed=node.speed,
         gemm_gflops=node.measured.gemm_gflops,
@@ -407,7 +408,7 @@ def node_view(node: Node) -> NodeView:
         link_bit=node.measured.link_bit,
         tmp_mib=spec.tmp_mib or UNKNOWN_TMP_MIB,
         why_not=_why_not(node),
-        awaited=node.link is Link.UNKNOWN and not node.drained,
+        awaited=node.link is Link.UNKNOWN and not node.drained and not node.power.is_off,
     )
 
 
@@ -533,6 +534,10 @@ def _elastic(job: Job, view: RunningJob, partitions: Mapping[str, Partition], ca
 
 
 def _why_not(node: Node) -> str:
+    if node.power is Power.POWERING_DOWN and not node.drained:
+        return "is being switched off to save power"
+    if node.power.is_off and not node.drained:
+        return ""  # it is switched on for the job
     if node.link is Link.DOWN:
         return f"is down ({node.link_why})" if node.link_why else "is down"
     if node.link is Link.UNKNOWN:

@@ -38,6 +38,10 @@ from hpcsched.lifecycle.node import (
     NodeFaultCleared,
     NodeFenced,
     NodeResumed,
+    PowerDownFailed,
+    PowerDownOrdered,
+    PowerUpFailed,
+    PowerUpOrdered,
     apply_to_node,
 )
 from hpcsched.metrics.bench import BenchRun
@@ -59,7 +63,16 @@ _NOT_LOGGED = frozenset(
 
 # A job's ordinary way from its submission to its end is in its history, not in the audit log.
 _ORDINARY = (BecameEligible, NodesReserved, NodesUnreserved, Allocated, Claimed, Started, Exited, NodeCleared)
-_NODE_DECISIONS = (NodeDrained, NodeResumed, NodeFaultCleared, NodeFenced)
+_NODE_DECISIONS = (
+    NodeDrained,
+    NodeResumed,
+    NodeFaultCleared,
+    NodeFenced,
+    PowerDownOrdered,
+    PowerDownFailed,
+    PowerUpOrdered,
+    PowerUpFailed,
+)
 _DECIDED_TABLES = {"reservations": "reservation", "crontabs": "crontab", "triggers": "trigger", "credentials": "token"}
 
 K = TypeVar("K")
@@ -187,8 +200,13 @@ class Transaction:
         return changed
 
     def _with_spools(self, shares: tuple[Share, ...]) -> tuple[Share, ...]:
-        """Return the shares with the spools that the nodes' names refer to now."""
-        spools = self.cluster.spools
+        """Return the shares with the spools that the nodes' names refer to now.
+
+        A node that is off comes back with its last one.
+        """
+        cluster = self.cluster
+        off = {share.node: node.spool for share in shares if (node := cluster.nodes[share.node]).power.is_off}
+        spools = cluster.spools | off
         return tuple(replace(share, spool=spools.get(share.node, "")) for share in shares)
 
     def submit(self, spec: JobSpec, *, uid: int, user: str, partition: str, time_limit_s: int | None) -> list[Job]:

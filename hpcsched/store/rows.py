@@ -225,6 +225,17 @@ nodes = Table(
     Column("has_orphans", Integer, nullable=False),
 )
 
+# Whether nodes are switched on, of those that have been switched off or on.
+powers = Table(
+    "powers",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("power", Text, nullable=False),
+    Column("since_s", Float, nullable=False),
+    Column("by_whom", Text, nullable=False),
+    Column("why", Text, nullable=False),
+)
+
 steps = Table(
     "steps",
     metadata,
@@ -527,6 +538,17 @@ def node_row(node: Node) -> dict[str, Any]:
         "reach": json.dumps(reach_of(node.spec)),
         "launch_failures": json.dumps(node.launch_failures),
         "has_orphans": int(node.has_orphans),
+    }
+
+
+def power_row(node: Node) -> dict[str, Any]:
+    """Return the row of table `powers`."""
+    return {
+        "node": node.name,
+        "power": node.power.value,
+        "since_s": node.power_since_s,
+        "by_whom": node.power_by,
+        "why": node.power_why,
     }
 
 

@@ -24,7 +24,16 @@ from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, 
 from hpcsched.auth.audit import GENESIS, AuditEntry, AuditRecord, chained, record_from_json
 from hpcsched.auth.tokens import Credential
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
-from hpcsched.lifecycle.node import NodeDown, NodeEvent, NodeUp, node_event_from_data, node_event_to_data
+from hpcsched.lifecycle.node import (
+    NodeDown,
+    NodeEvent,
+    NodeUp,
+    PowerDownFailed,
+    PowerDownOrdered,
+    PowerUpFailed,
+    node_event_from_data,
+    node_event_to_data,
+)
 from hpcsched.metrics.bench import BenchRun, run_from, run_text
 from hpcsched.metrics.links import LinkRun, link_from, link_text
 from hpcsched.model.cron import Crontab
@@ -62,6 +71,8 @@ from hpcsched.store.rows import (
     node_events,
     node_row,
     nodes,
+    power_row,
+    powers,
     requests,
     reservation_of,
     reservation_row,
@@ -198,6 +209,7 @@ class Store:
             _put(connection, _NEW_EVENT, _event_row, batch.events)
             _put(connection, _NEW_NODE_EVENT, _node_event_row, batch.node_events)
             _put(connection, _PUT_NODE, node_row, batch.nodes.values())
+            _put(connection, _PUT_POWER, power_row, [node for node in batch.nodes.values() if node.power_since_s])
             _put(connection, _PUT_STEP, step_row, batch.steps.values())
             _put(connection, _PUT_USAGE, usage_row, batch.usage.values())
             _put(connection, _PUT_TRAINING, training_row, batch.training.values())
@@ -528,11 +540,18 @@ class Store:
         """Return when nodes did not answer between the two times; an unfinished outage has no end."""
         down_s: dict[str, float] = {}
         found = []
+        off = set[str]()  # switched off to save power, which is no outage
         for node, kind, at_s in self._rows(_DOWN_AND_UP):
-            if kind == NodeDown.__name__:
+            if kind == PowerDownOrdered.__name__:
+                off.add(node)
+            elif kind == PowerDownFailed.__name__:
+                off.discard(node)
+            elif kind == NodeUp.__name__:
+                off.discard(node)
+                if node in down_s:
+                    found.append(Outage(node, down_s.pop(node), at_s))
+            elif kind == PowerUpFailed.__name__ or node not in off:
                 down_s.setdefault(node, at_s)  # a second event of a node that is down: only its cause has changed
-            elif node in down_s:
-                found.append(Outage(node, down_s.pop(node), at_s))
         found += [Outage(node, start_s, None) for node, start_s in down_s.items()]
         return [one for one in found if one.start_s < before_s and (one.end_s is None or one.end_s > after_s)]
 
@@ -778,7 +797,16 @@ _FAILURES = Statement(
 )
 
 _PUT_NODE = Statement(upsert(nodes))
-_NODES = Statement(select(nodes))
+_PUT_POWER = Statement(upsert(powers))
+_NODES = Statement(
+    select(
+        nodes,
+        powers.c.power,
+        powers.c.since_s.label("power_since_s"),
+        powers.c.by_whom.label("power_by"),
+        powers.c.why.label("power_why"),
+    ).select_from(nodes.outerjoin(powers, nodes.c.name == powers.c.node))
+)
 _FORGET_BOOTS = Statement(update(nodes).values(boot_id=""))
 _NEW_NODE_EVENT = Statement(insert(node_events), ("at_s", "node", "kind", "data"))
 _NODE_EVENTS = Statement(select(node_events).where(node_events.c.node == place("of_node")).order_by(node_events.c.seq))
@@ -789,6 +817,10 @@ _RENAME_NODE = (
     (
         Statement(delete(nodes).where(nodes.c.name == place("of_node"))),
         Statement(update(nodes).where(nodes.c.name == place("of_node")).values(name=place("to_node"))),
+    ),
+    (
+        Statement(delete(powers).where(powers.c.node == place("of_node"))),
+        Statement(update(powers).where(powers.c.node == place("of_node")).values(node=place("to_node"))),
     ),
     (
         Statement(delete(node_events).where(node_events.c.node == place("of_node"))),
@@ -810,9 +842,10 @@ _KEPT_LINKS = 5  # of each pair
 _of_pair = (links.c.one == place("of_one"), links.c.other == place("of_other"))
 _newest_links = select(links.c.seq).where(*_of_pair).order_by(links.c.seq.desc()).limit(_KEPT_LINKS)
 _FORGET_LINKS = Statement(delete(links).where(*_of_pair, links.c.seq.not_in(_newest_links)))
+_DOWN_OR_UP = (NodeDown, NodeUp, PowerDownOrdered, PowerDownFailed, PowerUpFailed)
 _DOWN_AND_UP = Statement(
     select(node_events.c.node, node_events.c.kind, node_events.c.at_s)
-    .where(node_events.c.kind.in_([NodeDown.__name__, NodeUp.__name__]))
+    .where(node_events.c.kind.in_([kind.__name__ for kind in _DOWN_OR_UP]))
     .order_by(node_events.c.seq)
 )
 

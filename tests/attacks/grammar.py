@@ -288,7 +288,7 @@ class Grammar:
     def _admins(self) -> tuple[str, str, bytes]:
         kind = self.random.randrange(4)
         if kind == 0:
-            verb = self.pick(["drain", "resume"])
+            verb = self.pick(["drain", "resume", "power-down", "power-up"])
             node = self.pick(["n8", "n[8-9]", self.text()]).replace("all", "n8").replace("n1", "n8")  # n1 is to go on
             return "POST", f"/v1/nodes/{verb}", self.json(self.changed({"nodes": node, "why": self.text(), "by": "x"}))
         if kind == 1:

@@ -20,8 +20,9 @@ MOST_CLASS_NAMES_USED_TWICE = 1
 # new names of nodes, files for nodes (2: on the head, and there), machines on the local network, what a new node has
 # changed, scheduled backups (2: when, and which are kept), prolog and epilog (3: of
 # nodes, of the head, and the program that both run), fitness of a node, web pages (2: pages, and charts),
-# probation of a node, trust in paths, no long function.
-MOST_MODULES = 386
+# probation of a node, trust in paths, idle nodes that are switched off (4: which, recorded, done, and Wake-on-LAN), no long
+# function.
+MOST_MODULES = 390
 MOST_LONG_FUNCTIONS = 0
 MOST_CHARACTERS_OF_A_SUMMARY = 88
 

@@ -6,12 +6,11 @@ and by asking mDNS; ports are tried only on demand. Nothing is logged in to, and
 
 What other machines answer is not trusted: it is bounded, and cleaned before it is shown.
 
-Sources: RFC 6762 (mDNS), RFC 6763 (DNS-SD), RFC 1035, netdevice(7), AMD publication 20213 (magic packet).
+Sources: RFC 6762 (mDNS), RFC 6763 (DNS-SD), RFC 1035.
 """
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import select
@@ -22,7 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
@@ -32,94 +30,16 @@ from hpcsched.cli.output import print_json
 from hpcsched.config.keys import BadValue, host, mac_address
 from hpcsched.config.load import Config, load_config
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
+from hpcsched.launch.wake_on_lan import interfaces, is_ipv4, send_magic
 from hpcsched.listing.text import clean, columns
 from hpcsched.model.node import Link, NodeSpec
 from hpcsched.model.units import nearest, parse_time_s
 from hpcsched.paths import find_config_dir
 
-WAKE_PORT = 9
-PACKETS = 3  # of each: UDP may lose some
 LOOK_S = 0.3
-_SIOCGIFADDR, _SIOCGIFBRDADDR = 0x8915, 0x8919
-
-
-class Interface(NamedTuple):
-    """An interface of this machine with an IPv4 address; `broadcast` "": it has none."""
-
-    name: str
-    address: str
-    broadcast: str
-
-
-def interfaces() -> list[Interface]:
-    """Return the interfaces of this machine that have an IPv4 address."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            address, broadcast = (_address(sock, name, what) for what in (_SIOCGIFADDR, _SIOCGIFBRDADDR))
-            if address:
-                found.append(Interface(name, address, "" if broadcast in ("0.0.0.0", address) else broadcast))  # noqa: S104
-    return found
-
-
-def _address(sock: socket.socket, name: str, what: int) -> str:
-    try:
-        answer = fcntl.ioctl(sock.fileno(), what, struct.pack("256s", name.encode()[:15]))
-    except OSError:  # the interface has no such address
-        return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 # ----- waking
-
-
-def magic_packet(mac: str) -> bytes:
-    """Return the packet that wakes the network card of this address."""
-    return b"\xff" * 6 + bytes.fromhex(mac.replace(":", "")) * 16
-
-
-def send_magic(mac: str, to: str = "") -> list[str]:
-    """Send the packet to `to`, ADDRESS[:PORT], or into all networks of this machine.
-
-    Return where it was sent. Raises RequestError, UnavailableError.
-    """
-    if to:
-        address, _, port = to.partition(":")
-        if not _is_ipv4(address) or (port and not (port.isdigit() and len(port) < 6 and 0 < int(port) < 65536)):
-            raise RequestError(
-                f"cannot send to {to[:60]!r}: give an IPv4 address, for example 192.168.1.255 or 10.0.0.7:9"
-            )
-        targets = [("", (address, int(port or WAKE_PORT)))]
-    else:
-        targets = [
-            (one.address, (address, WAKE_PORT))
-            for one in interfaces()
-            for address in ("255.255.255.255", one.broadcast)
-            if one.broadcast and address
-        ]
-    sent, why = [], "no interface has a broadcast address"
-    for source, target in targets:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-                if source:
-                    sock.bind((source, 0))
-                for _ in range(PACKETS):
-                    sock.sendto(magic_packet(mac), target)
-            sent.append(f"{target[0]} from {source}" if source else target[0])
-        except OSError as error:
-            why = f"{target[0]}: {error.strerror}"
-    if not sent:
-        raise UnavailableError(f"cannot send the packet: {why}; say where to with --to ADDRESS")
-    return sent
-
-
-def _is_ipv4(text: str) -> bool:
-    try:
-        ipaddress.IPv4Address(text)
-    except ValueError:
-        return False
-    return True
 
 
 @node.command()
@@ -272,7 +192,7 @@ def from_arp(path: Path) -> Iterator[NewMachine]:
     """Yield the neighbours that have answered, from /proc/net/arp."""
     for line in _text(path).splitlines()[1:]:
         words = line.split()
-        if len(words) >= 6 and _is_ipv4(words[0]) and words[2].startswith("0x") and words[3] != "00:00:00:00:00:00":
+        if len(words) >= 6 and is_ipv4(words[0]) and words[2].startswith("0x") and words[3] != "00:00:00:00:00:00":
             yield NewMachine(words[0], mac=words[3].lower(), found_by=[f"neighbour on {clean(words[5])[:15]}"])
 
 

@@ -461,6 +461,11 @@ def node_lines(node: Json) -> list[Words]:
         lines.append([("ReservationName", node["reservation"])])
     if node["link_why"]:
         lines.append([("LinkReason", node["link_why"])])
+    if node.get("power_since_s"):
+        by = f" by {node['power_by']}" if node["power_by"] else ""
+        lines.append([("Power", f"{node['power']}{by} since {date_text(node['power_since_s'])}")])
+    if node.get("power_why"):
+        lines.append([("PowerReason", node["power_why"])])
     if node["drained"]:
         lines.append([("Reason", f"{node['drained_why']} [{node['drained_by']}@{date_text(node['drained_at_s'])}]")])
     return lines
@@ -540,12 +545,19 @@ def _config_value(value: object) -> object:
 _STATES = {"UNKNOWN": "UNKNOWN", "DRAINED": "IDLE+DRAIN", "MAINT": "IDLE+MAINTENANCE"}
 
 
+def state_by_jobs(node: Json) -> str:
+    """Return the state that a node has by the jobs that hold it."""
+    return "IDLE" if not node["cpus_alloc"] else "MIXED" if node["cpus_alloc"] < node["cpus"] else "ALLOCATED"
+
+
 def node_state(node: Json) -> str:
     """Return the state of a node in scontrol's words: ``IDLE+DRAIN``."""
+    if node["state"].startswith("POWER"):
+        return f"{state_by_jobs(node)}{'+DRAIN' if node['drained'] else ''}+{node['state']}"
     if node["drained"] and node["link"] == "down":
         return "DOWN+DRAIN"
     if node["state"] == "DRAINING":
-        return "MIXED+DRAIN" if node["cpus_alloc"] < node["cpus"] else "ALLOCATED+DRAIN"
+        return state_by_jobs(node) + "+DRAIN"
     return _STATES.get(node["state"], str(node["state"]))
 
 

@@ -109,7 +109,7 @@ def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
     open_nodes = [
         candidate
         for name, candidate in cluster.nodes.items()
-        if name in left and candidate.link is Link.UP and not candidate.drained
+        if name in left and (candidate.link is Link.UP or candidate.power.is_off) and not candidate.drained
     ]
     for name in (job.partition_asked or job.partition).split(","):
         partition = cluster.partitions.get(name)
@@ -240,6 +240,8 @@ def end_silent(tx: Transaction, unreachable: UnreachableNodes) -> float | None:
     due_s: list[float] = []
     for job in cluster.active_jobs() if silent else ():
         for node in job.held_nodes if not cluster.is_former(job) else ():
+            if cluster.nodes[node].power.is_off:
+                continue  # it has its own time limit: see `hpcsched.controller.nodes.power`
             proof_s = proof_after_s(job, node) if node in silent else None
             if proof_s is None:
                 continue

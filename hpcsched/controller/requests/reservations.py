@@ -406,8 +406,9 @@ def _chosen_nodes(
     for place, name in enumerate(candidates):
         node = cluster.nodes[name]
         alone = replace(wanted, nodes=(name,))
-        if node.link is Link.DOWN or node.drained:
-            lacks.append(f"{name} is {'down' if node.link is Link.DOWN else 'drained'}")
+        is_down = node.link is Link.DOWN and not node.power.is_off
+        if is_down or node.drained:
+            lacks.append(f"{name} is {'down' if is_down else 'drained'}")
         elif other := _overlapped(cluster, alone, now_s):
             lacks.append(other)
         elif Flag.IGNORE_JOBS not in wanted.flags and (busy := _busy(cluster, alone, now_s)):

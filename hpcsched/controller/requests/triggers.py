@@ -25,7 +25,7 @@ from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.lifecycle.job import limit_at_s
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, Job
-from hpcsched.model.node import Link, Node
+from hpcsched.model.node import Link, Node, Power
 from hpcsched.model.trigger import JOB_EVENTS, MAX_OFFSET_S, MAX_TRIGGERS, MAX_TRIGGERS_PER_USER, Trigger, TriggerEvent
 from hpcsched.model.units import whole_number
 from hpcsched.state.cluster import ClusterState
@@ -196,6 +196,8 @@ def _events(tx: Transaction, trigger: Trigger, nodes_before: Mapping[NodeName, N
 
 
 def _has_come(event: TriggerEvent, before: Node, after: Node) -> bool:
+    if before.power is not Power.ON and (after.power is not Power.ON or after.link is Link.UP):
+        return False  # it was switched off and on to save power
     match event:
         case TriggerEvent.NODE_DOWN:
             return before.link is not Link.DOWN and after.link is Link.DOWN

@@ -54,6 +54,7 @@ from hpcsched.controller.nodes.edits import follow_renames, gone_notes
 from hpcsched.controller.nodes.link_bench import Tournament
 from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.nodes.loss import remove_node
+from hpcsched.controller.nodes.power import power_down, power_up
 from hpcsched.controller.requests import crontabs, submission, triggers
 from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.requests import reservations as reservation_requests
@@ -687,6 +688,9 @@ class ControllerBackend(Reading):
             return {
                 "nodes": await self._change(identity, "drain", lambda tx: requests.drain(tx, identity, nodes, why, by))
             }
+        if verb in ("power-down", "power-up"):
+            switch = power_down if verb == "power-down" else power_up
+            return {"nodes": await self._change(identity, Action.POWER, lambda tx: switch(tx, identity, nodes), body)}
         only_by = str(body.get("only_by") or "")
         return {
             "nodes": await self._change(

@@ -340,6 +340,8 @@ class _Nowhere:
 
     def run_trigger(self, trigger: Trigger) -> None: ...
 
+    def switch_power(self, node: NodeName) -> None: ...
+
     def processor_s(self) -> float:
         return 0.0
 

@@ -180,7 +180,7 @@ def _posts(routes: _Routes) -> list[web.Route]:
         web.post("/v1/strays/{name:adopt|end}", by(lambda call: call.backend.act_on_strays(call.identity, call.name, call.body))),
         web.post("/v1/nodes/bench", by(lambda call: call.backend.bench(call.identity, call.body))),
         web.post("/v1/nodes/sync", by(lambda call: call.backend.note_sync(call.identity, call.body))),
-        web.post("/v1/nodes/{name:drain|resume|fence|remove}",
+        web.post("/v1/nodes/{name:drain|resume|fence|remove|power-down|power-up}",
                  by(lambda call: call.backend.act_on_nodes(call.identity, call.name, call.body))),
         web.post("/v1/partitions/update", by(lambda call: call.backend.update_partition(call.identity, call.body))),
         web.post("/v1/usage/reset", by(lambda call: call.backend.reset_usage(call.identity, call.body))),

@@ -22,12 +22,12 @@ from hpcsched.cli.admin.lan import (
     from_mdns,
     from_mdns_answer,
     from_scan,
-    magic_packet,
     new_machines,
 )
 from hpcsched.config.keys import BadValue, mac_address
 from hpcsched.config.load import render_node
 from hpcsched.errors import RequestError
+from hpcsched.launch.wake_on_lan import magic_packet
 
 MAC = "52:54:00:12:34:56"
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
@@ -81,7 +81,7 @@ NETWORK = """
 import socket, subprocess, sys
 for words in ("link add v0 type veth peer name v1", "addr add 10.9.9.1/24 brd + dev v0", "link set v1 up", "link set v0 up"):
     subprocess.run(["ip", *words.split()], check=True)
-from hpcsched.cli.admin.lan import interfaces, magic_packet, send_magic
+from hpcsched.launch.wake_on_lan import interfaces, magic_packet, send_magic
 card = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 card.bind(("10.9.9.255", 9))
 card.settimeout(30)

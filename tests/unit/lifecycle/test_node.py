@@ -13,6 +13,7 @@ from hpcsched.lifecycle.node import (
     LAUNCH_FAILURES,
     NODE_EVENTS,
     NODE_TABLE,
+    POWER_TABLE,
     NodeDisconnected,
     NodeDown,
     NodeDrained,
@@ -27,12 +28,17 @@ from hpcsched.lifecycle.node import (
     NodeOrphansGone,
     NodeResumed,
     NodeUp,
+    PowerDownFailed,
+    PowerDownOrdered,
+    PoweredDown,
+    PowerUpFailed,
+    PowerUpOrdered,
     apply_to_node,
     node_event_from_data,
     node_event_to_data,
 )
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
+from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec, Power
 from hpcsched.model.probation import CHECK
 
 N1 = NodeName("n1")
@@ -62,6 +68,11 @@ EVENTS: tuple[NodeEvent, ...] = (
     NodeOrphansGone(node=N1, at_s=T),
     NodeLaunchFailed(node=N1, at_s=T, failure=FAILURE),
     NodeLaunchSucceeded(node=N1, at_s=T, executed=True),
+    PowerDownOrdered(node=N1, at_s=T, by="ann"),
+    PoweredDown(node=N1, at_s=T),
+    PowerUpOrdered(node=N1, at_s=T, by="ann"),
+    PowerDownFailed(node=N1, at_s=T, why="it still answers"),
+    PowerUpFailed(node=N1, at_s=T, why="it did not come back"),
 )
 # Rows: events. Columns: unknown, up, down; each available, then drained. "." is the same state, "x" raises.
 CELLS = """
@@ -78,6 +89,11 @@ NodeOrphansFound     .    .    .    .    .    .
 NodeOrphansGone      .    .    .    .    .    .
 NodeLaunchFailed     .    .    .    .    .    .
 NodeLaunchSucceeded  .    .    .    .    .    .
+PowerDownOrdered     x    x    .    .    x    x
+PoweredDown          .    .    x    x    .    .
+PowerUpOrdered       .    .    x    x    .    .
+PowerDownFailed      .    .    .    .    .    .
+PowerUpFailed        down down* x   x    .    .
 """
 STATES = tuple((link, drained) for link in Link for drained in (False, True))
 
@@ -103,7 +119,7 @@ def cells() -> list[tuple[NodeEvent, Link, bool, str]]:
 
 @pytest.mark.parametrize(("event", "link", "drained", "outcome"), cells())
 def test_each_cell_of_the_table(event: NodeEvent, link: Link, drained: bool, outcome: str) -> None:
-    before = node(link, drained)
+    before = replace(node(link, drained), power=POWER_TABLE.get(type(event), Power.ON))
     if outcome == "x":
         with pytest.raises(InvariantError, match=f"cannot apply {type(event).__name__} to node n1: it is {link}"):
             apply_to_node(before, event)
@@ -224,3 +240,48 @@ def test_the_time_doubles_up_to_a_bound_and_0_is_at_once() -> None:
     flapping = by_check(*[(word, at_s) for at_s in range(20) for word in ("drained", "resumed")], ("drained", 20))
     assert flapping.probation.hold_s(100) == 1600
     assert by_check(("drained", 0), ("well", 5)).probation.returns_at_s(0) == 5
+
+
+# ----- power
+
+
+POWER_EVENTS = EVENTS[-5:]
+
+
+@pytest.mark.parametrize("power", Power)
+@pytest.mark.parametrize("event", POWER_EVENTS, ids=lambda event: type(event).__name__)
+def test_each_event_of_power_has_one_state_in_which_it_can_happen(event: NodeEvent, power: Power) -> None:
+    expected = {
+        PowerDownOrdered: (Power.ON, Power.POWERING_DOWN),
+        PoweredDown: (Power.POWERING_DOWN, Power.POWERED_DOWN),
+        PowerDownFailed: (Power.POWERING_DOWN, Power.ON),
+        PowerUpOrdered: (Power.POWERED_DOWN, Power.POWERING_UP),
+        PowerUpFailed: (Power.POWERING_UP, Power.ON),
+    }[type(event)]
+    link = Link.UP if isinstance(event, PowerDownOrdered) else Link.DOWN
+    before = replace(node(link), power=power)
+    if power is not expected[0]:
+        with pytest.raises(InvariantError, match=f"its power is {power}"):
+            apply_to_node(before, event)
+        return
+    after = apply_to_node(before, event)
+    assert (after.power, after.power_since_s) == (expected[1], T)
+
+
+@pytest.mark.parametrize(
+    ("power", "boot_id", "after"),
+    [
+        (Power.ON, "b2", Power.ON),
+        (Power.POWERING_DOWN, "b1", Power.POWERING_DOWN),  # its connection was lost before it was off
+        (Power.POWERING_DOWN, "b2", Power.ON),
+        (Power.POWERED_DOWN, "b2", Power.ON),  # somebody has switched it on
+        (Power.POWERING_UP, "b2", Power.ON),
+    ],
+)
+def test_an_answer_ends_being_off(power: Power, boot_id: str, after: Power) -> None:
+    assert apply_to_node(replace(node(Link.DOWN), power=power), replace(UP, boot_id=boot_id)).power is after
+
+
+def test_a_node_that_does_not_come_back_is_down_with_the_reason() -> None:
+    after = apply_to_node(replace(node(Link.UNKNOWN), power=Power.POWERING_UP), EVENTS[-1])
+    assert (after.link, after.link_why, after.power_why) == (Link.DOWN, "it did not come back", "it did not come back")

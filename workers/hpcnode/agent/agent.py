@@ -430,6 +430,7 @@ class Agent:
             protocol.SampleEvery: lambda message, _blob: self._sampler.every(message),
             protocol.ReadFile: lambda message, _blob: self._read_file(message),
             protocol.CompareProbe: lambda message, _blob: self._compare_probe(message, self.to_controller),
+            protocol.PowerOff: lambda message, _blob: self._power_off(message),
             protocol.WatchOutput: lambda message, _blob: self._watch(message),
             protocol.ToStream: self._to_client,
             protocol.CloseStream: lambda message, _blob: self._clients.close(message.stream),
@@ -525,6 +526,32 @@ class Agent:
             lambda why: (protocol.ProbeCompared(order.request, False, why), b""),
             lambda answer: deliver(answer[0]),
         )
+
+    def _power_off(self, order: protocol.PowerOff) -> None:
+        """Run the command that switches this node off, unless jobs are here."""
+        live = {entry.key.job_id for entry in self._ledger.entries.values() if not entry.is_final}
+        live |= {job_id for _, job_id, _, _ in self._ledger.jobs_with_scripts()}
+
+        def failed(why: str) -> helpers.Answer:
+            return protocol.Facts(order.request, {"error": why}), b""
+
+        if live:
+            self.to_controller(*failed("jobs are on the node: %s" % ", ".join(map(str, sorted(live)[:8]))))
+            return
+        log("switching off: %s" % " ".join(order.command))
+
+        def run() -> helpers.Answer:
+            import shutil  # in a child; see `agent` on the cost of imports
+
+            from hpcnode.os import program
+
+            path = shutil.which(order.command[0], path=program.PATH) if order.command else None
+            if path is None:
+                return failed("there is no program %s" % " ".join(order.command[:1]))
+            why = program.run(path, {}, order.limit_s, order.command[1:])
+            return failed(why) if why else (protocol.Facts(order.request, {}), b"")
+
+        self._helpers.ask(run, failed, lambda answer: self.to_controller(*answer), order.limit_s + helpers.DEADLINE_S)
 
     def _find_account(self, name: str, allow_uid_below: int = 0) -> user.UserAccount:
         now_s = process.boot_clock_s()

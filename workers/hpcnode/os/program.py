@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Dict, List
+from typing import Dict, List, Sequence
 
 from hpcnode.os import process, trust
 
@@ -29,14 +29,14 @@ OURS = ("HPCSCHED_", "SLURM")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def run(program: str, env: Dict[str, str], limit_s: float) -> str:
+def run(program: str, env: Dict[str, str], limit_s: float, args: Sequence[str] = ()) -> str:
     """Run a program; return "" if its exit status is 0, else why it failed, in one line."""
     name = os.path.basename(program)
     try:
         trust.check_path(program, os.geteuid())
         process.become_subreaper()
         child = subprocess.Popen(  # noqa: S603 - the administrator's, and checked
-            [program],
+            [program, *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -109,8 +109,8 @@ def cleaned(text: str) -> str:
 
 
 def main(words: List[str]) -> int:
-    """Run ``LIMIT_S PROGRAM`` with this process's environment; print why it failed."""
-    why = run(words[1], dict(os.environ), float(words[0]))
+    """Run ``LIMIT_S PROGRAM [ARG...]`` with this process's environment; print why it failed."""
+    why = run(words[1], dict(os.environ), float(words[0]), words[2:])
     sys.stdout.write(why)
     return 1 if why else 0
 

@@ -515,6 +515,17 @@ class CompareProbe(Message):
     uid: int
 
 
+class PowerOff(Message):
+    """Run the `command` that switches this node off, for `limit_s` at most, if no job is here.
+
+    The answer is Facts with the same `request`; with `error` if the node stays on.
+    """
+
+    request: int
+    command: List[str]
+    limit_s: float
+
+
 class Input(Message):
     """The blob is input for task `task` of the step (-1: all tasks) at `offset`.
 
@@ -749,7 +760,7 @@ class Pong(Message):
 
 _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
-    Probe, SampleEvery, ReadFile, CompareProbe, Input, WatchOutput, OutputAck, ToStream, CloseStream,
+    Probe, SampleEvery, ReadFile, CompareProbe, PowerOff, Input, WatchOutput, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, ScriptFailed, Sample, JobGone, Facts, FileData, ProbeCompared, Output, InputAck,
     FromStream, Pong, StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress,
     Failure, ApiRequest, ApiAnswer,
