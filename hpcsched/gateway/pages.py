@@ -30,6 +30,7 @@ from hpcsched.gateway.charts import Chart, ScheduleBar, schedule, short
 from hpcsched.gateway.routes import TEXT
 from hpcsched.gateway.upstream import UpstreamError
 from hpcsched.listing.text import clean, date_text, when_text
+from hpcsched.model.node import Power
 from hpcsched.model.units import format_mem, format_time_s
 
 Json = dict[str, Any]
@@ -329,7 +330,7 @@ def totals(nodes: Sequence[Json]) -> Json:
     """Return how much of each resource the nodes have, and how much jobs hold."""
     return {
         "nodes": len(nodes),
-        "up": sum(node["link"] == "up" and not node["drained"] for node in nodes),
+        "up": sum(takes_jobs(node) for node in nodes),
         "cpus": sum(node["cpus"] for node in nodes),
         "cpus_alloc": sum(node["cpus_alloc"] for node in nodes),
         "mem_mib": sum(node["mem_mib"] for node in nodes),
@@ -339,11 +340,18 @@ def totals(nodes: Sequence[Json]) -> Json:
     }
 
 
+def takes_jobs(node: Json) -> bool:
+    """Return whether jobs may start on the node, if need be after it was switched on."""
+    return not node["drained"] and (node["link"] == "up" or node["power"] != Power.ON)
+
+
 def troubles(ping: Json, nodes: Sequence[Json]) -> list[Json]:
     """Return what is wrong: a sentence, and the command that helps."""
     found = []
     for node in nodes:
         name = node["name"]
+        if node["power"] != Power.ON:
+            continue  # it is off to save power, and is switched on for a job
         if node["link"] != "up":
             found.append(
                 {"text": f"node {name} does not answer: {node['link_why']}", "command": f"hpcsched doctor {name}"}

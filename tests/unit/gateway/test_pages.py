@@ -394,6 +394,15 @@ def test_a_job_has_the_actions_of_its_state(state: str, hold: str, verbs: list[s
     assert [one["verb"] for one in actions_for({"state": state, "hold": hold, "display_id": "7_1"})] == verbs
 
 
+def test_a_node_that_is_off_to_save_power_takes_jobs_and_is_no_problem() -> None:
+    node = {"name": "n1", "link": "down", "link_why": "off", "drained": False, "power": "powered_down"}
+    amounts = {"cpus": 1, "cpus_alloc": 0, "mem_mib": 1, "mem_alloc_mib": 0, "gpus": [], "gpus_alloc": 0}
+    assert totals([node | amounts])["up"] == 1
+    ping = {"not_taken": [], "undecided": 0}
+    assert troubles(ping, [node]) == []
+    assert len(troubles(ping, [node | {"power": "on"}])) == 1
+
+
 def test_totals_and_troubles_of_no_nodes() -> None:
     assert totals([])["cpus"] == 0
     assert troubles({"not_taken": ["port changed"], "undecided": 2}, [])[0]["text"] == "port changed"
