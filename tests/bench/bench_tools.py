@@ -195,7 +195,9 @@ def _link(folder: Path, rounds: int) -> list[Figure]:
             return float(link["up_mbps"])
 
         def theirs() -> float:
-            with subprocess.Popen([*second, "iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE, text=True) as serving:
+            with subprocess.Popen(
+                [*second, "iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE, text=True
+            ) as serving:
                 assert serving.stdout is not None
                 serving.stdout.readline()
                 serving.stdout.readline()  # it listens
