@@ -269,10 +269,13 @@ def check_controller() -> list[Check]:
 
 
 def _of_before(answer: dict[str, Any]) -> str:
-    """Return the jobs that may still run but are not, or no longer, in the database."""
+    """Return what waits for an administrator.
+
+    Of it are the jobs that may still run but are not, or no longer, in the database.
+    """
     strays = [f"job {each['job_id']} on {each['node']}" for each in answer.get("orphans", ())]
     unseen = answer.get("unseen_nodes", [])
-    parts = list(answer.get("not_taken", ()))
+    parts = [*answer.get("not_taken", ()), *answer.get("scripts", ())[:8]]
     parts += [f"ending what is not in the database: {', '.join(strays[:8])}"] if strays else []
     if undecided := answer.get("undecided", 0):
         parts.append(f"launches from before the restore that wait for your decision: {undecided} (hctl strays)")

@@ -7,45 +7,48 @@ and any other is cancelled. `epilog_head` runs after the attempt has given back 
 the controller's account, bounded by `hpcnode.os.program`.
 
 An attempt with scripts has a record, ``STATE_DIR/scripts/JOB.ATTEMPT``: durable before its prolog, removed after its epilog. So
-each runs at least once: a controller that was killed meanwhile waits for what it had begun, then runs it again. The epilog of a
-damaged record has the numbers of its job alone. What cannot be written or started is tried again every `RETRY_S`. If neither is
+each runs at least once: a controller that was killed meanwhile waits for what it had begun, then runs it again. If neither is
 configured, nothing here costs anything.
+
+A damaged record is replaced by what the job says. What cannot be done now (a full disk, a lock that is held, no process) is
+tried again with back-off: one line in the log, and hhealth shows it until it succeeds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from hpcnode.os.durable import write_durably
+from hpcnode.os.durable import read_object, write_durably
+from hpcnode.paths import remove_tree
 from hpcsched.auth.authorize import CONTROLLER
 from hpcsched.config.load import ControllerSettings
 from hpcsched.controller.tick import Controller
-from hpcsched.errors import report_fault
+from hpcsched.errors import RequestError, report_fault
 from hpcsched.lifecycle.events import EndRequested, Held
 from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState
+from hpcsched.model.units import whole_number
 from hpcsched.state.transaction import Transaction
 from hpcsched.steps.environment import script_environment
 
 log = logging.getLogger("hpcsched.scripts")
 
 AT_ONCE = 16
-RETRY_S = 10.0
-MAX_RECORD_BYTES = 1 << 20
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 15.0
+MOST_CHARS, MOST_VARIABLES = 30_000, 1000  # of an environment that is read; Linux refuses a variable of 128 KiB
 FOLDER = "scripts"
 Attempt = tuple[JobId, int]
-_RECORD = re.compile(r"([0-9]{1,15})\.([0-9]{1,15})")
 Kind = Literal["prolog", "epilog"]
 
 
@@ -59,7 +62,7 @@ class HeadScripts:
         self._ready: dict[Attempt, bool] = {}  # whether the prolog has succeeded
         self._environments: dict[Attempt, dict[str, str]] = {}  # by attempt whose epilog is still to come
         self._tasks: dict[JobId, asyncio.Task[None]] = {}  # the last of each job
-        self._said = ""  # the last failure that the log has
+        self._waits: dict[Attempt, str] = {}  # why a script is tried again later
 
     @property
     def _settings(self) -> ControllerSettings:
@@ -68,12 +71,47 @@ class HeadScripts:
     def start(self) -> None:
         """Read the records of an earlier controller; run the epilogs of attempts that are over."""
         self._controller.gate = self
-        for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            if (match := _RECORD.fullmatch(path.name)) is None:
-                continue
-            key = JobId(int(match[1])), int(match[2])  # int: digits
-            self._environments[key] = _read(path, key)
-            self._end(key[0], self._controller.cluster.jobs.get(key[0]))
+        try:
+            paths = [path for path in self._folder.iterdir() if path.suffix not in (".new", ".lock")]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.error("cannot read the records of scripts in %s: %s", self._folder, error.strerror)
+            return
+        for path in paths:
+            key = _key_of(path.name)
+            if key is None:
+                log.warning("ignored %r in %s: it is not the name of a record", path.name[:200], self._folder)
+            else:
+                self._environments[key] = self._environment(path, key)
+        for job_id in {key[0] for key in self._environments}:
+            self._end(job_id, self._controller.cluster.jobs.get(job_id))
+
+    def _environment(self, path: Path, key: Attempt) -> dict[str, str]:
+        """Return the environment in a record.
+
+        If it is damaged: what the job says, or its number alone.
+        """
+        try:
+            found = read_object(str(path))
+        except OSError:
+            found = None  # a damaged disk: as if it was cut off
+        if (
+            found is not None
+            and len(found) <= MOST_VARIABLES
+            and all(_is_variable(name, value) for name, value in found.items())
+        ):
+            return found
+        log.error("the record %s is damaged: the epilog of job %d runs with what the queue has of it", path, key[0])
+        cluster, job = self._controller.cluster, self._controller.cluster.jobs.get(key[0])
+        if job is None or job.attempt != key[1]:
+            return {f"{prefix}_JOB_ID": str(key[0]) for prefix in ("SLURM", "HPCSCHED")}
+        return script_environment(job, cluster=cluster.config.name, share_dir=cluster.config.share)
+
+    @property
+    def waits(self) -> list[str]:
+        """What the scripts wait for that should not be so, for hhealth."""
+        return list(dict.fromkeys(self._waits.values()))
 
     def may_launch(self, job: Job) -> bool:
         """Return whether the attempt may be launched; if not yet, run its prolog."""
@@ -113,18 +151,31 @@ class HeadScripts:
     async def _run(self, key: Attempt, kind: Kind, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
-        job = self._controller.cluster.jobs.get(key[0])
-        try:
-            if kind == "epilog":
-                await self._run_epilog(key, job)
-            elif job is not None and job.attempt == key[1] and job.state in (JobState.CONFIGURING, JobState.RUNNING):
-                await self._run_prolog(key, job)
-        except OSError as error:  # the disk is full, or there are too many processes
-            why = f"cannot run the {kind} of job {key[0]} on the head: {error}; it is tried again"
-            if why != self._said:
-                log.error("%s", why)
-            self._said = why
-            await asyncio.sleep(RETRY_S)
+        wait_s = FIRST_RETRY_S
+        while (job := self._controller.cluster.jobs.get(key[0])) is not None or kind == "epilog":
+            try:
+                if kind == "epilog":
+                    await self._run_epilog(key, job)
+                elif (
+                    job is not None and job.attempt == key[1] and job.state in (JobState.CONFIGURING, JobState.RUNNING)
+                ):
+                    await self._run_prolog(key, job)
+                break
+            except Exception as error:
+                self._note(key, kind, error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+        self._waits.pop(key, None)
+
+    def _note(self, key: Attempt, kind: Kind, error: Exception) -> None:
+        """Note why a script has to be tried again; log it if no other script waits for the same."""
+        if isinstance(error, OSError):
+            why = f"the {kind} on the head waits: {error.strerror}" + (f": {error.filename}" if error.filename else "")
+        else:
+            why = str(report_fault(error, f"run the {kind} of a job on the head"))
+        if why not in self._waits.values():
+            log.error("job %d: %s; it is tried again", key[0], why)
+        self._waits[key] = why
 
     async def _run_prolog(self, key: Attempt, job: Job) -> None:
         cluster = self._controller.cluster
@@ -147,11 +198,10 @@ class HeadScripts:
             log.error("the epilog of job %d on the head failed: %s", key[0], why)
         self._ready.pop(key, None)
         self._environments.pop(key, None)
-        for name in (_name(key), f"{_name(key)}.lock"):
-            try:
-                (self._folder / name).unlink(missing_ok=True)
-            except OSError as error:  # the next controller runs this epilog again
-                log.error("cannot remove %s: %s; remove it", self._folder / name, error.strerror)
+        try:
+            await asyncio.to_thread(_remove, self._folder, key)
+        except OSError as error:  # the epilog has run, so it is not tried again
+            log.error("cannot remove the record of job %d in %s: %s", key[0], self._folder, error.strerror)
 
     async def _status(self, key: Attempt, kind: Kind, program: str, env: dict[str, str]) -> str:
         """Run a script; return "" or why it failed."""
@@ -159,7 +209,7 @@ class HeadScripts:
             return ""
         context = f"{kind}_slurmctld"
         async with self._turns:
-            lock = await asyncio.to_thread(_locked, self._folder / f"{_name(key)}.lock")
+            lock = await asyncio.to_thread(_locked, self._folder, key)
             try:
                 return await run_program(
                     self._settings.prolog_epilog_timeout,
@@ -192,34 +242,57 @@ def _name(key: Attempt) -> str:
     return f"{key[0]}.{key[1]}"
 
 
-def _read(path: Path, key: Attempt) -> dict[str, str]:
-    """Return the environment in a record; of a damaged one, the numbers of its job."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = json.loads(file.read(MAX_RECORD_BYTES))
-        if isinstance(found, dict) and all(_is_plain(value) for value in (*found, *found.values())):
-            return found
-        why = "it is not an environment"
-    except (OSError, ValueError, RecursionError) as error:
-        why = str(error)
-    log.error("the record %s of a job's scripts is damaged: %s", path, why)
-    return {f"{prefix}_{name}": str(key[0]) for prefix in ("SLURM", "HPCSCHED") for name in ("JOB_ID", "JOBID")}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
-
-
 def _write(folder: Path, key: Attempt, env: dict[str, str]) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     write_durably(str(folder), _name(key), json.dumps(env).encode(), parents=(str(folder.parent),))
 
 
-def _locked(path: Path) -> int:
-    """Return a locked file, when what an earlier controller has begun is over."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
+def _remove(folder: Path, key: Attempt) -> None:
+    for path in (folder / _name(key), folder / f"{_name(key)}.lock"):
+        if path.is_dir() and not path.is_symlink():
+            remove_tree(str(path))  # a damaged disk
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _locked(folder: Path, key: Attempt) -> int:
+    """Return a locked file.
+
+    Raises OSError: BlockingIOError if what an earlier controller has begun is not over.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = str(folder / f"{_name(key)}.lock")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise BlockingIOError(errno.EAGAIN, "a script of an earlier controller holds the lock", path) from None
+    except OSError:
+        os.close(fd)
+        raise
     return fd
+
+
+def _key_of(name: str) -> Attempt | None:
+    """Return the attempt whose record has this name, None if no record has it."""
+    job_id, _, attempt = name.partition(".")
+    try:
+        key = JobId(whole_number(job_id)), whole_number(attempt)
+    except RequestError:
+        return None
+    return key if min(key) >= 0 and _name(key) == name else None
+
+
+def _is_variable(name: str, value: object) -> bool:
+    """Return whether a process can have this environment variable."""
+    if not isinstance(value, str) or not name or "=" in name or "\0" in name + value or len(value) > MOST_CHARS:
+        return False
+    try:
+        os.fsencode(name + value)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _exit_facts(job: Job) -> dict[str, str]:

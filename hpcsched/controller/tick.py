@@ -191,6 +191,9 @@ class LaunchGate(Protocol):
 
     def changed(self, job: Job) -> None: ...
 
+    @property
+    def waits(self) -> list[str]: ...
+
 
 class Controller:
     """The cluster state, and the work that each tick does on it."""

@@ -6,13 +6,14 @@ import fcntl
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from agent_client import launch_of
 
 from hpcnode.os import account
-from hpcnode.os.durable import read_object, write_durably
+from hpcnode.os.durable import MAX_OBJECT_BYTES, read_object, write_durably
 from hpcnode.os.faults import CrashPoints, crash_points
 from hpcnode.spool import DoneLog, Epochs, Found, Spool
 from hpcnode.wire.protocol import Token, read_token
@@ -409,11 +410,50 @@ def test_a_power_failure_takes_a_state_of_scripts_and_never_their_record(tmp_pat
     token = f"feedc0de.1.0.batch.n1.{'0' * 32}"
     spool.note_scripts("one", {"token": token, "state": "prolog"}, durably=True)
     spool.note_scripts("one", {"token": token, "state": "ready"}, durably=False)
-    assert [objects[0]["state"] for _, objects in spool.script_records()] == ["ready"]
+    assert newest(spool) == "ready"
     (tmp_path / "scripts" / "one.state").write_text("")
-    assert [objects[0]["state"] for _, objects in spool.script_records()] == ["prolog"]
+    assert newest(spool) == "prolog"
     spool.note_scripts("one", {"token": token, "state": "epilog"}, durably=False)
     spool.note_scripts("one", {"token": token, "state": "prolog"}, durably=True)
-    assert [objects[0]["state"] for _, objects in spool.script_records()] == ["prolog"]
+    assert newest(spool) == "prolog"
     spool.forget_scripts("one")
     assert list((tmp_path / "scripts").iterdir()) == []
+
+
+def newest(spool: Spool) -> str:
+    ((name, records),) = spool.script_records()
+    assert name == "one"
+    return str(records[0]["state"])
+
+
+def make_huge(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(MAX_OBJECT_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_text('{"token": '),
+        lambda path: path.write_text("[5]"),
+        lambda path: path.write_bytes(b"[" * 100_000),
+        make_huge,
+        Path.mkdir,
+        lambda path: (path.mkdir(), (path / "inside").write_text("x")),
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to(path.name),
+    ],
+    ids=["cut off", "a list", "deep", "huge", "a directory", "a full directory", "a FIFO", "a link", "a loop"],
+)
+def test_a_damaged_record_of_scripts_is_told_and_can_be_removed(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    spool.note_scripts("one", {"state": "prolog"}, durably=True)
+    path = tmp_path / "scripts" / "one"
+    path.unlink()
+    spoil(path)
+    assert spool.script_records() == [("one", [])]
+    spool.forget_scripts("one")
+    assert spool.script_records() == []

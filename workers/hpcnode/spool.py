@@ -158,14 +158,6 @@ def _name(token: Token) -> bytes:
     return bytes.fromhex(token.nonce) + (b"%d" % token.stay if token.stay else b"")
 
 
-def object_in(path: str) -> Optional[Dict[str, Any]]:
-    """Return the JSON object in a file; None if the file is missing, damaged, or not a file."""
-    try:
-        return read_object(path) if stat.S_ISREG(os.lstat(path).st_mode) else None
-    except OSError:
-        return None
-
-
 def _read_done(path: str) -> _DoneFile:
     part = _DoneFile()
     try:
@@ -471,14 +463,17 @@ class Spool:
 
     def forget_scripts(self, name: str) -> None:
         """Remove the record of a job whose scripts are over."""
-        remove_file(os.path.join(self.scripts, name))
-        remove_file(os.path.join(self.scripts, name + SCRIPT_STATE))
+        for path in (os.path.join(self.scripts, name), os.path.join(self.scripts, name + SCRIPT_STATE)):
+            if os.path.isdir(path) and not os.path.islink(path):
+                remove_tree(path)  # a damaged disk
+            else:
+                remove_file(path)
         self._faults.reached("scripts.over")
 
     def script_records(self) -> List[Tuple[str, List[Dict[str, Any]]]]:
-        """Return the names of all jobs with scripts, each with its last state and its first.
+        """Return the name of each job with scripts and its record.
 
-        Those that cannot be read are left out.
+        The record is what can be read of it, newest first.
         """
         try:
             names = os.listdir(self.scripts)
@@ -486,8 +481,13 @@ class Spool:
             return []
         found = []
         for name in sorted(name for name in names if not name.endswith(BESIDE_RECORD)):
-            path = os.path.join(self.scripts, name)
-            found.append((name, [obj for obj in map(object_in, (path + SCRIPT_STATE, path)) if obj is not None]))
+            records = []
+            for path in (os.path.join(self.scripts, name + SCRIPT_STATE), os.path.join(self.scripts, name)):
+                try:
+                    records.append(read_object(path))
+                except OSError:
+                    continue  # a damaged disk: as if it was cut off
+            found.append((name, [record for record in records if record is not None]))
         return found
 
     def load(self) -> List[Found]:

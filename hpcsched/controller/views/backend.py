@@ -196,6 +196,7 @@ class ControllerBackend(Reading):
             "backup": self._backup_view() if sees_all else None,
             "undecided": len(cluster.undecided_launches) if sees_all else 0,
             "not_taken": [*cluster.not_taken, *gone_notes(cluster)] if sees_all else [],
+            "scripts": gate.waits if sees_all and (gate := self._controller.gate) is not None else [],
         }
 
     def me(self, identity: Identity) -> Json:

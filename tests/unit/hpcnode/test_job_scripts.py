@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from nodeworld import INCARNATION, World, token
 
+from hpcnode.agent.job_scripts import NO_EPILOG
 from hpcnode.wire import protocol
 
 BOTH = protocol.JobScripts(prolog="/p", epilog="/e", limit_s=9.0)
@@ -198,29 +200,78 @@ def test_a_state_that_cannot_be_written_stops_nothing(world: World, scripts: Not
     assert "No space left" in world.logged[-1]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"token": 5},
-        {"token": "feedc0de"},
-        {"scripts": {"prolog": ["/p"]}},
-        {"scripts": None},
-        {"state": "asleep"},
-        {"failures": "none"},
-        {"failures": [5]},
-        {"claims": "yes"},
-        {"boot_id": None},
-    ],
-    ids=str,
-)
-def test_the_next_agent_starts_with_a_damaged_record(
-    world: World, scripts: NotedScripts, damage: dict[str, object]
+DAMAGE: dict[str, dict[str, Any]] = {
+    "nothing is left": {"token": None},
+    "a number as its token": {"token": 5},
+    "no scripts": {"scripts": None},
+    "scripts with a number": {"scripts": {"prolog": 5}},
+    "an unknown state": {"state": "later"},
+    "a list as its state": {"state": [1]},
+    "words as a truth": {"closing": "no"},
+    "nothing as its boot": {"boot_id": None},
+    "a number as its failures": {"failures": 5},
+    "numbers among its failures": {"failures": [5]},
+    "the record of another job": {"token": token(job=2)},
+}
+
+
+def damage(world: World, fields: dict[str, Any]) -> None:
+    for record in world.spool.script_notes.values():
+        record.update(fields)
+
+
+@pytest.mark.parametrize("fields", DAMAGE.values(), ids=DAMAGE)
+def test_an_agent_starts_with_a_damaged_record_and_the_prolog_runs_again(
+    world: World, scripts: NotedScripts, fields: dict[str, Any]
 ) -> None:
-    world.launch(token(), scripts=BOTH)
-    (name,) = world.spool.script_notes
-    world.spool.script_notes[name] |= damage
+    batch = world.launch(token(), scripts=BOTH)
+    damage(world, fields)
     world.restart()
-    assert [line for line in world.logged if "damaged" in line] == [
-        f"the record of the scripts of {name} is damaged: its epilog does not run"
-    ]
-    assert scripts.states == ["prolog", "prolog"]  # the waiting launch begins anew
+    assert (scripts.states, world.shepherds.starts) == (["prolog", "prolog"], [])
+    assert "is damaged" in world.logged[0]
+    scripts.ends("prolog")
+    assert world.shepherds.starts == [batch]
+    world.started(batch)
+    world.ended(batch)
+    end_job(world)
+    assert (scripts.states[2:], gone(world)) == (["epilog"], 0)
+    scripts.ends("epilog")
+    assert (gone(world), world.spool.script_notes) == (1, {})
+
+
+def test_a_job_that_runs_with_a_damaged_record_continues_and_has_its_epilog(
+    world: World, scripts: NotedScripts
+) -> None:
+    batch = world.launch(token(), scripts=BOTH)
+    scripts.ends("prolog")
+    world.started(batch)
+    damage(world, {"token": None})
+    world.restart()
+    assert scripts.states == ["prolog"]
+    world.ended(batch)
+    assert scripts.states == ["prolog", "epilog"]
+
+
+def test_a_damaged_record_without_a_launch_holds_nothing_and_is_told(world: World, scripts: NotedScripts) -> None:
+    batch = world.launch(token(), scripts=BOTH)
+    damage(world, {"scripts": 5})
+    world.spool.script_notes["x"] = {}
+    del world.spool.entries[batch]
+    world.restart()
+    assert (failures(world), world.ledger.is_idle, world.ledger.jobs_with_scripts()) == ([NO_EPILOG], True, [])
+    assert any("not the name of a record" in line for line in world.logged)
+    world.ledger.ack([message.seq for message in world.sent if isinstance(message, protocol.ScriptFailed)])
+    assert list(world.spool.script_notes) == ["x"]
+
+
+def test_a_record_that_cannot_be_removed_stops_nothing(
+    world: World, scripts: NotedScripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = world.launch(token(), scripts=BOTH)
+    scripts.ends("prolog")
+    world.started(batch)
+    world.ended(batch)
+    monkeypatch.setattr(world.spool, "forget_scripts", lambda _name: world.spool._write())
+    world.spool.full = True
+    scripts.ends("epilog")
+    assert "cannot remove the record" in world.logged[-1]

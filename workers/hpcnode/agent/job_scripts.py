@@ -12,6 +12,10 @@ the epilog is over. So after a crash each runs at least once. They run in a chil
 record, and writes its result beside it; only if the child itself was killed, the next agent runs the script again. Records of
 an earlier boot have only their epilog left. A job without scripts costs nothing here.
 
+The outcome of a damaged record is unknown. What the launches of that life say replaces it: a prolog runs again unless
+something has started, and the epilog runs at the end. If no launch is left, the epilog cannot run: the controller is told, which
+drains the node.
+
 `ScriptRecords` decides, and does no I/O but through the spool. `ScriptRunner` runs.
 """
 
@@ -19,14 +23,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Protocol, Tuple
 
 from hpcnode.agent.helpers import ask_child
 from hpcnode.os.account import why_not_as_root
-from hpcnode.os.durable import to_bytes, write_plainly
+from hpcnode.os.durable import read_object, to_bytes, write_plainly
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop
-from hpcnode.spool import SCRIPT_LOCK, SCRIPT_RESULT, Spool, object_in, remove_file
+from hpcnode.spool import SCRIPT_LOCK, SCRIPT_RESULT, Found, Spool, remove_file, token_of
 from hpcnode.wire import protocol
 from hpcnode.wire.message import WireError, from_fields, to_fields
 from hpcnode.wire.protocol import Life, Token, read_token
@@ -35,7 +40,8 @@ PROLOG, READY, REFUSED, EPILOG, OVER = "prolog", "ready", "refused", "epilog", "
 STATES = (PROLOG, READY, REFUSED, EPILOG, OVER)
 CONTEXTS = {PROLOG: "prolog_slurmd", EPILOG: "epilog_slurmd"}  # as in Slurm
 GO = ""
-STORED = ("state", "claims", "closing", "why", "failures")
+STORED = {"state": str, "claims": bool, "closing": bool, "why": str, "failures": list}
+NO_EPILOG = "epilog cannot run: its record is damaged"
 LOOK_S = 0.1
 MARGIN_S = 60.0  # for what ends the script
 Job = Tuple[str, int]
@@ -89,16 +95,45 @@ class ScriptRecords:
         self._reported: Dict[int, Tuple[_Record, str]] = {}
         self.changed: Callable[[Job], None] = lambda _job: None  # called when a script is over
 
-    def load(self) -> None:
-        """Read the records of earlier agents, and continue them."""
+    def load(self, entries: Iterable[Found]) -> None:
+        """Read the records of earlier agents, and continue them.
+
+        `entries`: the launches that are here.
+        """
         for name, objects in self._spool.script_records():
-            record = next(filter(None, map(_restored, objects)), None)
+            read = (_read_record(name, obj) for obj in objects)
+            record = next((each for each in read if each is not None), None)
             if record is None:
-                self._log("the record of the scripts of %s is damaged: its epilog does not run" % name)
-            else:
+                record = self._rebuilt(name, entries)
+            if record is not None:
                 self._records[record.key.job, record.key.life] = record
         for each in list(self._records.values()):
             self._continue(each)
+
+    def _rebuilt(self, name: str, entries: Iterable[Found]) -> Optional[_Record]:
+        """Return what the launches of the same life say instead of a damaged record.
+
+        None: `name` is not the name of a record.
+        """
+        life, _, stay = name.rpartition(".")
+        text = "%s.batch.none.%s" % (life if stay == "0" else "%s-%s" % (life, stay), "0" * 32)
+        key = read_token(text)
+        if key is None or _Record(text, key, protocol.JobScripts(), "").name != name:
+            self._log("ignored %.200r among the records of scripts: it is not the name of a record" % name)
+            return None
+        found = [each for each in entries if token_of(each).job == key.job and token_of(each).life == key.life]
+        launches = [(each, each.launch) for each in found if each.launch is not None]
+        self._log("the record of scripts %s is damaged; launches that are left: %d" % (name, len(launches)))
+        if not launches:
+            record = _Record(text, key, protocol.JobScripts(), self._boot_id)
+            record.state, record.closing, record.failures = READY, True, [NO_EPILOG]
+            return record
+        entry, launch = launches[0]
+        record = _Record(entry.token, token_of(entry), launch.scripts, entry.boot_id)
+        record.claims = any(each.step in (protocol.BATCH, protocol.ALLOC) for _, each in launches)
+        if not launch.scripts.prolog or any(each.started or each.final for each in found):
+            record.state = READY
+        return record
 
     def _continue(self, record: _Record) -> None:
         for why in record.failures:
@@ -248,7 +283,10 @@ class ScriptRecords:
         self._records.pop((record.key.job, record.key.life), None)
         if self._runner is not None:
             self._runner.forget(record.name)
-        self._spool.forget_scripts(record.name)
+        try:
+            self._spool.forget_scripts(record.name)
+        except OSError as error:  # the next agent finds it again
+            self._log("cannot remove the record of scripts %s: %s" % (record.name, error.strerror))
 
     def _write(self, record: _Record, durably: bool = False) -> None:
         """Note a state for the next agent.
@@ -263,22 +301,6 @@ class ScriptRecords:
             if durably:
                 raise
             self._log("cannot note the %s of %s: %s" % (record.state, record.name, error.strerror))
-
-
-def _restored(obj: Dict[str, Any]) -> Optional[_Record]:
-    """Return the record that an earlier agent has written; None if it is damaged."""
-    try:
-        key = read_token(obj["token"])
-        if key is None or type(obj["boot_id"]) is not str or obj["state"] not in STATES:
-            return None
-        record = _Record(obj["token"], key, from_fields(protocol.JobScripts, obj["scripts"]), obj["boot_id"])
-        for field in STORED:
-            if type(obj[field]) is not type(getattr(record, field)):
-                return None
-            setattr(record, field, obj[field])
-    except (KeyError, TypeError, AttributeError, WireError):
-        return None
-    return record if all(type(why) is str for why in record.failures) else None
 
 
 class ScriptRunner:
@@ -317,7 +339,8 @@ class ScriptRunner:
     def forget(self, name: str) -> None:
         """Remove what is beside the record."""
         for end in (SCRIPT_RESULT, SCRIPT_LOCK):
-            remove_file(os.path.join(self._folder, name) + end)
+            with suppress(OSError):  # what is left there is of no later job
+                remove_file(os.path.join(self._folder, name) + end)
 
     def _fork(
         self, path: str, state: str, scripts: protocol.JobScripts, lock_fd: int, over: Callable[[str], None]
@@ -343,5 +366,27 @@ class ScriptRunner:
 
 def _result(path: str, state: str) -> Optional[str]:
     """Return why the script of this state failed, "" if it did not; None if that is not known."""
-    found = object_in(path + SCRIPT_RESULT)
-    return str(found["why"]) if found is not None and found.get("state") == state else None
+    try:
+        found = read_object(path + SCRIPT_RESULT)
+    except OSError:
+        return None
+    return str(found.get("why")) if found is not None and found.get("state") == state else None
+
+
+def _read_record(name: str, obj: Dict[str, Any]) -> Optional[_Record]:
+    """Return a stored record, None if it is damaged or of another name."""
+    token, scripts, boot_id = (obj.get(field) for field in ("token", "scripts", "boot_id"))
+    key = read_token(token) if isinstance(token, str) else None
+    if key is None or not isinstance(scripts, dict) or not isinstance(boot_id, str):
+        return None
+    if obj.get("state") not in STATES or not all(isinstance(obj.get(field), kind) for field, kind in STORED.items()):
+        return None
+    if not all(isinstance(why, str) for why in obj["failures"]):
+        return None
+    try:
+        record = _Record(str(token), key, from_fields(protocol.JobScripts, scripts), boot_id)
+    except WireError:
+        return None
+    for field in STORED:
+        setattr(record, field, obj[field])
+    return record if record.name == name else None

@@ -346,8 +346,9 @@ class Ledger:
 
     def recover(self) -> None:
         """Read the entries of earlier agents from the spool."""
-        self._scripts.load()
-        for found in self._spool.load():
+        entries = self._spool.load()
+        self._scripts.load(entries)
+        for found in entries:
             entry = self._add(Entry(found.token, token_of(found), found.launch, found.boot_id))
             self._learn(entry, found)
         for entry in list(self.entries.values()):

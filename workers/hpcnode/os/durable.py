@@ -5,9 +5,14 @@ An OSError (disk full or broken) goes to the caller; the old content is still th
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from typing import Any, Dict, Iterable, Optional
+
+MAX_OBJECT_BYTES = 32 << 20  # a launch has at most 8 MiB on the wire, and JSON escapes make it longer
+NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # nothing, a link or a socket
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -76,10 +81,25 @@ def to_bytes(obj: Dict[str, Any]) -> bytes:
 
 
 def read_object(path: str) -> Optional[Dict[str, Any]]:
-    """Return the JSON object in a file, None if it is missing or was cut off."""
+    """Return the JSON object in a file.
+
+    None: it is missing, was cut off, or is not a regular file of at most MAX_OBJECT_BYTES.
+    """
     try:
-        with open(path, "rb") as file:
-            obj = json.loads(file.read().decode("utf-8", "surrogateescape"))
-    except (FileNotFoundError, ValueError, RecursionError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block us
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(MAX_OBJECT_BYTES + 1)
+    finally:
+        os.close(fd)
+    try:
+        obj = json.loads(data.decode("utf-8", "surrogateescape")) if len(data) <= MAX_OBJECT_BYTES else None
+    except (ValueError, RecursionError):
         return None
     return obj if isinstance(obj, dict) else None
