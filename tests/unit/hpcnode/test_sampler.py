@@ -381,3 +381,113 @@ def test_columns_are_sent_once_and_a_full_connection_drops_samples(monkeypatch: 
     world.loop.later(0.05, lambda: None)
     world.loop.turn()
     assert len(world.sent) == count
+
+
+# ----- machines that change while they are measured
+
+
+def received(found: dict[str, Any]) -> dict[str, Any]:
+    mark = "node_network_receive_bytes_total:"
+    return {name[len(mark) :]: value for name, value in found.items() if name.startswith(mark)}
+
+
+def test_an_interface_that_is_renamed_continues_under_its_new_name(tmp_path: Path) -> None:
+    files = {f"class/net/{name}/device/vendor": "1" for name in ("wlan0", "wlp3s0")}
+    sys_root, proc = tree(tmp_path / "sys", files), tmp_path / "proc"
+    tree(proc, {"net/dev": NET + net_line("wlan0", 10**12)})
+    counters = Counters(str(proc), sys_root)
+    assert received(counters.look()) == {"wlan0": 10**12}
+    tree(proc, {"net/dev": NET + net_line("wlp3s0", 10**12 + 7)})
+    assert received(counters.look()) == {"wlp3s0": 10**12 + 7}
+
+
+def test_a_virtual_device_that_comes_with_a_past_adds_none_of_it(tmp_path: Path, sys_root: str) -> None:
+    proc = tmp_path / "proc"
+    tree(proc, {"net/dev": NET + net_line("br0", 10**12)})
+    counters = Counters(str(proc), sys_root)
+    assert received(counters.look()) == {"virtual": 10**12}
+    tree(proc, {"net/dev": NET + net_line("br-lan", 10**12 + 7)})
+    assert received(counters.look()) == {"virtual": 10**12}
+    tree(proc, {"net/dev": NET + net_line("br-lan", 10**12 + 10)})
+    assert received(counters.look()) == {"virtual": 10**12 + 3}
+    tree(proc, {"net/dev": NET + net_line("br-lan", 5)})  # its counter began again
+    assert received(counters.look()) == {"virtual": 10**12 + 8}
+
+
+def test_a_wifi_card_that_roams_and_resets_is_as_the_kernel_says(tmp_path: Path) -> None:
+    sys_root, proc = tree(tmp_path / "sys", {"class/net/wlan0/device/vendor": "1"}), tmp_path / "proc"
+    counters = Counters(str(proc), sys_root)
+    for count in (10**9, None, 40):  # connected, away, with another access point after the driver was loaded again
+        tree(proc, {"net/dev": NET + ("" if count is None else net_line("wlan0", count))})
+        assert received(counters.look()).get("wlan0") == count
+
+
+def test_500_loop_devices_have_no_columns_and_are_looked_up_once(
+    tmp_path: Path, sys_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = "".join(f"7 {i} loop{i} 1 0 1 0 1 0 1 0 0 1 0\n" for i in range(500))
+    proc = tree(tmp_path / "proc", {"diskstats": loops + PROC["diskstats"]})
+    counters, looked = Counters(proc, sys_root), []
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: looked.append(path) or exists(path))  # type: ignore[func-returns-value]
+    assert {name.rpartition(":")[2] for name in counters.look()} == {"sda"}
+    assert len(looked) == 501
+    counters.look()
+    assert len(looked) == 501
+
+
+def test_500_mounts_are_asked_with_a_bound(tmp_path: Path) -> None:
+    mounts = [str(tmp_path / f"snap{i}") for i in range(500)]
+    for mount in mounts:
+        os.mkdir(mount)
+    found = sampler.file_systems(mounts)
+    assert {name.rpartition(":")[2] for name in found} == {mounts[0]}  # all are of one file system
+
+
+def test_columns_of_devices_that_have_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "LEAST_INTERVAL_S", 0.001)
+    world = World()
+    names = iter(range(10**6))
+    monkeypatch.setattr(
+        world.sampler._counters, "look", lambda: {"node_load1": 1.0, f"node_network_errors_total:enx{next(names)}": 5}
+    )
+    world.sampler.every(protocol.SampleEvery(0.001))
+    world.until(lambda: len(world.sent) > 150)
+    monkeypatch.setattr(sampler, "MAX_COLUMNS", 20)
+    count = len(world.sent)
+    world.until(lambda: len(world.sent) > count + 40)
+    assert max(len(sample.values) for sample in world.sent[count:]) <= 20
+    columns = world.sent[count].columns
+    for sample in world.sent[count + 1 :]:
+        columns = sample.columns or columns
+        assert len(sample.values) == len(columns)
+        assert sample.values[columns.index("node_load1")] == 1.0
+
+
+def test_a_laptop_that_slept_sends_nothing_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "LEAST_INTERVAL_S", 0.01)
+    world, asleep_s = World(), [0.0]
+    boot_clock_s, disk = sampler.process.boot_clock_s, "node_filesystem_size_bytes:/"
+    monkeypatch.setattr(sampler.process, "boot_clock_s", lambda: boot_clock_s() + asleep_s[0])
+    world.sampler.every(protocol.SampleEvery(0.01))
+    columns: list[str] = []
+
+    def sent_disk() -> bool:
+        columns[:] = next(sample.columns for sample in reversed(world.sent) if sample.columns) if world.sent else []
+        return disk in columns and world.sent[-1].values[columns.index(disk)] is not None
+
+    world.until(sent_disk)
+    monkeypatch.setattr(world.sampler, "_look_slowly", lambda _now_s: None)
+    asleep_s[0] = 8 * 3600.0
+    world.until(lambda: not sent_disk())
+    assert (world.sampler.growth(), world.sampler._slow_due_s < boot_clock_s() + asleep_s[0]) == ({}, True)
+    monkeypatch.undo()
+    monkeypatch.setattr(sampler, "LEAST_INTERVAL_S", 0.01)
+    monkeypatch.setattr(sampler.process, "boot_clock_s", lambda: boot_clock_s() + asleep_s[0])
+    world.until(sent_disk)
+
+
+def test_the_wall_clock_is_in_no_value_but_the_boot_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler.time, "time", lambda: 1 / 0)  # a sample has the head's time of receipt
+    found = Counters().look()
+    assert found["node_boot_time_seconds"] > 0

@@ -42,6 +42,7 @@ STAT_DEADLINE_S = 5.0  # for a file system to answer
 MAX_MOUNTS = 32
 MAX_DEVICES = 16  # of one kind with columns of their own
 MAX_SENSORS = 64
+MAX_COLUMNS = 512  # the controller takes no more than twice as many
 MAX_LINE = 1 << 20
 SECTOR_BYTES = 512
 MAX_LABEL = 100
@@ -85,16 +86,19 @@ _NET = ("receive_bytes", "transmit_bytes", "errors", "drops")
 
 
 class Sums:
-    """Counters of many devices as one that never falls when a device goes."""
+    """Counters of many devices as one that never falls when a device goes.
+
+    What a device counted before it came is not added: after a rename it would be its whole past at once.
+    """
 
     def __init__(self) -> None:
-        self._last: Dict[str, Tuple[int, ...]] = {}
+        self._last: Optional[Dict[str, Tuple[int, ...]]] = None
         self._totals: List[int] = []
 
     def add(self, now: Mapping[str, Tuple[int, ...]]) -> List[int]:
         """Return the sums after this look at all of the devices."""
         for name, counts in now.items():
-            before = self._last.get(name, (0,) * len(counts))
+            before = (0,) * len(counts) if self._last is None else self._last.get(name, counts)
             if not self._totals:
                 self._totals = [0] * len(counts)
             for i, count in enumerate(counts):
@@ -694,6 +698,8 @@ class NodeSampler:
         known = set(self._columns)
         new = [column for column in values if column not in known]
         columns = self._columns + new if new or not self._columns else []
+        if len(columns) > MAX_COLUMNS:  # devices have come and gone
+            columns = list(values)
         self._columns = columns or self._columns
         self._send(
             protocol.Sample(
