@@ -49,7 +49,7 @@ from hpcsched.model.job import (
     exit_words,
 )
 from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition, Power, Share
-from hpcsched.model.probation import CHECK
+from hpcsched.model.probation import CHECK, LINK_CHECK
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import format_mem, format_time_s
@@ -326,10 +326,11 @@ def node_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
 
 
 def _returns_at_s(node: Node, cluster: ClusterState) -> float | None:
-    """Return when a node that a health check has drained returns if it stays well."""
-    if not node.drained or node.drained_by != CHECK:
-        return None
-    return node.probation.returns_at_s(cluster.config.controller.health_hold)
+    """Return when a node that a check has drained returns if it stays well."""
+    hold_s = cluster.config.controller.health_hold
+    if node.drained and node.drained_by == LINK_CHECK:
+        return node.probation.rejoins_at_s(hold_s)
+    return node.probation.returns_at_s(hold_s) if node.drained and node.drained_by == CHECK else None
 
 
 def _why_drained(node: Node, cluster: ClusterState) -> str:

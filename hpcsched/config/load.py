@@ -145,6 +145,7 @@ class ControllerSettings:
     confine: tuple[str, ...]
     max_processes: int
     health_hold: float
+    link_drops: int
     prolog: str
     epilog: str
     prolog_head: str

@@ -23,7 +23,14 @@ from hpcsched.auth.authorize import CONTROLLER, Action, Identity, authorize
 from hpcsched.controller.memory import memory_of
 from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import edits, messages, orphans
-from hpcsched.controller.nodes.loss import UnreachableNodes, end_silent, miss_node, note_condition
+from hpcsched.controller.nodes.loss import (
+    UnreachableNodes,
+    end_silent,
+    miss_node,
+    note_condition,
+    note_drop,
+    rejoin_steady,
+)
 from hpcsched.controller.nodes.messages import Trainings
 from hpcsched.controller.nodes.power import PowerKeeper, nodes_awaited, ordered, start_allocations
 from hpcsched.controller.planning import (
@@ -313,6 +320,7 @@ class Controller:
             known = tx.cluster.nodes[node]
             if known.link is not Link.DOWN or known.link_why != why:
                 tx.record_node(NodeDown(node=node, at_s=tx.now_s, why=why))
+                note_drop(tx, node)
             for job in tx.cluster.jobs_on(node):
                 miss_node(tx, job, node)
 
@@ -603,6 +611,9 @@ class Controller:
         _guarded("end jobs whose time is over", lambda: end_overdue(tx))
         _guarded("move reservations on", lambda: reservations.keep_up(tx))
         _guarded("keep crontabs up", lambda: crontabs.keep_up(tx))
+        rejoin_s = tx.attempt("resume nodes that stay connected", rejoin_steady)
+        if isinstance(rejoin_s, float):
+            self._ports.wake(max(0.0, rejoin_s - tx.now_s))
         due = _guarded("look at triggers", lambda: triggers.keep_up(tx)) or []
         if tx.batch.reservations or tx.batch.partitions:
             self._planning.forget()  # the plan does not know these changes

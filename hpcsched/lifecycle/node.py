@@ -221,16 +221,24 @@ def apply_to_node(node: Node, event: NodeEvent) -> Node:
 
 
 def probation_after(probation: Probation, event: NodeEvent) -> Probation:
-    """Return what is known of the node's drains by health checks after `event`."""
+    """Return what is known of the node's drains by checks after `event`."""
     match event:
-        case NodeDrained(by="hhealth"):
+        case NodeDrained(by="hhealth" | "hpcschedd/link"):
             return probation.drained(event.at_s)
+        case NodeUp():
+            return probation.linked(event.at_s)
+        case NodeDown():
+            return probation.ill().dropped(event.at_s)
+        case NodeDisconnected() | PowerDownOrdered():
+            return probation.unlinked()
         case NodeFoundWell():
             return probation.well(event.at_s)
-        case NodeFoundIll() | NodeDown() | NodeResumed(by="hhealth"):
+        case NodeFoundIll() | NodeResumed(by="hhealth"):
             return probation.ill()
+        case NodeResumed(by="hpcschedd/link"):
+            return probation.steady()
         case NodeResumed():
-            return Probation()
+            return probation.forgotten()
         case _:
             return probation
 

@@ -40,10 +40,13 @@ from hpcsched.lifecycle.node import (
     NodeFaultCleared,
     NodeLaunchFailed,
     NodeLaunchSucceeded,
+    NodeResumed,
 )
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, Job, JobState, Refusal
 from hpcsched.model.node import LAUNCH_CHECK, OURSELVES, LaunchFailure, Link
+from hpcsched.model.probation import DROPS_S, LINK_CHECK
+from hpcsched.model.units import format_time_s
 from hpcsched.sched.place.feasible import impossible_shape
 from hpcsched.sched.place.request import shape_of
 from hpcsched.sched.snapshot import node_view
@@ -93,6 +96,30 @@ def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
         tx.record_node(NodeDrained(node=node, at_s=tx.now_s, why=why, by=OURSELVES))
     elif not why and known.drained and known.drained_by == OURSELVES:
         tx.record_node(NodeFaultCleared(node=node, at_s=tx.now_s))
+
+
+def note_drop(tx: Transaction, node: NodeName) -> None:
+    """Drain a node whose connection is lost again and again, so that it gets no jobs in between."""
+    known, most = tx.cluster.nodes[node], tx.cluster.config.controller.link_drops
+    count = len(known.probation.drops_s)
+    if most and count >= most and not known.drained:
+        why = (
+            f"its connection was lost {count} times in {format_time_s(DROPS_S)}; it returns when it has stayed connected for "
+            f"a while, or by hctl resume {node}"
+        )
+        tx.record_node(NodeDrained(node=node, at_s=tx.now_s, why=why, by=LINK_CHECK))
+
+
+def rejoin_steady(tx: Transaction) -> float | None:
+    """Resume nodes that have stayed connected; return when the next one may be due."""
+    hold_s, times_s = tx.cluster.config.controller.health_hold, list[float]()
+    for name, node in list(tx.cluster.nodes.items()):
+        at_s = node.probation.rejoins_at_s(hold_s) if node.drained and node.drained_by == LINK_CHECK else None
+        if at_s is not None and at_s <= tx.now_s:
+            tx.record_node(NodeResumed(node=name, at_s=tx.now_s, by=LINK_CHECK))
+        elif at_s is not None:
+            times_s.append(at_s)
+    return min(times_s, default=None)
 
 
 def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
