@@ -99,7 +99,7 @@ def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
 
 
 def note_drop(tx: Transaction, node: NodeName) -> None:
-    """Drain a node whose connection is lost again and again, so that it gets no jobs in between."""
+    """Drain a node whose connection is lost again and again: it gets no jobs in between."""
     known, most = tx.cluster.nodes[node], tx.cluster.config.controller.link_drops
     count = len(known.probation.drops_s)
     if most and count >= most and not known.drained:

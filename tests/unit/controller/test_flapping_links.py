@@ -90,6 +90,8 @@ def test_a_resume_by_a_person_forgets_the_drops() -> None:
     cluster.ask(lambda tx: resume_nodes(tx, ROOT, "n1", ""))
     assert not drop(cluster, 2).drained
     assert drop(cluster).drained
+    cluster.tick(HOLD_S)  # not doubled
+    assert not cluster.state.nodes[N1].drained
 
 
 def test_a_node_that_is_switched_off_does_not_flap() -> None:
