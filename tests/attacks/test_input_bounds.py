@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import pkgutil
 import re
 import time
@@ -19,6 +20,7 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 import hpcnode
 import hpcsched
 from hpcnode.wire import protocol
+from hpcsched.api.views import json_text
 from hpcsched.config.load import build_config
 from hpcsched.controller.nodes import links
 from hpcsched.controller.nodes.links import Fleet
@@ -180,6 +182,26 @@ def test_e1_large_jobs_of_one_account_do_not_fill_the_memory(large: dict[str, An
     for job in kept:
         cluster.state.drop(job)
     cluster.submit(hold=True, **large)
+
+
+def test_e1_the_tasks_of_an_array_are_shown_with_one_script() -> None:
+    """An array of 10,000 tasks with a script of 4 MiB would be an answer of 40 GB, of which the controller dies."""
+    cluster = Cluster("n1")
+    script = "#!/bin/sh\n" + "x" * 100_000
+    job_id = cluster.submit(
+        hold=True, array=ArraySpec(indices=tuple(range(50))), script=script, env=(("A", "y" * 50_000),)
+    )
+    backend = cluster.backend()
+    data = asyncio.run(backend.job_text(ANN, str(job_id)))
+    assert len(data) < 2 * 150_000 + 50 * 4000
+    found = json.loads(data)["jobs"]
+    assert [one["array_task_id"] for one in found] == list(range(50))
+    assert found == json.loads(json_text(backend.job(ANN, str(job_id))["jobs"]))
+    assert found[0]["script"] == script
+    assert all("script" not in one and "env" not in one for one in found[1:])
+    assert backend.job(ANN, f"{job_id}_7")["jobs"][0]["script"] == script
+    assert all("script" not in one for one in backend.job(BOB, str(job_id))["jobs"])
+    assert backend.array_of(ANN, f"{job_id}_7") == job_id
 
 
 class AskedFleet(Fleet):

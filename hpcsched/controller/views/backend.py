@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ from typing import Any, TypeGuard, TypeVar
 
 import hpcsched
 from hpcnode.wire import protocol
+from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import home_of, identity_of, is_account, uid_of
 from hpcsched.api.views import (
     failure_view,
     how_it_ended,
     in_a_sentence,
     job_view,
+    jobs_text,
     json_text,
     node_views,
     partition_views,
@@ -240,15 +242,49 @@ class ControllerBackend(Reading):
 
     def job(self, identity: Identity, reference: str) -> Json:
         now_s = self._clock()
-        jobs = self._find(identity, reference)
-        listed = [component for job in jobs for component in listed_of(job, reference)]
-        script = self._script_of(identity, jobs)
-        views = [job_view(job, self._cluster, identity, now_s, whole=True, script=script) for job in listed]
-        if len(jobs) == 1 and allows(identity, Action.VIEW_DETAILS, jobs[0]):
-            failures = self._controller.store.load_failures(jobs[0].id, jobs[0].attempt)
-            views[0]["failures"] = [failure_view(failure) for failure in failures]
-            views[0]["training"] = training_view(self._training(jobs[0]))
-        return {"now_s": now_s, "jobs": views}
+        return {
+            "now_s": now_s,
+            "jobs": list(self._job_views(identity, self._find(identity, reference), reference, now_s)),
+        }
+
+    def count_jobs(self, identity: Identity, reference: str) -> int:
+        """Return how many jobs are referenced: the tasks of an array may be many."""
+        return len(self._find(identity, reference))
+
+    async def job_text(self, identity: Identity, reference: str) -> bytes:
+        """Return the same as `job`, as JSON that is made in parts: others are answered meanwhile."""
+        now_s, breaks, texts = self._clock(), AnswerPauses(), []
+        for view in self._job_views(identity, self._find(identity, reference), reference, now_s):
+            texts.append(json_text(view))
+            if breaks.due():
+                await breaks.take()
+        return jobs_text(now_s, texts)
+
+    def _job_views(self, identity: Identity, jobs: list[Job], reference: str, now_s: float) -> Iterator[Json]:
+        """Yield the views; script and environment are in that of the first task alone.
+
+        Otherwise an answer would have some MiB for each task of an array.
+        """
+        script, is_one = self._script_of(identity, jobs), len(jobs) == 1
+        for job in jobs:
+            shows = allows(identity, Action.VIEW_DETAILS, job)
+            for component_number, component in enumerate(listed_of(job, reference)):
+                whole = job is jobs[0]
+                view = job_view(
+                    component, self._cluster, identity, now_s, whole=whole, script=script if whole else None
+                )
+                if shows and job.spec.signed:
+                    view["signed"] = job.spec.signed
+                if shows and is_one and component_number == 0:
+                    failures = self._controller.store.load_failures(job.id, job.attempt)
+                    view["failures"] = [failure_view(failure) for failure in failures]
+                    view["training"] = training_view(self._training(job))
+                yield view
+
+    def array_of(self, identity: Identity, reference: str) -> int:
+        """Return the id of a job, or of its array."""
+        job = self._find(identity, reference)[0]
+        return job.array_job_id or job.id
 
     def _training(self, job: Job) -> TrainingStatus | None:
         """Return the job's training progress, from the store if the job has ended."""

@@ -132,7 +132,7 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/me", by(lambda call: call.backend.me(call.identity))),
         web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
         web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
-        web.get("/v1/job/{name}", by(lambda call: call.backend.job(call.identity, call.name))),
+        web.get("/v1/job/{name}", routes.job),
         web.get("/v1/job/{name}/story", by(lambda call: call.backend.story(call.identity, call.name))),
         web.get("/v1/job/{name}/why", routes.in_turn(by(lambda call: call.backend.why(call.identity, call.name)))),
         web.get("/v1/job/{name}/slow", routes.in_turn(by(lambda call: call.backend.slow(call.identity, call.name)))),
@@ -371,8 +371,7 @@ class _Routes:
         def job_id_of(reference: str) -> int:
             if not self._coming.done():
                 raise UnavailableError("cannot look for jobs yet: the controller is starting; try again")
-            job = self._coming.result().job(identity, reference)["jobs"][0]
-            return int(job["array_job_id"] or job["id"])  # int: the id comes from this controller
+            return self._coming.result().array_of(identity, reference)
 
         api = command.Routed(request, self.router.find, submit, job_id_of)
         return web.Response(await command.answer(words, identity, api), content_type="application/octet-stream")
@@ -388,6 +387,14 @@ class _Routes:
 
     async def jobs(self, request: web.Request) -> web.Response:
         return web.Response(await self._reader.jobs(self._identity(request), request.query))
+
+    async def job(self, request: web.Request) -> web.Response:
+        """Send a job, or the tasks of an array: many of them in turn, and in parts."""
+        backend, identity, name = await self._backend(), self._identity(request), request.match_info["name"]
+        if backend.count_jobs(identity, name) <= FEW_JOBS:
+            return answer(backend.job(identity, name))
+        async with self._turns.turn(_uid_of(request)):
+            return web.Response(await backend.job_text(identity, name))
 
     async def queue(self, request: web.Request) -> web.Response:
         """Send the queue as the text lines that squeue and hqueue print."""
