@@ -128,6 +128,8 @@ CAUSES = {cause.id: cause for cause in (
           "hpcsched down; hpcsched up"),
     Cause("HD-237", _M, "changes that the controller did not take", "Its configuration differs from the files.",
           "hctl reconfigure"),
+    Cause("HD-238", _H, "prolog or epilog of the head that waits", "Jobs do not start, or their epilog does not run.",
+          "df -h; df -i; hhealth   # the state directory: state_dir of hpcsched.toml"),
     Cause("HD-240", _C, "clock of the head that is wrong", "Time limits, ages and shares are computed from it.",
           "timedatectl set-ntp true; timedatectl"),
     Cause("HD-241", _H, "launch key that is missing", "The controller cannot log in to nodes.",
@@ -142,6 +144,14 @@ CAUSES = {cause.id: cause for cause in (
           "findmnt -T {path}; mount -o remount,rw {path}"),
     Cause("HD-253", _H, "full share", "Jobs cannot write results and checkpoints.",
           "du -xh --max-depth=2 {path} | sort -h | tail"),
+    Cause("HD-255", _H, "scheduled backups of which none was made", "A lost disk is the end of queue and history.",
+          "hpcsched backup --scheduled"),
+    Cause("HD-256", _H, "backups that are too old", "What came later would be lost with the disk.",
+          "hpcsched backup --scheduled"),
+    Cause("HD-257", _H, "directory of backups that cannot be reached", "No backup is made there. Earlier ones may be out of reach.",
+          "findmnt -T {path}; ls -ld {path}   # mount it, then: hpcsched backup --scheduled"),
+    Cause("HD-258", _H, "backup that failed or was not as the database", "The earlier backups stay; a newer one is missing.",
+          "hpcsched backup --scheduled   # says it again; then: hpcsched restore --drill {path}"),
     Cause("HD-260", _M, "cluster without nodes", "There is no machine for jobs.",
           "hpcsched node add user@host"),
     Cause("HD-261", _H, "node that does not answer", "It gets no jobs.",
@@ -430,6 +440,7 @@ def _rows(of: Any, name: str) -> list[Any]:
 # ----- the cluster, as seen from here
 
 MIN_FREE_MIB = 64
+LATE_S, MOST_S = 900.0, 1e11  # a backup takes time; times of another machine are bounded
 MIN_FREE_INODES = 200
 CLOCK_SET_S = 1_735_689_600  # 2025: a clock before that was never set
 CLOCK_BACK_S = 60.0
@@ -575,6 +586,9 @@ def _controller(facts: Facts, walk: Walk) -> None:
             walk.found("HD-236", "controller", f"it is {_text(answer, 'hpcsched')}, this is {answer['own_version']}")
         for note in _rows(answer, "not_taken"):
             walk.found("HD-237", "controller", str(note))
+        for note in _rows(answer, "scripts"):
+            walk.found("HD-238", "controller", str(note))
+        _backups(answer, walk)
     elif fact.kind == "NoControllerError":
         _absent(facts, walk, socket)
     elif fact.kind == "PermissionError":
@@ -588,6 +602,27 @@ def _controller(facts: Facts, walk: Walk) -> None:
     else:
         state = {"D": "it waits for a disk (state D)", "Z": "it is a zombie"}.get(str(fact.parts.get("process")), "")
         walk.found("HD-232", "controller", state or fact.error or f"process {pid} did not answer in time", pid=pid)
+
+
+def _backups(answer: Mapping[str, Any], walk: Walk) -> None:
+    """Judge the scheduled backups; without a schedule there is nothing to judge."""
+    backup = answer.get("backup")
+    if not isinstance(backup, Mapping):
+        return
+    newest_s, every_s, now_s, started_s = (
+        float(value) if isinstance(value, int | float) and 0 <= value < MOST_S else 0.0
+        for value in (backup.get("newest_at_s"), backup.get("every_s"), answer.get("now_s"), answer.get("started_at_s"))
+    )
+    where, why = [str(path) for path in _rows(backup, "to")] or ["?"], _text(backup, "why")
+    at = next((path for path in where if f"{path}:" in why), where[0])
+    if why:
+        walk.found("HD-257" if "there is no such directory" in why else "HD-258", at, why, path=at)
+    elif newest_s and now_s - newest_s > LATE_S + 2 * every_s:
+        walk.found("HD-256", ", ".join(where), f"the newest one is {(now_s - newest_s) / 3600:.0f} hours old")
+    elif not newest_s and now_s - started_s > LATE_S:
+        walk.found("HD-255", ", ".join(where), f"every {every_s / 3600:g} hours, says the configuration")
+    elif newest_s:
+        walk.well("backups", f"the newest one is {max(0.0, now_s - newest_s) / 3600:.0f} hours old")
 
 
 def _absent(facts: Facts, walk: Walk, socket: str) -> None:

@@ -65,6 +65,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 NOT_STAGED = {
     "HD-237": "needs a controller that holds jobs while its files change, as in e2e/test_edited_cluster",
+    "HD-264": "needs an idle node that was switched off, as in integration/test_power_saving",
     "HD-261": "what is left if no known cause fits the text of a failed connection",
     "HD-325": "the same",
     "HD-413": "an average of five minutes",
@@ -482,9 +483,10 @@ def a_share_that_hangs(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def answering(world: World) -> Iterator[None]:
+def answering(world: World, **more: object) -> Iterator[None]:
     """Have something in the place of a controller that answers pings, so that nothing is wrong but what is staged."""
-    answer = json.dumps({"hpcsched": collectors.hpcsched.__version__, "nodes": [], "cluster": "demo"}).encode()
+    answer: dict[str, object] = {"hpcsched": collectors.hpcsched.__version__, "nodes": [], "cluster": "demo"}
+    answer = json.dumps(answer | more).encode()
     reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer
 
     def serve(connection: socket.socket) -> None:
@@ -517,6 +519,42 @@ def full_share(world: World) -> Iterator[None]:
     with mounted(world.base / "share", "size=1m") as path, answering(world):
         (path / "fill").write_bytes(bytes((1 << 20) - 8192))
         world.set("cluster", f'share = "{path}"')
+        yield
+
+
+def backups(newest_at_s: float, why: str) -> dict[str, object]:
+    """Return what a controller says of its backups, ten days after its start."""
+    told = {"newest_at_s": newest_at_s, "why": why, "every_s": 21600, "to": ["/mnt/a", "/mnt/b"]}
+    return {"backup": told, "now_s": 1e9, "started_at_s": 1e9 - 864000}
+
+
+@stages(HEAD, "HD-255", "hpcsched backup --scheduled")
+def no_backup_yet(world: World) -> Iterator[None]:
+    with answering(world, **backups(0.0, "")):
+        yield
+
+
+@stages(HEAD, "HD-256", "hpcsched backup --scheduled")
+def an_old_backup(world: World) -> Iterator[None]:
+    with answering(world, **backups(1e9 - 86400, "")):
+        yield
+
+
+@stages(HEAD, "HD-257", "findmnt -T /mnt/b")
+def a_directory_of_backups_that_is_not_mounted(world: World) -> Iterator[None]:
+    with answering(world, **backups(0.0, "cannot back up into /mnt/b: there is no such directory")):
+        yield
+
+
+@stages(HEAD, "HD-258", "hpcsched restore --drill /mnt/a")
+def a_backup_with_a_wrong_checksum(world: World) -> Iterator[None]:
+    with answering(world, **backups(1e9 - 60, "cannot restore from /mnt/a: its checksum is wrong")):
+        yield
+
+
+@stages(HEAD, "HD-238", "df -h")
+def scripts_of_the_head_that_wait(world: World) -> Iterator[None]:
+    with answering(world, scripts=["the prolog on the head waits: No space left on device"]):
         yield
 
 

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
 from collections.abc import Callable
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,65 @@ def test_a_scheduled_backup_that_fails_leaves_the_old_ones(say: Say, tmp_path: P
     database.rename(tmp_path / "kept.db")
     assert "cannot" in scheduled(say, status=1)["why"]
     assert len(list((tmp_path / "backups").glob("lab-*"))) == 6
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: mounting a small disk needs root")
+def test_a_full_disk_at_the_target_keeps_the_old_backups_and_leaves_nothing(say: Say, tmp_path: Path) -> None:
+    small, other = tmp_path / "small", tmp_path / "backups"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", small], check=True)
+    try:
+        schedule(tmp_path, [str(small), str(other)])
+        old = small / "lab-20200101T030405"
+        shutil.copytree(scheduled(say)["made"][1], old, dirs_exist_ok=True)
+        for made in (path for path in (*small.iterdir(), *other.iterdir()) if path != old):
+            shutil.rmtree(made)  # else the next one has the same name, if it is made in the same second
+        (small / "fill").write_bytes(bytes(shutil.disk_usage(small).free - 65536))
+        said = scheduled(say, status=1)
+        assert f"{small}/." in said["why"]
+        assert said["why"].endswith("database or disk is full")
+        assert [str(Path(path).parent) for path in said["made"]] == [str(other)]
+        assert sorted(path.name for path in small.iterdir()) == ["fill", old.name]
+        say("restore", "--drill", old)
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_a_clock_set_back_a_day_deletes_no_new_backup(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule(tmp_path, [str(tmp_path / "backups")], keep="1d daily")
+    (newest,) = scheduled(say)["made"]
+    for number in range(1, 6):
+        shutil.copytree(newest, tmp_path / f"backups/lab-2020010{number}T030405")
+
+    class Yesterday(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) - timedelta(days=1)
+
+    monkeypatch.setattr(backup, "datetime", Yesterday)
+    (made,) = scheduled(say)["made"]
+    kept = [path.name for path in (tmp_path / "backups").iterdir()]
+    assert made < newest
+    assert {Path(made).name, Path(newest).name} <= set(kept)
+    assert len(kept) == 3
+
+
+def test_an_encrypted_backup_is_tried_with_its_key_alone(say: Say, tmp_path: Path) -> None:
+    pyrage = pytest.importorskip("pyrage", reason="NOT TESTED: pip install 'hpcsched[backup]'")
+    identity, key = pyrage.x25519.Identity.generate(), tmp_path / "age.key"
+    key.write_text(str(identity))
+    key.chmod(0o600)
+    say("backup", tmp_path / "backups", "--encrypt", identity.to_public())
+    assert "it is encrypted" in say("restore", "--drill", tmp_path / "backups", status=1)
+    before = files(tmp_path)
+    said = say("restore", "--drill", tmp_path / "backups", "--identity", key)
+    assert "0 jobs, 0 of them unfinished, all read; 0 nodes" in said
+    assert files(tmp_path) == before
+    (made,) = (tmp_path / "backups").iterdir()
+    made.write_bytes(made.read_bytes()[:-100])
+    assert "altered or truncated" in say("restore", "--drill", made, "--identity", key, status=1)
 
 
 def test_a_drill_restores_in_a_temporary_directory_and_changes_nothing(say: Say, tmp_path: Path) -> None:

@@ -188,6 +188,24 @@ def test_the_chain_ends_at_its_first_broken_link() -> None:
     assert ids(of_cluster(facts, NOW_S)) == ["HD-302"]
 
 
+@pytest.mark.parametrize(
+    "backup",
+    [
+        None,
+        5,
+        {"newest_at_s": "x", "every_s": None, "to": 5, "why": 5},
+        {"newest_at_s": 1e300, "every_s": -1, "to": [None], "why": None},
+        {"newest_at_s": NOW_S - 100, "every_s": 21600, "to": ["/a"], "why": ""},
+        {"newest_at_s": NOW_S + 1e5, "every_s": 21600, "to": ["/a"], "why": ""},
+    ],
+    ids=str,
+)
+def test_a_good_backup_and_hostile_words_about_one_are_no_fault(backup: object) -> None:
+    said = {"took_s": 0.1, "hpcsched": "1", "own_version": "1", "backup": backup, "now_s": NOW_S, "started_at_s": NOW_S}
+    facts = {"config": Fact(value={"nodes": ["n1"]}), "controller": Fact(value=said)}
+    assert not [each for each in ids(of_cluster(facts, NOW_S)) if each.startswith("HD-25")]
+
+
 # ----- hostile facts
 
 
