@@ -142,6 +142,13 @@ class _Path:
         disk, parts = self._system.split(path)
         return disk.find(parts) is not None
 
+    def isdir(self, path: str) -> bool:
+        disk, parts = self._system.split(path)
+        return isinstance(disk.find(parts), Folder)
+
+    def islink(self, path: str) -> bool:
+        return False
+
 
 class SimOs:
     """`os` for the spool: the calls it makes, on the disks of the present world."""
@@ -177,6 +184,12 @@ class SimOs:
         found = disk.find(parts)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return self._status(found)
+
+    def fstat(self, fd: int) -> SimpleNamespace:
+        return self._status(self._open[fd][1])
+
+    def _status(self, found: File | Folder) -> SimpleNamespace:
         mode, size = (stat.S_IFREG, len(found.data)) if isinstance(found, File) else (stat.S_IFDIR, 0)
         return SimpleNamespace(st_uid=self.geteuid(), st_nlink=1, st_mode=mode, st_size=size)
 
@@ -307,10 +320,13 @@ class SimOs:
                 self.unlink(f"{path}/{name}")
             self.rmdir(path)
 
-    def read(self, path: str, mode: str = "r", **_options: Any) -> Any:
-        """`open` of a file to be read as a whole."""
-        disk, parts = self.split(path)
-        found = disk.find(parts)
+    def read(self, path: str | int, mode: str = "r", **_options: Any) -> Any:
+        """`open` of a file, or of a descriptor, to be read as a whole."""
+        if isinstance(path, int):
+            found: File | Folder | None = self._open[path][1]
+        else:
+            disk, parts = self.split(path)
+            found = disk.find(parts)
         if not isinstance(found, File):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
         data = bytes(found.data)
