@@ -220,17 +220,25 @@ class Pages:
         """Show a job: why it waits, what it uses, its history, output and script."""
         name = quote(request.path_params["job"], safe="")
         range_s = _range(request)
-        shown = await self._load(request, {"answer": f"/v1/job/{name}"})
-        jobs = shown["answer"]["jobs"]
-        job = jobs[0]
+        listed = await self._load(
+            request,
+            {
+                "tasks": _jobs_path(id=request.path_params["job"], limit=ROWS, fold=0),
+                "groups": _jobs_path(id=request.path_params["job"], limit=ROWS),
+            },
+        )
+        count = sum(group["folded"]["count"] for group in listed["groups"]["jobs"])
+        first = listed["tasks"]["jobs"][0]["display_id"]
+        shown = await self._load(request, {"answer": f"/v1/job/{quote(first, safe='')}"}, None, listed)
+        job = shown["answer"]["jobs"][0]
         target = quote(str(job["id"]), safe="")
         from_s = max(job["started_at_s"] or 0.0, shown["now_s"] - range_s) if job["started_at_s"] else 0.0
         more: dict[str, str] = {}
-        if len(jobs) == 1:
+        if count == 1:
             more["story"] = f"/v1/job/{name}/story"
         if job["state"] == "PENDING":
             more["why"] = f"/v1/job/{name}/why"
-        if job["state"] == "RUNNING" and len(jobs) == 1:
+        if job["state"] == "RUNNING" and count == 1:
             more["slow"] = f"/v1/job/{name}/slow"
         if job["started_at_s"]:
             to_s = job["ended_at_s"] or shown["now_s"]
@@ -243,12 +251,11 @@ class Pages:
             {
                 **found,
                 "job": job,
-                "jobs": jobs[:ROWS],
-                "count": len(jobs),
+                "count": count,
                 "charts": charts_of(found["history"], JOB_CHARTS),
                 "range": request.query_params.get("range", "1h"),
                 "ranges": list(RANGES),
-                "actions": actions_for(job),
+                "actions": actions_for(job, str(job["array_job_id"]) if count > 1 else job["display_id"]),
                 "facts": facts_of(job),
             },
         )
@@ -260,7 +267,7 @@ class Pages:
         if stream not in ("out", "err"):
             raise ProblemError(400, "cannot show output: stream is out or err")
         query = urlencode({"job": name, "stream": stream, "offset": -MAX_LOG_BYTES, "limit": MAX_LOG_BYTES})
-        found = await self._load(request, {"answer": f"/v1/job/{quote(name, safe='')}"})
+        found = await self._load(request, {"answer": _jobs_path(id=name, limit=1)})
         reply = await self._app.forward(request, "GET", f"/v1/log?{query}")
         if reply.status != 200:
             raise ProblemError(reply.status, str(json.loads(reply.body)["error"]))
@@ -435,7 +442,7 @@ def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[ScheduleBar
     return bars, later
 
 
-def actions_for(job: Json) -> list[Json]:
+def actions_for(job: Json, name: str) -> list[Json]:
     """Return the actions of a job: the API's verb, and the command that it stands for."""
     verbs = {
         "PENDING": ("release" if job["hold"] != "none" else "hold", "cancel"),
@@ -444,7 +451,6 @@ def actions_for(job: Json) -> list[Json]:
         "CONFIGURING": ("cancel",),
     }.get(job["state"], ("requeue",) if job["state"] != "COMPLETING" else ())
     commands = {"cancel": "hcancel"}
-    name = job["display_id"]
     return [{"verb": verb, "command": f"{commands.get(verb, 'hctl ' + verb)} {name}", "job": name} for verb in verbs]
 
 

@@ -236,6 +236,20 @@ def test_a_waiting_job_says_why_and_has_the_actions_of_its_state(cluster: Cluste
     assert "submitted by ann" in words(text)
 
 
+def test_a_large_array_shows_counts_the_first_tasks_and_acts_on_all(cluster: Cluster, browser: TestClient) -> None:
+    array = cluster.submit(ANN, array=ArraySpec(indices=tuple(range(500))), hold=True, comment="all of them")
+    cluster.submit(ANN, hold=True)
+    text = page(browser, f"/job/{array}")
+    assert f"Job {array}" in words(text)
+    assert "500 tasks" in words(text)
+    assert "500 PENDING" in words(text)
+    assert "The first 100 are shown" in words(text)
+    assert f'data-command="hcancel {array}"' in text
+    assert "all of them" in words(text)
+    assert "1 tasks" not in words(page(browser, f"/job/{array}_7"))
+    assert "Invalid job id" in words(page(browser, "/job/99999", 404))
+
+
 def test_a_running_job_has_charts_with_a_table_of_the_values(cluster: Cluster, browser: TestClient) -> None:
     job = cluster.submit(ANN, name="train")
     cluster.run(job)
@@ -391,7 +405,9 @@ def test_output_loses_colours_and_control_characters_but_no_text() -> None:
     ],
 )
 def test_a_job_has_the_actions_of_its_state(state: str, hold: str, verbs: list[str]) -> None:
-    assert [one["verb"] for one in actions_for({"state": state, "hold": hold, "display_id": "7_1"})] == verbs
+    actions = actions_for({"state": state, "hold": hold}, "7_1")
+    assert [one["verb"] for one in actions] == verbs
+    assert all(one["command"].endswith(" 7_1") for one in actions)
 
 
 def test_a_node_that_is_off_to_save_power_takes_jobs_and_is_no_problem() -> None:
