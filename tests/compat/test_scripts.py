@@ -15,7 +15,9 @@ nodes=( $(scontrol show hostnames "$SLURM_JOB_NODELIST") )
 export MASTER_ADDR=${nodes[0]} MASTER_PORT=$((15000 + SLURM_JOB_ID % 1000))
 echo "$MASTER_ADDR ${#nodes[@]} $SLURM_NNODES"
 """
+# A job is CF until its node has reported its start, which its script may overtake.
 SELF = """
+while [ "$(squeue -h -j $SLURM_JOB_ID -o %t)" = CF ]; do :; done
 squeue -h -j $SLURM_JOB_ID -o "%i %t %D"
 scontrol show job $SLURM_JOB_ID -o | tr ' ' '\\n' | grep ^JobState=
 srun --ntasks=2 --nodes=2 bash -c 'echo rank $SLURM_PROCID' | sort
