@@ -10,6 +10,7 @@ database. Then each job is recorded as it ends.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from math import ceil
 from operator import itemgetter
@@ -144,7 +145,9 @@ class Memory:
         self._no_limit_s = no_limit_s
         self._request_use = RequestUse()
         self._runs_s: dict[int, dict[JobId, float]] = {}
-        self._waits_s: dict[JobId, float] = {}
+        self._waits_s: OrderedDict[JobId, float] = (
+            OrderedDict()
+        )  # a dict searches for its first key behind deleted ones
         self._began_s = began_s
         self._rehearsed: Rehearsed | None = None
         self._known: Experience | None = None
@@ -197,5 +200,5 @@ class Memory:
             self._request_use.record(run_s, known_limit_s(run.limit_s) or self._no_limit_s, run.cpus)
         self._waits_s[run.job_id] = max(0.0, run.started_at_s - run.since_s)
         if len(self._waits_s) > LAST_JOBS:
-            del self._waits_s[next(iter(self._waits_s))]
+            self._waits_s.popitem(last=False)
         self._known = None

@@ -17,7 +17,7 @@ import logging
 import os
 import resource
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,7 +118,7 @@ class ControllerMetrics:
         self._launches = Histogram(TABLE["job_launch_seconds"].buckets)
         self._allocations: dict[NodeName, list[Job]] = {}  # running jobs without a script by node
         self._allocations_s = float("-inf")
-        self._over: dict[JobId, None] = {}
+        self._over: OrderedDict[JobId, None] = OrderedDict()  # a dict searches for its first key behind deleted ones
         self._restarts = {job.id: job.restarts for job in cluster.jobs.values() if job.restarts}
         self._process: dict[str, float] = {}
         self._process_s = float("-inf")
@@ -166,7 +166,7 @@ class ControllerMetrics:
     def _has_ended(self, job: Job) -> None:
         self._over[job.id] = None
         if len(self._over) > MAX_ENDED:
-            del self._over[next(iter(self._over))]
+            self._over.popitem(last=False)
         self._restarts.pop(job.id, None)
         self.ended[job.state.value, job.partition] += 1
         if job.started_at_s is not None and job.ended_at_s is not None:

@@ -66,9 +66,7 @@ def besiege(base: Path, for_s: float) -> Found:
         pid = client.call("GET", "/v1/ping", where=cluster.api_socket)["pid"]
         for one in (pid, 0):  # the controller and whom it serves: what else this machine does is not measured
             os.setpriority(os.PRIO_PROCESS, one, -15)
-            group = Path(f"/proc/{one or 'self'}/autogroup")
-            with contextlib.suppress(OSError):  # the default group has no weight; some kernels have no groups
-                group.write_text("-15")  # else it has a session's part of the processors, whatever its priority
+            _set_autogroup(one or "self", -15)
         hostile = Path(__file__).with_name("hostile.py").read_text()
         words = [str(cluster.api_socket), str(cluster.api_socket.with_name("steps.sock")), str(for_s)]
         attackers = [
@@ -80,7 +78,8 @@ def besiege(base: Path, for_s: float) -> Found:
                 group=65534,
                 extra_groups=[],
                 cwd="/",
-                preexec_fn=lambda: os.setpriority(os.PRIO_PROCESS, 0, 5),
+                start_new_session=True,  # with an autogroup of its own
+                preexec_fn=_lower_priority,
             )
             for uid in ACCOUNTS
         ]
@@ -98,6 +97,17 @@ def besiege(base: Path, for_s: float) -> Found:
         found.log_bytes = sum(path.stat().st_size for path in (cluster.config_dir / "state").glob("hpcschedd.log*"))
         found.disk_bytes = sum(path.stat().st_size for path in cluster.config_dir.rglob("*") if path.is_file())
     return found
+
+
+def _set_autogroup(process: int | str, nice: int) -> None:
+    """Set the weight of the session's group: within it alone the priority of a process counts."""
+    with contextlib.suppress(OSError):  # the default group has no weight; some kernels have no groups
+        Path(f"/proc/{process}/autogroup").write_text(str(nice))
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, 5)
+    _set_autogroup("self", 5)
 
 
 def _measure(cluster: LocalCluster, pid: int, for_s: float, found: Found) -> None:

@@ -266,7 +266,10 @@ def each_job(
 def continued(tx: Transaction, done: Outcome) -> Outcome:
     """Return the outcome of the next part of a request that takes several ticks."""
     outcome = Outcome()
-    for job_id, reference, change in done.remaining:
+    for i, (job_id, reference, change) in enumerate(done.remaining):
+        if len(outcome.jobs) >= JOBS_PER_TICK:
+            outcome.remaining += done.remaining[i:]
+            break
         job = tx.cluster.jobs.get(job_id)
         if job is None:  # it ended and was purged from memory
             continue

@@ -183,3 +183,17 @@ def test_between_long_ticks_the_loop_answers_a_new_connection(monkeypatch: pytes
     first, second, third = asyncio.run(turns_between_ticks())
     assert second - first > daemon.PASSES
     assert third - second > daemon.PASSES
+
+
+def test_a_part_of_a_request_looks_at_none_of_the_jobs_of_later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "JOBS_PER_TICK", 1)
+    cluster = Cluster("n1")
+    ids = [str(cluster.submit(hold=True)) for _ in range(20)]
+    looked_at: list[int] = []
+    change_each = jobs._change_each
+    monkeypatch.setattr(
+        jobs, "_change_each", lambda tx, some, *more: looked_at.append(len(some)) or change_each(tx, some, *more)
+    )
+    answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "cancel", {"jobs": ids}), []))
+    assert len(answer["jobs"]) == 20
+    assert sum(looked_at) == 20 + 19  # all at first, and each of the others in its own part
