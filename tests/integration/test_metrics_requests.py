@@ -60,7 +60,9 @@ def with_history(scene: Scene) -> Callable[[Path], None]:
             await asyncio.sleep(0.01)
         backend = cluster.backend()
         backend._recorder = recorder
-        now_s = time.time() // 10 * 10 + 5  # as far as can be from the recorder's steps, which begin at multiples of 10 s
+        now_s = (
+            time.time() // 10 * 10 + 5
+        )  # as far as can be from the recorder's steps, which begin at multiples of 10 s
         backend._clock = lambda: now_s
         for step in range(30):
             for number, node in enumerate(("n1", "n2", "gone"), start=1):
