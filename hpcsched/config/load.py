@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hpcnode.os.trust import way_to
 from hpcnode.wire import gate
 from hpcsched import paths
 from hpcsched.auth.authorize import HIDEABLE, AccessPolicy, Role
@@ -780,18 +781,29 @@ def _read_trusted(path: Path) -> str:
 
 
 def _refuse_open_directory(path: Path) -> None:
-    _refuse_writable(path, os.stat(path))
+    """Check that others can neither write the directory nor put another one in its place."""
+    way = list(way_to(path.absolute()))
+    for at, status in way[:-1]:
+        if not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):  # what is ours there stays
+            _refuse_writable(Path(at), status)
+    _refuse_writable(*way[-1])
 
 
-def _refuse_writable(path: Path, status: os.stat_result) -> None:
-    if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"cannot trust {path}: everybody may write it; run: chmod o-w {path}")
-    if os.geteuid() == 0 and status.st_mode & stat.S_IWGRP and status.st_gid != 0:
-        raise ConfigError(f"cannot trust {path}: its group may write it; run: chmod g-w {path}")
+def _refuse_writable(path: str | Path, status: os.stat_result) -> None:
+    """Check one file, directory or link; the mode of a link says nothing."""
+    if not stat.S_ISLNK(status.st_mode):
+        _refuse_writable_mode(path, status)
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"cannot trust {path}: it belongs to uid {status.st_uid}, not to root or to its reader, uid {os.geteuid()}"
         )
+
+
+def _refuse_writable_mode(path: str | Path, status: os.stat_result) -> None:
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"cannot trust {path}: everybody may write it; run: chmod o-w {path}")
+    if os.geteuid() == 0 and status.st_mode & stat.S_IWGRP and status.st_gid != 0:
+        raise ConfigError(f"cannot trust {path}: its group may write it; run: chmod g-w {path}")
 
 
 # ----- hpcsched.toml and nodes.d/NAME.toml as text: every key with its meaning and default

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from hpcnode.os import trust
 from hpcsched.cli.admin import backup, sync
 from hpcsched.cli.admin.rolling import NodeFailedError, Orders, Roll, RollFile
 from hpcsched.config.load import load_config
-from hpcsched.errors import RequestError
+from hpcsched.errors import ConfigError, RequestError
 
 AS_ROOT = os.geteuid() == 0
 OTHER = 65534
@@ -134,6 +135,60 @@ def test_f7_a_backup_is_not_left_where_others_may_exchange_it(tmp_path: Path) ->
     with pytest.raises(RequestError, match="others may write .*--encrypt"):
         backup.back_up_cluster(config, place)
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.root
+@needs_root
+def test_f7_root_restores_no_backup_that_others_could_have_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root obeys its configuration. Everybody who has the public key can encrypt one."""
+    monkeypatch.setenv("HPCSCHED_CONFIG", str(tmp_path / "etc"))
+    made, encrypted = tmp_path / "backups" / "lab-20260102T030405", tmp_path / "backups" / "lab-20260102T030406.tar.age"
+    (made / "etc").mkdir(parents=True)
+    inner = made / "etc" / "hpcsched.toml"
+    for file in (made / backup.MANIFEST, inner, encrypted):
+        file.write_text("")
+    backup._check_source(made)
+    for path, source in ((made.parent, made), (made.parent, encrypted), (encrypted, encrypted), (inner, made)):
+        mode = path.stat().st_mode
+        path.chmod(0o777)
+        with pytest.raises(RequestError, match=rf"cannot restore from {source}: others may write {path}.*cp -r"):
+            backup._check_source(source)
+        path.chmod(mode)
+        os.chown(path, OTHER, OTHER)
+        with pytest.raises(RequestError, match=f"{path} belongs to user {OTHER}"):
+            backup._check_source(source)
+        os.chown(path, 0, 0)
+    made.parent.chmod(0o777)
+    result = CliRunner().invoke(backup.restore, [str(made), "--drill"])
+    assert "others may write" in str(result.exception)
+
+
+@pytest.mark.root
+@needs_root
+def test_f7_a_configuration_is_not_read_where_others_may_put_another(tmp_path: Path) -> None:
+    config_dir = tmp_path / "above" / "etc"
+    config_dir.mkdir(parents=True)
+    (config_dir / "hpcsched.toml").write_text('[cluster]\nname = "lab"\n')
+    load_config(config_dir)
+    above, link = config_dir.parent, tmp_path / "link"
+    link.symlink_to(above)
+    load_config(link / "etc")
+    for path, change, why in (
+        (above, lambda: above.chmod(0o757), "everybody may write it"),
+        (above, lambda: (above.chmod(0o775), os.chown(above, 0, OTHER)), "its group may write it"),
+        (above, lambda: os.chown(above, OTHER, OTHER), f"it belongs to uid {OTHER}"),
+        (link, lambda: os.chown(link, OTHER, OTHER, follow_symlinks=False), f"it belongs to uid {OTHER}"),
+    ):
+        change()
+        with pytest.raises(ConfigError, match=f"cannot trust {path}: {why}"):
+            load_config(link / "etc")
+        os.chown(above, 0, 0)
+        above.chmod(0o755)
+    os.chown(link, 0, 0, follow_symlinks=False)
+    above.chmod(0o1777)  # as /tmp is: what is ours there cannot be renamed by others
+    load_config(link / "etc")
 
 
 class HostileNode:

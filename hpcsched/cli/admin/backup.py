@@ -125,6 +125,7 @@ def restore(source: Path, force: bool, strays: str, identity: Path | None, drill
     now = datetime.now()
     if source.is_dir():
         source = _newest(source.absolute())
+    _check_source(source)
     if source.is_dir() or source.name.endswith(SUFFIX):
         with _folder_of(source, identity) as folder:
             if drill:
@@ -146,6 +147,30 @@ def restore(source: Path, force: bool, strays: str, identity: Path | None, drill
         _restore_database(source, config, now, force=force, strays=strays)
     click.echo(f"start it with 'hpcsched up': what the nodes still run {STRAYS[strays]}")
     return 0
+
+
+def _check_source(source: Path) -> None:
+    """Check, as root, that others could not have exchanged the backup.
+
+    Root obeys its configuration. That it is encrypted proves nothing: everybody who has the public key can make one.
+
+    Raises RequestError.
+    """
+    if os.geteuid() != 0:
+        return
+    config_dir = paths.own_config_dir(os.environ, 0)
+    account = None
+    with suppress(ConfigError):  # there is none yet, or it is damaged
+        account = load_config(config_dir).controller.account()
+    try:
+        real = Path(check_path(source.absolute(), 0 if account is None else account.pw_uid))
+        for path in (real, *real.rglob("*")):
+            check_path(path, 0 if account is None else account.pw_uid)
+    except OSError as error:
+        raise RequestError(
+            f"cannot restore from {source}: {error}. If it is the right one, copy it to where only root may write "
+            "(cp -r, not cp -a), and restore the copy"
+        ) from None
 
 
 @contextmanager
