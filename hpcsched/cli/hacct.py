@@ -220,8 +220,7 @@ def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
     since_s = None if references else style.since_s(now_s)
     if words.has("starttime"):
         since_s = parse_when(words.last("starttime"), now_s, past=True)
-    path = client.query(
-        "/v1/history",
+    answer = client.history(
         id=",".join(sorted({reference.partition("_")[0].partition("+")[0] for reference in wanted})),
         user=",".join(map(_user_name, words.listed("user")) if named else [client.my_name()]),
         state=",".join(parse_states(words.listed("state"))),
@@ -229,7 +228,6 @@ def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
         start_s=since_s,
         end_s=parse_when(words.last("endtime"), now_s, past=True) if words.has("endtime") else None,
     )
-    answer = client.call("GET", path)
     jobs = [job for job in answer["jobs"] if not wanted or any(_is_meant(job, reference) for reference in wanted)]
     return {**answer, "jobs": sorted(_filtered(jobs, words), key=lambda job: job["id"])}
 
@@ -453,7 +451,7 @@ def _seff_job(reference: str) -> Json:
     number, _, task = reference.partition("_")
     if not number.isdigit() or (task and not task.isdigit()):
         raise NotFoundError(f"{INVALID_JOB}: {reference[:60]}")
-    jobs = client.call("GET", client.query("/v1/history", id=number))["jobs"]
+    jobs = client.history(id=number)["jobs"]
     wanted = [job for job in jobs if reference in (str(job["id"]), job["display_id"])] or jobs
     if not wanted:
         raise NotFoundError(f"{INVALID_JOB}: {reference}")

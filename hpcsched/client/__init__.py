@@ -4,7 +4,7 @@ Commands must start fast. This package therefore implements only the part of HTT
 needs (`protocol`: a request and an answer, both with Content-Length). http.client is not imported:
 that costs as much as Python's start. For the same reason values are plain tuples (`dataclasses`
 costs 6 ms), paths are text, and the socket is the interpreter's own (`socket` first creates
-enumerations of some hundred constants). It knows no routes except those of logs and of one's name.
+enumerations of some hundred constants). It knows no routes except those of logs, of the history and of one's name.
 
 With HPCSCHED_URL the same requests go to a gateway (`https`).
 
@@ -58,6 +58,7 @@ __all__ = [
     "call_again",
     "fetch_log",
     "fetch_text",
+    "history",
     "job_path",
     "query",
     "request",
@@ -147,6 +148,21 @@ def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: f
     Raises the first BrokenConnectionError if that takes too long.
     """
     return run(protocol.ask(method, path, body, timeout_s=timeout_s, again=True), perform)
+
+
+def history(most: int | None = None, **filters: object) -> Json:
+    """Return the jobs of the history that match, of all pages of the answer.
+
+    With `most`, no page is asked for once there are as many; then the answer has the cursor of the next one. Raises as `call`.
+    """
+    jobs: list[Json] = []
+    after = None
+    while True:
+        answer = call("GET", query("/v1/history", **filters, after=after))
+        jobs += answer["jobs"]
+        after = answer.get("next_cursor")
+        if not after or (most is not None and len(jobs) >= most):
+            return {**answer, "jobs": jobs}
 
 
 def fetch_log(

@@ -67,7 +67,6 @@ from hpcsched.sim.forecast import NEW_NODES, new_nodes
 from hpcsched.sim.swf import read_trace
 
 Json = dict[str, Any]
-PAGE = 10_000  # jobs of the history in an answer
 MOST_JOBS = 200_000  # of the history: more would not fit into the memory of a laptop
 MOST_NODES = 1000
 MOST_LEFT_S = 28 * DAY_S  # of a job that runs
@@ -1006,14 +1005,10 @@ def _history(since_s: float) -> list[Json]:
 
     If there are more, it says whose they are: one user's many small jobs may push those of others out.
     """
-    found: list[Json] = []
-    after = ""
-    while len(found) < MOST_JOBS:
-        answer = client.call("GET", client.query("/v1/history", start_s=since_s, limit=PAGE, after=after or None))
-        found += answer["jobs"]
-        after = answer.get("next_cursor") or ""
-        if not after:
-            return found
+    answer = client.history(MOST_JOBS, start_s=since_s)
+    found: list[Json] = answer["jobs"]
+    if not answer.get("next_cursor"):
+        return found
     user, count = Counter(str(view["user"]) for view in found).most_common(1)[0]
     since = date_text(min(view["submitted_at_s"] for view in found))
     click.echo(

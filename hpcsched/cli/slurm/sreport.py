@@ -140,10 +140,8 @@ def _period(given: Mapping[str, str], now_s: float) -> Period:
 
 
 def _jobs(period: Period, given: Mapping[str, str]) -> list[Json]:
-    path = client.query(
-        "/v1/history", user=given.get("users") or given.get("user", ""), start_s=period.start_s, end_s=period.end_s
-    )
-    jobs = client.call("GET", path)["jobs"]
+    users = given.get("users") or given.get("user", "")
+    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s)["jobs"]
     accounts = (given.get("accounts") or given.get("account", "")).split(",")
     return [job for job in jobs if accounts == [""] or (job["account"] or "root") in accounts]
 

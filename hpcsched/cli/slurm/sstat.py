@@ -112,7 +112,7 @@ def running_steps(wanted: Sequence[str]) -> tuple[float, list[Json]]:
     """
     ids = sorted({word.partition(".")[0].partition("_")[0].partition("+")[0] for word in wanted})
     states = ",".join(sorted(ACTIVE_STATES))
-    answer = client.call("GET", client.query("/v1/history", id=",".join(ids), state=states))
+    answer = client.history(id=",".join(ids), state=states)
     found = []
     for job in answer["jobs"]:
         for step in job["steps"]:

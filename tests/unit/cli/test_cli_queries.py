@@ -15,6 +15,7 @@ from waiting import wait_until
 
 from hpcsched import client
 from hpcsched.cli import hacct, hctl, hinfo, hqueue, hwhy
+from hpcsched.cli.slurm import sreport
 from hpcsched.commands import queue
 from hpcsched.errors import UsageError
 
@@ -196,6 +197,24 @@ def test_hacct_asks_for_arrays_whole_and_keeps_the_tasks_that_are_meant(
     assert hacct.main(["-n", "-P", "-o", "jobid", "-j", "20_[2-3]", "--jobs=20_12"]) == 0
     assert capsys.readouterr().out == "20_2\n20_3\n20_12\n"
     assert api.parameters("GET /v1/history") == {"id": "20"}
+
+
+def test_all_pages_of_the_history_are_read(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    """The controller answers with 10,000 jobs at most, the newest first."""
+    ended = {"state": "COMPLETED", "started_at_s": NOW_S - 3600, "ended_at_s": NOW_S - 1800, "steps": []}
+
+    def page(_: dict[str, object], given: dict[str, str]) -> dict[str, object]:
+        last = int(given.get("after", 4)) - 1
+        more = {"next_cursor": str(last)} if last > 1 else {}
+        return {"now_s": NOW_S, "jobs": [job(last) | ended]} | more
+
+    api.answers["GET /v1/history"] = page
+    assert hacct.main(["-n", "-P", "-o", "jobid"]) == 0
+    assert capsys.readouterr().out == "1\n2\n3\n"
+    api.answers["GET /v1/ping"] = {"cluster": "lab"}
+    period = (f"start=uts{NOW_S - 7200:.0f}", f"end=uts{NOW_S:.0f}", "-t", "Seconds", "-nP")
+    assert sreport.main(["user", "top", *period]) == 0
+    assert f"|{3 * 1800 * job(1)['num_cpus']}" in capsys.readouterr().out
 
 
 def test_hacct_finds_jobs_by_name_and_times_in_slurms_notations(api: FakeApi) -> None:
