@@ -60,6 +60,14 @@ class UnavailableError(HpcschedError):
     """Something is temporarily unavailable: try again later."""
 
 
+class RateLimitError(UnavailableError):
+    """The user has asked for too much in a short time. `wait_s`: until it may ask for more."""
+
+    def __init__(self, text: str, wait_s: float = 1.0) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
+
+
 class InternalError(HpcschedError):
     """A bug of hpcsched: only this request has failed.
 

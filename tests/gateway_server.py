@@ -124,7 +124,7 @@ def _serving(base: Path, settings: Mapping[str, object]) -> Iterator[Served]:
         "key": str(base / "gateway.key"),
     }
     gateway |= {"user": GATEWAY} if AS_ROOT else {}
-    of_controller = {name: value for name, value in settings.items() if name.startswith("request_")}
+    of_controller = {name: value for name, value in settings.items() if name.startswith(("request_", "submit_"))}
     oidc = settings.get("oidc", {})
     own = {name: value for name, value in settings.items() if name != "oidc" and name not in of_controller}
     gateway |= {"client_ca": str(base / "ca.crt"), "rate": 0, **own}

@@ -449,6 +449,11 @@ CONTROLLER = (
         "account. 0: no limit."),
     Key("request_burst", whole(1, 1_000_000), 500,
         "The number of requests that each user may send at once before request_rate applies."),
+    Key("submit_rate", number(), 100,
+        "The average number of jobs per second that each user may submit; each task of an array counts. The database keeps all "
+        "of them. Does not apply to root and the controller's own account. 0: no limit."),
+    Key("submit_burst", whole(1, 100_000_000), 50_000,
+        "The number of jobs that each user may submit at once before submit_rate applies."),
 )
 
 ROLES = (

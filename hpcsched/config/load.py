@@ -154,6 +154,8 @@ class ControllerSettings:
     prolog_epilog_timeout: float
     request_rate: float
     request_burst: int
+    submit_rate: float
+    submit_burst: int
 
     def account(self) -> pwd.struct_passwd | None:
         """Return the account of a controller that serves all users and is not root, else None.

@@ -470,3 +470,22 @@ def test_floods_get_429_with_retry_after_and_others_do_not() -> None:
         # Guessed tokens are counted by address, and cost more.
         guesses = [served.ask("GET", "/api/v1/me", token=f"a.b.{number}")[0] for number in range(20)]
         assert guesses[-1] == 429
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not AS_ROOT, reason="needs to run as root: the controller's own account has no limit")
+def test_a_flood_of_jobs_gets_429_and_the_time_to_wait() -> None:
+    job = {
+        "name": "x",
+        "script": "#!/bin/sh\n",
+        "work_dir": "/tmp",
+        "hold": True,
+        "array": {"indices": list(range(30))},
+    }
+    with serving(submit_rate=0.5, submit_burst=20) as served:
+        assert served.ask("POST", "/api/v1/submit", {"jobs": [job]})[0] == 200
+        status, problem, headers = served.ask("POST", "/api/v1/submit", {"jobs": [job]})
+        assert (status, problem["kind"]) == (429, "RateLimitError")
+        assert "submit_rate" in problem["detail"]
+        assert 1 <= int(headers["retry-after"]) <= 22
+        assert served.ask("GET", "/api/v1/me")[0] == 200

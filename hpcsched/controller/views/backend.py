@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import hpcsched
 from hpcnode.wire import protocol
+from hpcnode.wire.connection_limits import Rates
 from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import home_of, identity_of, is_account, uid_of
 from hpcsched.api.views import (
@@ -81,6 +83,7 @@ from hpcsched.errors import (
     HpcschedError,
     NotFoundError,
     PermissionDeniedError,
+    RateLimitError,
     RequestError,
     UnavailableError,
     UnsignedError,
@@ -98,7 +101,7 @@ from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import OURSELVES, TESTING, Link
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import nearest, number, parse_signal, whole_number
+from hpcsched.model.units import format_time_s, nearest, number, parse_signal, whole_number
 from hpcsched.recorder import Recorder
 from hpcsched.sched.sentences import plural
 from hpcsched.sched.snapshot import snapshot_to_json
@@ -167,6 +170,7 @@ class ControllerBackend(Reading):
         self._changing: set[asyncio.Task[Any]] = set()  # requests that take several ticks
         # Requests with an idempotency key that are being answered, by uid and key.
         self._repeatable: dict[tuple[int, str], tuple[str, asyncio.Task[Json]]] = {}
+        self._submitted = Rates(0, 1, time.monotonic)  # jobs of each user; the configuration has its limits
         # If False, all jobs run as the accounts that the nodes were added with.
         self._serves_all = os.getuid() == 0 or controller.cluster.config.controller.user is not None
 
@@ -231,10 +235,31 @@ class ControllerBackend(Reading):
                         "and the Python client do not do; use hsub or sbatch on the head"
                     )
         seen = self._controller.store.request_jobs
+        self._count_submitted(identity.uid, 0)
         jobs = await self._change(
             identity, Action.SUBMIT, lambda tx: submission.submit(tx, identity, request_id, specs, seen)
         )
+        self._count_submitted(
+            identity.uid, sum(len(spec.array.indices) if spec.array is not None else 1 for spec in specs)
+        )
         return {"jobs": jobs, "notes": []}
+
+    def _count_submitted(self, uid: int, jobs: int) -> None:
+        """Count jobs of the user, whose number in the database is bounded by that.
+
+        Raises: RateLimitError if `jobs` is 0 and there were too many.
+        """
+        settings, rates = self._cluster.config.controller, self._submitted
+        rates.per_s, rates.burst = settings.submit_rate, settings.submit_burst
+        if uid in (0, os.getuid()):
+            return
+        wait_s = rates.wait_s(uid, jobs)
+        if wait_s is not None and not jobs:
+            raise RateLimitError(
+                f"cannot submit now: uid {uid} has submitted {rates.burst} jobs, and more than {rates.per_s:g} per second since; "
+                f"each task of an array counts. Try again in {format_time_s(wait_s)} (submit_rate in hpcsched.toml)",
+                wait_s,
+            )
 
     async def test(self, identity: Identity, spec: JobSpec) -> Json:
         """Return when the job would start if it were submitted now, from a fresh plan."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcnode.wire import gate
 from hpcsched.api import web
-from hpcsched.api.connection_limits import AnswerPauses, AnswerSlots, SocketLimits
+from hpcsched.api.connection_limits import AnswerPauses, AnswerSlots, SocketLimits, retry_after
 from hpcsched.api.identity import identity_of, peer_uid
 from hpcsched.api.views import VERSION, json_text
 from hpcsched.api.web import Bodies
@@ -35,6 +35,7 @@ from hpcsched.errors import (
     NotFoundError,
     PermissionDeniedError,
     ProtocolError,
+    RateLimitError,
     RequestError,
     UnauthenticatedError,
     UnavailableError,
@@ -82,6 +83,7 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
     (ConflictError, 409),
     (UnauthenticatedError, 401),
     (PermissionDeniedError, 403),
+    (RateLimitError, 429),
     (NotFoundError, 404),
     (RequestError, 400),
     (ProtocolError, 400),
@@ -316,7 +318,10 @@ class _Routes:
                         )
                 status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
                 at = {} if error.at is None else {"at": error.at}
-                return answer({"error": str(error), "kind": type(error).__name__, **at}, status)
+                refusal = answer({"error": str(error), "kind": type(error).__name__, **at}, status)
+                if isinstance(error, RateLimitError):
+                    refusal = replace(refusal, headers={"Retry-After": retry_after(error.wait_s)})
+                return refusal
             if uid is not None:
                 log.info("uid %d: %s %.300r", uid, request.path, request.body)
             return response

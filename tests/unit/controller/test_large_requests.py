@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cluster import ANN, BOB, Cluster
 from jobs import spec
 
+from hpcsched.auth.authorize import Identity
 from hpcsched.controller import daemon, tick
 from hpcsched.controller.memory import Memory
 from hpcsched.controller.requests import jobs, submission
 from hpcsched.controller.requests.jobs import JOBS_PER_TICK
+from hpcsched.errors import RateLimitError, RequestError
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 
@@ -197,3 +200,31 @@ def test_a_part_of_a_request_looks_at_none_of_the_jobs_of_later_parts(monkeypatc
     answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "cancel", {"jobs": ids}), []))
     assert len(answer["jobs"]) == 20
     assert sum(looked_at) == 20 + 19  # all at first, and each of the others in its own part
+
+
+def test_a_user_who_has_submitted_very_many_jobs_waits_and_others_do_not() -> None:
+    """The database keeps all jobs, also of arrays that are cancelled at once."""
+    cluster = Cluster("n1")
+    config = cluster.state.config
+    limits = replace(config.controller, submit_rate=0.01, submit_burst=10)
+    cluster.state.config = replace(config, controller=limits)
+    backend = cluster.backend()
+    backend._serves_all = False  # these accounts are not on this machine
+
+    def submit(identity: Identity, size: int) -> Any:
+        return asyncio.run(
+            ticking(cluster, lambda: backend.submit(identity, "", [spec(array=array(size), hold=True)]), [])
+        )
+
+    with pytest.raises(RequestError, match="max_submit_jobs"):
+        submit(ANN, 1_000_000)  # what is refused does not count
+    assert len(submit(ANN, 9)["jobs"]) == 1
+    assert len(submit(ANN, 8)["jobs"]) == 1  # one may be left over, and is borrowed
+    with pytest.raises(
+        RateLimitError, match=r"submitted 10 jobs, and more than 0\.01 per second.*submit_rate"
+    ) as refused:
+        submit(ANN, 1)
+    assert 700 < refused.value.wait_s <= 800
+    assert len(submit(BOB, 5)["jobs"]) == 1
+    cluster.state.config = replace(config, controller=replace(limits, submit_rate=0))
+    assert len(submit(ANN, 5)["jobs"]) == 1
