@@ -81,6 +81,16 @@ class Respecified(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesRenamed(JobEvent):
+    """Nodes that refused it, or that it has given back, have other names now.
+
+    `names`: the new name by the former.
+    """
+
+    names: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BecameEligible(JobEvent):
     """From now on it waits only for resources and other jobs: its age counts."""
 

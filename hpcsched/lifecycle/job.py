@@ -31,7 +31,7 @@ between the end of a job's script, as its node recorded it, and the report of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ from hpcsched.lifecycle.events import (
     NodesAdded,
     NodeSilent,
     NodesReleased,
+    NodesRenamed,
     NodesReserved,
     NodesUnreserved,
     Released,
@@ -179,6 +180,23 @@ def _changed(job: Job, event: Changed) -> Job:
 
 def _respecified(job: Job, event: Respecified) -> Job:
     return replace(job, spec=spec_from_json(spec_to_json(job.spec) | event.changes), spec_id=event.spec_id)
+
+
+def names_nodes(job: Job, names: Collection[str]) -> bool:
+    """Return whether one of these nodes refused the job, or was given back by it."""
+    return not set(names).isdisjoint((*job.left_nodes, *job.barred_nodes, *(node for node, *_ in job.refusals)))
+
+
+def _nodes_renamed(job: Job, event: NodesRenamed) -> Job:
+    def name_of(node: NodeName) -> NodeName:
+        return NodeName(event.names.get(node, node))
+
+    return replace(
+        job,
+        left_nodes=tuple(map(name_of, job.left_nodes)),
+        barred_nodes=tuple(map(name_of, job.barred_nodes)),
+        refusals=tuple(refusal._replace(node=name_of(refusal.node)) for refusal in job.refusals),
+    )
 
 
 def _became_eligible(job: Job, event: BecameEligible) -> Job:
@@ -612,6 +630,7 @@ def _table() -> dict[tuple[JobState, type[JobEvent]], Transition]:
         ((PENDING,), Released, _released),
         ((PENDING, *on_nodes), Changed, _changed),
         ((PENDING, *on_nodes), Respecified, _respecified),
+        ((PENDING, *on_nodes, COMPLETING), NodesRenamed, _nodes_renamed),
         ((PENDING,), BecameEligible, _became_eligible),
         ((PENDING,), Allocated, _allocated),
         ((CONFIGURING,), Claimed, _claimed),

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 from hpcnode.wire import protocol
 from hpcsched.config.load import Config
-from hpcsched.lifecycle.events import Respecified
-from hpcsched.lifecycle.job import can
-from hpcsched.model.codec import spec_to_json
+from hpcsched.lifecycle.events import NodesRenamed, Respecified
+from hpcsched.lifecycle.job import can, names_nodes
+from hpcsched.model.codec import spec_from_json, spec_to_json
+from hpcsched.model.cron import CronEntry
 from hpcsched.model.frozen import replace as replace_spec
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
@@ -194,7 +195,7 @@ def _is_reached_as(reach: str, spec: NodeSpec) -> bool:
 
 
 def follow_renames(tx: Transaction, by_uid: int) -> list[str]:
-    """Have reservations, triggers and waiting jobs name renamed nodes by their new names.
+    """Have reservations, triggers, crontabs and jobs name renamed nodes by their new names.
 
     Signed jobs are not changed, because their signature would not fit. Return a note for each that names an old name.
     """
@@ -208,7 +209,10 @@ def follow_renames(tx: Transaction, by_uid: int) -> list[str]:
     for trigger in list(tx.cluster.triggers.values()):
         if trigger.target in names and not trigger.is_of_job:
             tx.set_trigger(trigger.id, replace(trigger, target=names[trigger.target]))
-    notes, made = [], dict[int, int]()
+    for job in list(tx.cluster.jobs.values()):
+        if names_nodes(job, names) and can(job, NodesRenamed):
+            tx.record(NodesRenamed(job_id=job.id, at_s=tx.now_s, names=dict(names)))
+    notes, made = _follow_in_crontabs(tx, names), dict[int, int]()
     for job in [job for job in tx.cluster.jobs.values() if can(job, Respecified)]:
         spec = _following(job.spec, names)
         if spec is job.spec:
@@ -220,6 +224,30 @@ def follow_renames(tx: Transaction, by_uid: int) -> list[str]:
         changes = {name: whole[name] for name in _NODE_LISTS if getattr(spec, name) != getattr(job.spec, name)}
         made[job.spec_id] = tx.respecify(job, changes, by_uid=by_uid, spec_id=made.get(job.spec_id)).spec_id
     return notes
+
+
+def _follow_in_crontabs(tx: Transaction, names: Mapping[str, NodeName]) -> list[str]:
+    """Have the jobs of crontabs name renamed nodes by their new names; return a note for each.
+
+    The text is its user's, and says so at the next `scrontab`.
+    """
+    notes = []
+    for crontab in list(tx.cluster.crontabs.values()):
+        entries = tuple(_following_entry(entry, names) for entry in crontab.entries)
+        if entries != crontab.entries:
+            tx.set_crontab(crontab.uid, replace(crontab, entries=entries))
+            notes.append(
+                f"the crontab of {crontab.user} names {', '.join(names)}; its jobs use the new names, its text does not"
+            )
+    return notes
+
+
+def _following_entry(entry: CronEntry, names: Mapping[str, NodeName]) -> CronEntry:
+    spec = spec_from_json(json.loads(entry.spec))
+    followed = _following(spec, names)
+    if followed is spec or spec.signed:
+        return entry
+    return replace(entry, spec=json.dumps(spec_to_json(followed)))
 
 
 _NODE_LISTS = ("nodelist", "exclude", "components")

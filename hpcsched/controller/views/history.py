@@ -43,6 +43,7 @@ from hpcsched.lifecycle.events import (
     NodesAdded,
     NodeSilent,
     NodesReleased,
+    NodesRenamed,
     NodesReserved,
     NodesUnreserved,
     Released,
@@ -296,6 +297,9 @@ SENTENCES: dict[type[JobEvent], Callable[[Any], str]] = {
     NodeCleared: lambda event: f"{event.node} has nothing left of it",
     NodesAdded: lambda event: f"is given {_nodes(event.shares)} as well",
     NodesReleased: lambda event: f"gives {compress_hostlist(event.nodes)} back",
+    NodesRenamed: lambda event: ", ".join(
+        f"node {former} is called {name} now" for former, name in event.names.items()
+    ),
     NodesReserved: lambda event: f"{_nodes(event.shares)} is reserved for it: its resources there are being freed",
     NodesUnreserved: lambda event: f"nothing is reserved for it any more: {event.why}",
     Released: lambda event: f"released by {user_name(event.by_uid)}",

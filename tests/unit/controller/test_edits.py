@@ -8,9 +8,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from cluster import ROOT, Cluster
-from jobs import partition
+from cluster import ANN, ROOT, Cluster
+from jobs import partition, spec
 
+from hpcnode.wire import protocol
 from hpcsched.controller.nodes.edits import (
     as_before,
     follow_renames,
@@ -21,10 +22,12 @@ from hpcsched.controller.nodes.edits import (
 )
 from hpcsched.controller.nodes.loss import LEAVING, lose_gone_nodes, remove_node
 from hpcsched.controller.recovery import node_of
+from hpcsched.controller.requests import crontabs
 from hpcsched.controller.requests.jobs import drain, fence, requeue, resume_nodes
 from hpcsched.controller.requests.reservations import create
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.metrics.links import LinkRun
+from hpcsched.model.codec import spec_to_json
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 from hpcsched.model.node import OURSELVES, Link, NodeSpec, reach_of
@@ -194,6 +197,35 @@ def test_the_state_of_a_renamed_node_follows_its_name() -> None:
     assert set(cluster.store.load_nodes()) == {"m1", "n2"}
     assert [run.pair for run in cluster.store.load_links()] == [("n2", "m1")]
     assert move_renamed(cluster.state.config, cluster.store, {}) == []
+
+
+def test_jobs_do_not_forget_which_renamed_nodes_refused_them_or_were_given_back() -> None:
+    """A node that is asked again under its new name would take an earlier launch for this one."""
+    cluster = Cluster("n1", "n2")
+    refused = cluster.submit()
+    first = cluster.job(refused).shares[0].node
+    cluster.says(first, cluster.report(refused, protocol.REFUSED, why="no such directory"))
+    assert [refusal.node for refusal in cluster.job(refused).refusals] == [first]
+    renamed(cluster, "m1", str(first))
+    assert cluster.ask(lambda tx: follow_renames(tx, 0)) == []
+    assert [refusal.node for refusal in cluster.job(refused).refusals] == ["m1"]
+    assert cluster.replayed(refused).refusals == cluster.job(refused).refusals
+    assert "is called m1 now" in str(cluster.backend().story(ROOT, str(refused)))
+
+
+def test_the_jobs_of_a_crontab_name_a_renamed_node_by_its_new_name() -> None:
+    cluster = Cluster("n1", "n2")
+    specs = [spec_to_json(spec(nodelist=("n1",))), spec_to_json(spec())]
+    cluster.ask(lambda tx: crontabs.install(tx, ANN, "#SCRON -w n1\n@daily true\n@daily true\n", specs))
+    cluster.ask(lambda tx: drain(tx, ROOT, "n1,n2", "wait", ""))
+    renamed(cluster, "m1", "n1")
+    (note,) = cluster.ask(lambda tx: follow_renames(tx, 0))
+    assert note.startswith("the crontab of ann names n1; ")
+    first, second = cluster.state.crontabs[ANN.uid].entries
+    assert json.loads(first.spec)["nodelist"] == ["m1"]
+    assert second.spec == json.dumps(specs[1])
+    assert cluster.store.load_crontabs() == [cluster.state.crontabs[ANN.uid]]
+    assert cluster.ask(lambda tx: follow_renames(tx, 0)) == []
 
 
 def test_reservations_triggers_and_waiting_jobs_name_a_renamed_node_by_its_new_name() -> None:
