@@ -717,12 +717,17 @@ def _view(view: Mapping[str, Any], facts: Facts, walk: Walk, now_s: float) -> No
         _node(view, view.get("facts"), facts, walk)
         if view.get("facts_error"):
             walk.found("HD-322", name, _text(view, "facts_error"))
-    if view.get("drained"):
-        by = _text(view, "drained_by")
-        cause = "HD-263" if by in ("hpcschedd", "hhealth") else "HD-262"
-        walk.found(cause, name, f"by {by}: {_text(view, 'drained_why')}")
+    _drained(view, name, walk)
     if len(walk.findings) == before and _text(view, "link") == "up":
         walk.well(f"node {name}", f"{_text(view, 'state').lower()}, agent {_text(view, 'agent_version')}")
+
+
+def _drained(view: Mapping[str, Any], name: str, walk: Walk) -> None:
+    """Name a drain, by a check (`hhealth`, `hpcschedd`, `hpcschedd/links` ...) or by a person."""
+    if view.get("drained"):
+        by = _text(view, "drained_by")
+        is_check = by == "hhealth" or by.partition("/")[0] == "hpcschedd"
+        walk.found("HD-263" if is_check else "HD-262", name, f"by {by}: {_text(view, 'drained_why')}")
 
 
 def _is_off(view: Mapping[str, Any]) -> bool:
@@ -825,10 +830,7 @@ def of_node(facts: Facts, now_s: float) -> Walk:
     _node({**spec, **view, **dict(visit.parts.get("view", {}))}, seen, facts, walk)
     if seen and len(walk.findings) == before:
         walk.well("node", f"{_text(seen, 'hostname')}: Linux {_text(seen, 'kernel')}, Python {_text(seen, 'python')}")
-    if view.get("drained"):
-        by = _text(view, "drained_by")
-        cause = "HD-263" if by in ("hpcschedd", "hhealth") else "HD-262"
-        walk.found(cause, name, f"by {by}: {_text(view, 'drained_why')}")
+    _drained(view, name, walk)
     if not seen:
         walk.unseen.append(f"node {name}: its agent was not asked; only the controller's account may log in there")
     return walk

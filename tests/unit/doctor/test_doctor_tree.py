@@ -17,9 +17,12 @@ from hpcsched.cli.admin import COMMANDS
 from hpcsched.cli.output import print_findings
 from hpcsched.doctor import facts as collectors
 from hpcsched.doctor.tree import CAUSES, Fact, Severity, Walk, of_cluster, of_job, of_node, table_text
+from hpcsched.model.node import JOB_SCRIPTS, LAUNCH_CHECK
+from hpcsched.model.probation import LINK_CHECK
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+CHECKS = ("hhealth", "hpcschedd", LINK_CHECK, LAUNCH_CHECK, JOB_SCRIPTS)  # they drain nodes
 NOW_S = 1_800_000_000.0
 # Commands of Linux distributions.
 SYSTEM_WORDS = (
@@ -156,6 +159,9 @@ def view(**changes: Any) -> dict[str, Any]:
         ("HD-413", view(seen={"load": [9.0, 8.0, 1.0]})),
         ("HD-415", view(launch_failures=3, launch_failure="cannot enter /x")),
         ("HD-418", view(agent_version="abc", own_agent="def0")),
+        ("HD-262", view(drained=True, drained_by="ada", drained_why="new disk")),
+        ("HD-262", view(drained=True, drained_by="hpcscheddx", drained_why="an account of a similar name")),
+        *[("HD-263", view(drained=True, drained_by=check, drained_why="it failed")) for check in CHECKS],
     ],
 )
 def test_a_node_is_judged_by_what_the_controller_says(cause: str, node: dict[str, Any]) -> None:
