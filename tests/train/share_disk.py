@@ -171,6 +171,11 @@ class _Client(_Server):
         self._open_count[ino] = self._open_count.get(ino, 0) + 1
         return answer[:-16] + struct.pack("<QII", 0, DIRECT_IO, 0)
 
+    def _mkdir(self, node: int, body: bytes, uid: int, gid: int) -> bytes:
+        answer = super()._mkdir(node, body, uid, gid)
+        self._changed(node)
+        return answer
+
     def _open(self, node: int, body: bytes, _uid: int, _gid: int) -> bytes:
         if self._fault("ESTALE at open", 0.2):
             raise _Failure(errno.ESTALE)
@@ -285,7 +290,7 @@ def main() -> None:
     inodes: dict[int, _Inode] = {}
     clients: dict[int, _Client] = {}
     for path in sys.argv[2:]:
-        fuse_fd = os.open("/dev/fuse", os.O_RDWR)
+        fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)  # a request ends with the process that asked
         options = f"fd={fuse_fd},rootmode=40000,user_id=0,group_id=0,allow_other"
         if _libc().mount(b"share", os.fsencode(path), b"fuse.share", 6, options.encode()):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)

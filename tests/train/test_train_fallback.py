@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checkpoint_rounds import why_not
+from share_disk import ShareDisk
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
 from waiting import PATIENCE_S
 
@@ -73,6 +75,20 @@ def keep_step_2(place: Path) -> None:
 def publish_from(place: Path, mine: Claim) -> list[str]:
     local_fallback.bring_parts(place, mine.directory)
     return local_fallback.join_parts(mine)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(why_not()), reason=f"a share of two clients: {why_not()}")
+def test_a_part_that_another_client_has_brought_just_now_is_joined(place: Path, tmp_path: Path) -> None:
+    with ShareDisk(tmp_path / "mounts", 2) as disk:
+        old, new = (path / "run" for path in disk.paths)
+        old.mkdir()
+        claim(old, NO_JOB, now_s=0.0)
+        mine = claim(new, NO_JOB, now_s=0.0)
+        assert not local_fallback.has_waiting_parts(new)  # this client remembers the listing
+        keep_step_2(place)
+        local_fallback.bring_parts(place, old)
+        assert publish_from(place, mine) == ["step-0000000002.a0000"]
 
 
 def parts_in(place: Path) -> list[str]:

@@ -211,6 +211,7 @@ def join_parts(mine: Claim, key: CheckpointKey | None = None) -> list[str]:
         StaleAttemptError: a later attempt has taken over.
     """
     joined: list[str] = []
+    _refresh_listing(mine)
     for parts in _complete(mine.directory, key):
         newest = _newest(mine.directory)
         if newest is None or _order(parts[0].checkpoint) > newest:
@@ -222,6 +223,15 @@ def join_parts(mine: Claim, key: CheckpointKey | None = None) -> list[str]:
         if newest is not None and _order(_checkpoint_of(name)) <= newest:
             _remove(mine.directory, name, key)
     return joined
+
+
+def _refresh_listing(mine: Claim) -> None:
+    """Make this client of the share list the directory anew: the replaced attempt may have brought a part just now.
+
+    A client drops its cache of a directory when it changes the directory itself.  Retention removes such a file of a killed
+    process.
+    """
+    files.remove(files.write_draft(mine.directory / (checkpoint_name(0, mine.attempt) + SUFFIX), b""))
 
 
 def has_waiting_parts(directory: Path) -> bool:
