@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcnode.os import rlimits
 from hpcsched import paths
@@ -338,11 +338,44 @@ def optional_list(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value == [] else kind(value)
 
 
-def absolute_paths(value: Any) -> tuple[str, ...]:
-    found = tuple(absolute_path(item) for item in _list(value))
-    if "" in found:
-        raise BadValue("wants absolute paths")
+def backup_targets(value: Any) -> tuple[str, ...]:
+    """Return directories here, as absolute paths, and on other machines, as ssh://USER@HOST/DIR."""
+    found = tuple(_list(value))
+    for item in found:
+        if is_remote(item):
+            remote_directory(item)
+        elif not absolute_path(item):
+            raise BadValue("wants absolute paths, or ssh://USER@HOST/DIR")
     return found
+
+
+class RemoteDirectory(NamedTuple):
+    """A directory on another machine that SSH reaches. None: as the SSH configuration says."""
+
+    user: str | None
+    host: str
+    port: int | None
+    path: str
+
+
+_REMOTE = re.compile(
+    r"ssh://(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?(?P<host>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
+    r"(?::(?P<port>\d{1,5}))?(?P<path>/[^\x00-\x1f\x7f]*)"
+)
+
+
+def is_remote(target: str) -> bool:
+    """Return whether the directory of a backup is on another machine."""
+    return target.startswith("ssh:")
+
+
+def remote_directory(value: str) -> RemoteDirectory:
+    """Return the parts of ssh://USER@HOST:PORT/DIR. Raises BadValue."""
+    found = _REMOTE.fullmatch(value)
+    if found is None or not 0 < int(found["port"] or 22) < 65536:
+        raise BadValue(f"cannot read {value[:200]!r}: write ssh://USER@HOST/DIR or ssh://USER@HOST:PORT/DIR")
+    port = int(found["port"]) if found["port"] else None
+    return RemoteDirectory(found["user"], found["host"].strip("[]"), port, found["path"])
 
 
 def texts(value: Any) -> tuple[str, ...]:
@@ -487,9 +520,10 @@ BACKUP = (
         "jobs are counted before an old one is deleted."),
     Key("keep", retention, "7d daily, 8w weekly",
         "Which backups are kept: the newest one of each of the last days and weeks, and all of the last 24 hours."),
-    Key("to", absolute_paths, [],
-        "The directories in which it makes them; at least one of them on another disk. They must exist, so that a disk that is "
-        "not mounted is noticed, and the controller's account must be able to write there."),
+    Key("to", backup_targets, [],
+        "The directories in which it makes them; at least one of them on another disk, or on another machine as "
+        "\"ssh://USER@HOST/DIR\", which needs encrypt. They must exist, so that a disk that is not mounted is noticed, and the "
+        "controller's account must be able to write or log in there."),
     Key("encrypt", texts, [], "Public keys (age or SSH), or files with them, for which backups are encrypted. Empty: not."),
 )
 

@@ -59,6 +59,7 @@ from hpcsched.config.keys import (
     SWITCH,
     SYNC,
     Key,
+    is_remote,
     refuse_unknown,
     table_of,
     toml_value,
@@ -510,9 +511,19 @@ def build_config(
         audit=AuditSettings(**values_of(path, "[audit]", tables.get("audit", {}), AUDIT)),
         metrics=MetricsSettings(**values_of(path, "[metrics]", tables.get("metrics", {}), METRICS)),
         sync=SyncSettings(**values_of(path, "[sync]", tables.get("sync", {}), SYNC)),
-        backup=BackupSettings(**values_of(path, "[backup]", tables.get("backup", {}), BACKUP)),
+        backup=_backup(path, tables.get("backup", {})),
         power=_power(path, tables.get("power", {}), controller),
     )
+
+
+def _backup(path: Path, table: Any) -> BackupSettings:
+    settings = BackupSettings(**values_of(path, "[backup]", table, BACKUP))
+    if not settings.encrypt and any(map(is_remote, settings.to)):
+        raise ConfigError(
+            f"cannot use {path}: [backup] to names another machine, and a backup has keys and job scripts: name public keys "
+            "in encrypt"
+        )
+    return settings
 
 
 def _power(path: Path, table: Any, controller: ControllerSettings) -> PowerSettings:

@@ -2,8 +2,8 @@
 
 A child process makes them (`hpcsched backup --scheduled`), so the event loop never waits for a disk. This module decides when,
 and keeps what the child said. Rules: the next backup is due `every` after the newest one that is there, so a restart changes
-nothing; a newest one that is dated after now counts as made now. A failure is tried again after `RETRY_S`, each is in the log
-and in the audit log, and the earlier backups stay.
+nothing; a newest one that is dated after now counts as made now. Where it failed it is tried again after `RETRY_S`; the log
+and the audit log have it once until the reason changes, and the earlier backups stay.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class ScheduledBackups:
     def __init__(self, controller: Controller, config: Config, clock: Callable[[], float]) -> None:
         self._controller, self._config, self._clock = controller, config, clock
         self._running: asyncio.Task[None] | None = None
+        self._has_made = False  # the last child has made backups
 
     def configure(self, config: Config) -> None:
         """Begin, end or change the schedule. A change ends a backup that is being made."""
@@ -61,8 +62,8 @@ class ScheduledBackups:
             every_s = self._config.backup.every
             age_s = max(0.0, self._clock() - state.newest_at_s) if state.newest_at_s else every_s
             await asyncio.sleep(max(SHORTEST_S, RETRY_S if state.why else every_s - age_s))
-            state = await self._asked()
-            self._record(state)
+            before, state = state.why, await self._asked("--due")
+            self._record(state, before)
 
     async def _asked(self, *options: str) -> BackupState:
         """Run the child and keep what it says."""
@@ -70,6 +71,7 @@ class ScheduledBackups:
         newest_at_s = said.get("newest_at_s") or 0.0
         state = BackupState(newest_at_s=newest_at_s, why=(why or said.get("why", ""))[:MAX_WHY])
         self._controller.cluster.backup = state
+        self._has_made = bool(said.get("made"))
         return state
 
     async def _said(self, *options: str) -> tuple[dict[str, Any], str]:
@@ -103,7 +105,10 @@ class ScheduledBackups:
             return {}, "".join(why) or f"cannot back up: exit status {child.returncode}"
         return said, ""
 
-    def _record(self, state: BackupState) -> None:
+    def _record(self, state: BackupState, before: str) -> None:
+        """Write an outcome into the logs; the same failure once more only if it is another one than `before`."""
+        if state.why == before if state.why else not self._has_made:
+            return
         if state.why:
             log.error("scheduled backup: %s", state.why)
         to = ", ".join(self._config.backup.to)

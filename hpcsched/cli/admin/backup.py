@@ -25,12 +25,14 @@ import shutil
 import stat
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import click
 
@@ -40,11 +42,15 @@ from hpcnode.os.trust import check_path
 from hpcsched import client, paths
 from hpcsched.cli.admin.init import give_to_controller, seal_keys_of
 from hpcsched.cli.output import print_json
+from hpcsched.config.keys import BadValue, is_remote, remote_directory
 from hpcsched.config.load import Config, load_config
 from hpcsched.controller.lock import StateLock
 from hpcsched.controller.recovery import load_state
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
-from hpcsched.launch import as_controller
+from hpcsched.launch import as_controller, ssh_settings
+from hpcsched.launch.pipe import Abort
+from hpcsched.model.ids import NodeName
+from hpcsched.model.node import NodeSpec
 from hpcsched.model.retention import kept_times
 from hpcsched.model.units import format_time_s
 from hpcsched.sched.sentences import plural
@@ -70,7 +76,7 @@ STRAYS = {
 
 
 @click.command("backup")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path), required=False)
+@click.argument("directory", metavar="DIR", required=False)
 @click.option(
     "--keep", metavar="N", type=click.IntRange(1), help="Keep only the newest N backups of this cluster in DIR."
 )
@@ -81,11 +87,14 @@ STRAYS = {
     help="Encrypt it for this public key (age or SSH), or those of the file.",
 )
 @click.option("--scheduled", is_flag=True, help="Back up as [backup] of hpcsched.toml says, and print JSON.")
+@click.option("--due", is_flag=True, help="With --scheduled: only where the newest one is old enough.")
 @click.option("--look", is_flag=True, help="With --scheduled: make no backup.")
-def back_up(directory: Path | None, keep: int | None, encrypt: tuple[str, ...], scheduled: bool, look: bool) -> int:
+def back_up(
+    directory: str | None, keep: int | None, encrypt: tuple[str, ...], scheduled: bool, due: bool, look: bool
+) -> int:
     """Back up the cluster into a new directory below DIR.
 
-    With --encrypt, it is one encrypted file (age) in DIR.
+    With --encrypt, it is one encrypted file (age) in DIR, which may then be on another machine: ssh://USER@HOST/DIR.
 
     A backup contains the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key;
     the keys that node files name (identity_file), and ssh_config. It does not contain output files, checkpoints, known_hosts or
@@ -93,11 +102,17 @@ def back_up(directory: Path | None, keep: int | None, encrypt: tuple[str, ...], 
     """
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     if scheduled:
-        return _back_up_scheduled(config, look=look)
-    if directory is None or not directory.is_dir():
+        return _back_up_scheduled(config, look=look, due=due)
+    if directory is not None and is_remote(directory):
+        with _remote(config, directory) as place:
+            made = place.back_up(encrypt)
+            place.delete(sorted(place.stamped())[:-keep] if keep else ())
+        click.echo(f"backed up the cluster to {made}: {ENCRYPTED_WORDS}")
+        return 0
+    if directory is None or not Path(directory).is_dir():
         raise RequestError(f"cannot back up into {directory or 'nothing'}: there is no such directory")
-    made = back_up_cluster(config, directory.absolute(), keep, encrypt)
-    click.echo(f"backed up the cluster to {made}: {contents_in_words(made)}")
+    made_here = back_up_cluster(config, Path(directory).absolute(), keep, encrypt)
+    click.echo(f"backed up the cluster to {made_here}: {contents_in_words(made_here)}")
     return 0
 
 
@@ -559,18 +574,14 @@ def _back_up_encrypted(config: Config, directory: Path, keep: int | None, encryp
     target = directory / f"{config.name}-{datetime.now():%Y%m%dT%H%M%S}{SUFFIX}"
     part = directory / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
-        with TemporaryDirectory(prefix=".backup-", dir=config.controller.state_dir) as temporary:
-            folder = Path(temporary) / "backup"
-            folder.mkdir(mode=0o700)
-            _fill(config, config.controller.state_dir / paths.DATABASE_FILE, folder)
-            verify(folder)
+        with _verified(config) as folder:
             try:
                 encrypt_folder(folder, part, recipients)
                 os.link(part, target)  # unlike a rename, it never replaces a backup
             finally:
                 part.unlink(missing_ok=True)
         sync_folder(str(directory))
-        own = re.compile(re.escape(config.name) + r"-\d{8}T\d{6}\.tar\.age\Z")
+        own = _own_encrypted(config)
         for path in sorted(path for path in directory.glob(f"*{SUFFIX}") if own.match(path.name))[: -(keep or 10**9)]:
             path.unlink()
     except FileExistsError:
@@ -578,6 +589,17 @@ def _back_up_encrypted(config: Config, directory: Path, keep: int | None, encryp
     except OSError as error:
         raise UnavailableError(f"cannot back up into {directory}: {error.filename}: {error.strerror}") from None
     return target
+
+
+@contextmanager
+def _verified(config: Config) -> Iterator[Path]:
+    """Yield a backup in a private directory, in plain text, for its encryption."""
+    with TemporaryDirectory(prefix=".backup-", dir=config.controller.state_dir) as temporary:
+        folder = Path(temporary) / "backup"
+        folder.mkdir(mode=0o700)
+        _fill(config, config.controller.state_dir / paths.DATABASE_FILE, folder)
+        verify(folder)
+        yield folder
 
 
 def _fill(config: Config, database: Path, part: Path) -> None:
@@ -661,7 +683,7 @@ def _is_inside(name: str) -> bool:
 def contents_in_words(directory: Path) -> str:
     """Return the contents of a backup in words."""
     if directory.name.endswith(SUFFIX):
-        return "encrypted; restore it with: hpcsched restore --identity FILE"
+        return ENCRYPTED_WORDS
     named = read_manifest(directory)["named"]
     others = f", and {', '.join(named.values())}" if named else ""
     return f"database, configuration (conf.d too), node files and launch key{others}"
@@ -725,57 +747,215 @@ def _checksum(path: Path) -> str:
 # ----- scheduled backups, in a child of the controller
 
 
-def _back_up_scheduled(config: Config, *, look: bool) -> int:
+def _back_up_scheduled(config: Config, *, look: bool, due: bool) -> int:
     """Back up into each directory of [backup], then delete what is not kept there. Print JSON.
 
     A directory that fails keeps its old backups, and the others get theirs.
     """
-    made, problems = [], []
-    for directory in map(Path, config.backup.to):
+    made: list[str] = []
+    problems, newest = [], []
+    for target in config.backup.to:
+        found: Mapping[datetime, list[Any]] = {}
         try:
-            if not directory.is_dir():
-                raise RequestError(f"cannot back up into {directory}: there is no such directory")
-            if not look:
-                made.append(str(_scheduled_into(config, directory)))
+            with _place(config, target) as place:
+                found = place.stamped()
+                if not look and not (due and _is_recent(config, max(found, default=None))):
+                    made.append(place.back_up(config.backup.encrypt))
+                    found = place.stamped()
+                    place.delete(found.keys() - kept_times(list(found), config.backup.keep, datetime.now()))
         except HpcschedError as error:
             problems.append(str(error))
         except OSError as error:
-            problems.append(f"cannot back up into {directory}: {error.strerror}")
-    newest = [max(_stamped(config, Path(directory)), default=None) for directory in config.backup.to]
+            problems.append(f"cannot back up into {target}: {error.strerror or error}")
+        newest.append(max(found, default=None))
     times = [time.timestamp() for time in newest if time is not None]
     at_s = min(times) if len(times) == len(config.backup.to) else 0.0
     print_json({"version": 1, "made": made, "why": "; ".join(problems), "newest_at_s": at_s})
     return 1 if problems else 0
 
 
-def _scheduled_into(config: Config, directory: Path) -> Path:
-    """Make a backup, read all of it as a controller would, and only then delete old ones."""
-    for part in directory.glob(f".{config.name}-*.part"):  # of a child that was killed
-        if time.time() - part.lstat().st_mtime > LEFT_S:
-            shutil.rmtree(part) if part.is_dir() else part.unlink()
-    made = back_up_cluster(config, directory, encrypt=config.backup.encrypt)
-    if made.is_dir():  # an encrypted one was read before it was encrypted, and cannot be opened here
-        try_restore(made)
-    found = _stamped(config, directory)
-    for at in found.keys() - kept_times(list(found), config.backup.keep, datetime.now()):
-        for path in found[at]:
+def _is_recent(config: Config, newest: datetime | None) -> bool:
+    """Return whether the next backup after `newest` is not due yet."""
+    return newest is not None and (datetime.now() - newest).total_seconds() < config.backup.every * SLACK
+
+
+SLACK = 0.99  # the schedule and the names of backups are of two clocks
+
+
+class BackupPlace(Protocol):
+    """A directory of backups, here or on another machine."""
+
+    def stamped(self) -> Mapping[datetime, list[Any]]:
+        """Return the backups of the cluster, by their time."""
+
+    def back_up(self, encrypt: tuple[str, ...]) -> str:
+        """Make a backup, read all of it, and return where it is."""
+
+    def delete(self, times: Iterable[datetime]) -> None:
+        """Delete the backups of these times."""
+
+
+@contextmanager
+def _place(config: Config, target: str) -> Iterator[BackupPlace]:
+    if is_remote(target):
+        with _remote(config, target) as place:
+            yield place
+    else:
+        yield _LocalPlace(config, Path(target))
+
+
+class _LocalPlace:
+    def __init__(self, config: Config, directory: Path) -> None:
+        if not directory.is_dir():
+            raise RequestError(f"cannot back up into {directory}: there is no such directory")
+        self._config, self._directory = config, directory
+
+    def stamped(self) -> dict[datetime, list[Path]]:
+        found: dict[datetime, list[Path]] = {}
+        own = _own_encrypted(self._config)
+        encrypted = [path for path in self._directory.glob(f"*{SUFFIX}") if own.match(path.name)]
+        for path in [*backups_in(self._directory, self._config.name), *encrypted]:
+            found.setdefault(_time_of(path.name), []).append(path)
+        return found
+
+    def back_up(self, encrypt: tuple[str, ...]) -> str:
+        """Make a backup, and read all of it as a controller would."""
+        for part in self._directory.glob(f".{self._config.name}-*.part"):  # of a child that was killed
+            if time.time() - part.lstat().st_mtime > LEFT_S:
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
+        made = back_up_cluster(self._config, self._directory, encrypt=encrypt)
+        if made.is_dir():  # an encrypted one was read before it was encrypted, and cannot be opened here
+            try_restore(made)
+        return str(made)
+
+    def delete(self, times: Iterable[datetime]) -> None:
+        found = self.stamped()
+        for path in (path for at in times for path in found[at]):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return made
 
 
 LEFT_S = 86400.0
 
 
-def _stamped(config: Config, directory: Path) -> dict[datetime, list[Path]]:
-    """Return the backups of the cluster in a directory, by their time."""
-    found: dict[datetime, list[Path]] = {}
-    if not directory.is_dir():
+def _own_encrypted(config: Config) -> re.Pattern[str]:
+    return re.compile(re.escape(config.name) + r"-\d{8}T\d{6}\.tar\.age\Z")
+
+
+def _time_of(name: str) -> datetime:
+    return datetime.strptime(name.removesuffix(SUFFIX)[-15:], STAMP)
+
+
+# ----- a directory on another machine, by SFTP
+# Only encrypted backups go there: the private key to open them is not needed here, and must not be there.  Each is written
+# under a temporary name, read back and compared, and only then renamed.  The controller's account logs in with its own SSH
+# keys and configuration, not with the launch key; the host key must be known.
+
+
+STALL_S = 120.0  # of a server that answers nothing
+MOST_NAMES = 100_000
+
+
+@contextmanager
+def _remote(config: Config, target: str) -> Iterator[_RemotePlace]:
+    """Yield the directory on another machine.
+
+    Raises UnavailableError: it cannot be reached, or refuses.
+    """
+    import paramiko  # it takes a quarter of a second to load
+
+    from hpcsched.launch.ssh import close_all, connect
+
+    try:
+        at = remote_directory(target)
+    except BadValue as error:
+        raise RequestError(f"cannot back up: {error}") from None
+    spec = NodeSpec(name=NodeName(at.host), host=at.host, port=at.port, user=at.user, host_key="", cpus=1, mem_mib=1)
+    with as_controller(config):
+        transports = connect(spec, replace(ssh_settings(config), launch_key=None), Abort(), lambda _: None)
+    try:
+        channel = transports[-1].open_session(timeout=STALL_S)
+        channel.settimeout(STALL_S)
+        channel.invoke_subsystem("sftp")
+        with closing(paramiko.SFTPClient(channel)) as sftp:
+            yield _RemotePlace(config, target, at.path, sftp)
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        why = getattr(error, "strerror", None) or str(error) or "the connection ended"
+        at_file = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""  # it is a file here
+        raise UnavailableError(f"cannot back up into {target}: {at_file}{why}") from None
+    finally:
+        close_all(transports)
+
+
+class _RemotePlace:
+    def __init__(self, config: Config, target: str, path: str, sftp: Any) -> None:
+        self._config, self._target, self._path, self._sftp = config, target.rstrip("/"), path.rstrip("/"), sftp
+
+    def stamped(self) -> dict[datetime, list[str]]:
+        own, found = _own_encrypted(self._config), dict[datetime, list[str]]()
+        for name in self._names():
+            if own.match(name):
+                found[_time_of(name)] = [name]
         return found
-    own = re.compile(re.escape(config.name) + r"-\d{8}T\d{6}\.tar\.age\Z")
-    encrypted = [path for path in directory.glob(f"*{SUFFIX}") if own.match(path.name)]
-    for path in [*backups_in(directory, config.name), *encrypted]:
-        found.setdefault(datetime.strptime(path.name.removesuffix(SUFFIX)[-15:], STAMP), []).append(path)
-    return found
+
+    def _names(self) -> list[str]:
+        names = [entry.filename for entry in islice(self._sftp.listdir_iter(self._path or "/"), MOST_NAMES + 1)]
+        if len(names) > MOST_NAMES:
+            raise UnavailableError(f"cannot back up into {self._target}: it has more than {MOST_NAMES} files")
+        return names
+
+    def back_up(self, encrypt: tuple[str, ...]) -> str:
+        if not encrypt:
+            raise RequestError(
+                f"cannot back up into {self._target}: a backup has keys and job scripts: name public keys (--encrypt)"
+            )
+        recipients, config = recipients_of(encrypt), self._config
+        self._delete_parts()
+        name = f"{config.name}-{datetime.now():%Y%m%dT%H%M%S}{SUFFIX}"
+        part, target = f"{self._path}/.{name}.{secrets.token_hex(4)}.part", f"{self._path}/{name}"
+        with _verified(config) as folder:
+            sealed = folder.with_name("sealed")
+            encrypt_folder(folder, sealed, recipients)
+            try:
+                self._send(sealed, part)
+                self._sftp.rename(part, target)  # it does not replace a backup
+            except BaseException:
+                with suppress(Exception):  # the first error is told; the next backup removes the rest
+                    self._sftp.remove(part)
+                raise
+        return f"{self._target}/{name}"
+
+    def _delete_parts(self) -> None:
+        """Delete what a child that was killed has left."""
+        for name in self._names():
+            path = f"{self._path}/{name}"
+            is_part = name.startswith(f".{self._config.name}-") and name.endswith(".part")
+            if is_part and time.time() - (self._sftp.lstat(path).st_mtime or 0) > LEFT_S:
+                self._sftp.remove(path)
+
+    def _send(self, sealed: Path, part: str) -> None:
+        """Copy a file there, read it back and compare."""
+        with open(sealed, "rb") as source, self._sftp.open(part, "wx") as copy:
+            copy.chmod(0o600)
+            copy.set_pipelined(True)
+            shutil.copyfileobj(source, copy, COPY_BYTES)
+        size = sealed.stat().st_size
+        checksum, left = hashlib.sha256(), size
+        with self._sftp.open(part, "rb") as copy:
+            if copy.stat().st_size == size:
+                copy.prefetch(size)
+                while left > 0 and (piece := copy.read(min(left, COPY_BYTES))):
+                    checksum.update(piece)
+                    left -= len(piece)
+        if left or checksum.hexdigest() != _checksum(sealed):
+            raise UnavailableError(f"cannot back up into {self._target}: what it holds is not what was written")
+
+    def delete(self, times: Iterable[datetime]) -> None:
+        found = self.stamped()
+        for name in (name for at in times for name in found[at]):
+            self._sftp.remove(f"{self._path}/{name}")
+
+
+COPY_BYTES = 1 << 18
 
 
 # ----- one encrypted file of the age format
@@ -786,6 +966,7 @@ def _stamped(config: Config, directory: Path) -> dict[datetime, list[Path]]:
 
 
 SUFFIX = ".tar.age"
+ENCRYPTED_WORDS = "encrypted; restore it with: hpcsched restore --identity FILE"
 MOST_KEY_BYTES = 1 << 20
 MOST_MEMBERS = 50_000  # of an archive: one for each node, and some
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import shutil
+import socket
 import sqlite3
 import subprocess
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from hpcsched import paths
 from hpcsched.cli.admin import backup, hpcsched_command, run
 from hpcsched.config.load import load_config, render_node
+from hpcsched.loopback.cluster import ensure_key, sshd_command, why_no_sshd, write_sshd_config
 
 Say = Callable[..., str]
 
@@ -328,3 +332,114 @@ def test_an_upgrade_is_tried_on_a_copy(say: Say, tmp_path: Path) -> None:
         connection.execute("PRAGMA user_version = 99")
     assert "it has schema 99" in say("upgrade", "--check", status=1)
     assert "Missing option '--check'" in say("upgrade", status=2)
+
+
+# ----- on another machine: a real sshd
+
+
+class Far:
+    """A machine with a directory for backups."""
+
+    def __init__(self, base: Path, home: Path) -> None:
+        base.mkdir()
+        self.path, self.config = base / "store", base / "config"
+        self.path.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        (home / ".ssh").mkdir(mode=0o700)
+        self.mine = ensure_key(home / ".ssh" / "id_ed25519")
+        (base / "keys").write_text(self.mine + "\n")
+        host_key = ensure_key(base / "host_key")
+        self.known = home / ".ssh" / "known_hosts"
+        self.known.write_text(f"[127.0.0.1]:{self.port} {host_key}\n")
+        write_sshd_config(
+            self.config, port=self.port, user=getpass.getuser(), host_key=base / "host_key",
+            authorized_keys=base / "keys", environment={"LC_ALL": "C"},
+        )  # fmt: skip
+        self.target = f"ssh://127.0.0.1:{self.port}{self.path}"
+        self.process = subprocess.Popen(sshd_command(self.config, base / "log"))
+        wait_until(self._answers, what="sshd")
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir())
+
+
+@pytest.fixture
+def far(say: Say, tmp_path: Path) -> Iterator[Far]:
+    pytest.importorskip("pyrage", reason="NOT TESTED: pip install 'hpcsched[backup]'")
+    if why := why_no_sshd(getpass.getuser()):
+        pytest.skip(f"NOT TESTED: {why}")
+    made = Far(tmp_path / "far", tmp_path)
+    yield made
+    made.process.terminate()
+    made.process.wait()
+
+
+def test_a_backup_on_another_machine_is_encrypted_and_can_be_restored(say: Say, far: Far, tmp_path: Path) -> None:
+    assert "name public keys" in say("backup", far.target, status=1)
+    for number in range(1, 4):
+        (far.path / f"lab-2020010{number}T030405.tar.age").write_text("old")
+    (far.path / "other-20200101T030405.tar.age").write_text("of another cluster")
+    said = say("backup", far.target, "--encrypt", far.mine, "--keep", 2)
+    kept = ["lab-20200103T030405.tar.age", "other-20200101T030405.tar.age"]
+    (name,) = (name for name in far.names() if name not in kept)
+    assert far.names() == sorted([*kept, name])
+    assert f"{far.target}/{name}: encrypted" in said
+    assert (far.path / name).stat().st_mode & 0o777 == 0o600
+    assert b"PRIVATE KEY" not in (far.path / name).read_bytes()
+    said = say("restore", "--drill", far.path / name, "--identity", tmp_path / ".ssh" / "id_ed25519")
+    assert "0 jobs, 0 of them unfinished, all read" in said
+
+
+def test_a_machine_that_cannot_be_trusted_or_reached_gets_no_backup(say: Say, far: Far, tmp_path: Path) -> None:
+    command = ("backup", "--encrypt", far.mine)
+    assert "cannot read" in say(*command, "ssh:x", status=1)
+    assert f"{far.target}-x: No such file" in say(*command, far.target + "-x", status=1)
+    (tmp_path / ".ssh" / "id_ed25519").rename(tmp_path / "away")
+    assert "cannot log in" in say(*command, far.target, status=1)
+    (tmp_path / "away").rename(tmp_path / ".ssh" / "id_ed25519")
+    far.known.write_text("")
+    assert "cannot trust" in say(*command, far.target, status=1)
+    assert far.names() == []
+
+
+def test_a_copy_that_the_other_machine_has_changed_is_no_backup(
+    say: Say, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.copyfileobj
+
+    def cut(source: Any, target: Any, length: int = 0) -> None:
+        real(source, target, length)
+        target.seek(10)
+        target.write(b"x")
+
+    monkeypatch.setattr(shutil, "copyfileobj", cut)
+    said = say("backup", "--encrypt", far.mine, far.target, status=1)
+    assert "what it holds is not what was written" in said
+    assert far.names() == []
+
+
+def test_only_places_without_a_recent_backup_get_one_when_it_is_due(say: Say, far: Far, tmp_path: Path) -> None:
+    here = tmp_path / "backups"
+    schedule(tmp_path, [str(here), far.target])
+    assert "name public keys in encrypt" in say("backup", "--scheduled", status=1)
+    config = tmp_path / "etc/hpcsched.toml"
+    config.write_text(config.read_text().replace("[backup]\n", f"[backup]\nencrypt = [{far.mine!r}]\n", 1))
+    far.path.rename(tmp_path / "unplugged")
+    said = scheduled(say, "--due", status=1)
+    assert [str(Path(path).parent) for path in said["made"]] == [str(here)]
+    assert (said["why"], said["newest_at_s"]) == (f"cannot back up into {far.target}: No such file", 0.0)
+    assert scheduled(say, "--due", status=1)["made"] == []
+    (tmp_path / "unplugged").rename(far.path)
+    stale = far.path / ".lab-20200101T030405.tar.age.ab.part"
+    stale.write_text("of a child that was killed")
+    os.utime(stale, (0, 0))
+    said = scheduled(say, "--due")
+    assert said["made"] == [f"{far.target}/{name}" for name in far.names()]
+    assert len(said["made"]) == 1
+    assert said["newest_at_s"] > 0

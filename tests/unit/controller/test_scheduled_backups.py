@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from hpcsched.config.load import Config
 from hpcsched.controller import backups
+from hpcsched.state.cluster import BackupState
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,18 @@ def test_a_child_that_fails_leaves_its_reason(
     config: Any = SimpleNamespace(config_dir="/nowhere")
     state = asyncio.run(backups.ScheduledBackups(controller, config, time.time)._asked())
     assert (state.why, controller.cluster.backup) == (why, state)
+
+
+def test_a_failure_that_lasts_is_recorded_once(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[Any] = []
+    controller: Any = SimpleNamespace(ask=lambda *args, **options: asked.append(args))
+    schedule = backups.ScheduledBackups(controller, Config.__new__(Config), time.time)
+    schedule._config = SimpleNamespace(backup=SimpleNamespace(to=("/far",)))  # type: ignore[assignment]
+    whys = ["", "no disk", "no disk", "no disk", "no room", "", ""]
+    for before, why in zip(whys, whys[1:], strict=False):
+        schedule._has_made = not why
+        schedule._record(BackupState(newest_at_s=1.0, why=why), before)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"scheduled backup: no {word}" for word in ("disk", "room")
+    ]
+    assert len(asked) == 4  # both failures, and two that were made
