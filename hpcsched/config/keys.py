@@ -339,7 +339,7 @@ def optional_list(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def backup_targets(value: Any) -> tuple[str, ...]:
-    """Return directories here, as absolute paths, and on other machines, as ssh://USER@HOST/DIR."""
+    """Return directories here (absolute paths) and elsewhere (ssh://USER@HOST/DIR)."""
     found = tuple(_list(value))
     for item in found:
         if is_remote(item):

@@ -106,7 +106,7 @@ class ScheduledBackups:
         return said, ""
 
     def _record(self, state: BackupState, before: str) -> None:
-        """Write an outcome into the logs; the same failure once more only if it is another one than `before`."""
+        """Write an outcome into the logs, but a failure for the same reason as `before` only once."""
         if state.why == before if state.why else not self._has_made:
             return
         if state.why:

@@ -454,6 +454,7 @@ def recorder_settings(config: Config) -> RecorderSettings:
         remote_write=metrics.remote_write,
         remote_token_file=metrics.remote_write_token,
         cluster=config.name,
+        renamed=renamed_nodes(config.nodes),
     )
 
 

@@ -18,8 +18,9 @@ import socket
 import struct
 import sys
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpcsched.errors import HpcschedError, InternalError, NotFoundError, RequestError, UnavailableError
@@ -49,7 +50,10 @@ _ERRORS: dict[str, type[HpcschedError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecorderSettings:
-    """What the child needs to know. `keep_s`: how long rows of each tier are kept."""
+    """What the child needs to know. `keep_s`: how long rows of each tier are kept.
+
+    `renamed`: the present name of a node, by an earlier one.
+    """
 
     database: str
     keep_s: tuple[float, ...]
@@ -57,6 +61,7 @@ class RecorderSettings:
     remote_write: str = ""  # URL; "": none
     remote_token_file: str = ""
     cluster: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Recorder:

@@ -28,7 +28,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,6 +183,7 @@ class MetricsArchive:
         self._open: dict[SampleSource, OpenPiece] = {}
         self._waiting: deque[tuple[SampleSource, NewChunk]] = deque()
         self._waiting_bytes = 0
+        self._renamed: Mapping[str, str] = {}  # of which the rows in the database have their present names
         self._history: HistoryDatabase | None = None
         self._lock: int | None = None
         self._next_try_s = 0.0
@@ -195,12 +196,14 @@ class MetricsArchive:
     def take(self, node: str, boot_id: str, at_ms: int, names: tuple[str, ...], values: str) -> None:
         """Add a sample of a node. `values`: a JSON list."""
         self.counts.samples += 1
+        node = self.settings.renamed.get(node, node)
         self._add(SampleSource("node", node, node), boot_id, at_ms, names, values)
 
     def take_job(
         self, node: str, boot_id: str, at_ms: int, job: int, attempt: int, names: tuple[str, ...], values: str
     ) -> None:
         """Add what a job used on a node."""
+        node = self.settings.renamed.get(node, node)
         self._add(SampleSource("job", str(job), node), f"{boot_id}.{attempt}", at_ms, names, values)
 
     def _add(self, source: SampleSource, life: str, at_ms: int, names: tuple[str, ...], values: str) -> None:
@@ -248,6 +251,7 @@ class MetricsArchive:
         try:
             history = self._database()
             self._write(history)
+            self._rename(history)
             if self._combine(history):
                 return True
             if now_s >= self._next_tidy_s or history.used_bytes() > self.settings.max_bytes:
@@ -302,6 +306,19 @@ class MetricsArchive:
         if self.counts.trouble:
             self._say("info", "the database of metrics can be written again")
             self.counts.trouble = ""
+
+    def _rename(self, history: HistoryDatabase) -> None:
+        """Give what is kept of renamed nodes their present names: in memory, then in the database."""
+        renamed = self.settings.renamed
+        if renamed == self._renamed:
+            return
+        for source in [source for source in self._open if source.node in renamed]:
+            self._close(source)
+        self._write(history)
+        with history.change():
+            for former, name in renamed.items():
+                history.rename(former, name)
+        self._renamed = renamed
 
     def _failed(self, error: Exception) -> None:
         """Log why the database cannot be used, once, and try again later. Put a damaged one aside."""

@@ -33,6 +33,7 @@ from sqlalchemy import (
     func,
     insert,
     select,
+    update,
 )
 
 from hpcsched.store.engine import Statement, give_pages_back, open_expendable, place, transaction, used_bytes
@@ -125,6 +126,9 @@ _SOURCE = Statement(
     )
 )
 _SOURCES = Statement(select(sources).where(sources.c.kind == place("of_kind"), sources.c.name == place("named")))
+_ON_NODE = Statement(select(sources).where(sources.c.node == place("on_node")))
+_CHUNKS_MOVED = Statement(update(chunks).where(_c.source_id == place("former")), ("source_id",))
+_SOURCE_GONE = Statement(delete(sources).where(sources.c.id == place("former")))
 _NAMES_OF_KIND = Statement(select(sources.c.name).where(sources.c.kind == place("of_kind")).distinct())
 _NEW_SOURCE = Statement(insert(sources), ("kind", "name", "node"))
 _SCHEMA = Statement(select(schemas.c.id).where(schemas.c.sha256 == place("hashed")))
@@ -230,6 +234,13 @@ class HistoryDatabase:
         names = {"of_kind": source.kind, "named": source.name, "on_node": source.node}
         known = _SOURCE.value(self._connection, names)
         return known or int(_NEW_SOURCE.run(self._connection, source._asdict()).lastrowid or 0)
+
+    def rename(self, former: str, name: str) -> None:
+        """Give the rows of a node, and of jobs on it, to its present name, in a transaction."""
+        for row in _ON_NODE.rows(self._connection, {"on_node": former}):
+            moved = SampleSource(row.kind, name if row.kind == "node" else row.name, name)
+            _CHUNKS_MOVED.run(self._connection, {"former": row.id, "source_id": self._source_id(moved)})
+            _SOURCE_GONE.run(self._connection, {"former": row.id})
 
     def _schema_id(self, names: tuple[str, ...]) -> int:
         text = json.dumps(names)

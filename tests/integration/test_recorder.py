@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,26 @@ def test_jobs_have_a_history_for_each_node_and_short_ones_none(one: Clocked) -> 
     assert [(row["node"], known(row["values"])) for row in answer["series"]] == [("n1", {2.0}), ("n2", {2.0})]
     with pytest.raises(NotFoundError):
         one.ask("13", "job_cpu_seconds", kind="job", step_s=60)
+
+
+def test_a_renamed_node_and_jobs_on_it_keep_their_history(one: Clocked) -> None:
+    one.live(0.5, "n1", "n2")
+    for step in range(9):
+        one.archive.take_job("n1", "b1", round(one.now_s * 1000), 7, 1, (CPU,), json.dumps([step]))
+        one.pass_s(10)
+    before = known(one.values("n1", LOAD))
+    one.archive.settings = replace(one.settings, renamed={"n1": "gpu1"})
+    one.live(0.5, "n1")  # the agent is not connected under its new name yet
+    one.live(0.5, "gpu1")
+    values = one.values("gpu1", LOAD, hours=1.75, step_s=60)
+    assert known(values) >= before
+    assert sum(value is not None for value in values) > 85
+    assert {source.node for _, source in one.archive._database().sources("job", "7")} == {"gpu1"}
+    with pytest.raises(NotFoundError):
+        one.values("n1", LOAD)
+    one.archive.settings = one.settings  # another node gets the old name
+    one.live(0.1, "n1")
+    assert len(known(one.values("n1", CPU, hours=2.0, step_s=60))) < 10
 
 
 def test_the_list_names_nodes_and_their_series(one: Clocked) -> None:

@@ -226,10 +226,10 @@ def join_parts(mine: Claim, key: CheckpointKey | None = None) -> list[str]:
 
 
 def _refresh_listing(mine: Claim) -> None:
-    """Make this client of the share list the directory anew: the replaced attempt may have brought a part just now.
+    """Make this client of the share list the directory anew.
 
-    A client drops its cache of a directory when it changes the directory itself.  Retention removes such a file of a killed
-    process.
+    The attempt that this one replaces may have brought a part just now. A client drops its cache of a directory when it
+    changes the directory itself. Retention removes such a file of a killed process.
     """
     files.remove(files.write_draft(mine.directory / (checkpoint_name(0, mine.attempt) + SUFFIX), b""))
 
