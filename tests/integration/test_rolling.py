@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.cli.admin.rolling import NodeFailedError, Orders, RemoteShell
+from hpcsched import client
+from hpcsched.cli.admin import rolling
+from hpcsched.cli.admin.rolling import (
+    OPEN,
+    NodeFailedError,
+    NodeProgress,
+    Orders,
+    Phase,
+    RemoteShell,
+    Roll,
+    Roller,
+    RollFile,
+)
 from hpcsched.config.keys import LOCAL_HOST
 from hpcsched.config.load import load_config
 from hpcsched.loopback.cluster import LocalCluster
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.snapshot import Snapshot, snapshot_to_json
 
 pytestmark = pytest.mark.timeout(400)
 GATED = "while [ ! -e {gate} ]; do sleep 0.05; done"
@@ -154,6 +171,7 @@ def test_a_reboot_is_proved_by_another_boot_id(cluster: LocalCluster, rolls: Rol
     thread.join()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "n2: rebooting" in done.stdout
+    assert f"n2: rebooted, kernel still {os.uname().release}\n" in done.stdout
     assert view(cluster, "n2")["boot_id"] != before
     assert states(cluster) == ["IDLE", "IDLE"]
     stayed = rolls.run("--nodes", "n2", "--reboot", "--reboot-command", "true", "--boot-limit", "1s", "--", "true")
@@ -207,6 +225,91 @@ def test_an_interrupted_roll_goes_on_where_it_was(
     done = rolls.run("--continue")
     assert done.returncode == 0, done.stdout + done.stderr
     assert states(cluster) == ["IDLE", "IDLE"]
+
+
+class Killed(BaseException):
+    """The roll's process ends here."""
+
+
+class FakeNodes:
+    """A controller with two nodes; a process that uses it or the roll's file can be killed before or after each use."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.drained = {"n1": "", "n2": ""}
+        self.boots = {"n1": 1, "n2": 1}
+        self.commands: list[tuple[str, str]] = []
+        self.is_dead = False
+        self._left = kill_at
+
+    def use(self, call: Callable[[], Any]) -> Any:
+        self._tick()
+        found = call()
+        self._tick()
+        return found
+
+    def killable(self, write: Callable[[Roll], None]) -> Callable[[Roll], None]:
+        return lambda roll: self.use(lambda: write(roll))
+
+    def _tick(self) -> None:
+        self._left -= 1
+        self.is_dead |= self._left == 0
+        if self.is_dead:
+            raise Killed
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        if self.is_dead:
+            raise Killed
+        if path == "/v1/snapshot":
+            return {"snapshot": snapshot_to_json(Snapshot(now_s=0.0, nodes=(), partitions={}), Policy())}
+        if body is None:
+            return {"nodes": [self.view(name) for name in self.drained]}
+        self.use(lambda: self.drained.update({body["nodes"]: body["why"] if path == "/v1/nodes/drain" else ""}))
+        return {}
+
+    def view(self, name: str) -> dict[str, Any]:
+        why = self.drained[name]
+        facts = {"facts": {"kernel": "6.1"}, "jobs": [], "link": "up", "boot_id": str(self.boots[name])}
+        return {"name": name, "drained": bool(why), "drained_by": "root", "drained_why": why, **facts}
+
+    def run(self, name: str, command: str, *more: object) -> int:
+        assert self.drained[name].startswith("rolling")
+        self.use(lambda: self.commands.append((name, command)))
+        self.boots[name] += command == "reboot"
+        return 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_roll_that_is_killed_at_any_step_goes_on_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolling, "LOOK_S", 0.001)
+    points = 0
+    for kill_at in count(1):
+        nodes = FakeNodes(kill_at)
+        file = RollFile(tmp_path / f"roll-{kill_at}")
+        monkeypatch.setattr(client, "call", nodes.call)
+        shell: Any = nodes
+        lives = 0
+        with file.held():
+            write = file.write
+            monkeypatch.setattr(file, "write", nodes.killable(write))
+            write(Roll(Orders(command=("true",), reboot="reboot"), {name: NodeProgress() for name in nodes.drained}))
+            while lives == 0 or (roll := file.read()) is None or roll.in_phase(*OPEN):
+                found = file.read()
+                assert found is not None
+                lives += 1
+                nodes.is_dead = False
+                with suppress(Killed):
+                    Roller(found, file, shell, lambda line: None).run()
+        roll = file.read()
+        assert roll is not None
+        assert {node.phase for node in roll.nodes.values()} == {Phase.DONE}, (kill_at, roll)
+        assert nodes.drained == {"n1": "", "n2": ""}, kill_at
+        for name in nodes.drained:
+            assert 1 <= nodes.commands.count((name, "true")) <= 2, (kill_at, nodes.commands)
+            assert nodes.boots[name] >= 2
+        if lives == 1:
+            break
+        points += 1
+    assert points > 30
 
 
 def test_a_node_is_measured_before_it_is_resumed(cluster: LocalCluster, rolls: Rolls) -> None:

@@ -98,6 +98,7 @@ class NodeProgress:
     phase: Phase = Phase.TO_DO
     why: str = ""
     boot_id: str = ""  # before the reboot
+    kernel: str = ""  # before the reboot
 
 
 @dataclass
@@ -210,7 +211,9 @@ class RollFile:
             found = json.loads(self._path.read_bytes())
             orders = Orders(**{**found["orders"], "command": tuple(found["orders"]["command"])})
             nodes = {
-                str(name): NodeProgress(Phase(node["phase"]), str(node["why"]), str(node["boot_id"]))
+                str(name): NodeProgress(
+                    Phase(node["phase"]), str(node["why"]), str(node["boot_id"]), str(node.get("kernel", ""))
+                )
                 for name, node in found["nodes"].items()
             }
         except FileNotFoundError:
@@ -450,6 +453,7 @@ class Roller:
             self._note(name, Phase.RUNNING)
         if node.phase is Phase.RUNNING:
             node.boot_id = self._view(name)["boot_id"]
+            node.kernel = self._kernel(name) if orders.reboot else ""
             self._command(name, shlex.join(orders.command), orders.limit_s, "the command")
             self._note(name, Phase.REBOOTING if orders.reboot else Phase.CHECKING)
         if node.phase is Phase.REBOOTING:
@@ -494,6 +498,10 @@ class Roller:
         self._until(
             lambda: self._view(name)["link"] == Link.UP, self._orders.boot_s, "it does not answer (--boot-limit)"
         )
+        before = self._roll.nodes[name].kernel
+        if self._orders.reboot and before:
+            now = self._kernel(name)
+            self._say(f"{name}: rebooted, kernel {f'still {now}' if now == before else f'{before} -> {now}'}")
         if self._orders.check:
             self._command(name, self._orders.check, self._orders.limit_s, "the check")
         if self._orders.bench:
@@ -504,7 +512,8 @@ class Roller:
             if slow:
                 raise NodeFailedError(f"{slow}; see hpcsched node bench --show {name}")
         view = self._view(name)
-        if not view["drained_why"].startswith(WHY):
+        # A roll that was killed after it had resumed the node, or an administrator, may have resumed it.
+        if view["drained"] and not view["drained_why"].startswith(WHY):
             raise NodeFailedError(f"it was drained by {view['drained_by']} meanwhile: {view['drained_why']}")
 
     def _view(self, name: str) -> Json:
@@ -524,6 +533,14 @@ class Roller:
         if found is None:
             raise NodeFailedError("it has been removed from the cluster")
         return dict(found)
+
+    def _kernel(self, name: str) -> str:
+        """Return the version of the node's kernel, "" if it does not say."""
+        with suppress(HpcschedError):  # it is only shown
+            for view in client.call("GET", client.query("/v1/nodes", probe=1))["nodes"]:
+                if view["name"] == name:
+                    return str((view.get("facts") or {}).get("kernel", ""))[:80]
+        return ""
 
     def _until(self, holds: Callable[[], bool], limit_s: float | None, why: str) -> None:
         until_s = None if limit_s is None else time.monotonic() + limit_s
