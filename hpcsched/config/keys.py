@@ -462,7 +462,7 @@ CONTROLLER = (
     Key("health_hold", seconds(), "15m",
         "How long a node that hhealth has drained must be well before hhealth resumes it; twice as long with each drain "
         "of the last day, up to 16 times. hctl resume does so at once. 0: it is resumed as soon as it is well."),
-    Key("link_drops", whole(0, 100), 0,
+    Key("link_drops", whole(0, 100), 5,
         "How often the connection to a node may be lost in half an hour before the node is drained. It is resumed when it has "
         "stayed connected for health_hold, which grows as above. 0: it is never drained for that."),
     Key("prolog", absolute_path, "",
