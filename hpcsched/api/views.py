@@ -361,6 +361,8 @@ def _node_view(node: Node, shares: list[Any], cluster: ClusterState, reserved: R
         "power_why": node.power_why,
         "launch_failures": len(node.launch_failures),
         "launch_failure": node.launch_failures[-1].why if node.launch_failures else "",
+        "added_at_s": node.spec.added,
+        "formerly": list(node.spec.formerly),
         "host": node.spec.host,
         "port": node.spec.port,
         "cpus": node.spec.cpus,

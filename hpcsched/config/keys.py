@@ -527,6 +527,14 @@ BACKUP = (
     Key("encrypt", texts, [], "Public keys (age or SSH), or files with them, for which backups are encrypted. Empty: not."),
 )
 
+COST = (
+    Key("currency", word, "EUR", "The currency of the prices, which hreport shows."),
+    Key("cpu_hour", number(), 0, "The price of a cpu for an hour. 0: none."),
+    Key("gpu_hour", number(), 0, "The price of a GPU for an hour; shards count as their part of one. 0: none."),
+    Key("kwh", number(), 0, "The price of a kilowatt-hour, of what is measured. 0: none."),
+    Key("gco2_per_kwh", number(), 0, "How many grams of CO2 a kilowatt-hour causes. 0: not shown."),
+)
+
 METRICS = (
     Key("interval_s", seconds(), 10,
         "How often each node sends what it and its jobs use (at least every 0.5 s). 0: never; then /metrics has only what the "
@@ -739,6 +747,7 @@ SECTIONS = {
     "privacy": PRIVACY,
     "audit": AUDIT,
     "backup": BACKUP,
+    "cost": COST,
     "metrics": METRICS,
     "sync": SYNC,
     "power": POWER,

@@ -47,6 +47,7 @@ from hpcsched.config.keys import (
     BACKUP,
     CLUSTER,
     CONTROLLER,
+    COST,
     GATEWAY,
     LOCAL_HOST,
     METRICS,
@@ -66,7 +67,7 @@ from hpcsched.config.keys import (
     values_of,
 )
 from hpcsched.errors import ConfigError
-from hpcsched.model.accounting import Accounting
+from hpcsched.model.accounting import Accounting, Tariff
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import Gpu, NodeSpec, Partition, PartitionState
 from hpcsched.model.retention import KeptBackups
@@ -330,6 +331,7 @@ class Config:
     metrics: MetricsSettings = MetricsSettings()
     sync: SyncSettings = SyncSettings()
     backup: BackupSettings = BackupSettings()
+    cost: Tariff = Tariff()
     power: PowerSettings = PowerSettings()
 
     @property
@@ -484,6 +486,7 @@ def build_config(
         "sync",
         "power",
         "backup",
+        "cost",
         "scheduler",
         "gateway",
         "partitions",
@@ -512,6 +515,7 @@ def build_config(
         metrics=MetricsSettings(**values_of(path, "[metrics]", tables.get("metrics", {}), METRICS)),
         sync=SyncSettings(**values_of(path, "[sync]", tables.get("sync", {}), SYNC)),
         backup=_backup(path, tables.get("backup", {})),
+        cost=Tariff(**values_of(path, "[cost]", tables.get("cost", {}), COST)),
         power=_power(path, tables.get("power", {}), controller),
     )
 

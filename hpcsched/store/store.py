@@ -23,10 +23,15 @@ from sqlalchemy import BindParameter, ColumnElement, Table, and_, delete, func, 
 
 from hpcsched.auth.audit import GENESIS, AuditEntry, AuditRecord, chained, record_from_json
 from hpcsched.auth.tokens import Credential
+from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.attempts import Attempt, attempts_of
 from hpcsched.lifecycle.events import JobEvent, NodeLost, from_data, to_data
 from hpcsched.lifecycle.node import (
     NodeDown,
+    NodeDrained,
     NodeEvent,
+    NodeFaultCleared,
+    NodeResumed,
     NodeUp,
     PowerDownFailed,
     PowerDownOrdered,
@@ -128,11 +133,16 @@ class HistoryQuery:
 
 
 class Outage(NamedTuple):
-    """A period without answers from a node, in Unix seconds; `end_s` None: not ended."""
+    """A period in which a node took no jobs, in Unix seconds; `end_s` None: not ended."""
 
     node: str
     start_s: float
     end_s: float | None
+    kind: str = "down"  # one of `OUTAGES`
+
+
+# It did not answer; it was drained; it was switched off to save power.
+OUTAGES = ("down", "drained", "off")
 
 
 class PastRun(NamedTuple):
@@ -461,6 +471,19 @@ class Store:
         rows = self._rows(_EVENTS, {"of_job": job_id})
         return [from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)) for row in rows]
 
+    def attempts(self, listed: Sequence[Job]) -> dict[int, tuple[Attempt, ...] | None]:
+        """Return the attempts of these jobs; None of a job whose events do not fit together."""
+        of_job: dict[int, list[JobEvent]] = {job.id: [] for job in listed}
+        for row in self._rows_of(_EVENTS_OF_JOBS, of_job):
+            of_job[row.job_id].append(from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)))
+        found: dict[int, tuple[Attempt, ...] | None] = {}
+        for job in listed:
+            try:
+                found[job.id] = attempts_of(job, of_job[job.id])
+            except InvariantError:
+                found[job.id] = None
+        return found
+
     def events_after(self, seq: int) -> list[Any]:
         """Return some of the next events of all jobs: seq, at_s, job_id and kind."""
         return self._rows(_EVENTS_AFTER, {"after": seq})
@@ -537,22 +560,23 @@ class Store:
         return [link_from(row.data) for row in self._rows(_LINKS)]
 
     def outages(self, after_s: float, before_s: float) -> list[Outage]:
-        """Return when nodes did not answer between the two times; an unfinished outage has no end."""
-        down_s: dict[str, float] = {}
-        found = []
-        off = set[str]()  # switched off to save power, which is no outage
-        for node, kind, at_s in self._rows(_DOWN_AND_UP):
-            if kind == PowerDownOrdered.__name__:
-                off.add(node)
-            elif kind == PowerDownFailed.__name__:
-                off.discard(node)
-            elif kind == NodeUp.__name__:
-                off.discard(node)
-                if node in down_s:
-                    found.append(Outage(node, down_s.pop(node), at_s))
-            elif kind == PowerUpFailed.__name__ or node not in off:
-                down_s.setdefault(node, at_s)  # a second event of a node that is down: only its cause has changed
-        found += [Outage(node, start_s, None) for node, start_s in down_s.items()]
+        """Return when nodes took no jobs between the two times; an unfinished outage has no end."""
+        found: list[Outage] = []
+        began_s: dict[tuple[str, str], float] = {}
+
+        def end(node: str, kind: str, at_s: float) -> None:
+            if (node, kind) in began_s:
+                found.append(Outage(node, began_s.pop((node, kind)), at_s, kind))
+
+        for node, event, at_s in self._rows(_OUTAGES):
+            begins, ends = _OUTAGE_OF[event]
+            if begins == "down" and event != PowerUpFailed.__name__ and (node, "off") in began_s:
+                continue  # it is switched off
+            for kind in ends:
+                end(node, kind, at_s)
+            if begins:  # the second event of a down or drained node: only its cause has changed
+                began_s.setdefault((node, begins), at_s)
+        found += [Outage(node, start_s, None, kind) for (node, kind), start_s in began_s.items()]
         return [one for one in found if one.start_s < before_s and (one.end_s is None or one.end_s > after_s)]
 
     # ----- the rest of the cluster
@@ -749,6 +773,9 @@ _EVENTS = Statement(
     )
     .order_by(events.c.seq)
 )
+_EVENTS_OF_JOBS = Statement(
+    select(events).where(events.c.job_id.in_(_PLACES), events.c.kind != "Submitted").order_by(events.c.seq)
+)
 _LAST_EVENT = Statement(select(func.max(events.c.at_s)))
 
 _NEW_AUDIT = Statement(insert(audit))
@@ -842,10 +869,23 @@ _KEPT_LINKS = 5  # of each pair
 _of_pair = (links.c.one == place("of_one"), links.c.other == place("of_other"))
 _newest_links = select(links.c.seq).where(*_of_pair).order_by(links.c.seq.desc()).limit(_KEPT_LINKS)
 _FORGET_LINKS = Statement(delete(links).where(*_of_pair, links.c.seq.not_in(_newest_links)))
-_DOWN_OR_UP = (NodeDown, NodeUp, PowerDownOrdered, PowerDownFailed, PowerUpFailed)
-_DOWN_AND_UP = Statement(
+# Of each event: the outage that begins with it, and those that end.
+_OUTAGE_OF: dict[str, tuple[str, tuple[str, ...]]] = {
+    event.__name__: row
+    for event, row in (
+        (NodeDown, ("down", ())),
+        (NodeUp, ("", ("down", "off"))),
+        (NodeDrained, ("drained", ())),
+        (NodeResumed, ("", ("drained",))),
+        (NodeFaultCleared, ("", ("drained",))),
+        (PowerDownOrdered, ("off", ())),
+        (PowerDownFailed, ("", ("off",))),
+        (PowerUpFailed, ("down", ("off",))),
+    )
+}
+_OUTAGES = Statement(
     select(node_events.c.node, node_events.c.kind, node_events.c.at_s)
-    .where(node_events.c.kind.in_([kind.__name__ for kind in _DOWN_OR_UP]))
+    .where(node_events.c.kind.in_(list(_OUTAGE_OF)))
     .order_by(node_events.c.seq)
 )
 

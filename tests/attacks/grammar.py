@@ -204,8 +204,8 @@ class Grammar:
             f"/v1/job/{reference}", f"/v1/job/{reference}/story", f"/v1/job/{reference}/why", f"/v1/job/{reference}/slow",
             "/v1/jobs" + self._query(filters), "/v1/queue" + self._query(filters + layout),
             "/v1/priorities" + self._query(filters),
-            "/v1/outages" + self._query(["start_s", "end_s"]),
-            "/v1/history" + self._query(["id", "user", "state", "name", "start_s", "end_s", "limit"]),
+            "/v1/outages" + self._query(["start_s", "end_s", "kinds"]),
+            "/v1/history" + self._query(["id", "user", "state", "name", "start_s", "end_s", "limit", "attempts"]),
             "/v1/nodes" + self._query(["share_file", "file", "sha256", "uid"]),
             "/v1/log" + self._query(["job", "stream", "offset", "limit"]),
         ])  # fmt: skip

@@ -12,6 +12,7 @@
     I9  users are charged what their jobs are, once
     I10 a job is charged what it held for as long as it held it, event by event: not while it was suspended, nor for the time
         between its end and the controller's hearing of it, nor for a step of the controller's clock
+    I11 what the attempts of a job held, by its events, is what it is charged
     end a job that is COMPLETED has run to its end, once; what a shepherd has put on disk of an end is what is recorded of it,
         and no word of its node makes that a loss (an admin's word, a lease that ran out, or a restored database may)
     bar what a node was heard to have revoked never runs there
@@ -52,6 +53,7 @@ from hpcsched.state.transaction import WriteBatch
 from simulation.machine import Machine, Program
 
 if TYPE_CHECKING:
+    from hpcsched.store.store import Store
     from simulation.head import Head
     from simulation.stage import Simulation
 
@@ -296,6 +298,16 @@ class Truth:
                     job = apply(job, event)
             if job != row:
                 self.broken("I8", f"job {row.id}: its events give {job}, its row is {row}")
+        self._check_attempts(store, list(stored.values()))
+
+    def _check_attempts(self, store: Store, rows: list[Job]) -> None:
+        ended = [row for row in rows if not row.held_nodes]
+        for job_id, attempts in store.attempts(ended).items():
+            held = [one for attempt in attempts or () for one in attempt.holdings]
+            cpu_s = sum(one.cpus * ((one.until_s or 0.0) - one.since_s) for one in held)
+            charged_s = self.rows[JobId(job_id)].charged_cpu_s
+            if attempts is None or abs(cpu_s - charged_s) > 1e-6 * max(1.0, charged_s):
+                self.broken("I11", f"job {job_id} held {cpu_s} cpu-seconds, and is charged {charged_s}: {held}")
 
     def _check_rows(self, stored: dict[JobId, Job]) -> None:
         if stored != self.rows:

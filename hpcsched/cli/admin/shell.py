@@ -29,7 +29,9 @@ from hpcsched.commands.options import Command, Option
 from hpcsched.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
-_TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hsh", "hshare", "hsim", "htunnel", "hwhy")
+_TABLES = (
+    "hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hreport", "hsh", "hshare", "hsim", "htunnel", "hwhy"
+)  # fmt: skip
 _SLURMS = {
     "sacct": "hacct", "sattach": "slurm.sattach", "scancel": "hcancel", "scontrol": "slurm.scontrol", "sinfo": "hinfo",
     "sprio": "hprio", "squeue": "hqueue", "sshare": "hshare", "sstat": "slurm.sstat",

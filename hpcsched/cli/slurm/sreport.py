@@ -1,7 +1,8 @@
 """sreport: usage of the cluster in a period, by account and user.
 
-The figures come from the job history: the resources of the last attempt of each job, for the time within the period. A
-node is down while it does not answer; a drained node is idle.
+The figures are those of hreport (`hpcsched.metrics.usage_report`): what all attempts of jobs held within the period, and the
+time of today's nodes. Down is the free time of nodes that did not answer or were drained, and PLND Down that of nodes that were
+switched off to save power.
 
 Source: sreport(1).
 """
@@ -11,16 +12,16 @@ from __future__ import annotations
 import pwd
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hpcsched import client
-from hpcsched.cli.output import print_separated
+from hpcsched.cli.output import complain, print_separated
 from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.listing.text import clean, fixed_columns
+from hpcsched.metrics.usage_report import ROOT_ACCOUNT, NodeTime, Period, node_times, unknown_jobs, usage_rows
 from hpcsched.model.dates import parse_when
 
 SREPORT = Face(
@@ -31,7 +32,7 @@ SREPORT = Face(
             "[OPTIONS] cluster AccountUtilizationByUser | UserUtilizationByAccount [start=TIME] [end=TIME] [users=LIST]",
             "[OPTIONS] user topusage [start=TIME] [end=TIME] [users=LIST] [accounts=LIST] [topcount=N]",
         ),
-        "Report use over a time; without start and end: yesterday. Down is the time in which nodes did not answer.",
+        "Report use over a time; without start and end: yesterday. Down is time without an answer, or drained.",
         (
             Option("noheader", "n", help="do not print headers"),
             Option("parsable", "p", help="end each column with |"),
@@ -50,21 +51,9 @@ DAY_S = 86_400
 TOP = 10
 RULE = "-" * 80
 UNITS = {"seconds": ("Seconds", 1), "minutes": ("Minutes", 60), "hours": ("Hours", 3600)}
-# TRES -> its name in the title, and the amount that a job holds.
-TRES: Mapping[str, tuple[str, Callable[[Json], float]]] = {
-    "cpu": ("CPU", lambda job: job["num_cpus"] or 0),
-    "mem": ("mem", lambda job: job["mem_mib"] or 0),
-    "node": ("node", lambda job: job["num_nodes"] or 0),
-    "gres/gpu": ("gres/gpu", lambda job: job["gpus"] or 0),
-    "billing": ("billing", lambda job: job["num_cpus"] or 0),
-}
-NODE_TRES: Mapping[str, Callable[[Json], float]] = {
-    "cpu": lambda node: node["cpus"],
-    "mem": lambda node: node["mem_mib"],
-    "node": lambda node: 1,
-    "gres/gpu": lambda node: len(node["gpus"]),
-    "billing": lambda node: node["cpus"],
-}
+# TRES -> its name in the title.
+TRES = {"cpu": "CPU", "mem": "mem", "node": "node", "gres/gpu": "gres/gpu", "billing": "billing"}
+UTILIZATION = ("Allocated", "Down", "PLND Down", "Idle", "Planned", "Reported")
 
 
 class ReportColumn(NamedTuple):
@@ -72,24 +61,6 @@ class ReportColumn(NamedTuple):
 
     title: str
     width: int
-
-
-class Period(NamedTuple):
-    """A period from `start_s` to `end_s`, in seconds since the epoch.
-
-    `now_s` bounds the usage so far.
-    """
-
-    start_s: float
-    end_s: float
-    now_s: float
-
-    def overlap_s(self, start_s: float | None, end_s: float | None) -> float:
-        """Return the seconds of an interval within the period; `end_s` None: it has not ended."""
-        if start_s is None:
-            return 0.0
-        until_s = min(self.end_s, self.now_s if end_s is None else end_s)
-        return max(0.0, until_s - max(self.start_s, start_s))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +77,7 @@ def _work(words: Words) -> int:
         raise UsageError("", getopt=f"error: Unknown condition: {min(unknown)[:60]}")
     if "format" in given:
         raise UsageError("cannot choose columns: sreport has no format= here; cut those of -P")
-    period = _period(given, time.time())
+    period = _period(given, _now_s())
     tres = [name.lower() for name in words.listed("tres")] or ["cpu"]
     for name in tres:
         if name not in TRES:
@@ -115,6 +86,10 @@ def _work(words: Words) -> int:
     title, shown, rows = report(period, tres, given)
     _print(title, shown, rows, words, tres, scale)
     return 0
+
+
+def _now_s() -> float:
+    return time.time()
 
 
 def _report(names: Sequence[str]) -> Callable:
@@ -141,21 +116,17 @@ def _period(given: Mapping[str, str], now_s: float) -> Period:
 
 def _jobs(period: Period, given: Mapping[str, str]) -> list[Json]:
     users = given.get("users") or given.get("user", "")
-    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s)["jobs"]
+    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1)["jobs"]
+    if unknown := unknown_jobs(jobs):
+        complain("sreport", f"the use of {unknown} jobs is not in it: their events do not fit together")
     accounts = (given.get("accounts") or given.get("account", "")).split(",")
-    return [job for job in jobs if accounts == [""] or (job["account"] or "root") in accounts]
+    return [job for job in jobs if accounts == [""] or (job["account"] or ROOT_ACCOUNT) in accounts]
 
 
 def _used(period: Period, jobs: Sequence[Json], tres: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """Return (account, user) -> seconds of each TRES."""
-    used: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(tres))
-    for job in jobs:
-        lasted_s = period.overlap_s(job["started_at_s"], job["ended_at_s"])
-        if lasted_s:
-            sums = used[job["account"] or "root", job["user"]]
-            for at, name in enumerate(tres):
-                sums[at] += lasted_s * TRES[name][1](job)
-    return dict(used)
+    rows = usage_rows(jobs, [period], ("account", "user"))
+    return {(row.key[0], row.key[1]): [row.tres_s(name) for name in tres] for row in rows}
 
 
 # ----- the reports: title, columns, and rows of (texts, seconds of each TRES by column)
@@ -164,23 +135,19 @@ def _used(period: Period, jobs: Sequence[Json], tres: Sequence[str]) -> dict[tup
 def _utilization(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
     nodes = client.call("GET", "/v1/nodes")["nodes"]
     jobs = _jobs(period, given)
-    by_name = {node["name"]: node for node in nodes}
-    path = client.query("/v1/outages", start_s=period.start_s, end_s=period.end_s)
-    outages = [outage for outage in client.call("GET", path)["outages"] if outage["node"] in by_name]
+    path = client.query("/v1/outages", start_s=period.start_s, end_s=period.end_s, kinds="down,drained,off")
+    outages = client.call("GET", path)["outages"]
     rows = []
     for name in tres:
-        there = min(period.end_s, period.now_s) - period.start_s
-        reported_s = max(0.0, there) * sum(NODE_TRES[name](node) for node in nodes)
-        down_s = sum(
-            NODE_TRES[name](by_name[outage["node"]]) * period.overlap_s(outage["start_s"], outage["end_s"])
-            for outage in outages
-        )
-        allocated_s = sum(sums[0] for sums in _used(period, jobs, [name]).values())
-        idle_s = max(0.0, reported_s - down_s - allocated_s)
-        rows.append(([own_cluster()], name, [allocated_s, down_s, 0.0, idle_s, 0.0, reported_s]))
+        whole = NodeTime()
+        for times in node_times(period, jobs, nodes, outages, name).values():
+            whole.add(times)
+        down_s = whole.down_s + whole.drained_s
+        values = [whole.allocated_s, down_s, whole.off_s, whole.idle_s, 0.0, whole.capacity_s]
+        rows.append(([own_cluster()], name, values))
     columns = [ReportColumn("Cluster", 9)]
-    values = [ReportColumn(title, 8) for title in ("Allocated", "Down", "PLND Down", "Idle", "Planned", "Reported")]
-    return f"Cluster Utilization {_span(period)}", (columns, values), rows
+    values_columns = [ReportColumn(title, 8) for title in UTILIZATION]
+    return f"Cluster Utilization {_span(period)}", (columns, values_columns), rows
 
 
 def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
@@ -297,7 +264,7 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
         table.append([*map(clean, names), *([tres_name] if by_tres else []), *numbers_text])
     if not words.has("noheader"):
         if not words.has("quiet"):
-            what = "TRES" if by_tres else TRES[tres[0]][0]
+            what = "TRES" if by_tres else TRES[tres[0]]
             print(f"{RULE}\n{title}\nUsage reported in {what} {unit}\n{RULE}")
         table.insert(0, [column.title for column in columns])
     _print_table(table, columns, words)

@@ -1005,6 +1005,7 @@ class ControllerBackend(Reading):
         accounting = value_to_json(config.accounting)
         return {
             "config": shown,
+            "cost": asdict(config.cost),
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 

@@ -26,6 +26,7 @@ from hpcsched.controller.recovery import load_state, node_of, policy_of
 from hpcsched.controller.tick import Controller
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import terms_text
+from hpcsched.lifecycle.attempts import Attempt
 from hpcsched.lifecycle.events import (
     Adopted,
     Allocated,
@@ -69,7 +70,7 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import StepRecord
 from hpcsched.store.backup import back_up, contents_of
 from hpcsched.store.engine import incarnation, open_database, open_read_only
-from hpcsched.store.store import HistoryQuery, Store
+from hpcsched.store.store import OUTAGES, HistoryQuery, Store
 
 PART_JOBS = 500  # read at a time
 
@@ -83,13 +84,17 @@ class _HistorySlice(NamedTuple):
     jobs: list[Job]
     steps: list[StepRecord]
     training: dict[int, TrainingStatus]
+    attempts: dict[int, tuple[Attempt, ...] | None] | None  # None: not asked for
 
 
 def outages_of(database: Path, query: Json) -> list[Json]:
-    """Return the outages of nodes between `start_s` and `end_s` of the query.
+    """Return the outages of nodes between `start_s` and `end_s` of the query, of the kinds that it names.
 
-    Raises RequestError, UnavailableError.
+    Without kinds those in which a node did not answer. Raises RequestError, UnavailableError.
     """
+    kinds = [word for word in query.get("kinds", "down").split(",") if word]
+    if unknown := sorted(set(kinds).difference(OUTAGES)):
+        raise RequestError(f"cannot read outages of kind {unknown[0][:60]!r}: there are {', '.join(OUTAGES)}")
     try:
         after_s, before_s = (number(query[name], name) for name in ("start_s", "end_s"))
     except KeyError as missing:
@@ -98,7 +103,7 @@ def outages_of(database: Path, query: Json) -> list[Json]:
         raise RequestError(f"cannot read outages: {error}") from None
     store = Store(open_read_only(database))
     try:
-        return [outage._asdict() for outage in store.outages(after_s, before_s)]
+        return [outage._asdict() for outage in store.outages(after_s, before_s) if outage.kind in kinds]
     finally:
         store.close()
 
@@ -106,11 +111,11 @@ def outages_of(database: Path, query: Json) -> list[Json]:
 async def history_text(database: Path, cluster: ClusterState, identity: Identity, query: Json, now_s: float) -> bytes:
     """Return the jobs that match `query`; unfinished jobs are shown in their present state.
 
-    A page has the newest jobs, or the newest of those before the cursor, by id.
+    A page has the newest jobs, or the newest of those before the cursor, by id. With `attempts` each job has what it held.
 
     Raises: RequestError, and UnavailableError if the database cannot be read.
     """
-    wanted = _history_query(query)
+    wanted, with_attempts = _history_query(query), query.get("attempts") == "1"
     breaks, texts = AnswerPauses(), []
     loop = asyncio.get_running_loop()
     store = Store(open_read_only(database))
@@ -118,7 +123,7 @@ async def history_text(database: Path, cluster: ClusterState, identity: Identity
     try:
         ids = await loop.run_in_executor(thread, _ids, store, wanted)
         for at in range(0, len(ids), PART_JOBS):
-            part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS])
+            part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS], with_attempts)
             for view in _views(part, cluster, identity, now_s):
                 texts.append(json_text(view))
                 if breaks.due():
@@ -141,8 +146,10 @@ def _ids(store: Store, query: HistoryQuery) -> list[int]:
     return sorted(set(found))
 
 
-def _read(store: Store, ids: Sequence[int]) -> _HistorySlice:
-    return _HistorySlice(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
+def _read(store: Store, ids: Sequence[int], with_attempts: bool) -> _HistorySlice:
+    found = store.jobs(ids)
+    attempts = store.attempts(found) if with_attempts else None
+    return _HistorySlice(found, store.load_steps(ids), store.load_training(ids), attempts)
 
 
 def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s: float) -> Iterator[Json]:
@@ -152,6 +159,8 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
     for job in part.jobs:
         if not allows(identity, Action.VIEW_JOBS, job):
             continue
+        if part.attempts is not None and not allows(identity, Action.VIEW_USAGE, job):
+            continue
         for component in components_of(cluster.jobs.get(job.id, job)):
             view = job_view(component, cluster, identity, now_s)
             view["steps"] = [
@@ -159,7 +168,26 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
             ]
             if view["training"] is None and allows(identity, Action.VIEW_DETAILS, job):
                 view["training"] = training_view(part.training.get(job.id))
+            if part.attempts is not None:
+                view["attempts"] = [] if component.component else _attempt_views(part.attempts[job.id])
             yield view
+
+
+def _attempt_views(attempts: tuple[Attempt, ...] | None) -> list[Json] | None:
+    """Return the attempts of a job, which its first component has for all; None: they are not known."""
+    if attempts is None:
+        return None
+    return [
+        {
+            "attempt": attempt.number,
+            "waited_s": attempt.waited_s,
+            "allocated_at_s": attempt.allocated_at_s,
+            "ended_at_s": attempt.ended_at_s,
+            "requeued": attempt.is_requeued,
+            "holdings": [holding._asdict() for holding in attempt.holdings],
+        }
+        for attempt in attempts
+    ]
 
 
 def _is_in(step: Json, component: Job) -> bool:
@@ -175,7 +203,7 @@ def _history_query(query: Json) -> HistoryQuery:
     def words(name: str) -> tuple[str, ...]:
         return tuple(word for word in query.get(name, "").split(",") if word)
 
-    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit", "after"}
+    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit", "after", "attempts"}
     if unknown:
         raise RequestError(f"cannot search the history by {', '.join(sorted(unknown))}")
     return HistoryQuery(

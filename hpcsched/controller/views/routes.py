@@ -530,7 +530,11 @@ def page_of(found: Json, items: str, query: Mapping[str, str]) -> Json:
 
 def _name_of(item: Json) -> str:
     """Return what distinguishes an item from others of its list."""
-    names = ("name",) if "name" in item and "id" not in item else ("id", "token", "account", "user", "node", "start_s")
+    names = (
+        ("name",)
+        if "name" in item and "id" not in item
+        else ("id", "token", "account", "user", "node", "start_s", "kind")
+    )
     return "/".join(str(item[name]) for name in names if name in item)
 
 

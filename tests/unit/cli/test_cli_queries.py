@@ -206,7 +206,11 @@ def test_all_pages_of_the_history_are_read(api: FakeApi, capsys: pytest.CaptureF
     def page(_: dict[str, object], given: dict[str, str]) -> dict[str, object]:
         last = int(given.get("after", 4)) - 1
         more = {"next_cursor": str(last)} if last > 1 else {}
-        return {"now_s": NOW_S, "jobs": [job(last) | ended]} | more
+        held = {"node": "n1", "since_s": NOW_S - 3600, "until_s": NOW_S - 1800, "mem_mib": 1, "gpus": 0.0}
+        held["cpus"] = job(last)["num_cpus"]
+        attempt = {"attempt": 0, "waited_s": 0.0, "allocated_at_s": NOW_S - 3600, "ended_at_s": NOW_S - 1800}
+        attempt |= {"requeued": False, "holdings": [held]}
+        return {"now_s": NOW_S, "jobs": [job(last) | ended | {"attempts": [attempt]}]} | more
 
     api.answers["GET /v1/history"] = page
     assert hacct.main(["-n", "-P", "-o", "jobid"]) == 0

@@ -1,0 +1,198 @@
+"""hreport and sreport over what a controller really answers: figures, formats, and texts of users that mean no good."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_api import FakeApi
+from jobs import T0
+from unit.controller.cluster import ANN, BOB, ROOT, Cluster
+
+from hpcsched.auth.authorize import HIDEABLE, Identity
+from hpcsched.cli import hreport
+from hpcsched.cli.slurm import sreport
+from hpcsched.controller.requests import jobs
+from hpcsched.model.accounting import Tariff
+
+PERIOD = ("-S", f"uts{T0:.0f}", "-E", f"uts{T0 + 1000:.0f}")
+SREPORT_PERIOD = (f"start=uts{T0:.0f}", f"end=uts{T0 + 1000:.0f}", "-t", "Seconds", "-nP")
+EVIL = '<img src=x onerror="alert(1)">'
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    """Two nodes of two cpus. Job 1 of ann ran for 100 s, was requeued, and ran for 50 s. n2 was drained at 800 s."""
+    made = Cluster("n1", "n2", path=tmp_path / "hpcsched.db")
+    one = made.submit(ANN, requeue=True)
+    made.run(one)
+    made.tick(100.0)
+    made.ask(lambda tx: jobs.requeue(tx, ROOT, [str(one)]))
+    made.gone(one, "n1")
+    made.tick(30.0)
+    made.run(one)
+    made.tick(50.0)
+    made.end(one)
+    made.tick(T0 + 800 - made.now_s)
+    made.ask(lambda tx: jobs.drain(tx, ROOT, "n2", "heat", "root"))
+    made.tick(200.0)
+    return made
+
+
+def serve(api: FakeApi, cluster: Cluster, identity: Identity = ROOT) -> None:
+    backend = cluster.backend()
+
+    def history(_: object, given: dict[str, str]) -> Any:
+        return json.loads(asyncio.run(backend.history(identity, given)))
+
+    api.answers["GET /v1/history"] = history
+    api.answers["GET /v1/nodes"] = lambda _, given: asyncio.run(backend.nodes(identity, given))
+    api.answers["GET /v1/outages"] = lambda _, given: asyncio.run(backend.outages(identity, given))
+    api.answers["GET /v1/config"] = lambda *_: backend.config(identity)
+    api.answers["GET /v1/ping"] = {"cluster": "lab"}
+    api.answers["GET /v1/metrics/history"] = (404, {"error": "there are none", "kind": "NotFoundError"})
+
+
+@pytest.fixture
+def served(api: FakeApi, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setattr(hreport, "_now_s", lambda: T0 + 1000)
+    monkeypatch.setattr(sreport, "_now_s", lambda: T0 + 1000)
+    serve(api, cluster)
+    return cluster
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert hreport.main([*PERIOD, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_use_is_the_sum_over_all_attempts(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = report(capsys, "--by=user")["rows"]
+    assert (row["user"], row["jobs"], row["starts"]) == ("ann", 1, 2)
+    assert row["cpu_hours"] * 3600 == pytest.approx(150)
+    assert row["requeued_cpu_hours"] * 3600 == pytest.approx(100)
+    assert sreport.main(["user", "top", *SREPORT_PERIOD]) == 0
+    assert capsys.readouterr().out == "demo|ann||root|150|0\n".replace("demo", "lab")
+
+
+def test_a_drained_node_is_not_idle(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["node"]: row for row in report(capsys, "nodes", "--by=node")["rows"]}
+    assert rows["n2"]["drained_part"] == pytest.approx(0.2)
+    assert rows["n1"]["drained_part"] == 0
+    assert rows["n1"]["allocated_part"] == pytest.approx(150 / 2000)
+    assert sreport.main(["cluster", "utilization", *SREPORT_PERIOD]) == 0
+    allocated, down, planned, idle, _, whole = map(int, capsys.readouterr().out.strip().split("|")[1:])
+    assert (allocated, down, planned, whole) == (150, 400, 0, 4000)
+    assert allocated + down + idle == whole
+
+
+def test_a_node_without_jobs_has_a_row_too(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row["node"] for row in report(capsys, "--by=node")["rows"]] == ["n1", "n2"]
+
+
+def test_months_are_parts_of_the_period_in_local_time() -> None:
+    period = hreport.Period(0.0, 40 * 86_400.0, 1e9)
+    months = hreport.months_of(period)
+    assert [month.name for month in months] == ["1970-01", "1970-02"]
+    assert (months[0].start_s, months[-1].end_s, months[0].end_s) == (0.0, period.end_s, months[1].start_s)
+
+
+def test_costs_are_shown_if_there_are_prices(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hreport.main([*PERIOD]) == 0
+    assert "Cost" not in capsys.readouterr().out
+    tariff = Tariff(currency="CHF", cpu_hour=36.0)
+    served.state.config = replace(served.state.config, cost=tariff)
+    assert hreport.main([*PERIOD, "cost"]) == 0
+    assert re.search(r"^user +CHF\n-+ -+\nann +1\.50$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_energy_is_only_what_meters_measured(served: Cluster, api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(capsys, "--by=node")["energy_source"] is None
+    meter = {"name": "node_power_watts", "labels": {"sensor": "power_meter/power1"}, "values": [360.0]}
+    found = {"from_s": T0, "step_s": 3600.0, "count": 1, "series": [meter]}
+    api.answers["GET /v1/metrics/history"] = lambda _, given: (
+        found if given["target"] == "n1" else found | {"series": []}
+    )
+    told = report(capsys, "energy", "--by=node")
+    assert [row["kwh"] for row in told["rows"]] == [pytest.approx(0.1), None]
+    assert told["energy_source"] == "measured"
+    assert any("known for 50% of the nodes' time" in note for note in told["notes"])
+    assert hreport.main([*PERIOD, "energy"]) == 2
+    assert "only by node, month, or both" in capsys.readouterr().err
+
+
+def test_a_history_of_metrics_that_is_off_is_said(
+    served: Cluster, api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.answers["GET /v1/metrics/history"] = (503, {"error": "no history is kept", "kind": "UnavailableError"})
+    assert any("no history is kept" in note for note in report(capsys, "--by=node")["notes"])
+
+
+def test_csv_has_plain_numbers_and_no_formulas(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    served.submit(replace(BOB, user="=1+2"))
+    served.tick(0.0)
+    assert hreport.main(["-S", f"uts{T0:.0f}", "-E", f"uts{T0 + 2000:.0f}", "--csv", "use", "waste"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["user"] for row in rows] == ["'=1+2", "ann"]
+    assert float(rows[1]["cpu_hours"]) == pytest.approx(150 / 3600)
+    assert rows[1]["unused_cpu_hours"] == ""
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append(tag)
+        self.addresses += [str(value) for name, value in attrs if name in ("src", "href", "action") or name[:2] == "on"]
+
+
+def test_the_page_is_one_file_without_scripts_and_with_escaped_names(
+    served: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.submit(replace(BOB, user=EVIL))
+    assert hreport.main(["-S", f"uts{T0:.0f}", "-E", f"uts{T0 + 2000:.0f}", "--html"]) == 0
+    page = capsys.readouterr().out
+    tags = Tags()
+    tags.feed(page)
+    assert not {"script", "img", "link", "iframe", "object"}.intersection(tags.found)
+    assert tags.addresses == []
+    assert page.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;") == 3
+    assert "default-src 'none'" in page
+    assert "@media print" in page
+
+
+def test_hidden_usage_of_others_is_not_reported(
+    served: Cluster, api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hidden = frozenset({HIDEABLE["usage"]})
+    served.state.config = replace(served.state.config, access=replace(served.state.config.access, hidden=hidden))
+    serve(api, served, replace(BOB, hidden=hidden))
+    told = report(capsys)
+    assert told["rows"] == []
+    assert "the report has what you may see" in told["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["profit"], "cannot report 'profit': there are use, waits"),
+        (["--by=colour"], "cannot report by 'colour': there are user, account"),
+        (["--month=2027-13"], "write 2027-01, this or last"),
+        (["--month=last", "-S", "now-1day"], "give one of them"),
+        (["--csv", "--html"], "at once"),
+        (["-S", "now", "-E", "now-1day"], "the end is not after the start"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hreport.main(words) == 2
+    assert text in capsys.readouterr().err
