@@ -27,10 +27,11 @@ from hpcsched.cli.slurm import records
 from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
 from hpcsched.commands.options import FAILED, HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
-from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.errors import NotFoundError, RequestError, UnavailableError
+from hpcsched.listing.ecs import ecs_line, job_event_document
 from hpcsched.listing.text import clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
-from hpcsched.model.units import format_time_s
+from hpcsched.model.units import format_time_s, whole_number
 
 # ----- reservations: create, update, delete, show, with the grammar and names of scontrol
 # The controller interprets ``Name=value``; here it becomes a request, and the answer becomes text.
@@ -171,7 +172,7 @@ COMMAND = Command(
         "hold | release | requeue | suspend | resume | sign JOB...",
         "update JOB... NAME=VALUE...",
         "create reservation NAME=VALUE... | update reservation NAME NAME=VALUE... | delete reservation NAME",
-        "story JOB",
+        "story JOB | events [-f] [--json] [after=NUMBER]",
         "update PartitionName=NAME State=UP|DOWN|DRAIN|INACTIVE",
         "drain NODES WHY | resume NODES | fence NODES [WHY] | power down|up NODES",
         "backup DIR [keep=N] | FILE",
@@ -204,6 +205,7 @@ COMMAND = Command(
     "lists and revokes the credentials with which "
     "programs use the API over the network (hpcsched gateway).",
     (
+        Option("follow", "f", help="print events as they happen, until interrupted"),
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
         Option("reason", "", "TEXT", "the reason for drain or fence, instead of WHY"),
@@ -291,6 +293,11 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "admins.",
     ),
     "story": (("story JOB",), "Print the history of a job, and what it waits for now or how it ended."),
+    "events": (
+        ("events [-f] [--json] [after=NUMBER]",),
+        "Print the events of jobs after event NUMBER, by default the last 100; with -f also those to come. --json prints "
+        "lines of ECS JSON for log shippers.",
+    ),
     "drain": (
         ("drain NODES WHY", "drain NODES --reason=WHY"),
         "Stop new jobs from starting on nodes; running jobs continue. Other users see the reason. For admins.",
@@ -732,6 +739,53 @@ def _story(rest: Sequence[str], words: Words) -> int:
     lines = [f"{date_text(event['at_s'])}  {clean(event['text'])}" for event in answer["events"]]
     lines += [f"{date_text(answer['now_s'])}  now: {clean(answer['now'])}"] if answer.get("now") else []
     return _print_answer(answer, words, "\n".join(lines))
+
+
+LAST_EVENTS = 100
+EVENTS_WAIT_S = 15.0
+RETRY_S = 1.0
+
+
+def _events(rest: Sequence[str], words: Words) -> int:
+    """Print the events of jobs; with --follow until interrupted, over restarts of the controller."""
+    after = _event_number(rest)
+    if after is None:
+        after = max(0, client.call("GET", "/v1/events")["next"] - LAST_EVENTS)
+    cluster = str(client.call("GET", "/v1/ping")["cluster"]) if words.has("json") else ""
+    follows, is_lost = words.has("follow"), False
+    while True:
+        try:
+            path = client.query("/v1/events", after=after, wait_s=EVENTS_WAIT_S if follows else 0)
+            answer = client.call("GET", path, timeout_s=2 * EVENTS_WAIT_S)
+        except UnavailableError as error:
+            if not follows:
+                raise
+            if not is_lost:
+                complain("hctl", f"{error}; following from event {after} when it answers again")
+            is_lost = True
+            time.sleep(RETRY_S)
+            continue
+        is_lost = False
+        for event in answer["events"]:
+            print(ecs_line(job_event_document(event, cluster)) if words.has("json") else _event_text(event))
+        sys.stdout.flush()
+        if not follows and answer["next"] == after:
+            return 0
+        after = answer["next"]
+
+
+def _event_number(rest: Sequence[str]) -> int | None:
+    if not rest:
+        return None
+    name, equals, number = rest[0].partition("=")
+    if len(rest) > 1 or name != "after" or not equals:
+        raise UsageError("cannot understand that: write hctl events [-f] [--json] [after=NUMBER]")
+    return whole_number(number, "the number of an event")
+
+
+def _event_text(event: Json) -> str:
+    owner = f" of {clean(event['user'])}" if event.get("user") else ""
+    return f"{date_text(event['at_s'])}  {event['seq']}  job {event['job_id']}{owner}: {event['kind']}"
 
 
 # ----- nodes and the controller
@@ -1227,6 +1281,7 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "create": _create,
     "delete": _delete,
     "story": _story,
+    "events": _events,
     "drain": _drain,
     "resume": _resume_jobs_or_nodes,
     "fence": _fence,

@@ -535,6 +535,12 @@ COST = (
     Key("gco2_per_kwh", number(), 0, "How many grams of CO2 a kilowatt-hour causes. 0: not shown."),
 )
 
+LOG = (
+    Key("format", one_of("text", "ecs"), "text",
+        "How the controller and the gateway write their logs: text, or ecs: one JSON object on each line, in the Elastic Common "
+        "Schema, for log shippers. It applies when they start."),
+)
+
 METRICS = (
     Key("interval_s", seconds(), 10,
         "How often each node sends what it and its jobs use (at least every 0.5 s). 0: never; then /metrics has only what the "
@@ -748,6 +754,7 @@ SECTIONS = {
     "audit": AUDIT,
     "backup": BACKUP,
     "cost": COST,
+    "log": LOG,
     "metrics": METRICS,
     "sync": SYNC,
     "power": POWER,

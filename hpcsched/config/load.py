@@ -50,6 +50,7 @@ from hpcsched.config.keys import (
     COST,
     GATEWAY,
     LOCAL_HOST,
+    LOG,
     METRICS,
     NODE,
     OIDC,
@@ -303,6 +304,7 @@ class GatewaySettings:
     connections_per_address: int
     max_connections: int
     oidc: OidcSettings
+    log_format: str = "text"  # or "ecs": of [log]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +334,7 @@ class Config:
     sync: SyncSettings = SyncSettings()
     backup: BackupSettings = BackupSettings()
     cost: Tariff = Tariff()
+    log_format: str = "text"  # or "ecs"
     power: PowerSettings = PowerSettings()
 
     @property
@@ -390,7 +393,11 @@ def load_gateway(config_dir: Path) -> GatewaySettings:
         raise ConfigError(f"cannot read {path}: it does not exist; make it with: hpcsched init")
     _refuse_open_directory(config_dir)
     tables = _merged([(path, _parse(path, _read_trusted(path))), *_extra_files(config_dir)])
-    return _gateway(path, tables.get("gateway", {}))
+    return replace(_gateway(path, tables.get("gateway", {})), log_format=_log_format(path, tables))
+
+
+def _log_format(path: Path, tables: Mapping[str, Any]) -> str:
+    return str(values_of(path, "[log]", tables.get("log", {}), LOG)["format"])
 
 
 def _gateway(path: Path, table: Any) -> GatewaySettings:
@@ -487,6 +494,7 @@ def build_config(
         "power",
         "backup",
         "cost",
+        "log",
         "scheduler",
         "gateway",
         "partitions",
@@ -516,6 +524,7 @@ def build_config(
         sync=SyncSettings(**values_of(path, "[sync]", tables.get("sync", {}), SYNC)),
         backup=_backup(path, tables.get("backup", {})),
         cost=Tariff(**values_of(path, "[cost]", tables.get("cost", {}), COST)),
+        log_format=_log_format(path, tables),
         power=_power(path, tables.get("power", {}), controller),
     )
 

@@ -79,7 +79,13 @@ def command(config_dir: Path | None, log_level: str | None, log_file: Path | Non
     config = load_config(config_dir or paths.find_config_dir(os.environ, os.getuid()))
     settings = config.controller
     try:
-        start_log(log_level or settings.log_level, log_file, settings.log_max_size << 20, settings.log_files)
+        start_log(
+            log_level or settings.log_level,
+            log_file,
+            settings.log_max_size << 20,
+            settings.log_files,
+            is_ecs=config.log_format == "ecs",
+        )
     except OSError as error:
         raise ConfigError(f"cannot write the log {log_file}: {error.strerror}") from None
     return_large_blocks()

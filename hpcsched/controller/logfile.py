@@ -1,9 +1,12 @@
-"""Write the controller's log, with limits on size, lines per second, and repetition.
+"""Write the log of the controller and the gateway, with limits on size, lines per second, and repetition.
 
 A record that repeats one of the last minute is counted, not written. The same applies to a place in
 the code that logs faster than `PER_S`; other places are not affected. A count is written with the
 next record, or when the log is closed. At its maximum size a log file is renamed (``.1``, ``.2``),
 and the process's standard error moves to the new file.
+
+With the format "ecs" each record is a line of JSON (`hpcsched.listing.ecs`). What others write to standard error, as Python does
+when it cannot start, is text in any case.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from socket import gethostname
+
+import hpcsched
+from hpcsched.listing.ecs import MAX_TEXT, cut_text, ecs_head, ecs_line
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 REMEMBERED_S = 60.0
@@ -104,6 +112,41 @@ class Bounded(logging.Handler):
         self._target.handle(logging.LogRecord(name, level, __file__, 0, text, None, None))
 
 
+class EcsFormatter(logging.Formatter):
+    """Writes a record as one line of ECS JSON.
+
+    Fields are those of `StdlibFormatter` of ecs-logging, but for the original message; `service` is the daemon's name.
+    """
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._common = {"service": {"name": service, "version": hpcsched.__version__}, "host": {"name": gethostname()}}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        document = {
+            **ecs_head(record.created, record.levelname.lower(), record.getMessage()),
+            "log": {
+                "logger": record.name,
+                "origin": {
+                    "file": {"line": record.lineno, "name": record.filename},
+                    **({"function": record.funcName} if record.funcName else {}),
+                },
+            },
+            "process": {"pid": record.process, "name": record.processName, "thread": {"name": record.threadName}},
+            **self._common,
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            kind, error, trace = record.exc_info
+            stack = "".join(traceback.format_tb(trace))
+            document["error"] = {
+                "type": kind.__name__,
+                "message": cut_text(str(error)),
+                "stack_trace": stack[-MAX_TEXT:],
+            }
+        return ecs_line(document)
+
+
 class LogFile(RotatingFileHandler):
     """A log file of limited size. The process's standard output and error go there too."""
 
@@ -117,8 +160,16 @@ class LogFile(RotatingFileHandler):
                 os.dup2(self.stream.fileno(), fd)
 
 
-def start_log(level: str, path: Path | None, max_bytes: int, files: int) -> None:
-    """Write all records of this level to the file, or to standard error.
+def start_log(
+    level: str,
+    path: Path | None,
+    max_bytes: int = 0,
+    files: int = 0,
+    *,
+    is_ecs: bool = False,
+    service: str = "hpcschedd",
+) -> None:
+    """Write all records of this level to the file, or to standard error, as text or as ECS JSON.
 
     Raises: OSError.
     """
@@ -127,5 +178,5 @@ def start_log(level: str, path: Path | None, max_bytes: int, files: int) -> None
         target = logging.StreamHandler(sys.stderr)
     else:
         target = LogFile(path, maxBytes=max_bytes, backupCount=files, encoding="utf-8", errors="backslashreplace")
-    target.setFormatter(logging.Formatter(FORMAT))
+    target.setFormatter(EcsFormatter(service) if is_ecs else logging.Formatter(FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[Bounded(target)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pwd
 import signal
@@ -19,6 +18,7 @@ import click
 from hpcsched import client, paths
 from hpcsched.cli.admin.init import give_to_controller, seal_keys_of
 from hpcsched.config.load import Config, load_config, load_gateway
+from hpcsched.controller.logfile import start_log
 from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
 from hpcsched.launch import as_controller
 from hpcsched.listing.text import clean
@@ -250,8 +250,8 @@ def gateway(port: int | None, insecure_loopback: bool) -> None:
         from hpcsched.gateway import server
     except ImportError as error:
         raise ConfigError(f"cannot run the gateway: {error.name} is missing: pip install 'hpcsched[web]'") from None
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = load_gateway(paths.find_config_dir(os.environ, os.getuid()))
+    start_log("info", None, is_ecs=settings.log_format == "ecs", service="hpcsched-gateway")
     if port is not None:
         settings = replace(settings, port=port)
     server.run(settings, paths.api_socket(os.environ, os.getuid()), insecure=insecure_loopback)

@@ -566,7 +566,7 @@ class ControllerBackend(Reading):
     def events(self, identity: Identity, after: int | None) -> Json:
         """Return the events of visible jobs after number `after`; None: none, from now on.
 
-        `state` is the job's present state.
+        `state` is the job's present state; it and the user of a job that is not remembered any more are None.
         """
         store = self._controller.store
         found: list[Json] = []
@@ -579,6 +579,7 @@ class ControllerBackend(Reading):
             if sees_all or (job is not None and allows(identity, Action.VIEW_JOBS, job)):
                 state = None if job is None else job.state.value
                 event = {"seq": row.seq, "at_s": row.at_s, "job_id": row.job_id, "kind": row.kind, "state": state}
+                event["user"] = None if job is None else job.user
                 found.append(event)
         return {"events": found, "next": after}
 

@@ -1,4 +1,4 @@
-"""hreport and sreport over what a controller really answers: figures, formats, and texts of users that mean no good."""
+"""hreport, sreport and hctl events over what a controller really answers: figures, formats, texts that mean no good."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jobs import T0
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.auth.authorize import HIDEABLE, Identity
-from hpcsched.cli import hreport
+from hpcsched.cli import hctl, hreport
 from hpcsched.cli.slurm import sreport
 from hpcsched.controller.requests import jobs
 from hpcsched.model.accounting import Tariff
@@ -196,3 +196,62 @@ def test_hidden_usage_of_others_is_not_reported(
 def test_what_cannot_be_reported_is_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert hreport.main(words) == 2
     assert text in capsys.readouterr().err
+
+
+# ----- the stream of events
+
+
+def serve_events(api: FakeApi, cluster: Cluster) -> None:
+    """Answer as the controller does, then be gone once, then be there again."""
+    backend = cluster.backend()
+
+    def events(_: object, given: dict[str, str]) -> Any:
+        return backend.events(ROOT, int(given["after"]) if "after" in given else None)
+
+    api.answers["GET /v1/events"] = events
+    api.answers["GET /v1/ping"] = {"cluster": "lab"}
+
+
+def test_events_are_printed_with_their_numbers(
+    api: FakeApi, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_events(api, cluster)
+    assert hctl.main(["events"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[1:] for line in lines][0] == ["1", "job 1 of ann: Submitted"]
+    assert len(lines) == cluster.store.last_event()
+    assert hctl.main(["events", f"after={len(lines) - 1}", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["event"]["sequence"] == len(lines)
+
+
+def test_events_are_followed_over_a_restart_of_the_controller(
+    api: FakeApi, cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_events(api, cluster)
+    answer = api.answers["GET /v1/events"]
+    last = cluster.store.last_event()
+    pauses: list[float] = []
+    gone = (503, {"error": "the controller is starting", "kind": "UnavailableError"})
+    calls: list[str] = []
+
+    def flaky(body: Any, given: dict[str, str]) -> Any:
+        calls.append(given.get("after", ""))
+        if len(calls) == 2:
+            return gone
+        if len(calls) == 4:
+            return (403, {"error": "enough", "kind": "PermissionDeniedError"})
+        return answer(body, given)  # type: ignore[operator, misc]
+
+    monkeypatch.setattr(hctl.time, "sleep", pauses.append)
+    api.answers["GET /v1/events"] = flaky
+    assert hctl.main(["events", "-f", "--json", f"after={last - 2}"]) == 1
+    out = capsys.readouterr()
+    assert [json.loads(line)["event"]["sequence"] for line in out.out.splitlines()] == [last - 1, last]
+    assert (calls, pauses) == ([str(last - 2), str(last), str(last), str(last)], [hctl.RETRY_S])
+    assert f"following from event {last} when it answers again" in out.err
+
+
+def test_words_that_are_no_place_among_events_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hctl.main(["events", "yesterday"]) == 2
+    assert "write hctl events [-f] [--json] [after=NUMBER]" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -116,3 +117,20 @@ def test_a_log_file_rotates_and_takes_standard_error_along(tmp_path: Path) -> No
     assert said.count("ZeroDivisionError") + (tmp_path / "log.1").read_text().count("ZeroDivisionError") < 10
     assert "message repeated" in said
     assert os.fspath(path) not in said
+
+
+def test_a_log_in_ecs_has_one_json_object_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    program = (
+        "import logging; from pathlib import Path; from hpcsched.controller.logfile import start_log\n"
+        f"start_log('info', Path({str(path)!r}), 1 << 20, 1, is_ecs=True, service='hpcsched-gateway')\n"
+        "for _ in range(3): logging.getLogger('hpcsched').warning('a job is called %s', 'a\\nb')\n"
+        "logging.shutdown()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["message"] for line in lines] == [
+        "a job is called a\nb",
+        "message repeated 2 times: a job is called a\nb",
+    ]
+    assert {line["service"]["name"] for line in lines} == {"hpcsched-gateway"}

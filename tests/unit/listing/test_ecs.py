@@ -1,0 +1,114 @@
+"""Log records and job events as ECS JSON lines: as ecs-logging writes them, one line each, bounded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hpcsched
+from hpcsched.controller.logfile import EcsFormatter
+from hpcsched.lifecycle.events import EVENTS
+from hpcsched.listing.ecs import MAX_TEXT, job_event_document
+
+SHIPPERS = Path(hpcsched.__file__).parent.parent / "etc" / "log-shippers"
+COMMON = ("@timestamp", "log.level", "message", "ecs.version")
+
+
+def record(text: str = "node %s is down", *args: object, level: int = logging.WARNING) -> logging.LogRecord:
+    return logging.LogRecord("hpcsched.nodes", level, __file__, 12, text, args or ("n1",), None, "watch")
+
+
+def line(of: logging.LogRecord) -> dict[str, Any]:
+    text = EcsFormatter("hpcschedd").format(of)
+    assert "\n" not in text
+    assert text.isascii()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_a_record_has_the_fields_that_ecs_logging_gives_it() -> None:
+    ecs_logging = pytest.importorskip("ecs_logging")
+    made = record()
+    theirs = json.loads(ecs_logging.StdlibFormatter(exclude_fields=["log.original", "process.thread.id"]).format(made))
+    ours = line(made)
+    assert tuple(ours)[:4] == COMMON
+    assert {name: ours[name] for name in theirs} == theirs
+    assert ours["service"] == {"name": "hpcschedd", "version": hpcsched.__version__}
+
+
+def test_an_exception_is_in_fields_of_its_own() -> None:
+    made = record()
+    try:
+        raise ValueError("no\nsuch node")
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    error = line(made)["error"]
+    assert (error["type"], error["message"]) == ("ValueError", "no\nsuch node")
+    assert "test_an_exception_is_in_fields" in error["stack_trace"]
+
+
+@pytest.mark.parametrize(
+    "text", ['end\n{"@timestamp": "1970-01-01T00:00:00.000Z"}', "\u2028next", "\x1b[2J", "\udcff", '"}', "%s"]
+)
+def test_no_text_ends_its_line(text: str) -> None:
+    assert line(record("%s", text))["message"] == text
+
+
+def test_a_long_text_is_cut() -> None:
+    assert len(line(record("%s", "x" * 10_000_000))["message"]) == MAX_TEXT + 3
+
+
+def event(kind: str, state: str | None = "RUNNING", user: str | None = "ann") -> dict[str, Any]:
+    return {"seq": 7, "at_s": 1_800_000_000.25, "job_id": 12, "kind": kind, "state": state, "user": user}
+
+
+def test_a_job_event_says_what_happened_to_which_job() -> None:
+    found = job_event_document(event("NodesReleased"), "lab")
+    assert found["@timestamp"] == "2027-01-15T08:00:00.250Z"
+    assert found["message"] == "job 12 of ann: nodes released; its state is RUNNING"
+    assert found["event"] == {
+        "kind": "event", "dataset": "hpcsched.jobs", "action": "job-nodes-released", "id": "7", "sequence": 7,
+    }  # fmt: skip
+    assert (found["user"], found["labels"]) == ({"name": "ann"}, {"job_id": "12", "state": "RUNNING"})
+
+
+def test_every_kind_of_event_has_an_action_and_an_end_has_an_outcome() -> None:
+    actions = {job_event_document(event(kind), "lab")["event"]["action"] for kind in EVENTS}
+    assert len(actions) == len(EVENTS)
+    ends = {
+        state: job_event_document(event("Exited", state), "lab")["event"]["outcome"]
+        for state in ("COMPLETED", "TIMEOUT")
+    }
+    assert ends == {"COMPLETED": "success", "TIMEOUT": "failure"}
+    forgotten = job_event_document(event("Exited", None, None), "lab")
+    assert (forgotten["event"]["outcome"], "user" in forgotten) == ("unknown", False)
+
+
+@pytest.mark.parametrize("name", ["promtail.yaml", "filebeat.yml", "vector.yaml"])
+def test_an_example_for_a_shipper_reads_the_log_and_the_events(name: str) -> None:
+    text = (SHIPPERS / name).read_text()
+    assert isinstance(yaml.safe_load(text), dict)
+    assert "/var/lib/hpcsched/*.log" in text or "lib/hpcsched/*.log" in text
+    assert "events" in text
+
+
+def test_the_labels_of_promtail_are_fields_of_our_lines() -> None:
+    stages = yaml.safe_load((SHIPPERS / "promtail.yaml").read_text())["scrape_configs"][0]["pipeline_stages"]
+    fields = stages[0]["json"]["expressions"]
+    found = line(record()) | {"event": job_event_document(event("Started"), "lab")["event"]}
+    for path in fields.values():
+        place: Any = found
+        for part in [path.strip('"')] if path.startswith('"') else path.split("."):
+            place = place[part]
+        assert isinstance(place, str)
+
+
+def test_vector_runs_the_command_that_streams_events() -> None:
+    sources = yaml.safe_load((SHIPPERS / "vector.yaml").read_text())["sources"]
+    assert sources["hpcsched_events"]["command"] == ["hctl", "events", "--json", "--follow"]
