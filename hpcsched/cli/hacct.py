@@ -58,6 +58,8 @@ from hpcsched.model.units import format_mem, format_time_s
 DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
 OUR_FIELDS = f"{DEFAULT_FIELDS},Start,End,Elapsed,Meaning"
 EFFICIENCY = "JobID,JobName,State,Elapsed,TimeEff,CPUEff,MemEff,Advice"
+ENERGY = "JobID,JobName,User,State,Elapsed,EnergyWh,EnergySource,EnergyCost,EnergyCO2"
+OF_ENERGY = ("consumedenergy", "consumedenergyraw", "energywh", "energysource", "energycost", "energyco2")
 DAY_S = 86_400
 
 COMMAND = Command(
@@ -70,6 +72,7 @@ COMMAND = Command(
         Option("allusers", "a", help="show the jobs of all users"),
         Option("delimiter", "", "TEXT", "separate columns with TEXT instead of |, with --parsable or --parsable2"),
         Option("eff", help="show how much of its time, CPUs and memory each job used, and what to request next time"),
+        Option("energy", help="show the energy that each job caused, its source, price and CO2"),
         Option("endtime", "E", "TIME", "show jobs submitted before TIME: now, 16:00, 2027-01-20T12:34"),
         Option("format", "o", "LIST", "show these columns, optionally with widths: JobID,State%20,NodeList"),
         Option("helpformat", "e", help="list the columns"),
@@ -145,12 +148,16 @@ def _work(words: Words, style: HistoryStyle) -> int:
     if words.has("helpformat"):
         sys.stdout.write("\n".join(field_names(style.columns())) + "\n")
         return 0
-    fields = EFFICIENCY if words.has("eff") else style.fields
+    fields = EFFICIENCY if words.has("eff") else ENERGY if words.has("energy") else style.fields
     shown = columns_of(",".join(words.given.get("format", [fields])), style.columns())
     if style.fixed:
         shown = [column if column.width else column._replace(width=column.slurms) for column in shown]
     shown = _in_units(shown, words.last("units"))
-    answer = _ask(words, time.time(), style)
+    needs_energy = any(column.name.lower() in OF_ENERGY for column in shown)
+    answer = _ask(words, time.time(), style, energy=1 if needs_energy else None)
+    if any(column.name in ("EnergyCost", "EnergyCO2") for column in shown):
+        cost = client.call("GET", "/v1/config").get("cost")
+        answer["jobs"] = [job | {"tariff": cost} for job in answer["jobs"]]
     answer["jobs"] = style.jobs(answer["jobs"], words)
     if words.has("json"):
         style.print_json(answer)
@@ -181,7 +188,7 @@ def _names(job: Json) -> set[str]:
 
 
 def _wants_steps(words: Words) -> bool:
-    return not words.has("allocations") and (words.has("format") or not words.has("eff"))
+    return not words.has("allocations") and (words.has("format") or not (words.has("eff") or words.has("energy")))
 
 
 _SIZES = ("MaxRSS", "AveRSS", "ReqMem", "AveDiskRead", "AveDiskWrite", "MaxDiskRead", "MaxDiskWrite")
@@ -212,7 +219,7 @@ def _converted(size: str, letter: str) -> str:
     return (f"{size_in:.0f}" if size_in == int(size_in) else f"{size_in:.2f}") + letter
 
 
-def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
+def _ask(words: Words, now_s: float, style: HistoryStyle, *, energy: int | None) -> Json:
     """Return the API's answer with the requested jobs, in the order of their ids."""
     references = words.listed("jobs")
     wanted = [_known(reference) for reference in references]
@@ -225,6 +232,7 @@ def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
         user=",".join(map(_user_name, words.listed("user")) if named else [client.my_name()]),
         state=",".join(parse_states(words.listed("state"))),
         name=",".join(words.listed("name")),
+        energy=energy,
         start_s=since_s,
         end_s=parse_when(words.last("endtime"), now_s, past=True) if words.has("endtime") else None,
     )
@@ -887,6 +895,45 @@ def _average_cpu(row: HistoryRow) -> str:
     return _time(_cpu_s(row, "cpu_user_s", "cpu_system_s") / max(1, row.step["ntasks"]))
 
 
+# ----- energy: of all attempts; "" if nothing was measured
+
+
+def _joules_of(row: HistoryRow) -> float | None:
+    uses = row.job.get("energy")
+    return sum(use["joules"] for use in uses) if uses and row.step is None else None
+
+
+def _joules(text: Callable[[float], str]) -> Callable[[HistoryRow], str]:
+    def written(row: HistoryRow) -> str:
+        joules = _joules_of(row)
+        return "" if joules is None else text(joules)
+
+    return written
+
+
+def _priced(key: str, shape: str) -> Callable[[HistoryRow], str]:
+    """Return a writer for what the energy costs, or the grams of CO2 that it causes; "" without such a key in [cost]."""
+
+    def written(row: HistoryRow) -> str:
+        joules, price = _joules_of(row), (row.job.get("tariff") or {}).get(key, 0)
+        return "" if joules is None or not price else format(joules / 3.6e6 * price, shape)
+
+    return written
+
+
+def _energy_source(row: HistoryRow) -> str:
+    return "" if row.step else "+".join(sorted({use["source"] for use in row.job.get("energy") or ()}))
+
+
+def _large_text(value: float) -> str:
+    """Return a number like sacct's ConsumedEnergy: ``512``, ``3.50K``, ``1.20M``."""
+    for unit in ("", "K", "M", "G"):
+        if value < 1000:
+            return f"{value:.0f}" if not unit else f"{value:.2f}{unit}"
+        value /= 1000
+    return f"{value:.2f}T"
+
+
 def _flags(job: Json) -> str:
     return "SchedBackfill" if job["started_at_s"] is not None else ""
 
@@ -911,11 +958,17 @@ _COLUMNS = (
     HistoryColumn("CPUEff", _part(cpu_part), True),
     HistoryColumn("CPUTime", lambda row: _time(_cpu_time_s(row)), True),
     HistoryColumn("CPUTimeRAW", lambda row: str(int(_cpu_time_s(row))), True),
+    HistoryColumn("ConsumedEnergy", _joules(lambda joules: _large_text(joules)), True, slurms=14),
+    HistoryColumn("ConsumedEnergyRaw", _joules(lambda joules: f"{joules:.0f}"), True, slurms=17),
     HistoryColumn("DerivedExitCode", lambda row: "" if row.step else _derived_exit(row), True, slurms=15),
     HistoryColumn("Elapsed", lambda row: _time(_elapsed_s(row)), True),
     HistoryColumn("ElapsedRaw", lambda row: str(int(_elapsed_s(row))), True),
     HistoryColumn("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True, slurms=19),
     HistoryColumn("End", lambda row: date_text(_end_s(row), "Unknown"), True, slurms=19),
+    HistoryColumn("EnergyCO2", _priced("gco2_per_kwh", ".0f"), True),
+    HistoryColumn("EnergyCost", _priced("kwh", ".4f"), True),
+    HistoryColumn("EnergySource", _energy_source, False),
+    HistoryColumn("EnergyWh", _joules(lambda joules: f"{joules / 3600:.2f}"), True),
     HistoryColumn("ExitCode", lambda row: exit_text(row.step or row.job), True, slurms=8),
     HistoryColumn("Flags", _job_text(_flags), True, slurms=15),
     HistoryColumn("GID", _job_text(lambda job: _group(job, number=True)), True, slurms=6),
@@ -974,8 +1027,8 @@ _COLUMNS = (
 
 # Columns of sacct without a counterpart here: known, but empty.
 _EMPTY = (
-    "AdminComment AssocID AveCPUFreq AvePages AveVMSize BlockID ConsumedEnergy "
-    "ConsumedEnergyRaw Container DBIndex Extra FailedNode JobExtra Layout Licenses MaxDiskReadNode MaxDiskReadTask "
+    "AdminComment AssocID AveCPUFreq AvePages AveVMSize BlockID "
+    "Container DBIndex Extra FailedNode JobExtra Layout Licenses MaxDiskReadNode MaxDiskReadTask "
     "MaxDiskWriteNode MaxDiskWriteTask MaxPages MaxPagesNode MaxPagesTask MaxRSSNode MaxRSSTask MaxVMSize "
     "MaxVMSizeNode MaxVMSizeTask McsLabel MinCPU MinCPUNode MinCPUTask PlannedCPU PlannedCPURAW QOSRAW ReqCPUFreq "
     "ReqCPUFreqGov ReqCPUFreqMax ReqCPUFreqMin ReqGRES AllocGRES ReservationId SystemComment TRESUsageInMaxNode "

@@ -93,6 +93,7 @@ class UsageReport(NamedTuple):
     total: ReportRow
     tariff: Tariff
     notes: list[str]
+    source: str | None  # of the energy; None: there is none
 
 
 class ReportColumn(NamedTuple):
@@ -146,7 +147,7 @@ def _reports(operands: Sequence[str], by: Sequence[str]) -> list[str]:
     for name in chosen:
         if name not in TITLES:
             raise UsageError(f"cannot report {name[:60]!r}: there are {', '.join(TITLES)}")
-        if name in ("nodes", "energy") and not OF_NODES.issuperset(by):
+        if name == "nodes" and not OF_NODES.issuperset(by):
             raise UsageError(f"cannot report {name} by {','.join(by)}: only by node, month, or both: --by=node")
     return chosen
 
@@ -229,16 +230,24 @@ def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
     for times in of_nodes.values():
         whole.add(times)
     tariff = Tariff(**config.get("cost", {}))
-    for row in rows:
-        row.use.joules = row.energy.joules if row.energy is not None else None
+    if OF_NODES.issuperset(by):  # what the nodes used, not only what their jobs caused
+        for row in rows:
+            row.use.joules = row.energy.joules if row.energy is not None else None
     total = ReportRow((), total_of(row.use for row in rows), whole, _sum_of(energy.values()))
+    source = (
+        total.energy.source
+        if total.energy is not None
+        else _job_sources(jobs)
+        if total.use.joules is not None
+        else None
+    )
     notes = [*_notes(jobs, nodes, total, config, periods), *([trouble] if trouble else [])]
-    return UsageReport(config["config"]["cluster"], period, by, rows, total, tariff, notes)
+    return UsageReport(config["config"]["cluster"], period, by, rows, total, tariff, notes, source)
 
 
 def _jobs(words: Words, period: Period) -> list[Json]:
     users = ",".join(words.listed("user"))
-    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1)["jobs"]
+    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1, energy=1)["jobs"]
     accounts = words.listed("accounts")
     return [job for job in jobs if not accounts or (job["account"] or ROOT_ACCOUNT) in accounts]
 
@@ -315,6 +324,10 @@ def _sum_of(parts: Iterable[NodeEnergy]) -> NodeEnergy | None:
     )
 
 
+def _job_sources(jobs: Iterable[Json]) -> str:
+    return "+".join(sorted({use["source"] for job in jobs for use in job.get("energy") or ()}))
+
+
 def _notes(
     jobs: Sequence[Json], nodes: Sequence[Json], total: ReportRow, config: Json, periods: Sequence[Period]
 ) -> list[str]:
@@ -344,6 +357,8 @@ def _notes(
             f"Energy: {total.energy.source}, known for {total.energy.covered_s / whole_s:.0%} of the nodes' time; "
             f"'component' is without the rest of the machine."
         )
+    elif use.joules is not None:
+        notes.append(f"Energy: what jobs caused on their nodes, without idle nodes ({_job_sources(jobs)}).")
     return notes
 
 
@@ -391,7 +406,7 @@ def _node_part(value: Callable[[NodeTime], float]) -> Callable[[ReportRow, Usage
 
 
 def _kwh(row: ReportRow, report: UsageReport) -> float | None:
-    return None if row.energy is None else row.energy.joules / 3.6e6
+    return None if row.use.joules is None else row.use.joules / 3.6e6
 
 
 def _co2_kg(row: ReportRow, report: UsageReport) -> float | None:
@@ -444,7 +459,7 @@ def _has_figures(name: str, report: UsageReport) -> bool:
         case "nodes":
             return OF_NODES.issuperset(report.by)
         case "energy":
-            return report.total.energy is not None
+            return report.total.use.joules is not None
         case "cost":
             return _has_prices(report.tariff)
         case _:
@@ -532,7 +547,7 @@ def _json(report: UsageReport, shown: Sequence[str]) -> Json:
         "total": values(report.total),
         "capacity": capacity,
         "currency": report.tariff.currency,
-        "energy_source": report.total.energy.source if report.total.energy is not None else None,
+        "energy_source": report.source,
         "notes": report.notes,
     }
 

@@ -698,6 +698,12 @@ NODE = (
         "waiting jobs that name it from these names to the present one."),
     Key("suspend_after", unless_empty(seconds()), "",
         "As suspend_after of [power], for this node. 0: the node stays on. Empty: as in [power]."),
+    Key("idle_watts", number(), 0,
+        "The power of the idle node without its GPUs. That much goes to jobs by their cpus, the rest of its energy by processor "
+        "time. 0: not known."),
+    Key("peak_watts", number(), 0,
+        "Its power without GPUs when all cpus are busy. If the node has no meter, its energy is estimated from these two. 0: it "
+        "is not estimated."),
 )
 
 SWITCH = (

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode.wire import protocol
 from hpcsched.auth.audit import AuditEntry
 from hpcsched.auth.authorize import CONTROLLER, Action, Identity, authorize
+from hpcsched.controller.energy import EnergyLedger
 from hpcsched.controller.memory import memory_of
 from hpcsched.controller.metrics import ControllerMetrics
 from hpcsched.controller.nodes import edits, messages, orphans
@@ -222,6 +223,8 @@ class Controller:
         self._memory = memory_of(store, cluster, policy, self._views)
         self.metrics = ControllerMetrics(cluster)
         self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
+        energy = EnergyLedger(cluster, lambda work: self.ask(work, _log_failure, keep=True))
+        self.metrics.listeners.append(energy.sampled)
         # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
         self._unreachable = UnreachableNodes(ports.monotonic_s)

@@ -8,6 +8,7 @@ Pure. Knows no options and no formats. Jobs are those of `/v1/history?attempts=1
   So allocated, down, drained, off and idle add up to the capacity.
 - The cpu time of an attempt is known when its steps have ended, and of a running job from its last sample. It counts as if it was
   spent evenly over what the attempt held. An attempt without a known cpu time is not among the measured ones.
+- So does the energy that an attempt caused on a node, over the time for which it held the node.
 - A wait belongs to the start of the attempt that ended it.
 """
 
@@ -160,6 +161,7 @@ def _add_attempt(
     row_of: Callable[[Json, Period, str], UsageRow],
 ) -> None:
     holdings = attempt["holdings"]
+    joules = _joules_by_second(job, attempt, periods)
     busy_part = _busy_part(job, attempt, periods)
     is_failed = not attempt["requeued"] and attempt["ended_at_s"] is not None and job["state"] in FAILED_STATES
     for period in periods:
@@ -180,8 +182,23 @@ def _add_attempt(
             if busy_part is not None:
                 row.measured_cpu_s += cpu_s
                 row.busy_cpu_s += cpu_s * busy_part
+            if held["node"] in joules:
+                row.joules = (row.joules or 0.0) + joules[held["node"]] * lasted_s
             row.requeued_cpu_s += cpu_s * attempt["requeued"]
             row.failed_cpu_s += cpu_s * is_failed
+
+
+def _joules_by_second(job: Json, attempt: Json, periods: Sequence[Period]) -> dict[str, float]:
+    """Return the energy that the attempt caused on each node, for each second that it held the node."""
+    uses: dict[str, float] = {}
+    for use in job.get("energy") or ():
+        if use["attempt"] == attempt["attempt"]:
+            uses[use["node"]] = uses.get(use["node"], 0.0) + use["joules"]
+    held_s: dict[str, float] = {}
+    for held in attempt["holdings"] if uses and periods else ():
+        until_s = periods[0].now_s if held["until_s"] is None else held["until_s"]
+        held_s[held["node"]] = held_s.get(held["node"], 0.0) + max(0.0, until_s - held["since_s"])
+    return {node: joules / held_s[node] for node, joules in uses.items() if held_s.get(node, 0.0) > 0}
 
 
 def _busy_part(job: Json, attempt: Json, periods: Sequence[Period]) -> float | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from hpcsched.errors import RequestError
 from hpcsched.model.units import nearest
@@ -120,6 +121,16 @@ class Qos:
     grace_time_s: float = 0.0
     exempt_time_s: float = 0.0
     limits: Limits = NO_LIMITS
+
+
+class EnergyUse(NamedTuple):
+    """Energy that an attempt of a job caused on a node. `source`: see `hpcsched.metrics.energy`."""
+
+    job_id: int
+    attempt: int
+    node: str
+    source: str
+    joules: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,6 +151,8 @@ class NodeSpec:
     added: float | None = None  # Unix seconds; None: not known
     formerly: tuple[str, ...] = ()  # its earlier names
     suspend_after: float | None = None  # seconds; 0: it stays on; None: as in [power]
+    idle_watts: float = 0.0  # of its power without GPUs, as declared; 0: not known
+    peak_watts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ from hpcsched.lifecycle.node import (
 )
 from hpcsched.metrics.bench import BenchRun
 from hpcsched.metrics.links import LinkRun
+from hpcsched.model.accounting import EnergyUse
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, RankFailure, TrainingStatus
@@ -138,6 +139,7 @@ class WriteBatch:
     credentials: dict[str, Credential | None] = field(default_factory=dict)  # None: deleted
     training: dict[int, TrainingStatus] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
+    energies: list[EnergyUse] = field(default_factory=list)  # added to what is stored
     benches: list[BenchRun] = field(default_factory=list)
     links: list[LinkRun] = field(default_factory=list)
     # Tokens from before a restore whose jobs continue.
@@ -324,6 +326,10 @@ class Transaction:
     def put_training(self, training: TrainingStatus) -> None:
         """Add a training program's status to the commit."""
         self.batch.training[training.job_id] = training
+
+    def put_energy(self, uses: Sequence[EnergyUse]) -> None:
+        """Add energy of jobs to the commit, which is added to what they used before."""
+        self.batch.energies += uses
 
     def put_failure(self, failure: RankFailure) -> None:
         """Add a rank's failure to the commit; the first report of a rank counts."""

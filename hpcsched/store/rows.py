@@ -318,6 +318,17 @@ training = Table(
     Column("directory", Text, nullable=False),
 )
 
+energies = Table(
+    "energies",
+    metadata,
+    Column("job_id", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("node", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+    Column("joules", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 failures = Table(
     "failures",
     metadata,

@@ -41,6 +41,7 @@ from hpcsched.lifecycle.node import (
 )
 from hpcsched.metrics.bench import BenchRun, run_from, run_text
 from hpcsched.metrics.links import LinkRun, link_from, link_text
+from hpcsched.model.accounting import EnergyUse
 from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, RankFailure, TrainingStatus
@@ -61,6 +62,7 @@ from hpcsched.store.rows import (
     crontab_of,
     crontab_row,
     crontabs,
+    energies,
     env_of,
     env_row,
     environments,
@@ -224,6 +226,7 @@ class Store:
             _put(connection, _PUT_USAGE, usage_row, batch.usage.values())
             _put(connection, _PUT_TRAINING, training_row, batch.training.values())
             _put(connection, _NEW_FAILURE, failure_row, batch.failures)
+            _put(connection, _ADD_ENERGY, EnergyUse._asdict, batch.energies)
             _put(connection, _NEW_BENCH, _bench_row, batch.benches)
             _FORGET_BENCHES.run_many(connection, [{"of_node": run.node} for run in batch.benches])
             _put(connection, _NEW_LINK, _link_row, batch.links)
@@ -511,6 +514,13 @@ class Store:
     def load_training(self, job_ids: Iterable[int]) -> dict[int, TrainingStatus]:
         """Return the last training status of these jobs, by job."""
         return {row.job_id: training_of(row) for row in self._rows_of(_TRAINING, job_ids)}
+
+    def load_energies(self, job_ids: Iterable[int]) -> dict[int, list[EnergyUse]]:
+        """Return the energy that these jobs caused on each node, by job."""
+        found: dict[int, list[EnergyUse]] = {}
+        for row in self._rows_of(_ENERGIES, job_ids):
+            found.setdefault(row.job_id, []).append(EnergyUse(*row))
+        return found
 
     def load_failures(self, job_id: int, attempt: int) -> list[RankFailure]:
         """Return the failures of ranks in this attempt, the first cause first."""
@@ -814,6 +824,14 @@ _END_STEPS = Statement(update(steps).where(_OF_ATTEMPT, steps.c.state == "RUNNIN
 _FORGET_STEPS = Statement(update(steps).where(_OF_ATTEMPT, steps.c.kept.is_not(None)).values(kept=null()))
 
 _PUT_TRAINING = Statement(upsert(training))
+_new_energy = insert(energies)
+_ADD_ENERGY = Statement(
+    _new_energy.on_conflict_do_update(
+        index_elements=energies.primary_key.columns.keys(),
+        set_={"joules": energies.c.joules + _new_energy.excluded.joules},
+    )
+)
+_ENERGIES = Statement(select(energies).where(energies.c.job_id.in_(_PLACES)).order_by(energies.c.job_id))
 _TRAINING = Statement(select(training).where(training.c.job_id.in_(_PLACES)))
 
 _NEW_FAILURE = Statement(insert(failures).on_conflict_do_nothing())  # only the first report of a rank counts

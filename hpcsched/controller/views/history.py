@@ -57,6 +57,7 @@ from hpcsched.lifecycle.events import (
     Suspended,
 )
 from hpcsched.lifecycle.job import CHANGEABLE, OUTPUT_FULL
+from hpcsched.model.accounting import EnergyUse
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import MAX_COMPONENTS, Job, TrainingStatus, components_of, exit_words
@@ -78,6 +79,13 @@ Json = dict[str, Any]
 _NOT_OF_A_NUMBER = re.compile(r"[_.+]")
 
 
+class _Extras(NamedTuple):
+    """What is told of jobs on request."""
+
+    attempts: bool
+    energy: bool
+
+
 class _HistorySlice(NamedTuple):
     """Some of the jobs, with their steps and other rows."""
 
@@ -85,6 +93,7 @@ class _HistorySlice(NamedTuple):
     steps: list[StepRecord]
     training: dict[int, TrainingStatus]
     attempts: dict[int, tuple[Attempt, ...] | None] | None  # None: not asked for
+    energy: dict[int, list[EnergyUse]] | None
 
 
 def outages_of(database: Path, query: Json) -> list[Json]:
@@ -111,11 +120,12 @@ def outages_of(database: Path, query: Json) -> list[Json]:
 async def history_text(database: Path, cluster: ClusterState, identity: Identity, query: Json, now_s: float) -> bytes:
     """Return the jobs that match `query`; unfinished jobs are shown in their present state.
 
-    A page has the newest jobs, or the newest of those before the cursor, by id. With `attempts` each job has what it held.
+    A page has the newest jobs, or the newest of those before the cursor, by id. With `attempts` each job has what it held,
+    and with `energy` the energy that it caused.
 
     Raises: RequestError, and UnavailableError if the database cannot be read.
     """
-    wanted, with_attempts = _history_query(query), query.get("attempts") == "1"
+    wanted, extras = _history_query(query), _Extras(query.get("attempts") == "1", query.get("energy") == "1")
     breaks, texts = AnswerPauses(), []
     loop = asyncio.get_running_loop()
     store = Store(open_read_only(database))
@@ -123,7 +133,7 @@ async def history_text(database: Path, cluster: ClusterState, identity: Identity
     try:
         ids = await loop.run_in_executor(thread, _ids, store, wanted)
         for at in range(0, len(ids), PART_JOBS):
-            part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS], with_attempts)
+            part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS], extras)
             for view in _views(part, cluster, identity, now_s):
                 texts.append(json_text(view))
                 if breaks.due():
@@ -146,10 +156,11 @@ def _ids(store: Store, query: HistoryQuery) -> list[int]:
     return sorted(set(found))
 
 
-def _read(store: Store, ids: Sequence[int], with_attempts: bool) -> _HistorySlice:
+def _read(store: Store, ids: Sequence[int], extras: _Extras) -> _HistorySlice:
     found = store.jobs(ids)
-    attempts = store.attempts(found) if with_attempts else None
-    return _HistorySlice(found, store.load_steps(ids), store.load_training(ids), attempts)
+    attempts = store.attempts(found) if extras.attempts else None
+    energy = store.load_energies(ids) if extras.energy else None
+    return _HistorySlice(found, store.load_steps(ids), store.load_training(ids), attempts, energy)
 
 
 def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s: float) -> Iterator[Json]:
@@ -170,6 +181,9 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
                 view["training"] = training_view(part.training.get(job.id))
             if part.attempts is not None:
                 view["attempts"] = [] if component.component else _attempt_views(part.attempts[job.id])
+            if part.energy is not None:
+                uses = [] if component.component else part.energy.get(job.id, [])
+                view["energy"] = [use._asdict() for use in uses]
             yield view
 
 
@@ -203,7 +217,7 @@ def _history_query(query: Json) -> HistoryQuery:
     def words(name: str) -> tuple[str, ...]:
         return tuple(word for word in query.get(name, "").split(",") if word)
 
-    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit", "after", "attempts"}
+    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit", "after", "attempts", "energy"}
     if unknown:
         raise RequestError(f"cannot search the history by {', '.join(sorted(unknown))}")
     return HistoryQuery(

@@ -17,10 +17,10 @@ from jobs import T0
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.auth.authorize import HIDEABLE, Identity
-from hpcsched.cli import hctl, hreport
+from hpcsched.cli import hacct, hctl, hreport
 from hpcsched.cli.slurm import sreport
 from hpcsched.controller.requests import jobs
-from hpcsched.model.accounting import Tariff
+from hpcsched.model.accounting import EnergyUse, Tariff
 
 PERIOD = ("-S", f"uts{T0:.0f}", "-E", f"uts{T0 + 1000:.0f}")
 SREPORT_PERIOD = (f"start=uts{T0:.0f}", f"end=uts{T0 + 1000:.0f}", "-t", "Seconds", "-nP")
@@ -124,7 +124,7 @@ def test_energy_is_only_what_meters_measured(served: Cluster, api: FakeApi, caps
     assert [row["kwh"] for row in told["rows"]] == [pytest.approx(0.1), None]
     assert told["energy_source"] == "measured"
     assert any("known for 50% of the nodes' time" in note for note in told["notes"])
-    assert hreport.main([*PERIOD, "energy"]) == 2
+    assert hreport.main([*PERIOD, "nodes"]) == 2
     assert "only by node, month, or both" in capsys.readouterr().err
 
 
@@ -255,3 +255,32 @@ def test_events_are_followed_over_a_restart_of_the_controller(
 def test_words_that_are_no_place_among_events_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert hctl.main(["events", "yesterday"]) == 2
     assert "write hctl events [-f] [--json] [after=NUMBER]" in capsys.readouterr().err
+
+
+# ----- energy of jobs
+
+
+def test_hacct_shows_the_energy_of_a_job_its_source_and_price(
+    served: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses = [EnergyUse(1, 0, "n1", "component", 3.6e6), EnergyUse(1, 1, "n1", "estimated", 1.8e6)]
+    served.ask(lambda tx: tx.put_energy(uses))
+    served.ask(lambda tx: tx.put_energy(uses[:1]))
+    served.state.config = replace(served.state.config, cost=Tariff(kwh=0.3, gco2_per_kwh=400.0))
+    assert hacct.main(["-j", "1", "--energy"]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.split()[-4:] == ["EnergyWh", "EnergySource", "EnergyCost", "EnergyCO2"]
+    assert row.split()[-4:] == ["2500.00", "component+estimated", "0.7500", "1000"]
+    assert hacct.main(["-n", "-P", "-X", "-j", "1", "-o", "ConsumedEnergy,ConsumedEnergyRaw"]) == 0
+    assert capsys.readouterr().out == "9.00M|9000000\n"
+
+
+def test_energy_by_user_is_what_the_jobs_caused_in_the_period(
+    served: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.ask(lambda tx: tx.put_energy([EnergyUse(1, 0, "n1", "component", 3.6e6)]))
+    told = report(capsys, "energy")
+    assert told["rows"] == [{"user": "ann", "kwh": pytest.approx(1.0), "co2_kg": None}]
+    assert told["energy_source"] == "component"
+    assert hreport.main(["--json", "-S", f"uts{T0:.0f}", "-E", f"uts{T0 + 50:.0f}", "energy"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["kwh"] == pytest.approx(0.5)
