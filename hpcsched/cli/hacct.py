@@ -912,7 +912,7 @@ def _joules(text: Callable[[float], str]) -> Callable[[HistoryRow], str]:
 
 
 def _priced(key: str, shape: str) -> Callable[[HistoryRow], str]:
-    """Return a writer for what the energy costs, or the grams of CO2 that it causes; "" without such a key in [cost]."""
+    """Return a writer for the price or the CO2 of the energy; "" without this key of [cost]."""
 
     def written(row: HistoryRow) -> str:
         joules, price = _joules_of(row), (row.job.get("tariff") or {}).get(key, 0)

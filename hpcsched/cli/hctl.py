@@ -747,7 +747,10 @@ RETRY_S = 1.0
 
 
 def _events(rest: Sequence[str], words: Words) -> int:
-    """Print the events of jobs; with --follow until interrupted, over restarts of the controller."""
+    """Print the events of jobs; with --follow until interrupted.
+
+    A controller that restarts is waited for.
+    """
     after = _event_number(rest)
     if after is None:
         after = max(0, client.call("GET", "/v1/events")["next"] - LAST_EVENTS)

@@ -1,4 +1,6 @@
-"""hreport: use, waits, waste, the time of the nodes, energy and cost of a period, by user, account, partition, node or month.
+"""hreport: use, waits, waste, time of the nodes, energy and cost of a period.
+
+Each row is of a user, account, partition, node or month, or a combination.
 
 `hpcsched.metrics.usage_report` and `hpcsched.metrics.energy` make the figures. Here are the columns and the formats: tables, CSV,
 JSON, and a page of HTML that prints on paper. The page loads nothing and runs no scripts; texts of users are escaped in it.
@@ -75,7 +77,10 @@ OF_NODES = frozenset({"node", "month"})  # dimensions by which nodes and energy 
 
 
 class ReportRow(NamedTuple):
-    """A row of the report: what jobs used, and the nodes' time and energy if the row is of nodes or months."""
+    """A row: what jobs used, and the time and energy of its nodes.
+
+    Energy is known of rows of nodes and months only.
+    """
 
     key: tuple[str, ...]
     use: UsageRow
@@ -84,7 +89,10 @@ class ReportRow(NamedTuple):
 
 
 class UsageReport(NamedTuple):
-    """A whole report: `rows` by the dimensions `by`, and their `total`. `notes`: what a reader must know of the figures."""
+    """A whole report: `rows` by the dimensions `by`, and their `total`.
+
+    `notes`: what a reader must know of the figures.
+    """
 
     cluster: str
     period: Period
@@ -96,8 +104,8 @@ class UsageReport(NamedTuple):
     source: str | None  # of the energy; None: there is none
 
 
-class ReportColumn(NamedTuple):
-    """A column: the report that has it, its names in CSV and in tables, its value, and the value as text."""
+class FigureColumn(NamedTuple):
+    """A column: its report, its names in CSV and in tables, its value, and that as text."""
 
     report: str
     name: str
@@ -300,7 +308,7 @@ def _energy(
 
 
 def _measured(node: str, period: Period) -> NodeEnergy | None:
-    """Return what the meters of a node measured, None if it has none, or no samples of this period."""
+    """Return what the meters of a node measured; None: no meters, or no samples then."""
     if period.until_s <= period.start_s:
         return None
     step_s = max(ENERGY_STEPS_S, (period.until_s - period.start_s) / MAX_ENERGY_STEPS)
@@ -424,31 +432,31 @@ def _has_prices(tariff: Tariff) -> bool:
 
 # fmt: off
 COLUMNS = (
-    ReportColumn("use", "jobs", "jobs", lambda row, _: len(row.use.jobs), _count_text),
-    ReportColumn("use", "cpu_hours", "cpu-hours", _hours(lambda use: use.cpu_s), _number_text),
-    ReportColumn("use", "gpu_hours", "GPU-hours", _hours(lambda use: use.gpu_s), _number_text),
-    ReportColumn("use", "mem_gib_hours", "GiB-hours", lambda row, _: row.use.mem_mib_s / 1024 / HOUR_S, _number_text),
-    ReportColumn("use", "node_hours", "node-hours", _hours(lambda use: use.node_s), _number_text),
-    ReportColumn("use", "part_of_capacity", "of capacity", _of_capacity, _part_text),
-    ReportColumn("waits", "starts", "starts", lambda row, _: len(row.use.waits_s), _count_text),
-    ReportColumn("waits", "mean_wait_s", "mean", lambda row, _: row.use.mean_wait_s, _wait_text),
-    ReportColumn("waits", "median_wait_s", "median", lambda row, _: row.use.wait_s(0.5), _wait_text),
-    ReportColumn("waits", "p90_wait_s", "9 of 10", lambda row, _: row.use.wait_s(0.9), _wait_text),
-    ReportColumn("waits", "longest_wait_s", "longest", lambda row, _: row.use.wait_s(1.0), _wait_text),
-    ReportColumn("waste", "unused_cpu_hours", "unused cpu-hours", _hours(lambda use: use.unused_cpu_s), _number_text),
-    ReportColumn("waste", "unused_part", "of measured",
+    FigureColumn("use", "jobs", "jobs", lambda row, _: len(row.use.jobs), _count_text),
+    FigureColumn("use", "cpu_hours", "cpu-hours", _hours(lambda use: use.cpu_s), _number_text),
+    FigureColumn("use", "gpu_hours", "GPU-hours", _hours(lambda use: use.gpu_s), _number_text),
+    FigureColumn("use", "mem_gib_hours", "GiB-hours", lambda row, _: row.use.mem_mib_s / 1024 / HOUR_S, _number_text),
+    FigureColumn("use", "node_hours", "node-hours", _hours(lambda use: use.node_s), _number_text),
+    FigureColumn("use", "part_of_capacity", "of capacity", _of_capacity, _part_text),
+    FigureColumn("waits", "starts", "starts", lambda row, _: len(row.use.waits_s), _count_text),
+    FigureColumn("waits", "mean_wait_s", "mean", lambda row, _: row.use.mean_wait_s, _wait_text),
+    FigureColumn("waits", "median_wait_s", "median", lambda row, _: row.use.wait_s(0.5), _wait_text),
+    FigureColumn("waits", "p90_wait_s", "9 of 10", lambda row, _: row.use.wait_s(0.9), _wait_text),
+    FigureColumn("waits", "longest_wait_s", "longest", lambda row, _: row.use.wait_s(1.0), _wait_text),
+    FigureColumn("waste", "unused_cpu_hours", "unused cpu-hours", _hours(lambda use: use.unused_cpu_s), _number_text),
+    FigureColumn("waste", "unused_part", "of measured",
                  lambda row, _: _ratio(row.use.unused_cpu_s, row.use.measured_cpu_s), _part_text),
-    ReportColumn("waste", "requeued_cpu_hours", "requeued", _hours(lambda use: use.requeued_cpu_s), _number_text),
-    ReportColumn("waste", "failed_cpu_hours", "failed", _hours(lambda use: use.failed_cpu_s), _number_text),
-    ReportColumn("nodes", "capacity_cpu_hours", "cpu-hours", lambda row, _: row.capacity.capacity_s / HOUR_S, _number_text),
-    ReportColumn("nodes", "allocated_part", "allocated", _node_part(lambda node: node.allocated_s), _part_text),
-    ReportColumn("nodes", "idle_part", "idle", _node_part(lambda node: node.idle_s), _part_text),
-    ReportColumn("nodes", "down_part", "down", _node_part(lambda node: node.down_s), _part_text),
-    ReportColumn("nodes", "drained_part", "drained", _node_part(lambda node: node.drained_s), _part_text),
-    ReportColumn("nodes", "off_part", "off", _node_part(lambda node: node.off_s), _part_text),
-    ReportColumn("energy", "kwh", "kWh", _kwh, _number_text),
-    ReportColumn("energy", "co2_kg", "kg CO2", _co2_kg, _number_text),
-    ReportColumn("cost", "cost", "cost", _cost, lambda value: f"{value:,.2f}"),
+    FigureColumn("waste", "requeued_cpu_hours", "requeued", _hours(lambda use: use.requeued_cpu_s), _number_text),
+    FigureColumn("waste", "failed_cpu_hours", "failed", _hours(lambda use: use.failed_cpu_s), _number_text),
+    FigureColumn("nodes", "capacity_cpu_hours", "cpu-hours", lambda row, _: row.capacity.capacity_s / HOUR_S, _number_text),
+    FigureColumn("nodes", "allocated_part", "allocated", _node_part(lambda node: node.allocated_s), _part_text),
+    FigureColumn("nodes", "idle_part", "idle", _node_part(lambda node: node.idle_s), _part_text),
+    FigureColumn("nodes", "down_part", "down", _node_part(lambda node: node.down_s), _part_text),
+    FigureColumn("nodes", "drained_part", "drained", _node_part(lambda node: node.drained_s), _part_text),
+    FigureColumn("nodes", "off_part", "off", _node_part(lambda node: node.off_s), _part_text),
+    FigureColumn("energy", "kwh", "kWh", _kwh, _number_text),
+    FigureColumn("energy", "co2_kg", "kg CO2", _co2_kg, _number_text),
+    FigureColumn("cost", "cost", "cost", _cost, lambda value: f"{value:,.2f}"),
 )
 # fmt: on
 
@@ -466,11 +474,11 @@ def _has_figures(name: str, report: UsageReport) -> bool:
             return True
 
 
-def _title(column: ReportColumn, report: UsageReport) -> str:
+def _title(column: FigureColumn, report: UsageReport) -> str:
     return report.tariff.currency if column.name == "cost" else column.title
 
 
-def _cell(column: ReportColumn, row: ReportRow, report: UsageReport) -> str:
+def _cell(column: FigureColumn, row: ReportRow, report: UsageReport) -> str:
     value = column.value(row, report)
     return "-" if value is None else column.text(value)
 

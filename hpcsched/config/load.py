@@ -475,6 +475,26 @@ def _first_bad(
     return files[0][0]
 
 
+_KNOWN_TABLES = (
+    "cluster",
+    "controller",
+    "roles",
+    "privacy",
+    "audit",
+    "metrics",
+    "sync",
+    "power",
+    "backup",
+    "cost",
+    "log",
+    "scheduler",
+    "gateway",
+    "partitions",
+    "topology",
+    *TABLES,
+)
+
+
 def build_config(
     tables: Mapping[str, Any], nodes: Sequence[NodeFile], *, config_dir: Path, environ: Mapping[str, str]
 ) -> Config:
@@ -483,25 +503,7 @@ def build_config(
     Raises ConfigError.
     """
     path = config_dir / paths.CONFIG_FILE
-    known = (
-        "cluster",
-        "controller",
-        "roles",
-        "privacy",
-        "audit",
-        "metrics",
-        "sync",
-        "power",
-        "backup",
-        "cost",
-        "log",
-        "scheduler",
-        "gateway",
-        "partitions",
-        "topology",
-        *TABLES,
-    )
-    refuse_unknown(path, "the file", tables, known, kind="table")
+    refuse_unknown(path, "the file", tables, _KNOWN_TABLES, kind="table")
     cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
     partitions = _partitions(path, tables.get("partitions", {}), nodes)
     accounting = accounting_of(path, tables)

@@ -35,7 +35,10 @@ class _Metered:
 
 
 class EnergyLedger:
-    """The energy of jobs that is not written yet. `keep` runs a transaction, and retries it until it succeeds."""
+    """The energy of jobs that is not written yet.
+
+    `keep` runs a transaction, and retries it until it succeeds.
+    """
 
     def __init__(self, cluster: ClusterState, keep: Callable[[Callable[[Transaction], Any]], None]) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""Write the log of the controller and the gateway, with limits on size, lines per second, and repetition.
+"""Write the log of controller or gateway, limited in size, rate and repetition.
 
 A record that repeats one of the last minute is counted, not written. The same applies to a place in
 the code that logs faster than `PER_S`; other places are not affected. A count is written with the
@@ -169,7 +169,9 @@ def start_log(
     is_ecs: bool = False,
     service: str = "hpcschedd",
 ) -> None:
-    """Write all records of this level to the file, or to standard error, as text or as ECS JSON.
+    """Write all records of this level to the file or to standard error.
+
+    As text or as ECS JSON.
 
     Raises: OSError.
     """

@@ -96,7 +96,10 @@ def _until_s(after: Job, event: JobEvent) -> float:
 
 
 def _given_back(before: Job, after: Job, event: JobEvent) -> list[Holding]:
-    """Return what the job is charged for by this event: of all its nodes, or of those that it has given back."""
+    """Return what the job is charged for by this event.
+
+    That is all that it held since the last charge, or what it held of nodes that it gives back.
+    """
     since_s = before.charged_until_s if before.charged_until_s is not None else before.allocated_at_s
     if since_s is None or before.suspended_at_s is not None:
         return []

@@ -1,8 +1,8 @@
-"""Log lines and job events in the Elastic Common Schema: one JSON object on a line, for Elastic, Loki, Vector and others.
+"""Log lines and job events in the Elastic Common Schema: one JSON object on a line.
 
-Source: the ECS logging specification (github.com/elastic/ecs-logging), version 1.6.0, which the package ecs-logging implements;
-`@timestamp`, `log.level` and `message` come first, and `ecs.version` is not nested. Texts that are too long are cut, so that a
-line has at most about 64 KiB.
+Elastic, Loki, Vector and others read it. Source: the ECS logging specification (github.com/elastic/ecs-logging), version 1.6.0,
+which the package ecs-logging implements; `@timestamp`, `log.level` and `message` come first, and `ecs.version` is not nested.
+Texts that are too long are cut, so that a line has at most about 64 KiB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def cut_text(text: str) -> str:
 
 
 def job_event_document(event: Json, cluster: str) -> Json:
-    """Return an event of `/v1/events` as a document. The number of the event identifies it: it is sent again after a restart."""
+    """Return an event of `/v1/events` as a document.
+
+    The number of the event identifies it, because a reader may get it twice.
+    """
     state, user = event["state"], event.get("user")
     words = "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in event["kind"]).strip("-")
     owner = f" of {user}" if user else ""

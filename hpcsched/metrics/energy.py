@@ -1,8 +1,8 @@
-"""The energy of nodes from their meters, and the parts of it that jobs caused. Every figure names its source.
+"""The energy of nodes from their meters, and the parts of it that jobs caused.
 
-Pure. `measured`: a meter of the whole machine. `component`: the counters of processors (RAPL) and GPUs (NVML), without the rest
-of the machine. `estimated`: from the declared idle and peak power of a node without meters, and how busy its processors were.
-A node without meters and declaration has no figure, nor has the time without samples.
+Pure. Every figure names its source. `measured`: a meter of the whole machine. `component`: the counters of processors (RAPL)
+and GPUs (NVML), without the rest of the machine. `estimated`: from the declared idle and peak power of a node without meters,
+and how busy its processors were. A node without meters and declaration has no figure, nor has the time without samples.
 
 Between two samples of a node (`interval_energy`), its energy is split among its jobs (`split`): that of a GPU goes to the job
 that holds it, to several jobs by their shards. Of the rest, the declared idle power goes to jobs by their cpus, and what is above
@@ -62,7 +62,7 @@ def node_energy(answer: Json, period: Period) -> NodeEnergy | None:
 
 
 def _meter_of(series: Json) -> str:
-    """Return what a series measures: the whole machine, the platform, a package or a GPU; "": nothing that counts."""
+    """Return what a series measures; "": nothing that counts."""
     label = str(series.get("labels", {}).get("sensor", series.get("labels", {}).get("domain", "")))
     match series["name"]:
         case "node_power_watts":
@@ -89,7 +89,10 @@ def _chosen(watts: Mapping[str, Iterable[Sequence[float | None]]]) -> list[Seque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredPower:
-    """What a node takes by its configuration, without its GPUs: idle, and with all cpus busy. 0: not declared."""
+    """What a node takes by its configuration, without its GPUs; 0: not declared.
+
+    `peak_watts`: with all cpus busy.
+    """
 
     idle_watts: float = 0.0
     peak_watts: float = 0.0
@@ -97,7 +100,7 @@ class DeclaredPower:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalEnergy:
-    """What a node used between two samples, in joules: each GPU, and the rest of what is known."""
+    """What a node used between two samples: each GPU, and the rest of what is known."""
 
     source: str
     lasted_s: float
@@ -113,7 +116,10 @@ class IntervalEnergy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPart:
-    """What an attempt of a job had of a node between two samples. `gpus`: the part of each GPU, by index."""
+    """What an attempt of a job had of a node between two samples.
+
+    `gpus`: the part of each GPU, by index.
+    """
 
     key: JobKey
     cpu_s: float

@@ -1,6 +1,7 @@
-"""What jobs used, wasted and waited for in a period, and what the nodes did meanwhile: the figures of hreport and sreport.
+"""What jobs used, wasted and waited for in a period, and what the nodes did.
 
-Pure. Knows no options and no formats. Jobs are those of `/v1/history?attempts=1`, nodes and outages those of the API.
+These are the figures of hreport and sreport. Pure. Knows no options and no formats. Jobs are those of `/v1/history?attempts=1`,
+nodes and outages those of the API.
 
 - Use is what all attempts of a job held, node by node and second by second, within the period. Suspended time is not use.
 - Capacity is that of today's nodes, each since it was added as far as that is known. Nodes that were removed have none.
@@ -55,7 +56,10 @@ class Period(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class UsageRow:
-    """What the jobs of a user, say, used. `key`: the values of the dimensions. Times are resource-seconds."""
+    """What the jobs of a user, say, used. `key`: the values of the dimensions.
+
+    Times are resource-seconds.
+    """
 
     key: tuple[str, ...]
     jobs: set[int] = field(default_factory=set)
@@ -114,16 +118,17 @@ _SUMS = (
 
 
 def unknown_jobs(jobs: Iterable[Json]) -> int:
-    """Return how many jobs there are whose use is not known, because their events do not fit together."""
+    """Return how many jobs have an unknown use, because their events do not fit together."""
     return sum(job["attempts"] is None for job in jobs)
 
 
 def usage_rows(
     jobs: Iterable[Json], periods: Sequence[Period], by: Sequence[str], names: Mapping[str, str] | None = None
 ) -> list[UsageRow]:
-    """Return a row for each combination of the dimensions in `by`, of which some are used, in order of their keys.
+    """Return a row for each combination of the dimensions in `by` that was used.
 
-    The periods do not overlap; the dimension "month" is their name. `names`: the present names of renamed nodes.
+    The rows are in order of their keys. The periods do not overlap; the dimension "month" is their name. `names`: the present
+    names of renamed nodes.
     """
     rows: dict[tuple[str, ...], UsageRow] = {}
 
@@ -189,7 +194,7 @@ def _add_attempt(
 
 
 def _joules_by_second(job: Json, attempt: Json, periods: Sequence[Period]) -> dict[str, float]:
-    """Return the energy that the attempt caused on each node, for each second that it held the node."""
+    """Return the energy that the attempt caused on each node, for each second there."""
     uses: dict[str, float] = {}
     for use in job.get("energy") or ():
         if use["attempt"] == attempt["attempt"]:
@@ -237,7 +242,10 @@ AMOUNTS: Mapping[str, Callable[[Json], float]] = {
 
 @dataclass(slots=True, kw_only=True)
 class NodeTime:
-    """What became of the time of a resource of a node, in resource-seconds. The parts add up to `capacity_s`."""
+    """What became of the time of a resource of a node, in resource-seconds.
+
+    The parts add up to `capacity_s`.
+    """
 
     capacity_s: float = 0.0
     allocated_s: float = 0.0
@@ -260,7 +268,10 @@ def present_names(nodes: Iterable[Json]) -> dict[str, str]:
 def node_times(
     period: Period, jobs: Iterable[Json], nodes: Sequence[Json], outages: Iterable[Json], tres: str = CPU
 ) -> dict[str, NodeTime]:
-    """Return the times of each of today's nodes in the period, for a TRES; billing is that of cpus."""
+    """Return the times of each of today's nodes in the period, for a TRES.
+
+    Billing is that of cpus.
+    """
     names = present_names(nodes)
     field_of = {MEM: "mem_mib", GPU: "gpus"}.get(tres, "cpus")
     changes: dict[str, list[_Change]] = {node["name"]: [] for node in nodes}
@@ -284,7 +295,7 @@ def _all_holdings(jobs: Iterable[Json]) -> Iterator[Json]:
 
 
 class _Change(NamedTuple):
-    """At a time: resources are allocated (`kind` "") or an outage begins; negative: the reverse."""
+    """Resources are allocated (`kind` "") or an outage begins; negative: the reverse."""
 
     at_s: float
     kind: str

@@ -124,7 +124,10 @@ class Qos:
 
 
 class EnergyUse(NamedTuple):
-    """Energy that an attempt of a job caused on a node. `source`: see `hpcsched.metrics.energy`."""
+    """Energy that an attempt of a job caused on a node.
+
+    `source`: see `hpcsched.metrics.energy`.
+    """
 
     job_id: int
     attempt: int

@@ -97,9 +97,10 @@ class _HistorySlice(NamedTuple):
 
 
 def outages_of(database: Path, query: Json) -> list[Json]:
-    """Return the outages of nodes between `start_s` and `end_s` of the query, of the kinds that it names.
+    """Return the outages of nodes between `start_s` and `end_s` of the query.
 
-    Without kinds those in which a node did not answer. Raises RequestError, UnavailableError.
+    They are of the kinds that it names, without kinds those in which a node did not answer. Raises RequestError,
+    UnavailableError.
     """
     kinds = [word for word in query.get("kinds", "down").split(",") if word]
     if unknown := sorted(set(kinds).difference(OUTAGES)):
@@ -188,7 +189,10 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
 
 
 def _attempt_views(attempts: tuple[Attempt, ...] | None) -> list[Json] | None:
-    """Return the attempts of a job, which its first component has for all; None: they are not known."""
+    """Return the attempts of a job; None: they are not known.
+
+    The first component of a job has those of all.
+    """
     if attempts is None:
         return None
     return [

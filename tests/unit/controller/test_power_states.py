@@ -287,15 +287,16 @@ def test_a_node_that_could_not_be_switched_on_again_stays_on(spec: dict[str, Any
     assert power_of(cluster, "n1") is Power.ON
 
 
-def test_a_node_that_is_switched_off_is_no_outage_and_one_that_does_not_come_back_is() -> None:
+def test_a_node_that_is_switched_off_is_off_and_one_that_does_not_come_back_is_down() -> None:
     cluster = saving("n1")
     turn_off(cluster, "n1")
     cluster.tick(1000.0)
-    assert cluster.store.outages(0.0, cluster.now_s) == []
+    assert [outage.kind for outage in cluster.store.outages(0.0, cluster.now_s)] == ["off"]
     cluster.submit()
     cluster.tick()
     cluster.tick(cluster.state.config.power.resume_timeout)
-    assert [outage.start_s for outage in cluster.store.outages(0.0, cluster.now_s + 1)] == [cluster.now_s]
+    off, down = cluster.store.outages(0.0, cluster.now_s + 1)
+    assert (off.kind, off.end_s, down.kind, down.start_s) == ("off", cluster.now_s, "down", cluster.now_s)
 
 
 def test_the_time_to_switch_off_is_longer_than_a_node_has_to_answer() -> None:
