@@ -35,6 +35,7 @@ from hpcsched.metrics.usage_report import (
     total_of,
     unknown_jobs,
     usage_rows,
+    with_first_seen,
 )
 from hpcsched.model.accounting import Tariff
 from hpcsched.model.dates import parse_when
@@ -223,7 +224,8 @@ def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
         jobs = [_on_nodes(job, wanted, names) for job in jobs]
         nodes = [node for node in nodes if node["name"] in wanted]
     path = client.query("/v1/outages", start_s=period.start_s, end_s=period.end_s, kinds="down,drained,off")
-    outages = client.call("GET", path)["outages"]
+    answer = client.call("GET", path)
+    nodes, outages = with_first_seen(nodes, answer["first_seen_s"]), answer["outages"]
     config = client.call("GET", "/v1/config")
     periods = months_of(period) if "month" in by else [period]
     use = {row.key: row for row in usage_rows(jobs, periods, by, names)}
@@ -353,10 +355,7 @@ def _notes(
         notes.append(
             f"{_hours_text(elsewhere_s)} cpu-hours were used on nodes that are not there any more, or were larger."
         )
-    dated = sum(node.get("added_at_s") is not None for node in nodes)
-    notes.append(
-        f"Capacity is that of today's {len(nodes)} nodes; of {dated} of them it is known since when they are there."
-    )
+    notes.append(f"Capacity is that of today's {len(nodes)} nodes, each since it was added or first seen.")
     if use.cpu_s:
         notes.append(f"The busy time is known of {use.measured_cpu_s / use.cpu_s:.0%} of the cpu time that jobs held.")
     if total.energy is not None:

@@ -52,7 +52,7 @@ def job_event_document(event: Json, cluster: str) -> Json:
     state, user = event["state"], event.get("user")
     words = "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in event["kind"]).strip("-")
     owner = f" of {user}" if user else ""
-    message = f"job {event['job_id']}{owner}: {words.replace('-', ' ')}" + (f"; its state is {state}" if state else "")
+    message = f"job {event['job_id']}{owner}: {words.replace('-', ' ')}" + (f"; now {state}" if state else "")
     outcome = {"outcome": _OUTCOMES.get(state or "", "unknown")} if words == "exited" else {}
     return {
         **ecs_head(event["at_s"], "info", message),

@@ -4,7 +4,7 @@ These are the figures of hreport and sreport. Pure. Knows no options and no form
 nodes and outages those of the API.
 
 - Use is what all attempts of a job held, node by node and second by second, within the period. Suspended time is not use.
-- Capacity is that of today's nodes, each since it was added as far as that is known. Nodes that were removed have none.
+- Capacity is that of today's nodes, each since it was added or first seen. Nodes that were removed have none.
 - Of a node's time without a job, off comes before down, and down before drained. What runs on a drained node is allocated.
   So allocated, down, drained, off and idle add up to the capacity.
 - The cpu time of an attempt is known when its steps have ended, and of a running job from its last sample. It counts as if it was
@@ -265,12 +265,21 @@ def present_names(nodes: Iterable[Json]) -> dict[str, str]:
     return {former: node["name"] for node in nodes for former in node.get("formerly", ())}
 
 
+def with_first_seen(nodes: Iterable[Json], first_seen_s: Mapping[str, float]) -> list[Json]:
+    """Return the nodes with `since_s`: when they were added or first seen; None: not known."""
+    found = []
+    for node in nodes:
+        known = [at_s for at_s in (node.get("added_at_s"), first_seen_s.get(node["name"])) if at_s is not None]
+        found.append(node | {"since_s": min(known, default=None)})
+    return found
+
+
 def node_times(
     period: Period, jobs: Iterable[Json], nodes: Sequence[Json], outages: Iterable[Json], tres: str = CPU
 ) -> dict[str, NodeTime]:
     """Return the times of each of today's nodes in the period, for a TRES.
 
-    Billing is that of cpus.
+    Billing is that of cpus. `nodes`: see `with_first_seen`.
     """
     names = present_names(nodes)
     field_of = {MEM: "mem_mib", GPU: "gpus"}.get(tres, "cpus")
@@ -282,7 +291,7 @@ def node_times(
         _mark(changes, names, outage["node"], outage["start_s"], outage["end_s"], _Change(0.0, outage["kind"], 1.0))
     found = {}
     for node in nodes:
-        start_s = max(period.start_s, node.get("added_at_s") or period.start_s)
+        start_s = max(period.start_s, node["since_s"] or period.start_s)
         amount = AMOUNTS.get(tres, AMOUNTS[CPU])(node)
         found[node["name"]] = _swept(changes[node["name"]], start_s, period.until_s, amount)
     return found

@@ -569,6 +569,10 @@ class Store:
         """Return the last runs of all pairs of nodes, in order."""
         return [link_from(row.data) for row in self._rows(_LINKS)]
 
+    def first_seen(self) -> dict[str, float]:
+        """Return when each node was first heard of, by its first event."""
+        return {row.node: row.at_s for row in self._rows(_FIRST_NODE_EVENTS)}
+
     def outages(self, after_s: float, before_s: float) -> list[Outage]:
         """Return when nodes took no jobs between the two times; an unfinished outage has no end."""
         found: list[Outage] = []
@@ -901,6 +905,9 @@ _OUTAGE_OF: dict[str, tuple[str, tuple[str, ...]]] = {
         (PowerUpFailed, ("down", ("off",))),
     )
 }
+_FIRST_NODE_EVENTS = Statement(
+    select(node_events.c.node, func.min(node_events.c.at_s).label("at_s")).group_by(node_events.c.node)
+)
 _OUTAGES = Statement(
     select(node_events.c.node, node_events.c.kind, node_events.c.at_s)
     .where(node_events.c.kind.in_(list(_OUTAGE_OF)))

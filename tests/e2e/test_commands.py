@@ -363,3 +363,15 @@ def test_the_status_names_a_configuration_file_that_cannot_be_used(cluster: Loca
         path.write_text(good)
         cluster.run("hctl", "reconfigure")
     assert "configuration on disk" not in cluster.run("hpcsched", "status").stdout
+
+
+def test_a_report_counts_what_a_job_used_and_the_events_say_so(cluster: LocalCluster, ended: Ended, sub: Sub) -> None:
+    job_id = sub("true", "--job-name=counted")
+    ended(job_id)
+    found = cluster.json("hreport", "--json", "--by=user,node")
+    assert found["total"]["cpu_hours"] > 0
+    assert found["capacity"]["capacity_cpu_hours"] >= found["capacity"]["allocated_cpu_hours"] > 0
+    assert cluster.run("hreport", "--html").stdout.startswith("<!doctype html>")
+    lines = [json.loads(line) for line in cluster.run("hctl", "events", "--json").stdout.splitlines()]
+    actions = [line["event"]["action"] for line in lines if line["labels"]["job_id"] == str(job_id)]
+    assert actions[:3] == ["job-submitted", "job-allocated", "job-started"]

@@ -21,7 +21,15 @@ from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import ELSEWHERE, HELP, VERSION, Command, Face, Option, UsageError, Words
 from hpcsched.listing.text import clean, fixed_columns
-from hpcsched.metrics.usage_report import ROOT_ACCOUNT, NodeTime, Period, node_times, unknown_jobs, usage_rows
+from hpcsched.metrics.usage_report import (
+    ROOT_ACCOUNT,
+    NodeTime,
+    Period,
+    node_times,
+    unknown_jobs,
+    usage_rows,
+    with_first_seen,
+)
 from hpcsched.model.dates import parse_when
 
 SREPORT = Face(
@@ -136,11 +144,12 @@ def _utilization(period: Period, tres: Sequence[str], given: Mapping[str, str]) 
     nodes = client.call("GET", "/v1/nodes")["nodes"]
     jobs = _jobs(period, given)
     path = client.query("/v1/outages", start_s=period.start_s, end_s=period.end_s, kinds="down,drained,off")
-    outages = client.call("GET", path)["outages"]
+    answer = client.call("GET", path)
+    nodes = with_first_seen(nodes, answer["first_seen_s"])
     rows = []
     for name in tres:
         whole = NodeTime()
-        for times in node_times(period, jobs, nodes, outages, name).values():
+        for times in node_times(period, jobs, nodes, answer["outages"], name).values():
             whole.add(times)
         down_s = whole.down_s + whole.drained_s
         values = [whole.allocated_s, down_s, whole.off_s, whole.idle_s, 0.0, whole.capacity_s]

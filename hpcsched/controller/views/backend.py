@@ -471,8 +471,8 @@ class ControllerBackend(Reading):
         """
         found = await asyncio.to_thread(outages_of, self._database, query)
         if reach(identity, Action.VIEW_NODES) is not Reach.ALL:
-            found = []
-        return {"outages": found}
+            return {"outages": [], "first_seen_s": {}}
+        return found
 
     # ----- the history of metrics, which the recorder has
 

@@ -96,8 +96,8 @@ class _HistorySlice(NamedTuple):
     energy: dict[int, list[EnergyUse]] | None
 
 
-def outages_of(database: Path, query: Json) -> list[Json]:
-    """Return the outages of nodes between `start_s` and `end_s` of the query.
+def outages_of(database: Path, query: Json) -> Json:
+    """Return the outages of nodes in the period of the query, and when each was first seen.
 
     They are of the kinds that it names, without kinds those in which a node did not answer. Raises RequestError,
     UnavailableError.
@@ -113,7 +113,8 @@ def outages_of(database: Path, query: Json) -> list[Json]:
         raise RequestError(f"cannot read outages: {error}") from None
     store = Store(open_read_only(database))
     try:
-        return [outage._asdict() for outage in store.outages(after_s, before_s) if outage.kind in kinds]
+        found = [outage._asdict() for outage in store.outages(after_s, before_s) if outage.kind in kinds]
+        return {"outages": found, "first_seen_s": store.first_seen()}
     finally:
         store.close()
 

@@ -71,7 +71,7 @@ def event(kind: str, state: str | None = "RUNNING", user: str | None = "ann") ->
 def test_a_job_event_says_what_happened_to_which_job() -> None:
     found = job_event_document(event("NodesReleased"), "lab")
     assert found["@timestamp"] == "2027-01-15T08:00:00.250Z"
-    assert found["message"] == "job 12 of ann: nodes released; its state is RUNNING"
+    assert found["message"] == "job 12 of ann: nodes released; now RUNNING"
     assert found["event"] == {
         "kind": "event", "dataset": "hpcsched.jobs", "action": "job-nodes-released", "id": "7", "sequence": 7,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from hpcsched.metrics.usage_report import (
     total_of,
     unknown_jobs,
     usage_rows,
+    with_first_seen,
 )
 from hpcsched.model.accounting import GPU, NODE, Tariff
 
@@ -45,7 +46,7 @@ def step(number: int, cpu_s: float | None) -> Json:
 
 
 def node(name: str, cpus: int = 4, **fields: Any) -> Json:
-    return {"name": name, "cpus": cpus, "mem_mib": 8192, "gpus": [], "added_at_s": None, "formerly": []} | fields
+    return {"name": name, "cpus": cpus, "mem_mib": 8192, "gpus": [], "since_s": None, "formerly": []} | fields
 
 
 def outage(name: str, start_s: float, end_s: float | None, kind: str) -> Json:
@@ -124,8 +125,12 @@ def test_off_comes_before_down_and_down_before_drained() -> None:
     assert (times.off_s, times.down_s, times.drained_s, times.idle_s) == (20, 30, 50, 0)
 
 
-def test_a_node_has_no_capacity_before_it_was_added() -> None:
-    times = node_times(Period(0, 100, 100), [], [node("n1", 1, added_at_s=80.0), node("n2", 1)], [])
+def test_a_node_has_no_capacity_before_it_was_added_or_first_seen() -> None:
+    nodes = with_first_seen(
+        [node("n1", added_at_s=9.0), node("n2"), node("n3", added_at_s=5.0)], {"n1": 7.0, "n2": 8.0}
+    )
+    assert [found["since_s"] for found in nodes] == [7.0, 8.0, 5.0]
+    times = node_times(Period(0, 100, 100), [], [node("n1", 1, since_s=80.0), node("n2", 1)], [])
     assert (times["n1"].capacity_s, times["n2"].capacity_s) == (20, 100)
 
 
@@ -154,10 +159,10 @@ KINDS = st.sampled_from(["off", "down", "drained"])
     st.lists(st.tuples(SPANS, KINDS, st.booleans()), max_size=8),
     st.one_of(st.none(), TIMES),
 )
-def test_the_parts_of_a_nodes_time_add_up_to_its_capacity(holdings: Any, downs: Any, added_s: float | None) -> None:
+def test_the_parts_of_a_nodes_time_add_up_to_its_capacity(holdings: Any, downs: Any, since_s: float | None) -> None:
     jobs = [job(n, attempt(held("n1", a, None if o else b, cpus=c))) for n, ((a, b), c, o) in enumerate(holdings)]
     outages = [outage("n1", a, None if is_open else b, kind) for (a, b), kind, is_open in downs]
-    times = node_times(Period(0, 200, 180), jobs, [node("n1", 4, added_at_s=added_s)], outages)["n1"]
+    times = node_times(Period(0, 200, 180), jobs, [node("n1", 4, since_s=since_s)], outages)["n1"]
     parts = (times.allocated_s, times.idle_s, times.down_s, times.drained_s, times.off_s)
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(times.capacity_s)
