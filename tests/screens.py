@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hpcsched.cli.admin.top import ClusterScreen, LossPoint, QueuedJob, SavedCheckpoint, StoryLine, TrainingRun
+from hpcsched.demo.picture import Scene, StoryLine
+from hpcsched.tui.reading import ClusterScreen, QueuedJob
+from hpcsched.tui.training import LossPoint, SavedCheckpoint, TrainingRun
 
 
 def node(name: str, **values: Any) -> dict[str, Any]:
@@ -72,11 +74,9 @@ def training(steps: int = 300, restart_at: int | None = None, lost: int = 13, to
 
 
 def whole_screen(**values: Any) -> ClusterScreen:
-    """Return a screen in the middle of the story."""
+    """Return a cluster with a training."""
     plain: dict[str, Any] = {
         "now_s": 1000.0,
-        "title": "hpcsched demo",
-        "subtitle": "1:23  training on two of three nodes",
         "controller": {"pid": 4242, "epoch": 2, "now_s": 1000.0, "started_at_s": 960.0},
         "nodes": (node("n1"), node("n2"), node("n3", state="MIXED", cpus_alloc=1, jobs=[4])),
         "queue": (
@@ -89,11 +89,16 @@ def whole_screen(**values: Any) -> ClusterScreen:
         "job": job(1, "chargpt"),
         "run": training(),
         "log": tuple(f"step {n:5d}/500  loss 2.1{n % 10}" for n in range(280, 301, 10)),
-        "story": (
-            StoryLine(at_s=2.0, kind="act", text="three nodes behind OpenSSH's sshd answer"),
-            StoryLine(at_s=3.0, kind="note", text="Submitted batch job 1"),
-            StoryLine(at_s=60.0, kind="bad", text="the controller is killed (SIGKILL)"),
-            StoryLine(at_s=64.0, kind="good", text="it is back and has found the job again"),
-        ),
     }
     return ClusterScreen(**(plain | values))
+
+
+def whole_scene(**values: Any) -> Scene:
+    """Return the demo in the middle of its story; `values` are of its cluster."""
+    story = (
+        StoryLine(at_s=2.0, kind="act", text="three nodes behind OpenSSH's sshd answer"),
+        StoryLine(at_s=3.0, kind="note", text="Submitted batch job 1"),
+        StoryLine(at_s=60.0, kind="bad", text="the controller is killed (SIGKILL)"),
+        StoryLine(at_s=64.0, kind="good", text="it is back and has found the job again"),
+    )
+    return Scene(cluster=whole_screen(**values), subtitle="1:23  training on two of three nodes", story=story)

@@ -27,23 +27,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hpcsched.cli.admin.top import (
-    ClusterReader,
-    ClusterScreen,
-    SavedCheckpoint,
-    StoryLine,
-    TrainingRun,
-    clock,
-    is_live,
-    picture,
-    size_text,
-    story_text,
-)
 from hpcsched.demo.keeper import ClusterKeeper, Server, demo_cluster, stop_kept
+from hpcsched.demo.picture import Scene, StoryLine, clock, is_live, picture, story_text
 from hpcsched.demo.story import OUT_DIR, TRAIN_NAME, Story, StoryPlan, StoryResult, read_end, training_options
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
 from hpcsched.listing.text import clean
 from hpcsched.loopback.cluster import LocalCluster
+from hpcsched.tui.reading import ClusterReader
+from hpcsched.tui.training import SavedCheckpoint, TrainingRun, size_text
 
 RESULTS = Path("demo-out")
 CHECKPOINT_EVERY = 25
@@ -99,15 +90,15 @@ class DemoStage:
             style = "" if self.plain else "cyan" if line.startswith("#HSUB") else "dim"
             self._print(Text(f"      {'|' if self.plain else ' │'} {clean(line)}", style=style))
 
-    def frame(self, screen: ClusterScreen, elapsed_s: float) -> None:
+    def frame(self, scene: Scene, elapsed_s: float) -> None:
         """Show the cluster as it is now; in plain lines, every tenth step of the training."""
         if self.plain:
-            self._print_step(screen.run, elapsed_s)
+            self._print_step(scene.cluster.run, elapsed_s)
             return
         if self._live is None:
             self._live = Live(console=self._console, screen=True, auto_refresh=False)
             self._live.start()
-        self._live.update(picture(screen, *self._console.size), refresh=True)
+        self._live.update(picture(scene, *self._console.size), refresh=True)
 
     def _print_step(self, run: TrainingRun, elapsed_s: float) -> None:
         every = max(PLAIN_EVERY_STEPS, -(-(run.total_steps or 0) // PLAIN_LINES_MAX))
@@ -341,7 +332,7 @@ def how_to_use(cluster: LocalCluster) -> Sequence[str]:
         f"export HPCSCHED_CONFIG={cluster.config_dir}",
         f"export PATH={Path(sys.executable).parent}:$PATH",
         f"cd {cluster.share}",
-        "hinfo; hqueue; hpcsched top; hsub chargpt.sh; hlogs -f last; hacct; hrun -N3 hostname",
+        "hinfo; hqueue; hmon; hsub chargpt.sh; hlogs -f last; hacct; hrun -N3 hostname",
         "",
         f"hpcsched demo --stop {cluster.base}     ends and removes it",
     ]

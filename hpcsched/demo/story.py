@@ -9,7 +9,6 @@ The training script has the shape of etc/examples/train_chargpt.sh.
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import threading
 import time
@@ -18,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hpcsched.cli.admin.top import ClusterScreen, StoryLine, TrainingRun
+from hpcsched.demo.picture import Scene, StoryLine
 from hpcsched.errors import UnavailableError
 from hpcsched.listing.jobs import ACTIVE_STATES
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.sched.sentences import plural
+from hpcsched.tui.reading import ClusterScreen
+from hpcsched.tui.training import TrainingRun
 
 TRAIN_NAME = "chargpt"
 OUT_DIR = "chargpt-out"
@@ -121,7 +122,7 @@ class Stage(Protocol):
     def show(self, lines: Sequence[str]) -> None:
         """Show lines of text as they are."""
 
-    def frame(self, screen: ClusterScreen, elapsed_s: float) -> None:
+    def frame(self, scene: Scene, elapsed_s: float) -> None:
         """Show the cluster as it is now."""
 
 
@@ -430,16 +431,13 @@ class Story:
     def show(self) -> ClusterScreen:
         """Look at the cluster, and show it."""
         screen = self.look()
-        self._stage.frame(screen, self.elapsed_s())
+        subtitle = f"{self.elapsed_s() // 60:.0f}:{self.elapsed_s() % 60:02.0f}  {self._act}"
+        self._stage.frame(Scene(cluster=screen, subtitle=subtitle, story=tuple(self._lines)), self.elapsed_s())
         return screen
 
     def look(self) -> ClusterScreen:
-        """Return the cluster as it is now, with the training job and the story so far."""
-        screen = self._reader.look(self.result.job_id)
-        subtitle = f"{self.elapsed_s() // 60:.0f}:{self.elapsed_s() % 60:02.0f}  {self._act}"
-        return dataclasses.replace(
-            screen, title="hpcsched demo", subtitle=subtitle, hint="Ctrl-C ends it", story=tuple(self._lines)
-        )
+        """Return the cluster as it is now, with the training job."""
+        return self._reader.look(self.result.job_id)
 
     def elapsed_s(self) -> float:
         """Return the seconds since the story began."""

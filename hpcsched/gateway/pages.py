@@ -29,8 +29,8 @@ from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError
 from hpcsched.gateway.charts import Chart, ScheduleBar, schedule, short
 from hpcsched.gateway.routes import TEXT
 from hpcsched.gateway.upstream import UpstreamError
-from hpcsched.listing.text import clean, date_text, when_text
-from hpcsched.model.node import Power
+from hpcsched.listing.overview import totals, troubles
+from hpcsched.listing.text import clean, date_text, output_text, when_text
 from hpcsched.model.units import format_mem, format_time_s
 
 Json = dict[str, Any]
@@ -271,7 +271,7 @@ class Pages:
         reply = await self._app.forward(request, "GET", f"/v1/log?{query}")
         if reply.status != 200:
             raise ProblemError(reply.status, str(json.loads(reply.body)["error"]))
-        text = log_text(reply.body.decode("utf-8", "replace"))
+        text = output_text(reply.body.decode("utf-8", "replace"))
         end = reply.headers.get("x-offset", "0")
         offset = int(end) + len(reply.body)  # int: of our own controller
         values = {**found, "job": found["answer"]["jobs"][0], "text": text, "stream": stream, "offset": offset}
@@ -331,52 +331,6 @@ class Pages:
 
 
 # ----- what the pages show
-
-
-def totals(nodes: Sequence[Json]) -> Json:
-    """Return how much of each resource the nodes have, and how much jobs hold."""
-    return {
-        "nodes": len(nodes),
-        "up": sum(takes_jobs(node) for node in nodes),
-        "cpus": sum(node["cpus"] for node in nodes),
-        "cpus_alloc": sum(node["cpus_alloc"] for node in nodes),
-        "mem_mib": sum(node["mem_mib"] for node in nodes),
-        "mem_alloc_mib": sum(node["mem_alloc_mib"] for node in nodes),
-        "gpus": sum(len(node["gpus"]) for node in nodes),
-        "gpus_alloc": sum(node["gpus_alloc"] for node in nodes),
-    }
-
-
-def takes_jobs(node: Json) -> bool:
-    """Return whether jobs may start on the node, if need be after it was switched on."""
-    return not node["drained"] and (node["link"] == "up" or node["power"] != Power.ON)
-
-
-def troubles(ping: Json, nodes: Sequence[Json]) -> list[Json]:
-    """Return what is wrong: a sentence, and the command that helps."""
-    found = []
-    for node in nodes:
-        name = node["name"]
-        if node["power"] != Power.ON:
-            continue  # it is off to save power, and is switched on for a job
-        if node["link"] != "up":
-            found.append(
-                {"text": f"node {name} does not answer: {node['link_why']}", "command": f"hpcsched doctor {name}"}
-            )
-        elif node["drained"]:
-            found.append({"text": f"node {name} is drained: {node['drained_why']}", "command": f"hctl resume {name}"})
-        elif node["launch_failures"]:
-            found.append(
-                {
-                    "text": f"node {name} cannot start jobs: {node['launch_failure']}",
-                    "command": f"hpcsched doctor {name}",
-                }
-            )
-    found += [{"text": text, "command": "hctl reconfigure"} for text in ping["not_taken"]]
-    if ping["undecided"]:
-        text = f"{ping['undecided']} launches from before a restore wait for a decision"
-        found.append({"text": text, "command": "hctl strays"})
-    return found
 
 
 def charts_of(history: Json | None, wanted: Sequence[tuple[str, str, str]]) -> list[Chart]:
@@ -480,17 +434,6 @@ def facts_of(job: Json) -> list[tuple[str, str]]:
         ("Comment", job["comment"] or ""),
     ]
     return [(name, value) for name, value in facts if value]
-
-
-def log_text(text: str) -> str:
-    """Return output without escape sequences; of control characters, newlines and tabs stay."""
-    parts: list[str] = []
-    for piece in text.split("\x1b["):
-        if parts:
-            end = next((at for at, char in enumerate(piece) if "@" <= char <= "~"), -1)
-            piece = piece[end + 1 :]
-        parts.append(piece)
-    return "".join(char for char in "".join(parts) if char in "\n\t" or char.isprintable())
 
 
 # ----- requests and answers

@@ -24,6 +24,17 @@ def clean(value: object) -> str:
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
+def output_text(text: str) -> str:
+    """Return output without escape sequences; of control characters, newlines and tabs stay."""
+    parts: list[str] = []
+    for piece in text.split("\x1b["):
+        if parts:
+            end = next((at for at, char in enumerate(piece) if "@" <= char <= "~"), -1)
+            piece = piece[end + 1 :]
+        parts.append(piece)
+    return "".join(char for char in "".join(parts) if char in "\n\t" or char.isprintable())
+
+
 def fitted(text: str, width: int, *, right: bool = False) -> str:
     """Return `text` in exactly `width` characters, cut if it is longer."""
     cut = text[:width]

@@ -73,7 +73,7 @@ def test_the_queue_the_nodes_and_a_job_are_shown(cluster: LocalCluster, sub: Sub
     cluster.run("hcancel", str(job_id), str(waiting))
 
 
-def test_top_shows_nodes_queue_and_a_job_until_q_is_pressed(cluster: LocalCluster, sub: Sub, running: Any) -> None:
+def test_top_shows_the_cluster_and_a_job_until_q_is_pressed(cluster: LocalCluster, sub: Sub, running: Any) -> None:
     job_id = sub("echo step 7 of it; sleep 600", "--job-name=watched", "--time=5")
     running(job_id)
     wait_until(lambda: "step 7" in cluster.run("hlogs", str(job_id)).stdout, what="the job's output")
@@ -86,13 +86,14 @@ def test_top_shows_nodes_queue_and_a_job_until_q_is_pressed(cluster: LocalCluste
     termios.tcsetwinsize(terminal, (24, 80))
     env = cluster.env | {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
     seen = b""
-    with subprocess.Popen(["hpcsched", "top"], stdin=terminal, stdout=terminal, stderr=terminal, env=env) as process:
+    words = ["hpcsched", "top", str(job_id)]
+    with subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=env) as process:
         os.close(terminal)
         deadline_s = time.monotonic() + PATIENCE_S
-        while not (b"watched" in seen and b"step 7 of it" in seen and b"n3" in seen):
+        while not (b"watched" in seen and b"step 7 of it" in seen and b"nodes take jobs" in seen):
             assert select.select([controller_end], [], [], deadline_s - time.monotonic())[0], seen.decode()
             seen += os.read(controller_end, 65536)
-        os.write(controller_end, b"j\x1b[Aq")  # read at once
+        os.write(controller_end, b"j\x1b[Aqq")  # back to the screens, and out
         while select.select([controller_end], [], [], PATIENCE_S)[0]:  # else it could not write the last screen
             try:
                 os.read(controller_end, 65536)

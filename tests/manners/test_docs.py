@@ -22,7 +22,7 @@ _CODE = re.compile(r"`([^`\n]+)`")
 _OUR_FOLDERS = ("docs", "etc", "hpcsched", "man", "systemd", "tests", "workers")
 # A word that looks like a command of ours, at the start of a line or of inline code.
 _CALL = re.compile(
-    r"^(?:[$#] )?(h(?:acct|alloc|cancel|ctl|health|info|logs|pcsched\w*|prio|queue|run|sh|share|sim|sub|tunnel|why)\w*)\b"
+    r"^(?:[$#] )?(h(?:acct|alloc|cancel|ctl|health|info|logs|mon|pcsched\w*|prio|queue|run|sh|share|sim|sub|tunnel|why)\w*)\b"
 )
 
 

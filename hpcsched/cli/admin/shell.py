@@ -36,7 +36,7 @@ _SLURMS = {
     "sacct": "hacct", "sattach": "slurm.sattach", "scancel": "hcancel", "scontrol": "slurm.scontrol", "sinfo": "hinfo",
     "sprio": "hprio", "squeue": "hqueue", "sshare": "hshare", "sstat": "slurm.sstat",
 }  # fmt: skip
-_TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "hsh", "htunnel", "hwhy", "sattach", "scancel", "scontrol")
+_TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hmon", "hqueue", "hsh", "htunnel", "hwhy", "sattach", "scancel", "scontrol")
 
 # Commands that list the possible values of an option when the key is pressed.
 _JOBS, _PARTITIONS, _NODES = "hqueue -aqr", "hinfo -h -o %R", "hinfo -hN -o %n"
@@ -102,7 +102,7 @@ def install_for(shell: str, environ: os._Environ[str] | dict[str, str]) -> Path:
 def commands() -> list[Completed]:
     """Return all commands with the options that their help shows."""
     from hpcnode.commands import options as stepoptions  # all commands, of which slurm-path needs none
-    from hpcsched.cli import halloc, hctl
+    from hpcsched.cli import halloc, hctl, hmon
     from hpcsched.cli.slurm import scontrol
     from hpcsched.jobscript import options as jobscript
 
@@ -121,7 +121,13 @@ def commands() -> list[Completed]:
         found += [Completed(name, shown) for name in names]
     verbs = {"hctl": hctl.VERBS, "scontrol": scontrol.VERBS}
     found = [command._replace(verbs=tuple(verbs.get(command.name, ()))) for command in found]
-    return [*found, Completed("hpcsched", (), tuple(admin.COMMANDS))]
+    return [*found, _of_click("hmon", hmon.hmon), Completed("hpcsched", (), tuple(admin.COMMANDS))]
+
+
+def _of_click(name: str, command: click.Command) -> Completed:
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    rows = [(one.name or "", "", not one.is_flag, one.help or "") for one in options if one.name != "version"]
+    return Completed(name, tuple(rows))
 
 
 def _of_table(command: Command) -> Completed:

@@ -10,12 +10,13 @@ import paramiko
 import pytest
 from screens import job, training, whole_screen
 
-from hpcsched.cli.admin.top import ClusterScreen, StoryLine
 from hpcsched.demo.keeper import stop_kept
+from hpcsched.demo.picture import Scene, StoryLine
 from hpcsched.demo.show import DemoOptions, closing_rows, make_directory, plan_of, sample_of
 from hpcsched.demo.story import Story, StoryResult
 from hpcsched.errors import RequestError, UnavailableError
 from hpcsched.loopback.cluster import is_hopeless
+from hpcsched.tui.reading import ClusterScreen
 
 
 class Screens:
@@ -33,7 +34,7 @@ class Nowhere:
 
     def tell(self, line: StoryLine) -> None: ...
 
-    def frame(self, screen: ClusterScreen, elapsed_s: float) -> None: ...
+    def frame(self, scene: Scene, elapsed_s: float) -> None: ...
 
     def show(self, lines: Sequence[str]) -> None: ...
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from rich.console import Console
-from screens import training, whole_screen
+from screens import training, whole_scene
 
-from hpcsched.cli.admin.top import StoryLine
+from hpcsched.demo.picture import StoryLine
 from hpcsched.demo.show import DemoStage
 
 
@@ -18,7 +18,7 @@ def test_a_terminal_has_the_story_and_the_tables_after_the_live_view() -> None:
         stage.tell(StoryLine(at_s=0.0, kind="act", text="it begins"))
         stage.show(["#HSUB --nodes=2"])
     with console.capture() as live:
-        stage.frame(whole_screen(), 1.0)
+        stage.frame(whole_scene(), 1.0)
         stage.tell(StoryLine(at_s=1.0, kind="bad", text="a node is lost"))
         stage.show(["hidden by the view"])
     with console.capture() as after:
@@ -42,7 +42,7 @@ def test_plain_lines_have_times_and_no_escape_codes() -> None:
         stage = DemoStage(console, plain=False)
         stage.tell(StoryLine(at_s=65.0, kind="bad", text="n1 loses power"))
         for number in range(1, 31):
-            stage.frame(whole_screen(run=training(steps=number)), float(number))
+            stage.frame(whole_scene(run=training(steps=number)), float(number))
     lines = capture.get().splitlines()
     assert lines[0] == " 1:05 n1 loses power"
     assert [re.search(r"step (\d+)/500", line)[1] for line in lines[1:]] == ["10", "20", "30"]  # type: ignore[index]

@@ -23,8 +23,10 @@ from hpcsched.auth.authorize import Identity
 from hpcsched.errors import HpcschedError, NotFoundError
 from hpcsched.gateway.app import COOKIE, GatewayApp
 from hpcsched.gateway.charts import Chart, ScheduleBar, rounded_up, schedule, short
-from hpcsched.gateway.pages import Pages, actions_for, expected_starts, log_text, totals, troubles
+from hpcsched.gateway.pages import Pages, actions_for, expected_starts
 from hpcsched.gateway.upstream import UpstreamReply
+from hpcsched.listing.overview import totals, troubles
+from hpcsched.listing.text import output_text
 from hpcsched.model.spec import ArraySpec
 
 SESSIONS: Mapping[str, Identity] = {"anns": ANN, "bobs": BOB, "roots": ROOT}
@@ -391,7 +393,7 @@ def test_jobs_without_an_expected_start_are_listed_apart() -> None:
 
 
 def test_output_loses_colours_and_control_characters_but_no_text() -> None:
-    assert log_text("a\x1b[1;31mb\x1b[0mc\td\r\ne\x07\u202ef\x1b[") == "abc\td\nef"
+    assert output_text("a\x1b[1;31mb\x1b[0mc\td\r\ne\x07\u202ef\x1b[") == "abc\td\nef"
 
 
 @pytest.mark.parametrize(

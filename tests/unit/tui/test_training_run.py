@@ -7,7 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hpcsched.cli.admin.top import MetricsReader
+import pytest
+from screens import training
+
+from hpcsched.tui.lines import plain
+from hpcsched.tui.training import MetricsReader, TrainingRun, checkpoint_lines, smoothed, training_lines
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:
@@ -102,3 +106,18 @@ def test_reports_make_a_curve_if_the_file_cannot_be_read() -> None:
     for number in (1, 2, 2, 3):
         reader.add_report({"step": number, "loss": 2.0, "attempt": 0, "checkpoint_step": None, "total_steps": None})
     assert [point.step for point in reader.read().points] == [1, 2, 3]
+
+
+def test_lost_steps_are_told_from_those_that_count() -> None:
+    run = training(steps=360, restart_at=300)
+    assert [point.step for point in run.lost] == list(range(288, 301))
+    assert "attempt 1" in plain(training_lines(run, 60)[1])
+
+
+def test_checkpoint_marks_tell_full_ones_from_increments() -> None:
+    assert plain(checkpoint_lines(training(), 60)[1]) == "█full ▄incr. █▄▄▄▄█▄▄▄▄█▄"
+    assert plain(checkpoint_lines(TrainingRun(), 60)[0]) == "no checkpoint yet"
+
+
+def test_the_moving_average_has_no_bias_at_its_start() -> None:
+    assert smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])

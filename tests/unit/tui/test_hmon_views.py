@@ -1,0 +1,166 @@
+"""The screens of hmon as lines: values in, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from fake_api import NOW_S, job, running
+from monitored import FACTS, PING, queue_line
+from screens import node, training
+
+from hpcsched.tui.lines import bar, cell, plain
+from hpcsched.tui.reading import ClusterReader, ClusterScreen, queue_of
+from hpcsched.tui.views import (
+    SCREENS,
+    command_name,
+    filtered,
+    first_task,
+    headline,
+    job_rows,
+    node_rows,
+    plain_text,
+    row_line,
+    tabs,
+    view_of,
+)
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold]x[/bold]\n\u202e"
+
+
+def seen(**values: Any) -> ClusterScreen:
+    """Return a cluster with a job that runs, one that waits, and two nodes."""
+    known: dict[str, Any] = {
+        "now_s": NOW_S,
+        "controller": PING,
+        "nodes": (node("n1", **FACTS), node("n2", **FACTS | {"drained": True, "drained_why": "heat"}, state="DRAINED")),
+        "queue": queue_of(queue_line(11, "11") + queue_line(12, "12_[1-9%2]", "later", "PENDING", "(Resources)")),
+        "running": (running(11),),
+        "waiting": (job(12),),
+    }
+    return ClusterScreen(**known | values)
+
+
+def text_of(screen: ClusterScreen, name: str, width: int = 80) -> str:
+    """Return all rows of a screen."""
+    view = view_of(name, screen, width)
+    return "\n".join([plain(view.header), *(plain(row_line(view, row, width)) for row in view.rows)])
+
+
+@pytest.mark.parametrize("name", SCREENS)
+@pytest.mark.parametrize("width", [80, 200])
+def test_headers_fit_the_terminal(name: str, width: int) -> None:
+    screen = seen()
+    assert len(plain(view_of(name, screen, width).header)) <= width
+    assert len(plain(tabs(name, width))) <= width
+    assert len(plain(headline(screen))) <= 80
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_screen_without_answers_is_empty(name: str) -> None:
+    assert text_of(ClusterScreen(), name) == ""
+
+
+def test_the_overview_has_the_node_in_trouble_first_and_why_a_job_waits() -> None:
+    text = text_of(seen(), "overview")
+    assert text.index("n2") < text.index("n1")
+    assert "heat" in text
+    assert "6:40 to 08:53 n[1-2]" in text
+    assert "08:20 Resources: needs 2 nodes" in text
+
+
+def test_health_names_what_is_wrong_and_the_command_that_helps() -> None:
+    finding = {"cause": "idle reservation", "node": "", "text": "n9 is reserved", "remedy": "hctl delete reservation r"}
+    text = text_of(seen(findings={"findings": [finding]}), "health")
+    for part in ("node n2 is drained: heat", "$ hctl resume n2", "idle reservation: n9 is reserved", "hctl delete"):
+        assert part in text
+
+
+def test_the_schedule_draws_what_runs_and_what_is_expected() -> None:
+    first, last = text_of(seen(running=(running(11, time_limit_s=12 * 3600),)), "queue").splitlines()[1:]
+    assert first.count("#") == pytest.approx(43 * 12 / 24, abs=1)
+    assert last.startswith("12")
+    assert "=" in last
+
+
+def test_the_schedule_says_why_a_job_has_no_expected_start() -> None:
+    assert "(Resources)" in text_of(seen(waiting=(job(12, expected_start_s=None),)), "queue")
+
+
+def test_use_shows_shares_and_what_was_used() -> None:
+    line = {"account": "lab", "user": "ann", "depth": 1, "shares": 3, "norm_shares": 0.75, "norm_usage": 0.5}
+    text = text_of(seen(shares=({**line, "fairshare": 0.25},)), "use")
+    assert text.splitlines()[1].split() == ["lab", "ann", "3", "75.0%", "50.0%", "#####-----", "0.250"]
+
+
+def test_a_filter_keeps_rows_with_all_words() -> None:
+    view = view_of("jobs", seen(), 80)
+    assert [row.name for row in filtered(view, "LATER pend").rows] == ["12_[1-9]"]
+    assert filtered(view, "").rows == view.rows
+
+
+def test_a_folded_row_names_its_tasks_for_commands_and_one_for_details() -> None:
+    assert command_name("12_[1-9%2]") == "12_[1-9]"
+    assert first_task("12_[1-9%2]") == "12_1"
+    assert (command_name("12"), first_task("12_3")) == ("12", "12_3")
+
+
+def test_text_of_users_has_no_control_characters_on_any_screen() -> None:
+    named = {"name": HOSTILE, "reason_detail": HOSTILE, "user": HOSTILE}
+    hostile = seen(
+        controller=PING | {"cluster": HOSTILE, "not_taken": [HOSTILE]},
+        nodes=(node(HOSTILE, **FACTS, state="DOWN") | {"link": "down", "link_why": HOSTILE},),
+        queue=(queue_of(queue_line(11, "11"))[0]._replace(name=HOSTILE, where=HOSTILE),),
+        running=(running(11, **named),),
+        waiting=(job(12, **named),),
+        job=running(11, **named, comment=HOSTILE),
+        log=(HOSTILE,),
+        run=dataclasses.replace(training(), backend=HOSTILE),
+    )
+    texts = [text_of(hostile, name) for name in SCREENS]
+    texts += [plain(row.value) for row in (*job_rows(hostile, 80), *node_rows(HOSTILE, hostile, 80)[:-1])]
+    texts += [plain(headline(hostile)), plain_text(hostile)]
+    assert [char for char in "".join(texts) if not char.isprintable() and char != "\n"] == []
+    assert "[bold]x[/bold]" in texts[0]
+
+
+def test_details_of_a_training_have_its_curve_and_the_end_of_its_output() -> None:
+    text = "\n".join(plain(row.value) for row in job_rows(seen(job=running(11), run=training(), log=("loss 2.1",)), 80))
+    for part in ("job 11  train  of ann", "step 300/500", "12 saved", "| loss 2.1"):
+        assert part in text
+
+
+def test_plain_text_has_nodes_jobs_and_what_is_wrong() -> None:
+    text = plain_text(seen(job=running(11)))
+    for part in (
+        "hpcschedd is running",
+        "n2",
+        "heat",
+        "later",
+        "(Resources)",
+        "! node n2 is drained",
+        "hctl resume n2",
+    ):
+        assert part in text
+
+
+def test_a_cell_has_its_width_in_columns_of_the_terminal() -> None:
+    assert cell("abc", 5) == "abc  "
+    assert cell("abcdef", 4) == "abc~"
+    assert cell("日本語", 5) == "日本~"
+    assert cell("abc", 5, right=True) == "  abc"
+
+
+def test_a_bar_shows_a_little_of_something_as_one_mark() -> None:
+    assert [bar(part, 100, 4) for part in (0, 1, 50, 100)] == ["----", "#---", "##--", "####"]
+    assert bar(3, 0, 2) == "--"
+
+
+def test_a_controller_that_is_down_is_reported_and_asked_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCSCHED_API", str(tmp_path / "api.sock"))
+    reader = ClusterReader()
+    for _ in range(2):
+        screen = reader.look()
+        assert screen.controller is None
+        assert "Unable to contact" in screen.trouble
