@@ -30,7 +30,7 @@ COMMANDS = {
     "upgrade": ("hpcsched.cli.admin.backup:upgrade", "Say what an upgrade to this version would do."),
     "slurm-path": ("hpcsched.cli.admin.shell:slurm_path", "Print the directory of the commands with Slurm's names."),
     "completion": ("hpcsched.cli.admin.shell:completion", "Print shell completion for bash, zsh or fish."),
-    "top": ("hpcsched.cli.hmon:hmon", "Show jobs, nodes and what is wrong, live (hmon)."),
+    "top": ("hpcsched.cli.admin.hmon:hmon", "Show jobs, nodes and what is wrong, live (hmon)."),
     "plan": ("hpcsched.cli.admin.plan:plan", "Answer what fits, and what another machine would be worth."),
     "maintenance": ("hpcsched.cli.admin.plan:maintenance", "Find hours for maintenance, and reserve them."),
     "rolling": ("hpcsched.cli.admin.rolling:rolling", "Run a command on nodes in turn, each without jobs."),

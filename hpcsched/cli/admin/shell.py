@@ -102,7 +102,8 @@ def install_for(shell: str, environ: os._Environ[str] | dict[str, str]) -> Path:
 def commands() -> list[Completed]:
     """Return all commands with the options that their help shows."""
     from hpcnode.commands import options as stepoptions  # all commands, of which slurm-path needs none
-    from hpcsched.cli import halloc, hctl, hmon
+    from hpcsched.cli import halloc, hctl
+    from hpcsched.cli.admin import hmon
     from hpcsched.cli.slurm import scontrol
     from hpcsched.jobscript import options as jobscript
 

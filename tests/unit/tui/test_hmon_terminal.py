@@ -17,11 +17,11 @@ from fake_api import FakeApi
 from monitored import serve
 from waiting import PATIENCE_S
 
-HMON = (sys.executable, "-c", "from hpcsched.cli.hmon import main; main()")
+HMON = (sys.executable, "-c", "from hpcsched.cli.admin.hmon import main; main()")
 WITHOUT_TEXTUAL = (
     sys.executable,
     "-c",
-    "import sys; sys.modules['textual'] = None; from hpcsched.cli.hmon import main; main()",
+    "import sys; sys.modules['textual'] = None; from hpcsched.cli.admin.hmon import main; main()",
 )
 
 
