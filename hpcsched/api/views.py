@@ -318,9 +318,12 @@ def node_views(cluster: ClusterState, now_s: float) -> list[dict[str, Any]]:
     reserved = {
         name: reservation for reservation in active for name in reservation.nodes
     }  # maintenance overrides the others
-    shares = [(job.id, share) for job in cluster.active_jobs() for share in job.holding]
+    shares: dict[str, list[tuple[int, Share]]] = {}
+    for job in cluster.active_jobs():
+        for share in job.holding:
+            shares.setdefault(share.node, []).append((job.id, share))
     return [
-        _node_view(node, [item for item in shares if item[1].node == node.name], cluster, reserved.get(node.name))
+        _node_view(node, shares.get(node.name, []), cluster, reserved.get(node.name))
         for node in sorted(cluster.open_nodes(), key=lambda node: natural_order(node.name))
     ]
 

@@ -49,6 +49,7 @@ class Action(Enum):
 
     VIEW_JOBS = "view-jobs"
     VIEW_DETAILS = "view-details"
+    VIEW_FILES = "view-files"
     VIEW_NODES = "view-nodes"
     VIEW_USAGE = "view-usage"
     VIEW_RESERVATIONS = "view-reservations"
@@ -91,6 +92,10 @@ _TABLE: dict[Action, tuple[str, tuple[Reach, Reach, Reach, Reach, Reach, Reach]]
     Action.VIEW_DETAILS: (
         "see a job's script, environment, paths, output and history",
         (_OWN, _OWN, _ACCOUNT, _ACCOUNT, _ALL, _NONE),
+    ),
+    Action.VIEW_FILES: (
+        "list and read the files in a job's directory",
+        (_NONE, _OWN, _OWN, _OWN, _OWN, _NONE),
     ),
     Action.VIEW_NODES: ("see nodes", (_ALL, _ALL, _ALL, _ALL, _ALL, _ALL)),
     Action.VIEW_USAGE: ("see shares and usage", (_ALL, _ALL, _ALL, _ALL, _ALL, _ALL)),

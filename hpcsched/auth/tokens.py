@@ -152,6 +152,8 @@ def is_owned(certificate: bytes, user: str, signature: str) -> bool:
 
 # Routes of the controller's API that need another scope than READ (GET) or ADMIN (POST).
 _SCOPES: Mapping[tuple[str, str], Scope] = {
+    ("GET", "/v1/files"): Scope.SUBMIT,  # a job could read them
+    ("GET", "/v1/file"): Scope.SUBMIT,
     ("POST", "/v1/submit"): Scope.SUBMIT,
     ("POST", "/v1/test"): Scope.SUBMIT,
     # Its requests for jobs go through their own routes; its submission checks SUBMIT.
@@ -195,7 +197,7 @@ _ACTIONS: Mapping[Scope, frozenset[Action]] = {
             Action.REVOKE_TOKENS,
         }
     ),
-    Scope.SUBMIT: frozenset({Action.SUBMIT}),
+    Scope.SUBMIT: frozenset({Action.SUBMIT, Action.VIEW_FILES}),
     Scope.MANAGE: frozenset(
         {
             Action.VIEW_JOBS,

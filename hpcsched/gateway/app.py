@@ -93,6 +93,16 @@ def problem(status: int, why: str, kind: str, at: object = None, headers: Mappin
     )
 
 
+def packed(
+    request: Request, body: bytes, media_type: str, headers: Mapping[str, str], status: int = 200, level: int = 6
+) -> Response:
+    """Return an answer, compressed if the client takes that."""
+    more = {}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        body, more = gzip.compress(body, level), {"content-encoding": "gzip"}
+    return Response(body, status, headers={**headers, **more, "content-type": media_type})
+
+
 class GatewayApp:
     """The application: what it needs to answer."""
 
@@ -109,7 +119,6 @@ class GatewayApp:
         """Return the ASGI application; `more`: routes of other interfaces."""
         routes = [
             Route("/healthz", self.guarded(self.health), methods=["GET"]),
-            Route("/login", self.guarded(self.login_page), methods=["GET"]),
             Route("/login", self.guarded(self.login), methods=["POST"]),
             Route(METRICS_PATH, self.guarded(self.metrics), methods=["GET"]),
             Route(METRICS_PATH + "/{page}", self.guarded(self.metrics), methods=["GET"]),
@@ -196,18 +205,6 @@ class GatewayApp:
         self._count(request, {})
         return self._tagged(request, self._openapi, "application/json")
 
-    async def login_page(self, request: Request) -> Response:
-        """Ask for a click, because programs that preview links must not use up the code."""
-        self._count(request, {})
-        code = request.query_params.get("code", "")[:200]
-        page = (
-            "<!doctype html><title>hpcsched</title><h1>hpcsched</h1>"
-            f'<form method="post" action="/login"><input type="hidden" name="code" value="{escape(code)}">'
-            "<button>Log in</button></form>"
-            + ('<p><a href="/login/oidc">Log in with your account</a>' if self._settings.oidc.issuer else "")
-        )
-        return HTMLResponse(page, headers=SAFE_HEADERS)
-
     async def login(self, request: Request) -> Response:
         self._count(request, {})
         data = await self._body(request, MAX_CODE_BYTES)
@@ -248,14 +245,8 @@ class GatewayApp:
         reply = await self._ask(request, "GET", path, credential, more=accept)
         if reply.status != 200:
             return _problem_of(reply)
-        headers = {
-            **SAFE_HEADERS,
-            "content-type": reply.headers.get("content-type", "text/plain"),
-            "vary": "accept-encoding",
-        }
-        if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(reply.body, headers=headers)
-        return Response(gzip.compress(reply.body, 1), headers=headers | {"content-encoding": "gzip"})
+        headers = {**SAFE_HEADERS, "vary": "accept-encoding"}
+        return packed(request, reply.body, reply.headers.get("content-type", "text/plain"), headers, level=1)
 
     # ----- the API
 

@@ -1,51 +1,28 @@
-"""The web pages: what a user sees of the cluster in a browser.
+"""The web pages that show the cluster: jobs, output, nodes, the queue, use.
 
-Each page is HTML from a template in `hpcsched/web`, made from answers of the controller to requests with the browser's own
-session. So a page shows what the user's commands show, and nothing is decided here. Without scripts the pages are whole, and
-read only; the script keeps them up to date, and sends actions to the REST API.
-
-Source: WHATWG HTML; Content Security Policy Level 3.
+Without scripts the pages are whole, and read only; the script keeps them up to date, and sends actions to the REST API.
+`hpcsched.gateway.site` has what all pages have.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gzip
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 from urllib.parse import quote, urlencode
 
-import jinja2
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import hpcsched
-from hpcsched.errors import report_fault
-from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError
-from hpcsched.gateway.charts import Chart, ScheduleBar, schedule, short
-from hpcsched.gateway.routes import TEXT
-from hpcsched.gateway.upstream import UpstreamError
+from hpcsched.gateway.admin import AdminPages
+from hpcsched.gateway.app import GatewayApp, ProblemError
+from hpcsched.gateway.charts import Chart, ScheduleBar, schedule
+from hpcsched.gateway.site import Json, Page, Site, query_of
+from hpcsched.gateway.work import WorkPages
 from hpcsched.listing.overview import totals, troubles
-from hpcsched.listing.text import clean, date_text, output_text, when_text
+from hpcsched.listing.text import clean, date_text, output_text
 from hpcsched.model.units import format_mem, format_time_s
 
-Json = dict[str, Any]
-Load = Mapping[str, str]  # what a page needs: a name, and the controller's path
-
-HERE = Path(hpcsched.__file__).parent / "web"
-MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-PAGE_HEADERS = SAFE_HEADERS | {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
-    "cross-origin-opener-policy": "same-origin",
-    "vary": "accept-encoding",
-}
 ACTIVE = "PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
 ON_NODES = "CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
 ROWS = 100  # jobs on a page of the list
@@ -75,39 +52,14 @@ NODE_CHARTS = (
 
 
 class Pages:
-    """The pages, their templates and static files, which are read once, at the start."""
+    """The pages that show the cluster, and with them the routes of all pages."""
 
     def __init__(self, app: GatewayApp, *, has_oidc: bool = False) -> None:
-        self._app, self._has_oidc = app, has_oidc
-        self._static = {
-            path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted((HERE / "static").iterdir())
-        }
-        tags = {name: blake2b(data, digest_size=6).hexdigest() for name, (data, _) in self._static.items()}
-        templates = {path.name: path.read_text("utf-8") for path in (HERE / "templates").iterdir()}
-        self._templates = jinja2.Environment(
-            loader=jinja2.DictLoader(templates),
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            finalize=_shown,
-        )
-        self._templates.globals |= {
-            "static": lambda name: f"/static/{name}?v={tags[name]}",
-            "version": hpcsched.__version__,
-            "job_link": lambda reference: f"/job/{quote(str(reference), safe='')}",
-            "node_link": lambda name: f"/node/{quote(str(name), safe='')}",
-            "date": date_text,
-            "when": when_text,
-            "duration": format_time_s,
-            "memory": format_mem,
-            "short": short,
-        }
-        self._pages = {name: self._templates.get_template(name) for name in templates}
+        self._site = Site(app, has_oidc=has_oidc)
 
     def routes(self) -> list[Route]:
-        """Return the routes for the ASGI application."""
-        pages: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        """Return the routes of all pages for the ASGI application."""
+        pages: dict[str, Page] = {
             "/": self.overview,
             "/jobs": self.jobs,
             "/job/{job}": self.job,
@@ -117,80 +69,15 @@ class Pages:
             "/queue": self.queue,
             "/use": self.use,
         }
-        found = [Route(path, self._guarded(page), methods=["GET"]) for path, page in pages.items()]
-        return [*found, Route("/static/{name}", self._app.guarded(self.static), methods=["GET"])]
-
-    def _guarded(self, page: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the page with errors as pages, too."""
-
-        async def handle(request: Request) -> Response:
-            headers: Mapping[str, str] = {}
-            try:
-                return await page(request)
-            except ProblemError as error:
-                status, why, headers = error.status, str(error), error.headers
-            except UpstreamError as error:
-                status, why = error.status, str(error)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                status, why = 500, str(report_fault(error, f"GET {request.url.path[:200]!r}", "the gateway's log"))
-            values = {"status": status, "why": why, "has_oidc": self._has_oidc}
-            return self._page(request, "error.html", values, status, headers)
-
-        return handle
-
-    def _page(
-        self,
-        request: Request,
-        name: str,
-        values: Json,
-        status: int = 200,
-        headers: Mapping[str, str] | None = None,
-    ) -> Response:
-        body = self._pages[name].render({"me": None, "cluster": "", **values}).encode("utf-8", "replace")
-        return _packed(request, body, "text/html; charset=utf-8", {**PAGE_HEADERS, **(headers or {})}, status)
-
-    async def _load(
-        self, request: Request, needed: Load, wanted: Load | None = None, known: Json | None = None
-    ) -> Json:
-        """Return the controller's answers by name, added to those that are `known`.
-
-        One of `wanted` that is refused is None. Raises ProblemError if one of `needed` is refused.
-        """
-        head = {"ping": "/v1/ping", "me": "/v1/me"} if known is None else {}
-        everything = {**head, **needed, **(wanted or {})}
-        for _ in everything:  # each counts: a page must not multiply what a user may ask for
-            self._app.admit(request)
-        replies = await asyncio.gather(*(self._app.forward(request, "GET", path) for path in everything.values()))
-        found: Json = {} if known is None else dict(known)
-        for name, reply in zip(everything, replies, strict=True):
-            if reply.status == 200:
-                found[name] = json.loads(reply.body)
-            elif wanted is not None and name in wanted:
-                found[name] = None
-            else:
-                error = json.loads(reply.body)
-                raise ProblemError(reply.status, str(error["error"]), kind=str(error["kind"]))
-        found["cluster"], found["now_s"] = found["ping"]["cluster"], found["ping"]["now_s"]
-        return found
-
-    # ----- static files
-
-    async def static(self, request: Request) -> Response:
-        """Send a file of the pages; its address changes with its content."""
-        self._app.count(request)
-        found = self._static.get(request.path_params["name"])
-        if found is None:
-            raise ProblemError(404, f"cannot find {request.url.path[:200]!r}")
-        headers = {**PAGE_HEADERS, "cache-control": "public, max-age=31536000, immutable"}
-        return _packed(request, found[0], found[1] + "; charset=utf-8", headers)
+        others = (WorkPages(self._site), AdminPages(self._site))
+        routes = [route for one in others for route in one.routes()]
+        return [*self._site.routes(pages), *routes, *self._site.own_routes()]
 
     # ----- pages
 
     async def overview(self, request: Request) -> Response:
         """Show whether the cluster is healthy, what runs, what waits, and what is wrong."""
-        found = await self._load(
+        found = await self._site.load(
             request,
             {
                 "nodes": "/v1/nodes",
@@ -202,25 +89,25 @@ class Pages:
         nodes = found["nodes"]["nodes"]
         found["totals"] = totals(nodes)
         found["troubles"] = troubles(found["ping"], nodes)
-        return self._page(request, "overview.html", found)
+        return self._site.page(request, "overview.html", found)
 
     async def jobs(self, request: Request) -> Response:
         """List jobs, arrays folded, with filters."""
-        given = _query(request, (*FILTERS, "cursor"))
+        given = query_of(request, (*FILTERS, "cursor"))
         filters = {name: given[name] for name in FILTERS if given[name]}
         query = {"state": ACTIVE, **filters, "limit": ROWS}
         if given["cursor"]:
             query["after"] = given["cursor"]
-        found = await self._load(request, {"jobs": _jobs_path(**query)})
+        found = await self._site.load(request, {"jobs": _jobs_path(**query)})
         after = found["jobs"].get("next_cursor")
         found["next"] = f"/jobs?{urlencode({**filters, 'cursor': after})}" if after else ""
-        return self._page(request, "jobs.html", {**found, "filters": {name: given[name] for name in FILTERS}})
+        return self._site.page(request, "jobs.html", {**found, "filters": {name: given[name] for name in FILTERS}})
 
     async def job(self, request: Request) -> Response:
         """Show a job: why it waits, what it uses, its history, output and script."""
         name = quote(request.path_params["job"], safe="")
         range_s = _range(request)
-        listed = await self._load(
+        listed = await self._site.load(
             request,
             {
                 "tasks": _jobs_path(id=request.path_params["job"], limit=ROWS, fold=0),
@@ -229,7 +116,7 @@ class Pages:
         )
         count = sum(group["folded"]["count"] for group in listed["groups"]["jobs"])
         first = listed["tasks"]["jobs"][0]["display_id"]
-        shown = await self._load(request, {"answer": f"/v1/job/{quote(first, safe='')}"}, None, listed)
+        shown = await self._site.load(request, {"answer": f"/v1/job/{quote(first, safe='')}"}, None, listed)
         job = shown["answer"]["jobs"][0]
         target = quote(str(job["id"]), safe="")
         from_s = max(job["started_at_s"] or 0.0, shown["now_s"] - range_s) if job["started_at_s"] else 0.0
@@ -243,9 +130,9 @@ class Pages:
         if job["started_at_s"]:
             to_s = job["ended_at_s"] or shown["now_s"]
             more["history"] = _history_path(target, [one[2] for one in JOB_CHARTS], from_s, max(to_s, from_s + 60))
-        found = await self._load(request, {}, more, shown)
+        found = await self._site.load(request, {}, more, shown)
         found = {"why": None, "slow": None, "story": None, "history": None, **found}
-        return self._page(
+        return self._site.page(
             request,
             "job.html",
             {
@@ -255,7 +142,9 @@ class Pages:
                 "charts": charts_of(found["history"], JOB_CHARTS),
                 "range": request.query_params.get("range", "1h"),
                 "ranges": list(RANGES),
-                "actions": actions_for(job, str(job["array_job_id"]) if count > 1 else job["display_id"]),
+                "actions": actions_for(
+                    job, str(job["array_job_id"]) if count > 1 else job["display_id"], found["me"]["actions"]
+                ),
                 "facts": facts_of(job),
             },
         )
@@ -267,26 +156,26 @@ class Pages:
         if stream not in ("out", "err"):
             raise ProblemError(400, "cannot show output: stream is out or err")
         query = urlencode({"job": name, "stream": stream, "offset": -MAX_LOG_BYTES, "limit": MAX_LOG_BYTES})
-        found = await self._load(request, {"answer": _jobs_path(id=name, limit=1)})
-        reply = await self._app.forward(request, "GET", f"/v1/log?{query}")
+        found = await self._site.load(request, {"answer": _jobs_path(id=name, limit=1)})
+        reply = await self._site.app.forward(request, "GET", f"/v1/log?{query}")
         if reply.status != 200:
             raise ProblemError(reply.status, str(json.loads(reply.body)["error"]))
         text = output_text(reply.body.decode("utf-8", "replace"))
         end = reply.headers.get("x-offset", "0")
         offset = int(end) + len(reply.body)  # int: of our own controller
         values = {**found, "job": found["answer"]["jobs"][0], "text": text, "stream": stream, "offset": offset}
-        return self._page(request, "log.html", values)
+        return self._site.page(request, "log.html", values)
 
     async def nodes(self, request: Request) -> Response:
         """List the nodes."""
-        found = await self._load(request, {"nodes": "/v1/nodes", "partitions": "/v1/partitions"})
-        return self._page(request, "nodes.html", {**found, "totals": totals(found["nodes"]["nodes"])})
+        found = await self._site.load(request, {"nodes": "/v1/nodes"})
+        return self._site.page(request, "nodes.html", {**found, "totals": totals(found["nodes"]["nodes"])})
 
     async def node(self, request: Request) -> Response:
         """Show a node: its state, jobs, resources and use."""
         name = request.path_params["node"]
         range_s = _range(request)
-        found = await self._load(request, {"nodes": "/v1/nodes"})
+        found = await self._site.load(request, {"nodes": "/v1/nodes"})
         node = next((one for one in found["nodes"]["nodes"] if one["name"] == name), None)
         if node is None:
             raise ProblemError(404, f"cannot find node {name[:100]!r}")
@@ -294,8 +183,8 @@ class Pages:
             quote(name, safe=""), [one[2] for one in NODE_CHARTS], found["now_s"] - range_s, found["now_s"]
         )
         wanted = {"history": path, "jobs": _jobs_path(state=ON_NODES, nodes=name)}
-        more = await self._load(request, {}, wanted, found)
-        return self._page(
+        more = await self._site.load(request, {}, wanted, found)
+        return self._site.page(
             request,
             "node.html",
             {
@@ -309,7 +198,7 @@ class Pages:
 
     async def queue(self, request: Request) -> Response:
         """Show what runs and what is expected to start in the next day, on each node."""
-        found = await self._load(
+        found = await self._site.load(
             request,
             {
                 "nodes": "/v1/nodes",
@@ -323,11 +212,11 @@ class Pages:
         bars = bars_of(found["running"]["jobs"], found["reservations"]["reservations"], to_s)
         expected, later = expected_starts(found["waiting"]["jobs"], to_s)
         drawing = schedule([*rows, *(bar.row for bar in expected)], [*bars, *expected], from_s, to_s)
-        return self._page(request, "queue.html", {**found, "drawing": drawing, "later": later})
+        return self._site.page(request, "queue.html", {**found, "drawing": drawing, "later": later})
 
     async def use(self, request: Request) -> Response:
         """Show shares and usage of accounts and users."""
-        return self._page(request, "use.html", await self._load(request, {"shares": "/v1/shares"}))
+        return self._site.page(request, "use.html", await self._site.load(request, {"shares": "/v1/shares"}))
 
 
 # ----- what the pages show
@@ -396,14 +285,18 @@ def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[ScheduleBar
     return bars, later
 
 
-def actions_for(job: Json, name: str) -> list[Json]:
-    """Return the actions of a job: the API's verb, and the command that it stands for."""
+def actions_for(job: Json, name: str, may: Sequence[str]) -> list[Json]:
+    """Return the actions of a job that the session may do.
+
+    Each is the API's verb, and the command that it stands for.
+    """
     verbs = {
         "PENDING": ("release" if job["hold"] != "none" else "hold", "cancel"),
         "RUNNING": ("suspend", "requeue", "cancel"),
         "SUSPENDED": ("resume", "cancel"),
         "CONFIGURING": ("cancel",),
     }.get(job["state"], ("requeue",) if job["state"] != "COMPLETING" else ())
+    verbs = tuple(verb for verb in verbs if {"resume": "suspend"}.get(verb, verb) in may)
     commands = {"cancel": "hcancel"}
     return [{"verb": verb, "command": f"{commands.get(verb, 'hctl ' + verb)} {name}", "job": name} for verb in verbs]
 
@@ -436,16 +329,7 @@ def facts_of(job: Json) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-# ----- requests and answers
-
-
-def _query(request: Request, names: Sequence[str]) -> dict[str, str]:
-    """Return the parameters of a page, "" for those that are absent. Raises ProblemError."""
-    unknown = set(request.query_params) - set(names)
-    found = {name: request.query_params.get(name, "") for name in names}
-    if unknown or any(TEXT.why_bad(value) for value in found.values()):
-        raise ProblemError(400, f"cannot show that: the page takes {', '.join(names)}")
-    return found
+# ----- requests
 
 
 def _range(request: Request) -> float:
@@ -464,18 +348,3 @@ def _history_path(target: str, series: Sequence[str], from_s: float, to_s: float
     return f"/v1/metrics/history?target={target}&" + urlencode(
         {"series": ",".join(series), "from_s": f"{from_s:.3f}", "to_s": f"{to_s:.3f}", "known_only": 1}
     )
-
-
-def _packed(request: Request, body: bytes, media_type: str, headers: Mapping[str, str], status: int = 200) -> Response:
-    """Return an answer, compressed if the browser takes that."""
-    if "gzip" not in request.headers.get("accept-encoding", ""):
-        return Response(body, status, headers=dict(headers), media_type=media_type)
-    packed = gzip.compress(body, 6)
-    return Response(packed, status, headers={**headers, "content-encoding": "gzip"}, media_type=media_type)
-
-
-def _shown(value: Any) -> Any:
-    """Return a value as the templates insert it: texts of users have no control characters."""
-    if value is None:
-        return ""
-    return clean(value) if type(value) is str and not value.isprintable() and "\n" not in value else value

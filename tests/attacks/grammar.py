@@ -208,6 +208,8 @@ class Grammar:
             "/v1/history" + self._query(["id", "user", "state", "name", "start_s", "end_s", "limit", "attempts", "energy"]),
             "/v1/nodes" + self._query(["share_file", "file", "sha256", "uid"]),
             "/v1/log" + self._query(["job", "stream", "offset", "limit"]),
+            "/v1/files" + self._query(["job", "path", "after", "limit"]),
+            "/v1/file" + self._query(["job", "path", "offset", "limit"]),
         ])  # fmt: skip
         return "GET", path, b""
 
@@ -394,6 +396,7 @@ class Grammar:
                 jobs=[[self.value(), 0, 1], [job_id, 0, self.value()], []],
             ),
             protocol.FileData(request=self.random.randrange(5), offset=0, size=5),
+            protocol.FileList(request=self.random.randrange(5), files=[("a", "file", 1, 1.0)], more=True),
             protocol.Output(to=to, token=token, task=0, fd=1, offset=0, eof=False),
             protocol.InputAck(to=to, token=token, task=0, offset=0),
             protocol.FromStream(stream=1, uid=0, job_id=job_id, attempt=0, message=inner),

@@ -49,6 +49,7 @@ def job_request(verb: str, **body: Any) -> Any:
 REQUESTS: dict[Action, Any] = {
     Action.VIEW_JOBS: lambda job: ("GET", f"/v1/job/{job}", None),
     Action.VIEW_DETAILS: lambda job: ("GET", f"/v1/job/{job}/story", None),
+    Action.VIEW_FILES: lambda job: ("GET", f"/v1/files?job={job}", None),
     Action.VIEW_NODES: ("GET", "/v1/nodes", None),
     Action.VIEW_USAGE: ("GET", "/v1/shares", None),
     Action.VIEW_RESERVATIONS: ("GET", "/v1/reservations", None),

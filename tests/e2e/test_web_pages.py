@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +39,24 @@ def page(served: Served) -> Iterator[Page]:
         wrong: list[str] = []
         page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(served.cluster.run("hpcsched", "web").stdout.strip())
+        page.goto(served.cluster.run("hpcsched", "web", "--scope=read,submit,manage,admin").stdout.strip())
         page.get_by_role("button", name="Log in").click()
         yield page
         assert wrong == []
         browser.close()
+
+
+KEYS = (
+    ("j", "Jobs"),
+    ("n", "Nodes"),
+    ("q", "Queue"),
+    ("u", "Shares and use"),
+    ("s", "Submit a job"),
+    ("p", "Does a model fit?"),
+    ("m", "Network between nodes"),
+    ("a", "Administration"),
+    ("o", "Overview"),
+)
 
 
 def at(served: Served, path: str) -> str:
@@ -85,7 +100,7 @@ def test_output_is_followed_filtered_and_never_markup(served: Served, page: Page
 def test_every_page_works_with_the_keyboard_and_on_a_phone(served: Served, page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 640})
     page.goto(at(served, "/"))
-    for key, heading in (("j", "Jobs"), ("n", "Nodes"), ("q", "Queue"), ("u", "Shares and use"), ("o", "Overview")):
+    for key, heading in KEYS:
         page.keyboard.press("g")
         page.keyboard.press(key)
         expect(page.get_by_role("heading", level=1)).to_have_text(heading)
@@ -109,3 +124,102 @@ def test_without_scripts_a_page_is_whole_and_offers_no_action(served: Served, pa
     page.get_by_role("button", name="Release").click()
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.locator("#state")).to_have_text("COMPLETED")
+
+
+def test_a_job_is_submitted_from_the_page_and_its_files_are_read(served: Served, page: Page) -> None:
+    folder = served.base / "files"
+    folder.mkdir(mode=0o777)
+    page.goto(at(served, "/submit"))
+    page.get_by_label("Name").fill("from the page")
+    page.get_by_label("Directory").fill(str(folder))
+    script = page.locator("#script")
+    script.fill("#!/bin/bash\n")
+    script.press("Control+End")
+    script.press_sequentially("#HSUB --tim")
+    expect(page.get_by_role("option", name="--time=")).to_be_visible()
+    script.press("Enter")
+    script.press_sequentially("soon\n")
+    expect(page.locator("#check")).to_contain_text("soon")
+    script.fill("#!/bin/bash\n#HSUB --time=5\nmkdir out; echo '<i>written</i>' > out/a.txt; ln -s /etc/passwd key\n")
+    expect(page.locator("#check")).to_contain_text("to start at")
+    expect(page.locator("#command")).to_contain_text("'--job-name=from the page' job.sh")
+    page.get_by_role("button", name="Submit").click()
+    expect(page.locator("#state")).to_have_text("COMPLETED")
+    page.get_by_role("link", name="Files", exact=True).click()
+    expect(page.locator("#files")).to_contain_text("key")
+    expect(page.get_by_role("link", name="key")).to_have_count(0)
+    page.get_by_role("link", name="out/").click()
+    page.get_by_role("link", name="a.txt", exact=True).click()
+    expect(page.locator("pre")).to_have_text("<i>written</i>\n")
+    with page.expect_download() as found:
+        page.get_by_role("link", name="Download").click()
+    assert found.value.suggested_filename == "a.txt"
+    assert found.value.path().read_text() == "<i>written</i>\n"
+    answer = page.request.get(page.url.replace("out%2Fa.txt", "key"))
+    assert (answer.status, "symbolic link" in answer.text()) == (404, True)
+
+
+def test_a_node_is_drained_and_resumed_and_reserved_from_the_page(served: Served, page: Page) -> None:
+    page.goto(at(served, "/admin"))
+    drain = page.locator("form[data-verb='nodes/drain']")
+    drain.get_by_label("Nodes").fill("n1")
+    drain.get_by_label("Reason").fill("the fan's loud")
+    drain.get_by_role("button").click()
+    expect(page.locator("#ask-command")).to_have_text("hctl drain n1 'the fan'\\''s loud'")
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("#ask-command")).to_have_text("hctl resume n1")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.locator("#nodes")).not_to_contain_text("loud")
+    for name, value in (
+        ("Name", "weekend"),
+        ("Start", "now+1hour"),
+        ("Duration", "60"),
+        ("Users", "root"),
+        ("Flags", "MAINT"),
+    ):
+        page.locator("form[data-verb='reservations/create']").get_by_label(name, exact=True).fill(value)
+    page.locator("form[data-verb='reservations/create']").get_by_label("Nodes", exact=True).fill("n1")
+    page.get_by_role("button", name="Reserve").click()
+    expect(page.locator("#ask-command")).to_have_text(
+        "hctl create reservation weekend StartTime=now+1hour Duration=60 Nodes=n1 Users=root Flags=MAINT"
+    )
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.locator("#reservations")).to_contain_text("None.")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_has_a_barrier_for_people_with_disabilities(served: Served, page: Page, scheme: Any) -> None:
+    axe = pytest.importorskip("axe_playwright_python")
+    script = Path(axe.__file__).with_name("axe.min.js").read_text()
+    context = page.context.browser.new_context(  # type: ignore[union-attr]
+        ignore_https_errors=True, bypass_csp=True, color_scheme=scheme, storage_state=page.context.storage_state()
+    )
+    plain = context.new_page()
+    job = served.cluster.run("hsub", "--parsable", "-D", "/tmp", "--wrap", "echo out").stdout.strip()
+    paths = [
+        "/",
+        "/jobs",
+        "/nodes",
+        "/node/n1",
+        "/queue",
+        "/use",
+        "/submit",
+        "/network",
+        "/admin",
+        "/login",
+        "/job/none",
+    ]
+    paths += ["/plan?params=7B", "/plan/worth?add=1x4:8G"]
+    paths += [f"/job/{job}{page}" for page in ("", "/log", "/files", "/checkpoints")]
+    wrong = []
+    for path in paths:
+        plain.goto(at(served, path))
+        plain.evaluate(script)
+        found = plain.evaluate("() => axe.run()")
+        assert len(found["passes"]) > 10
+        wrong += [(path, one["id"], one["nodes"][0]["html"][:200]) for one in found["violations"]]
+    context.close()
+    assert wrong == []

@@ -470,6 +470,43 @@ def test_facts_and_files(node: NodeUnderTest, work: Path) -> None:
         assert path in _file(controller, number)[0].error
 
 
+def test_files_below_a_directory_are_read_without_following_links(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    (work / "job" / "sub").mkdir(parents=True)
+    (work / "secret").write_text("secret")
+    (work / "job" / "sub" / "a").write_text("0123")
+    (work / "job" / "out").symlink_to(work)
+    (work / "job" / "key").symlink_to(work / "secret")
+    (work / "job" / os.fsdecode(b"\xff")).write_text("odd")
+    os.mkfifo(work / "job" / "pipe")
+    beneath = str(work / "job")
+
+    def listed(path: str, after: str = "", limit: int = 100) -> protocol.FileList:
+        controller.send(protocol.ListFiles(1, "", beneath, path, after, limit))
+        found = controller.wait(lambda m: isinstance(m, protocol.FileList))
+        controller.messages[:] = [one for one in controller.messages if not isinstance(one[0], protocol.FileList)]
+        return found
+
+    whole = listed("")
+    assert [(name, kind) for name, kind, _, _ in whole.files] == [
+        ("\\xff", "other"), ("key", "link"), ("out", "link"), ("pipe", "other"), ("sub", "directory")
+    ]  # fmt: skip
+    assert listed("sub").files[0][:3] == ("a", "file", 4)
+    first = listed("", limit=2)
+    assert first.more
+    assert [name for name, *_ in listed("", first.files[-1][0]).files] == ["out", "pipe", "sub"]
+    for path in ("out", "..", "sub/../..", "/etc", "out/job", "sub/a", "none"):
+        assert listed(path).error, path
+    controller.send(protocol.ReadFile(20, "", "sub/a", 1, 2, beneath))
+    assert _file(controller, 20)[1] == b"12"
+    for number, path in enumerate(
+        ("key", "out/secret", "../secret", str(work / "secret"), "", "sub", "pipe"), start=21
+    ):
+        controller.send(protocol.ReadFile(number, "", path, 0, 10, beneath))
+        answer, blob = _file(controller, number)
+        assert (bool(answer.error), blob) == (True, b""), path
+
+
 def _facts(controller: Controller) -> dict[str, object]:
     controller.send(protocol.Probe(77))
     return controller.wait(lambda m: isinstance(m, protocol.Facts) and m.request == 77).facts

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hpcsched.cli.admin.plan import Past, cluster_past, hours_text
+from hpcsched.cli.admin.plan import cluster_past
 from hpcsched.listing.text import date_text
 from hpcsched.planner.capacity import (
     DAY_S,
@@ -22,6 +22,7 @@ from hpcsched.planner.capacity import (
     replayed,
     wait_figures,
 )
+from hpcsched.planner.worth import Past, hours_text
 from hpcsched.sched.sentences import plural
 
 ENOUGH_DAYS = 7.0

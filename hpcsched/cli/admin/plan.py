@@ -21,7 +21,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from hpcsched.cli.output import print_json
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean, columns, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
-from hpcsched.model.units import format_mem, format_time_s, nearest, parse_mem_mib
+from hpcsched.model.units import format_mem, nearest, parse_mem_mib
 from hpcsched.planner import memory
 from hpcsched.planner.capacity import (
     AHEAD_DAYS,
@@ -52,24 +52,37 @@ from hpcsched.planner.capacity import (
     backtest,
     day_of,
     days_of,
-    is_idle,
-    memory_bound,
     midnight_s,
     replayed,
-    short_limits,
-    with_memory,
-    without_idle,
+)
+from hpcsched.planner.fits import (
+    fit_on,
+    lacks_of,
+    least_count,
+    link_needed,
+    need_of,
+    setting_of,
+    size_text,
+    together,
+    verb_of,
 )
 from hpcsched.planner.windows import HOUR_S, NodeUse, QuietWindow, quiet_windows
+from hpcsched.planner.worth import (
+    UNKNOWN,
+    Past,
+    added_nodes,
+    hours_text,
+    instead_of,
+    machines_of,
+    past_of,
+    replay_sentences,
+)
 from hpcsched.sched.sentences import plural
-from hpcsched.sched.snapshot import NodeView, Snapshot, snapshot_from_json
-from hpcsched.sim.forecast import NEW_NODES, new_nodes
+from hpcsched.sched.snapshot import Snapshot, snapshot_from_json
 from hpcsched.sim.swf import read_trace
 
 Json = dict[str, Any]
 MOST_JOBS = 200_000  # of the history: more would not fit into the memory of a laptop
-MOST_NODES = 1000
-MOST_LEFT_S = 28 * DAY_S  # of a job that runs
 HOURS_A_YEAR = 8766.0
 MOST_PRICE = 1e9
 
@@ -87,31 +100,6 @@ class Money(click.FloatRange):
         if found != found:
             self.fail("it is not a number", param, ctx)
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
-    """The machines of a cluster and the jobs that it ran, until `now_s`.
-
-    `local`: its times are dates, not those of a trace.
-    """
-
-    name: str
-    machines: PlanNodes
-    jobs: Sequence[Arrival]
-    now_s: float
-    local: bool
-    speeds: Mapping[str, float]
-    work: Mapping[str, tuple[float, float]]  # by node: cpu seconds and GPU seconds that jobs held
-
-    @property
-    def began_s(self) -> float:
-        return min((job.submit_s for job in self.jobs), default=self.now_s)
-
-    @property
-    def whole_days(self) -> int:
-        """Return the days of history before today."""
-        return max(0, day_of(self.now_s, self.local) - day_of(self.began_s, self.local))
 
 
 @click.group("plan")
@@ -206,7 +194,7 @@ def worth(
     from the weeks before. Then costs, and cheaper ways to shorten the waits.
     """
     past = _past(trace, cpus, days)
-    new = _added(add, past, partition)
+    new = added_nodes(add, past, partition)
     more = (*past.machines, *new)
     span = _span(past, days)
     answer: Json = {"source": past.name, "days": days, "added": [_machine_json(machine) for machine in new]}
@@ -218,7 +206,7 @@ def worth(
     if test_back:
         answer["backtest"] = _backtest_json(past, more, days, draws, seed)
     answer["costs"] = _costs(now, then, new, days, price, watts, kwh, cloud)
-    answer["instead"] = _instead(past, span, now)
+    answer["instead"] = instead_of(past, span, now)
     if as_json:
         print_json(answer)
     else:
@@ -227,24 +215,15 @@ def worth(
 
 
 def _worth_text(answer: Json, past: Past, now: ReplayResult, then: ReplayResult) -> str:
-    days = answer["days"]
     if not now.waits.jobs:
-        return f"No job was submitted in the last {days} days: nothing to replay.\n"
-    lines = [
-        f"The last {days} days again, with it: mean wait {hours_text(now.waits.mean_s)} -> {hours_text(then.waits.mean_s)}; "
-        f"{then.waits.prompt} of {then.waits.jobs} jobs would have started at once, {now.waits.prompt} without it"
-    ]
-    if now.gpu_waits.jobs:
-        lines.append(
-            f"  of GPU jobs: {hours_text(now.gpu_waits.mean_s)} -> {hours_text(then.gpu_waits.mean_s)}; "
-            f"{then.gpu_waits.prompt} of {then.gpu_waits.jobs} at once, {now.gpu_waits.prompt} without it"
-        )
-    lines.append(f"  use of cpus {now.utilization:.0%} -> {then.utilization:.0%}{_left_out(now)}")
+        return f"No job was submitted in the last {answer['days']} days: nothing to replay.\n"
+    first, *others = replay_sentences(answer["days"], now, then)
+    lines = [first, *(f"  {text}" for text in others)]
     lines += _table_lines(now, then)
     lines += _ahead_lines(answer, past)
     lines += _cost_lines(answer["costs"])
     lines += [f"Instead: {each['text']}" for each in answer["instead"]]
-    lines.append("Not in this: that people submit more when there is more, and that another machine has another speed.")
+    lines.append(UNKNOWN)
     return "\n".join(lines) + "\n"
 
 
@@ -336,34 +315,6 @@ def _cost_lines(costs: Json) -> list[str]:
         paid = f"; it pays for itself in {years:.1f} years" if years is not None else ""
         lines.append(f"The same hours elsewhere: {costs['cloud_a_year']:.0f} a year{paid}")
     return lines
-
-
-def _instead(past: Past, span: tuple[float, float], now: ReplayResult) -> list[Json]:
-    """Return cheaper ways that shorten the waits, the best first."""
-    found: list[Json] = []
-
-    def add(kind: str, text: str, result: ReplayResult) -> None:
-        if result.waits.total_s < 0.95 * now.waits.total_s:
-            words = f"{text}: mean wait {hours_text(now.waits.mean_s)} -> {hours_text(result.waits.mean_s)}"
-            found.append({"kind": kind, "text": words, "wait_mean_s": result.waits.mean_s})
-
-    idle = [job for job in past.jobs if is_idle(job) and span[0] <= job.submit_s < span[1]]
-    if idle:
-        hours = sum(job.run_s * job.nodes * job.cpus for job in idle) / HOUR_S
-        add(
-            "idle",
-            f"nobody holds idle cpus ({len(idle)} jobs, {hours:.0f} cpu hours)",
-            replayed(past.machines, without_idle(past.jobs), *span),
-        )
-    add("limits", "time limits of at most 1.25 times the run", replayed(past.machines, short_limits(past.jobs), *span))
-    if names := memory_bound(past.machines, past.jobs, *span):
-        result = replayed(with_memory(past.machines, names), past.jobs, *span)
-        add(
-            "memory",
-            f"twice the memory in {', '.join(map(clean, names[:5]))}{' ...' if len(names) > 5 else ''}",
-            result,
-        )
-    return sorted(found, key=lambda each: float(each["wait_mean_s"]))
 
 
 # ----- forecast
@@ -569,10 +520,10 @@ def fits(**options: Any) -> int:
     needs all of it; a served model can be split over nodes.
     """
     model, rooms = _model(options), _rooms(options)
-    asked = _setting(options, len(rooms))
-    need = _need(model, asked)
-    nodes = [_fit(model, asked, name, room, len(rooms)) for name, room in rooms]
-    together = _together(need, asked, rooms)
+    asked = setting_of(options, len(rooms))
+    need = need_of(model, asked)
+    nodes = [fit_on(model, asked, name, room, len(rooms)) for name, room in rooms]
+    on_all = together(need, asked, rooms)
     if options["as_json"]:
         print_json(
             {
@@ -581,19 +532,19 @@ def fits(**options: Any) -> int:
                 "need_mib": need.mib,
                 "parts_mib": {name: ceil(size / memory.MIB) for name, size in need.parts.items()},
                 "nodes": nodes,
-                "together": together,
+                "together": on_all,
             }
         )
         return 0
     what = "serve" if isinstance(asked, memory.Serving) else "train"
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in need.parts.items() if size >= memory.MIB)
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in need.parts.items() if size >= memory.MIB)
     click.echo(
-        f"{clean(model.name)}: {model.params / 1e9:.3g} billion parameters; to {what} it takes {_size(need.total)} on a node"
+        f"{clean(model.name)}: {model.params / 1e9:.3g} billion parameters; to {what} it takes {size_text(need.total)} on a node"
     )
     click.echo(f"  {parts}; not all at a time, and with what the allocator and Python take on top")
     cells = [(clean(node["node"]), format_mem(node["has_mib"]), node["words"]) for node in nodes]
     click.echo(columns(("NODE", "HAS", "VERDICT"), cells), nl=False)
-    click.echo(together["words"])
+    click.echo(on_all["words"])
     return 0
 
 
@@ -607,21 +558,21 @@ def fits(**options: Any) -> int:
 def minimum(spare: int, gflops: float | None, rtt_ms: float, **options: Any) -> int:
     """Find the fewest nodes that train or hold a model, and the network that they need."""
     model, rooms = _model(options), _rooms(options)
-    asked = _setting(options, len(rooms))
+    asked = setting_of(options, len(rooms))
     ordered = sorted(rooms, key=lambda item: (-item[1], item[0]))
-    count = _least_count(model, asked, [room for _, room in ordered])
+    count = least_count(model, asked, [room for _, room in ordered])
     answer: Json = {"model": {"name": model.name, "params": model.params}, "setting": asdict(asked), "spare": spare}
     if count is None or count + spare > len(ordered):
-        lacks = _lacks(model, asked, [room for _, room in ordered], spare)
-        raise RequestError(f"cannot {_verb(asked)} {model.name} on these nodes: {lacks}")
+        lacks = lacks_of(model, asked, [room for _, room in ordered], spare)
+        raise RequestError(f"cannot {verb_of(asked)} {model.name} on these nodes: {lacks}")
     chosen = ordered[: count + spare]
     answer["nodes"] = [name for name, _ in chosen]
-    answer["link"] = _link(model, asked, len(chosen), gflops, rtt_ms)
+    answer["link"] = link_needed(model, asked, len(chosen), gflops, rtt_ms)
     if options["as_json"]:
         print_json(answer)
         return 0
     click.echo(
-        f"{clean(model.name)}: {count} node{'s' if count > 1 else ''} can {_verb(asked)} it"
+        f"{clean(model.name)}: {count} node{'s' if count > 1 else ''} can {verb_of(asked)} it"
         f"{f', and {spare} more so that {spare} may be lost' if spare else ''}: {', '.join(map(clean, answer['nodes']))}"
     )
     if answer["link"] is not None:
@@ -629,13 +580,6 @@ def minimum(spare: int, gflops: float | None, rtt_ms: float, **options: Any) -> 
     elif len(chosen) > 1 and isinstance(asked, memory.Training):
         click.echo("Which network it needs depends on the speed of the nodes: --gflops N")
     return 0
-
-
-Setting = memory.Training | memory.Serving
-
-
-def _verb(asked: Setting) -> str:
-    return "serve" if isinstance(asked, memory.Serving) else "train"
 
 
 def _model(options: Json) -> memory.Model:
@@ -659,30 +603,13 @@ def _model(options: Json) -> memory.Model:
     return memory.read_config(text, path)
 
 
-def _setting(options: Json, nodes: int) -> Setting:
-    if options["serve"]:
-        kind = options["dtype"] or "bf16"
-        return memory.Serving(streams=options["streams"], context=options["context"], dtype=kind)
-    kind = options["dtype"] or "fp32"
-    if kind in ("int8", "int4"):
-        raise RequestError(f"cannot train with weights of {kind}: --dtype is fp32, bf16 or fp16")
-    return memory.Training(
-        batch=options["batch"],
-        sequence=options["sequence"],
-        dtype=kind,
-        optimizer=options["optimizer"],
-        recompute=options["recompute"],
-        zero_ranks=nodes if options["zero"] else 1,
-    )
-
-
 def _rooms(options: Json) -> list[tuple[str, int]]:
     """Return the memory of each node in MiB: of its GPUs if their sizes are given."""
     sizes = {}
     for word in filter(None, options["gpu_memory"].split(",")):
         kind, _, size = word.partition("=")
         sizes[kind.lower()] = parse_mem_mib(size)
-    machines = _machines(_snapshot())
+    machines = machines_of(_snapshot())
     if not sizes:
         return [(machine.name, machine.mem_mib) for machine in machines]
     rooms = [
@@ -691,121 +618,6 @@ def _rooms(options: Json) -> list[tuple[str, int]]:
     if not rooms:
         raise RequestError(f"cannot find a GPU of type {', '.join(sizes)[:60]}: hinfo shows the nodes' GPUs")
     return rooms
-
-
-def _need(model: memory.Model, asked: Setting) -> memory.Need:
-    return (
-        memory.serving_need(model, asked) if isinstance(asked, memory.Serving) else memory.training_need(model, asked)
-    )
-
-
-def _fit(model: memory.Model, asked: Setting, name: str, room_mib: int, count: int) -> Json:
-    """Return whether the model fits on one node, or what would make it fit."""
-    need = _need(model, asked)
-    answer: Json = {"node": name, "has_mib": room_mib, "need_mib": need.mib, "fits": need.mib <= room_mib, "with": None}
-    if answer["fits"]:
-        return answer | {"words": "fits"}
-    for words, other in _changes(asked, count):
-        if _need(model, other).mib <= room_mib:
-            return answer | {"with": words, "words": f"fits with {words}"}
-    return answer | {"words": f"lacks {format_mem(need.mib - room_mib)}"}
-
-
-def _changes(asked: Setting, count: int) -> list[tuple[str, Setting]]:
-    """Return the changes of a setting that take less memory, the least harmful first."""
-    if isinstance(asked, memory.Serving):
-        smaller = [kind for kind in ("bf16", "int8", "int4") if memory.BYTES[kind] < memory.BYTES[asked.dtype]]
-        return [(f"--dtype {kind}", replace(asked, dtype=kind)) for kind in smaller]
-    steps: list[tuple[str, Setting]] = [("--recompute", replace(asked, recompute=True))]
-    if asked.batch > 1:
-        steps.append(("--batch 1", replace(asked, batch=1)))
-    steps.append(("--recompute --batch 1", replace(asked, recompute=True, batch=1)))
-    if count > 1:
-        steps.append(
-            (
-                f"--zero --recompute --batch 1 on {count} nodes",
-                replace(asked, recompute=True, batch=1, zero_ranks=count),
-            )
-        )
-    return steps
-
-
-def _together(need: memory.Need, asked: Setting, rooms: Sequence[tuple[str, int]]) -> Json:
-    whole = sum(room for _, room in rooms)
-    if isinstance(asked, memory.Training):
-        words = "Data parallel training does not add up their memory: each node needs all of it."
-        return {"has_mib": whole, "fits": False, "words": words}
-    held, names = 0, []
-    for name, room in sorted(rooms, key=lambda item: (-item[1], item[0])):
-        if held >= need.mib:
-            break
-        held += room
-        names.append(name)
-    fits_together = held >= need.mib
-    if not fits_together:
-        words = f"All nodes together lack {format_mem(need.mib - whole)}."
-    elif len(names) == 1:
-        words = f"It fits whole on {clean(names[0])}."
-    else:
-        words = f"Split over nodes it fits on {', '.join(map(clean, names))}."
-    return {"has_mib": whole, "fits": fits_together, "nodes": names if fits_together else [], "words": words}
-
-
-def _least_count(model: memory.Model, asked: Setting, rooms: Sequence[int]) -> int | None:
-    """Return how many of `rooms`, which descend, are needed; None if all are too little."""
-    if isinstance(asked, memory.Serving):
-        need, held = _need(model, asked).mib, 0
-        for count, room in enumerate(rooms, 1):
-            held += room
-            if held >= need:
-                return count
-        return None
-    for count, room in enumerate(rooms, 1):
-        ranks = count if asked.zero_ranks > 1 else 1
-        if _need(model, replace(asked, zero_ranks=ranks)).mib <= room:
-            return count
-        if asked.zero_ranks == 1:
-            return None  # the largest is too small
-    return None
-
-
-def _lacks(model: memory.Model, asked: Setting, rooms: Sequence[int], spare: int) -> str:
-    count = _least_count(model, asked, rooms)
-    if count is not None:
-        return f"{count} would do, and there are {len(rooms)}, too few for {spare} that may be lost"
-    if isinstance(asked, memory.Serving):
-        return f"together they lack {format_mem(_need(model, asked).mib - sum(rooms))}; try --dtype int8"
-    need = _need(model, asked).mib
-    largest = format_mem(max(rooms, default=0))
-    return f"the largest has {largest} and needs {format_mem(need)}; hpcsched plan fits names what would help"
-
-
-RING_PART = 0.1  # of a step: more time in the ring is not efficient
-
-
-def _link(model: memory.Model, asked: Setting, count: int, gflops: float | None, rtt_ms: float) -> Json | None:
-    """Return the network with which the ring of `count` ranks takes a tenth of a step."""
-    if isinstance(asked, memory.Serving) or count < 2 or not gflops:
-        return None
-    step_s = 6 * model.params_per_token * asked.tokens / (gflops * 1e9)
-    left_s = RING_PART * step_s - 2 * (count - 1) * rtt_ms / 1000
-    sent = 2 * (count - 1) / count * model.params * memory.BYTES[asked.dtype]
-    if left_s <= 0:
-        words = (
-            f"The round trips of {count} nodes at {rtt_ms:g} ms alone take over {RING_PART:.0%} of a step of {step_s:.2g} s: "
-            f"fewer nodes are faster."
-        )
-        return {"step_s": step_s, "mbit_s": None, "words": words}
-    rate = sent * 8 / left_s / 1e6
-    words = (
-        f"A step takes {step_s:.2g} s; so that the ring adds {RING_PART:.0%} at the most, the slowest link needs "
-        f"{rate:.3g} Mbit/s ({rate / 4:.3g} with --sync int8). Slower links make more nodes slower than one."
-    )
-    return {"step_s": step_s, "mbit_s": rate, "words": words}
-
-
-def _size(size: float) -> str:
-    return format_mem(ceil(size / memory.MIB))
 
 
 # ----- maintenance
@@ -957,47 +769,13 @@ def _snapshot() -> Snapshot:
     return snapshot_from_json(client.call("GET", "/v1/snapshot")["snapshot"])[0]
 
 
-def _machines(snapshot: Snapshot) -> PlanNodes:
-    partitions: dict[str, set[str]] = {}
-    for name, partition in snapshot.partitions.items():
-        for node in partition.nodes:
-            partitions.setdefault(node, set()).add(name)
-    return tuple(_machine(node, frozenset(partitions.get(node.name, ()))) for node in snapshot.nodes)
-
-
-def _machine(node: NodeView, partitions: frozenset[str]) -> PlanNode:
-    kind = node.gpus[0].type.lower() if node.gpus else ""
-    return PlanNode(node.name, node.cpus, node.mem_mib, len(node.gpus), kind, partitions)
-
-
 def cluster_past(days: int, work_days: int = 0) -> Past:
     """Return the machines of the cluster and its jobs of the last `days` days.
 
     The work is that of the last `work_days` days. Raises HpcschedError.
     """
     snapshot = _snapshot()
-    now_s, machines = snapshot.now_s, _machines(snapshot)
-    kinds = {machine.name: machine.gpu_type for machine in machines}
-    jobs, work = [], {machine.name: (0.0, 0.0) for machine in machines}
-    for view in _history(now_s - days * DAY_S):
-        job = arrival_of(view, now_s, kinds)
-        if job is None:
-            continue
-        jobs.append(job)
-        began_s = view["started_at_s"]  # a time limit may be far ahead: only what was held counts as work
-        held_s = max(0.0, min(now_s, began_s + job.run_s) - max(began_s, now_s - work_days * DAY_S))
-        for share in view["shares"]:
-            cpu_s, gpu_s = work.get(share["node"], (0.0, 0.0))
-            work[share["node"]] = (cpu_s + share["cpus"] * held_s, gpu_s + len(share["gpus"]) * held_s)
-    return Past(
-        name="the cluster",
-        machines=machines,
-        jobs=sorted(jobs),
-        now_s=now_s,
-        local=True,
-        speeds={node.name: node.speed for node in snapshot.nodes},
-        work=work,
-    )
+    return past_of(snapshot, _history(snapshot.now_s - days * DAY_S), work_days)
 
 
 def _history(since_s: float) -> list[Json]:
@@ -1016,61 +794,6 @@ def _history(since_s: float) -> list[Json]:
         err=True,
     )
     return found
-
-
-def arrival_of(view: Json, now_s: float, kinds: Mapping[str, str]) -> Arrival | None:
-    """Return a job of the history, None if it never ran.
-
-    `kinds`: types of GPU by node. A job that runs is taken to end at its time limit, or now if it has none; at the latest after
-    `MOST_LEFT_S`, because users may ask for a hundred years.
-    """
-    shares, began_s = view["shares"], view["started_at_s"]
-    if not shares or began_s is None:
-        return None
-    ended_s = view["ended_at_s"]
-    if ended_s is None:
-        ended_s = min(began_s + view["time_limit_s"], now_s + MOST_LEFT_S) if view["time_limit_s"] else now_s
-    run_s = max(0.0, ended_s - began_s - (view["suspended_s"] or 0.0))
-    gpus = max(0 if share["shards"] else len(share["gpus"]) for share in shares)
-    steps = [step for step in view["steps"] if step.get("attempt", view["attempt"]) == view["attempt"]]
-    used = [step["cpu_user_s"] + (step["cpu_system_s"] or 0.0) for step in steps if step["cpu_user_s"] is not None]
-    return Arrival(
-        submit_s=max(view["submitted_at_s"], view["eligible_at_s"] or 0.0),
-        run_s=run_s,
-        limit_s=max(run_s, float(view["time_limit_s"] or 0.0)) or run_s,
-        nodes=len(shares),
-        cpus=max(share["cpus"] for share in shares),
-        mem_mib=max(share["mem_mib"] for share in shares),
-        gpus=gpus,
-        gpu_type=kinds.get(shares[0]["node"], "") if gpus else "",
-        partition=view["partition"],
-        user=view["user"],
-        cpu_used_s=sum(used) if used else None,
-        began_s=began_s,
-        on=tuple(share["node"] for share in shares),
-    )
-
-
-def _added(texts: Sequence[str], past: Past, partition: str | None) -> PlanNodes:
-    known = set().union(*(machine.partitions for machine in past.machines))
-    if partition is not None and partition not in known:
-        raise RequestError(
-            f"cannot add nodes to partition {partition[:60]!r}: there is none{nearest(partition, known)}"
-        )
-    where = frozenset((partition,)) if partition is not None else frozenset[str]()
-    found: list[PlanNode] = []
-    for text in texts:
-        nodes = new_nodes(text, {machine.name for machine in (*past.machines, *found)})
-        if nodes is None:
-            raise RequestError(f"cannot add nodes {text[:60]!r}: write {NEW_NODES}")
-        if len(found) + len(nodes) > MOST_NODES:
-            raise RequestError(f"cannot add more than {MOST_NODES} nodes")
-        found += [_machine(node, where) for node in nodes]
-    if not past.local:  # a trace is one pool of processors
-        more = sum(machine.cpus for machine in found)
-        pool = past.machines[0]
-        return (pool._replace(name="new", cpus=more),)
-    return tuple(found)
 
 
 def _span(past: Past, days: int) -> tuple[float, float]:
@@ -1113,12 +836,3 @@ def _machine_json(machine: PlanNode) -> Json:
 
 def _words(band: Mapping[str, float]) -> str:
     return f"{hours_text(band['median'])} ({hours_text(band['low'])} to {hours_text(band['high'])})"
-
-
-def hours_text(seconds: float) -> str:
-    """Return a wait as people say it: ``3.1 h``, or minutes and seconds below an hour."""
-    return f"{seconds / HOUR_S:.1f} h" if seconds >= HOUR_S else format_time_s(round(seconds))
-
-
-def _left_out(found: ReplayResult) -> str:
-    return f"; {found.left_out} jobs that no node of today can run are left out" if found.left_out else ""

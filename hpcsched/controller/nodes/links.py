@@ -193,7 +193,7 @@ class Fleet:
             case protocol.CloseStream():
                 if self.stepping is not None:
                     self.stepping.on_stream_closed((node, message.stream))
-            case protocol.Facts() | protocol.FileData() | protocol.ProbeCompared():
+            case protocol.Facts() | protocol.FileData() | protocol.FileList() | protocol.ProbeCompared():
                 future = self._waiting.get((node, message.request))
                 if future is not None and not future.done():
                     future.set_result((message, blob))

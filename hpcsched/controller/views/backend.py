@@ -58,6 +58,7 @@ from hpcsched.controller.nodes.edits import follow_renames, gone_notes
 from hpcsched.controller.nodes.link_bench import Tournament
 from hpcsched.controller.nodes.links import Fleet
 from hpcsched.controller.nodes.loss import remove_node
+from hpcsched.controller.nodes.messages import account
 from hpcsched.controller.nodes.power import power_down, power_up
 from hpcsched.controller.requests import crontabs, submission, triggers
 from hpcsched.controller.requests import jobs as requests
@@ -118,6 +119,8 @@ log = logging.getLogger("hpcsched.backend")
 PROBE_TIMEOUT_S = 15.0
 MAX_PATH = 1000
 READ_TIMEOUT_S = 15.0
+MAX_FILES = 500  # of a directory, in one answer
+MAX_PART_BYTES = 1 << 20
 MAX_AUDIT_RECORDS = 5000  # of one answer
 MAX_KEPT_ANSWER = 16 << 10  # characters; a longer answer is not kept for repeated requests
 MAX_SERIES_NAMES = 100
@@ -135,6 +138,11 @@ class LogPart:
     size: int
     path: str
     ended: bool
+
+
+def _error_of(answer: object) -> str:
+    """Return why a node cannot do what it was asked; a node may send anything."""
+    return str(getattr(answer, "error", "") or "the node sent another answer than was asked for")
 
 
 def _roles_of(config: Config) -> dict[str, list[str]]:
@@ -207,8 +215,9 @@ class ControllerBackend(Reading):
 
     def me(self, identity: Identity) -> Json:
         """Return who asks: clients on other machines have neither the account nor its home."""
-        role = identity.role.value
-        return {"user": identity.user, "uid": identity.uid, "home": home_of(identity.uid), "role": role}
+        actions = [action.value for action in Action if reach(identity, action) is not Reach.NONE]
+        answer: Json = {"user": identity.user, "uid": identity.uid, "home": home_of(identity.uid)}
+        return answer | {"role": identity.role.value, "actions": actions}
 
     @property
     def metrics(self) -> ControllerMetrics:
@@ -548,7 +557,7 @@ class ControllerBackend(Reading):
             job.shares[0].node,
             lambda request: protocol.ReadFile(
                 request=request,
-                user=job.user if self._cluster.nodes[job.shares[0].node].root_agent else "",
+                user=account(job, self._cluster, job.shares[0].node),
                 path=path,
                 offset=offset,
                 limit=limit,
@@ -562,6 +571,75 @@ class ControllerBackend(Reading):
             return LogPart(data=b"", offset=0, size=0, path=path, ended=False)
         ended = over and answer.offset + len(blob) >= answer.size
         return LogPart(data=blob, offset=answer.offset, size=answer.size, path=path, ended=ended)
+
+    async def files(self, identity: Identity, query: Mapping[str, str]) -> Json:
+        """List files below the directory of one's own job, on its first node.
+
+        Raises HpcschedError.
+        """
+        job, node, path = self._directory_of(identity, query)
+        limit = max(1, min(whole_number(query.get("limit", str(MAX_FILES)), "limit"), MAX_FILES))
+        answer, _ = await self._fleet.call(
+            node,
+            lambda request: protocol.ListFiles(
+                request=request,
+                user=account(job, self._cluster, node),
+                beneath=job.spec.work_dir,
+                path=path,
+                after=query.get("after", ""),
+                limit=limit,
+            ),
+            READ_TIMEOUT_S,
+        )
+        if not isinstance(answer, protocol.FileList) or answer.error:
+            raise NotFoundError(f"{_error_of(answer)} on {node}")
+        shown = answer.files[:limit]
+        files = [{"name": name, "kind": kind, "size": size, "at_s": at_s} for name, kind, size, at_s in shown]
+        found: Json = {"directory": job.spec.work_dir, "node": node, "path": path, "files": files}
+        return found | ({"next": files[-1]["name"]} if answer.more and files else {})
+
+    async def file(self, identity: Identity, query: Mapping[str, str]) -> LogPart:
+        """Return a part of a file below the directory of one's own job, on its first node.
+
+        Raises HpcschedError.
+        """
+        job, node, path = self._directory_of(identity, query)
+        if not path:
+            raise RequestError("cannot read a file: name it, as path=results/loss.csv")
+        offset = max(0, whole_number(query.get("offset", "0"), "offset"))
+        limit = max(0, min(whole_number(query.get("limit", str(MAX_PART_BYTES)), "limit"), MAX_PART_BYTES))
+        answer, blob = await self._fleet.call(
+            node,
+            lambda request: protocol.ReadFile(
+                request=request,
+                user=account(job, self._cluster, node),
+                path=path,
+                offset=offset,
+                limit=limit,
+                beneath=job.spec.work_dir,
+            ),
+            READ_TIMEOUT_S,
+        )
+        if not isinstance(answer, protocol.FileData) or answer.error:
+            raise NotFoundError(f"{_error_of(answer)} on {node}")
+        ended = answer.offset + len(blob) >= answer.size
+        return LogPart(data=blob, offset=answer.offset, size=answer.size, path=path, ended=ended)
+
+    def _directory_of(self, identity: Identity, query: Mapping[str, str]) -> tuple[Job, NodeName, str]:
+        """Return the user's job, the node with its directory, and the path below that.
+
+        Raises HpcschedError.
+        """
+        job = self._single_job(identity, query.get("job", ""))
+        authorize(identity, Action.VIEW_FILES, job, f"see the files of job {job.display_id}")
+        path = query.get("path", "")
+        if len(path) > MAX_PATH or any(part in ("", ".", "..") for part in path.split("/") if path):
+            raise RequestError(f"cannot use the path {path[:80]!r}: it is below the job's directory, without . and ..")
+        if not job.shares:
+            raise RequestError(f"cannot see the files of job {job.display_id}: it has not started, so no node has them")
+        if not job.spec.work_dir.startswith("/"):
+            raise RequestError(f"cannot see the files of job {job.display_id}: it has no directory")
+        return job, job.shares[0].node, path
 
     def events(self, identity: Identity, after: int | None) -> Json:
         """Return the events of visible jobs after number `after`; None: none, from now on.

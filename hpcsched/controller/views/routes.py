@@ -47,7 +47,7 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import number, whole_number
 
 if TYPE_CHECKING:  # the queue is answered before these modules are loaded
-    from hpcsched.controller.views.backend import ControllerBackend
+    from hpcsched.controller.views.backend import ControllerBackend, LogPart
 
 log = logging.getLogger("hpcsched.api")
 
@@ -162,6 +162,8 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/audit", routes.in_turn(by(lambda call: call.backend.audit(call.identity, call.query)))),
         web.get("/v1/audit/heads", routes.in_turn(by(lambda call: call.backend.audit_heads(call.identity)))),
         web.get("/v1/log", routes.log),
+        web.get("/v1/files", by(lambda call: call.backend.files(call.identity, call.query))),
+        web.get("/v1/file", routes.file),
         web.get("/v1/events", routes.events),
         web.get("/metrics", routes.in_turn(routes.metrics)),
         web.get("/metrics/{name:jobs|nodes|partitions|scheduler|jobs-users-accts}", routes.in_turn(routes.metrics)),
@@ -493,13 +495,22 @@ class _Routes:
                 break
             await asyncio.sleep(min(pause_s, wait_until_s - now_s))
             pause_s = min(pause_s * 1.5, 0.5)
-        headers = {
-            "X-Offset": str(part.offset),
-            "X-Size": str(part.size),
-            "X-Path": json.dumps(part.path),
-            "X-Ended": "1" if part.ended else "0",
-        }
-        return web.Response(part.data, headers=headers, content_type="application/octet-stream")
+        return _part(part)
+
+    async def file(self, request: web.Request) -> web.Response:
+        """Send a part of a file of a job's directory."""
+        return _part(await (await self._backend()).file(self._identity(request), request.query))
+
+
+def _part(part: LogPart) -> web.Response:
+    """Return a part of a file as a response."""
+    headers = {
+        "X-Offset": str(part.offset),
+        "X-Size": str(part.size),
+        "X-Path": json.dumps(part.path),
+        "X-Ended": "1" if part.ended else "0",
+    }
+    return web.Response(part.data, headers=headers, content_type="application/octet-stream")
 
 
 def answer(body: Json, status: int = 200) -> web.Response:

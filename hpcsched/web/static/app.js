@@ -6,7 +6,7 @@ const REFRESH_MS = 1000; // from one refresh to the next
 const GATHER_MS = 100; // changes within this time are one refresh
 const RETRY_MS = 5000; // after the stream has ended
 const MOST_CHARS = 1 << 20; // of output in the page
-const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use" };
+const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use", s: "/submit", p: "/plan", m: "/network", a: "/admin" };
 const ESCAPES = /\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]/g;
 
 const status = document.getElementById("status");
@@ -31,7 +31,7 @@ function stream(address, on) {
     source = new EventSource(address());
     for (const [name, handler] of Object.entries(on)) {
       source.addEventListener(name, (event) => {
-        if (event.data) handler(JSON.parse(event.data), stop);
+        if (event.data) handler(JSON.parse(event.data), stop, event.lastEventId);
       });
     }
     source.onerror = () => {
@@ -93,32 +93,189 @@ function replace(old, now) {
 // ----- actions
 
 function showActions() {
-  for (const button of document.querySelectorAll("button[data-verb]")) button.hidden = false;
+  for (const one of document.querySelectorAll("button[data-verb], form[data-verb]")) one.hidden = false;
 }
 
-async function act(button) {
-  const { verb, job, command } = button.dataset;
+function confirmed(command) {
   const ask = document.getElementById("ask");
   document.getElementById("ask-command").textContent = command;
   ask.returnValue = "no";
   ask.showModal();
-  await new Promise((done) => ask.addEventListener("close", done, { once: true }));
-  if (ask.returnValue !== "yes") return;
-  const answer = await fetch(`${API}/${verb}`, {
+  return new Promise((done) => ask.addEventListener("close", () => done(ask.returnValue === "yes"), { once: true }));
+}
+
+function post(address, body, more = {}) {
+  return fetch(address, {
     method: "POST",
-    headers: { "content-type": "application/json", "x-requested-with": "hpcsched", "idempotency-key": crypto.randomUUID() },
-    body: JSON.stringify({ jobs: [job] }),
+    headers: { "content-type": "application/json", "x-requested-with": "hpcsched", ...more },
+    body: JSON.stringify(body),
   });
+}
+
+async function act(verb, body, command) {
+  if (!(await confirmed(command))) return;
+  const answer = await post(`${API}/${verb}`, body, { "idempotency-key": crypto.randomUUID() });
   const values = await answer.json().catch(() => ({}));
   const wrong = values.error ?? values.errors?.[0]?.error;
   say(wrong ? `${command}: ${wrong}` : `Done: ${command}`, Boolean(wrong));
   if (!wrong) refreshSoon();
 }
 
+// ----- forms of administration: the command is made of the fields, as a user would type it
+
+function quoted(word) {
+  return /^[\w.,:=@%+/[\]-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
+}
+
+function commandOf(form, fields) {
+  const words = fields.filter(([input, value]) => input.dataset.word && value);
+  const named = form.dataset.command.replace(/{(\w+)}/g, (_, name) => quoted(form.elements[name].value.trim()));
+  return [named, ...words.map(([input, value]) => `${input.dataset.word}=${quoted(value)}`)].join(" ");
+}
+
+function bodyOf(fields) {
+  const body = {};
+  for (const [input, value] of fields) {
+    const [name, inner] = input.name.split(".");
+    if (!inner) body[name] = value;
+    else if (value) (body[name] ??= {})[inner] = value;
+  }
+  return body;
+}
+
+document.addEventListener("submit", (event) => {
+  const form = event.target.closest("form[data-verb]");
+  if (!form) return;
+  event.preventDefault();
+  const fields = [...form.elements].filter((one) => one.name).map((one) => [one, one.value.trim()]);
+  act(form.dataset.verb, bodyOf(fields), commandOf(form, fields)).catch(unknown);
+});
+
+function unknown() {
+  say("The cluster does not answer; nothing is known to have changed.", true);
+}
+
 document.addEventListener("click", (event) => {
   const button = event.target.closest?.("button[data-verb]");
-  if (button) act(button).catch(() => say("The cluster does not answer; nothing is known to have changed.", true));
+  if (button) act(button.dataset.verb, JSON.parse(button.dataset.body), button.dataset.command).catch(unknown);
 });
+
+// ----- submit: the form is checked while it is filled in
+
+const CHECK_MS = 500;
+
+function submission(form) {
+  const send = document.getElementById("send");
+  const check = document.getElementById("check");
+  const script = document.getElementById("script");
+  let requestId = form.dataset.requestId;
+  let asked = 0;
+  let timer = 0;
+  const values = (test) => {
+    const options = Object.fromEntries(new FormData(form));
+    const { script: text, more, work_dir } = options;
+    for (const name of ["script", "more", "work_dir"]) delete options[name];
+    return { script: text, more, work_dir, options, test, request_id: requestId };
+  };
+  const show = (answer) => {
+    document.getElementById("command").textContent = answer.command || "hsub job.sh";
+    check.textContent = answer.error ?? answer.text;
+    check.classList.toggle("bad", Boolean(answer.error));
+    const items = (answer.notes ?? []).map((note) => Object.assign(document.createElement("li"), { textContent: note }));
+    document.getElementById("notes").replaceChildren(...items);
+  };
+  const ask = async (test) => {
+    const mine = ++asked;
+    const answer = await post("/submit", values(test));
+    const found = await answer.json().catch(() => ({ error: `The form cannot be sent (${answer.status}).` }));
+    if (mine === asked) show(found);
+    return found;
+  };
+  const checkSoon = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => ask(true).catch(unknown), CHECK_MS);
+  };
+  form.addEventListener("input", checkSoon);
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    clearTimeout(timer);
+    send.disabled = true;
+    try {
+      const found = await ask(false);
+      if (found.job) location.href = `/job/${found.job}`;
+      else requestId = crypto.randomUUID();
+    } catch {
+      unknown(); // the same request id again: a job is submitted once
+    } finally {
+      send.disabled = false;
+    }
+  });
+  complete(script, document.getElementById("completions"), document.getElementById("completed"));
+  send.hidden = false;
+  ask(true).catch(unknown);
+}
+
+// ----- options of directives: the line up to the caret decides which are offered
+
+const MOST_OFFERED = 8;
+
+function complete(area, list, told) {
+  const known = [...document.querySelectorAll("#directives option")].map((one) => [one.value, one.label]);
+  let chosen = 0;
+  const begun = () => {
+    const line = area.value.slice(0, area.selectionStart).split("\n").at(-1);
+    return area.selectionStart === area.selectionEnd && /^#(?:HSUB|SBATCH)\s(?:.*\s)?(--?[a-z-]*)$/.exec(line)?.[1];
+  };
+  const close = () => {
+    list.hidden = true;
+    area.removeAttribute("aria-activedescendant");
+    told.textContent = "";
+  };
+  const mark = () => {
+    [...list.children].forEach((item, at) => item.setAttribute("aria-selected", String(at === chosen)));
+    area.setAttribute("aria-activedescendant", `completion-${chosen}`);
+  };
+  const offer = () => {
+    const word = begun();
+    const found = word ? known.filter(([name]) => name.startsWith(word) && name !== word).slice(0, MOST_OFFERED) : [];
+    if (!found.length) return close();
+    list.replaceChildren(
+      ...found.map(([name, help], at) => {
+        const item = document.createElement("li");
+        Object.assign(item, { id: `completion-${at}`, role: "option", textContent: `${name} ${help}` });
+        item.dataset.name = name;
+        return item;
+      }),
+    );
+    chosen = 0;
+    list.hidden = false;
+    told.textContent = `${found.length} options: arrows choose, Enter takes one, Escape closes`;
+    mark();
+  };
+  const take = (item) => {
+    area.setRangeText(item.dataset.name.slice(begun().length), area.selectionStart, area.selectionStart, "end");
+    close();
+    area.focus();
+    area.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  area.addEventListener("input", offer);
+  area.addEventListener("blur", close);
+  list.addEventListener("pointerdown", (event) => {
+    event.preventDefault(); // the caret stays where it is
+    const item = event.target.closest("li");
+    if (item) take(item);
+  });
+  area.addEventListener("keydown", (event) => {
+    if (list.hidden) return;
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (step) chosen = (chosen + step + list.children.length) % list.children.length;
+    else if (event.key === "Enter") take(list.children[chosen]);
+    else if (event.key === "Escape") close();
+    else return;
+    event.preventDefault();
+    if (step) mark();
+  });
+}
 
 // ----- output
 
@@ -139,8 +296,8 @@ function follow(log) {
   const address = () =>
     `${API}/log/stream?${new URLSearchParams({ job: log.dataset.job, stream: log.dataset.stream, offset })}`;
   stream(address, {
-    output: (piece) => {
-      offset = String(piece.offset + new TextEncoder().encode(piece.data).length);
+    output: (piece, _, next) => {
+      offset = next;
       whole = (whole + piece.data.replace(ESCAPES, "")).slice(-MOST_CHARS);
       show();
     },
@@ -169,5 +326,7 @@ document.addEventListener("keydown", (event) => {
 
 showActions();
 const log = document.getElementById("log");
+const form = document.getElementById("submit");
+if (form) submission(form);
 if (log) follow(log);
 else if (document.querySelector("[data-live]")) stream(() => `${API}/events`, { job: refreshSoon });

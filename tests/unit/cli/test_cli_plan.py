@@ -14,7 +14,8 @@ from unit.controller.cluster import ROOT, T0, Cluster
 
 from hpcsched.cli import admin
 from hpcsched.cli.admin import plan as plan_module
-from hpcsched.cli.admin.plan import MOST_LEFT_S, arrival_of, plan
+from hpcsched.cli.admin.plan import plan
+from hpcsched.planner.worth import MOST_LEFT_S, arrival_of
 
 Json = dict[str, Any]
 DAY_S = 86400.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html import unescape
 from html.parser import HTMLParser
 from typing import Any
@@ -16,10 +16,12 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 
+from jobs import T0
 from starlette.testclient import TestClient
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.auth.authorize import Identity
+from hpcsched.controller.requests import submission
 from hpcsched.errors import HpcschedError, NotFoundError
 from hpcsched.gateway.app import COOKIE, GatewayApp
 from hpcsched.gateway.charts import Chart, ScheduleBar, rounded_up, schedule, short
@@ -27,6 +29,8 @@ from hpcsched.gateway.pages import Pages, actions_for, expected_starts
 from hpcsched.gateway.upstream import UpstreamReply
 from hpcsched.listing.overview import totals, troubles
 from hpcsched.listing.text import output_text
+from hpcsched.metrics.links import LinkEnd, LinkRun, failed_run
+from hpcsched.model.codec import spec_from_json
 from hpcsched.model.spec import ArraySpec
 
 SESSIONS: Mapping[str, Identity] = {"anns": ANN, "bobs": BOB, "roots": ROOT}
@@ -53,25 +57,58 @@ class Controller:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.files: dict[str, str] = {}
+        self.file = b"text\n"
+        self.sent: list[dict[str, Any]] = []
+        self.links: list[LinkRun] = []
+        self.history: list[dict[str, Any]] = []
         self.log = b"one\n\x1b[31mtwo\x1b[0m\n<b>three</b>\n"
 
     async def ask(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", timeout_s: float = 0
     ) -> UpstreamReply:
-        assert method == "GET"
         identity = SESSIONS.get(headers.get("x-hpcsched-session", ""))
         if identity is None:
             return _error(401, "the session has ended", "UnauthenticatedError")
         parts = urlsplit(path)
         query = dict(parse_qsl(parts.query))
         try:
-            found = await self._answers(identity, query)[_route(parts.path)](*_names(parts.path))
+            answers = self._answers(identity, query) if method == "GET" else self._changes(identity, json.loads(body))
+            found = await answers[_route(parts.path)](*_names(parts.path))
         except NotFoundError as error:
             return _error(404, str(error), "NotFoundError")
         except HpcschedError as error:
             return _error(400, str(error), type(error).__name__)
         data = found if isinstance(found, bytes) else json.dumps(found).encode()
-        return UpstreamReply(200, {"x-hpcsched-uid": str(identity.uid), "x-offset": "0", "x-ended": "1"}, data)
+        headers = {
+            "x-hpcsched-uid": str(identity.uid),
+            "x-offset": query.get("offset", "0").lstrip("-"),
+            "x-ended": "1",
+        }
+        return UpstreamReply(200, headers | {"x-size": str(len(self.file))}, data)
+
+    def _changes(self, identity: Identity, body: dict[str, Any]) -> Mapping[str, Callable[..., Awaitable[Any]]]:
+        backend = self.cluster.backend()
+        self.sent.append(body)
+
+        async def submitted() -> Any:
+            specs = [spec_from_json(one) for one in body["jobs"]]
+            return {"jobs": self.cluster.ask(
+                lambda tx: submission.submit(tx, identity, body["request_id"], specs, self.cluster.store.request_jobs)
+            )}  # fmt: skip
+
+        return {"test": lambda: backend.test(identity, spec_from_json(body["job"])), "submit": submitted}
+
+    def _listed(self, query: dict[str, str]) -> Any:
+        names = sorted(name for name in self.files if name > query.get("after", ""))
+        files = [{"name": name, "kind": self.files[name], "size": 5, "at_s": 1e9} for name in names]
+        more = {"next": names[2]} if len(names) > 3 else {}
+        return {
+            "directory": "/home/ann",
+            "node": "n1",
+            "path": query.get("path", ""),
+            "files": files[:3] if more else files,
+        } | more
 
     def _answers(self, identity: Identity, query: dict[str, str]) -> Mapping[str, Callable[..., Awaitable[Any]]]:
         backend = self.cluster.backend()
@@ -88,11 +125,19 @@ class Controller:
             "slow": lambda *names: now({"findings": [], "text": "nothing holds it up"}),
             "story": lambda name: now(backend.story(identity, name)),
             "nodes": lambda: backend.nodes(identity, query),
-            "partitions": lambda: now({"partitions": backend.partitions(identity)}),
+            "partitions": lambda: now(backend.partitions(identity)),
             "reservations": lambda: now(backend.reservations(identity)),
+            "links": lambda: now({"now_s": T0, "links": [asdict(run) for run in self.links]}),
             "shares": lambda: now(backend.shares(identity)),
-            "history": lambda: now(HISTORY),
+            "history": lambda: now(HISTORY if "series" in query else {"jobs": self.history}),
+            "snapshot": lambda: backend.snapshot(identity),
             "log": lambda: now(self.log),
+            "files": lambda: now(self._listed(query)),
+            "file": lambda: now(
+                self.file[int(query["offset"]) :][: int(query["limit"])]
+                if "-" not in query["offset"]
+                else self.file[int(query["offset"]) :]
+            ),
         }
 
 
@@ -148,8 +193,13 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def browser(cluster: Cluster) -> Iterator[TestClient]:
-    app = GatewayApp(Controller(cluster), replace(cluster.state.config.gateway, rate=1e6, burst=1e6))  # type: ignore[arg-type]
+def controller(cluster: Cluster) -> Controller:
+    return Controller(cluster)
+
+
+@pytest.fixture
+def browser(cluster: Cluster, controller: Controller) -> Iterator[TestClient]:
+    app = GatewayApp(controller, replace(cluster.state.config.gateway, rate=1e6, burst=1e6))  # type: ignore[arg-type]
     client = TestClient(app.asgi(Pages(app).routes()), base_url="https://head", follow_redirects=False)
     client.cookies.set(COOKIE, "anns")
     with client:
@@ -290,7 +340,246 @@ def test_nodes_a_node_the_queue_and_use_are_shown(cluster: Cluster, browser: Tes
     assert "cannot find node" in words(page(browser, "/node/n99", 404))
 
 
-@pytest.mark.parametrize("path", ["/", "/jobs", "/job/1", "/nodes", "/node/n1", "/queue", "/use", "/job/1/log"])
+# ----- submit, files, checkpoints
+
+SENT = {"x-requested-with": "hpcsched"}
+FORM: dict[str, Any] = {
+    "script": "#!/bin/sh\n#HSUB --time=60\ntrue\n",
+    "options": {"job-name": "from the web", "cpus-per-task": "2"},
+    "more": "--comment='two words'",
+    "work_dir": "",
+    "test": True,
+    "request_id": "r1",
+}
+
+
+def sent(browser: TestClient, form: object, status: int = 200, headers: Mapping[str, str] = SENT) -> Any:
+    answer = browser.post("/submit", json=form, headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_the_form_says_when_the_job_would_start_and_its_command(browser: TestClient, controller: Controller) -> None:
+    assert "#!/bin/bash" in page(browser, "/submit")
+    found = sent(browser, FORM)
+    assert "to start at" in found["text"]
+    assert found["command"] == "hsub '--job-name=from the web' --cpus-per-task=2 '--comment=two words' job.sh"
+    assert controller.sent[0]["job"]["time_limit_s"] == 3600
+
+
+def test_the_form_submits_a_job_once_with_nothing_of_the_gateway(browser: TestClient, controller: Controller) -> None:
+    first = sent(browser, FORM | {"test": False, "work_dir": "/srv/work"})
+    assert first == sent(browser, FORM | {"test": False, "work_dir": "/srv/work"})
+    spec = controller.cluster.job(first["job"]).spec
+    assert (spec.name, spec.comment, spec.cpus_per_task, spec.work_dir) == ("from the web", "two words", 2, "/srv/work")
+    assert spec.env == ()
+    assert "from the web" in words(page(browser, f"/submit?from={first['job']}"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"script": "echo"}, "#!"),
+        ({"script": ""}, "empty"),
+        ({"script": "#!/bin/sh\n#HSUB --tiem=3\n"}, "tiem"),
+        ({"options": {"time": "soon"}}, "soon"),
+        ({"options": {"wrap": "true"}}, "no field"),
+        ({"more": "--wrap=true"}, "--wrap"),
+        ({"more": "--dry-run"}, "--dry-run"),
+        ({"more": "'"}, "further options"),
+        ({"more": "/etc/shadow"}, "--name=value"),
+        ({"more": "- /etc/shadow"}, "--name=value"),
+        ({"more": ": --nodes=2 x.sh"}, ""),
+        ({"script": "#!/bin/sh\n" + "#\n" * 600}, "hsub"),
+        ({"script": "#!/bin/sh\n" + "x" * 300_000}, "hsub"),
+        ({"more": "--dependency=afterok:train"}, "train"),
+        ({"work_dir": "relative"}, ""),
+        ({"options": {"job-name": "a\0b"}}, ""),
+    ],
+)
+def test_a_form_that_is_no_job_says_why(browser: TestClient, change: dict[str, Any], why: str) -> None:
+    assert why in sent(browser, FORM | {"test": False} | change, 400)["error"]
+    assert why in sent(browser, FORM | change)["error"]
+
+
+@pytest.mark.parametrize(
+    "form", [[], "x", {"script": 1}, {"unknown": ""}, {"options": {"time": 1}}, FORM | {"test": 1}]
+)
+def test_a_form_of_another_shape_is_refused(browser: TestClient, form: object) -> None:
+    assert "the body must be" in sent(browser, form, 400)["error"]
+
+
+def test_a_form_of_another_site_or_without_a_session_is_refused(browser: TestClient, controller: Controller) -> None:
+    assert "x-requested-with" in sent(browser, FORM, 403, {})["error"]
+    assert (
+        browser.post("/submit", content=json.dumps(FORM), headers=SENT | {"content-type": "text/plain"}).status_code
+        == 415
+    )
+    browser.cookies.clear()
+    sent(browser, FORM, 401)
+    assert controller.sent == []
+
+
+def test_files_are_listed_shown_and_downloaded(cluster: Cluster, browser: TestClient, controller: Controller) -> None:
+    job = cluster.submit(ANN, name="train")
+    cluster.run(job)
+    assert f'/job/{job}/files"' in page(browser, f"/job/{job}")
+    assert "No files" in words(page(browser, f"/job/{job}/files"))
+    controller.files = {"a&b.txt": "file", "dir": "directory", "key": "link", "z": "other"}
+    text = page(browser, f"/job/{job}/files?path=out")
+    assert "path=out%2Fa%26b.txt" in text
+    assert "path=out%2Fdir" in text
+    assert "path=out%2Fkey" not in text
+    assert "after=key" in text
+    controller.file = b"<b>x</b>\n" * 100_000
+    shown = page(browser, f"/job/{job}/file?path=out%2Fa%26b.txt")
+    assert "&lt;b&gt;x" in shown
+    assert "900000 bytes; shown are 0 to" in words(shown)
+    page(browser, f"/job/{job}/file?path=out%2Fa%26b.txt&part=end")
+    answer = browser.get(f"/job/{job}/download?path=out%2Fa%26b%22%0d.txt")
+    assert answer.status_code == 400
+    controller.file = bytes(range(256)) * 10_000
+    answer = browser.get(f"/job/{job}/download?path=out%2Fa%26b%22.txt")
+    assert answer.content == controller.file
+    assert answer.headers["content-disposition"] == "attachment; filename*=UTF-8''a%26b%22.txt"
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert "This is not a text" in words(page(browser, f"/job/{job}/file?path=x"))
+    controller.file = b""
+    assert browser.get(f"/job/{job}/download?path=x").content == b""
+
+
+def test_checkpoints_are_listed_by_their_manifests(
+    cluster: Cluster, browser: TestClient, controller: Controller
+) -> None:
+    job = cluster.submit(ANN, name="train")
+    cluster.run(job)
+    steps = ("0000000100.a0000", "0000000200.a0001")
+    controller.files = {f"step-{step}.json": "file" for step in steps}
+    controller.files |= {
+        f"data-step-{steps[1]}-ab12.bin": "file",
+        "step-0000000300.a0001.json": "link",
+        "LATEST": "file",
+    }
+    shown = words(page(browser, f"/job/{job}/checkpoints?path=checkpoints"))
+    assert "2 checkpoints" in shown
+    assert "200 1 2001-09-09" in shown.replace("T", " ")
+    assert "10 step-0000000200.a0001" in shown  # the manifest and its data
+    controller.files = {}
+    assert "No checkpoints" in words(page(browser, f"/job/{job}/checkpoints"))
+
+
+# ----- administration, the network, what fits
+
+
+def test_administration_offers_what_the_session_may_do(cluster: Cluster, browser: TestClient) -> None:
+    cluster.ask(lambda tx: _drain(tx, "n2"))
+    text = page(browser, "/admin")
+    assert "with the role user" in words(text)
+    assert "data-verb=" not in text
+    assert "hctl resume n2" in words(text)
+    assert 'href="/admin"' not in page(browser, "/")
+    browser.cookies.set(COOKIE, "roots")
+    text = page(browser, "/admin")
+    for verb in ("nodes/drain", "nodes/resume", "partitions/update", "reservations/create"):
+        assert f'hidden data-verb="{verb}"' in text  # without scripts nothing can be pressed
+    assert 'data-command="hctl update PartitionName=main State=DRAIN"' in text
+    assert 'href="/admin"' in page(browser, "/")
+
+
+def test_links_between_nodes_are_a_matrix_with_what_is_wrong(browser: TestClient, controller: Controller) -> None:
+    assert "No links are measured" in words(page(browser, "/network"))
+    wifi = LinkEnd(device="wlan0", kind="wifi", mtu=1500)
+    controller.links = [
+        LinkRun(one="n1", other="n2", at_s=T0 - 9, rtt_us=9000, to_mbps=9, from_mbps=9),
+        LinkRun(one="n1", other="n2", at_s=T0, rtt_us=210, to_mbps=940, from_mbps=120, near=wifi, alone_mbps=500),
+    ]
+    text = page(browser, "/network")
+    assert "940 / 0.21" in words(text)
+    assert "120 / 0.21" in words(text)
+    assert "9 / 9" not in words(text)
+    assert "Wi-Fi" in words(text)
+    assert "shares an uplink" in words(text)
+    controller.links = [failed_run("n1", "n2", at_s=T0, why="<b>no route</b>")]
+    assert "&lt;b&gt;no route" in page(browser, "/network")
+
+
+def test_the_plan_says_on_which_nodes_a_model_fits_and_the_command(browser: TestClient) -> None:
+    assert "billion" not in words(page(browser, "/plan"))
+    text = words(page(browser, "/plan?params=7B&use=serve&dtype=int4&context=100"))
+    assert "hpcsched plan fits --serve --params=7B --context=100 --dtype=int4" in text
+    assert "7 billion parameters: to serve it takes" in text
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    config |= {"intermediate_size": 128}
+    shown = page(browser, f"/plan?recompute=1&config={quote(json.dumps(config, indent=1))}")
+    assert "to train it takes" in words(shown)
+    assert "n1" in words(shown)
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("params=lots", 200), ("layers=1&hidden=x", 200), ("params=7B&batch=0", 200), ("params=7B&gpu_memory=a100=80G", 200),
+        ("config=%7B", 200), ("config=%5B" + "%5B" * 2000, 200), ("params=7B&config=%7B%7D", 200), ("params=7B&dtype=int8", 200),
+        ("params=7B&gpu_memory==", 200), ("use=fly", 400), ("order=x", 400), ("params=" + "9" * 300, 400),
+    ],
+)  # fmt: skip
+def test_a_plan_of_no_model_says_why(browser: TestClient, query: str, status: int) -> None:
+    assert "cannot" in words(page(browser, f"/plan?{query}", status))
+
+
+def test_the_past_is_replayed_with_other_machines(browser: TestClient, controller: Controller) -> None:
+    share = {"node": "n1", "cpus": 2, "mem_mib": 100, "gpus": [], "tasks": 1, "shards": 0}
+    job = {
+        "user": "<b>ann",
+        "partition": "main",
+        "eligible_at_s": 0,
+        "suspended_s": 0.0,
+        "shares": [share],
+        "attempt": 1,
+    }
+    times = [T0 - 9000 + at for at in range(6)]
+    controller.history = [
+        job
+        | {
+            "id": at,
+            "submitted_at_s": at_s,
+            "started_at_s": at_s,
+            "ended_at_s": at_s + 900,
+            "time_limit_s": 900,
+            "steps": [],
+        }
+        for at, at_s in enumerate(times)
+    ]
+    text = page(browser, "/plan/worth?add=4x2:4G&days=28")
+    assert "4 of 6 jobs would have started at once" not in words(text)
+    assert "6 of 6 jobs would have started at once, 2 without it" in words(text)
+    assert "&lt;b&gt;ann" in text
+    assert "hpcsched plan worth --add 4x2:4G --days 28" in words(text)
+    for query, status in (("add=x", 200), ("add=1x2:4G&partition=none", 200), ("add=9999x2:4G", 200), ("days=x", 400)):
+        assert "cannot" in words(page(browser, f"/plan/worth?{query}", status))
+    controller.history = []
+    assert "nothing to replay" in words(page(browser, "/plan/worth?add=1x2:4G"))
+
+
+PAGES = ["/", "/jobs", "/job/1", "/nodes", "/node/n1", "/queue", "/use", "/job/1/log", "/submit", "/job/1/files"]
+PAGES += [
+    "/admin",
+    "/network",
+    "/plan",
+    "/plan/worth?add=1x2:4G",
+    "/job/1/file?path=a",
+    "/job/1/download?path=a",
+    "/job/1/checkpoints",
+]
+
+
+@pytest.mark.parametrize("path", PAGES)
 def test_a_browser_without_a_session_is_told_how_to_log_in(browser: TestClient, path: str) -> None:
     for session in ("", "stolen"):
         browser.cookies.clear()
@@ -300,12 +589,23 @@ def test_a_browser_without_a_session_is_told_how_to_log_in(browser: TestClient, 
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_of_users_are_text_on_every_page(cluster: Cluster, browser: TestClient, name: str) -> None:
+def test_texts_of_users_are_text_on_every_page(
+    cluster: Cluster, browser: TestClient, controller: Controller, name: str
+) -> None:
     job = cluster.submit(ANN, name="x", hold=True)
     cluster.state.jobs[job] = replace(
-        cluster.job(job), spec=replace(cluster.job(job).spec, name=name, comment=name), partition=name
+        cluster.job(job),
+        spec=replace(cluster.job(job).spec, name=name, comment=name, submit_line=name, work_dir=name, script=name),
+        partition=name,
     )
-    for path in ("/", "/jobs", f"/job/{job}", "/queue"):
+    controller.files = {
+        name: "link",
+        f"a{name}": "file",
+        f"b{name}": "directory",
+    }
+    controller.file = name.encode("utf-8", "replace")
+    shown = ("", "/files", "/files?path=x", "/file?path=x", "/checkpoints", "/log")
+    for path in ("/", "/jobs", "/queue", f"/submit?from={job}", *(f"/job/{job}{page}" for page in shown)):
         text = page(browser, path)
         assert name not in text or name == "{{ 7 * 7 }}"
         assert "49" not in words(text)
@@ -407,9 +707,10 @@ def test_output_loses_colours_and_control_characters_but_no_text() -> None:
     ],
 )
 def test_a_job_has_the_actions_of_its_state(state: str, hold: str, verbs: list[str]) -> None:
-    actions = actions_for({"state": state, "hold": hold}, "7_1")
+    actions = actions_for({"state": state, "hold": hold}, "7_1", [*verbs, "drain"])
     assert [one["verb"] for one in actions] == verbs
     assert all(one["command"].endswith(" 7_1") for one in actions)
+    assert actions_for({"state": state, "hold": hold}, "7_1", ["drain"]) == []
 
 
 def test_a_node_that_is_off_to_save_power_takes_jobs_and_is_no_problem() -> None:

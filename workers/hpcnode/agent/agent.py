@@ -429,6 +429,7 @@ class Agent:
             protocol.Probe: lambda message, _blob: self._ask_for_facts(message, self.to_controller, self._link_pid),
             protocol.SampleEvery: lambda message, _blob: self._sampler.every(message),
             protocol.ReadFile: lambda message, _blob: self._read_file(message),
+            protocol.ListFiles: lambda message, _blob: self._list_files(message),
             protocol.CompareProbe: lambda message, _blob: self._compare_probe(message, self.to_controller),
             protocol.PowerOff: lambda message, _blob: self._power_off(message),
             protocol.WatchOutput: lambda message, _blob: self._watch(message),
@@ -505,20 +506,28 @@ class Agent:
         def failed(why: str) -> helpers.Answer:
             return protocol.FileData(order.request, order.offset, 0, "cannot read %s: %s" % (order.path, why)), b""
 
+        self._as_user(order.user, lambda account: helpers.read_file(order, account), failed)
+
+    def _list_files(self, order: protocol.ListFiles) -> None:
+        def failed(why: str) -> helpers.Answer:
+            what = "/".join(filter(None, (order.beneath, order.path)))
+            return protocol.FileList(order.request, error="cannot list %s: %s" % (what, why)), b""
+
+        self._as_user(order.user, lambda account: helpers.list_files(order, account), failed)
+
+    def _as_user(
+        self, name: str, work: Callable[[user.UserAccount], helpers.Answer], failed: Callable[[str], helpers.Answer]
+    ) -> None:
+        """Have a child work as the user, and send its answer."""
         try:
-            account = self._find_account(order.user)
+            account = self._find_account(name)
         except user.UserError as error:
             self.to_controller(*failed(str(error)))
             return
         if os.geteuid() not in (0, account.uid):  # the root helper starts signed tasks, and reads nothing
             self.to_controller(*failed("the agent of this node is not root; read the file itself"))
             return
-        self._helpers.ask(
-            lambda: helpers.read_file(order, account),
-            failed,
-            lambda answer: self.to_controller(*answer),
-            of=account.name,
-        )
+        self._helpers.ask(lambda: work(account), failed, lambda answer: self.to_controller(*answer), of=account.name)
 
     def _compare_probe(self, order: protocol.CompareProbe, deliver: Callable[[protocol.Message], object]) -> None:
         self._helpers.ask(

@@ -7,6 +7,8 @@ A child's answer is one frame on a pipe. A child that takes too long is killed. 
 
 from __future__ import annotations
 
+import errno
+import heapq
 import os
 import re
 import signal
@@ -22,6 +24,8 @@ MAX_CHILDREN = 64
 MAX_OF_ONE = 8  # that one account, or one kind of question, has: a share of its own may hang
 DEADLINE_S = 20.0
 MAX_READ_BYTES = 4 << 20
+MAX_LISTED = 1000
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 _PROBE_NAME = re.compile(re.escape(protocol.PROBE_PREFIX) + r"[0-9a-f]{16}\Z")
 
@@ -168,13 +172,64 @@ def _frame_of(work: Callable[[], Answer], failed: Callable[[str], Answer]) -> by
 def read_file(order: protocol.ReadFile, account: user.UserAccount) -> Answer:
     """Read a part of a regular file as its user. Call it in a child: it becomes the user."""
     user.become(account)
-    fd = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    fd = open_beneath(order.beneath, order.path) if order.beneath else os.open(order.path, _READ)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         raise ValueError("not a regular file")
     offset = order.offset if order.offset >= 0 else max(0, info.st_size + order.offset)
     data = os.pread(fd, max(0, min(order.limit, MAX_READ_BYTES)), offset)
     return protocol.FileData(order.request, offset, info.st_size), data
+
+
+def list_files(order: protocol.ListFiles, account: user.UserAccount) -> Answer:
+    """List files of a directory as its user. Call it in a child: it becomes the user."""
+    user.become(account)
+    fd, limit = open_beneath(order.beneath, order.path), max(0, min(order.limit, MAX_LISTED))
+    with os.scandir(fd) as found:
+        names = ((_utf8(entry.name), entry.name) for entry in found)
+        first = heapq.nsmallest(limit + 1, (pair for pair in names if pair[0] > order.after))
+    shown = [_listed(fd, text, name) for text, name in first[:limit]]
+    return protocol.FileList(order.request, shown, len(first) > limit), b""
+
+
+def _listed(directory: int, text: str, name: str) -> Tuple[str, str, int, float]:
+    try:
+        info = os.lstat(name, dir_fd=directory)
+    except OSError:  # it is gone meanwhile
+        return text, "other", 0, 0.0
+    kinds = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "link"))
+    kind = next((kind for is_kind, kind in kinds if is_kind(info.st_mode)), "other")
+    return text, kind if text == name else "other", info.st_size, info.st_mtime
+
+
+def _utf8(name: str) -> str:
+    """Return the name; if it is not UTF-8, with escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def open_beneath(directory: str, path: str) -> int:
+    """Open a file or directory below a directory.
+
+    No part of the path may be a symbolic link, or "..". A descriptor is opened for each part, so that nobody can exchange one for
+    a link meanwhile.
+
+    Raises OSError, ValueError.
+    """
+    parts = path.split("/") if path else []
+    if any(part in ("", ".", "..") for part in parts):
+        raise ValueError("not a path below the directory")
+    fd = os.open(directory, _READ | os.O_DIRECTORY)
+    for at, part in enumerate(parts, 1):
+        above = fd
+        try:
+            fd = os.open(part, _READ | os.O_NOFOLLOW | (os.O_DIRECTORY if at < len(parts) else 0), dir_fd=above)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and stat.S_ISLNK(os.lstat(part, dir_fd=above).st_mode):
+                raise ValueError("it is a symbolic link, or behind one; links are not followed here") from None
+            raise
+        finally:
+            os.close(above)
+    return fd
 
 
 def compare_probe(order: protocol.CompareProbe) -> Answer:

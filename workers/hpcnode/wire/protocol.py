@@ -490,13 +490,30 @@ class ReadFile(Message):
 
     The answer is FileData with the same `request`.
 
-    A negative `offset` counts from the end.
+    A negative `offset` counts from the end. `beneath`: `path` is relative to this directory, and has no "..", and no part of it
+    is a symbolic link.
     """
 
     request: int
     user: str
     path: str
     offset: int
+    limit: int
+    beneath: str = ""
+
+
+class ListFiles(Message):
+    """List up to `limit` files of the directory `path`, "" for `beneath` itself, as `user`.
+
+    The answer is FileList with the same `request`. `path` is as in ReadFile. `after`: only names after this one, in the order
+    of their code points.
+    """
+
+    request: int
+    user: str
+    beneath: str
+    path: str
+    after: str
     limit: int
 
 
@@ -705,6 +722,19 @@ class FileData(Message):
     error: str = ""
 
 
+class FileList(Message):
+    """Answer to ListFiles.
+
+    `files`: name, kind (file, directory, link or other), bytes, and time of the last change. A name that is not UTF-8 is of
+    the kind other, and has escapes. `more`: there are further names. `error` "" if it succeeded.
+    """
+
+    request: int
+    files: List[Tuple[str, str, int, float]] = fresh(list)
+    more: bool = False
+    error: str = ""
+
+
 class ProbeCompared(Message):
     """Answer to CompareProbe: whether the content is the same.
 
@@ -759,15 +789,16 @@ class Pong(Message):
 
 
 _MESSAGES = (
-    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
-    Probe, SampleEvery, ReadFile, CompareProbe, PowerOff, Input, WatchOutput, OutputAck, ToStream, CloseStream,
-    Ping, Welcome, Goodbye, Report, Condition, ScriptFailed, Sample, JobGone, Facts, FileData, ProbeCompared, Output, InputAck,
-    FromStream, Pong, StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress,
-    Failure, ApiRequest, ApiAnswer,
+    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack, Probe, SampleEvery, ReadFile,
+    ListFiles, CompareProbe, PowerOff, Input, WatchOutput, OutputAck, ToStream, CloseStream, Ping, Welcome, Goodbye, Report,
+    Condition, ScriptFailed, Sample, JobGone, Facts, FileData, FileList, ProbeCompared, Output, InputAck, FromStream, Pong,
+    StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress, Failure,
+    ApiRequest, ApiAnswer,
 )  # fmt: skip
 # Messages whose texts are for people; what is not UTF-8 in them is a file name.
 _QUOTING = (
-    Welcome, Goodbye, Report, Condition, ScriptFailed, Facts, FileData, ProbeCompared, StepWaiting, StepEnded, Failure, Progress,
+    Welcome, Goodbye, Report, Condition, ScriptFailed, Facts, FileData, FileList, ProbeCompared, StepWaiting, StepEnded,
+    Failure, Progress,
 )  # fmt: skip
 _CODEC = Codec(_MESSAGES, _QUOTING)
 to_json, from_json, encode, parse = _CODEC.to_json, _CODEC.from_json, _CODEC.encode, _CODEC.parse

@@ -1,0 +1,189 @@
+"""What all web pages have: templates, static files, answers of the controller, errors.
+
+Each page is HTML from a template in `hpcsched/web`, made from answers of the controller to requests with the browser's own
+session. So a page shows what the user's commands show, and nothing is decided here. It knows no page in particular.
+
+Source: WHATWG HTML; Content Security Policy Level 3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import jinja2
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import hpcsched
+from hpcsched.errors import report_fault
+from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError, packed
+from hpcsched.gateway.charts import short
+from hpcsched.gateway.routes import TEXT
+from hpcsched.gateway.upstream import UpstreamError, UpstreamReply
+from hpcsched.listing.text import clean, date_text, when_text
+from hpcsched.model.units import format_mem, format_time_s
+
+Json = dict[str, Any]
+Load = Mapping[str, str]  # what a page needs: a name, and the controller's path
+Page = Callable[[Request], Awaitable[Response]]
+
+HERE = Path(hpcsched.__file__).parent / "web"
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGE_HEADERS = SAFE_HEADERS | {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "vary": "accept-encoding",
+}
+HTML = "text/html; charset=utf-8"
+
+
+class Site:
+    """The templates and static files, which are read once, at the start."""
+
+    def __init__(self, app: GatewayApp, *, has_oidc: bool = False) -> None:
+        self.app, self._has_oidc = app, has_oidc
+        self._static = {
+            path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted((HERE / "static").iterdir())
+        }
+        tags = {name: blake2b(data, digest_size=6).hexdigest() for name, (data, _) in self._static.items()}
+        templates = {path.name: path.read_text("utf-8") for path in (HERE / "templates").iterdir()}
+        self._templates = jinja2.Environment(
+            loader=jinja2.DictLoader(templates),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=_shown,
+        )
+        self._templates.globals |= {
+            "static": lambda name: f"/static/{name}?v={tags[name]}",
+            "version": hpcsched.__version__,
+            "job_link": job_link,
+            "node_link": lambda name: f"/node/{quote(str(name), safe='')}",
+            "query": urlencode,
+            "date": date_text,
+            "when": when_text,
+            "duration": format_time_s,
+            "memory": format_mem,
+            "short": short,
+        }
+        self._pages = {name: self._templates.get_template(name) for name in templates}
+
+    def routes(self, pages: Mapping[str, Page]) -> list[Route]:
+        """Return the routes of these pages."""
+        return [Route(path, self._guarded(page), methods=["GET"]) for path, page in pages.items()]
+
+    def own_routes(self) -> list[Route]:
+        """Return the routes of static files and of the page before a login."""
+        return [
+            Route("/static/{name}", self.app.guarded(self.static), methods=["GET"]),
+            *self.routes({"/login": self.login}),
+        ]
+
+    def _guarded(self, page: Page) -> Page:
+        """Return the page with errors as pages, too."""
+
+        async def handle(request: Request) -> Response:
+            headers: Mapping[str, str] = {}
+            try:
+                return await page(request)
+            except ProblemError as error:
+                status, why, headers = error.status, str(error), error.headers
+            except UpstreamError as error:
+                status, why = error.status, str(error)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                status, why = 500, str(report_fault(error, f"GET {request.url.path[:200]!r}", "the gateway's log"))
+            values = {"status": status, "why": why, "has_oidc": self._has_oidc}
+            return self.page(request, "error.html", values, status, headers)
+
+        return handle
+
+    def page(
+        self,
+        request: Request,
+        name: str,
+        values: Json,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Return the page that the template `name` makes of the values."""
+        body = self._pages[name].render({"me": None, "cluster": "", **values}).encode("utf-8", "replace")
+        return packed(request, body, HTML, {**PAGE_HEADERS, **(headers or {})}, status)
+
+    async def load(self, request: Request, needed: Load, wanted: Load | None = None, known: Json | None = None) -> Json:
+        """Return the controller's answers by name, added to those that are `known`.
+
+        One of `wanted` that is refused is None. Raises ProblemError if one of `needed` is refused.
+        """
+        head = {"ping": "/v1/ping", "me": "/v1/me"} if known is None else {}
+        everything = {**head, **needed, **(wanted or {})}
+        for _ in everything:  # each counts: a page must not multiply what a user may ask for
+            self.app.admit(request)
+        replies = await asyncio.gather(*(self.app.forward(request, "GET", path) for path in everything.values()))
+        found: Json = {} if known is None else dict(known)
+        for name, reply in zip(everything, replies, strict=True):
+            if reply.status == 200:
+                found[name] = json.loads(reply.body)
+            elif wanted is not None and name in wanted:
+                found[name] = None
+            else:
+                raise refused(reply)
+        found["cluster"], found["now_s"] = found["ping"]["cluster"], found["ping"]["now_s"]
+        return found
+
+    async def static(self, request: Request) -> Response:
+        """Send a file of the pages; its address changes with its content."""
+        self.app.count(request)
+        found = self._static.get(request.path_params["name"])
+        if found is None:
+            raise ProblemError(404, f"cannot find {request.url.path[:200]!r}")
+        headers = {**PAGE_HEADERS, "cache-control": "public, max-age=31536000, immutable"}
+        return packed(request, found[0], found[1] + "; charset=utf-8", headers)
+
+    async def login(self, request: Request) -> Response:
+        """Ask for a click, because programs that preview links must not use up the code."""
+        self.app.count(request)
+        code = request.query_params.get("code", "")[:200]
+        return self.page(request, "login.html", {"code": code, "has_oidc": self._has_oidc})
+
+
+def refused(reply: UpstreamReply) -> ProblemError:
+    """Return the controller's refusal as the error of a page."""
+    try:
+        error = json.loads(reply.body)
+        return ProblemError(reply.status, str(error["error"]), kind=str(error["kind"]))
+    except (ValueError, KeyError, TypeError):
+        return ProblemError(502, "cannot read the controller's answer")
+
+
+def job_link(reference: object) -> str:
+    """Return the address of a job's page."""
+    return f"/job/{quote(str(reference), safe='')}"
+
+
+def query_of(request: Request, names: Sequence[str]) -> dict[str, str]:
+    """Return the parameters of a page, "" for those that are absent. Raises ProblemError."""
+    unknown = set(request.query_params) - set(names)
+    found = {name: request.query_params.get(name, "") for name in names}
+    if unknown or any(TEXT.why_bad(value) for value in found.values()):
+        raise ProblemError(400, f"cannot show that: the page takes {', '.join(names) or 'no parameters'}")
+    return found
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as the templates insert it: texts of users have no control characters."""
+    if value is None:
+        return ""
+    return clean(value) if type(value) is str and not value.isprintable() and "\n" not in value else value
