@@ -29,6 +29,7 @@ from hpcnode.os.durable import sync_folder
 from hpcnode.wire.protocol import PROBE_PREFIX
 from hpcsched import client
 from hpcsched.errors import HpcschedError
+from hpcsched.metrics.hardware import hardware_problems
 from hpcsched.model.probation import CHECK
 from hpcsched.model.units import format_time_s
 from hpcsched.sched.sentences import plural
@@ -432,68 +433,18 @@ def _check_share(view: View) -> Check:
     return _check(view, "share", Status.CRITICAL if error else Status.OK, error or "is the head's")
 
 
-FEW_INODES = 1000
-MANY_ERRORS = 100  # corrected or repeated, in an hour
-MANY_LINK_CHANGES = 3
-MUCH_SWAP = 0.1  # of the memory
-
-
 def _check_hardware(view: View, hardware: Mapping[str, Any]) -> Iterator[Check]:
     """Yield the problems of the machine by its last samples, or one check that is well."""
-    found = list(_hardware_problems(hardware, compares_share="share_error" in view))
+    found = list(hardware_problems(hardware["conditions"], hardware["errors"]))
     if not found:
         since_s = 3600 * hardware["hours"]
         text = f"no errors in the last {_duration(since_s)}" if since_s >= 1 else "no errors"
         yield _check(view, "hardware", Status.OK, text)
-    for name, status, text in found:
-        yield _check(view, name, status, text)
-
-
-def _hardware_problems(hardware: Mapping[str, Any], *, compares_share: bool) -> Iterator[tuple[str, Status, str]]:
-    conditions, errors = hardware["conditions"], hardware["errors"]
-    for key, value in conditions.items():
-        name, _, label = key.partition(":")
-        if name == "node_filesystem_answers" and not value:
-            # Without the head's share nobody knows whose fault it is: the node keeps its jobs.
-            status = Status.CRITICAL if compares_share else Status.WARN
-            yield "file systems", status, f"{label} does not answer: mount it again, or look at its server"
-        elif name == "node_filesystem_read_only" and value:
-            yield "file systems", Status.CRITICAL, f"{label} is read-only: see dmesg, and check its file system"
-        elif name == "node_filesystem_free_inodes" and 0 <= value < FEW_INODES:
-            status = Status.WARN if value else Status.CRITICAL
-            yield "file systems", status, f"{label} has {value:.0f} free inodes: delete small files"
-        elif name == "gpu_driver_answers" and not value:
-            yield "GPU driver", Status.CRITICAL, "does not answer: restart the node"
-        elif name == "gpu_throttle" and value and label.endswith(":heat"):
-            yield "heat", Status.WARN, f"GPU {label.partition(':')[0]} is slowed down for heat"
-        elif name == "node_on_mains" and not value:
-            yield "power", Status.WARN, "it runs on battery"
-    memory, swap = conditions.get("node_memory_total_bytes", 0), conditions.get("node_swap_used_bytes", 0)
-    if memory and swap > MUCH_SWAP * memory:
-        yield "swap", Status.WARN, f"{swap / 2**30:.1f} GiB of swap space are in use: jobs are slow"
-    yield from _counted_problems(errors)
-
-
-def _counted_problems(errors: Mapping[str, float]) -> Iterator[tuple[str, Status, str]]:
-    """Yield problems of which the last hour had more than usual."""
-    for key, count in errors.items():
-        name, _, label = key.partition(":")
-        if count <= 0:
-            continue
-        if name in ("node_ecc_errors_total", "gpu_ecc_errors_total"):
-            where = f"of GPU {label.partition(':')[0]} " if name.startswith("gpu") else ""
-            if label.endswith("uncorrected"):
-                yield "memory errors", Status.CRITICAL, f"{count:.0f} {where}uncorrected: replace it"
-            elif count > MANY_ERRORS:
-                yield "memory errors", Status.WARN, f"{count:.0f} {where}corrected in an hour: it will fail"
-        elif name == "node_network_errors_total" and count > MANY_ERRORS:
-            yield "network", Status.WARN, f"{count:.0f} errors of {label} in an hour: change cable or port"
-        elif name == "node_network_carrier_changes_total" and count >= MANY_LINK_CHANGES:
-            yield "network", Status.WARN, f"the link of {label} changed {count:.0f} times in an hour: see its cable"
-        elif name == "node_throttled_total":
-            yield "heat", Status.WARN, f"CPUs were slowed down for heat {count:.0f} times in an hour: see its fans"
-        elif name == "node_oom_kills_total":
-            yield "memory", Status.WARN, f"the kernel killed {count:.0f} processes in an hour for lack of memory"
+    for problem in found:
+        # Without the head's share nobody knows whose fault it is: the node keeps its jobs.
+        is_unclear = problem.series == "node_filesystem_answers" and "share_error" not in view
+        status = Status.CRITICAL if problem.is_critical and not is_unclear else Status.WARN
+        yield _check(view, problem.check, status, problem.text)
 
 
 def _duration(seconds: float) -> str:

@@ -29,6 +29,7 @@ SEAL_KEY = "seal.key"  # beside hpcsched.toml, and in no backup
 CLUSTER_ID_FILE = "cluster-id"  # beside hpcsched.toml
 DATABASE_FILE = "hpcsched.db"  # in the state directory
 METRICS_FILE = "metrics.db"  # in the state directory
+ALERTS_FILE = "alerts.db"  # in the state directory
 API_SOCKET = "api.sock"
 STEPS_SOCKET = "steps.sock"
 

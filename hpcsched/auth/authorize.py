@@ -68,6 +68,7 @@ class Action(Enum):
     POWER = "power"
     UPDATE_PARTITION = "update-partition"
     RESERVE = "reserve"
+    SILENCE = "silence"
     FENCE = "fence"
     REMOVE_NODE = "remove-node"
     BENCH_NODES = "bench-nodes"
@@ -121,6 +122,7 @@ _TABLE: dict[Action, tuple[str, tuple[Reach, Reach, Reach, Reach, Reach, Reach]]
     Action.POWER: ("switch nodes off and on", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.UPDATE_PARTITION: ("change the state of partitions", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.RESERVE: ("create, change and delete reservations", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
+    Action.SILENCE: ("silence alerts, and test who is told", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.FENCE: ("declare nodes switched off", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
     Action.REMOVE_NODE: ("remove nodes", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),
     Action.BENCH_NODES: ("measure nodes while no jobs run there", (_NONE, _NONE, _NONE, _NONE, _ALL, _NONE)),

@@ -183,6 +183,8 @@ COMMAND = Command(
         "token create [--scope=LIST] [--expires=AGE] [--name=TEXT] [--user=NAME] [--certificate=FILE [--key=FILE]]",
         "token list [--user=NAME|--mine] | revoke ID... | revoke --user=NAME | rotate-key",
         "metrics NODE|JOB [SERIES...] [--since=AGE] [--plot] | metrics --list [NODE|JOB]",
+        "alerts | alerts rules | alerts test RECEIVER",
+        "silence | silence LABEL=PATTERNS... TIME [WHY] | silence end ID...",
         "security",
         "ping | reconfigure [NODES]",
     ),
@@ -201,7 +203,8 @@ COMMAND = Command(
     "'hsim replay' and 'hsim whatif'. 'strays' lists launches on nodes from before a restore: 'strays adopt' keeps them as their "
     "job, 'strays end' ends them. 'checkpoint' lists, verifies, prunes (keep=K every=HOURS) or exports (step=N all=yes) the "
     "checkpoints of a training job, on this machine and as you; the FILE is .safetensors, or else for torch.load. "
-    "'reset usage' clears past usage for fair share and limits. 'metrics' shows what nodes and jobs used. 'token' makes, "
+    "'reset usage' clears past usage for fair share and limits. 'alerts' shows what is wrong now, 'silence' keeps it from being "
+    "told. 'metrics' shows what nodes and jobs used. 'token' makes, "
     "lists and revokes the credentials with which "
     "programs use the API over the network (hpcsched gateway).",
     (
@@ -370,6 +373,18 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "Show what a node or a job used: the mean of each step; of a counter (..._total) its growth each second. Without "
         "SERIES, list what there is. A SERIES is a name of hpcsched-metrics(7), also without hpcsched_, node_, its unit and "
         "_total: memory_available, load1, network_receive. NAME:LABEL takes one device, as network_receive:eth0.",
+    ),
+    "alerts": (
+        ("alerts [--json]", "alerts rules", "alerts test RECEIVER"),
+        "Show what is wrong with nodes, the head and the queue, and who is told of it: alerts that are pending (not for long "
+        "enough yet), firing or resolved; why nobody is told of some; and receivers that cannot be reached. 'rules' lists the "
+        "rules. 'test' sends a message to a receiver of [alerts.receivers] at once, for admins.",
+    ),
+    "silence": (
+        ("silence", "silence LABEL=PATTERNS... TIME [WHY]", "silence end ID..."),
+        "Tell nobody of alerts for a while. All labels must match: rule, node (a host list), mount, part, job, user. Patterns "
+        "are those of file names, between commas. TIME is a length as 30m, 2h or 3d, or its end. Without words, list silences. "
+        "Drained nodes and maintenance reservations silence their nodes by themselves. For admins.",
     ),
     "ping": (("ping",), "Report whether the controller is running."),
     "reconfigure": (
@@ -1224,6 +1239,113 @@ def _age_s(text: str, option: str) -> float:
     return float(int(number) * AGES_S[unit])
 
 
+# ----- alerts
+
+
+def _alerts(rest: Sequence[str], words: Words) -> int:
+    """Show the alerts or the rules, or send a test."""
+    if rest and rest[0] == "rules" and len(rest) == 1:
+        return _print_rules(words)
+    if rest and rest[0] == "test" and len(rest) == 2:
+        answer = client.call("POST", "/v1/alerts/test", {"receiver": rest[1]})
+        return _print_answer(answer, words, f"sent a test to {clean(rest[1])}")
+    if rest:
+        raise UsageError("cannot understand that: write alerts, alerts rules or alerts test RECEIVER")
+    answer = client.call("GET", "/v1/alerts")
+    return _print_answer(answer, words, "\n".join(_alert_lines(answer)))
+
+
+def _print_rules(words: Words) -> int:
+    from hpcsched.alerts.rules import RULES  # no other verb needs them
+
+    rules = [
+        {"rule": name, "severity": rule.severity.value, "for_s": rule.for_s, "meaning": rule.meaning}
+        for name, rule in RULES.items()
+    ]
+    rows = [
+        (name, rule.severity.value, format_time_s(rule.for_s) if rule.for_s else "at once", rule.meaning)
+        for name, rule in RULES.items()
+    ]
+    text = columns(("RULE", "SEVERITY", "AFTER", "MEANING"), rows).rstrip("\n")
+    return _print_answer({"version": 1, "rules": rules}, words, text)
+
+
+_PHASES = ("firing", "pending", "resolved")
+
+
+def _alert_lines(answer: Json) -> list[str]:
+    """Return a line for each alert, the worst first; then silences and receivers in trouble."""
+    alerts = sorted(answer["alerts"], key=lambda alert: (_PHASES.index(alert["phase"]), alert["since_s"]))
+    rows = [
+        (
+            clean(alert["rule"]),
+            clean(",".join(alert["labels"].values())) or "-",
+            alert["severity"],
+            alert["phase"],
+            date_text(alert["ended_at_s"] if alert["phase"] == "resolved" else alert["since_s"]),
+            f"({clean(alert['quiet'])}) {clean(alert['text'])}" if alert["quiet"] else clean(alert["text"]),
+        )
+        for alert in alerts
+    ]
+    lines = columns(("RULE", "WHERE", "SEVERITY", "STATE", "SINCE", "TEXT"), rows).splitlines() if rows else []
+    lines += [] if rows else ["no alerts: all that is watched is well"]
+    if answer["left_out"]:
+        lines.append(f"and {answer['left_out']} more, which are too many to be told")
+    lines += _silence_lines(answer)
+    for receiver in answer["receivers"]:
+        if receiver["why"]:
+            lines.append(
+                f"receiver {receiver['name']} cannot be reached since {date_text(receiver['failing_since_s'])}, "
+                f"{receiver['waiting']} messages wait: {clean(receiver['why'])}"
+            )
+    return lines
+
+
+def _silence_lines(answer: Json) -> list[str]:
+    return [
+        f"silence {one['id']} by {clean(one['by'])} until {date_text(one['until_s'])}: "
+        f"{' '.join(f'{label}={chr(44).join(map(clean, patterns))}' for label, patterns in one['matchers'])}"
+        f"{'; ' + clean(one['why']) if one['why'] else ''}"
+        for one in answer["silences"]
+    ]
+
+
+def _silence(rest: Sequence[str], words: Words) -> int:
+    """Make, list or end silences."""
+    if not rest:
+        answer = client.call("GET", "/v1/alerts")
+        return _print_answer(answer, words, "\n".join(_silence_lines(answer)) or "no silences")
+    if rest[0] == "end":
+        _needs(rest[1:], "the numbers of silences")
+        if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in rest[1:]):
+            raise UsageError("cannot end that: write the numbers that hctl silence shows")
+        for word in rest[1:]:
+            answer = client.call("POST", "/v1/silences/end", {"id": int(word)})  # int: bounded
+        return _print_answer(answer, words, f"ended: {', '.join(rest[1:])}")
+    count = next((at for at, word in enumerate(rest) if "=" not in word), len(rest))
+    if not count or count == len(rest):
+        raise UsageError(
+            "cannot silence that: write silence LABEL=PATTERNS... TIME [WHY], as silence node=n3 2h new fan"
+        )
+    matchers = dict(word.partition("=")[::2] for word in rest[:count])
+    why = " ".join(rest[count + 1 :])
+    until_s = _until_s(rest[count])
+    body = {"matchers": matchers, "until_s": until_s, "why": why}
+    answer = client.call("POST", "/v1/silences/create", body)
+    text = f"silence {answer['id']} until {date_text(until_s)}; alerts that it matches now: {answer['alerts']}"
+    return _print_answer(answer, words, text)
+
+
+def _until_s(text: str) -> float:
+    """Return the end of a silence: after so long, or at a date."""
+    from hpcsched.model.dates import parse_when
+
+    now_s = time.time()
+    if text[:-1].isdigit() and text[-1:].lower() in AGES_S:
+        return now_s + _age_s(text, "the time")
+    return float(parse_when(text, now_s))  # float: of a number
+
+
 def _heads(answer: Json) -> list[str]:
     """Return the name of each series; of a counter with /s, because its values are rates."""
     return [
@@ -1298,6 +1420,8 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "strays": _strays,
     "token": _token,
     "security": _security,
+    "alerts": _alerts,
+    "silence": _silence,
     "metrics": _metrics,
     "checkpoint": lambda rest, words: _on_checkpoints(rest, words.has("json")),
 }

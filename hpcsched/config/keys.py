@@ -39,6 +39,8 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _GPU = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})(?::([0-9]{1,3}))?\Z")
 _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9/:._-]{0,99}\Z")
 _MAC = re.compile(r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}\Z")
+# Of RFC 5321 what needs no quotes; it begins with a letter or digit, so it is never an option.
+MAIL_ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,63}(?:@[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)?\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -185,6 +187,39 @@ def web_address(value: Any) -> str:
     if text(value) and not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]+(/[!-~]*)?", value):
         raise BadValue("wants an address that begins with http:// or https://")
     return str(value)
+
+
+def mail_server(value: Any) -> str:
+    if text(value) and not re.fullmatch(r"(smtp|starttls|smtps)://[A-Za-z0-9.\-\[\]:]+", value):
+        raise BadValue('wants "smtp://localhost", "starttls://mail.example.org:587" or "smtps://mail.example.org"')
+    return str(value)
+
+
+def mail_address(value: Any) -> str:
+    if not isinstance(value, str) or not MAIL_ADDRESS.match(value):
+        raise BadValue('wants a mail address as "anna@example.org", or the name of an account')
+    return value
+
+
+def mail_addresses(value: Any) -> tuple[str, ...]:
+    return tuple(mail_address(item) for item in _list(value))
+
+
+def mail_domains(value: Any) -> tuple[str, ...]:
+    found = tuple(_list(value))
+    if not all(item == "*" or _HOST.match(item) for item in found):
+        raise BadValue('wants a list of domains as ["example.org"], or ["*"]')
+    return found
+
+
+def hours(value: Any) -> str:
+    if text(value) and not re.fullmatch(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d", value):
+        raise BadValue('wants hours as "22:00-07:00"')
+    return str(value)
+
+
+def address_or_file(value: Any) -> str:
+    return absolute_path(value) if text(value).startswith("/") else web_address(value)
 
 
 def yes_no(value: Any) -> bool:
@@ -560,6 +595,48 @@ METRICS = (
     Key("remote_write_token", absolute_path, "", "A file with the bearer token for that server. Empty: none."),
 )
 
+ALERTS = (
+    Key("on", yes_no, True,
+        "Whether the cluster is watched for what hctl alerts rules lists, by a process of its own with its state in alerts.db in "
+        "state_dir."),
+    Key("interval", seconds(0.1), "10s", "How often it looks."),
+    Key("off", words, [], "The rules that are not applied, by name."),
+    Key("smtp", mail_server, "",
+        "The mail server: \"smtp://localhost\"; \"starttls://HOST:587\" and \"smtps://HOST\" are encrypted, with a certificate "
+        "that the system trusts. Empty: no mail is sent, also not that of hsub --mail-type."),
+    Key("smtp_user", text, "", "The account at the mail server. Empty: none."),
+    Key("smtp_password", absolute_path, "", "A file with its password, that only the controller's account can read."),
+    Key("mail_from", optional(mail_address), "", "The sender of the mail. Empty: hpcsched@ and the name of this machine."),
+    Key("mail_domain", text, "",
+        "The domain of mail to users: with example.org, mail for user anna goes to anna@example.org. Empty: to anna, whom the "
+        "mail server must know."),
+    Key("mail_domains", mail_domains, [],
+        "Other domains to which users may have mail sent with --mail-user. [\"*\"]: all; then any user can have this machine "
+        "send mail to anybody."),
+    Key("mail_to", mail_addresses, [], "Who gets the alerts by mail, besides the receivers below."),
+    Key("tell_users", yes_no, True,
+        "Whether users get a mail, once a job, if it holds nodes or GPUs and does not use them, or will reach a limit. "
+        "--mail-type=NONE refuses it."),
+    Key("quiet", hours, "", "Hours in which only critical alerts are told, as \"22:00-07:00\". Empty: none."),
+    Key("watchdog", web_address, "",
+        "An address that is asked every 5 minutes while the controller works: of a service elsewhere that tells you when that "
+        "ends."),
+)
+
+RECEIVER = (
+    Key("kind", one_of("mail", "webhook", "slack", "mattermost", "matrix", "ntfy", "command", "alertmanager"), REQUIRED,
+        "What it is. webhook gets the JSON of Alertmanager (version 4); alertmanager is a server of that program, which then "
+        "decides who is told; command is a program that gets JSON on its standard input.", shown='"webhook"'),
+    Key("address", address_or_file, "",
+        "Its address, or a file that has it (a secret, as that of a Slack webhook). Of Matrix: "
+        "https://HOST/_matrix/client/v3/rooms/ROOM/send/m.room.message; of ntfy: https://ntfy.sh/TOPIC."),
+    Key("token", absolute_path, "", "A file with the bearer token that it wants. Empty: none."),
+    Key("to", mail_addresses, [], "The addresses, of mail."),
+    Key("command", texts, [], "The program with its arguments, of command. No shell is used."),
+    Key("least", one_of("info", "warning", "critical"), "info", "The lowest severity that it gets."),
+    Key("resolved", yes_no, True, "Whether it is told when an alert is over."),
+)
+
 SYNC = (
     Key("files", sync_files, [],
         "Files of the head that hpcsched node sync copies to the nodes: \"/etc/hosts\", or \"/srv/nodes/hosts:/etc/hosts\" if it "
@@ -762,6 +839,7 @@ SECTIONS = {
     "cost": COST,
     "log": LOG,
     "metrics": METRICS,
+    "alerts": ALERTS,
     "sync": SYNC,
     "power": POWER,
     "scheduler": SCHEDULER,

@@ -43,6 +43,7 @@ from hpcsched.config.accounts import (
     limits_from,
 )
 from hpcsched.config.keys import (
+    ALERTS,
     AUDIT,
     BACKUP,
     CLUSTER,
@@ -56,6 +57,7 @@ from hpcsched.config.keys import (
     OIDC,
     POWER,
     PRIVACY,
+    RECEIVER,
     ROLES,
     SCHEDULER,
     SWITCH,
@@ -190,6 +192,43 @@ class MetricsSettings:
     max_size: int = 1024  # MiB
     remote_write: str = ""
     remote_write_token: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverSettings:
+    """[alerts.receivers.NAME]; see `hpcsched.config.keys.RECEIVER` for each."""
+
+    name: str
+    kind: str
+    address: str = ""
+    token: str = ""
+    to: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    least: str = "info"
+    resolved: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertSettings:
+    """[alerts]; see `hpcsched.config.keys.ALERTS` for each.
+
+    `receivers`: `mail_to` is the first.
+    """
+
+    on: bool = True
+    interval: float = 10.0  # seconds
+    off: tuple[str, ...] = ()
+    smtp: str = ""
+    smtp_user: str = ""
+    smtp_password: str = ""
+    mail_from: str | None = None
+    mail_domain: str = ""
+    mail_domains: tuple[str, ...] = ()
+    mail_to: tuple[str, ...] = ()
+    tell_users: bool = True
+    quiet: str = ""
+    watchdog: str = ""
+    receivers: tuple[ReceiverSettings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +370,7 @@ class Config:
     access: AccessPolicy
     audit: AuditSettings
     metrics: MetricsSettings = MetricsSettings()
+    alerts: AlertSettings = AlertSettings()
     sync: SyncSettings = SyncSettings()
     backup: BackupSettings = BackupSettings()
     cost: Tariff = Tariff()
@@ -482,6 +522,7 @@ _KNOWN_TABLES = (
     "privacy",
     "audit",
     "metrics",
+    "alerts",
     "sync",
     "power",
     "backup",
@@ -523,6 +564,7 @@ def build_config(
         access=_access(path, tables, accounting),
         audit=AuditSettings(**values_of(path, "[audit]", tables.get("audit", {}), AUDIT)),
         metrics=MetricsSettings(**values_of(path, "[metrics]", tables.get("metrics", {}), METRICS)),
+        alerts=_alerts(path, tables.get("alerts", {})),
         sync=SyncSettings(**values_of(path, "[sync]", tables.get("sync", {}), SYNC)),
         backup=_backup(path, tables.get("backup", {})),
         cost=Tariff(**values_of(path, "[cost]", tables.get("cost", {}), COST)),
@@ -539,6 +581,47 @@ def _backup(path: Path, table: Any) -> BackupSettings:
             "in encrypt"
         )
     return settings
+
+
+MAIL_TO = "mail_to"  # the name of the receiver that this key makes
+MAX_RECEIVERS = 50
+
+
+def _alerts(path: Path, table: Any) -> AlertSettings:
+    table = dict(table_of(path, "[alerts]", table))
+    named = table_of(path, "[alerts.receivers]", table.pop("receivers", {}))
+    values = values_of(path, "[alerts]", table, ALERTS, also=("receivers",))
+    if len(named) > MAX_RECEIVERS:
+        raise ConfigError(f"cannot use {path}: [alerts.receivers] has {len(named)}, and at most {MAX_RECEIVERS} may be")
+    receivers = [_receiver(path, name, receiver, values["smtp"]) for name, receiver in named.items()]
+    if values["mail_to"]:
+        receivers.insert(0, ReceiverSettings(name=MAIL_TO, kind="mail", to=values["mail_to"]))
+    if values["mail_to"] and not values["smtp"]:
+        raise ConfigError(f"cannot use {path}: [alerts] mail_to needs smtp, the mail server")
+    is_encrypted = values["smtp"].startswith(("starttls://", "smtps://"))
+    if values["smtp_user"] and not (is_encrypted and values["smtp_password"]):
+        raise ConfigError(
+            f"cannot use {path}: [alerts] smtp_user needs smtp_password, and smtp with starttls:// or smtps://, so that the "
+            "password is not sent in clear text"
+        )
+    return AlertSettings(**values, receivers=tuple(receivers))
+
+
+def _receiver(path: Path, name: str, table: Any, smtp: str) -> ReceiverSettings:
+    where = f"[alerts.receivers.{name}]"
+    if not NODE_NAME.match(name) or name == MAIL_TO:
+        raise ConfigError(
+            f"cannot use {path}: {name!r} is not a name of a receiver: letters, digits, _ and -, at most 63"
+        )
+    made = ReceiverSettings(name=name, **values_of(path, where, table, RECEIVER))
+    needs = {"mail": "to", "command": "command"}.get(made.kind, "address")
+    if not getattr(made, needs):
+        raise ConfigError(f"cannot use {path}: {where} of kind {made.kind} needs {needs}")
+    if made.kind == "mail" and not smtp:
+        raise ConfigError(f"cannot use {path}: {where} needs smtp of [alerts], the mail server")
+    if made.kind == "command" and not made.command[0].startswith("/"):
+        raise ConfigError(f"cannot use {path}: {where} command must begin with an absolute path")
+    return made
 
 
 def _power(path: Path, table: Any, controller: ControllerSettings) -> PowerSettings:
@@ -859,6 +942,10 @@ _LICENSES = """
 # How many of each licence all jobs may have at once, as hsub --licenses asks for them: NAME = COUNT.
 #matlab = 4
 """
+_RECEIVERS = """
+# Who else gets the alerts: [alerts.receivers.NAME] for each. hctl alerts test NAME tries it. To set one, take the "# " away.
+#
+"""
 _TOPOLOGY = """
 # Which nodes hang on which switch: [topology.switches.NAME] for each. A job on several nodes gets them on as few switches as
 # can be. Without any, the links that hpcsched node bench --links has measured count. To set one, take the "# " away.
@@ -871,6 +958,7 @@ _NAMED_SECTIONS = {
     "users": USER,
     "qos": QOS,
     "topology.switches": SWITCH,
+    "alerts.receivers": RECEIVER,
 }
 _MAIN = "partitions.main"
 _NODE_HEAD = """\
@@ -894,6 +982,7 @@ def render_config(chosen: Mapping[str, Mapping[str, object]]) -> str:
     parts.append(_section(_MAIN, ALL_PARTITION, chosen.get(_MAIN, {})))
     parts.append(_ACCOUNT_HEAD + "\n".join(_commented(_section(*item, {})) for item in _NAMED.items()))
     parts.append(_commented(_LICENSES))
+    parts.append(_RECEIVERS + _commented(_section("alerts.receivers.chat", RECEIVER, {})))
     parts.append(_TOPOLOGY + _commented(_section("topology.switches.s1", SWITCH, {})))
     return "".join([*parts, *more])
 

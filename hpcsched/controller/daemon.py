@@ -43,6 +43,7 @@ from hpcsched.controller.relay import Relaying
 from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import RETRY_S, Controller
+from hpcsched.controller.views.alerts import AlertFeed
 from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.errors import ConfigError, HpcschedError, InvariantError, UnavailableError, report_fault
 from hpcsched.launch.bundle import build_bundle
@@ -157,6 +158,7 @@ class Daemon:
             state_dir, heads, store.audit_end, to_syslog=config.audit.syslog, incarnation=cluster.incarnation
         )
         self._recorder = Recorder(recorder_settings(config)) if config.metrics.history else None
+        self._alerts = AlertFeed(self.controller, self._recorder, clock)
         self._power = PowerSwitch(self.controller, self.fleet)
         self._backups = ScheduledBackups(self.controller, config, clock)
         self.heads = HeadStreams(socket_limits)
@@ -199,6 +201,7 @@ class Daemon:
             self._begin_work()
             self._settle_nodes()  # and wakes the controller
             self._backups.configure(self._config)
+            self._alerts.configure(self._config)
             self._sign_audit()
             await self._stop.wait()
             log.info("stopping; jobs run on")
@@ -210,6 +213,7 @@ class Daemon:
             await self.heads.close()
             self.fleet.close()
             self._backups.close()
+            await self._alerts.close()
             if self._recorder is not None:
                 await self._recorder.close()
         return self._exit_code
@@ -236,6 +240,7 @@ class Daemon:
             audit_heads=self._audit_heads,
             credentials=credentials,
             recorder=self._recorder,
+            alerts=self._alerts,
         )
 
     async def _check_database(self) -> None:
@@ -361,6 +366,7 @@ class Daemon:
         self.controller.policy = policy
         self.fleet.configure(config)
         self._backups.configure(config)
+        self._alerts.configure(config)
         if self._recorder is not None:
             self._recorder.configure(recorder_settings(config))
         self.controller.reconfigured()

@@ -56,8 +56,9 @@ ERROR_COUNTS = frozenset({
     "node_oom_kills_total", "gpu_ecc_errors_total",
 })  # fmt: skip
 CONDITIONS = frozenset({
-    "node_filesystem_answers", "node_filesystem_read_only", "node_filesystem_free_inodes", "node_on_mains",
-    "node_swap_used_bytes", "node_memory_total_bytes", "gpu_driver_answers", "gpu_throttle",
+    "node_filesystem_answers", "node_filesystem_read_only", "node_filesystem_free_inodes", "node_filesystem_free_bytes",
+    "node_filesystem_size_bytes", "node_on_mains", "node_swap_used_bytes", "node_memory_total_bytes", "gpu_driver_answers",
+    "gpu_throttle",
 })  # fmt: skip
 
 NO_PROCESS = (Column(TABLE["job_processes"], ()),)  # columns of a job of which nothing runs on a node
@@ -243,6 +244,13 @@ class ControllerMetrics:
                 listener(found)
             except Exception as error:
                 report_fault(error, f"hand on a sample of node {node}")
+
+    def sample_age_s(self, node: NodeName, now_s: float) -> float | None:
+        """Return how old the last sample of a node is; None: there is none."""
+        kept = self._nodes.get(node)
+        if kept is None or kept.sample is None or self._cluster.config.metrics.interval_s <= 0:
+            return None
+        return max(0.0, now_s - kept.sample.received_at_s)
 
     def hardware(self, node: NodeName, now_s: float) -> dict[str, Any] | None:
         """Return the node's conditions and errors of the last hour; None: no fresh sample."""

@@ -69,7 +69,7 @@ from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import Promise, Snapshot, SnapshotCache, snapshot_of
 from hpcsched.state.cluster import ClusterState
-from hpcsched.state.transaction import Transaction
+from hpcsched.state.transaction import Transaction, WriteBatch
 from hpcsched.store.store import Store
 
 log = logging.getLogger("hpcsched.controller")
@@ -212,6 +212,7 @@ class Controller:
         self.policy = policy
         self.listener: StepListener | None = None
         self.gate: LaunchGate | None = None
+        self.on_commit: list[Callable[[WriteBatch], None]] = []  # called with what is on disk
         self.last_plan: Plan | None = None
         # From the last plan; recomputed after a restart.
         self._promises: Mapping[JobId, Promise] = {}
@@ -568,6 +569,8 @@ class Controller:
         if wrong is not None:
             tx, turn, inbox = self._commit_pieces(tx, inbox, wrong)
         _guarded("count what changed", partial(self.metrics.committed, tx.batch))
+        for listener in self.on_commit:
+            _guarded("tell what changed", partial(listener, tx.batch))
         del self._refusals[: self._refusals_recorded]
         if self._unwritable:
             log.info("the database can be written again")

@@ -116,10 +116,10 @@ _JOB_OPTIONS = (
          "keep", parse=values.parse_lease, variable="LEASE"),
     _job("licenses", "L", "NAME[:N],...", help="licences of the cluster for the whole job: matlab:2",
          parse=values.parse_licenses),
-    _job("mail-type", "", "EVENTS", help="BEGIN, END, FAIL, REQUEUE, ALL, TIME_LIMIT ...; stored with the job, but no "
-         "mail is sent",
+    _job("mail-type", "", "EVENTS", help="send mail at BEGIN, END, FAIL, REQUEUE, TIME_LIMIT_80 ...; ALL; NONE: "
+         "also no advice. ARRAY_TASKS: for each task of an array",
          parse=values.parse_mail_types, repeats=True),
-    _job("mail-user", "", "ADDRESS", help="stored with the job, but no mail is sent"),
+    _job("mail-user", "", "ADDRESS", help="who gets the mail; default: its user"),
     _job("mem", "", "SIZE", help="memory on each node: 4G, 1500M; 0 is all memory", parse=values.parse_node_memory,
          variable="MEM_PER_NODE"),
     _job("mem-per-cpu", "", "SIZE", help="memory per CPU", parse=parse_mem_mib, variable="MEM_PER_CPU"),

@@ -19,26 +19,26 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import signal
 import socket
 import sqlite3
 import sys
-import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
+from hpcsched.child import STATS, ControllerSocket
+from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.metrics import chunks
 from hpcsched.metrics.chunks import GREATEST, LEAST, ChunkError, ColumnReader, SampleChunk, SteppedSeries
 from hpcsched.metrics.series import TABLE, SeriesKind
 from hpcsched.model.units import nearest
-from hpcsched.recorder import ANSWER, ERROR, FRAME, LOG, NUMBER, STATS, RecorderSettings
+from hpcsched.recorder import RecorderSettings
 from hpcsched.recorder.remote_write import QueuedRow, RemoteWriter, Target
 from hpcsched.store.engine import OtherDatabaseError, is_damage
 from hpcsched.store.history import ChunkHead, DueWindow, HistoryDatabase, NewChunk, SampleSource
@@ -685,45 +685,6 @@ def _in_words(error: Exception) -> str:
 # ----- the process
 
 
-class ControllerSocket:
-    """The child's end of the socket. Its threads may send."""
-
-    def __init__(self, ours: socket.socket) -> None:
-        self._socket = ours
-        self._sending = threading.Lock()
-        self._received = bytearray()
-
-    def say(self, level: str, text: str) -> None:
-        """Send a line for the controller's log."""
-        self.send(LOG, json.dumps([level, text]).encode())
-
-    def send(self, kind: int, body: bytes) -> None:
-        """Send an answer. If the controller is gone, the next read says so."""
-        with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(FRAME.pack(len(body), kind) + body)
-
-    def messages(self, wait_s: float) -> Iterator[list[Any]]:
-        """Yield the messages that have come, after at most `wait_s`.
-
-        Raises EOFError when the controller is gone.
-        """
-        if not select.select([self._socket], [], [], wait_s)[0]:
-            return
-        data = self._socket.recv(1 << 20)
-        if not data:
-            raise EOFError
-        self._received += data
-        at = 0
-        while len(self._received) - at >= FRAME.size:
-            size, _ = FRAME.unpack_from(self._received, at)
-            end = at + FRAME.size + size
-            if len(self._received) < end:
-                break
-            yield json.loads(memoryview(self._received)[at + FRAME.size : end].tobytes())
-            at = end
-        del self._received[:at]
-
-
 class RecorderService:
     """Carries out what the controller sends."""
 
@@ -751,7 +712,8 @@ class RecorderService:
         elif self.archive is None:
             return
         elif kind == "ask":
-            self._answer(self.archive, rest[0], json.loads(rest[1]))
+            question = json.loads(rest[1])
+            self._connection.answer(rest[0], question, partial(self.archive.answer, question))
         else:
             self._sample(self.archive, *rest)
 
@@ -779,16 +741,6 @@ class RecorderService:
     def _send_on(self, row: QueuedRow) -> None:
         if self._writer is not None:
             self._writer.add(row)
-
-    def _answer(self, archive: MetricsArchive, number: int, question: Json) -> None:
-        try:
-            text = json.dumps(archive.answer(question), separators=(",", ":"), allow_nan=False)
-            self._connection.send(ANSWER, NUMBER.pack(number) + text.encode())
-        except Exception as error:  # a question must not end the recorder
-            kind = type(error).__name__ if isinstance(error, HpcschedError) else "InternalError"
-            self._connection.send(ERROR, NUMBER.pack(number) + json.dumps([kind, str(error)]).encode())
-            if not isinstance(error, HpcschedError):
-                self._connection.say("error", f"cannot answer {str(question)[:200]}: {error!r:.300}")
 
     def report(self) -> None:
         """Tell the controller now and then how it goes."""

@@ -359,10 +359,11 @@ class OtherDatabaseError(ConfigError):
     """The file is of another program, or of a newer version: it stays as it is."""
 
 
-def open_expendable(path: Path, tables: MetaData, owner: int, version: int) -> Connection:
+def open_expendable(path: Path, tables: MetaData, owner: int, version: int, *, loses_none: bool = False) -> Connection:
     """Open or create a database whose last commits may be lost when the machine fails.
 
-    It is whole anyway. A page that becomes free can be given back to the file system.
+    It is whole anyway. With `loses_none`, a commit is on disk when it returns. A page that becomes free
+    can be given back to the file system.
 
     Raises OtherDatabaseError, or sqlite3.Error: `is_damage` tells a damaged file from a disk that is
     full or a file that is locked.
@@ -375,7 +376,8 @@ def open_expendable(path: Path, tables: MetaData, owner: int, version: int) -> C
             raise OtherDatabaseError(f"{path} is a database of another program")
         if found > version:
             raise OtherDatabaseError(f"{path} has schema {found}, this hpcsched knows up to {version}")
-        settings = ["journal_mode=WAL", "synchronous=NORMAL", f"journal_size_limit={8 << 20}", "cache_size=-4096"]
+        safety = "FULL" if loses_none else "NORMAL"
+        settings = ["journal_mode=WAL", f"synchronous={safety}", f"journal_size_limit={8 << 20}", "cache_size=-4096"]
         for pragma in settings if found else ["auto_vacuum=INCREMENTAL", *settings]:
             connection.execute(f"PRAGMA {pragma}")
         if found < version:

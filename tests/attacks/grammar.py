@@ -200,7 +200,7 @@ class Grammar:
         reference = quote(self.reference()[:6000], safe="")
         path = self.pick([
             "/v1/ping", "/v1/partitions", "/v1/shares", "/v1/licenses", "/v1/reservations", "/v1/config", "/v1/strays",
-            "/v1/snapshot",
+            "/v1/snapshot", "/v1/alerts",
             f"/v1/job/{reference}", f"/v1/job/{reference}/story", f"/v1/job/{reference}/why", f"/v1/job/{reference}/slow",
             "/v1/jobs" + self._query(filters), "/v1/queue" + self._query(filters + layout),
             "/v1/priorities" + self._query(filters),
@@ -288,7 +288,7 @@ class Grammar:
         return "POST", "/v1/update", self.json(body if self.random.random() < 0.8 else self.changed(body))
 
     def _admins(self) -> tuple[str, str, bytes]:
-        kind = self.random.randrange(4)
+        kind = self.random.randrange(5)
         if kind == 0:
             verb = self.pick(["drain", "resume", "power-down", "power-up"])
             node = self.pick(["n8", "n[8-9]", self.text()]).replace("all", "n8").replace("n1", "n8")  # n1 is to go on
@@ -305,6 +305,11 @@ class Grammar:
                 "/v1/usage/reset",
                 self.json(self.changed({"accounts": [self.text()], "users": [self.text()]})),
             )
+        if kind == 3:
+            labels = self.pick(["rule", "node", "mount", "job", self.text()])
+            made = {"matchers": {labels: self.text()}, "until_s": self.pick([0, 1e300, 2e9]), "why": self.text()}
+            path = self.pick(["/v1/silences/create", "/v1/silences/end", "/v1/alerts/test"])
+            return "POST", path, self.json(self.changed(made | {"id": 1, "receiver": self.text()}))
         return "POST", f"/v1/strays/{self.pick(['adopt', 'end'])}", self.json(self.changed({"tokens": [self.text()]}))
 
     def _odd_path(self) -> tuple[str, str, bytes]:

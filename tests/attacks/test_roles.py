@@ -69,6 +69,7 @@ REQUESTS: dict[Action, Any] = {
     Action.DRAIN: ("POST", "/v1/nodes/resume", {"nodes": "n1"}),
     Action.UPDATE_PARTITION: ("POST", "/v1/partitions/update", {"name": "main", "state": "UP"}),
     Action.RESERVE: ("POST", "/v1/reservations/delete", {"name": "none"}),
+    Action.SILENCE: ("POST", "/v1/alerts/test", {"receiver": "none"}),
     Action.POWER: ("POST", "/v1/nodes/power-up", {"nodes": "n1"}),
     Action.FENCE: ("POST", "/v1/nodes/fence", {"nodes": "n7"}),
     Action.REMOVE_NODE: ("POST", "/v1/nodes/remove", {"nodes": "n7"}),

@@ -1,6 +1,7 @@
 """Programs that the controller starts for triggers: few at once, and none that another user could replace.
 
-They are the only thing that a user can have the controller start or send: there is no mail, and no request to an address.
+They are the only thing that a user can have the controller start. Mail goes to allowed domains, by the administrator's server;
+no request goes to an address of a user.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from hpcsched.model.trigger import Trigger, TriggerEvent
 ROOT = Path(__file__).parents[2]
 UID = os.geteuid()
 FETCHERS = {"aiohttp", "ftplib", "http.client", "httpx", "requests", "smtplib", "urllib.request", "urllib3"}
-# Logins ask the OpenID provider, and the recorder writes to the server, that the administrator has configured.
+# Logins ask the OpenID provider, the recorder writes to the server, and alerts go to the receivers, that the administrator has
+# configured.
 OF_ADMINISTRATORS = [
+    ("hpcsched/alerts/sending.py", "http.client"),
+    ("hpcsched/alerts/sending.py", "smtplib"),
     ("hpcsched/controller/credentials.py", "http.client"),
     ("hpcsched/gateway/app.py", "httpx"),
     ("hpcsched/recorder/remote_write.py", "http.client"),
@@ -100,8 +104,8 @@ def test_e7_programs_of_one_user_do_not_hold_up_those_of_another(place: Path) ->
     asyncio.run(run_all())
 
 
-def test_e7_nothing_of_ours_sends_mail_or_fetches_an_address_of_a_user() -> None:
-    """--mail-user and --mail-type are stored with the job; no option takes the address of a server."""
+def test_e7_only_what_the_administrator_has_configured_is_asked_over_the_network() -> None:
+    """No option of a user takes the address of a server; tests/integration/test_alert_service.py bounds --mail-user."""
     found = []
     for path in [path for top in ("hpcsched", "workers/hpcnode") for path in (ROOT / top).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):

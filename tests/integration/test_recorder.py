@@ -19,10 +19,11 @@ import pytest
 from losing_disk import LosingDisk, why_not
 from waiting import played
 
+from hpcsched.child import MAX_QUEUED_BYTES
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.metrics.series import TABLE, Column, NodeSample
 from hpcsched.model.ids import NodeName
-from hpcsched.recorder import MAX_QUEUED_BYTES, Recorder, RecorderSettings
+from hpcsched.recorder import Recorder, RecorderSettings
 from hpcsched.recorder.__main__ import LONG_KEPT, MetricsArchive, matching
 
 START_S = 1_800_000_000.0
@@ -502,7 +503,7 @@ async def test_the_child_answers_ends_with_its_controller_and_remembers(tmp_path
 async def test_a_child_that_is_killed_is_started_again_and_the_queue_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcsched.recorder.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("hpcsched.child.FIRST_PAUSE_S", 0.05)
     recorder = Recorder(settings_in(tmp_path))
     recorder.start()
     await until(lambda: recorder.pid)

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from hpcsched.auth.authorize import (
     HIDEABLE,
     Action,
     Identity,
+    Owner,
     Reach,
     RepeatableRequest,
     allows,
@@ -68,6 +69,7 @@ from hpcsched.controller.requests.jobs import act_on_steps, sort_out
 from hpcsched.controller.requests.reservations import read_options
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
+from hpcsched.controller.views.alerts import AlertFeed, read_end, read_silence
 from hpcsched.controller.views.findings import findings_of_job, findings_of_queue
 from hpcsched.controller.views.history import history_text, outages_of, story_of
 from hpcsched.controller.views.queue import (
@@ -165,9 +167,11 @@ class ControllerBackend(Reading):
         credentials: Credentials | None = None,
         audit_heads: AuditHeads | None = None,
         recorder: Recorder | None = None,
+        alerts: AlertFeed | None = None,
     ) -> None:
         super().__init__(controller.cluster, clock)
         self._recorder = recorder
+        self._alerts = alerts
         self._controller = controller
         self._fleet = fleet
         self._started_at_s = started_at_s
@@ -963,6 +967,44 @@ class ControllerBackend(Reading):
                 identity, "clear-trigger", lambda tx: triggers.clear(tx, identity, number, target, user)
             )
         }
+
+    # ----- alerts, which a child of the controller has
+
+    async def alerts(self, identity: Identity) -> Json:
+        """Return the alerts that the user may see, and the silences.
+
+        Receivers, and how sending to them goes, are for those who may silence.
+        """
+        found = await self._asked_alerts({"ask": "view"})
+        seen = visible_nodes(self._cluster, identity)
+        found["alerts"] = [alert for alert in found["alerts"] if self._is_visible_alert(identity, alert, seen)]
+        if not allows(identity, Action.SILENCE):
+            found["silences"], found["receivers"] = [], []
+        return found | {"now_s": self._clock()}
+
+    def _is_visible_alert(self, identity: Identity, alert: Json, seen: Collection[str]) -> bool:
+        if alert["uid"] is not None:
+            owner = Owner(uid=alert["uid"], user=alert["user"], account=alert["account"])
+            return allows(identity, Action.VIEW_DETAILS, owner)
+        node = alert["labels"].get("node")
+        return node in seen if node is not None else reach(identity, Action.VIEW_NODES) is Reach.ALL
+
+    async def act_on_silences(self, identity: Identity, verb: str, body: Json) -> Json:
+        """Make or end a silence."""
+        asked = read_silence(body, identity.user, self._clock()) if verb == "create" else read_end(body)
+        await self._change(identity, Action.SILENCE, lambda tx: authorize(identity, Action.SILENCE), asked)
+        return await self._asked_alerts(asked)
+
+    async def test_receiver(self, identity: Identity, body: Json) -> Json:
+        """Send a message to a receiver at once; an error says why it does not get it."""
+        asked = {"ask": "test", "receiver": str(body.get("receiver") or "")}
+        await self._change(identity, Action.SILENCE, lambda tx: authorize(identity, Action.SILENCE), asked)
+        return await self._asked_alerts(asked)
+
+    async def _asked_alerts(self, question: Json) -> Json:
+        if self._alerts is None:
+            raise UnavailableError("cannot use alerts: this controller has none")
+        return await self._alerts.ask(question)
 
     # ----- credentials of the API over the network
 

@@ -52,8 +52,11 @@ SERIES_OF_GPUS = ("gpu_utilization_ratio", "gpu_processes", "gpu_throttle")
 SERIES_OF_JOB = tuple(series.name for series in TABLE.values() if series.group is Group.JOB)
 
 
-async def findings_of_job(ask: Ask, cluster: ClusterState, job: Job, now_s: float) -> Json:
-    """Return what slows a running job down. Raises UnavailableError if no history is kept."""
+async def bottlenecks_of_job(ask: Ask, cluster: ClusterState, job: Job, now_s: float) -> tuple[list[Bottleneck], int]:
+    """Return what slows a running job down, and how many looks at it there are.
+
+    Raises UnavailableError if no history is kept.
+    """
     shares = job.holding[:MAX_NODES]
     interval_s = max(1.0, cluster.config.metrics.interval_s)
     began_s = max(now_s - WINDOW_S, job.started_at_s or now_s)
@@ -68,8 +71,16 @@ async def findings_of_job(ask: Ask, cluster: ClusterState, job: Job, now_s: floa
     ]
     status = cluster.training.get(job.id)
     note = status.note if status is not None and status.attempt == job.attempt else ""
-    count = looks(windows)
-    found = judge(windows, note)
+    return judge(windows, note), looks(windows)
+
+
+async def findings_of_job(ask: Ask, cluster: ClusterState, job: Job, now_s: float) -> Json:
+    """Return what slows a running job down, as JSON.
+
+    Raises UnavailableError if no history is kept.
+    """
+    found, count = await bottlenecks_of_job(ask, cluster, job, now_s)
+    interval_s = max(1.0, cluster.config.metrics.interval_s)
     several = len(job.holding) > 1
     return {
         "version": 1,
@@ -77,7 +88,7 @@ async def findings_of_job(ask: Ask, cluster: ClusterState, job: Job, now_s: floa
         "looks": count,
         "looks_needed": LEAST_LOOKS,
         "step_s": interval_s,
-        "nodes_left_out": len(job.holding) - len(shares),
+        "nodes_left_out": max(0, len(job.holding) - MAX_NODES),
         "findings": [_view(finding) for finding in found],
         "text": _text_of_job(job, found, count, interval_s, several=several),
     }

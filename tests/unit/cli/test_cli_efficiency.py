@@ -8,7 +8,7 @@ import pytest
 from fake_api import NOW_S, FakeApi, ended, step
 
 from hpcsched.cli import hacct
-from hpcsched.cli.hacct import advice, cpu_part, mem_part, part_text, time_part
+from hpcsched.listing.efficiency import advice, cpu_part, mem_part, part_text, time_part
 
 GIB = 1024
 HOUR_S = 3600
