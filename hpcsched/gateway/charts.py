@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from hpcsched.listing.text import clean
+
 WIDTH, HEIGHT = 600, 150
 SCHEDULE_WIDTH = 1150
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 18  # margins for the labels
@@ -42,7 +44,7 @@ class Chart:
         known = [value for _, values in self.lines for value in values if value is not None]
         top = self.most or rounded_up(max(known, default=0.0))
         parts = [
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" class="chart"><title>{escape(self._words(known))}</title>'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" class="chart"><title>{_shown(self._words(known))}</title>'
         ]
         for part in (0.0, 0.5, 1.0):
             y = HEIGHT - BOTTOM - part * (HEIGHT - TOP - BOTTOM)
@@ -87,6 +89,11 @@ def _runs(values: Values, count: int, top: float) -> list[str]:
         y = HEIGHT - BOTTOM - max(0.0, min(1.0, value / top)) * (HEIGHT - TOP - BOTTOM)
         runs[-1].append(f"{x:.1f},{y:.1f}")
     return [" ".join(run if len(run) > 1 else run * 2) for run in runs if run]  # a line of one point is not drawn
+
+
+def _shown(text: str) -> str:
+    """Return a text as the drawing has it: without control characters, and not as markup."""
+    return escape(clean(text))
 
 
 def rounded_up(value: float) -> float:
@@ -139,14 +146,14 @@ def schedule(rows: Sequence[str], bars: Sequence[ScheduleBar], from_s: float, to
         parts.append(f'<line class="grid" x1="{x(at_s):.1f}" x2="{x(at_s):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
         parts.append(f'<text class="axis {anchor}" x="{x(at_s):.1f}" y="{height - 4}">{clock(at_s, 0)}</text>')
     for row, at in places.items():
-        parts.append(f'<text class="axis start" x="2" y="{TOP + at * ROW + 15}">{escape(row[:16])}</text>')
+        parts.append(f'<text class="axis start" x="2" y="{TOP + at * ROW + 15}">{_shown(row[:16])}</text>')
     for bar in bars:
         if bar.row not in places or bar.end_s <= from_s or bar.begin_s >= to_s:
             continue
         begin, end = x(bar.begin_s), x(bar.end_s)
         box = (
             f'<rect class="{bar.kind}" x="{begin:.1f}" y="{TOP + places[bar.row] * ROW + 2}" '
-            f'width="{max(2.0, end - begin):.1f}" height="{ROW - 4}" rx="2"><title>{escape(bar.label)}</title></rect>'
+            f'width="{max(2.0, end - begin):.1f}" height="{ROW - 4}" rx="2"><title>{_shown(bar.label)}</title></rect>'
         )
         parts.append(f'<a href="{escape(bar.link)}">{box}</a>' if bar.link else box)
     return "".join([*parts, "</svg>"])

@@ -27,7 +27,7 @@ from hpcsched.gateway.app import SAFE_HEADERS, GatewayApp, ProblemError, packed
 from hpcsched.gateway.charts import short
 from hpcsched.gateway.routes import TEXT
 from hpcsched.gateway.upstream import UpstreamError, UpstreamReply
-from hpcsched.listing.text import clean, date_text, when_text
+from hpcsched.listing.text import clean, date_text, output_text, when_text
 from hpcsched.model.units import format_mem, format_time_s
 
 Json = dict[str, Any]
@@ -186,4 +186,6 @@ def _shown(value: Any) -> Any:
     """Return a value as the templates insert it: texts of users have no control characters."""
     if value is None:
         return ""
-    return clean(value) if type(value) is str and not value.isprintable() and "\n" not in value else value
+    if type(value) is not str or value.isprintable():
+        return value
+    return output_text(value) if "\n" in value else clean(value)

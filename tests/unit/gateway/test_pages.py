@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from html import unescape
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
@@ -31,6 +32,8 @@ from hpcsched.listing.overview import totals, troubles
 from hpcsched.listing.text import output_text
 from hpcsched.metrics.links import LinkEnd, LinkRun, failed_run
 from hpcsched.model.codec import spec_from_json
+from hpcsched.model.ids import NodeName
+from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import ArraySpec
 
 SESSIONS: Mapping[str, Identity] = {"anns": ANN, "bobs": BOB, "roots": ROOT}
@@ -57,6 +60,7 @@ class Controller:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.hostile = ""  # what each text of each answer ends with
         self.files: dict[str, str] = {}
         self.file = b"text\n"
         self.sent: list[dict[str, Any]] = []
@@ -79,6 +83,8 @@ class Controller:
             return _error(404, str(error), "NotFoundError")
         except HpcschedError as error:
             return _error(400, str(error), type(error).__name__)
+        if self.hostile and _route(parts.path) != "snapshot" and not isinstance(found, bytes):
+            found = _with_everywhere(json.loads(json.dumps(found)), self.hostile)
         data = found if isinstance(found, bytes) else json.dumps(found).encode()
         headers = {
             "x-hpcsched-uid": str(identity.uid),
@@ -139,6 +145,20 @@ class Controller:
                 else self.file[int(query["offset"]) :]
             ),
         }
+
+
+KEPT = frozenset({"state", "link", "power", "kind", "hold", "actions", "next_cursor", "next"})  # never a user's text
+
+
+def _with_everywhere(value: Any, text: str) -> Any:
+    """Return the answer with `text` at the end of each text in it, but for words of our own."""
+    if isinstance(value, str):
+        return value + text
+    if isinstance(value, list):
+        return [_with_everywhere(one, text) for one in value]
+    if isinstance(value, dict):
+        return {key: one if key in KEPT else _with_everywhere(one, text) for key, one in value.items()}
+    return value
 
 
 def _route(path: str) -> str:
@@ -448,6 +468,33 @@ def test_files_are_listed_shown_and_downloaded(cluster: Cluster, browser: TestCl
     assert browser.get(f"/job/{job}/download?path=x").content == b""
 
 
+def test_a_download_that_fails_in_the_middle_ends_the_connection(
+    cluster: Cluster, controller: Controller, browser: TestClient
+) -> None:
+    job = cluster.submit(ANN, name="train")
+    cluster.run(job)
+    controller.file = bytes(3 << 20)
+    ask, dropped = controller.ask, []
+
+    async def fails(method: str, path: str, *more: Any, **named: Any) -> UpstreamReply:
+        return (
+            _error(404, "it is gone", "NotFoundError")
+            if "offset=2097152" in path
+            else await ask(method, path, *more, **named)
+        )
+
+    controller.ask = fails  # type: ignore[method-assign]
+    connection = SimpleNamespace(drop=lambda: dropped.append(True))
+    inner = browser.app
+
+    async def with_connection(scope: Any, receive: Any, send: Any) -> None:
+        await inner(scope | {"state": {**scope.get("state", {}), "connection": connection}}, receive, send)
+
+    client = TestClient(with_connection, base_url="https://head", cookies={COOKIE: "anns"})
+    assert len(client.get(f"/job/{job}/download?path=x").content) == 2 << 20
+    assert dropped == [True]
+
+
 def test_checkpoints_are_listed_by_their_manifests(
     cluster: Cluster, browser: TestClient, controller: Controller
 ) -> None:
@@ -610,6 +657,36 @@ def test_texts_of_users_are_text_on_every_page(
         assert name not in text or name == "{{ 7 * 7 }}"
         assert "49" not in words(text)
     page(browser, f"/jobs?name={quote(name)}", 400 if "\x1b" in name else 200)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_no_text_of_any_answer_is_markup_on_any_page(
+    cluster: Cluster, browser: TestClient, controller: Controller, hostile: str
+) -> None:
+    browser.cookies.set(COOKIE, "roots")
+    running, waiting = cluster.submit(ANN, name="x", comment="y"), cluster.submit(ANN, name="z", hold=True, comment="y")
+    cluster.run(running)
+    cluster.ask(lambda tx: _drain(tx, "n2"))
+    _reserve(cluster)
+    controller.links = [LinkRun(one="n1", other="n2", at_s=T0, rtt_us=9, to_mbps=9, from_mbps=9, lost=0.5)]
+    controller.files = {"a": "file", "b": "directory", "c": "link", "step-0000000001.a0001.json": "file"}
+    controller.hostile = hostile
+    jobs = [
+        f"/job/{job}{page}"
+        for job in (running, waiting)
+        for page in ("", "/files", "/file?path=x", "/checkpoints", "/log")
+    ]
+    others = ["/", "/jobs", "/nodes", "/queue", "/use", "/network", "/admin"]
+    others += [] if "/" in hostile else [f"/node/{quote('n1' + hostile, safe='')}"]
+    for path in [*jobs, *others, f"/submit?from={running}", "/plan?params=7B", "/plan/worth?add=1x2:4G"]:
+        text = page(browser, path)
+        assert hostile not in text or hostile == "{{ 7 * 7 }}", path
+        assert "49" not in words(text), path
+
+
+def _reserve(cluster: Cluster) -> None:
+    made = Reservation(name="r1", start_s=int(T0), end_s=int(T0) + 60, nodes=(NodeName("n1"),), users=("ann",))
+    cluster.state.reservations["r1"] = made
 
 
 def test_static_files_may_be_kept_for_their_address_changes(browser: TestClient) -> None:
