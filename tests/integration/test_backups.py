@@ -39,6 +39,8 @@ def test_backups_are_made_by_themselves_and_a_missing_disk_is_told() -> None:
             assert {check["status"] for check in checks if check["check"] == "backup"} == {"OK"}
             to.rename(base / "unplugged")
             wait_until(lambda: "failed" in outcomes(), what="a failure in the audit log")
-            assert backup()["why"] == f"cannot back up into {to}: there is no such directory"
+            why = backup()["why"]  # it may have vanished in the middle of a backup
+            assert why.startswith(f"cannot back up into {to}: ")
+            assert "o such" in why
             said = cluster.run("hhealth", check=False).stdout
-            assert f"the last attempt failed: cannot back up into {to}: there is no such directory" in said
+            assert f"the last attempt failed: {why}" in said
