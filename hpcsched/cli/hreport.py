@@ -570,6 +570,7 @@ p.period { margin-top: .2rem; color: #444; }
 .bar span { display: block; border-right: 1px solid #fff; }
 .allocated { background: #1b5e9e; } .idle { background: #dfe6ec; } .down { background: #b3261e; }
 .drained { background: #e08a00; } .off { background: #7a7a7a; }
+.swatch { display: inline-block; width: .8em; height: .8em; border: 1px solid #555; margin-right: .3em; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: #444; padding-bottom: .2rem; }
 th, td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #ccc; overflow-wrap: anywhere; }
@@ -578,7 +579,7 @@ ul.notes { color: #333; font-size: .9rem; padding-left: 1.2rem; }
 @page { size: A4; margin: 15mm; }
 @media print {
   body { margin: 0; max-width: none; padding: 0; font-size: 9.5pt; }
-  .bar span, .bar { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .bar span, .bar, .swatch { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   h2 { break-after: avoid; } tr { break-inside: avoid; } thead { display: table-header-group; }
   tfoot { display: table-row-group; }
 }
@@ -593,7 +594,7 @@ def _page(report: UsageReport, shown: Sequence[str]) -> str:
         f"<h1>{title}</h1>",
         f'<p class="period">{span}</p>',
         _bar(report),
-        f"<p>{escape(_capacity_line(report))}</p>",
+        f"<p>{_with_swatches(_capacity_line(report))}</p>",
     ]
     body += [_html_table(name, report) for name in shown]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
@@ -620,6 +621,15 @@ def _bar(report: UsageReport) -> str:
         if seconds > 0
     )  # fmt: skip
     return f'<div class="bar" aria-hidden="true">{parts}</div>'
+
+
+def _with_swatches(line: str) -> str:
+    """Return the line of the capacity, with the colour of each part before its figure."""
+    head, _, parts = escape(line).partition(": ")
+    if not parts:
+        return head
+    shown = (f'<span class="swatch {part.split()[-1]}"></span>{part}' for part in parts.split(", "))
+    return f"{head}: {', '.join(shown)}"
 
 
 def _html_table(name: str, report: UsageReport) -> str:

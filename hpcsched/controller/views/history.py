@@ -60,7 +60,7 @@ from hpcsched.lifecycle.job import CHANGEABLE, OUTPUT_FULL
 from hpcsched.model.accounting import EnergyUse
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import MAX_COMPONENTS, Job, TrainingStatus, components_of, exit_words
+from hpcsched.model.job import ACTIVE, MAX_COMPONENTS, Job, TrainingStatus, components_of, exit_words
 from hpcsched.model.node import Link, Share
 from hpcsched.model.trigger import Trigger
 from hpcsched.model.units import format_time_s, number, whole_number
@@ -122,8 +122,8 @@ def outages_of(database: Path, query: Json) -> Json:
 async def history_text(database: Path, cluster: ClusterState, identity: Identity, query: Json, now_s: float) -> bytes:
     """Return the jobs that match `query`; unfinished jobs are shown in their present state.
 
-    A page has the newest jobs, or the newest of those before the cursor, by id. With `attempts` each job has what it held,
-    and with `energy` the energy that it caused.
+    A page has the newest jobs, or the newest of those before the cursor, by id. With `attempts` each job has only what reports
+    count: what it held, and when. With `energy` it has the energy that it caused, if any.
 
     Raises: RequestError, and UnavailableError if the database cannot be read.
     """
@@ -162,7 +162,8 @@ def _read(store: Store, ids: Sequence[int], extras: _Extras) -> _HistorySlice:
     found = store.jobs(ids)
     attempts = store.attempts(found) if extras.attempts else None
     energy = store.load_energies(ids) if extras.energy else None
-    return _HistorySlice(found, store.load_steps(ids), store.load_training(ids), attempts, energy)
+    training = {} if extras.attempts else store.load_training(ids)
+    return _HistorySlice(found, store.load_steps(ids), training, attempts, energy)
 
 
 def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s: float) -> Iterator[Json]:
@@ -172,7 +173,10 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
     for job in part.jobs:
         if not allows(identity, Action.VIEW_JOBS, job):
             continue
-        if part.attempts is not None and not allows(identity, Action.VIEW_USAGE, job):
+        energy = [use._asdict() for use in (part.energy or {}).get(job.id, [])]
+        if part.attempts is not None:
+            if allows(identity, Action.VIEW_USAGE, job):
+                yield _use_view(job, part, cluster, steps.get(job.id, [])) | ({"energy": energy} if energy else {})
             continue
         for component in components_of(cluster.jobs.get(job.id, job)):
             view = job_view(component, cluster, identity, now_s)
@@ -181,19 +185,26 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
             ]
             if view["training"] is None and allows(identity, Action.VIEW_DETAILS, job):
                 view["training"] = training_view(part.training.get(job.id))
-            if part.attempts is not None:
-                view["attempts"] = [] if component.component else _attempt_views(part.attempts[job.id])
             if part.energy is not None:
-                uses = [] if component.component else part.energy.get(job.id, [])
-                view["energy"] = [use._asdict() for use in uses]
+                view["energy"] = [] if component.component else energy
             yield view
 
 
-def _attempt_views(attempts: tuple[Attempt, ...] | None) -> list[Json] | None:
-    """Return the attempts of a job; None: they are not known.
+def _use_view(job: Job, part: _HistorySlice, cluster: ClusterState, steps: Sequence[Json]) -> Json:
+    """Return what reports count of a job; of a year there may be very many."""
+    known = cluster.jobs.get(job.id, job)
+    live = cluster.live_use(known) if known.state in ACTIVE else None
+    return {
+        **{name: getattr(known, name) for name in ("id", "display_id", "user", "account", "partition", "qos")},
+        "state": known.state.value,
+        "use": None if live is None else {"cpu_s": live.cpu_s},
+        "steps": [{name: step[name] for name in ("step", "attempt", "cpu_user_s", "cpu_system_s")} for step in steps],
+        "attempts": _attempt_views((part.attempts or {})[job.id]),
+    }
 
-    The first component of a job has those of all.
-    """
+
+def _attempt_views(attempts: tuple[Attempt, ...] | None) -> list[Json] | None:
+    """Return the attempts of a job; None: they are not known."""
     if attempts is None:
         return None
     return [
