@@ -9,6 +9,7 @@ JSON, and a page of HTML that prints on paper. The page loads nothing and runs n
 from __future__ import annotations
 
 import csv
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,7 @@ COMMAND = Command(
         Option("endtime", "E", "TIME", "report until TIME; default: now"),
         Option("html", help="print a page of HTML, for a browser or paper"),
         Option("json", help="print the figures as JSON, version 1"),
+        Option("mail", "", "LIST", "print a mail to these addresses, as text and HTML, for sendmail -t"),
         Option("month", "m", "MONTH", "report a month: 2027-01, 'this' or 'last'; default: this"),
         Option("nodelist", "N", "HOSTS", "count only these nodes: n[1-3],m7"),
         Option("noheader", "n", help="do not print headers and notes"),
@@ -121,11 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(words: Words) -> int:
-    formats = [name for name in ("csv", "html", "json") if words.has(name)]
+    formats = [name for name in ("csv", "html", "json", "mail") if words.has(name)]
     if len(formats) > 1:
         raise UsageError(f"cannot print --{formats[0]} and --{formats[1]} at once")
     by = _dimensions(words)
     chosen = _reports(words.operands, by)
+    to = _addresses(words.listed("mail"))
     found = _made(words, by, _now_s())
     shown = chosen or [name for name in TITLES if _has_figures(name, found)]
     if not formats:
@@ -134,13 +137,24 @@ def _work(words: Words) -> int:
         _print_csv(found, shown, header=not words.has("noheader"))
     elif formats == ["json"]:
         print_json(_json(found, shown))
-    else:
+    elif formats == ["html"]:
         sys.stdout.write(_page(found, shown))
+    else:
+        sys.stdout.write(_mail(found, shown, to))
     return 0
 
 
 def _now_s() -> float:
     return time.time()
+
+
+def _addresses(listed: Sequence[str]) -> list[str]:
+    from hpcsched.config.keys import BadValue, mail_address  # only mail needs them
+
+    try:
+        return [mail_address(word) for word in listed]
+    except BadValue as error:
+        raise UsageError(f"cannot write a mail: an address {error}") from None
 
 
 def _dimensions(words: Words) -> tuple[str, ...]:
@@ -608,6 +622,27 @@ def _page(report: UsageReport, shown: Sequence[str]) -> str:
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
+
+
+def _mail(report: UsageReport, shown: Sequence[str], to: Sequence[str]) -> str:
+    """Return the report as a mail, with the tables as text and as HTML."""
+    from hpcsched.alerts.messages import Letter, Sender, mail_of  # only mail needs them
+
+    host = socket.getfqdn()
+    sender = Sender(cluster=report.cluster, mail_from=f"{client.my_name()}@{host}")
+    span = f"{report.period.start_s:.0f}-{report.period.until_s:.0f}"
+    days = " to ".join(date_text(at_s).partition("T")[0] for at_s in (report.period.start_s, report.period.until_s - 1))
+    letter = Letter(
+        id=f"report.{span}.{report.period.now_s:.0f}",
+        at_s=report.period.now_s,
+        subject=f"[{report.cluster}] use from {days}",
+        lines=tuple(_text(report, shown, header=True).split("\n")),
+        thread="report",
+    )
+    message = mail_of(letter, sender, to)
+    message.replace_header("List-Id", message["List-Id"].replace("<alerts.", "<reports.", 1))
+    message.add_alternative(_page(report, shown), subtype="html")
+    return message.as_bytes(policy=message.policy.clone(linesep="\n")).decode("ascii")
 
 
 def _bar(report: UsageReport) -> str:

@@ -7,6 +7,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from email import message_from_string, policy
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,20 @@ def test_the_page_is_one_file_without_scripts_and_with_escaped_names(
     assert "@media print" in page
 
 
+def test_a_mail_has_the_tables_as_text_and_as_the_page(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    served.submit(replace(BOB, user=EVIL))
+    served.state.config = replace(served.state.config, name="lab\nBcc: eve@example.org")
+    assert hreport.main([*PERIOD, "use", "--mail=boss@example.org,anna"]) == 0
+    mail = message_from_string(capsys.readouterr().out, policy=policy.default)
+    assert mail["To"] == "boss@example.org, anna"
+    assert (mail["Bcc"], mail["Auto-Submitted"]) == (None, "auto-generated")
+    assert mail["Subject"].startswith("[lab Bcc: eve@example.org] use from 1970-01-12")
+    text, page = mail.iter_parts()
+    assert (text.get_content_type(), page.get_content_type()) == ("text/plain", "text/html")
+    assert re.search(r"^ann +1 ", text.get_content(), re.MULTILINE)
+    assert page.get_content().startswith("<!doctype html>")
+
+
 def test_hidden_usage_of_others_is_not_reported(
     served: Cluster, api: FakeApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +205,7 @@ def test_hidden_usage_of_others_is_not_reported(
         (["--month=2027-13"], "write 2027-01, this or last"),
         (["--month=last", "-S", "now-1day"], "give one of them"),
         (["--csv", "--html"], "at once"),
+        (["--mail=a@b\nBcc: c@d"], "cannot write a mail: an address wants a mail address"),
         (["-S", "now", "-E", "now-1day"], "the end is not after the start"),
     ],
 )
