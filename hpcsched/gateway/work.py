@@ -52,6 +52,8 @@ SHOWN_BYTES = 256 << 10  # of a file on its page
 CHUNK_BYTES = 1 << 20
 CHECKPOINT = re.compile(r"step-([0-9]{10,18})\.a([0-9]{4,18})\.json")
 CHECKPOINT_DATA = re.compile(r"data-(step-[0-9]{10,18}\.a[0-9]{4,18})-\w+\.bin")
+CHECKPOINTS = "checkpoints"  # the directory of them in the output of hpctrain
+MAX_SEARCHED = 20  # directories
 MAX_LISTED = 20  # answers with a part of a directory of checkpoints
 
 
@@ -203,23 +205,40 @@ class WorkPages:
         """Show the checkpoints in a directory of the job's files."""
         path, job = query_of(request, ("path",))["path"], request.path_params["job"]
         found = await self._site.load(request, {"answer": _job_path(job)})
-        files: list[Json] = []
-        after, is_whole = "", False
-        for _ in range(MAX_LISTED):
-            query = urlencode({"job": job, "path": path, "after": after})
-            listed = (await self._site.load(request, {"listed": f"/v1/files?{query}"}, None, found))["listed"]
-            files += listed["files"]
-            after = listed.get("next", "")
-            if is_whole := not after:
-                break
+        files, is_whole = await self._listed(request, found, path, MAX_LISTED)
+        checkpoints = checkpoints_of(files)
         values = {
             "job": found["answer"]["jobs"][0],
             "path": path,
             "parts": parts_of(path),
-            "checkpoints": checkpoints_of(files),
+            "checkpoints": checkpoints,
             "is_whole": is_whole,
+            "elsewhere": [] if path or checkpoints else await self._directories(request, found, files),
         }
         return self._site.page(request, "checkpoints.html", {**found, **values})
+
+    async def _listed(self, request: Request, found: Json, path: str, most: int) -> tuple[list[Json], bool]:
+        """Return the files of a directory, of at most so many answers, and whether these are all."""
+        job, files, after = request.path_params["job"], list[Json](), ""
+        for _ in range(most):
+            query = urlencode({"job": job, "path": path, "after": after})
+            listed = (await self._site.load(request, {"listed": f"/v1/files?{query}"}, None, found))["listed"]
+            files += listed["files"]
+            after = listed.get("next", "")
+            if not after:
+                return files, True
+        return files, False
+
+    async def _directories(self, request: Request, found: Json, files: Sequence[Json]) -> list[str]:
+        """Return directories of checkpoints here, and in the directories that are here."""
+        names = [one["name"] for one in files if one["kind"] == "directory"]
+        paths = [CHECKPOINTS] if CHECKPOINTS in names else []
+        for name in names[:MAX_SEARCHED]:
+            inner, _ = await self._listed(request, found, name, 1)
+            paths += [
+                f"{name}/{one['name']}" for one in inner if (one["name"], one["kind"]) == (CHECKPOINTS, "directory")
+            ]
+        return paths
 
     async def _part(self, request: Request, job: str, path: str, offset: int, limit: int) -> UpstreamReply:
         query = urlencode({"job": job, "path": path, "offset": offset, "limit": limit})

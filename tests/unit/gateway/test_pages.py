@@ -511,6 +511,9 @@ def test_checkpoints_are_listed_by_their_manifests(
     assert "2 checkpoints" in shown
     assert "200 1 2001-09-09" in shown.replace("T", " ")
     assert "10 step-0000000200.a0001" in shown  # the manifest and its data
+    controller.files = {"checkpoints": "directory", "run1": "directory"}
+    found = re.findall(r'href="[?](path=[^"]*)"', page(browser, f"/job/{job}/checkpoints"))
+    assert found == ["path=checkpoints", "path=checkpoints%2Fcheckpoints", "path=run1%2Fcheckpoints"]
     controller.files = {}
     assert "No checkpoints" in words(page(browser, f"/job/{job}/checkpoints"))
 
