@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import email
 import email.policy
-import threading
 from email.message import EmailMessage
 from typing import Any
 
@@ -23,10 +22,8 @@ class MailServer:
         self.mails: list[EmailMessage] = []
         self.to: list[list[str]] = []
         self.refusal = ""
-        self.after_data = ""  # what it says after the mail, although it keeps it
+        self.after_data = ""  # what it says after the mail
         self.asked = 0  # connections that named a recipient
-        self.hold = threading.Event()  # cleared: it answers nothing after the mail has come
-        self.hold.set()
         self._controller: Any = None
 
     def start(self) -> None:

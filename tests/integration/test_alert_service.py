@@ -315,6 +315,19 @@ def test_a_refused_address_is_given_up_and_a_greylist_is_waited_for(tmp_path: Pa
     assert mail.subjects() == ["lab Job_id=2 Name=fit Ended"]
 
 
+def test_a_mail_that_the_server_does_not_want_is_given_up_and_the_next_is_sent(
+    tmp_path: Path, mail: MailServer
+) -> None:
+    child = child_with(tmp_path, mail)
+    mail.after_data = "554 5.7.1 looks like spam"
+    give(child, ended(1))
+    assert "looks like spam; it is given up" in child.connection.said[-1]
+    mail.after_data = ""
+    give(child, ended(2))
+    assert mail.subjects()[-1] == "lab Job_id=2 Name=fit Ended"
+    assert child.ask(ask="view")["dropped"] == 1
+
+
 def test_a_silent_mail_server_delays_no_other_receiver(tmp_path: Path, web: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         smtp = f"smtp://127.0.0.1:{silent.getsockname()[1]}"
