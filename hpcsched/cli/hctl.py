@@ -783,6 +783,10 @@ def _events(rest: Sequence[str], words: Words) -> int:
             is_lost = True
             time.sleep(RETRY_S)
             continue
+        if is_lost and (last := client.call("GET", "/v1/events")["next"]) < after:
+            complain("hctl", f"the database was restored: its last event is {last}; following from there")
+            after, is_lost = last, False
+            continue
         is_lost = False
         for event in answer["events"]:
             print(ecs_line(job_event_document(event, cluster)) if words.has("json") else _event_text(event))

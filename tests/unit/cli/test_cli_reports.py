@@ -252,7 +252,8 @@ def test_events_are_followed_over_a_restart_of_the_controller(
     calls: list[str] = []
 
     def flaky(body: Any, given: dict[str, str]) -> Any:
-        calls.append(given.get("after", ""))
+        if "after" in given:
+            calls.append(given["after"])
         if len(calls) == 2:
             return gone
         if len(calls) == 4:
@@ -266,6 +267,27 @@ def test_events_are_followed_over_a_restart_of_the_controller(
     assert [json.loads(line)["event"]["sequence"] for line in out.out.splitlines()] == [last - 1, last]
     assert (calls, pauses) == ([str(last - 2), str(last), str(last), str(last)], [hctl.RETRY_S])
     assert f"following from event {last} when it answers again" in out.err
+
+
+def test_a_restored_database_is_followed_from_its_last_event(
+    api: FakeApi, cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = cluster.store.last_event()
+    asked: list[str] = []
+
+    def restored(_: Any, given: dict[str, str]) -> Any:
+        asked.append(given.get("after", ""))
+        if len(asked) == 1:
+            return (503, {"error": "the controller is starting", "kind": "UnavailableError"})
+        if len(asked) == 5:
+            return (403, {"error": "enough", "kind": "PermissionDeniedError"})
+        return cluster.backend().events(ROOT, int(given["after"]) if "after" in given else None)
+
+    monkeypatch.setattr(hctl.time, "sleep", lambda _: None)
+    api.answers["GET /v1/events"] = restored
+    assert hctl.main(["events", "-f", "after=900"]) == 1
+    assert asked == ["900", "900", "", str(last), str(last)]
+    assert f"the database was restored: its last event is {last}" in capsys.readouterr().err
 
 
 def test_words_that_are_no_place_among_events_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
