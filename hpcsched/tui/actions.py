@@ -97,6 +97,14 @@ def program_of(name: str) -> str:
     return found
 
 
+def run_on_terminal(words: Sequence[str]) -> int:
+    """Run a command on this terminal, wait for Enter, and return the exit status."""
+    status = subprocess.run([program_of(words[0]), *words[1:]], check=False).returncode
+    print(f"\nhmon: {words[0]} ended with exit status {status}; Enter returns to hmon ", end="", flush=True)
+    sys.stdin.readline()
+    return status
+
+
 class RunningCommand:
     """A command whose output is passed on as it comes.
 

@@ -11,7 +11,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -27,7 +27,7 @@ from textual.widgets import Input
 from hpcsched import client
 from hpcsched.errors import HpcschedError, RequestError
 from hpcsched.listing.text import clean
-from hpcsched.tui.actions import ACTIONS, ON_TERMINAL, RunningCommand, command_of, program_of, words_of
+from hpcsched.tui.actions import ACTIONS, ON_TERMINAL, RunningCommand, command_of, run_on_terminal, words_of
 from hpcsched.tui.lines import Line
 from hpcsched.tui.output import LogFeed, OutputLines
 from hpcsched.tui.reading import Asked, ClusterReader, ClusterScreen
@@ -135,8 +135,9 @@ class RowList(Widget):
 
     can_focus = True
 
-    def __init__(self) -> None:
+    def __init__(self, pressed: Callable[[events.Key], Awaitable[None]]) -> None:
         super().__init__()
+        self._pressed = pressed
         self.view = View([], [])
         self.marked: set[tuple[str, str]] = set()
         self.at, self.first, self.side = 0, 0, 0
@@ -225,6 +226,10 @@ class RowList(Widget):
         line = [("* " if is_marked else "  ", "bold magenta"), *drawn]
         return strip_of(line, width, 0, "reverse" if self.has_cursor and at == self.at else "")
 
+    async def on_key(self, event: events.Key) -> None:
+        """Pass a key on."""
+        await self._pressed(event)
+
     def on_mouse_scroll_down(self) -> None:
         """Scroll by the wheel."""
         self.move(3)
@@ -279,7 +284,7 @@ class MonitorApp(App[int]):
 
     def compose(self) -> ComposeResult:
         """Make the widgets: three lines, the rows, two lines."""
-        self._top, self._rows = FixedLines(id="top"), RowList()
+        self._top, self._rows = FixedLines(id="top"), RowList(self._pressed)
         self._line, self._hint, self._input = (
             FixedLines(id="message"),
             FixedLines(id="hint"),
@@ -394,11 +399,16 @@ class MonitorApp(App[int]):
     # ----- keys
 
     async def on_key(self, event: events.Key) -> None:
-        """Do what a key stands for, unless a line is being typed."""
+        """Take a key that neither the rows nor the line have taken."""
+        if self._prompt and event.key == "escape":
+            self._end_prompt(cancelled=True)
+        elif self.focused is None:  # a click beside the rows
+            await self._pressed(event)
+
+    async def _pressed(self, event: events.Key) -> None:
+        """Do what a key of the rows stands for, unless a line is being typed."""
         if self._prompt:
-            if event.key == "escape":
-                self._end_prompt(cancelled=True)
-                event.stop()
+            await self._typed_ahead(event)
             return
         key = event.character if event.is_printable and event.character else event.key
         try:
@@ -406,6 +416,18 @@ class MonitorApp(App[int]):
                 event.stop()
         except RequestError as error:
             self._say(str(error), "red")
+
+    async def _typed_ahead(self, event: events.Key) -> None:
+        """Put a key into the line that was pressed before the line had the focus."""
+        event.stop()
+        if event.key == "escape":
+            self._end_prompt(cancelled=True)
+        elif event.key == "enter":
+            await self._input.action_submit()
+        elif event.key == "backspace":
+            self._input.action_delete_left()
+        elif event.is_printable and event.character:
+            self._input.insert_text_at_cursor(event.character)
 
     def _do(self, key: str) -> bool:
         """Do what `key` stands for, and return whether it stands for anything."""
@@ -582,11 +604,8 @@ class MonitorApp(App[int]):
         if words[0] not in ON_TERMINAL:
             self._run_in_page(words, text)
             return
-        import subprocess
-
-        program = program_of(words[0])
         with self.suspend():
-            status = subprocess.run([program, *words[1:]], check=False).returncode
+            status = run_on_terminal(words)
         self._say(f"$ {text}  ended with exit status {status}", "red" if status else "")
         self.refresh()
 

@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0
 LOG_EVERY_S = 1.0
 LOG_BYTES = 4000
 MOST_RUNNING, MOST_WAITING = 500, 100  # jobs with all of their facts
-SEPARATOR = "\x1f"  # never in a value: the controller replaces control characters
+SEPARATOR = "\ue000"  # never in a value: it is not printable; the gateway refuses control characters
 COLUMNS = SEPARATOR.join(("%A", "%i", "%j", "%u", "%T", "%M", "%R", "%r", "%P", "%L"))
 
 
@@ -185,11 +185,8 @@ def _get(path: str) -> dict[str, Any]:
 
 def queue_of(text: str) -> tuple[QueuedJob, ...]:
     """Return the jobs of the controller's lines."""
-    jobs = []
-    for line in text.splitlines():
-        number, *values = line.split(SEPARATOR)
-        jobs.append(QueuedJob(int(number), *values))
-    return tuple(jobs)
+    lines = [line.split(SEPARATOR) for line in text.splitlines()]
+    return tuple([QueuedJob(int(line[0]), *line[1:]) for line in lines])
 
 
 def first_of_mine(queue: tuple[QueuedJob, ...]) -> int | None:

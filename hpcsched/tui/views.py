@@ -170,7 +170,8 @@ def _queued_header(width: int) -> str:
 
 
 def _queued_row(job: QueuedJob) -> Row:
-    return Row("job", first_task(job.display_id), command_name(job.display_id), job)
+    name = job.display_id
+    return Row("job", first_task(name), command_name(name), job) if name.endswith("]") else Row("job", name, name, job)
 
 
 def command_name(display_id: str) -> str:

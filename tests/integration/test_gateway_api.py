@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import http.client
 import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 pytest.importorskip("jwt")
 pytest.importorskip("uvicorn")
@@ -264,3 +266,40 @@ def test_metrics_are_for_tokens_with_their_scope_and_come_compressed(served: Ser
     assert got("/metrics?x=1", **mine)[0] == 400
     assert got("/metrics")[0] == 401
     assert got("/metrics", Authorization=f"Bearer {served.token}")[0] == 403
+
+
+# ----- hmon from a laptop
+
+
+def test_hmon_shows_each_screen_through_the_gateway(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("textual")
+    from hpcsched.tui.app import MonitorApp
+
+    (held,) = submit(served, name="fromlaptop")
+    monkeypatch.setenv("HPCSCHED_URL", f"https://localhost:{served.port}")
+    monkeypatch.setenv("HPCSCHED_TOKEN", served.token)
+    monkeypatch.setenv("HPCSCHED_CA_FILE", str(served.base / "gateway.crt"))
+    app = MonitorApp(0.2)
+
+    async def shown(part: str) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            text = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+            if part in text and "does not answer" not in text:
+                return
+            assert time.monotonic() < deadline_s, f"no {part!r} in\n{text}"
+            await asyncio.sleep(0.05)
+
+    async def look() -> None:
+        async with app.run_test(size=(80, 24)) as pilot:
+            for key, part in zip("123456", ("fromlaptop", "JobHeldUser", "n1", "NODES", "WRONG", "DUE"), strict=True):
+                await pilot.press(key)
+                await shown(part)
+            await pilot.press("2")
+            await shown("fromlaptop")
+            await pilot.press("slash", *str(held), "enter", "enter")
+            await shown(f"job {held}  fromlaptop")
+            await pilot.press("l")
+            await shown(f"output of job {held}")
+
+    asyncio.run(look())

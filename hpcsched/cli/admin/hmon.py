@@ -5,6 +5,7 @@ The live screen needs textual; --once and output that is no terminal do not impo
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -45,8 +46,10 @@ def hmon(job: str, once: bool, interval: float) -> int:
             "cannot show the live screen: textual is not installed; install it with: pip install 'hpcsched[tui]'   "
             "(hmon --once prints the cluster as text without it)"
         )
+    gc.disable()  # the import makes many objects, and no garbage
     from hpcsched.tui.app import MonitorApp  # textual takes longer to import than all else
 
+    gc.enable()
     app = MonitorApp(interval, job)
     app.run()
     return app.return_code or 0

@@ -134,3 +134,24 @@ def test_a_controller_that_is_down_fails_at_once_without_a_terminal(monkeypatch:
     done = subprocess.run([*HMON, "--once"], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert "Unable to contact" in done.stderr
+
+
+def test_a_command_that_needs_the_terminal_gets_it_and_gives_it_back(api: FakeApi) -> None:
+    serve(api)
+    with at_terminal() as terminal:
+        terminal.wait_for(b"hmon: lab", b"train")
+        terminal.press(b":htunnel --help\r")
+        terminal.wait_for(b"Usage: htunnel", b"Enter returns to hmon")
+        terminal.text = b""
+        terminal.press(b"\r")
+        terminal.wait_for(b"ended with exit status 0", b"hmon: lab")
+        terminal.press(b"q")
+        assert terminal.end() == 0
+
+
+def test_a_terminal_that_is_closed_ends_hmon(api: FakeApi) -> None:
+    serve(api)
+    with at_terminal() as terminal:
+        terminal.wait_for(b"hmon: lab")
+        os.kill(terminal.process.pid, signal.SIGHUP)
+        assert terminal.end() == 128 + signal.SIGHUP
