@@ -69,6 +69,7 @@ MAILS_OF_USER, HOUR_S = 20, 3600.0
 COLLECT_S = 600.0
 MOST_LETTERS_OF_USER = 200
 MOST_LETTERS = 20_000
+MOST_REFUSED = 1_000  # addresses that are not allowed, of which the log says something
 MOST_LINES = 100  # of mails that are sent together
 SYNC_S, LASTS_S = 60.0, 600.0  # alerts are posted to an Alertmanager, and last there without that
 WATCHDOG_S = 300.0
@@ -112,6 +113,7 @@ class AlertKeeper:
         self.began_s = 0.0  # of the database: older job mail is not sent
         self.states: dict[str, ReceiverState] = {}
         self.dropped = 0  # letters
+        self._refused: set[str] = set()  # addresses that are not allowed, which was said
 
     # ----- the database
 
@@ -263,8 +265,13 @@ class AlertKeeper:
             self._keep_mail(database, letter, condition.user, now_s)
 
     def _addresses(self, mail_to: str, user: str) -> tuple[str, ...]:
+        """Return where mail of a job goes; say once that an address is not allowed."""
         alerts = self.settings.alerts
-        return messages.addresses_of(mail_to, user, alerts.mail_domain, alerts.mail_domains)
+        found = messages.addresses_of(mail_to, user, alerts.mail_domain, alerts.mail_domains)
+        if not found and alerts.smtp and mail_to not in self._refused and len(self._refused) < MOST_REFUSED:
+            self._refused.add(mail_to)
+            self._say("warning", f"no mail to {mail_to[:80]!r} of user {user}: see mail_domains of [alerts]")
+        return found
 
     def take_mail(self, mails: Sequence[JobMail], now_s: float) -> None:
         """Keep the letters of job mail that is not known yet."""

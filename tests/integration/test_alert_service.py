@@ -271,8 +271,9 @@ def test_users_have_mail_sent_to_allowed_domains_only(
     tmp_path: Path, mail: MailServer, mail_to: str, domains: tuple[str, ...], to: list[str] | None
 ) -> None:
     child = child_with(tmp_path, mail, mail_domains=domains)
-    give(child, ended(1, to=mail_to))
-    assert mail.to == ([] if to is None else [to])
+    give(child, ended(1, to=mail_to), ended(2, to=mail_to))
+    assert mail.to == ([] if to is None else [to, to])
+    assert len(child.connection.said) == (1 if to is None else 0)  # it is said once
 
 
 @pytest.mark.parametrize(
