@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from fake_api import NOW_S, job, running
-from monitored import FACTS, PING, queue_line
+from fake_api import NOW_S, FakeApi, job, running
+from monitored import FACTS, PING, queue_line, serve
 from screens import node, training
 
 from hpcsched.tui.lines import bar, cell, plain
@@ -97,6 +97,7 @@ def test_use_shows_shares_and_what_was_used() -> None:
 def test_a_filter_keeps_rows_with_all_words() -> None:
     view = view_of("jobs", seen(), 80)
     assert [row.name for row in filtered(view, "LATER pend").rows] == ["12_[1-9]"]
+    assert list(filtered(view, "later running").rows) == []
     assert filtered(view, "").rows == view.rows
 
 
@@ -164,3 +165,12 @@ def test_a_controller_that_is_down_is_reported_and_asked_again(tmp_path: Any, mo
         screen = reader.look()
         assert screen.controller is None
         assert "Unable to contact" in screen.trouble
+
+
+def test_what_was_seen_last_stays_while_the_controller_is_away(api: FakeApi) -> None:
+    serve(api)
+    reader = ClusterReader()
+    assert [node["name"] for node in reader.look().nodes] == ["n1", "n2"]
+    api.answers["GET /v1/ping"] = None
+    screen = reader.look()
+    assert (screen.controller, len(screen.nodes), len(screen.queue)) == (None, 2, 2)
