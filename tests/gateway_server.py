@@ -126,10 +126,11 @@ def _serving(base: Path, settings: Mapping[str, object]) -> Iterator[Served]:
     gateway |= {"user": GATEWAY} if AS_ROOT else {}
     of_controller = {name: value for name, value in settings.items() if name.startswith(("request_", "submit_"))}
     oidc = settings.get("oidc", {})
-    own = {name: value for name, value in settings.items() if name != "oidc" and name not in of_controller}
+    own = {name: value for name, value in settings.items() if name not in ("oidc", "alerts", *of_controller)}
     gateway |= {"client_ca": str(base / "ca.crt"), "rate": 0, **own}
     controller = {"run_dir": str(base / "run"), "request_rate": 0, **of_controller}
     sections = {"gateway": gateway, "controller": controller} | ({"gateway.oidc": oidc} if oidc else {})
+    sections |= {"alerts": settings["alerts"]} if "alerts" in settings else {}
     with LocalCluster(base, ["n1"], settings=sections) as cluster:
         whose = [f"--user={USER}"] if AS_ROOT else []
         token = cluster.run("hctl", "token", "create", "--scope=read,submit,manage", *whose).stdout.strip()

@@ -1,4 +1,4 @@
-"""The web pages for those who run the cluster: administration, the network, plans.
+"""The web pages for those who run the cluster: administration, alerts, the network, plans.
 
 The controller decides who may do what; the pages offer what it says that the session may do. What fits is computed here, from
 the memory of the nodes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,8 @@ from hpcsched.planner.fits import fit_on, need_of, setting_of, size_text, togeth
 from hpcsched.planner.worth import UNKNOWN, Past, added_nodes, hours_text, instead_of, past_of, replay_sentences
 from hpcsched.sched.snapshot import snapshot_from_json
 
+PHASES, SEVERITIES = ("firing", "pending", "resolved"), ("critical", "warning", "info")  # the worst first
+SILENCES = (("2h", 7200.0), ("1d", DAY_S))
 ACTIONS = ("drain", "update-partition", "reserve")
 MAX_CONFIG_CHARS = 20_000
 USUAL_DAYS, MAX_DAYS = 28, 92  # to replay
@@ -79,7 +81,13 @@ class AdminPages:
     def routes(self) -> list[Route]:
         """Return the routes for the ASGI application."""
         return self._site.routes(
-            {"/admin": self.admin, "/network": self.network, "/plan": self.plan, "/plan/worth": self.worth}
+            {
+                "/admin": self.admin,
+                "/alerts": self.alerts,
+                "/network": self.network,
+                "/plan": self.plan,
+                "/plan/worth": self.worth,
+            }
         )
 
     async def admin(self, request: Request) -> Response:
@@ -91,6 +99,15 @@ class AdminPages:
         return self._site.page(
             request, "admin.html", {**found, "may": may, "states": [one.value for one in PartitionState]}
         )
+
+    async def alerts(self, request: Request) -> Response:
+        """Show what is wrong now, and for those who may silence: silences and receivers."""
+        query_of(request, ())
+        found = await self._site.load(request, {"answer": "/v1/alerts"})
+        answer = found.pop("answer")
+        values: Json = {name: answer[name] for name in ("now_s", "left_out", "silences", "receivers")}
+        values |= {"rows": alert_rows(answer), "may_silence": "silence" in found["me"]["actions"]}
+        return self._site.page(request, "alerts.html", {**found, **values})
 
     async def network(self, request: Request) -> Response:
         """Show the measured links between nodes as a matrix."""
@@ -166,6 +183,46 @@ class AdminPages:
             )
         self._replay = self._replays.submit(worth_of, past, new, days)
         return await asyncio.wrap_future(self._replay)
+
+
+# ----- alerts
+
+
+def alert_rows(answer: Json) -> list[Json]:
+    """Return the alerts as the page shows them, the worst first, each with the silences that it offers."""
+    rows = []
+    for alert in answer["alerts"]:
+        labels = {"rule": alert["rule"], **alert["labels"]}
+        over = alert["phase"] == "resolved"
+        rows.append(
+            {name: alert[name] for name in ("rule", "severity", "phase", "quiet", "text", "remedy")}
+            | {
+                "where": ", ".join(alert["labels"].values()),
+                "at_s": alert["ended_at_s"] if over else alert["since_s"],
+                "buttons": [] if over else list(_silences_of(labels, answer["now_s"])),
+            }
+        )
+    return sorted(
+        rows,
+        key=lambda row: (_place(PHASES, row["phase"]), _place(SEVERITIES, row["severity"]), row["at_s"]),
+    )
+
+
+def _place(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+def _silences_of(labels: Mapping[str, str], now_s: float) -> Iterator[Json]:
+    """Yield what silences exactly this alert for a while; nothing if a label reads as a pattern or list."""
+    if any(set(value) & set("*?[],") for value in labels.values()):
+        return
+    for text, seconds in SILENCES:
+        words = [f"{name}={value}" for name, value in labels.items()]
+        yield {
+            "text": text,
+            "body": {"matchers": dict(labels), "until_s": now_s + seconds, "why": "from the web page"},
+            "command": shlex.join(["hctl", "silence", *words, text]),
+        }
 
 
 # ----- the network

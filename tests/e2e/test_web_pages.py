@@ -25,7 +25,7 @@ expect.set_options(timeout=PATIENCE_S * 1000)
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving() as found:
+    with serving(alerts={"on": True}) as found:
         yield found
 
 
@@ -190,6 +190,21 @@ def test_a_node_is_drained_and_resumed_and_reserved_from_the_page(served: Served
     expect(page.locator("#reservations")).to_contain_text("None.")
 
 
+def test_an_administrator_silences_an_alert_and_ends_the_silence(served: Served, page: Page) -> None:
+    """The gateway's certificate ends in three days, which is an alert."""
+    wait_until(lambda: "CertificateExpires" in served.cluster.run("hctl", "alerts").stdout, what="the alert")
+    page.goto(at(served, "/alerts"))
+    page.get_by_role("button", name="Silence CertificateExpires for 2h").click()
+    expect(page.locator("#ask-command")).to_have_text("hctl silence rule=CertificateExpires 2h")
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.locator("#silences")).to_contain_text("rule=CertificateExpires")
+    assert "from the web page" in served.cluster.run("hctl", "silence").stdout
+    page.get_by_role("button", name="End", exact=True).click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(page.locator("#silences")).to_contain_text("None.")
+    assert "no silences" in served.cluster.run("hctl", "silence").stdout
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_has_a_barrier_for_people_with_disabilities(served: Served, page: Page, scheme: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python")
@@ -207,6 +222,7 @@ def test_no_page_has_a_barrier_for_people_with_disabilities(served: Served, page
         "/queue",
         "/use",
         "/submit",
+        "/alerts",
         "/network",
         "/admin",
         "/login",

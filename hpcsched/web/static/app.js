@@ -6,7 +6,7 @@ const REFRESH_MS = 1000; // from one refresh to the next
 const GATHER_MS = 100; // changes within this time are one refresh
 const RETRY_MS = 5000; // after the stream has ended
 const MOST_CHARS = 1 << 20; // of output in the page
-const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use", s: "/submit", p: "/plan", m: "/network", a: "/admin" };
+const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use", s: "/submit", p: "/plan", m: "/network", l: "/alerts", a: "/admin" };
 const ESCAPES = /\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]/g;
 
 const status = document.getElementById("status");

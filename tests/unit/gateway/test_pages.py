@@ -23,7 +23,7 @@ from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.auth.authorize import Identity
 from hpcsched.controller.requests import submission
-from hpcsched.errors import HpcschedError, NotFoundError
+from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
 from hpcsched.gateway.app import COOKIE, GatewayApp
 from hpcsched.gateway.charts import Chart, ScheduleBar, rounded_up, schedule, short
 from hpcsched.gateway.pages import Pages, actions_for, expected_starts
@@ -55,6 +55,12 @@ HOSTILE = [
 ]
 
 
+def alert(rule: str, severity: str, phase: str = "firing", **labels: str) -> dict[str, Any]:
+    texts = {"text": f"{rule} of {labels}", "remedy": "hpcsched doctor n1", "quiet": ""}
+    times = {"since_s": T0 - 60, "ended_at_s": T0 - 5 if phase == "resolved" else None}
+    return {"rule": rule, "severity": severity, "phase": phase, "labels": labels, **texts, **times}
+
+
 class Controller:
     """Answers the gateway from a cluster, as the user of the session."""
 
@@ -65,6 +71,7 @@ class Controller:
         self.file = b"text\n"
         self.sent: list[dict[str, Any]] = []
         self.links: list[LinkRun] = []
+        self.alerts: list[dict[str, Any]] | None = [alert("NodeDown", "critical", node="n1")]
         self.history: list[dict[str, Any]] = []
         self.log = b"one\n\x1b[31mtwo\x1b[0m\n<b>three</b>\n"
 
@@ -81,6 +88,8 @@ class Controller:
             found = await answers[_route(parts.path)](*_names(parts.path))
         except NotFoundError as error:
             return _error(404, str(error), "NotFoundError")
+        except UnavailableError as error:
+            return _error(503, str(error), "UnavailableError")
         except HpcschedError as error:
             return _error(400, str(error), type(error).__name__)
         if self.hostile and _route(parts.path) != "snapshot" and not isinstance(found, bytes):
@@ -104,6 +113,13 @@ class Controller:
             )}  # fmt: skip
 
         return {"test": lambda: backend.test(identity, spec_from_json(body["job"])), "submit": submitted}
+
+    async def _alerts(self) -> Any:
+        if self.alerts is None:
+            raise UnavailableError("cannot use alerts: this controller has none")
+        silence = {"id": 3, "matchers": [["node", ["n2"]]], "until_s": T0 + 60, "by": "root", "why": "new fan"}
+        receiver = {"name": "chat", "kind": "slack", "waiting": 2, "why": "it answers 500", "failing_since_s": T0}
+        return {"now_s": T0, "left_out": 0, "alerts": self.alerts, "silences": [silence], "receivers": [receiver]}
 
     def _listed(self, query: dict[str, str]) -> Any:
         names = sorted(name for name in self.files if name > query.get("after", ""))
@@ -133,6 +149,7 @@ class Controller:
             "nodes": lambda: backend.nodes(identity, query),
             "partitions": lambda: now(backend.partitions(identity)),
             "reservations": lambda: now(backend.reservations(identity)),
+            "alerts": self._alerts,
             "links": lambda: now({"now_s": T0, "links": [asdict(run) for run in self.links]}),
             "shares": lambda: now(backend.shares(identity)),
             "history": lambda: now(HISTORY if "series" in query else {"jobs": self.history}),
@@ -536,6 +553,35 @@ def test_administration_offers_what_the_session_may_do(cluster: Cluster, browser
     assert 'href="/admin"' in page(browser, "/")
 
 
+def test_alerts_are_listed_the_worst_first_and_silenced_by_those_who_may(
+    browser: TestClient, controller: Controller
+) -> None:
+    controller.alerts = [
+        alert("DiskFull", "warning", "resolved", node="n2"),
+        alert("JobWaste", "info", job="7"),
+        alert("Odd", "info", mount="/a*b"),
+        alert("NodeDown", "critical", node="n1"),
+    ]
+    text = page(browser, "/alerts")
+    found = [words(text).index(name) for name in ("NodeDown", "JobWaste", "DiskFull")]
+    assert found == sorted(found)
+    assert "data-verb" not in text
+    assert "new fan" not in text
+    browser.cookies.set(COOKIE, "roots")
+    text = page(browser, "/alerts")
+    assert 'data-command="hctl silence rule=NodeDown node=n1 2h"' in text
+    (body,) = re.findall(r"data-body='([^']*)' data-command=\"hctl silence rule=NodeDown node=n1 2h", text)
+    assert json.loads(unescape(body)) == {
+        "matchers": {"rule": "NodeDown", "node": "n1"}, "until_s": T0 + 7200, "why": "from the web page",
+    }  # fmt: skip
+    assert "rule=DiskFull" not in text  # it is over
+    assert "rule=Odd" not in text  # its mount would be a pattern
+    assert 'data-command="hctl silence end 3"' in text
+    assert "it answers 500" in words(text)
+    controller.alerts = None
+    assert "this controller has none" in words(page(browser, "/alerts", 503))
+
+
 def test_links_between_nodes_are_a_matrix_with_what_is_wrong(browser: TestClient, controller: Controller) -> None:
     assert "No links are measured" in words(page(browser, "/network"))
     wifi = LinkEnd(device="wlan0", kind="wifi", mtu=1500)
@@ -620,6 +666,7 @@ def test_the_past_is_replayed_with_other_machines(browser: TestClient, controlle
 PAGES = ["/", "/jobs", "/job/1", "/nodes", "/node/n1", "/queue", "/use", "/job/1/log", "/submit", "/job/1/files"]
 PAGES += [
     "/admin",
+    "/alerts",
     "/network",
     "/plan",
     "/plan/worth?add=1x2:4G",
@@ -679,7 +726,7 @@ def test_no_text_of_any_answer_is_markup_on_any_page(
         for job in (running, waiting)
         for page in ("", "/files", "/file?path=x", "/checkpoints", "/log")
     ]
-    others = ["/", "/jobs", "/nodes", "/queue", "/use", "/network", "/admin"]
+    others = ["/", "/jobs", "/nodes", "/queue", "/use", "/network", "/admin", "/alerts"]
     others += [] if "/" in hostile else [f"/node/{quote('n1' + hostile, safe='')}"]
     for path in [*jobs, *others, f"/submit?from={running}", "/plan?params=7B", "/plan/worth?add=1x2:4G"]:
         text = page(browser, path)
