@@ -213,7 +213,7 @@ def _place(names: Sequence[str], name: str) -> int:
 
 
 def _silences_of(labels: Mapping[str, str], now_s: float) -> Iterator[Json]:
-    """Yield what silences exactly this alert for a while; nothing if a label reads as a pattern or list."""
+    """Yield what silences this alert alone; nothing if a label reads as a pattern or list."""
     if any(set(value) & set("*?[],") for value in labels.values()):
         return
     for text, seconds in SILENCES:
