@@ -189,7 +189,7 @@ class AdminPages:
 
 
 def alert_rows(answer: Json) -> list[Json]:
-    """Return the alerts as the page shows them, the worst first, each with the silences that it offers."""
+    """Return the alerts as the page shows them, the worst first, with silences to offer."""
     rows = []
     for alert in answer["alerts"]:
         labels = {"rule": alert["rule"], **alert["labels"]}
