@@ -16,7 +16,7 @@ from hpcsched.loopback.cluster import LocalCluster
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `preloaded`
 
-QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
+QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2, "link_drops": 0}}  # nodes are lost on purpose
 
 
 @pytest.fixture(scope="module")
