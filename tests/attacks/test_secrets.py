@@ -57,6 +57,7 @@ def started() -> Iterator[LocalCluster]:
 def cluster(started: LocalCluster) -> Iterator[LocalCluster]:
     """The cluster; its jobs end with the test."""
     yield started
+    started.up()  # a test that failed may have left it down
     started.run("hcancel", "--me")
     (started.share / "gate").unlink(missing_ok=True)
     jobs = "/v1/jobs"
@@ -68,7 +69,9 @@ def places_of(secret: str, base: Path) -> list[str]:
     """Return the files below `base`, and of agents elsewhere, that have the secret in one of its forms."""
     forms = forms_of(secret.encode())
     found = []
-    for path in itertools.chain(base.rglob("*"), *(Path(top).rglob("*") for top in glob.glob(ELSEWHERE))):
+    tops = [str(base), *glob.glob(ELSEWHERE)]
+    walks = itertools.chain.from_iterable(map(os.walk, tops))  # Path.rglob fails if a directory is removed meanwhile
+    for path in (Path(directory, name) for directory, _, names in walks for name in names):
         try:
             if path.is_file() and not path.is_symlink():
                 data = path.read_bytes()
