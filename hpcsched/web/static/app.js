@@ -18,7 +18,7 @@ function say(text, bad = false) {
 
 // ----- a stream is open only while the page is visible: a browser has few connections to one host
 
-function stream(address, on) {
+function stream(address, on, opened = null) {
   let source = null;
   let timer = 0;
   const stop = () => {
@@ -29,6 +29,7 @@ function stream(address, on) {
   const start = () => {
     if (document.hidden || source) return;
     source = new EventSource(address());
+    source.onopen = opened; // what happened before is in no event
     for (const [name, handler] of Object.entries(on)) {
       source.addEventListener(name, (event) => {
         if (event.data) handler(JSON.parse(event.data), stop, event.lastEventId);
@@ -329,4 +330,4 @@ const log = document.getElementById("log");
 const form = document.getElementById("submit");
 if (form) submission(form);
 if (log) follow(log);
-else if (document.querySelector("[data-live]")) stream(() => `${API}/events`, { job: refreshSoon });
+else if (document.querySelector("[data-live]")) stream(() => `${API}/events`, { job: refreshSoon }, refreshSoon);
