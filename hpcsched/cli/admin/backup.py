@@ -106,7 +106,9 @@ def back_up(
     if directory is not None and is_remote(directory):
         with _remote(config, directory) as place:
             made = place.back_up(encrypt)
-            place.delete(sorted(place.stamped())[:-keep] if keep else ())
+            if keep:
+                found = place.stamped()
+                place.delete(name for at in sorted(found)[:-keep] for name in found[at])
         click.echo(f"backed up the cluster to {made}: {ENCRYPTED_WORDS}")
         return 0
     if directory is None or not Path(directory).is_dir():
@@ -762,7 +764,8 @@ def _back_up_scheduled(config: Config, *, look: bool, due: bool) -> int:
                 if not look and not (due and _is_recent(config, max(found, default=None))):
                     made.append(place.back_up(config.backup.encrypt))
                     found = place.stamped()
-                    place.delete(found.keys() - kept_times(list(found), config.backup.keep, datetime.now()))
+                    kept = kept_times(list(found), config.backup.keep, datetime.now())
+                    place.delete(one for at in found.keys() - kept for one in found[at])
         except HpcschedError as error:
             problems.append(str(error))
         except OSError as error:
@@ -776,10 +779,10 @@ def _back_up_scheduled(config: Config, *, look: bool, due: bool) -> int:
 
 def _is_recent(config: Config, newest: datetime | None) -> bool:
     """Return whether the next backup after `newest` is not due yet."""
-    return newest is not None and (datetime.now() - newest).total_seconds() < config.backup.every * SLACK
+    return newest is not None and time.time() - newest.timestamp() < config.backup.every * SLACK
 
 
-SLACK = 0.99  # the schedule and the names of backups are of two clocks
+SLACK = 0.99  # of the schedule's clock
 
 
 class BackupPlace(Protocol):
@@ -791,8 +794,8 @@ class BackupPlace(Protocol):
     def back_up(self, encrypt: tuple[str, ...]) -> str:
         """Make a backup, read all of it, and return where it is."""
 
-    def delete(self, times: Iterable[datetime]) -> None:
-        """Delete the backups of these times."""
+    def delete(self, backups: Iterable[Any]) -> None:
+        """Delete some of those that `stamped` returns."""
 
 
 @contextmanager
@@ -828,9 +831,8 @@ class _LocalPlace:
             try_restore(made)
         return str(made)
 
-    def delete(self, times: Iterable[datetime]) -> None:
-        found = self.stamped()
-        for path in (path for at in times for path in found[at]):
+    def delete(self, backups: Iterable[Path]) -> None:
+        for path in backups:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -949,9 +951,8 @@ class _RemotePlace:
         if left or checksum.hexdigest() != _checksum(sealed):
             raise UnavailableError(f"cannot back up into {self._target}: what it holds is not what was written")
 
-    def delete(self, times: Iterable[datetime]) -> None:
-        found = self.stamped()
-        for name in (name for at in times for name in found[at]):
+    def delete(self, backups: Iterable[str]) -> None:
+        for name in backups:
             self._sftp.remove(f"{self._path}/{name}")
 
 

@@ -9,8 +9,10 @@ import shutil
 import socket
 import sqlite3
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from waiting import wait_until
 
 from hpcsched import paths
 from hpcsched.cli.admin import backup, hpcsched_command, run
-from hpcsched.config.load import load_config, render_node
+from hpcsched.config.load import BackupSettings, load_config, render_node
 from hpcsched.loopback.cluster import ensure_key, sshd_command, why_no_sshd, write_sshd_config
 
 Say = Callable[..., str]
@@ -332,6 +334,32 @@ def test_an_upgrade_is_tried_on_a_copy(say: Say, tmp_path: Path) -> None:
         connection.execute("PRAGMA user_version = 99")
     assert "it has schema 99" in say("upgrade", "--check", status=1)
     assert "Missing option '--check'" in say("upgrade", status=2)
+
+
+def test_a_backup_is_due_by_the_time_that_passed_also_when_the_clocks_go_back(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The night of 25 October 2026 in Berlin has 02:30 twice."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        schedule(tmp_path, [str(tmp_path / "backups")])
+        config = replace(load_config(tmp_path / "etc"), backup=BackupSettings(every=3600.0))
+        newest = datetime(2026, 10, 25, 2, 30)
+        for passed_s, is_recent in ((3000.0, True), (3600.0, False)):
+            now_s = newest.timestamp() + passed_s
+
+            class Frozen(datetime):
+                @classmethod
+                def now(cls, tz: Any = None, now_s: float = now_s) -> Any:
+                    return datetime.fromtimestamp(now_s, tz)
+
+            monkeypatch.setattr(backup, "datetime", Frozen)
+            monkeypatch.setattr(backup.time, "time", lambda now_s=now_s: now_s)
+            assert backup._is_recent(config, newest) is is_recent
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 # ----- on another machine: a real sshd
