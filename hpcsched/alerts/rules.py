@@ -18,8 +18,7 @@ from hpcsched.listing.text import date_text
 from hpcsched.metrics.findings import Bottleneck, SlowCause
 from hpcsched.metrics.hardware import hardware_problems
 from hpcsched.model.hostlist import compress_hostlist
-from hpcsched.model.node import JOB_SCRIPTS, LAUNCH_CHECK, OURSELVES
-from hpcsched.model.probation import CHECK, LINK_CHECK
+from hpcsched.model.node import CHECKS
 from hpcsched.model.units import format_time_s
 
 INFO, WARNING, CRITICAL = AlertSeverity
@@ -123,9 +122,6 @@ class WatchedNode:
     conditions: Mapping[str, float] | None = None
     errors: Mapping[str, float] | None = None
     slow: str = ""
-
-
-CHECKS = frozenset({CHECK, LINK_CHECK, LAUNCH_CHECK, JOB_SCRIPTS, OURSELVES})  # who drains by itself
 
 
 def of_node(node: WatchedNode, share: str) -> Iterator[AlertCondition]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hpcsched.doctor.security import Severity, finding_json
+from hpcsched.model.node import CHECKS
 
 MAX_DETAIL = 300
 
@@ -726,8 +727,7 @@ def _drained(view: Mapping[str, Any], name: str, walk: Walk) -> None:
     """Name a drain, by a check (`hhealth`, `hpcschedd`, `hpcschedd/links` ...) or by a person."""
     if view.get("drained"):
         by = _text(view, "drained_by")
-        is_check = by == "hhealth" or by.partition("/")[0] == "hpcschedd"
-        walk.found("HD-263" if is_check else "HD-262", name, f"by {by}: {_text(view, 'drained_why')}")
+        walk.found("HD-263" if by in CHECKS else "HD-262", name, f"by {by}: {_text(view, 'drained_why')}")
 
 
 def _is_off(view: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hpcsched.model.accounting import NO_LIMITS, Limits
 from hpcsched.model.ids import NodeName
-from hpcsched.model.probation import Probation
+from hpcsched.model.probation import CHECK, LINK_CHECK, Probation
 
 # ----- resources: what a node has, and what a job holds of it
 # Requests count GPUs by type; the indices of the GPUs that a job got are in its `Share`. A MIG device is a GPU whose type is its
@@ -82,6 +82,7 @@ JOB_SCRIPTS = "hpcschedd/scripts"  # drains a node where the administrator's pro
 TESTING = "TESTING: burn-in"  # the reason of the drain of a new node that gets no jobs until it has passed its tests
 POWER_SAVING = "hpcschedd/power"  # switches idle nodes off, and on for jobs
 OURSELVES = "hpcschedd"  # drains a node that cannot take launches, by its report or by what is known
+CHECKS = frozenset({CHECK, LINK_CHECK, LAUNCH_CHECK, JOB_SCRIPTS, OURSELVES})  # drain nodes; other drains are by people
 
 
 class Link(StrEnum):

@@ -52,7 +52,7 @@ from hpcsched.model.codec import value_to_json
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, JobState, Reason
-from hpcsched.model.node import Link, Power
+from hpcsched.model.node import CHECKS, Link, Power
 from hpcsched.model.probation import DROPS_S
 from hpcsched.recorder import Recorder
 from hpcsched.state.cluster import ClusterState
@@ -76,7 +76,7 @@ MAIL_PAST_S = 2 * 86_400.0  # as the child: older mail is not sent
 
 
 class AlertProcess(ChildProcess):
-    """The child that tells alerts. `is_new`: it has not been told of all jobs yet."""
+    """The child that tells alerts. `is_new`: it has not been told of all jobs."""
 
     def __init__(self, settings: AlertServiceSettings) -> None:
         super().__init__("hpcsched.alerts", "the process of the alerts", "cannot use alerts now")
@@ -152,7 +152,9 @@ class AlertFeed:
         if self._process is None:
             return
         wanted = {job.id: job for job in batch.jobs.values() if job.spec.mail_type}
-        if wanted and len(self._changed) < MOST_MAILS:
+        if len(self._changed) >= MOST_MAILS:
+            self._process.is_new |= bool(wanted)  # all jobs are looked at again
+        elif wanted:
             self._changed |= wanted
             self._something.set()
 
@@ -310,6 +312,15 @@ class AlertFeed:
             process.is_new = False
             self._limits.clear()
             self._changed |= {job.id: job for job in self._cluster.jobs.values() if job.spec.mail_type}
+        try:
+            await self._find_mail(process, slices, now_s)
+        except UnavailableError:
+            process.is_new = True  # what was not found yet is found among all jobs
+            raise
+        await self._give(process, slices, now_s)
+
+    async def _find_mail(self, process: AlertProcess, slices: AnswerPauses, now_s: float) -> None:
+        """Find the job mail that is due; give some of it to the child if there is too much."""
         changed, self._changed = self._changed, {}
         arrays: dict[JobId, None] = {}
         for job in changed.values():
@@ -317,16 +328,21 @@ class AlertFeed:
                 arrays[job.array_job_id] = None
             elif types_of(job):
                 self._keep(mails_of(job, now_s), now_s)
-            await slices.between()
+            await self._pause(process, slices, now_s)
         for array in arrays:
             tasks = self._cluster.numbered(array)
             if tasks:
                 self._keep(mails_of_array(tasks, now_s), now_s)
-            await slices.between()
-        await self._keep_timed(slices, now_s)
-        await self._give(process, slices, now_s)
+            await self._pause(process, slices, now_s)
+        await self._keep_timed(process, slices, now_s)
 
-    async def _keep_timed(self, slices: AnswerPauses, now_s: float) -> None:
+    async def _pause(self, process: AlertProcess, slices: AnswerPauses, now_s: float) -> None:
+        """Let others have their turn, and make room for more mail."""
+        if len(self._mails) >= MOST_MAILS:
+            await self._give(process, slices, now_s)
+        await slices.between()
+
+    async def _keep_timed(self, process: AlertProcess, slices: AnswerPauses, now_s: float) -> None:
         """Find the mail that is due although nothing has changed."""
         limits: dict[str, None] = {}
         for job in self._cluster.active_jobs():
@@ -335,7 +351,7 @@ class AlertFeed:
                     limits[mail.key] = None
                     if mail.key not in self._limits:
                         self._keep([mail], now_s)
-            await slices.between()
+            await self._pause(process, slices, now_s)
         for job_id, wait in list(self._cluster.waits.items()):
             waiting = self._cluster.jobs.get(job_id) if wait.reason is Reason.DEPENDENCY_NEVER else None
             if waiting is not None and waiting.spec.mail_type and not is_told_as_array(waiting):
@@ -343,12 +359,12 @@ class AlertFeed:
                     limits[mail.key] = None
                     if mail.key not in self._limits:
                         self._keep([mail], now_s)
-            await slices.between()
+            await self._pause(process, slices, now_s)
         self._limits = limits
 
     def _keep(self, mails: Iterable[JobMail], now_s: float) -> None:
         for mail in mails:
-            if now_s - mail.at_s < MAIL_PAST_S and len(self._mails) < MOST_MAILS:
+            if now_s - mail.at_s < MAIL_PAST_S:
                 self._mails[mail.key] = mail
 
     async def _give(self, process: AlertProcess, slices: AnswerPauses, now_s: float) -> None:
@@ -429,7 +445,7 @@ def quiet_nodes(cluster: ClusterState, now_s: float) -> dict[str, str]:
     found = {
         node.name: f"drained by {node.drained_by}"
         for node in cluster.nodes.values()
-        if node.drained and node.drained_by not in rules.CHECKS
+        if node.drained and node.drained_by not in CHECKS
     }
     for one in cluster.reservations.values():
         if one.is_maintenance and one.is_active(now_s):

@@ -14,6 +14,7 @@ from hpcnode.wire import protocol
 from hpcsched.config.load import AlertSettings
 from hpcsched.controller.requests import reservations
 from hpcsched.controller.requests.jobs import cancel
+from hpcsched.controller.views import alerts
 from hpcsched.controller.views.alerts import AlertFeed, quiet_nodes, read_silence
 from hpcsched.errors import RequestError, UnavailableError
 from hpcsched.lifecycle.node import NodeDown, NodeDrained
@@ -109,6 +110,23 @@ async def test_job_mail_is_kept_until_the_child_has_it_and_given_again_to_a_new_
     await lab.give()
     assert sorted(lab.child.mails()[2:]) == [f"{job}.begin", f"{job}.end"]
     assert any("hacct -j" in line for mail in lab.child.questions[-1]["mails"] for line in mail["lines"])
+
+
+@played
+async def test_more_changes_than_are_kept_at_once_lose_no_mail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts, "MOST_MAILS", 2)
+    lab = Watched("n1")
+    await lab.give()
+    jobs = [lab.cluster.submit(ANN, mail_type=("END",), hold=True) for _ in range(9)]
+    for job in jobs:
+        lab.cluster.ask(lambda tx, job=job: cancel(tx, ANN, [str(job)], {}))
+    lab.child.answers = False
+    with pytest.raises(UnavailableError):
+        await lab.give()
+    assert len(lab.feed._mails) == 2
+    lab.child.answers = True
+    await lab.give()
+    assert set(lab.child.mails()) == {f"{job}.end" for job in jobs}
 
 
 @played
