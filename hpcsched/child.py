@@ -4,8 +4,8 @@ Messages go into a socket that does not block, and into a bounded queue if the c
 does not fit is dropped and counted. A child that dies, or is killed for its memory, is started again,
 later each time. Questions wait for their answer on the event loop, for a limited time.
 
-`ChildProcess` is the controller's end. `ControllerSocket` is the end of the child. The recorder
-(`hpcsched.recorder`) and the alerts (`hpcsched.alerts`) are such children.
+`ChildProcess` is the controller's end. `ControllerSocket` is the end of the child, and `main_of` runs
+it. The recorder (`hpcsched.recorder`) and the alerts (`hpcsched.alerts`) are such children.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -331,3 +332,16 @@ class ControllerSocket:
             yield json.loads(memoryview(self._received)[at + FRAME.size : end].tobytes())
             at = end
         del self._received[:at]
+
+
+def main_of(run: Callable[[ControllerSocket, Callable[[], bool]], None]) -> None:
+    """Be a child: run `run` on the socket whose descriptor is the argument.
+
+    Its second argument says whether this process is to end.
+    """
+    os.umask(0o077)
+    os.nice(5)
+    told: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, frame: told.append(number))
+    run(ControllerSocket(socket.socket(fileno=int(sys.argv[1]))), lambda: bool(told))

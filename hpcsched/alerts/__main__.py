@@ -22,10 +22,7 @@ import fcntl
 import json
 import os
 import select
-import signal
-import socket
 import sqlite3
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +49,7 @@ from hpcsched.alerts.state import (
     Subscriber,
     Told,
 )
-from hpcsched.child import ControllerSocket
+from hpcsched.child import ControllerSocket, main_of
 from hpcsched.config.load import MAIL_TO, ReceiverSettings
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.model.codec import value_from_json, value_to_json
@@ -788,15 +785,5 @@ def run(connection: ControllerSocket, ended: Callable[[], bool]) -> None:
     service.finish()
 
 
-def main() -> None:
-    """Serve on the socket whose descriptor is the argument."""
-    os.umask(0o077)
-    os.nice(5)
-    told: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, frame: told.append(number))
-    run(ControllerSocket(socket.socket(fileno=int(sys.argv[1]))), lambda: bool(told))
-
-
 if __name__ == "__main__":
-    main()
+    main_of(run)

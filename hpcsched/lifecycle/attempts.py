@@ -1,6 +1,6 @@
 """The attempts of a job: what each held, on which node, and when, from the job's events.
 
-Knows no periods, prices or users: `hpcsched.listing.usage_report` counts by these.
+Knows no periods, prices or users: `hpcsched.metrics.usage_report` counts by these.
 
 The events are replayed by the transition table, and a holding begins and ends where the job is charged for it. So the holdings
 of all attempts add up to what the job is charged (`Job.charged_cpu_s`): suspended time is not in them, nor is the time between

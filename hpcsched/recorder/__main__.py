@@ -19,10 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
-import socket
 import sqlite3
-import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -32,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcsched.child import STATS, ControllerSocket
+from hpcsched.child import STATS, ControllerSocket, main_of
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.metrics import chunks
 from hpcsched.metrics.chunks import GREATEST, LEAST, ChunkError, ColumnReader, SampleChunk, SteppedSeries
@@ -769,15 +766,5 @@ def run(connection: ControllerSocket, ended: Callable[[], bool]) -> None:
         service.archive.finish()
 
 
-def main() -> None:
-    """Serve on the socket whose descriptor is the argument."""
-    os.umask(0o077)
-    os.nice(5)
-    told: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, frame: told.append(number))
-    run(ControllerSocket(socket.socket(fileno=int(sys.argv[1]))), lambda: bool(told))
-
-
 if __name__ == "__main__":
-    main()
+    main_of(run)

@@ -10,15 +10,13 @@ delivery; those of one receiver are sent in their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from sqlite3 import Connection
 from typing import Any, NamedTuple
 
 from sqlalchemy import Column, Float, Index, Integer, MetaData, Table, Text, delete, func, insert, select, update
 
-from hpcsched.store.engine import Statement, open_expendable, place, transaction, upsert
+from hpcsched.store.engine import ExpendableDatabase, Statement, place, upsert
 
 APPLICATION_ID = 0x68706361  # "hpca"
 SCHEMA = 1
@@ -100,21 +98,11 @@ _WAITING = Statement(select(_l.receiver, _l.about, func.count().label("count")).
 _DROP_ALL_TO = Statement(delete(letters).where(_l.receiver == place("of_receiver")))
 
 
-class AlertDatabase:
-    """The open database. Its methods raise sqlite3.Error, and OtherDatabaseError at the start."""
+class AlertDatabase(ExpendableDatabase):
+    """The open database."""
 
     def __init__(self, path: Path) -> None:
-        self._connection: Connection = open_expendable(path, metadata, APPLICATION_ID, SCHEMA, loses_none=True)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
-
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """Run the block as one transaction."""
-        with transaction(self._connection):
-            yield
+        super().__init__(path, metadata, APPLICATION_ID, SCHEMA, loses_none=True)
 
     # ----- entries
 

@@ -390,6 +390,26 @@ def open_expendable(path: Path, tables: MetaData, owner: int, version: int, *, l
     return connection
 
 
+class ExpendableDatabase:
+    """A database that `open_expendable` opens.
+
+    Its methods raise sqlite3.Error, and OtherDatabaseError at the start.
+    """
+
+    def __init__(self, path: Path, tables: MetaData, owner: int, version: int, *, loses_none: bool = False) -> None:
+        self._connection = open_expendable(path, tables, owner, version, loses_none=loses_none)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Run the block as one transaction."""
+        with transaction(self._connection):
+            yield
+
+
 def is_damage(error: sqlite3.Error) -> bool:
     """Return whether the error says that the file is damaged: no later try would succeed."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from sqlite3 import Connection
 from typing import NamedTuple
 
 from sqlalchemy import (
@@ -36,7 +34,7 @@ from sqlalchemy import (
     update,
 )
 
-from hpcsched.store.engine import Statement, give_pages_back, open_expendable, place, transaction, used_bytes
+from hpcsched.store.engine import ExpendableDatabase, Statement, give_pages_back, place, used_bytes
 
 APPLICATION_ID = 0x6870636D  # "hpcm"
 SCHEMA = 1
@@ -192,22 +190,12 @@ _IDLE_SCHEMAS = Statement(delete(schemas).where(schemas.c.id.not_in(select(_c.sc
 GREEDY = 3  # times the mean size of the sources of a tier
 
 
-class HistoryDatabase:
-    """The open database. Its methods raise sqlite3.Error, and OtherDatabaseError at the start."""
+class HistoryDatabase(ExpendableDatabase):
+    """The open database."""
 
     def __init__(self, path: Path) -> None:
-        self._connection: Connection = open_expendable(path, metadata, APPLICATION_ID, SCHEMA)
+        super().__init__(path, metadata, APPLICATION_ID, SCHEMA)
         self._names: dict[int, tuple[str, ...]] = {}
-
-    def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
-
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """Run the block as one transaction."""
-        with transaction(self._connection):
-            yield
 
     # ----- write
 

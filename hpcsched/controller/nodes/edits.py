@@ -6,7 +6,7 @@ nothing is changed. A starting controller continues with the former values from 
 cluster that does not start because of one node would be worse.
 
 A node without a file cannot be reached. At ``hctl reconfigure`` this edit is rejected as well. After a start, the node's jobs
-are held like those of a node that does not answer (`hpcsched.controller.requests.nodes`).
+are held like those of a node that does not answer (`hpcsched.controller.nodes.loss`).
 
 A renamed node names its earlier names in its file (`formerly`), so that its state follows at the next reconfiguration or start,
 however the command that renamed it has ended.

@@ -557,17 +557,7 @@ class ControllerBackend(Reading):
         if not job.shares or not job.spec.has_script:
             return LogPart(data=b"", offset=0, size=0, path=path, ended=job.state in FINAL)
         over = job.state in FINAL  # checked before the read, so that later output is not missed
-        answer, blob = await self._fleet.call(
-            job.shares[0].node,
-            lambda request: protocol.ReadFile(
-                request=request,
-                user=account(job, self._cluster, job.shares[0].node),
-                path=path,
-                offset=offset,
-                limit=limit,
-            ),
-            READ_TIMEOUT_S,
-        )
+        answer, blob = await self._read_file(job, path, offset, limit)
         if answer.error:
             if job.state in FINAL:
                 why = job.reason_detail if job.reason is Reason.LAUNCH_FAILED else answer.error
@@ -575,6 +565,22 @@ class ControllerBackend(Reading):
             return LogPart(data=b"", offset=0, size=0, path=path, ended=False)
         ended = over and answer.offset + len(blob) >= answer.size
         return LogPart(data=blob, offset=answer.offset, size=answer.size, path=path, ended=ended)
+
+    async def _read_file(self, job: Job, path: str, offset: int, limit: int, *, beneath: str = "") -> tuple[Any, bytes]:
+        """Return the answer of the job's first node, and a part of a file there."""
+        node = job.shares[0].node
+        return await self._fleet.call(
+            node,
+            lambda request: protocol.ReadFile(
+                request=request,
+                user=account(job, self._cluster, node),
+                path=path,
+                offset=offset,
+                limit=limit,
+                beneath=beneath,
+            ),
+            READ_TIMEOUT_S,
+        )
 
     async def files(self, identity: Identity, query: Mapping[str, str]) -> Json:
         """List files below the directory of one's own job, on its first node.
@@ -612,18 +618,7 @@ class ControllerBackend(Reading):
             raise RequestError("cannot read a file: name it, as path=results/loss.csv")
         offset = max(0, whole_number(query.get("offset", "0"), "offset"))
         limit = max(0, min(whole_number(query.get("limit", str(MAX_PART_BYTES)), "limit"), MAX_PART_BYTES))
-        answer, blob = await self._fleet.call(
-            node,
-            lambda request: protocol.ReadFile(
-                request=request,
-                user=account(job, self._cluster, node),
-                path=path,
-                offset=offset,
-                limit=limit,
-                beneath=job.spec.work_dir,
-            ),
-            READ_TIMEOUT_S,
-        )
+        answer, blob = await self._read_file(job, path, offset, limit, beneath=job.spec.work_dir)
         if not isinstance(answer, protocol.FileData) or answer.error:
             raise NotFoundError(f"{_error_of(answer)} on {node}")
         ended = answer.offset + len(blob) >= answer.size
