@@ -150,7 +150,7 @@ class AnswerSlots:
 # ----- long answers are built in slices, so that other requests are answered in between
 
 
-SLICE_S = 0.025
+SLICE_S = 0.005
 
 
 class AnswerPauses:

@@ -12,7 +12,7 @@ AUTH = ROOT / "hpcsched" / "auth"
 QUESTIONS = ("uid", "user", "role", "accounts", "hidden", "scope")  # of an identity
 # Comparisons that decide nothing about rights, by the function that has them.
 NO_DECISION = {
-    "controller/views/queue.py:selected",  # hqueue lists the own jobs by default
+    "controller/views/queue.py:_selection",  # hqueue lists the own jobs by default
     "controller/views/backend.py:_visible_reservations",  # "own" of a reservation: it names the user
     "controller/views/queue.py:share_views",  # "own" of a share
     "controller/requests/jobs.py:_hold_of",  # whose hold it is called

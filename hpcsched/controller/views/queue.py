@@ -194,6 +194,7 @@ def _is_usage_of(row: UsedResources, line: ShareUsage, cluster: ClusterState) ->
 
 
 MOST_CACHED = 4  # layouts and users
+JOBS_AT_ONCE = 256  # between two looks at the clock
 MAX_ANSWER_CHARS = 32 << 20
 MAX_TIME_FORMAT = 128
 # Of a waiting job: fields that a plan may change.
@@ -228,12 +229,12 @@ class QueueRows:
         self._settings: tuple[object, ...] = ()
 
     async def rows(
-        self, jobs: Iterable[Job], listing: Listing, layout: tuple[object, ...], identity: Identity, look: Look
+        self, jobs: Sequence[Job], listing: Listing, layout: tuple[object, ...], identity: Identity, look: Look
     ) -> list[QueueRow]:
         """Return the rows of `jobs`; `layout` identifies the settings of `listing`."""
         table = self._table((*layout, identity, look.time_format))
-        singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
         breaks, rows, size = AnswerPauses(), [], 0
+        singles, folds = (jobs, []) if listing.array else await _folded(jobs, breaks, ended=listing.fold)
         for job in singles:
             rows.append(self._row(job, listing, table, identity, look))
             size = checked_size(size + sum(map(len, rows[-1].cells)))
@@ -249,6 +250,7 @@ class QueueRows:
                 view["node_list"] = compress_hostlist([*listed, *sorted(nodes.difference(listed))])
             rows.append(row_of(view, listing, look))
             size = checked_size(size + sum(map(len, rows[-1].cells)))
+            await breaks.between()
         if listing.fit and rows:
             checked_size(
                 len(rows) * sum(max(map(len, column)) for column in zip(*(row.cells for row in rows), strict=True))
@@ -314,14 +316,14 @@ def checked_size(chars: int) -> int:
     return chars
 
 
-def _folded(jobs: Iterable[Job], *, ended: bool) -> tuple[list[Job], list[list[Job]]]:
+async def _folded(jobs: Sequence[Job], breaks: AnswerPauses, *, ended: bool) -> tuple[list[Job], list[list[Job]]]:
     """Return the jobs with a row of their own, and the array tasks that share a row.
 
     Tasks share a row if they wait for their first start or, with `ended`, ended in the same way.
     """
     singles: list[Job] = []
     groups: dict[tuple[object, ...], list[Job]] = {}
-    for job in jobs:
+    for at, job in enumerate(jobs):
         if ended and job.array_task_id is not None and job.state in FINAL:
             groups.setdefault((job.array_job_id, job.partition, job.state, job.reason), []).append(job)
         elif job.array_task_id is None or job.state is not JobState.PENDING or job.restarts or job.attempt:
@@ -329,6 +331,8 @@ def _folded(jobs: Iterable[Job], *, ended: bool) -> tuple[list[Job], list[list[J
         else:
             key = (job.array_job_id, job.partition, job.hold, job.nice, job.time_limit_s)
             groups.setdefault(key, []).append(job)
+        if at % JOBS_AT_ONCE == 0:
+            await breaks.between()
     singles += [tasks[0] for tasks in groups.values() if len(tasks) == 1]
     return singles, [tasks for tasks in groups.values() if len(tasks) > 1]
 
@@ -354,6 +358,7 @@ _LAYOUT = frozenset((
     "format", "long", "order", "array", "noheader", "dated", "time_format", "fit", "colour", "others", "ended",
     "fold", "width",
 ))  # fmt: skip
+STRICT = {"state": "ALL", "strict": "1"}  # as hpcsched's own commands ask
 _OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
 
 
@@ -362,7 +367,8 @@ async def queue_text(cluster: ClusterState, rows: QueueRows, identity: Identity,
     if len(query.get("time_format", "")) > MAX_TIME_FORMAT:
         raise RequestError(f"cannot write times: SLURM_TIME_FORMAT has more than {MAX_TIME_FORMAT} characters")
     listing = _listing(query)
-    jobs = selected(cluster, identity, {name: query[name] for name in query if name not in _LAYOUT})
+    filters = {name: query[name] for name in query if name not in _LAYOUT}
+    jobs = await selected_in_slices(cluster, identity, filters, AnswerPauses())
     ended: list[Job] = []
     if query.get("ended"):  # one line summarizes them
         ended, jobs = [job for job in jobs if job.state in FINAL], [job for job in jobs if job.state not in FINAL]
@@ -419,16 +425,10 @@ def _listing(query: Query) -> Listing:
     )
 
 
-def _components(cluster: ClusterState) -> list[Job]:
+def _components(jobs: Iterable[Job]) -> list[Job]:
     """Return all jobs, and each component of a heterogeneous one."""
-    parts = (components_of(job) if job.spec.components else (job,) for job in cluster.jobs.values())
+    parts = (components_of(job) if job.spec.components else (job,) for job in jobs)
     return [component for components in parts for component in components]
-
-
-def _in_state(jobs: list[Job], query: Query) -> list[Job]:
-    states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
-    wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
-    return [job for job in jobs if job.state in states or (wants_special and is_special(job))]
 
 
 def _sees_all(identity: Identity) -> bool:
@@ -446,26 +446,56 @@ def visible(identity: Identity, jobs: list[Job], reference: str) -> list[Job]:
 
 def selected(cluster: ClusterState, identity: Identity, query: Query) -> list[Job]:
     """Return the jobs that match the filters. Raises: NotFoundError, RequestError."""
+    jobs, choose = _selection(cluster, identity, query)
+    return choose(jobs)
+
+
+async def selected_in_slices(
+    cluster: ClusterState, identity: Identity, query: Query, breaks: AnswerPauses
+) -> list[Job]:
+    """Return what `selected` returns; a long queue is looked through in slices."""
+    jobs, choose = _selection(cluster, identity, query)
+    found: list[Job] = []
+    for at in range(0, len(jobs), JOBS_AT_ONCE):
+        found += choose(jobs[at : at + JOBS_AT_ONCE])
+        await breaks.between()
+    return found
+
+
+def _selection(
+    cluster: ClusterState, identity: Identity, query: Query
+) -> tuple[list[Job], Callable[[Iterable[Job]], list[Job]]]:
+    """Return the jobs that may match the filters, and the function that returns those that do."""
     unknown = set(query) - _OTHER - set(_FILTERS)
     if unknown:
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
-    strict = query.get("strict") == "1"
-    jobs = _numbered(cluster, identity, query["id"], strict=strict) if query.get("id") else _components(cluster)
-    if reach(identity, Action.VIEW_JOBS) is not Reach.ALL:
-        jobs = [job for job in jobs if allows(identity, Action.VIEW_JOBS, job)]
-    jobs = _in_state(jobs, query)
-    if query.get("whose") == "default" and not _sees_all(identity):
-        jobs = [job for job in jobs if job.uid == identity.uid]
+    strict, is_numbered = query.get("strict") == "1", bool(query.get("id"))
+    candidates = (
+        _numbered(cluster, identity, query["id"], strict=strict) if is_numbered else list(cluster.jobs.values())
+    )
+    states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
+    wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
     if strict:
         _check_users(cluster, query.get("user", ""))
-    for name, values_of in _FILTERS.items():
-        if query.get(name):
-            wanted = set(query[name].split(","))
+    filters = [(set(query[name].split(",")), values_of) for name, values_of in _FILTERS.items() if query.get(name)]
+    nodes = _nodes(cluster, query["nodes"]) if query.get("nodes") else None
+    is_own = query.get("whose") == "default" and not _sees_all(identity)
+    sees_all = reach(identity, Action.VIEW_JOBS) is Reach.ALL
+
+    def choose(some: Iterable[Job]) -> list[Job]:
+        jobs = list(some) if is_numbered else _components(some)
+        jobs = [job for job in jobs if job.state in states or (wants_special and is_special(job))]
+        if not sees_all:
+            jobs = [job for job in jobs if allows(identity, Action.VIEW_JOBS, job)]
+        if is_own:
+            jobs = [job for job in jobs if job.uid == identity.uid]
+        for wanted, values_of in filters:
             jobs = [job for job in jobs if not wanted.isdisjoint(values_of(job))]
-    if query.get("nodes"):
-        nodes = _nodes(cluster, query["nodes"])
-        jobs = [job for job in jobs if any(share.node in nodes for share in job.shares)]
-    return jobs
+        if nodes is not None:
+            jobs = [job for job in jobs if any(share.node in nodes for share in job.shares)]
+        return jobs
+
+    return candidates, choose
 
 
 def folded(jobs: Iterable[Job]) -> dict[int, Json]:
@@ -561,7 +591,7 @@ class Reading:
 
         Raises: NotFoundError, RequestError.
         """
-        return selected(self._cluster, identity, {"state": "ALL", "strict": "1"} | query)
+        return selected(self._cluster, identity, STRICT | query)
 
     async def jobs(self, identity: Identity, query: dict[str, str]) -> bytes:
         """Return the jobs as the text of a JSON object. Raises the errors of `selected`."""
@@ -569,7 +599,7 @@ class Reading:
             now_s = self._clock()
             breaks, texts = AnswerPauses(), []
             filters = {name: value for name, value in query.items() if name not in ("after", "limit", "fold")}
-            jobs = self.selected(identity, filters)
+            jobs = await selected_in_slices(self._cluster, identity, STRICT | filters, breaks)
             folds = folded(jobs) if query.get("fold") == "1" else {}
             found, more = _page([job for job in jobs if job.number in folds] if folds else jobs, query)
             for job in found:
