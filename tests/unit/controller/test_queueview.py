@@ -8,9 +8,10 @@ import json
 import pytest
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
+from hpcsched.api import connection_limits
 from hpcsched.auth.authorize import Identity
 from hpcsched.controller.requests.jobs import cancel
-from hpcsched.controller.views.queue import QueueRows, Reading, queue_text
+from hpcsched.controller.views.queue import JOBS_AT_ONCE, QueueRows, Reading, queue_text
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.spec import ArraySpec
 
@@ -55,6 +56,27 @@ def shown(cluster: Cluster, text: str = "%i", **query: str) -> list[str]:
 )
 def test_the_jobs_that_are_meant(cluster: Cluster, query: dict[str, str], found: str) -> None:
     assert shown(cluster, **query) == found.split()
+
+
+def test_others_have_turns_while_many_tasks_become_one_line(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "SLICE_S", 0.0)
+    cluster.submit(array=ArraySpec(indices=tuple(range(4 * JOBS_AT_ONCE))))
+    turns = 0
+
+    async def answered() -> int:
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(others())
+        text = await queue_text(cluster.state, QueueRows(cluster.state), ANN, {}, cluster.now_s)
+        other.cancel()
+        return len(text.splitlines())
+
+    assert asyncio.run(answered()) == 1 + 5  # a header, and a line for the array
+    assert turns >= 8, "four while the jobs are chosen, four while their tasks are counted"
 
 
 def test_one_number_that_there_is_not_is_an_error(cluster: Cluster) -> None:
