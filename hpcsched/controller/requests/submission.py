@@ -159,7 +159,10 @@ def place_of(
 
 
 class PartitionLooks:
-    """Why jobs can never run in partitions: jobs of one request that ask for the same are looked at once."""
+    """Why jobs can never run in partitions.
+
+    Jobs of one request that ask for the same are tried once.
+    """
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
