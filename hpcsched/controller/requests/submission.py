@@ -170,7 +170,7 @@ class PartitionLooks:
         self._found: dict[tuple[Shape, str, str], str | None] = {}
 
     def why_not(self, request: ResourceRequest, partition: Partition, reservation: Reservation | None) -> str | None:
-        """Return why a job with `request` can never run in `partition` (in `reservation`); None if it can."""
+        """Return why a job with `request` can never run there; None if it can."""
         place = partition.name, reservation.name if reservation is not None else ""
         why = too_long(request, partition)
         if why is None:
