@@ -24,6 +24,7 @@ from hpcsched.errors import ConfigError, RequestError
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.retention import KeptBackups, retention_of
+from hpcsched.model.tariff import Price, price_of
 from hpcsched.model.units import nearest, parse_mem_mib, parse_time_s
 
 ALL_NODES = "all"
@@ -264,6 +265,14 @@ def number(least: float = 0.0, most: float = 1e9) -> Callable[[Any], float]:
         return float(value)
 
     return kind
+
+
+def price(value: Any) -> Price:
+    """Return a price that may depend on the hour of the week."""
+    try:
+        return price_of(value)
+    except RequestError as error:
+        raise BadValue(f"wants a number, or a table of windows with default: {error}") from None
 
 
 def time_limit(value: Any) -> int | None:
@@ -566,8 +575,12 @@ COST = (
     Key("currency", word, "EUR", "The currency of the prices, which hreport shows."),
     Key("cpu_hour", number(), 0, "The price of a cpu for an hour. 0: none."),
     Key("gpu_hour", number(), 0, "The price of a GPU for an hour; shards count as their part of one. 0: none."),
-    Key("kwh", number(), 0, "The price of a kilowatt-hour, of what is measured. 0: none."),
-    Key("gco2_per_kwh", number(), 0, "How many grams of CO2 a kilowatt-hour causes. 0: not shown."),
+    Key("kwh", price, 0,
+        "The price of a kilowatt-hour, of what is measured: a number, or a table with the prices of hours of the week by the "
+        "head's clock, {default = 0.31, \"Mo-Fr 22:00-06:00\" = 0.22}. A window over midnight belongs to the day on which it "
+        "begins. 0: none."),
+    Key("gco2_per_kwh", price, 0,
+        "How many grams of CO2 a kilowatt-hour causes: a number, or such a table. 0: not shown."),
 )
 
 LOG = (

@@ -70,10 +70,11 @@ from hpcsched.config.keys import (
     values_of,
 )
 from hpcsched.errors import ConfigError
-from hpcsched.model.accounting import Accounting, Tariff
+from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import Gpu, NodeSpec, Partition, PartitionState
 from hpcsched.model.retention import KeptBackups
+from hpcsched.model.tariff import Tariff
 from hpcsched.model.units import nearest
 
 # ----- [topology.switches.NAME] of hpcsched.toml: the switch of each node, for compact placement

@@ -71,7 +71,7 @@ from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.alerts import AlertFeed, read_end, read_silence
 from hpcsched.controller.views.findings import findings_of_job, findings_of_queue
-from hpcsched.controller.views.history import history_text, outages_of, story_of
+from hpcsched.controller.views.history import history_text, outages_of, story_of, tariff_of
 from hpcsched.controller.views.queue import (
     Reading,
     first_waiting,
@@ -104,6 +104,7 @@ from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import OURSELVES, TESTING, Link
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.tariff import Tariff, as_written
 from hpcsched.model.units import format_time_s, nearest, number, parse_signal, whole_number
 from hpcsched.recorder import Recorder
 from hpcsched.sched.sentences import plural
@@ -150,6 +151,17 @@ def _error_of(answer: object) -> str:
 def _roles_of(config: Config) -> dict[str, list[str]]:
     """Return the members of each list of [roles]."""
     return {role: list(getattr(config.access, role)) for role in ("admins", "operators", "viewers", "services")}
+
+
+def _cost_view(tariff: Tariff) -> Json:
+    """Return [cost] as it is written in the configuration."""
+    return {
+        "currency": tariff.currency,
+        "cpu_hour": tariff.cpu_hour,
+        "gpu_hour": tariff.gpu_hour,
+        "kwh": as_written(tariff.kwh),
+        "gco2_per_kwh": as_written(tariff.gco2_per_kwh),
+    }
 
 
 class ControllerBackend(Reading):
@@ -476,6 +488,10 @@ class ControllerBackend(Reading):
 
     async def history(self, identity: Identity, query: Json) -> bytes:
         return await history_text(self._database, self._cluster, identity, query, self._clock())
+
+    async def tariff(self, query: Json) -> Json:
+        """Return the prices of the period of the query. Raises RequestError."""
+        return await asyncio.to_thread(tariff_of, self._cluster.config.cost, query)
 
     async def outages(self, identity: Identity, query: Json) -> Json:
         """Return when nodes did not answer in the period of the query.
@@ -1121,7 +1137,7 @@ class ControllerBackend(Reading):
         accounting = value_to_json(config.accounting)
         return {
             "config": shown,
-            "cost": asdict(config.cost),
+            "cost": _cost_view(config.cost),
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 
