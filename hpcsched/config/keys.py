@@ -674,6 +674,15 @@ POWER = (
         "How long a node takes at most to come back. One that takes longer is DOWN, and its jobs start elsewhere."),
     Key("min_on", seconds(), "30m",
         "How long a node stays on at least after it was switched on, so that short jobs do not switch it off and on."),
+    Key("budget_watts", number(), 0,
+        "What all nodes may take together. Their idle_watts are taken off first; of the rest, a job counts its cpus' part of "
+        "peak_watts above idle_watts, and gpu_watts of its GPUs. A job that would exceed it waits (PowerNotAvail). Groups of "
+        "nodes may have budgets of their own: [power.circuits.NAME]. 0: no budget."),
+)
+
+CIRCUIT = (
+    Key("watts", number(1), REQUIRED, "What the nodes of the circuit may take together, as budget_watts.", shown="2000"),
+    Key("nodes", hosts, REQUIRED, "The nodes of the circuit: a host list. A node may be in several.", shown='"n[1-4]"'),
 )
 
 SCHEDULER = (
@@ -793,7 +802,8 @@ NODE = (
         "time. 0: not known."),
     Key("peak_watts", number(), 0,
         "Its power without GPUs when all cpus are busy. If the node has no meter, its energy is estimated from these two. 0: it "
-        "is not estimated."),
+        "is not estimated, and counts nothing of budget_watts of [power]."),
+    Key("gpu_watts", number(), 0, "The power limit of each of its GPUs, for budget_watts of [power]. 0: not known."),
 )
 
 SWITCH = (

@@ -142,6 +142,8 @@ def _fields_of(values: Mapping[str, Any], work_dir: str, now_s: float) -> dict[s
         fields["begin_at_s"] = int(parse_when(values["begin"], now_s))
     if "deadline" in values:
         fields["deadline_at_s"] = int(parse_when(values["deadline"], now_s))
+    if "cheap-by" in values:
+        fields["cheap_by_s"] = int(parse_when(values["cheap-by"], now_s))
     if "dependency" in values:
         fields["dependency"], fields["dependency_any"] = parse_dependency(values["dependency"])
     parse_constraint(values.get("constraint", ""))
@@ -574,6 +576,7 @@ def _check_numbers(spec: JobSpec) -> None:
         ("time-min", spec.time_min_s, 1, UNLIMITED_S),
         ("begin", spec.begin_at_s, 0, _LATEST_S),
         ("deadline", spec.deadline_at_s, 1, _LATEST_S),
+        ("cheap-by", spec.cheap_by_s, 1, _LATEST_S),
         ("priority", spec.priority, 0, MAX_PRIORITY),
     ):
         if value is not None:

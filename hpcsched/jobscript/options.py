@@ -77,6 +77,7 @@ _JOB_OPTIONS = (
          parse=values.parse_array, variable="ARRAY_INX"),
     _job("begin", "b", "TIME", help="do not start before TIME: 16:00, tomorrow, now+1hour, 2027-01-20T12:34:00"),
     _job("chdir", "D", "DIR", help="run in DIR; default: the current directory", aliases=("workdir",)),
+    _job("cheap-by", "", "TIME", help="start when energy is cheap, so that the job ends by TIME: see [cost]"),
     _job("comment", "", "TEXT", help="comment on the job"),
     _job("constraint", "C", "FEATURES", help="nodes with these features: a&b, a|b, a&(b|c); a number of each kind: "
          "[a*2&b*1]; all of one kind: [a|b]", variable="CONSTRAINT"),

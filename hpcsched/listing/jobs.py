@@ -266,6 +266,8 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("account", job["account"]),
         ("depends on", job["dependency"]),
         ("deadline", when_text(job["deadline_at_s"], now_s) if job.get("deadline_at_s") else ""),
+        ("cheap by", when_text(job["cheap_by_s"], now_s) if job.get("cheap_by_s") else ""),
+        ("GPU power", f"{job['gpu_power']} W each" if job.get("gpu_power") else ""),
         ("in", f"reservation {job['reservation']}" if job.get("reservation") else ""),
         ("features", job["constraint"]),
         ("prefers", job.get("prefer", "")),

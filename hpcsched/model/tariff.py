@@ -71,6 +71,9 @@ class Tariff:
     gco2_per_kwh: Price = FREE
 
 
+NO_TARIFF = Tariff()
+
+
 def price_of(value: Any) -> Price:
     """Return the price that a number, or a table of windows with `default`, means.
 

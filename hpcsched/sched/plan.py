@@ -36,6 +36,7 @@ from hpcsched.model.node import Share
 from hpcsched.model.reservation import NEVER_S, Interval, Reservation
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
+from hpcsched.sched.energy import hold_for_price
 from hpcsched.sched.guard import guarded
 from hpcsched.sched.place.node_fit import NodePart, Seat
 from hpcsched.sched.place.request import ResourceRequest, Shape
@@ -64,6 +65,8 @@ def steps_of(current: SchedulingPass) -> Iterator[None]:
     queue = yield from _queue_in_order(current)
     if policy.backfill is Backfill.CONSERVATIVE:
         yield from _keep_promises(current, queue)
+    queue = hold_for_price(current, queue)
+    yield
     if policy.backfill is Backfill.DEFAULT:
         yield from guarded(current, queue)
         current.starts_are_final = True
@@ -167,7 +170,7 @@ class _Backfill:
             return
         if queue.wait_behind_head is None:
             queue.wait_behind_head = behind_head(queue.head.display_id, job.partition)
-        current.waits[job.id] = current.placement.short_of_licenses(job) or queue.wait_behind_head
+        current.waits[job.id] = current.short_of(job) or queue.wait_behind_head
         if queue.slots < self._slots_wanted or current.placement.slots.of(job) is not None:
             queue.slots += 1
             self._expect(job, firm=self._keeps_promises)
@@ -177,7 +180,7 @@ class _Backfill:
     def _make_head(self, job: PendingJob, queue: PartitionQueue) -> None:
         current, placement = self._current, self._current.placement
         reserved = placement.wait_for_reservation(job, queue)
-        short = placement.short_of_licenses(job)
+        short = current.short_of(job)
         start_s = current.reserve(job, firm=self._keeps_promises)
         wait = reserved or short or Wait(reason=Reason.RESOURCES, detail=_shortfall(current, job))
         current.waits[job.id] = replace(wait, expected_start_s=placement.sure(start_s))
@@ -329,7 +332,7 @@ def _still_possible(
 def _free_from(
     placement: Placement, job: PendingJob, parts: Sequence[NodePart], limit_s: float, from_s: float
 ) -> float:
-    """Return the first time at which `job` can have exactly these parts and its licences.
+    """Return the first time at which `job` can have exactly these parts, its licences and their power.
 
     The time is not before `from_s`. `NEVER_S`: never.
     """
@@ -340,7 +343,7 @@ def _free_from(
         for part in parts:
             found_s = profiles[part.node].earliest(part.use, limit_s, found_s)
             found_s = _opens_s(closed.get(part.node, ()), limit_s, found_s)
-        found_s = placement.licenses.earliest(job.licenses, limit_s, found_s)
+        found_s = placement.licenses.earliest(placement.counts_of(job, parts), limit_s, found_s)
         if found_s == start_s:
             break
         start_s = found_s

@@ -46,6 +46,7 @@ _OF_THE_COMMAND = frozenset(
         "submit_host",
         "begin_at_s",
         "deadline_at_s",
+        "cheap_by_s",
         "script_bytes",
         "signed",
         "signed_until_s",
@@ -154,6 +155,8 @@ def place_of(
     if spec.deadline_at_s is not None:
         least_s = spec.time_min_s if spec.time_min_s is not None else spec.time_limit_s
         check_deadline(spec.deadline_at_s, least_s, max(now_s, spec.begin_at_s or 0))
+    if spec.cheap_by_s is not None:
+        check_cheap_by(spec.cheap_by_s, limit_s, max(now_s, spec.begin_at_s or 0))
     partitions = possible_partitions(cluster, spec, partitions, spec.time_limit_s, reservation, looks)
     return admit(cluster, identity.user, spec, partitions, limit_s)
 
@@ -493,6 +496,19 @@ def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependenc
             return way[::-1]
         to_see += [(other, waited) for other in _waited_for(cluster, waited.dependency)]
     return []
+
+
+def check_cheap_by(by_s: float, limit_s: int | None, from_s: float) -> None:
+    """Reject a time by which a job that starts at `from_s` or later cannot end.
+
+    Raises RequestError.
+    """
+    known_s = known_limit_s(limit_s)
+    if known_s is None:
+        raise RequestError("cannot find cheap hours for a job of unlimited time: give --time, or leave out --cheap-by")
+    if from_s + known_s > by_s:
+        left = f"{format_time_s(int(by_s - from_s))} is left" if by_s > from_s else "no time is left"
+        raise RequestError(f"cannot end by --cheap-by: the time limit is {format_time_s(known_s)}, and {left}")
 
 
 def check_deadline(deadline_s: float, limit_s: int | None, from_s: float) -> None:

@@ -74,6 +74,7 @@ from hpcsched.controller.views.findings import findings_of_job, findings_of_queu
 from hpcsched.controller.views.history import history_text, outages_of, story_of, tariff_of
 from hpcsched.controller.views.queue import (
     Reading,
+    circuit_views,
     first_waiting,
     license_views,
     priority_views,
@@ -1125,7 +1126,8 @@ class ControllerBackend(Reading):
 
     def partitions(self, identity: Identity) -> Json:
         nodes = self._visible_nodes(identity, node_views(self._cluster, self._clock()))
-        return {"partitions": partition_views(self._cluster, nodes)}
+        circuits = circuit_views(self._cluster, self._controller.energy, self._clock())
+        return {"partitions": partition_views(self._cluster, nodes), "circuits": circuits}
 
     def config(self, identity: Identity) -> Json:
         config = self._cluster.config
