@@ -100,9 +100,9 @@ _JOB_OPTIONS = (
     _job("export", "", "LIST", help="export environment variables: ALL (default), NONE, or NAME,NAME=VALUE; "
          "ALL,NAME=VALUE adds",
          parse=parse_export, variable="EXPORT"),
-    _job("gpus", "G", "[TYPE:]N", help="GPUs for the whole job", parse=values.parse_gpus, variable="GPUS"),
     _job("gpu-power", "", "WATTS", help="limit each GPU of the job to so many watts; the former limit returns at its end",
          parse=values.parse_count),
+    _job("gpus", "G", "[TYPE:]N", help="GPUs for the whole job", parse=values.parse_gpus, variable="GPUS"),
     _job("gpus-per-node", "", "[TYPE:]N", help="GPUs on each node", parse=values.parse_gpus, variable="GPUS_PER_NODE"),
     _job("gpus-per-task", "", "[TYPE:]N", help="GPUs per task", parse=values.parse_gpus, variable="GPUS_PER_TASK"),
     _job("gres", "", "gpu[:TYPE][:N]", help="GPUs on each node, in Slurm's other spelling; shard:N: part of a shared "

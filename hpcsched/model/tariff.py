@@ -1,4 +1,4 @@
-"""The tariff of energy: prices that depend on the hour of the week, and the cheapest time for a job.
+"""Prices of energy by the hour of the week, and the cheapest time for a job.
 
 Times of windows are those of the local clock of the machine that asks, which is the head. A window over midnight belongs to the
 day on which it begins. A window that begins or ends in the hour that a clock change skips begins or ends with the change; in the
@@ -17,6 +17,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from hpcsched.errors import RequestError
+from hpcsched.model.units import whole_number
 
 DEFAULT = "default"
 MAX_WINDOWS = 50
@@ -120,8 +121,8 @@ def _spans(name: str) -> tuple[tuple[int, int], ...]:
 
 
 def _minute(hours: str, minutes: str, name: str) -> int:
-    minute = int(hours) * 60 + int(minutes)
-    if int(minutes) > 59 or minute > DAY_MINUTES:
+    minute = whole_number(hours) * 60 + whole_number(minutes)
+    if whole_number(minutes) > 59 or minute > DAY_MINUTES:
         raise RequestError(f"cannot use the window {name[:60]!r}: {hours}:{minutes} is not a time of day; {_EXAMPLE}")
     return minute
 
@@ -225,7 +226,7 @@ def steps_of(price: Price, start_s: float, end_s: float) -> PriceSteps:
 
 
 def _minute_of_week(at_s: float) -> tuple[int, float]:
-    """Return the minute of the week by the local clock, and the seconds of that minute that are over."""
+    """Return the minute of the week by the local clock, and the seconds since it began."""
     at = datetime.fromtimestamp(at_s)
     return at.weekday() * DAY_MINUTES + at.hour * 60 + at.minute, at.second + at.microsecond / 1e6
 
@@ -249,10 +250,10 @@ def _before_clock_change(start_s: float, end_s: float) -> float:
 
 
 def cheapest_starts(price: Price, length_s: float, from_s: float, until_s: float) -> list[tuple[float, float]]:
-    """Return times at which a job of `length_s` may begin and its mean price then, the cheapest first.
+    """Return times at which a job may begin, with its mean price then, the cheapest first.
 
-    All are from `from_s` until `until_s`; of equal prices, the earliest comes first. They include `from_s`, and the cheapest of
-    all starts within a week.
+    `length_s`: how long it lasts. All times are from `from_s` until `until_s`; of equal prices, the earliest comes first. They
+    include `from_s`, and the cheapest of all starts within a week.
     """
     until_s = max(from_s, min(until_s, from_s + WEEK_S))
     length_s = max(1.0, min(length_s, MAX_PERIOD_S / 2))

@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from math import ceil, floor, inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpcsched.model.accounting import CPU, GPU
-from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Circuit, Share
 from hpcsched.model.tariff import JOULES_PER_KWH, Tariff, cheapest_starts, steps_of
@@ -29,9 +28,6 @@ from hpcsched.sched.place.request import LicenseCounts, Shape
 from hpcsched.sched.sentences import listed
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 from hpcsched.sched.tres import least_of
-
-if TYPE_CHECKING:
-    from hpcsched.sched.scheduling_pass import SchedulingPass
 
 POWER = "power:"  # with the name of a circuit, the name of its watts among the licences, none of which has a colon
 WORTH_WAITING = 0.02  # least part of its price that a job saves if it waits
@@ -53,7 +49,10 @@ class PowerCounts:
         return bool(self.totals)
 
     def of_parts(self, parts: Iterable[NodePart], gpu_power: int) -> LicenseCounts:
-        """Return the watts of a job on these parts in each circuit. `gpu_power`: its own limit of each GPU; 0: none."""
+        """Return the watts of a job on these parts in each circuit.
+
+        `gpu_power`: its own limit of each GPU; 0: none.
+        """
         held = []
         for part in parts:
             slots = self._nodes[part.node].slots
@@ -89,7 +88,7 @@ def watts_above_idle(node: NodeView, cpus: float, gpus: float, gpu_power: int) -
 def circuit_watts(
     circuits: Sequence[Circuit], nodes: Sequence[NodeView], held: Iterable[tuple[Iterable[Share], int]]
 ) -> list[tuple[Circuit, int, int]]:
-    """Return for each circuit what it has for jobs, and what jobs that hold these shares count of it.
+    """Return for each circuit what it has for jobs, and what jobs count of it.
 
     `held`: the shares of each job, and its own limit of each GPU.
     """
@@ -102,7 +101,7 @@ def circuit_watts(
 
 
 def has_power(snapshot: Snapshot, job: RunningJob, shares: Iterable[Share]) -> bool:
-    """Say whether the circuits have the power for a running job to hold `shares` instead of its own."""
+    """Say whether there is power for a running job to hold `shares` instead of its own."""
     counts = PowerCounts(snapshot.circuits, snapshot.nodes)
     free = dict(counts.totals)
     for other in snapshot.running:
@@ -131,7 +130,10 @@ def _of(key: str) -> str:
 
 
 class CheapStart(NamedTuple):
-    """A later start of a job, and the part of its price that it saves. `price`: of a kWh if it starts now."""
+    """A later start of a job, and the part of its price that it saves.
+
+    `price`: of a kilowatt-hour if it starts now.
+    """
 
     start_s: float
     saves: float
@@ -165,41 +167,8 @@ def cheap_start(
     return CheapStart(best_s, 1 - best / price_now, price_now) if best_s else None
 
 
-def hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> list[PendingJob]:
-    """Return the queue without the jobs that wait for cheap hours, and record their waits."""
-    snapshot = current.snapshot
-    if not snapshot.tariff.kwh.windows:
-        return list(queue)
-    known: dict[tuple[object, ...], Wait | None] = {}
-    held: dict[JobId, Wait] = {}
-    for job in queue:
-        if job.cheap_by_s is None or job.since_s is not None or job.id in held or job.id in current.started_ids:
-            continue
-        key = job.request, job.partition, job.reservation, job.licenses, job.cheap_by_s, job.gpu_power
-        if key not in known:
-            known[key] = _wait_for_price(current, job, job.cheap_by_s)
-        if (wait := known[key]) is not None:
-            held[job.id] = wait
-    current.waits.update(held)
-    return [job for job in queue if job.id not in held]
-
-
-def _wait_for_price(current: SchedulingPass, job: PendingJob, by_s: float) -> Wait | None:
-    snapshot, placement, limit_s = current.snapshot, current.placement, current.run_times.limit_s(job)
-
-    def start_from(at_s: float) -> float | None:
-        found = placement.earliest(job, at_s)
-        return None if found is None else found[0]
-
-    found = cheap_start(snapshot.tariff, limit_s, snapshot.now_s, by_s - limit_s, start_from)
-    if found is None:
-        return None
-    text = f"it starts at {clock(found.start_s, snapshot.now_s)}, when energy is cheap, which saves {money(snapshot, job, found)}"
-    return Wait(reason=Reason.BEGIN_TIME, detail=text, expected_start_s=found.start_s)
-
-
 def advice(snapshot: Snapshot, job: PendingJob, limit_s: float | None) -> str:
-    """Return what a job without `--cheap-by` would save if it started within a day; "" if nothing."""
+    """Return what a job without `--cheap-by` would save within a day; "" if nothing."""
     now_s = snapshot.now_s
     if job.cheap_by_s is not None or not limit_s:
         return ""
@@ -210,7 +179,10 @@ def advice(snapshot: Snapshot, job: PendingJob, limit_s: float | None) -> str:
 
 
 def money(snapshot: Snapshot, job: PendingJob, found: CheapStart) -> str:
-    """Return what a job saves: money, or a part of its price if the power of its nodes is not declared."""
+    """Return what a job saves.
+
+    That is money, or a part of the price if the power of its nodes is not declared.
+    """
     partition = snapshot.partitions.get(job.partition)
     names = set(partition.nodes) if partition is not None else set()
     watts = job_watts(job.request.shape, [node for node in snapshot.nodes if node.name in names], job.gpu_power)

@@ -36,7 +36,7 @@ from hpcsched.model.node import Share
 from hpcsched.model.reservation import NEVER_S, Interval, Reservation
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
-from hpcsched.sched.energy import hold_for_price
+from hpcsched.sched.energy import cheap_start, clock, money
 from hpcsched.sched.guard import guarded
 from hpcsched.sched.place.node_fit import NodePart, Seat
 from hpcsched.sched.place.request import ResourceRequest, Shape
@@ -65,7 +65,7 @@ def steps_of(current: SchedulingPass) -> Iterator[None]:
     queue = yield from _queue_in_order(current)
     if policy.backfill is Backfill.CONSERVATIVE:
         yield from _keep_promises(current, queue)
-    queue = hold_for_price(current, queue)
+    queue = _hold_for_price(current, queue)
     yield
     if policy.backfill is Backfill.DEFAULT:
         yield from guarded(current, queue)
@@ -94,6 +94,39 @@ def _queue_in_order(current: SchedulingPass) -> Generator[None, None, list[Pendi
     if others:  # jobs that wait for a begin time, a dependency or a limit have a priority too
         yield from order_in_steps(others, snapshot.partitions, scale, policy, current.priorities)
     return (yield from order_in_steps(eligible, snapshot.partitions, scale, policy, current.priorities))
+
+
+def _hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> list[PendingJob]:
+    """Return the queue without the jobs that wait for cheap hours, and record their waits."""
+    if not current.snapshot.tariff.kwh.windows:
+        return list(queue)
+    known: dict[tuple[object, ...], Wait | None] = {}
+    held: dict[JobId, Wait] = {}
+    for job in queue:
+        if job.cheap_by_s is None or job.since_s is not None or job.id in held or job.id in current.started_ids:
+            continue
+        key = job.request, job.partition, job.reservation, job.licenses, job.cheap_by_s, job.gpu_power
+        if key not in known:
+            known[key] = _wait_for_price(current, job, job.cheap_by_s)
+        if (wait := known[key]) is not None:
+            held[job.id] = wait
+    current.waits.update(held)
+    return [job for job in queue if job.id not in held]
+
+
+def _wait_for_price(current: SchedulingPass, job: PendingJob, by_s: float) -> Wait | None:
+    snapshot, placement, limit_s = current.snapshot, current.placement, current.run_times.limit_s(job)
+
+    def start_from(at_s: float) -> float | None:
+        found = placement.earliest(job, at_s)
+        return None if found is None else found[0]
+
+    found = cheap_start(snapshot.tariff, limit_s, snapshot.now_s, by_s - limit_s, start_from)
+    if found is None:
+        return None
+    saved, at = money(snapshot, job, found), clock(found.start_s, snapshot.now_s)
+    text = f"it starts at {at}, when energy is cheap, which saves {saved}"
+    return Wait(reason=Reason.BEGIN_TIME, detail=text, expected_start_s=found.start_s)
 
 
 class _Backfill:
@@ -332,9 +365,9 @@ def _still_possible(
 def _free_from(
     placement: Placement, job: PendingJob, parts: Sequence[NodePart], limit_s: float, from_s: float
 ) -> float:
-    """Return the first time at which `job` can have exactly these parts, its licences and their power.
+    """Return the first time at which `job` can have exactly these parts and licences.
 
-    The time is not before `from_s`. `NEVER_S`: never.
+    There is power for them, too. The time is not before `from_s`. `NEVER_S`: never.
     """
     closed, profiles = placement.closed.to(job.reservation), placement.timeline.profiles
     start_s = from_s

@@ -181,7 +181,10 @@ class FreeLicenses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedSlot:
-    """Parts of nodes, licences and power, that are reserved for a job over ``[start_s, end_s)``."""
+    """Parts of nodes, and licences, that are reserved for a job over ``[start_s, end_s)``.
+
+    Watts of circuits are among the licences.
+    """
 
     partition: str
     start_s: float
@@ -488,7 +491,7 @@ class Placement:
         return no_licenses(job.licenses, self.licenses.free_now(), self._total_licenses)
 
     def short_of_power(self, job: PendingJob) -> Wait | None:
-        """Return the wait of `job` if only power has kept it from starting in this pass; None: other things."""
+        """Return the wait of `job` if only power has kept it from starting; None: other things."""
         lacking = self._short_of_power.get(job.id)
         return None if lacking is None else no_power(lacking, self.licenses.free_now(), self._total_licenses)
 
@@ -660,7 +663,7 @@ class SchedulingPass:
         )
 
     def short_of(self, job: PendingJob) -> Wait | None:
-        """Return the wait of `job` if licences or power keep it from starting now; None: they do not."""
+        """Return the wait of `job` if it lacks licences or power now; None: it does not."""
         return self.placement.short_of_licenses(job) or self.placement.short_of_power(job)
 
     def _held(self, job: PendingJob, parts: list[NodePart]) -> Held:

@@ -519,7 +519,7 @@ def circuit_lines(circuit: Json) -> list[Words]:
     """Return the lines of a circuit with its power budget."""
     measured = circuit["measured_watts"]
     taken = "N/A" if measured is None else f"{measured:.0f}"
-    lines = [
+    lines: list[Words] = [
         [
             ("CircuitName", circuit["name"]),
             ("BudgetWatts", f"{circuit['budget_watts']:g}"),
@@ -536,7 +536,7 @@ def circuit_lines(circuit: Json) -> list[Words]:
             ("OfNodes", circuit["measured_nodes"]),
         ],
     ]
-    return [*lines, [("NotDeclared", circuit["unknown"])]] if circuit["unknown"] else lines
+    return lines + ([[("NotDeclared", circuit["unknown"])]] if circuit["unknown"] else [])
 
 
 def config_text(config: Json) -> str:

@@ -120,9 +120,9 @@ def outages_of(database: Path, query: Json) -> Json:
 
 
 def tariff_of(tariff: Tariff, query: Json) -> Json:
-    """Return [cost] with the prices of energy over the period of the query. Raises RequestError.
+    """Return [cost] with the prices of energy over the period of the query.
 
-    Each is a list of times with the price from then on.
+    Raises RequestError. Each is a list of times with the price from then on.
     """
     start_s, end_s = _period_of(query, "the tariff")
     if not 0 <= start_s <= end_s <= min(start_s + MAX_PERIOD_S, LATEST_S):
@@ -252,7 +252,8 @@ def _energy_views(
 
     The prices are those of the time for which each attempt held the node, else those outside of windows.
     """
-    tariff, held = cluster.config.cost, {}
+    tariff = cluster.config.cost
+    held: dict[tuple[int, str], tuple[float, float]] = {}
     for attempt in attempts or ():
         for one in attempt.holdings:
             until_s = now_s if one.until_s is None else one.until_s

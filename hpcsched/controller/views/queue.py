@@ -142,7 +142,7 @@ def _priority_view(job: PendingJob, parts: Breakdown) -> Json:
 
 
 def circuit_views(cluster: ClusterState, ledger: EnergyLedger, now_s: float) -> list[Json]:
-    """Return the circuits with their budgets, what jobs count of them, and what their nodes take now.
+    """Return the circuits: their budgets, what jobs count, and what their nodes take now.
 
     `measured_watts`: of the nodes of which it is known, by the named sources. `unknown`: nodes that count nothing, because their
     power is not declared.

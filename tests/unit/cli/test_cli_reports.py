@@ -328,7 +328,7 @@ def test_a_job_pays_the_prices_of_the_hours_in_which_it_ran(
     served.state.config = replace(served.state.config, cost=Tariff(kwh=price_of({"default": 0.4, cheap: 0.1})))
     assert hacct.main(["-n", "-P", "-X", "-j", "1", "-o", "EnergyCost"]) == 0
     assert capsys.readouterr().out == "0.4400\n"
-    for by in ("user", "account", "month"):
+    for by in ("user", "account", "account,month"):
         (row,) = report(capsys, "cost", f"--by={by}")["rows"]
         assert row["cost"] == pytest.approx(0.44)
 

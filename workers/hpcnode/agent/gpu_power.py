@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import Any, Dict, List, Sequence, Tuple
 
 from hpcnode.agent.gpu_watch import LIBRARY, Nvml
-from hpcnode.agent.job_scripts import GPU_POWER
 from hpcnode.os.durable import read_object, to_bytes, write_durably
 from hpcnode.spool import remove_file
 
+GPU_POWER = "GPU power: "  # begins each reason that is not a fault of the node
 STATUSES = {
     2: "the driver refuses this value",
     3: "this GPU has no adjustable limit",
@@ -54,7 +54,7 @@ def limit(path: str, gpus: Sequence[str], watts: int, library: str = LIBRARY) ->
 
 
 def restore(path: str, library: str = LIBRARY) -> str:
-    """Set the limits back that `limit` has noted; return why not, "" if that is done, or nothing was noted."""
+    """Set the limits back that `limit` has noted, if any; return why not, "" if that is done."""
     before = read_object(path)
     if before is None:
         return ""
@@ -62,8 +62,10 @@ def restore(path: str, library: str = LIBRARY) -> str:
     for gpu, milliwatts in before.items():
         try:
             nvml = _loaded(library)
-            _set(nvml, gpu, nvml.device(gpu), int(milliwatts))
-        except (_PowerError, TypeError, ValueError) as error:
+            if type(milliwatts) is not int:
+                raise _PowerError("the note of its limit is damaged")
+            _set(nvml, gpu, nvml.device(gpu), milliwatts)
+        except _PowerError as error:
             failed.append("cannot set the limit of GPU %s back to %s mW: %s" % (gpu, milliwatts, error))
     if not failed:
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""The power of the whole machine, as its management board (BMC) measures it: DCMI's power reading by /dev/ipmi0.
+"""The power of the whole machine, as its management board (BMC) measures it.
 
-Use it in a child: a board may take seconds. Only root may open the device. A machine without a board, or with one that does not
-measure, has no value.
+It is DCMI's power reading by /dev/ipmi0. Use it in a child: a board may take seconds. Only root may open the device. A machine
+without a board, or with one that does not measure, has no value.
 
 Sources: linux/ipmi.h; Data Center Management Interface (DCMI) 1.5, Get Power Reading.
 """
@@ -47,7 +47,7 @@ def _watts(answer: bytes) -> Optional[float]:
 
 
 def _asked(fd: int, ioctl: Ioctl, data: bytes) -> bytes:
-    """Return the answer of the board to a request, b"" if there is none in time. Raises OSError."""
+    """Return the board's answer to a request, b"" if there is none in time. Raises OSError."""
     import ctypes as c  # in a child; see `agent` on the cost of imports
 
     address_kind, message_kind, request_kind, reply_kind = _structures()
@@ -82,22 +82,22 @@ def _structures() -> Tuple[Any, Any, Any, Any]:
     """Return ipmi_system_interface_addr, ipmi_msg, ipmi_req and ipmi_recv of linux/ipmi.h."""
     import ctypes as c
 
-    class Address(c.Structure):
+    class BoardAddress(c.Structure):
         _fields_ = [("addr_type", c.c_int), ("channel", c.c_short), ("lun", c.c_ubyte)]
 
-    class Message(c.Structure):
+    class BoardMessage(c.Structure):
         _fields_ = [("netfn", c.c_ubyte), ("cmd", c.c_ubyte), ("data_len", c.c_ushort), ("data", c.c_void_p)]
 
-    class Request(c.Structure):
-        _fields_ = [("addr", c.c_void_p), ("addr_len", c.c_uint), ("msgid", c.c_long), ("msg", Message)]
+    class BoardRequest(c.Structure):
+        _fields_ = [("addr", c.c_void_p), ("addr_len", c.c_uint), ("msgid", c.c_long), ("msg", BoardMessage)]
 
-    class Reply(c.Structure):
+    class BoardReply(c.Structure):
         _fields_ = [
             ("recv_type", c.c_int),
             ("addr", c.c_void_p),
             ("addr_len", c.c_uint),
             ("msgid", c.c_long),
-            ("msg", Message),
+            ("msg", BoardMessage),
         ]
 
-    return Address, Message, Request, Reply
+    return BoardAddress, BoardMessage, BoardRequest, BoardReply

@@ -29,6 +29,7 @@ import os
 from contextlib import suppress
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Protocol, Tuple
 
+from hpcnode.agent import gpu_power
 from hpcnode.agent.gpu_watch import LIBRARY
 from hpcnode.agent.helpers import ask_child
 from hpcnode.os.account import why_not_as_root
@@ -44,7 +45,6 @@ PROLOG, READY, REFUSED, EPILOG, OVER = "prolog", "ready", "refused", "epilog", "
 STATES = (PROLOG, READY, REFUSED, EPILOG, OVER)
 CONTEXTS = {PROLOG: "prolog_slurmd", EPILOG: "epilog_slurmd"}  # as in Slurm
 GO = ""
-GPU_POWER = "GPU power: "  # begins why the power of GPUs cannot be limited, see `gpu_power`
 STORED = {"state": str, "claims": bool, "closing": bool, "why": str, "failures": list}
 NO_EPILOG = "epilog cannot run: its record is damaged"
 LOOK_S = 0.1
@@ -310,7 +310,7 @@ class ScriptRecords:
 
 def is_of_job(why: str) -> bool:
     """Return whether a launch is refused for what its job has requested, and not for the node."""
-    return why.startswith(GPU_POWER)
+    return why.startswith(gpu_power.GPU_POWER)
 
 
 def _has_any(scripts: protocol.JobScripts) -> bool:
@@ -381,8 +381,7 @@ class ScriptRunner:
 
     def _done(self, path: str, state: str, scripts: protocol.JobScripts, env: Dict[str, str]) -> str:
         """Do the work of a state, in a child; return why it failed, "" if it did not."""
-        from hpcnode.agent import gpu_power  # in a child; see `agent` on the cost of imports
-        from hpcnode.os.program import run
+        from hpcnode.os.program import run  # in a child; see `agent` on the cost of imports
 
         program = scripts.prolog if state == PROLOG else scripts.epilog
         why = ""
