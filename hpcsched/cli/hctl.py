@@ -1287,12 +1287,10 @@ def _print_rules(words: Words) -> int:
     return _print_answer({"version": 1, "rules": rules}, words, text)
 
 
-_PHASES = ("firing", "pending", "resolved")
-
-
 def _alert_lines(answer: Json) -> list[str]:
     """Return a line for each alert, the worst first; then silences and receivers in trouble."""
-    alerts = sorted(answer["alerts"], key=lambda alert: (_PHASES.index(alert["phase"]), alert["since_s"]))
+    from hpcsched.listing.overview import worst_first  # no other verb needs it
+
     rows = [
         (
             clean(alert["rule"]),
@@ -1302,7 +1300,7 @@ def _alert_lines(answer: Json) -> list[str]:
             date_text(alert["ended_at_s"] if alert["phase"] == "resolved" else alert["since_s"]),
             f"({clean(alert['quiet'])}) {clean(alert['text'])}" if alert["quiet"] else clean(alert["text"]),
         )
-        for alert in alerts
+        for alert in worst_first(answer["alerts"])
     ]
     lines = columns(("RULE", "WHERE", "SEVERITY", "STATE", "SINCE", "TEXT"), rows).splitlines() if rows else []
     lines += [] if rows else ["no alerts: all that is watched is well"]
