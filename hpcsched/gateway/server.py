@@ -439,16 +439,16 @@ class GatewayConnection(HttpToolsProtocol):
 
 def _more_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
     """Return the routes of slurmrestd's paths, logins and web pages. Raises ConfigError."""
-    logins = _login_routes(app, settings)
-    return [*SlurmPaths(app).routes(), *logins, *Pages(app, has_oidc=bool(logins)).routes()]
+    pages = Pages(app, has_oidc=bool(settings.oidc.issuer))
+    return [*SlurmPaths(app).routes(), *_login_routes(app, settings, pages), *pages.routes()]
 
 
-def _login_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
+def _login_routes(app: GatewayApp, settings: GatewaySettings, pages: Pages) -> list[Route]:
     """Return the routes of a login at a provider, if one is configured. Raises ConfigError."""
     if not settings.oidc.issuer:
         return []
     try:
-        return OidcLogin(app, settings).routes()
+        return OidcLogin(app, settings, pages.logged_in).routes()
     except ImportError as error:
         raise ConfigError(
             f"cannot start the gateway: [gateway.oidc] needs {error.name}: pip install 'hpcsched[oidc]'"
