@@ -60,6 +60,7 @@ class Action(Enum):
     REQUEUE = "requeue"
     UPDATE = "update"
     RUN_STEP = "run-step"
+    REACH_JOB = "reach-job"
     SET_TRIGGER = "set-trigger"
     SUSPEND = "suspend"
     OVERRULE_HOLD = "overrule-hold"
@@ -108,6 +109,10 @@ _TABLE: dict[Action, tuple[str, tuple[Reach, Reach, Reach, Reach, Reach, Reach]]
     Action.REQUEUE: ("requeue jobs", (_NONE, _OWN, _ACCOUNT, _ALL, _ALL, _NONE)),
     Action.UPDATE: ("change jobs", (_NONE, _OWN, _ACCOUNT, _ALL, _ALL, _NONE)),
     Action.RUN_STEP: ("run steps in a job", (_NONE, _OWN, _OWN, _OWN, _ALL, _NONE)),
+    Action.REACH_JOB: (
+        "open what a job serves, or a terminal in it, in a browser",
+        (_NONE, _OWN, _OWN, _OWN, _OWN, _NONE),
+    ),
     Action.SET_TRIGGER: ("set and clear triggers", (_NONE, _OWN, _ACCOUNT, _ALL, _ALL, _NONE)),
     Action.SUSPEND: ("suspend and resume jobs", (_NONE, _NONE, _NONE, _ALL, _ALL, _NONE)),
     Action.OVERRULE_HOLD: (

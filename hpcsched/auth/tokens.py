@@ -158,6 +158,7 @@ _SCOPES: Mapping[tuple[str, str], Scope] = {
     ("POST", "/v1/test"): Scope.SUBMIT,
     # Its requests for jobs go through their own routes; its submission checks SUBMIT.
     ("POST", "/v1/command"): Scope.READ,
+    ("POST", "/v1/reach"): Scope.SUBMIT,
     ("POST", "/v1/cancel"): Scope.MANAGE,
     ("POST", "/v1/hold"): Scope.MANAGE,
     ("POST", "/v1/release"): Scope.MANAGE,
@@ -197,7 +198,7 @@ _ACTIONS: Mapping[Scope, frozenset[Action]] = {
             Action.REVOKE_TOKENS,
         }
     ),
-    Scope.SUBMIT: frozenset({Action.SUBMIT, Action.VIEW_FILES}),
+    Scope.SUBMIT: frozenset({Action.SUBMIT, Action.VIEW_FILES, Action.REACH_JOB}),
     Scope.MANAGE: frozenset(
         {
             Action.VIEW_JOBS,

@@ -24,7 +24,6 @@ from hpcsched.errors import ConfigError, RequestError
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.retention import KeptBackups, retention_of
-from hpcsched.model.tariff import Price, price_of
 from hpcsched.model.units import nearest, parse_mem_mib, parse_time_s
 
 ALL_NODES = "all"
@@ -184,6 +183,12 @@ def https_address(value: Any) -> str:
     return str(value)
 
 
+def wildcard_host(value: Any) -> str:
+    if text(value) and not re.fullmatch(r"\*(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?){2,10}", value):
+        raise BadValue('wants the names below a domain, in small letters: "*.jobs.example.org"')
+    return str(value)
+
+
 def web_address(value: Any) -> str:
     if text(value) and not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]+(/[!-~]*)?", value):
         raise BadValue("wants an address that begins with http:// or https://")
@@ -265,14 +270,6 @@ def number(least: float = 0.0, most: float = 1e9) -> Callable[[Any], float]:
         return float(value)
 
     return kind
-
-
-def price(value: Any) -> Price:
-    """Return a price that may depend on the hour of the week."""
-    try:
-        return price_of(value)
-    except RequestError as error:
-        raise BadValue(f"wants a number, or a table of windows with default: {error}") from None
 
 
 def time_limit(value: Any) -> int | None:
@@ -575,12 +572,8 @@ COST = (
     Key("currency", word, "EUR", "The currency of the prices, which hreport shows."),
     Key("cpu_hour", number(), 0, "The price of a cpu for an hour. 0: none."),
     Key("gpu_hour", number(), 0, "The price of a GPU for an hour; shards count as their part of one. 0: none."),
-    Key("kwh", price, 0,
-        "The price of a kilowatt-hour, of what is measured: a number, or a table with the prices of hours of the week by the "
-        "head's clock, {default = 0.31, \"Mo-Fr 22:00-06:00\" = 0.22}. A window over midnight belongs to the day on which it "
-        "begins. 0: none."),
-    Key("gco2_per_kwh", price, 0,
-        "How many grams of CO2 a kilowatt-hour causes: a number, or such a table. 0: not shown."),
+    Key("kwh", number(), 0, "The price of a kilowatt-hour, of what is measured. 0: none."),
+    Key("gco2_per_kwh", number(), 0, "How many grams of CO2 a kilowatt-hour causes. 0: not shown."),
 )
 
 LOG = (
@@ -674,15 +667,6 @@ POWER = (
         "How long a node takes at most to come back. One that takes longer is DOWN, and its jobs start elsewhere."),
     Key("min_on", seconds(), "30m",
         "How long a node stays on at least after it was switched on, so that short jobs do not switch it off and on."),
-    Key("budget_watts", number(), 0,
-        "What all nodes may take together. Their idle_watts are taken off first; of the rest, a job counts its cpus' part of "
-        "peak_watts above idle_watts, and gpu_watts of its GPUs. A job that would exceed it waits (PowerNotAvail). Groups of "
-        "nodes may have budgets of their own: [power.circuits.NAME]. 0: no budget."),
-)
-
-CIRCUIT = (
-    Key("watts", number(1), REQUIRED, "What the nodes of the circuit may take together, as budget_watts.", shown="2000"),
-    Key("nodes", hosts, REQUIRED, "The nodes of the circuit: a host list. A node may be in several.", shown='"n[1-4]"'),
 )
 
 SCHEDULER = (
@@ -802,8 +786,7 @@ NODE = (
         "time. 0: not known."),
     Key("peak_watts", number(), 0,
         "Its power without GPUs when all cpus are busy. If the node has no meter, its energy is estimated from these two. 0: it "
-        "is not estimated, and counts nothing of budget_watts of [power]."),
-    Key("gpu_watts", number(), 0, "The power limit of each of its GPUs, for budget_watts of [power]. 0: not known."),
+        "is not estimated."),
 )
 
 SWITCH = (
@@ -819,6 +802,10 @@ GATEWAY = (
     Key("port", whole(1, 65535), 6820, "The port of the gateway."),
     Key("url", text, "",
         'The public address of the gateway, for links: "https://head.example.org:6820". Empty: from host name and port.'),
+    Key("job_hosts", wildcard_host, "",
+        'The host names at which browsers reach what jobs serve, each job at one of its own: "*.jobs.example.org". The name '
+        "server has the address of the gateway for them, and the certificate covers them. Empty: only through a tunnel of ssh, "
+        "as job-12.localhost."),
     Key("certificate", absolute_path, "", "The gateway's TLS certificate with its chain, a PEM file.",
         shown='"/etc/hpcsched/gateway.crt"'),
     Key("key", absolute_path, "", "The private key of the certificate, a PEM file that only root or the gateway can read.",

@@ -40,6 +40,7 @@ from hpcsched.controller.nodes.loss import lose_gone_nodes
 from hpcsched.controller.power_switch import PowerSwitch
 from hpcsched.controller.recovery import load_assessments, node_of, policy_of, settings_changed, unknown_users
 from hpcsched.controller.relay import Relaying
+from hpcsched.controller.requests.reaches import Reaches
 from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import RETRY_S, Controller
@@ -164,6 +165,7 @@ class Daemon:
         self.heads = HeadStreams(socket_limits)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
         self.heads.stepping = self.fleet.stepping = self.stepping
+        self.heads.reaches = Reaches(cluster, clock)
         gc.freeze()  # objects made until here are never garbage
         gc.set_threshold(*GC_THRESHOLD)
         gc.enable()
@@ -241,6 +243,7 @@ class Daemon:
             credentials=credentials,
             recorder=self._recorder,
             alerts=self._alerts,
+            reaches=self.heads.reaches,
         )
 
     async def _check_database(self) -> None:

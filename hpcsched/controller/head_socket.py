@@ -2,7 +2,9 @@
 
 Frames of hpcnode.wire.protocol go both ways. The kernel reports the user of a connection. An
 account's connections and bytes are limited together with those at the API's socket. Requests that
-come too fast wait.
+come too fast wait. A connection of the gateway begins with the key of a step that the API has
+prepared (`hpcsched.controller.requests.reaches`). From then on it is that of the step's user, for this step
+alone.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from pathlib import Path
 from hpcnode.wire import protocol
 from hpcsched.api.connection_limits import Listener, SocketLimits, listening_socket, read_less
 from hpcsched.api.identity import peer_uid
+from hpcsched.controller.requests.reaches import Reaches
 from hpcsched.controller.stepping import Stepping
-from hpcsched.errors import report_fault
+from hpcsched.errors import HpcschedError, ProtocolError, report_fault
 from hpcsched.steps.step import HEAD
 
 log = logging.getLogger("hpcsched.heads")
@@ -29,6 +32,8 @@ FREE_BYTES = 4 << 10  # of a frame's JSON
 BYTES_PER_REQUEST = 16 << 10  # of JSON beyond that, each counted as a request
 # Messages of a running step: not counted as requests.
 STREAM_WORDS = (protocol.Input, protocol.OutputAck, protocol.Ping)
+# All that a prepared step may say after its key.
+PREPARED_WORDS = (*STREAM_WORDS, protocol.StepSignal)
 
 
 class HeadStreams:
@@ -36,6 +41,7 @@ class HeadStreams:
 
     def __init__(self, socket_limits: SocketLimits | None = None) -> None:
         self.stepping: Stepping | None = None
+        self.reaches: Reaches | None = None
         self.socket_limits = socket_limits or SocketLimits()
         self.streams: dict[int, _Stream] = {}
         self._last_stream = 0
@@ -70,6 +76,25 @@ class HeadStreams:
         said = protocol.FromStream(stream=stream, uid=uid, job_id=0, attempt=0, message=protocol.to_json(message))
         self.stepping.on_from_stream(HEAD, said, blob)
 
+    def prepared(self, stream: int, key: str) -> tuple[int, protocol.StepRequest]:
+        """Return the user and the request of the step of a key. Raises HpcschedError."""
+        if self.reaches is None:
+            raise ProtocolError("cannot start the step: this controller prepares none")
+        reach = self.reaches.begin(stream, key)
+        return reach.identity.uid, reach.request
+
+    def why_over(self, stream: int) -> str:
+        """Return why the controller must end a prepared step now, "" if it need not."""
+        return self.reaches.why_over(stream) if self.reaches is not None else ""
+
+    def closed(self, stream: int) -> None:
+        """Note that the connection of a command has closed."""
+        del self.streams[stream]
+        if self.reaches is not None:
+            self.reaches.end(stream)
+        if self.stepping is not None:
+            self.stepping.on_stream_closed((HEAD, stream))
+
     def _stream(self) -> _Stream:
         self._last_stream += 1
         return _Stream(self, self._last_stream)
@@ -98,6 +123,7 @@ class _Stream(asyncio.Protocol):
         self._began_s = 0.0  # when the incomplete frame began
         self._has_asked = False
         self._has_ended = False
+        self._is_prepared = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -117,9 +143,7 @@ class _Stream(asyncio.Protocol):
         if self._waits is not None:
             self._waits.cancel()
         self._limits.goes(self._uid, self)
-        del self._heads.streams[self._number]
-        if self._heads.stepping is not None:
-            self._heads.stepping.on_stream_closed((HEAD, self._number))
+        self._heads.closed(self._number)
 
     @property
     def is_busy(self) -> bool:
@@ -189,9 +213,8 @@ class _Stream(asyncio.Protocol):
                     message = text
                 if not isinstance(message, STREAM_WORDS) and not self._may((message, blob), 1.0):
                     return
-                self._has_asked = self._has_asked or not isinstance(message, protocol.Ping)
-                self._heads.take(self._number, self._uid, message, blob)
-        except protocol.WireError as error:
+                self._take(message, blob)
+        except (protocol.WireError, ProtocolError) as error:
             self._end(str(error))
             return
         except Exception as error:
@@ -200,6 +223,35 @@ class _Stream(asyncio.Protocol):
             return
         if not self._limits.may_hold(self._uid, self, self._framer.pending_bytes):
             self._end(f"uid {self._uid} sends too much at once")
+
+    def _take(self, message: protocol.Message, blob: bytes) -> None:
+        """Pass a message on. Raises ProtocolError if a prepared step may not say it."""
+        if isinstance(message, protocol.PreparedStep):
+            self._become(message.key)
+            return
+        if self._is_prepared and not isinstance(message, PREPARED_WORDS):
+            raise ProtocolError("cannot do anything else on the connection of a prepared step")
+        self._has_asked = self._has_asked or not isinstance(message, protocol.Ping)
+        self._heads.take(self._number, self._uid, message, blob)
+
+    def _become(self, key: str) -> None:
+        """Start the step of a key, as its user. Raises ProtocolError."""
+        if self._has_asked:
+            raise ProtocolError("cannot start a prepared step: the key must be the first message")
+        self._has_asked = True
+        try:
+            uid, request = self._heads.prepared(self._number, key)
+        except HpcschedError as error:
+            self.send(protocol.StepEnded(codes=[], signals=[], error=str(error)), b"")
+            return
+        self._is_prepared = True
+        self._timer.cancel()
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+        self._limits.goes(self._uid, self)
+        self._uid = uid
+        if not self._limits.comes(self._uid, self):
+            raise ProtocolError(f"uid {self._uid} has too many step commands connected")
+        self._heads.take(self._number, self._uid, request, b"")
 
     def _may(self, frame: tuple[protocol.Message | bytes, bytes], cost: float) -> bool:
         """Charge the frame to the account; if over the rate limit, wait and stop reading.
@@ -231,6 +283,10 @@ class _Stream(asyncio.Protocol):
             self._transport.close()
 
     def _look(self) -> None:
+        if why := self._heads.why_over(self._number):
+            self._end(f"the step is ended: {why}")
+            self._timer = self._loop.call_later(LOOK_S, self.drop)
+            return
         is_due = self._waits is None and (not self._has_asked or self._framer.pending_bytes)
         left_s = FRAME_S - (self._loop.time() - self._began_s) if is_due else LOOK_S
         if left_s > 0:

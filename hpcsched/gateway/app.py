@@ -19,8 +19,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from hashlib import blake2b
+from html import escape
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +30,7 @@ from urllib.parse import parse_qs, parse_qsl, quote, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hpcnode.wire.connection_limits import Rates
@@ -111,7 +111,6 @@ class GatewayApp:
         self._settings = settings
         self._rates = Rates(settings.rate, settings.burst, time.monotonic)
         self._known: OrderedDict[bytes, str] = OrderedDict()  # credentials, and the uid of each
-        self.open_streams = 0  # of events: as many pages are open, about
         self._asked: Counter[str] = Counter()  # requests that the controller is answering, by user or address
         self._routing = Routing()
         self._openapi = json.dumps(openapi(), separators=(",", ":")).encode()
@@ -159,9 +158,26 @@ class GatewayApp:
         """Count a request that another interface answers. Raises ProblemError."""
         self._count(request, self._credential(request))
 
-    def count(self, request: Request) -> None:
+    def count(self, request: Request, cost: float = 1.0) -> None:
         """Count a request without a credential, of its address. Raises ProblemError."""
-        self._count(request, {})
+        self._count(request, {}, cost)
+
+    def count_for(self, request: Request, credential: Mapping[str, str]) -> None:
+        """Count a request of a credential that it does not have itself. Raises ProblemError."""
+        self._count(request, credential)
+
+    def credential(self, request: Request) -> Mapping[str, str]:
+        """Return the headers that prove to the controller who asks. Raises ProblemError."""
+        return self._credential(request)
+
+    async def forward_for(
+        self, request: Request, credential: Mapping[str, str], method: str, path: str, body: bytes = b""
+    ) -> UpstreamReply:
+        """Ask the controller with a credential that the request does not have itself.
+
+        Raises ProblemError, UpstreamError.
+        """
+        return await self._ask(request, method, path, credential, body)
 
     async def public(self, request: Request, path: str, body: Mapping[str, str]) -> UpstreamReply:
         """Ask the controller without a credential, to get one. Raises UpstreamError."""
@@ -301,6 +317,8 @@ class GatewayApp:
         value = next(iter(given[0].values()))
         if len(value) > 4_000 or not value.isprintable() or not value.isascii():
             raise ProblemError(401, "cannot accept the credential: it is too long, or not ASCII")
+        if cookie and headers.get("origin") not in (None, own_origin(request), self._settings.url.rstrip("/")):
+            raise ProblemError(403, "cannot accept the session: a page of another origin uses it")
         if cookie and request.method not in ("GET", "HEAD") and CSRF_HEADER not in headers:
             raise ProblemError(403, f"cannot change anything with a session alone: send the header {CSRF_HEADER}")
         return given[0]
@@ -425,15 +443,12 @@ class GatewayApp:
         first = await anext(pieces)
 
         async def whole() -> AsyncIterator[bytes]:
-            self.open_streams += route.path == "/events"
+            yield first
             try:
-                yield first
                 async for piece in pieces:
                     yield piece
             except (ProblemError, UpstreamError) as error:
                 yield _event("error", {"error": str(error)})
-            finally:
-                self.open_streams -= route.path == "/events"
 
         return StreamingResponse(whole(), headers=SAFE_HEADERS, media_type="text/event-stream")
 
@@ -523,6 +538,11 @@ def _idempotency_key(request: Request) -> dict[str, str]:
     return {"idempotency-key": keys[0]} if keys else {}
 
 
+def own_origin(request: Request) -> str:
+    """Return the origin of the host that a request asks."""
+    return f"{request.scope['scheme']}://{request.headers.get('host', '')}"
+
+
 def _source(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
@@ -561,12 +581,12 @@ FIRST_IMPORTS = ("anyio._backends._asyncio", "concurrent.futures.thread", "encod
 
 
 class OidcLogin:
-    """Logins at one provider. `page` makes the page after a login, of the user's name.
+    """Logins at one provider.
 
     The secret is read at the start, when the gateway may still be root.
     """
 
-    def __init__(self, app: GatewayApp, settings: GatewaySettings, page: Callable[[Request, str], Response]) -> None:
+    def __init__(self, app: GatewayApp, settings: GatewaySettings) -> None:
         import httpx  # of the extra [oidc]
         from authlib.integrations.base_client import OAuthError
         from authlib.integrations.httpx_client import AsyncOAuth2Client
@@ -575,7 +595,7 @@ class OidcLogin:
             import_module(name)
         self._http, self._oauth_client, self._oauth_error = httpx, AsyncOAuth2Client, OAuthError
         AsyncOAuth2Client()  # it imports its transport, whose name changes with the version
-        self._app, self._page = app, page
+        self._app = app
         self._oidc = settings.oidc
         self._callback = settings.url.rstrip("/") + CALLBACK_PATH
         self._secret = _secret_of(Path(self._oidc.client_secret)) if self._oidc.client_secret else None
@@ -626,7 +646,9 @@ class OidcLogin:
             raise ProblemError(401, f"cannot log in: the provider says: {why}")
         token = await self._exchanged(code, verifier)
         reply = await self._app.public(request, "/v1/logins/finish", {"state": state, "id_token": token})
-        answer = await self._app.opened(request, reply, partial(self._page, request))
+        answer = await self._app.opened(request, reply, lambda user: HTMLResponse(
+            f"<!doctype html><title>hpcsched</title><p>You are logged in as {escape(user)}.", headers=SAFE_HEADERS
+        ))  # fmt: skip
         answer.delete_cookie(LOGIN_COOKIE, path="/", secure=True, httponly=True, samesite="lax")
         return answer
 

@@ -19,25 +19,31 @@ import ssl
 import stat
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import anyio
 import httptools
 import uvicorn
+from starlette.requests import Request
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from hpcnode.wire.connection_limits import Bounds, ConnectionLimits
 from hpcsched.config.load import GatewaySettings
-from hpcsched.errors import ConfigError
-from hpcsched.gateway.app import GatewayApp, OidcLogin, network_of, problem
+from hpcsched.errors import ConfigError, report_fault
+from hpcsched.gateway.app import GatewayApp, OidcLogin, ProblemError, network_of, problem
+from hpcsched.gateway.jobproxy import JobProxy, Origins
 from hpcsched.gateway.pages import Pages
 from hpcsched.gateway.routes import MAX_BODY_BYTES
+from hpcsched.gateway.site import Site
 from hpcsched.gateway.slurmrestd import SlurmPaths
+from hpcsched.gateway.streams import StreamError
+from hpcsched.gateway.terminal import Terminals
 from hpcsched.gateway.upstream import Upstream, UpstreamError
 
 log = logging.getLogger("hpcsched.gateway")
@@ -56,6 +62,7 @@ CLOSED_S = 2.0
 PIECE_BYTES = 64 << 10  # of an answer that a client has to read before it gets more
 UNREAD_BYTES = 64 << 20  # of one user's answers; a single answer may be larger
 ALL_UNREAD_BYTES = 192 << 20
+MAX_JOB_BODY_BYTES = 1 << 30  # of a request to a job
 # Headers of which two would be two opinions.
 SINGLE_HEADERS = (b"host", b"content-type", b"x-slurm-user-name", b"last-event-id", b"x-requested-with")
 
@@ -149,14 +156,36 @@ async def check_controller(upstream: Upstream) -> None:
         )
 
 
+class GatewayPlaces(NamedTuple):
+    """The controller's sockets, and the directory of the site's own job scripts."""
+
+    api_socket: str
+    steps_socket: str
+    templates: Path
+
+
 class GatewayServer:
     """Serves an application on one listening socket."""
 
-    def __init__(self, app: GatewayApp, settings: GatewaySettings, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, app: GatewayApp, settings: GatewaySettings, tls: ssl.SSLContext | None, places: GatewayPlaces
+    ) -> None:
         self._settings = settings
         self._tls = tls
+        logins = _login_routes(app, settings)
+        site = Site(app, has_oidc=bool(logins), own_templates=places.templates)
+        jobs = JobProxy(app, site, places.steps_socket, settings.job_hosts, settings.session_s)
+        terminals = Terminals(app, site, places.steps_socket)
+        routes = [
+            *SlurmPaths(app).routes(),
+            *logins,
+            *jobs.routes(),
+            *terminals.routes(),
+            *Pages(site).routes(),
+        ]
+        self._upgrades = Upgrades(jobs, terminals)
         self._config = uvicorn.Config(
-            AnswerPacer(app.asgi(_more_routes(app, settings)), settings.max_connections),
+            AnswerPacer(Origins(app.asgi(routes), jobs), settings.max_connections),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -183,7 +212,7 @@ class GatewayServer:
         self._loop.remove_reader(sock.fileno())
         for connection in list(self._state.connections):
             connection.shutdown()
-        for task in list(self._tasks):
+        for task in (*self._tasks, *self._upgrades.tasks):
             task.cancel()
 
     def _accept(self) -> None:
@@ -219,7 +248,10 @@ class GatewayServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             times = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": CLOSED_S} if self._tls else {}
             await self._loop.connect_accepted_socket(
-                lambda: GatewayConnection(self._config, self._state, ended), sock, ssl=self._tls, **times
+                lambda: GatewayConnection(self._config, self._state, ended, self._upgrades),
+                sock,
+                ssl=self._tls,
+                **times,
             )
             await ended.wait()
         except (OSError, ssl.SSLError):  # no handshake, or too late: nothing to answer
@@ -322,12 +354,83 @@ async def _no_more() -> Message:
     return {"type": "http.disconnect"}
 
 
+class Upgrades:
+    """Connections that have become WebSockets. They have deadlines of their own."""
+
+    def __init__(self, jobs: JobProxy, terminals: Terminals) -> None:
+        self._jobs, self._terminals = jobs, terminals
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def is_jobs(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Return whether a request is for the origin of a job."""
+        host = next((value for name, value in headers if name == b"host"), b"")
+        return self._jobs.job_of(host.decode("latin-1")) is not None
+
+    def begin(self, request: Request, transport: asyncio.Transport, ended: asyncio.Event) -> None:
+        """Take over a connection."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=PIECE_BYTES, loop=loop)
+        stream = _UpgradedConnection(reader, ended)
+        stream.connection_made(transport)
+        transport.set_protocol(stream)
+        transport.set_write_buffer_limits(high=PIECE_BYTES)
+        writer = asyncio.StreamWriter(transport, stream, reader, loop)
+        task = loop.create_task(self._serve(request, reader, writer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _serve(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        refusal: bytes = b""
+        try:
+            job_id = self._jobs.job_of(request.headers.get("host", ""))
+            if job_id is not None:
+                await self._jobs.upgrade(request, job_id, reader, writer)
+            elif job := self._terminals.job_of(request):
+                await self._terminals.serve(request, job, reader, writer)
+            else:
+                raise ProblemError(404, f"cannot find the WebSocket {request.scope['path'][:200]!r}")
+        except (ProblemError, UpstreamError) as error:
+            refusal = plain_answer(error.status, str(error))
+        except StreamError as error:
+            refusal = plain_answer(502, str(error))
+        except Exception as error:
+            wrong = report_fault(error, f"serve a WebSocket at {request.scope['path'][:200]!r}", "the gateway's log")
+            refusal = plain_answer(500, str(wrong))
+        finally:
+            if not writer.transport.is_closing():
+                writer.write(refusal)
+                writer.close()
+
+
+class _UpgradedConnection(asyncio.StreamReaderProtocol):
+    """The connection of a WebSocket."""
+
+    def __init__(self, reader: asyncio.StreamReader, ended: asyncio.Event) -> None:
+        super().__init__(reader)
+        self._ended = ended
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._ended.set()
+
+
+def plain_answer(status: int, why: str) -> bytes:
+    """Return an error as an answer that ends its connection."""
+    answer = problem(status, why, "RequestError")
+    head = [f"HTTP/1.1 {status} -", "connection: close"]
+    head += [f"{name.decode()}: {value.decode()}" for name, value in answer.raw_headers]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + bytes(answer.body)
+
+
 class GatewayConnection(HttpToolsProtocol):
     """One connection, with bounds on the head, the body and the time."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, ended: asyncio.Event) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, ended: asyncio.Event, upgrades: Upgrades | None = None
+    ) -> None:
         super().__init__(config, state, {})
         self._ended = ended
+        self._upgrades = upgrades
         self._certificate = ""
         self._head_bytes = 0
         self._in_head = True
@@ -335,6 +438,7 @@ class GatewayConnection(HttpToolsProtocol):
         self._began_s = time.monotonic()
         self._unread_bytes = 0
         self._read_s = self._began_s
+        self._is_jobs = False  # the present request is for the origin of a job: its body is passed on as it comes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -353,6 +457,8 @@ class GatewayConnection(HttpToolsProtocol):
             if not self._head_bytes:
                 self._began_s = time.monotonic()
             self._head_bytes += len(data)
+        elif self._is_jobs:
+            self._began_s = time.monotonic()
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "cannot read the request: its head is too long")
@@ -371,6 +477,7 @@ class GatewayConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._in_body = True
+        self._is_jobs = False
         self._began_s = time.monotonic()
         size = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if not self.url.isascii() or sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
@@ -379,8 +486,11 @@ class GatewayConnection(HttpToolsProtocol):
         if why := self._why_ambiguous():
             self._refuse(400, f"cannot read the request: {why}")
             return
-        if len(size) > 12 or int(size) > MAX_BODY_BYTES:  # int: the parser has read it
-            self._refuse(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
+        most = MAX_BODY_BYTES
+        if self._upgrades is not None and self._upgrades.is_jobs(self.headers):
+            most, self._is_jobs = MAX_JOB_BODY_BYTES, True
+        if len(size) > 12 or int(size) > most:  # int: the parser has read it
+            self._refuse(413, f"cannot read the request: its body has more than {most} bytes")
             return
         try:
             super().on_headers_complete()
@@ -415,11 +525,33 @@ class GatewayConnection(HttpToolsProtocol):
             self._refuse(400, "cannot read the request: it is not HTTP/1.1")
 
     def _refuse(self, status: int, why: str) -> None:
-        answer = problem(status, why, "RequestError")
-        head = [f"HTTP/1.1 {status} -", "connection: close"]
-        head += [f"{name.decode()}: {value.decode()}" for name, value in answer.raw_headers]
-        self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + bytes(answer.body))
+        self.transport.write(plain_answer(status, why))
         self.transport.close()
+
+    def _should_upgrade_to_ws(self) -> bool:
+        return self._upgrades is not None
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection over. The head is checked as that of every request."""
+        if self._upgrades is None or self.transport.is_closing():
+            return
+        if self.scope["method"] != "GET" or (self.cycle is not None and not self.cycle.response_complete):
+            self._refuse(400, "cannot open a WebSocket: its request must be a GET, and the only one that waits")
+            return
+        try:
+            parsed = httptools.parse_url(self.url)
+            path = parsed.path.decode("ascii")
+        except (httptools.HttpParserInvalidURLError, AttributeError, UnicodeDecodeError):
+            self._refuse(400, "cannot read the request: its address is not valid")
+            return
+        scope = dict(self.scope) | {
+            "path": unquote(path),
+            "raw_path": parsed.path,
+            "query_string": parsed.query or b"",
+        }
+        self.connections.discard(self)
+        self._unset_keepalive_if_required()
+        self._upgrades.begin(Request(scope), self.transport, self._ended)
 
     def check(self, now_s: float) -> None:
         """Close the connection if its head, its body or its reader is too slow."""
@@ -437,25 +569,19 @@ class GatewayConnection(HttpToolsProtocol):
             self.transport.abort()
 
 
-def _more_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
-    """Return the routes of slurmrestd's paths, logins and web pages. Raises ConfigError."""
-    pages = Pages(app, has_oidc=bool(settings.oidc.issuer))
-    return [*SlurmPaths(app).routes(), *_login_routes(app, settings, pages), *pages.routes()]
-
-
-def _login_routes(app: GatewayApp, settings: GatewaySettings, pages: Pages) -> list[Route]:
+def _login_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
     """Return the routes of a login at a provider, if one is configured. Raises ConfigError."""
     if not settings.oidc.issuer:
         return []
     try:
-        return OidcLogin(app, settings, pages.logged_in).routes()
+        return OidcLogin(app, settings).routes()
     except ImportError as error:
         raise ConfigError(
             f"cannot start the gateway: [gateway.oidc] needs {error.name}: pip install 'hpcsched[oidc]'"
         ) from None
 
 
-def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -> None:
+def run(settings: GatewaySettings, places: GatewayPlaces, *, insecure: bool = False) -> None:
     """Serve until a signal.
 
     `insecure`: without TLS, on the loopback address only; credentials are still needed.
@@ -467,8 +593,8 @@ def run(settings: GatewaySettings, api_socket: str, *, insecure: bool = False) -
     sock = listening_socket(address, settings.port)
     run_loop = _loop_runner()
     run_loop(_use_task_group())
-    upstream = Upstream(api_socket)
-    server = GatewayServer(GatewayApp(upstream, settings), settings, tls)  # reads its secrets
+    upstream = Upstream(places.api_socket)
+    server = GatewayServer(GatewayApp(upstream, settings), settings, tls, places)  # reads its secrets
     become(settings.user)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request
 

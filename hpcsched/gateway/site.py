@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -34,9 +37,6 @@ Json = dict[str, Any]
 Load = Mapping[str, str]  # what a page needs: a name, and the controller's path
 Page = Callable[[Request], Awaitable[Response]]
 
-HISTORY_ROWS = 1000  # jobs of one answer
-# A page asks for itself again at most once in so long, for each page that is open: many pages are 10 % of a core together.
-REFRESH_MS_EACH = 80
 HERE = Path(hpcsched.__file__).parent / "web"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE_HEADERS = SAFE_HEADERS | {
@@ -48,13 +48,61 @@ PAGE_HEADERS = SAFE_HEADERS | {
     "vary": "accept-encoding",
 }
 HTML = "text/html; charset=utf-8"
+MAX_TEMPLATE_CHARS = 64 << 10
+_HEADER = re.compile(r"^# (title|description|opens): *(.*?) *\n", re.MULTILINE)
+
+log = logging.getLogger("hpcsched.gateway")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTemplate:
+    """A job script to begin with.
+
+    `opens`: the page after its submission, "" for that of the job.
+    """
+
+    name: str
+    title: str
+    description: str
+    opens: str
+    script: str
+
+
+def read_job_templates(folders: Sequence[Path]) -> dict[str, JobTemplate]:
+    """Return the job scripts in these folders, by name.
+
+    One of a later folder replaces an earlier one of its name. Those that cannot be read are logged, and left out.
+    """
+    found: dict[str, JobTemplate] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.sh")) if folder.is_dir() else ():
+            try:
+                with path.open(encoding="utf-8") as file:
+                    script = file.read(MAX_TEMPLATE_CHARS + 1)
+            except (OSError, UnicodeDecodeError) as error:
+                log.error("cannot read the job script %s: %s", path, error)
+                continue
+            if len(script) > MAX_TEMPLATE_CHARS:
+                log.error("cannot use the job script %s: it has more than %d characters", path, MAX_TEMPLATE_CHARS)
+                continue
+            words = dict(_HEADER.findall(script))
+            opens = words.get("opens", "")
+            found[path.stem] = JobTemplate(
+                name=path.stem,
+                title=words.get("title", path.stem),
+                description=words.get("description", ""),
+                opens={"yes": "open", "terminal": "terminal"}.get(opens, ""),
+                script=_HEADER.sub("", script),
+            )
+    return found
 
 
 class Site:
     """The templates and static files, which are read once, at the start."""
 
-    def __init__(self, app: GatewayApp, *, has_oidc: bool = False) -> None:
+    def __init__(self, app: GatewayApp, *, has_oidc: bool = False, own_templates: Path | None = None) -> None:
         self.app, self._has_oidc = app, has_oidc
+        self.job_templates = read_job_templates([HERE / "jobs", *([own_templates] if own_templates else [])])
         self._static = {
             path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted((HERE / "static").iterdir())
         }
@@ -91,7 +139,6 @@ class Site:
         return [
             Route("/static/{name}", self.app.guarded(self.static), methods=["GET"]),
             *self.routes({"/login": self.login}),
-            Route("/{path:path}", self.nothing, methods=["GET"]),
         ]
 
     def _guarded(self, page: Page) -> Page:
@@ -124,8 +171,7 @@ class Site:
     ) -> Response:
         """Return the page that the template `name` makes of the values."""
         body = self._pages[name].render({"me": None, "cluster": "", **values}).encode("utf-8", "replace")
-        pace = {"x-hpcsched-refresh-ms": str(REFRESH_MS_EACH * self.app.open_streams)}
-        return packed(request, body, HTML, {**PAGE_HEADERS, **pace, **(headers or {})}, status)
+        return packed(request, body, HTML, {**PAGE_HEADERS, **(headers or {})}, status)
 
     async def load(self, request: Request, needed: Load, wanted: Load | None = None, known: Json | None = None) -> Json:
         """Return the controller's answers by name, added to those that are `known`.
@@ -148,40 +194,18 @@ class Site:
         found["cluster"], found["now_s"] = found["ping"]["cluster"], found["ping"]["now_s"]
         return found
 
-    async def history(self, request: Request, known: Json, query: Json, most: int) -> tuple[list[Json], bool]:
-        """Return the newest jobs of the history, about `most`, and whether they are all.
-
-        Raises ProblemError.
-        """
-        jobs: list[Json] = []
-        asked = {**query, "limit": HISTORY_ROWS}
-        while True:
-            page = (await self.load(request, {"page": f"/v1/history?{urlencode(asked)}"}, None, known))["page"]
-            jobs += page["jobs"]
-            asked["after"] = page.get("next_cursor")
-            if not asked["after"] or len(jobs) >= most:
-                return jobs, not asked["after"]
-
     async def static(self, request: Request) -> Response:
         """Send a file of the pages; its address changes with its content."""
         self.app.count(request)
-        found = self._static.get(request.path_params["name"])
+        return self.file(request, request.path_params["name"])
+
+    def file(self, request: Request, name: str) -> Response:
+        """Return a static file. Raises ProblemError."""
+        found = self._static.get(name)
         if found is None:
             raise ProblemError(404, f"cannot find {request.url.path[:200]!r}")
         headers = {**PAGE_HEADERS, "cache-control": "public, max-age=31536000, immutable"}
         return packed(request, found[0], found[1] + "; charset=utf-8", headers)
-
-    async def nothing(self, request: Request) -> Response:
-        """Answer for an unknown address: a page for browsers, problem details for others."""
-        if "text/html" not in request.headers.get("accept", ""):
-            answer: Response = await self.app.guarded(self.app.nothing)(request)
-            return answer
-
-        async def missing(request: Request) -> Response:
-            self.app.count(request)
-            raise ProblemError(404, f"cannot find {request.url.path[:200]!r}")
-
-        return await self._guarded(missing)(request)
 
     async def login(self, request: Request) -> Response:
         """Ask for a click, because programs that preview links must not use up the code."""

@@ -40,6 +40,12 @@ class UpstreamReply(NamedTuple):
     body: bytes
 
 
+def is_controllers(sock: socket.socket, path: str) -> bool:
+    """Return whether the account that serves this socket is the controller's."""
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return uid in (0, os.getuid()) or is_made_by(path, uid)
+
+
 class Upstream:
     """The controller's socket."""
 
@@ -109,9 +115,7 @@ class _UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
-        sock: socket.socket = transport.get_extra_info("socket")
-        _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        self.is_open = uid in (0, os.getuid()) or is_made_by(self._path, uid)
+        self.is_open = is_controllers(transport.get_extra_info("socket"), self._path)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False

@@ -92,7 +92,11 @@ class WorkPages:
 
     async def submit_page(self, request: Request) -> Response:
         """Show the form, with the script of another job if the query names one."""
-        earlier = query_of(request, ("from",))["from"]
+        given = query_of(request, ("from", "template"))
+        earlier, templates = given["from"], self._site.job_templates
+        template = templates.get(given["template"])
+        if given["template"] and template is None:
+            raise ProblemError(404, f"cannot find the job script {given['template'][:100]!r}")
         needed = {"partitions": "/v1/partitions"}
         found = await self._site.load(request, needed | ({"answer": _job_path(earlier)} if earlier else {}))
         job = found["answer"]["jobs"][0] if earlier else {}
@@ -100,7 +104,9 @@ class WorkPages:
         values = {
             "fields": FIELDS,
             "options": options,
-            "script": job.get("script") or FIRST_SCRIPT,
+            "script": (template.script if template else job.get("script")) or FIRST_SCRIPT,
+            "template": template,
+            "templates": list(templates.values()),
             "earlier": job,
             "work_dir": job.get("work_dir") or found["me"].get("home", ""),
             "request_id": secrets.token_hex(16),

@@ -201,20 +201,6 @@ def _detail_use(job: Job) -> str:
     return ", ".join(parts) + f"; hwhy --slow {job['display_id']} judges it"
 
 
-def energy_text(joules: float, sources: str, cost: Job) -> str:
-    """Return an energy with its sources, and with price and CO2 if `cost` has them.
-
-    `cost`: [cost] of the configuration.
-    """
-    kwh = joules / 3.6e6
-    parts = [f"{kwh:.3g} kWh ({sources})" if kwh >= 0.001 else f"{joules:.0f} J ({sources})"]
-    if cost.get("kwh"):
-        parts.append(f"{kwh * cost['kwh']:.2f} {cost.get('currency', '')}".rstrip())
-    if cost.get("gco2_per_kwh"):
-        parts.append(f"{kwh * cost['gco2_per_kwh'] / 1000:.3g} kg CO2")
-    return ", ".join(parts)
-
-
 def time_left(job: Job) -> str:
     """Return how much of its time limit the job has left."""
     if job["time_limit_s"] is None:
@@ -280,8 +266,6 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("account", job["account"]),
         ("depends on", job["dependency"]),
         ("deadline", when_text(job["deadline_at_s"], now_s) if job.get("deadline_at_s") else ""),
-        ("cheap by", when_text(job["cheap_by_s"], now_s) if job.get("cheap_by_s") else ""),
-        ("GPU power", f"{job['gpu_power']} W each" if job.get("gpu_power") else ""),
         ("in", f"reservation {job['reservation']}" if job.get("reservation") else ""),
         ("features", job["constraint"]),
         ("prefers", job.get("prefer", "")),

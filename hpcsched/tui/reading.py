@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +22,6 @@ from hpcsched.tui.training import MetricsReader, TrainingRun
 TIMEOUT_S = 5.0
 LOG_EVERY_S = 1.0
 LOG_BYTES = 4000
-ENERGY_EVERY_S = 60.0  # the controller writes it once a minute
-ENERGY_DAYS, MOST_OF_ENERGY = 7, 1000  # what the screen of use looks back to: days, and their newest jobs
-MOST_KNOWN = 100  # answers that change slowly
 MOST_RUNNING, MOST_WAITING = 500, 100  # jobs with all of their facts
 SEPARATOR = "\ue000"  # never in a value: it is not printable; the gateway refuses control characters
 COLUMNS = SEPARATOR.join(("%A", "%i", "%j", "%u", "%T", "%M", "%R", "%r", "%P", "%L"))
@@ -59,34 +54,13 @@ class QueuedJob(NamedTuple):
 class Asked:
     """What to ask for, beside the controller's state and the nodes.
 
-    `parts`: of "queue", "jobs" (those that run or wait, with all facts), "reservations", "slow", "alerts", "shares", "energy".
-    `has_ended`: ended jobs, too. `is_folded`: one row for the tasks of an array.
+    `parts`: of "queue", "jobs" (those that run or wait, with all facts), "reservations", "slow", "shares". `has_ended`: ended
+    jobs, too. `is_folded`: one row for the tasks of an array.
     """
 
     parts: frozenset[str] = frozenset({"queue"})
     has_ended: bool = True
     is_folded: bool = True
-
-
-class UserEnergy(NamedTuple):
-    """What the jobs of a user caused.
-
-    `sources`: how it is known, see `hpcsched.metrics.energy`.
-    """
-
-    user: str
-    joules: float
-    sources: str
-
-
-class UsersEnergy(NamedTuple):
-    """The energy of users in the last `ENERGY_DAYS` days, the most first.
-
-    `is_whole`: it is that of all jobs, not of the newest only.
-    """
-
-    users: tuple[UserEnergy, ...]
-    is_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +76,7 @@ class ClusterScreen:
     waiting: tuple[Mapping[str, Any], ...] = ()
     reservations: tuple[Mapping[str, Any], ...] = ()
     findings: Mapping[str, Any] = field(default_factory=dict)  # what holds up the queue
-    alerts: Mapping[str, Any] = field(default_factory=dict)  # as the API has them; "trouble": why there are none
     shares: tuple[Mapping[str, Any], ...] = ()
-    energy: UsersEnergy | None = None
-    cost: Mapping[str, Any] = field(default_factory=dict)  # [cost] of the configuration
-    job_energy: tuple[Mapping[str, Any], ...] = ()  # of the selected job, by attempt and node
     job: Mapping[str, Any] | None = None  # the selected job, as the API shows one job
     run: TrainingRun = field(default_factory=TrainingRun)
     log: tuple[str, ...] = ()
@@ -127,7 +97,6 @@ class ClusterReader:
         self._runs: dict[int, MetricsReader] = {}
         self._last = ClusterScreen()
         self._log_of: tuple[int, float] = (0, 0.0)
-        self._known: dict[str, tuple[float, Any]] = {}  # answers that change slowly, and until when they are used
 
     def look(self, chosen: str | int | None = None, asked: Asked | None = None) -> ClusterScreen:
         """Return the cluster as it is now, with the job `chosen`, if there is one."""
@@ -154,33 +123,12 @@ class ClusterReader:
             found["reservations"] = tuple(_get("/v1/reservations")["reservations"])
         if "slow" in asked.parts:
             found["findings"] = _get("/v1/slow")
-        if "alerts" in asked.parts:
-            found["alerts"] = _alerts()
         if "shares" in asked.parts:
             found["shares"] = tuple(_get("/v1/shares")["shares"])
-        if "energy" in asked.parts:
-            found["energy"] = self._slowly("energy", partial(users_energy, found["now_s"]), None)
-            found["cost"] = self._slowly("cost", _cost, {})
         job = self._job(chosen)
         if job is not None:
             found |= {"run": self._run(job).read(), "log": self._log(job["id"])}
-            found["job_energy"] = self._slowly(f"energy {job['id']}", partial(_energy_of, job["id"]), ())
-            found["cost"] = self._slowly("cost", _cost, {})
         return dataclasses.replace(self._last, **found, trouble="", job=job)
-
-    def _slowly(self, name: str, read: Callable[[], Any], unknown: Any) -> Any:
-        """Return what `read` returned within the last minute.
-
-        If it is refused, what it returned last, else `unknown`: the history may be hidden from this user.
-        """
-        until_s, value = self._known.get(name, (0.0, unknown))
-        if time.monotonic() >= until_s:
-            with suppress(HpcschedError):
-                value = read()
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[name] = time.monotonic() + ENERGY_EVERY_S, value
-        return value
 
     def _queue(self, asked: Asked) -> tuple[QueuedJob, ...]:
         fold = {"fold": "1"} if asked.is_folded else {"array": "1"}
@@ -233,43 +181,6 @@ class ClusterReader:
 
 def _get(path: str) -> dict[str, Any]:
     return client.call("GET", path, timeout_s=TIMEOUT_S)
-
-
-def _alerts() -> Mapping[str, Any]:
-    """Return the alerts; they may be switched off, or their child may not run."""
-    try:
-        return _get("/v1/alerts")
-    except HpcschedError as error:
-        return {"alerts": [], "left_out": 0, "trouble": str(error)}
-
-
-def _cost() -> Mapping[str, Any]:
-    cost: Mapping[str, Any] = _get("/v1/config").get("cost", {})
-    return cost
-
-
-def _energy_of(job: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the energy that a job caused, by attempt and node."""
-    jobs = _get(client.query("/v1/history", id=str(job), energy="1", limit="10"))["jobs"]
-    return tuple(use for one in jobs if one["id"] == job for use in one.get("energy") or ())
-
-
-def users_energy(now_s: float) -> UsersEnergy:
-    """Return the energy of each user's jobs in the last days. Raises HpcschedError."""
-    from hpcsched.metrics.usage_report import Period, usage_rows  # the first screen does not need it
-
-    since_s = now_s - ENERGY_DAYS * 86_400.0
-    wanted = {"attempts": "1", "energy": "1", "limit": str(MOST_OF_ENERGY)}
-    answer = _get(client.query("/v1/history", start_s=since_s, end_s=now_s, **wanted))
-    sources: dict[str, set[str]] = {}
-    for job in answer["jobs"]:
-        sources.setdefault(job["user"], set()).update(use["source"] for use in job.get("energy") or ())
-    found = [
-        UserEnergy(row.key[0], row.joules, "+".join(sorted(sources[row.key[0]])))
-        for row in usage_rows(answer["jobs"], [Period(since_s, now_s, now_s)], ("user",))
-        if row.joules is not None
-    ]
-    return UsersEnergy(tuple(sorted(found, key=lambda one: -one.joules)), not answer.get("next_cursor"))
 
 
 def queue_of(text: str) -> tuple[QueuedJob, ...]:

@@ -205,7 +205,6 @@ class Grammar:
             "/v1/jobs" + self._query(filters), "/v1/queue" + self._query(filters + layout),
             "/v1/priorities" + self._query(filters),
             "/v1/outages" + self._query(["start_s", "end_s", "kinds"]),
-            "/v1/tariff" + self._query(["start_s", "end_s"]),
             "/v1/history" + self._query(["id", "user", "state", "name", "start_s", "end_s", "limit", "attempts", "energy"]),
             "/v1/nodes" + self._query(["share_file", "file", "sha256", "uid"]),
             "/v1/log" + self._query(["job", "stream", "offset", "limit"]),
@@ -289,7 +288,7 @@ class Grammar:
         return "POST", "/v1/update", self.json(body if self.random.random() < 0.8 else self.changed(body))
 
     def _admins(self) -> tuple[str, str, bytes]:
-        kind = self.random.randrange(5)
+        kind = self.random.randrange(6)
         if kind == 0:
             verb = self.pick(["drain", "resume", "power-down", "power-up"])
             node = self.pick(["n8", "n[8-9]", self.text()]).replace("all", "n8").replace("n1", "n8")  # n1 is to go on
@@ -311,6 +310,9 @@ class Grammar:
             made = {"matchers": {labels: self.text()}, "until_s": self.pick([0, 1e300, 2e9]), "why": self.text()}
             path = self.pick(["/v1/silences/create", "/v1/silences/end", "/v1/alerts/test"])
             return "POST", path, self.json(self.changed(made | {"id": 1, "receiver": self.text()}))
+        if kind == 4:
+            made = {"job": self.reference(), "terminal": self.pick([True, False]), "node": self.pick(["", self.text()])}
+            return "POST", "/v1/reach", self.json(self.changed(made | {"rows": self.pick(NUMBERS), "columns": 80}))
         return "POST", f"/v1/strays/{self.pick(['adopt', 'end'])}", self.json(self.changed({"tokens": [self.text()]}))
 
     def _odd_path(self) -> tuple[str, str, bytes]:
@@ -332,6 +334,7 @@ class Grammar:
         token = self.pick(self.tokens)
         words: list[protocol.Message] = [
             protocol.StepAsked(),
+            protocol.PreparedStep(key=self.text()),
             protocol.StepBack(started=self.pick([True, False])),
             protocol.StepSignal(signum=self.pick([2, 10, 15, 99])),
             protocol.Input(token=token, task=0, offset=0, eof=False),

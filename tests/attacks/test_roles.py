@@ -86,6 +86,7 @@ REQUESTS: dict[Action, Any] = {
     Action.MANAGE_TOKENS: ("GET", "/v1/tokens?user=*", None),
     Action.READ_AUDIT: ("GET", "/v1/audit?limit=1", None),
     Action.OVERRULE_HOLD: job_request("release"),  # of a job that root holds
+    Action.REACH_JOB: lambda job: ("POST", "/v1/reach", {"job": str(job)}),  # of a waiting job: nothing is prepared
     Action.RUN_STEP: lambda job: ("STEP", str(job), None),  # at the steps socket
 }
 REFUSALS = ("needs the role", "it belongs to")

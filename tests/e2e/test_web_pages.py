@@ -54,7 +54,6 @@ KEYS = (
     ("s", "Submit a job"),
     ("p", "Does a model fit?"),
     ("m", "Network between nodes"),
-    ("l", "Alerts"),
     ("a", "Administration"),
     ("o", "Overview"),
 )
@@ -222,7 +221,6 @@ def test_no_page_has_a_barrier_for_people_with_disabilities(served: Served, page
         "/node/n1",
         "/queue",
         "/use",
-        "/use/report",
         "/submit",
         "/alerts",
         "/network",
@@ -231,7 +229,8 @@ def test_no_page_has_a_barrier_for_people_with_disabilities(served: Served, page
         "/job/none",
     ]
     paths += ["/plan?params=7B", "/plan/worth?add=1x4:8G"]
-    paths += [f"/job/{job}{page}" for page in ("", "/log", "/files", "/checkpoints")]
+    paths += [f"/job/{job}{page}" for page in ("", "/log", "/files", "/checkpoints", "/open", "/terminal")]
+    paths += ["/submit?template=jupyter"]
     wrong = []
     for path in paths:
         plain.goto(at(served, path))

@@ -18,7 +18,8 @@ MOST_CLASS_NAMES_USED_TWICE = 1
 # The bars: 350 modules without those of metrics, findings, drift, quiet hours, recorder, planner, doctor, rolling, the
 # assessment of nodes (3: measured there, judged, and its command) and of links (3: measured there, who with whom, judged),
 # new names of nodes, files for nodes (2: on the head, and there), machines on the local network, what a new node has
-# changed, scheduled backups (2: when, and which are kept), prolog and epilog (3: of
+# changed, what jobs serve in a browser (4: what the API prepares, streams to jobs, their origins, terminals),
+# scheduled backups (2: when, and which are kept), prolog and epilog (3: of
 # nodes, of the head, and the program that both run), fitness of a node, web pages (5: what all have, those that
 # show, those to work with, those for admins, and charts), which models fit, what machines are worth,
 # the terminal's screen (10: what is asked, lines, views, training, output, actions, the app, its command, the demo's

@@ -250,11 +250,15 @@ def gateway(port: int | None, insecure_loopback: bool) -> None:
         from hpcsched.gateway import server
     except ImportError as error:
         raise ConfigError(f"cannot run the gateway: {error.name} is missing: pip install 'hpcsched[web]'") from None
-    settings = load_gateway(paths.find_config_dir(os.environ, os.getuid()))
+    config_dir = paths.find_config_dir(os.environ, os.getuid())
+    settings = load_gateway(config_dir)
     start_log("info", None, is_ecs=settings.log_format == "ecs", service="hpcsched-gateway")
     if port is not None:
         settings = replace(settings, port=port)
-    server.run(settings, paths.api_socket(os.environ, os.getuid()), insecure=insecure_loopback)
+    socket_path = paths.api_socket(os.environ, os.getuid())
+    steps_path = os.path.join(os.path.dirname(socket_path), paths.STEPS_SOCKET)
+    places = server.GatewayPlaces(socket_path, steps_path, config_dir / "templates")
+    server.run(settings, places, insecure=insecure_loopback)
 
 
 @click.command()

@@ -66,15 +66,15 @@ from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.requests import reservations as reservation_requests
 from hpcsched.controller.requests.job_ids import check_references, find_jobs, listed_of
 from hpcsched.controller.requests.jobs import act_on_steps, sort_out
+from hpcsched.controller.requests.reaches import KEY_S, Reaches
 from hpcsched.controller.requests.reservations import read_options
 from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.alerts import AlertFeed, read_end, read_silence
 from hpcsched.controller.views.findings import findings_of_job, findings_of_queue
-from hpcsched.controller.views.history import history_text, outages_of, story_of, tariff_of
+from hpcsched.controller.views.history import history_text, outages_of, story_of
 from hpcsched.controller.views.queue import (
     Reading,
-    circuit_views,
     first_waiting,
     license_views,
     priority_views,
@@ -105,7 +105,6 @@ from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import OURSELVES, TESTING, Link
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.tariff import Tariff, as_written
 from hpcsched.model.units import format_time_s, nearest, number, parse_signal, whole_number
 from hpcsched.recorder import Recorder
 from hpcsched.sched.sentences import plural
@@ -154,17 +153,6 @@ def _roles_of(config: Config) -> dict[str, list[str]]:
     return {role: list(getattr(config.access, role)) for role in ("admins", "operators", "viewers", "services")}
 
 
-def _cost_view(tariff: Tariff) -> Json:
-    """Return [cost] as it is written in the configuration."""
-    return {
-        "currency": tariff.currency,
-        "cpu_hour": tariff.cpu_hour,
-        "gpu_hour": tariff.gpu_hour,
-        "kwh": as_written(tariff.kwh),
-        "gco2_per_kwh": as_written(tariff.gco2_per_kwh),
-    }
-
-
 class ControllerBackend(Reading):
     """The controller's answers to API requests. Changes are on disk when a method returns."""
 
@@ -181,8 +169,10 @@ class ControllerBackend(Reading):
         audit_heads: AuditHeads | None = None,
         recorder: Recorder | None = None,
         alerts: AlertFeed | None = None,
+        reaches: Reaches | None = None,
     ) -> None:
         super().__init__(controller.cluster, clock)
+        self._reaches = reaches or Reaches(controller.cluster, clock)
         self._recorder = recorder
         self._alerts = alerts
         self._controller = controller
@@ -490,10 +480,6 @@ class ControllerBackend(Reading):
     async def history(self, identity: Identity, query: Json) -> bytes:
         return await history_text(self._database, self._cluster, identity, query, self._clock())
 
-    async def tariff(self, query: Json) -> Json:
-        """Return the prices of the period of the query. Raises RequestError."""
-        return await asyncio.to_thread(tariff_of, self._cluster.config.cost, query)
-
     async def outages(self, identity: Identity, query: Json) -> Json:
         """Return when nodes did not answer in the period of the query.
 
@@ -656,6 +642,17 @@ class ControllerBackend(Reading):
         if not job.spec.work_dir.startswith("/"):
             raise RequestError(f"cannot see the files of job {job.display_id}: it has no directory")
         return job, job.shares[0].node, path
+
+    async def reach(self, identity: Identity, body: Json, credential_id: str) -> Json:
+        """Prepare a terminal in one's own job, or connections to what it serves; return the key.
+
+        Raises HpcschedError.
+        """
+        job = self._single_job(identity, str(body.get("job") or ""))
+        key = self._reaches.prepare(identity, job, body, credential_id)
+        asked = {"job": job.display_id, "terminal": bool(body.get("terminal"))}
+        await self._change(identity, Action.REACH_JOB, lambda tx: None, asked)
+        return {"key": key, "job": job.id, "display_id": job.display_id, "valid_s": KEY_S}
 
     def events(self, identity: Identity, after: int | None) -> Json:
         """Return the events of visible jobs after number `after`; None: none, from now on.
@@ -1126,8 +1123,7 @@ class ControllerBackend(Reading):
 
     def partitions(self, identity: Identity) -> Json:
         nodes = self._visible_nodes(identity, node_views(self._cluster, self._clock()))
-        circuits = circuit_views(self._cluster, self._controller.energy, self._clock())
-        return {"partitions": partition_views(self._cluster, nodes), "circuits": circuits}
+        return {"partitions": partition_views(self._cluster, nodes)}
 
     def config(self, identity: Identity) -> Json:
         config = self._cluster.config
@@ -1139,7 +1135,7 @@ class ControllerBackend(Reading):
         accounting = value_to_json(config.accounting)
         return {
             "config": shown,
-            "cost": _cost_view(config.cost),
+            "cost": asdict(config.cost),
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 

@@ -157,7 +157,6 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/alerts", by(lambda call: call.backend.alerts(call.identity), "alerts")),
         web.get("/v1/reservations", by(lambda call: call.backend.reservations(call.identity), "reservations")),
         web.get("/v1/config", by(lambda call: call.backend.config(call.identity))),
-        web.get("/v1/tariff", routes.in_turn(by(lambda call: call.backend.tariff(call.query)))),
         web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/outages",
                 routes.in_turn(by(lambda call: call.backend.outages(call.identity, call.query), "outages"))),
@@ -197,6 +196,7 @@ def _posts(routes: _Routes) -> list[web.Route]:
         web.post("/v1/tokens/{name:create|revoke|rotate-key}", routes.act_on_tokens),
         web.post("/v1/sessions/{name:link|open|close}", routes.act_on_sessions),
         web.post("/v1/logins/{name:begin|finish}", routes.act_on_logins),
+        web.post("/v1/reach", routes.reach),
         web.post("/v1/silences/{name:create|end}",
                  by(lambda call: call.backend.act_on_silences(call.identity, call.name, call.body))),
         web.post("/v1/alerts/test", by(lambda call: call.backend.test_receiver(call.identity, call.body))),
@@ -453,6 +453,13 @@ class _Routes:
             raise PermissionDeniedError(f"cannot {verb} a login from here: only the gateway does")
         backend, body = await self._backend(), await self._body(request)
         return answer(backend.begin_login() if verb == "begin" else await backend.finish_login(body))
+
+    async def reach(self, request: web.Request) -> web.Response:
+        """Prepare a step for the gateway: a job cannot ask."""
+        if request.uid is not None and request.scopes is None:
+            raise PermissionDeniedError("cannot prepare a step from a job: use hrun there")
+        backend, body = await self._backend(), await self._body(request)
+        return answer(await backend.reach(self._identity(request), body, request.credential_id))
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Send the page of metrics, or one of Slurm's."""

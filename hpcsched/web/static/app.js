@@ -2,10 +2,9 @@
 // Texts are set as text, never as markup; what replaces a section comes from our own pages.
 
 const API = "/api/v1";
-const REFRESH_MS = 1000; // from one refresh to the next, at least: the gateway asks for more if many pages are open
+const REFRESH_MS = 1000; // from one refresh to the next
 const GATHER_MS = 100; // changes within this time are one refresh
 const RETRY_MS = 5000; // after the stream has ended
-const LOOK_MS = 60_000; // nodes, alerts and clocks change without an event
 const MOST_CHARS = 1 << 20; // of output in the page
 const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use", s: "/submit", p: "/plan", m: "/network", l: "/alerts", a: "/admin" };
 const ESCAPES = /\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]/g;
@@ -52,10 +51,9 @@ function stream(address, on, opened = null) {
 let refreshing = false;
 let waiting = 0;
 let refreshed = -REFRESH_MS;
-let pace = REFRESH_MS;
 
 function refreshSoon() {
-  if (!waiting) waiting = setTimeout(refresh, Math.max(GATHER_MS, refreshed + pace - performance.now()));
+  if (!waiting) waiting = setTimeout(refresh, Math.max(GATHER_MS, refreshed + REFRESH_MS - performance.now()));
 }
 
 async function refresh() {
@@ -65,7 +63,6 @@ async function refresh() {
   refreshed = performance.now();
   try {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, cache: "no-store" });
-    pace = Math.max(REFRESH_MS, Number(answer.headers.get("x-hpcsched-refresh-ms")));
     if (answer.status === 401) return say("The session has ended: run hpcsched web for a new link.", true);
     if (!answer.ok) return say(`The page cannot be read (${answer.status}); it shows its last state.`, true);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -206,7 +203,7 @@ function submission(form) {
     send.disabled = true;
     try {
       const found = await ask(false);
-      if (found.job) location.href = `/job/${found.job}`;
+      if (found.job) location.href = `/job/${found.job}${form.dataset.opens ? `/${form.dataset.opens}` : ""}`;
       else requestId = crypto.randomUUID();
     } catch {
       unknown(); // the same request id again: a job is submitted once
@@ -313,6 +310,135 @@ function follow(log) {
   });
 }
 
+// ----- what a job serves: its server is asked until it answers; then a button leads to the job's own origin
+
+const ASK_MS = 2000;
+
+function opening(told) {
+  const button = document.getElementById("open");
+  const ask = () => post(`/job/${encodeURIComponent(told.dataset.job)}/open`, {}).then((answer) => answer.json());
+  let timer = 0;
+  const look = async () => {
+    const state = document.getElementById("state").textContent.trim();
+    try {
+      if (state === "RUNNING" && !document.hidden) {
+        const found = await ask();
+        button.hidden = !found.ready;
+        told.textContent = found.ready ? "The server in the job answers." : `Not yet: ${found.why ?? found.error}`;
+        if (found.ready) return;
+      }
+    } catch {
+      unknown();
+    }
+    timer = setTimeout(look, ASK_MS);
+  };
+  button.addEventListener("click", async () => {
+    clearTimeout(timer);
+    const found = await ask().catch(unknown);
+    if (found?.ready) location.href = `${found.address}#${found.ticket}`;
+    else look();
+  });
+  look();
+}
+
+// ----- a terminal: keys go out, lines come back as texts with styles
+
+const SPECIAL = {
+  Enter: "\r", Backspace: "\x7f", Tab: "\t", Escape: "\x1b", Insert: "\x1b[2~", Delete: "\x1b[3~", Home: "\x1b[1~", End: "\x1b[4~",
+  PageUp: "\x1b[5~", PageDown: "\x1b[6~", F1: "\x1b[[A", F2: "\x1b[[B", F3: "\x1b[[C", F4: "\x1b[[D", F5: "\x1b[[E", F6: "\x1b[17~",
+  F7: "\x1b[18~", F8: "\x1b[19~", F9: "\x1b[20~", F10: "\x1b[21~", F11: "\x1b[23~", F12: "\x1b[24~",
+};
+const ARROWS = { ArrowUp: "A", ArrowDown: "B", ArrowRight: "C", ArrowLeft: "D" };
+const MOST_KEYS = 8000; // in one message
+const STYLE = /^[a-z -]*$/;
+
+function keyOf(event, application) {
+  if (event.metaKey || event.isComposing || (event.key === "Tab" && event.shiftKey)) return null;
+  if (ARROWS[event.key]) return `\x1b${application ? "O" : "["}${ARROWS[event.key]}`;
+  if (SPECIAL[event.key]) return (event.altKey ? "\x1b" : "") + SPECIAL[event.key];
+  if (event.ctrlKey && !event.altKey && /^[a-z@[\\\]^_ ]$/i.test(event.key)) {
+    return event.shiftKey && "cv".includes(event.key.toLowerCase()) ? null : String.fromCharCode(event.key.toUpperCase().charCodeAt(0) & 31);
+  }
+  return event.altKey && !event.ctrlKey && event.key.length === 1 ? `\x1b${event.key}` : null;
+}
+
+function terminal(place) {
+  const screen = document.getElementById("screen");
+  const keys = document.getElementById("keys");
+  const again = document.getElementById("again");
+  let socket = null;
+  let application = false;
+  const send = (message) => socket?.readyState === WebSocket.OPEN && socket.send(JSON.stringify(message));
+  const type = (text) => {
+    for (let at = 0; at < text.length; at += MOST_KEYS) send({ keys: text.slice(at, at + MOST_KEYS) });
+  };
+  const measure = () => {
+    const probe = Object.assign(document.createElement("span"), { textContent: "M".repeat(50) });
+    screen.append(probe);
+    const box = probe.getBoundingClientRect();
+    probe.remove();
+    const columns = Math.floor((screen.clientWidth - 16) / (box.width / 50 || 8));
+    return [Math.max(10, Math.min(50, Math.floor((innerHeight - 200) / (box.height || 18)))), Math.max(20, Math.min(300, columns))];
+  };
+  const draw = (rows, size) => {
+    while (screen.children.length > size) screen.lastChild.remove();
+    while (screen.children.length < size) screen.append(document.createElement("div"));
+    for (const [at, runs] of Object.entries(rows)) {
+      const spans = runs.map(([text, style]) => {
+        const span = Object.assign(document.createElement("span"), { textContent: text });
+        if (STYLE.test(style)) span.className = style;
+        return span;
+      });
+      screen.children[at]?.replaceChildren(...spans);
+    }
+  };
+  const open = () => {
+    again.hidden = true;
+    const scheme = location.protocol === "https:" ? "wss" : "ws";
+    socket = new WebSocket(`${scheme}://${location.host}/job/${encodeURIComponent(place.dataset.job)}/terminal/socket`);
+    let why = "The terminal cannot be opened: the job does not run, or is not yours.";
+    socket.addEventListener("open", () => {
+      why = "The connection to the gateway has ended.";
+      screen.replaceChildren();
+      send({ size: measure() });
+      say("The terminal is open.");
+      keys.focus();
+    });
+    socket.addEventListener("message", (event) => {
+      const found = JSON.parse(event.data);
+      if (found.end) why = found.end;
+      else {
+        application = found.application;
+        draw(found.rows, found.size);
+      }
+    });
+    socket.addEventListener("close", () => {
+      say(why, true);
+      again.hidden = false;
+    });
+  };
+  keys.addEventListener("keydown", (event) => {
+    const key = keyOf(event, application);
+    if (key === null) return;
+    event.preventDefault();
+    type(key);
+  });
+  keys.addEventListener("input", (event) => {
+    if (event.isComposing) return;
+    type(keys.value.replaceAll("\n", "\r"));
+    keys.value = "";
+  });
+  keys.addEventListener("compositionend", () => {
+    type(keys.value);
+    keys.value = "";
+  });
+  screen.addEventListener("click", () => getSelection().isCollapsed && keys.focus());
+  addEventListener("resize", () => send({ size: measure() }));
+  again.addEventListener("click", open);
+  if (place.dataset.runs) open();
+  else say("The job does not run: a terminal can be opened when it does.", true);
+}
+
 // ----- keys
 
 let first = "";
@@ -332,8 +458,9 @@ showActions();
 const log = document.getElementById("log");
 const form = document.getElementById("submit");
 if (form) submission(form);
+const served = document.getElementById("served");
+const place = document.getElementById("terminal");
+if (served) opening(served);
+if (place) terminal(place);
 if (log) follow(log);
-else if (document.querySelector("[data-live]")) {
-  stream(() => `${API}/events`, { job: refreshSoon }, refreshSoon);
-  setInterval(() => document.hidden || refreshSoon(), LOOK_MS);
-}
+else if (document.querySelector("[data-live]")) stream(() => `${API}/events`, { job: refreshSoon }, refreshSoon);

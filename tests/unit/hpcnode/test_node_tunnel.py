@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from hpcnode.commands.tunnel import WINDOW, Tunnel, TunnelError
+from hpcnode.commands.tunnel import WINDOW, Tunnel, TunnelError, connect_own, make_own_directory, own_directory
 from hpcnode.os.loop import Loop
 
 
@@ -125,3 +129,36 @@ def test_a_port_where_nobody_listens_is_told_and_closed() -> None:
 def test_a_bad_frame_of_a_tunnel_is_rejected() -> None:
     with pytest.raises(TunnelError, match="too long"):
         Tunnel(Loop(), lambda data: None).feed(b"GET / HTTP/1.0\r\n")
+
+
+def test_the_jobs_own_socket_is_in_a_directory_that_only_its_user_enters() -> None:
+    environ = {"HPCSCHED_JOB_KEY": "k"}
+    with tempfile.TemporaryDirectory(prefix="t") as folder:  # the path of a socket is short
+        path = make_own_directory(environ, folder)
+        assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+        assert make_own_directory(environ, folder) == path
+        assert make_own_directory({"HPCSCHED_JOB_KEY": "l"}, folder) != path
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        with server, connect_own(environ, folder):
+            pass
+
+
+@pytest.mark.parametrize("trap", ["open", "link", "file"])
+def test_a_directory_that_another_could_have_made_is_refused(tmp_path: Path, trap: str) -> None:
+    environ = {"HPCSCHED_JOB_KEY": "k"}
+    path = Path(own_directory(environ, str(tmp_path)))
+    if trap == "open":
+        path.mkdir(mode=0o777)
+        path.chmod(0o777)
+    elif trap == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to("elsewhere")
+    else:
+        path.touch(mode=0o600)
+    for act in (make_own_directory, connect_own):
+        with pytest.raises(OSError, match="only its user"):
+            act(environ, str(tmp_path))
+    with pytest.raises(OSError, match="HPCSCHED_JOB_KEY"):
+        make_own_directory({}, str(tmp_path))

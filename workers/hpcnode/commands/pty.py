@@ -25,7 +25,7 @@ from typing import Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 TYPED, WINDOW = b"d", b"w"
 _HEADER = struct.Struct("!cI")
-_SIZE = struct.Struct("!HH")
+WINDOW_SIZE = struct.Struct("!HH")
 _PASSED_ON = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 CHUNK = 64 << 10
 
@@ -38,7 +38,7 @@ def frame(kind: bytes, data: bytes) -> bytes:
 def window_frame(fd: int) -> bytes:
     """Return the frame with the size of the terminal `fd`."""
     rows, columns = size_of(fd)
-    return frame(WINDOW, _SIZE.pack(rows, columns))
+    return frame(WINDOW, WINDOW_SIZE.pack(rows, columns))
 
 
 def size_of(fd: int) -> Tuple[int, int]:
@@ -131,7 +131,7 @@ class _Terminal:
             if kind == TYPED:
                 self._typed += body
             elif kind == WINDOW:
-                _resize(self._master, *_SIZE.unpack(body))
+                _resize(self._master, *WINDOW_SIZE.unpack(body))
 
     def _type(self) -> None:
         try:

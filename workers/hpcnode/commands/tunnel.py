@@ -1,7 +1,13 @@
-"""htun: TCP connections through a step's standard input and output, for htunnel.
+"""htun: connections through a step's standard streams, for htunnel and the gateway.
 
-Both ends have a `Tunnel`. The head's end gets accepted connections; the node's end makes a connection to HOST and PORT for each.
-A frame is the connection's number, a letter, a length and that many bytes.
+Usage: htun HOST PORT, htun served, htun socket.
+
+Both ends have a `Tunnel`. The head's end gets accepted connections. For each of them the node's end makes a connection: to HOST
+and PORT, or with `served` to the job's own socket. A frame is the connection's number, a letter, a length and that many bytes.
+
+The job's own socket is what the web pages open. It is a unix socket in a directory that only the user can enter, so that other
+users of the node cannot reach it, and the server behind it needs no password. `htun socket` makes the directory and prints the
+path; its name is made of the key of the job's attempt, so that no other user can make it first.
 
 Rules: of one connection at most WINDOW bytes are on their way, so a slow reader delays only its own writer, and memory is
 bounded. A closed connection is closed in both directions, including one that was shut down for writing only.
@@ -9,19 +15,24 @@ bounded. A closed connection is closed in both directions, including one that wa
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import socket
+import stat
 import struct
 import sys
-from typing import Callable, Dict, Optional, Sequence
+from typing import Callable, Dict, Mapping, Optional, Sequence
 
+from hpcnode.os import mounts
 from hpcnode.os.loop import READ, Loop, Stream
 
 READY, OPEN, DATA, TAKEN, CLOSE = b"r", b"o", b"d", b"t", b"c"
 WINDOW = 256 << 10
 CONNECT_S = 10.0
-_HEADER = struct.Struct("!IcI")
-_COUNT = struct.Struct("!I")
+SOCKET = "http"
+HEADER = struct.Struct("!IcI")
+COUNT = struct.Struct("!I")
 
 Connect = Callable[[], socket.socket]  # raises OSError
 
@@ -65,14 +76,14 @@ class Tunnel:
     def feed(self, data: bytes) -> None:
         """Handle bytes of the other end. Raises TunnelError."""
         self._data += data
-        while len(self._data) >= _HEADER.size:
-            number, kind, length = _HEADER.unpack_from(self._data)
+        while len(self._data) >= HEADER.size:
+            number, kind, length = HEADER.unpack_from(self._data)
             if length > WINDOW:
                 raise TunnelError("a frame of %d bytes is too long" % length)
-            end = _HEADER.size + length
+            end = HEADER.size + length
             if len(self._data) < end:
                 return
-            body = bytes(self._data[_HEADER.size : end])
+            body = bytes(self._data[HEADER.size : end])
             del self._data[:end]
             self._take(number, kind, body)
 
@@ -90,7 +101,7 @@ class Tunnel:
             connection.stream.send(body)
             connection.stream.flush()
         elif kind == TAKEN:
-            connection.untaken -= _COUNT.unpack(body)[0]
+            connection.untaken -= COUNT.unpack(body)[0]
             connection.stream.pause(connection.untaken >= WINDOW)
         elif kind == CLOSE:
             del self._connections[number]
@@ -129,17 +140,72 @@ class Tunnel:
             taken = connection.received - connection.stream.unsent - connection.reported
             if taken > 0:
                 connection.reported += taken
-                self._send_frame(number, TAKEN, _COUNT.pack(taken))
+                self._send_frame(number, TAKEN, COUNT.pack(taken))
 
     def _send_frame(self, number: int, kind: bytes, body: bytes = b"") -> None:
-        self._send(_HEADER.pack(number, kind, len(body)) + body)
+        self._send(HEADER.pack(number, kind, len(body)) + body)
+
+
+# ----- the job's own socket
+
+
+def own_directory(environ: Mapping[str, str], folder: str = mounts.TMP) -> str:
+    """Return the directory of the job's own socket. Raises OSError: it is not known."""
+    key = environ.get("HPCSCHED_JOB_KEY", "")
+    if not key:
+        raise OSError("HPCSCHED_JOB_KEY is not set: run this in a job")
+    return os.path.join(folder, "hpcsched-" + hmac.new(key.encode(), b"served", hashlib.sha256).hexdigest()[:32])
+
+
+def make_own_directory(environ: Mapping[str, str], folder: str = mounts.TMP) -> str:
+    """Make the directory of the job's own socket; return the socket's path. Raises OSError."""
+    path = own_directory(environ, folder)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    _check_own(path)
+    return os.path.join(path, SOCKET)
+
+
+def connect_own(environ: Mapping[str, str], folder: str = mounts.TMP) -> socket.socket:
+    """Return a connection to the job's own socket. Raises OSError."""
+    path = own_directory(environ, folder)
+    _check_own(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(CONNECT_S)
+        sock.connect(os.path.join(path, SOCKET))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_own(path: str) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError("%s is not a directory that only its user can enter" % path)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the node's end on standard input and output until the input ends: htun HOST PORT."""
+    """Serve the node's end on standard input and output until the input ends; see the module."""
+    if list(argv) == ["socket"]:
+        try:
+            print(make_own_directory(os.environ))
+        except OSError as error:
+            print("htun: error: cannot make the job's socket: %s" % error, file=sys.stderr)
+            return 1
+        return 0
+    if list(argv) == ["served"]:
+        return _serve(lambda: connect_own(os.environ))
     host, port = argv[0], int(argv[1])
+    return _serve(lambda: socket.create_connection((host, port), CONNECT_S))
+
+
+def _serve(connect: Connect) -> int:
     loop = Loop()
-    tunnel = Tunnel(loop, _write, lambda: socket.create_connection((host, port), CONNECT_S))
+    tunnel = Tunnel(loop, _write, connect)
 
     def read(_events: int) -> None:
         data = os.read(0, WINDOW)

@@ -48,6 +48,15 @@ class StepRequest(Message):
     env: Dict[str, str]
 
 
+class PreparedStep(Message):
+    """From the gateway: start the step that the API has prepared.
+
+    It is the first message of its connection. `key`: the secret in the answer of the API. It works once.
+    """
+
+    key: str
+
+
 class StepAsked(Message):
     """Ask for the state of a step command's request.
 
@@ -287,15 +296,13 @@ class JobScripts(Message):
     """The administrator's programs around a job's processes on a node.
 
     See `hpcnode.agent.job_scripts`. `prolog` and `epilog` are absolute paths, "" for none. Each may run for `limit_s`. `env` is
-    their environment. `gpu_power`: the watts to which the `gpus` of the job, by index or UUID, are limited meanwhile; 0: not.
+    their environment.
     """
 
     prolog: str = ""
     epilog: str = ""
     limit_s: float = 0.0
     env: Dict[str, str] = fresh(dict)
-    gpu_power: int = 0
-    gpus: List[str] = fresh(list)
 
 
 class Launch(Message):
@@ -794,8 +801,8 @@ _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack, Probe, SampleEvery, ReadFile,
     ListFiles, CompareProbe, PowerOff, Input, WatchOutput, OutputAck, ToStream, CloseStream, Ping, Welcome, Goodbye, Report,
     Condition, ScriptFailed, Sample, JobGone, Facts, FileData, FileList, ProbeCompared, Output, InputAck, FromStream, Pong,
-    StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress, Failure,
-    ApiRequest, ApiAnswer,
+    StepRequest, PreparedStep, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress,
+    Failure, ApiRequest, ApiAnswer,
 )  # fmt: skip
 # Messages whose texts are for people; what is not UTF-8 in them is a file name.
 _QUOTING = (
