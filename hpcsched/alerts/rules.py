@@ -61,6 +61,7 @@ RULES: dict[str, AlertRule] = {
     "GpuDriverHangs": AlertRule(CRITICAL, 2 * MINUTE_S, "the GPU driver of a node does not answer"),
     "BackupOld": AlertRule(CRITICAL, 15 * MINUTE_S, "no scheduled backup was made for two intervals"),
     "QueueStuck": AlertRule(CRITICAL, 10 * MINUTE_S, "jobs wait, and no plan says what for"),
+    "PowerOverBudget": AlertRule(CRITICAL, 5 * MINUTE_S, "the nodes of a circuit take more than its budget, by their meters"),
     "HeadDiskFull": AlertRule(WARNING, 10 * MINUTE_S, "the disk of the controller's database is full"),
     "CertificateExpires": AlertRule(WARNING, 0.0, "the certificate of the gateway expires within 14 days"),
     "ControllerSilent": AlertRule(CRITICAL, 2 * MINUTE_S, "the controller runs and does nothing"),
@@ -190,10 +191,14 @@ def _of_machine(node: WatchedNode, share: str) -> Iterator[AlertCondition]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedCluster:
-    """What the controller knows of the rest. `backup`: age, interval, why the last one failed."""
+    """What the controller knows of the rest.
+
+    `backup`: age, interval, why the last one failed. `circuits`: name, watts by meters, budget.
+    """
 
     backup: tuple[float | None, float, str] | None = None  # an age of None: there is none yet
     unplanned: int = 0  # waiting jobs of which no plan says anything
+    circuits: Sequence[tuple[str, float, float]] = ()
 
 
 def of_cluster(facts: WatchedCluster, nodes: Sequence[WatchedNode], share: str) -> Iterator[AlertCondition]:
@@ -216,6 +221,11 @@ def of_cluster(facts: WatchedCluster, nodes: Sequence[WatchedNode], share: str) 
     if facts.unplanned:
         text = f"no plan says what {facts.unplanned} waiting jobs wait for"
         yield condition("QueueStuck", text, "see the log of the controller for a plan that failed")
+    for name, watts, budget in facts.circuits:
+        if watts > budget:
+            text = f"the nodes take {watts:.0f} W, and the budget is {budget:.0f} W"
+            remedy = "cancel or suspend a job; peak_watts or gpu_watts of a node may be too low: hctl show power"
+            yield condition("PowerOverBudget", text, remedy, circuit=name or "all")
 
 
 def _hangs(node: WatchedNode, share: str) -> bool:

@@ -626,6 +626,7 @@ _SOURCES: dict[str, str | _Value] = {
     "hints": lambda view: list(view.job.spec.hints),
     "dependency": lambda view: _dependency(view.job),
     **_plains("deadline_at_s", "reservation"),
+    **_askeds("cheap_by_s", "gpu_power"),
     **_askeds("mincpus", "tmp_mib", "mem_per_cpu_mib"),
     "asked_nodes": lambda view: list(view.job.spec.nodelist),
     "excluded_nodes": lambda view: list(view.job.spec.exclude),

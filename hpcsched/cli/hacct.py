@@ -155,9 +155,6 @@ def _work(words: Words, style: HistoryStyle) -> int:
     shown = _in_units(shown, words.last("units"))
     needs_energy = any(column.name.lower() in OF_ENERGY for column in shown)
     answer = _ask(words, time.time(), style, energy=1 if needs_energy else None)
-    if any(column.name in ("EnergyCost", "EnergyCO2") for column in shown):
-        cost = client.call("GET", "/v1/config").get("cost")
-        answer["jobs"] = [job | {"tariff": cost} for job in answer["jobs"]]
     answer["jobs"] = style.jobs(answer["jobs"], words)
     if words.has("json"):
         style.print_json(answer)
@@ -801,8 +798,9 @@ def _priced(key: str, shape: str) -> Callable[[HistoryRow], str]:
     """Return a writer for the price or the CO2 of the energy; "" without this key of [cost]."""
 
     def written(row: HistoryRow) -> str:
-        joules, price = _joules_of(row), (row.job.get("tariff") or {}).get(key, 0)
-        return "" if joules is None or not price else format(joules / 3.6e6 * price, shape)
+        uses = (row.job.get("energy") or ()) if row.step is None else ()
+        known = [use[key] for use in uses if use.get(key) is not None]
+        return format(sum(known), shape) if known else ""
 
     return written
 
@@ -851,8 +849,8 @@ _COLUMNS = (
     HistoryColumn("ElapsedRaw", lambda row: str(int(_elapsed_s(row))), True),
     HistoryColumn("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True, slurms=19),
     HistoryColumn("End", lambda row: date_text(_end_s(row), "Unknown"), True, slurms=19),
-    HistoryColumn("EnergyCO2", _priced("gco2_per_kwh", ".0f"), True),
-    HistoryColumn("EnergyCost", _priced("kwh", ".4f"), True),
+    HistoryColumn("EnergyCO2", _priced("co2_g", ".0f"), True),
+    HistoryColumn("EnergyCost", _priced("cost", ".4f"), True),
     HistoryColumn("EnergySource", _energy_source, False),
     HistoryColumn("EnergyWh", _joules(lambda joules: f"{joules / 3600:.2f}"), True),
     HistoryColumn("ExitCode", lambda row: exit_text(row.step or row.job), True, slurms=8),

@@ -166,7 +166,7 @@ def _must_be(name: str) -> str:
 COMMAND = Command(
     "hctl",
     (
-        "show job [JOB...] | node [NODES] | partition [NAME...] | reservation [NAME...] | licenses | config",
+        "show job [JOB...] | node [NODES] | partition [NAME...] | reservation [NAME...] | licenses | power | config",
         "show qos | account | user [NAME...]",
         "show hostnames LIST | hostlist NAME...",
         "hold | release | requeue | suspend | resume | sign JOB...",
@@ -243,6 +243,7 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "show job [JOB...]",
             "show node [NODES]",
             "show partition|reservation|licenses|qos|account|user [NAME...]",
+            "show power [CIRCUIT...]",
             "show config",
             "show roles",
             "show hostnames LIST",
@@ -516,6 +517,17 @@ def _show_licenses(rest: Sequence[str], words: Words) -> int:
     return _print_records(answer, "licenses", records.license_lines, words)
 
 
+def _show_power(rest: Sequence[str], words: Words) -> int:
+    answer = client.call("GET", "/v1/partitions")
+    named = [circuit | {"name": circuit["name"] or "all"} for circuit in answer["circuits"]]
+    names = [name for word in rest for name in split_list(word)]
+    answer = {"version": 1, "circuits": _chosen(named, names, "Invalid circuit name specified")}
+    if not answer["circuits"] and not words.has("json"):
+        print("No power budget configured")
+        return 0
+    return _print_records(answer, "circuits", records.circuit_lines, words)
+
+
 _ACCOUNTING_FIELDS = {
     "qos": ("QOSName", ("priority", "preempt", "preemptmode", "gracetime", "usagefactor")),
     "account": ("Account", ("parentname", "share", "qos", "defaultqos")),
@@ -591,6 +603,7 @@ _ENTITIES: dict[str, Callable[[Sequence[str], Words], int]] = {
     "partition": _show_partition,
     "reservation": _show_reservation,
     "licenses": _show_licenses,
+    "power": _show_power,
     "config": _show_config,
     "roles": _show_roles,
     "qos": _show_accounting("qos"),
@@ -1274,12 +1287,10 @@ def _print_rules(words: Words) -> int:
     return _print_answer({"version": 1, "rules": rules}, words, text)
 
 
-_PHASES = ("firing", "pending", "resolved")
-
-
 def _alert_lines(answer: Json) -> list[str]:
     """Return a line for each alert, the worst first; then silences and receivers in trouble."""
-    alerts = sorted(answer["alerts"], key=lambda alert: (_PHASES.index(alert["phase"]), alert["since_s"]))
+    from hpcsched.listing.overview import worst_first  # no other verb needs it
+
     rows = [
         (
             clean(alert["rule"]),
@@ -1289,7 +1300,7 @@ def _alert_lines(answer: Json) -> list[str]:
             date_text(alert["ended_at_s"] if alert["phase"] == "resolved" else alert["since_s"]),
             f"({clean(alert['quiet'])}) {clean(alert['text'])}" if alert["quiet"] else clean(alert["text"]),
         )
-        for alert in alerts
+        for alert in worst_first(answer["alerts"])
     ]
     lines = columns(("RULE", "WHERE", "SEVERITY", "STATE", "SINCE", "TEXT"), rows).splitlines() if rows else []
     lines += [] if rows else ["no alerts: all that is watched is well"]

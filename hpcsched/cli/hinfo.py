@@ -101,7 +101,8 @@ def _work(words: Words) -> int:
         return _show_reservations(words, as_json=words.has("json"))
     wanted = _wanted_states(words)
     answer = client.call("GET", "/v1/nodes")
-    partitions = client.call("GET", "/v1/partitions")["partitions"]
+    found = client.call("GET", "/v1/partitions")
+    partitions = found["partitions"]
     if words.has("partition"):
         partitions = _chosen(partitions, words.listed("partition"))
     nodes = [node for node in answer["nodes"] if node["state"] in wanted and _is_named(node, words, partitions)]
@@ -117,7 +118,18 @@ def _work(words: Words) -> int:
         sys.stdout.write(_by_node(nodes, header))
     else:
         sys.stdout.write(_by_partition(partitions, nodes, header))
+        sys.stdout.write(_power(found.get("circuits", ())) if header else "")
     return 0
+
+
+def _power(circuits: Sequence[Json]) -> str:
+    """Return a line for each power budget; "" if there is none."""
+    lines = []
+    for circuit in circuits:
+        name = f" of circuit {clean(circuit['name'])}" if circuit["name"] else ""
+        taken = f"; {'+'.join(circuit['sources'])}: {circuit['measured_watts']:.0f} W" if circuit["sources"] else ""
+        lines.append(f"Power{name}: jobs count {circuit['used_watts']} of {circuit['total_watts']} W{taken}\n")
+    return "\n" + "".join(lines) if lines else ""
 
 
 def _formatted(words: Words, partitions: Sequence[Partition], nodes: Sequence[Node], header: bool) -> str:

@@ -38,9 +38,9 @@ from hpcsched.metrics.usage_report import (
     usage_rows,
     with_first_seen,
 )
-from hpcsched.model.accounting import Tariff
 from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.tariff import MAX_PERIOD_S, EnergyPrices, PriceSteps
 from hpcsched.model.units import format_time_s
 
 COMMAND = Command(
@@ -91,6 +91,23 @@ class ReportRow(NamedTuple):
     energy: NodeEnergy | None
 
 
+class ReportPrices(NamedTuple):
+    """What hours and energy cost in the period of a report.
+
+    `of_energy`: whether energy has a price. `of_co2`: whether its CO2 is known.
+    """
+
+    currency: str
+    cpu_hour: float
+    gpu_hour: float
+    energy: EnergyPrices
+    of_energy: bool
+    of_co2: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.cpu_hour or self.gpu_hour or self.of_energy)
+
+
 class UsageReport(NamedTuple):
     """A whole report: `rows` by the dimensions `by`, and their `total`.
 
@@ -102,7 +119,7 @@ class UsageReport(NamedTuple):
     by: tuple[str, ...]
     rows: list[ReportRow]
     total: ReportRow
-    tariff: Tariff
+    prices: ReportPrices
     notes: list[str]
     source: str | None  # of the energy; None: there is none
 
@@ -242,9 +259,10 @@ def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
     nodes, outages = with_first_seen(nodes, answer["first_seen_s"]), answer["outages"]
     config = client.call("GET", "/v1/config")
     periods = months_of(period) if "month" in by else [period]
-    use = {row.key: row for row in usage_rows(jobs, periods, by, names)}
+    prices = _prices(period)
+    use = {row.key: row for row in usage_rows(jobs, periods, by, names, prices.energy)}
     of_nodes = _of_nodes(periods, by, jobs, nodes, outages)
-    energy, trouble = _energy(periods, by, nodes) if OF_NODES.issuperset(by) else ({}, "")
+    energy, trouble = _energy(periods, by, nodes, prices.energy) if OF_NODES.issuperset(by) else ({}, "")
     keys = sorted({*use, *of_nodes} if OF_NODES.issuperset(by) else use)
     rows = [
         ReportRow(key, use.get(key) or UsageRow(key=key), of_nodes.get(_of_node(by, key), NodeTime()), energy.get(key))
@@ -253,10 +271,11 @@ def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
     whole = NodeTime()
     for times in of_nodes.values():
         whole.add(times)
-    tariff = Tariff(**config.get("cost", {}))
     if OF_NODES.issuperset(by):  # what the nodes used, not only what their jobs caused
         for row in rows:
-            row.use.joules = row.energy.joules if row.energy is not None else None
+            measured = row.energy or NodeEnergy(joules=0.0, source="", covered_s=0.0)
+            row.use.joules = measured.joules if row.energy is not None else None
+            row.use.energy_cost, row.use.co2_g = measured.cost, measured.co2_g
     total = ReportRow((), total_of(row.use for row in rows), whole, _sum_of(energy.values()))
     source = (
         total.energy.source
@@ -266,7 +285,23 @@ def _made(words: Words, by: tuple[str, ...], now_s: float) -> UsageReport:
         else None
     )
     notes = [*_notes(jobs, nodes, total, config, periods), *([trouble] if trouble else [])]
-    return UsageReport(config["config"]["cluster"], period, by, rows, total, tariff, notes, source)
+    return UsageReport(config["config"]["cluster"], period, by, rows, total, prices, notes, source)
+
+
+def _prices(period: Period) -> ReportPrices:
+    """Return the prices of the period, by the clock of the head."""
+    end_s = max(period.start_s, period.until_s)
+    path = client.query("/v1/tariff", start_s=max(period.start_s, end_s - MAX_PERIOD_S, 0.0), end_s=end_s)
+    answer = client.call("GET", path)
+    kwh, co2 = answer["kwh"], answer["gco2_per_kwh"]
+    return ReportPrices(
+        currency=answer["currency"],
+        cpu_hour=answer["cpu_hour"],
+        gpu_hour=answer["gpu_hour"],
+        energy=EnergyPrices(PriceSteps(kwh), PriceSteps(co2)),
+        of_energy=any(price for _, price in kwh),
+        of_co2=any(grams for _, grams in co2),
+    )
 
 
 def _jobs(words: Words, period: Period) -> list[Json]:
@@ -309,21 +344,21 @@ def _of_node(by: Sequence[str], key: Sequence[str]) -> tuple[str, ...]:
 
 
 def _energy(
-    periods: Sequence[Period], by: Sequence[str], nodes: Sequence[Json]
+    periods: Sequence[Period], by: Sequence[str], nodes: Sequence[Json], prices: EnergyPrices
 ) -> tuple[dict[tuple[str, ...], NodeEnergy], str]:
     """Return the measured energy by node and month, and why it is not known."""
     found: dict[tuple[str, ...], list[NodeEnergy]] = {}
     try:
         for period in periods:
             for node in nodes:
-                if (measured := _measured(node["name"], period)) is not None:
+                if (measured := _measured(node["name"], period, prices)) is not None:
                     found.setdefault(_node_key(by, node["name"], period), []).append(measured)
     except UnavailableError as error:
         return {}, f"The energy is not known: {clean(error)}"
     return {key: energy for key, parts in found.items() if (energy := _sum_of(parts)) is not None}, ""
 
 
-def _measured(node: str, period: Period) -> NodeEnergy | None:
+def _measured(node: str, period: Period, prices: EnergyPrices) -> NodeEnergy | None:
     """Return what the meters of a node measured; None: no meters, or no samples then."""
     if period.until_s <= period.start_s:
         return None
@@ -331,7 +366,7 @@ def _measured(node: str, period: Period) -> NodeEnergy | None:
     asked = {"target": node, "series": ",".join(SERIES), "from_s": period.start_s, "to_s": period.until_s}
     try:
         path = client.query("/v1/metrics/history", **asked, step_s=f"{step_s:.0f}", known_only=1)
-        return node_energy(client.call("GET", path), period)
+        return node_energy(client.call("GET", path), period, prices)
     except NotFoundError:
         return None
 
@@ -345,6 +380,8 @@ def _sum_of(parts: Iterable[NodeEnergy]) -> NodeEnergy | None:
         joules=sum(part.joules for part in listed),
         source="+".join(sources),
         covered_s=sum(part.covered_s for part in listed),
+        cost=sum(part.cost for part in listed),
+        co2_g=sum(part.co2_g for part in listed),
     )
 
 
@@ -431,16 +468,11 @@ def _kwh(row: ReportRow, report: UsageReport) -> float | None:
 
 
 def _co2_kg(row: ReportRow, report: UsageReport) -> float | None:
-    kwh = _kwh(row, report)
-    return None if kwh is None or not report.tariff.gco2_per_kwh else kwh * report.tariff.gco2_per_kwh / 1000
+    return None if row.use.joules is None or not report.prices.of_co2 else row.use.co2_g / 1000
 
 
 def _cost(row: ReportRow, report: UsageReport) -> float | None:
-    return row.use.cost(report.tariff) if _has_prices(report.tariff) else None
-
-
-def _has_prices(tariff: Tariff) -> bool:
-    return bool(tariff.cpu_hour or tariff.gpu_hour or tariff.kwh)
+    return row.use.cost(report.prices.cpu_hour, report.prices.gpu_hour) if report.prices else None
 
 
 # fmt: off
@@ -482,13 +514,13 @@ def _has_figures(name: str, report: UsageReport) -> bool:
         case "energy":
             return report.total.use.joules is not None
         case "cost":
-            return _has_prices(report.tariff)
+            return bool(report.prices)
         case _:
             return True
 
 
 def _title(column: FigureColumn, report: UsageReport) -> str:
-    return report.tariff.currency if column.name == "cost" else column.title
+    return report.prices.currency if column.name == "cost" else column.title
 
 
 def _cell(column: FigureColumn, row: ReportRow, report: UsageReport) -> str:
@@ -567,7 +599,7 @@ def _json(report: UsageReport, shown: Sequence[str]) -> Json:
         "rows": rows,
         "total": values(report.total),
         "capacity": capacity,
-        "currency": report.tariff.currency,
+        "currency": report.prices.currency,
         "energy_source": report.source,
         "notes": report.notes,
     }

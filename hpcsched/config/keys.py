@@ -24,6 +24,7 @@ from hpcsched.errors import ConfigError, RequestError
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.retention import KeptBackups, retention_of
+from hpcsched.model.tariff import Price, price_of
 from hpcsched.model.units import nearest, parse_mem_mib, parse_time_s
 
 ALL_NODES = "all"
@@ -270,6 +271,14 @@ def number(least: float = 0.0, most: float = 1e9) -> Callable[[Any], float]:
         return float(value)
 
     return kind
+
+
+def price(value: Any) -> Price:
+    """Return a price that may depend on the hour of the week."""
+    try:
+        return price_of(value)
+    except RequestError as error:
+        raise BadValue(f"wants a number, or a table of windows with default: {error}") from None
 
 
 def time_limit(value: Any) -> int | None:
@@ -572,8 +581,12 @@ COST = (
     Key("currency", word, "EUR", "The currency of the prices, which hreport shows."),
     Key("cpu_hour", number(), 0, "The price of a cpu for an hour. 0: none."),
     Key("gpu_hour", number(), 0, "The price of a GPU for an hour; shards count as their part of one. 0: none."),
-    Key("kwh", number(), 0, "The price of a kilowatt-hour, of what is measured. 0: none."),
-    Key("gco2_per_kwh", number(), 0, "How many grams of CO2 a kilowatt-hour causes. 0: not shown."),
+    Key("kwh", price, 0,
+        "The price of a kilowatt-hour, of what is measured: a number, or a table with the prices of hours of the week by the "
+        "head's clock, {default = 0.31, \"Mo-Fr 22:00-06:00\" = 0.22}. A window over midnight belongs to the day on which it "
+        "begins. 0: none."),
+    Key("gco2_per_kwh", price, 0,
+        "How many grams of CO2 a kilowatt-hour causes: a number, or such a table. 0: not shown."),
 )
 
 LOG = (
@@ -667,6 +680,15 @@ POWER = (
         "How long a node takes at most to come back. One that takes longer is DOWN, and its jobs start elsewhere."),
     Key("min_on", seconds(), "30m",
         "How long a node stays on at least after it was switched on, so that short jobs do not switch it off and on."),
+    Key("budget_watts", number(), 0,
+        "What all nodes may take together. Their idle_watts are taken off first; of the rest, a job counts its cpus' part of "
+        "peak_watts above idle_watts, and gpu_watts of its GPUs. A job that would exceed it waits (PowerNotAvail). Groups of "
+        "nodes may have budgets of their own: [power.circuits.NAME]. 0: no budget."),
+)
+
+CIRCUIT = (
+    Key("watts", number(1), REQUIRED, "What the nodes of the circuit may take together, as budget_watts.", shown="2000"),
+    Key("nodes", hosts, REQUIRED, "The nodes of the circuit: a host list. A node may be in several.", shown='"n[1-4]"'),
 )
 
 SCHEDULER = (
@@ -786,7 +808,8 @@ NODE = (
         "time. 0: not known."),
     Key("peak_watts", number(), 0,
         "Its power without GPUs when all cpus are busy. If the node has no meter, its energy is estimated from these two. 0: it "
-        "is not estimated."),
+        "is not estimated, and counts nothing of budget_watts of [power]."),
+    Key("gpu_watts", number(), 0, "The power limit of each of its GPUs, for budget_watts of [power]. 0: not known."),
 )
 
 SWITCH = (

@@ -46,6 +46,7 @@ from hpcsched.config.keys import (
     ALERTS,
     AUDIT,
     BACKUP,
+    CIRCUIT,
     CLUSTER,
     CONTROLLER,
     COST,
@@ -70,10 +71,11 @@ from hpcsched.config.keys import (
     values_of,
 )
 from hpcsched.errors import ConfigError
-from hpcsched.model.accounting import Accounting, Tariff
+from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import NODE_NAME, NodeName
-from hpcsched.model.node import Gpu, NodeSpec, Partition, PartitionState
+from hpcsched.model.node import Circuit, Gpu, NodeSpec, Partition, PartitionState
 from hpcsched.model.retention import KeptBackups
+from hpcsched.model.tariff import Tariff
 from hpcsched.model.units import nearest
 
 # ----- [topology.switches.NAME] of hpcsched.toml: the switch of each node, for compact placement
@@ -250,6 +252,7 @@ class PowerSettings:
     suspend_timeout: float = 120.0
     resume_timeout: float = 600.0
     min_on: float = 1800.0
+    budget_watts: float = 0.0  # 0: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +380,7 @@ class Config:
     cost: Tariff = Tariff()
     log_format: str = "text"  # or "ecs"
     power: PowerSettings = PowerSettings()
+    circuits: tuple[Circuit, ...] = ()
 
     @property
     def launch_key(self) -> Path:
@@ -571,6 +575,7 @@ def build_config(
         cost=Tariff(**values_of(path, "[cost]", tables.get("cost", {}), COST)),
         log_format=_log_format(path, tables),
         power=_power(path, tables.get("power", {}), controller),
+        circuits=_circuits(path, tables.get("power", {}), [node.spec for node in nodes]),
     )
 
 
@@ -626,6 +631,8 @@ def _receiver(path: Path, name: str, table: Any, smtp: str) -> ReceiverSettings:
 
 
 def _power(path: Path, table: Any, controller: ControllerSettings) -> PowerSettings:
+    table = dict(table_of(path, "[power]", table))
+    table.pop("circuits", None)
     settings = PowerSettings(**values_of(path, "[power]", table, POWER))
     try:
         words = shlex.split(settings.suspend_command)
@@ -639,6 +646,33 @@ def _power(path: Path, table: Any, controller: ControllerSettings) -> PowerSetti
             f"{controller.node_down_after_s:g}, after which a node counts as switched off"
         )
     return settings
+
+
+def _circuits(path: Path, table: Mapping[str, Any], nodes: Sequence[NodeSpec]) -> tuple[Circuit, ...]:
+    """Return the circuits, the one of all nodes first. Raises ConfigError."""
+    whole = values_of(path, "[power]", table, POWER, also=("circuits",))["budget_watts"]
+    found = [Circuit(budget_watts=whole)] if whole else []
+    for name, circuit in table_of(path, "[power.circuits]", table.get("circuits", {})).items():
+        where = f"[power.circuits.{name}]"
+        if not NODE_NAME.match(name):
+            raise ConfigError(
+                f"cannot use {path}: {name!r} is not a name of a circuit: letters, digits, _ and -, at most 63"
+            )
+        values = values_of(path, where, circuit, CIRCUIT)
+        found.append(Circuit(name=name, budget_watts=values["watts"], nodes=values["nodes"] or ()))
+    for one in found:
+        where = f"[power.circuits.{one.name}]" if one.name else "[power]"
+        if unknown := set(one.nodes).difference(node.name for node in nodes):
+            raise ConfigError(
+                f"cannot use {path}: {where} names the node {min(unknown)!r}, which has no file in nodes.d"
+            )
+        idle = sum(node.idle_watts for node in nodes if not one.nodes or node.name in one.nodes)
+        if idle >= one.budget_watts:
+            raise ConfigError(
+                f"cannot use {path}: {where} allows {one.budget_watts:g} W, and its nodes take {idle:g} W when they are idle, so "
+                "that no job could start"
+            )
+    return tuple(found)
 
 
 def _access(path: Path, tables: Mapping[str, Any], accounting: Accounting) -> AccessPolicy:
@@ -947,6 +981,10 @@ _RECEIVERS = """
 # Who else gets the alerts: [alerts.receivers.NAME] for each. hctl alerts test NAME tries it. To set one, take the "# " away.
 #
 """
+_CIRCUITS = """
+# Circuits with budgets of their own: [power.circuits.NAME] for each. To set one, take the "# " away.
+#
+"""
 _TOPOLOGY = """
 # Which nodes hang on which switch: [topology.switches.NAME] for each. A job on several nodes gets them on as few switches as
 # can be. Without any, the links that hpcsched node bench --links has measured count. To set one, take the "# " away.
@@ -960,6 +998,7 @@ _NAMED_SECTIONS = {
     "qos": QOS,
     "topology.switches": SWITCH,
     "alerts.receivers": RECEIVER,
+    "power.circuits": CIRCUIT,
 }
 _MAIN = "partitions.main"
 _NODE_HEAD = """\
@@ -984,6 +1023,7 @@ def render_config(chosen: Mapping[str, Mapping[str, object]]) -> str:
     parts.append(_ACCOUNT_HEAD + "\n".join(_commented(_section(*item, {})) for item in _NAMED.items()))
     parts.append(_commented(_LICENSES))
     parts.append(_RECEIVERS + _commented(_section("alerts.receivers.chat", RECEIVER, {})))
+    parts.append(_CIRCUITS + _commented(_section("power.circuits.rack1", CIRCUIT, {})))
     parts.append(_TOPOLOGY + _commented(_section("topology.switches.s1", SWITCH, {})))
     return "".join([*parts, *more])
 

@@ -23,6 +23,7 @@ from hpcsched.state.cluster import ClusterState
 from hpcsched.state.transaction import Transaction
 
 WRITE_EVERY_S = 60.0
+RECENT_S = 180.0
 _Use = tuple[JobId, int, NodeName, str]  # job, attempt, node and source
 
 
@@ -46,12 +47,19 @@ class EnergyLedger:
         self._nodes: dict[NodeName, _Metered] = {}
         self._unwritten: dict[_Use, float] = {}
         self._written_s = float("-inf")
+        self._watts: dict[NodeName, tuple[float, float, str]] = {}  # time, mean power since the look before, source
+
+    def watts(self, node: NodeName, now_s: float) -> tuple[float, str] | None:
+        """Return the power of a node by its last samples, and its source; None: not known."""
+        at_s, watts, source = self._watts.get(node, (float("-inf"), 0.0, ""))
+        return (watts, source) if source and abs(now_s - at_s) <= RECENT_S else None
 
     def sampled(self, sample: NodeSample) -> None:
         """Split the energy of a node since its last sample among its jobs."""
         node = self._cluster.nodes.get(sample.node)
         if node is None:
             self._nodes.pop(sample.node, None)
+            self._watts.pop(sample.node, None)
             return
         last = self._nodes.get(sample.node)
         if last is None or last.sample.boot_id != sample.boot_id:
@@ -67,6 +75,7 @@ class EnergyLedger:
         energy = interval_energy(last.sample, sample, declared)
         if energy is None:
             return
+        self._watts[sample.node] = sample.received_at_s, energy.joules / energy.lasted_s, energy.source
         parts = [part for row in sample.jobs if (part := self._part(row, last, sample.node)) is not None]
         for key, joules in split(energy, parts, node.spec.cpus, declared).jobs_j.items():
             use = JobId(key[0]), key[1], sample.node, energy.source

@@ -412,7 +412,9 @@ class Pace:
 # the rest.
 
 
-ELIGIBLE = OVER_LIMIT | {Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES, Reason.ARRAY_LIMIT}
+ELIGIBLE = OVER_LIMIT | {
+    Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES, Reason.POWER_NOT_AVAIL, Reason.ARRAY_LIMIT
+}  # fmt: skip
 ENDING = frozenset({Reason.DEADLINE, Reason.DEPENDENCY_NEVER})
 NOTED = ELIGIBLE | ENDING | {Reason.RESERVATION}  # reasons that have consequences
 MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
@@ -533,7 +535,7 @@ def _end(cluster: ClusterState, job: Job, due_s: float) -> tuple[JobState, str]:
 
 
 # For these waits, plan again at the expected start.
-TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})
+TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION, Reason.BEGIN_TIME})
 
 
 SIGNATURE_LEFT_S = 10.0  # a signature that expires so soon may have expired on the node

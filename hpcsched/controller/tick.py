@@ -224,8 +224,8 @@ class Controller:
         self._memory = memory_of(store, cluster, policy, self._views)
         self.metrics = ControllerMetrics(cluster)
         self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
-        energy = EnergyLedger(cluster, lambda work: self.ask(work, _log_failure, keep=True))
-        self.metrics.listeners.append(energy.sampled)
+        self.energy = EnergyLedger(cluster, lambda work: self.ask(work, _log_failure, keep=True))
+        self.metrics.listeners.append(self.energy.sampled)
         # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
         self._unreachable = UnreachableNodes(ports.monotonic_s)
@@ -960,6 +960,8 @@ class Controller:
             self._promises,
             self._memory.experience(now_s),
             held_back,
+            cluster.config.cost,
+            cluster.config.circuits,
         )
 
     def rehearsal(self, identity: Identity, spec: JobSpec, now_s: float) -> Callable[[], dict[str, Any]]:

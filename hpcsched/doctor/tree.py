@@ -1029,6 +1029,7 @@ _WAITS = {
     "Resources": "HD-505",
     "Priority": "HD-505",
     "Licenses": "HD-505",
+    "PowerNotAvail": "HD-505",
     "JobArrayTaskLimit": "HD-503",
     "PartitionDown": "HD-507",
     "PartitionInactive": "HD-507",

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,21 +20,39 @@ from starlette.routing import Route
 from hpcsched.errors import RequestError
 from hpcsched.gateway.app import ProblemError
 from hpcsched.gateway.site import Json, Site, query_of
+from hpcsched.listing.overview import worst_first
 from hpcsched.metrics.links import MOST_LINKED, LinkRun, ends, last_runs, link_findings, link_from_json
 from hpcsched.model.node import PartitionState
-from hpcsched.model.units import parse_mem_mib, whole_number
+from hpcsched.model.units import number, parse_mem_mib, whole_number
 from hpcsched.planner import memory
-from hpcsched.planner.capacity import DAY_S, WARM_DAYS, PlanNodes, replayed
+from hpcsched.planner.capacity import DAY_S, DRAWS, HISTORY_DAYS, WARM_DAYS, PlanNodes, replayed
 from hpcsched.planner.fits import fit_on, need_of, setting_of, size_text, together, verb_of
-from hpcsched.planner.worth import UNKNOWN, Past, added_nodes, hours_text, instead_of, past_of, replay_sentences
+from hpcsched.planner.worth import (
+    MOST_PRICE,
+    UNKNOWN,
+    Past,
+    Prices,
+    added_nodes,
+    bands_of,
+    cost_lines,
+    costs_of,
+    days_ahead,
+    forecast_lines,
+    hours_text,
+    instead_of,
+    past_of,
+    replay_sentences,
+)
 from hpcsched.sched.snapshot import snapshot_from_json
 
-PHASES, SEVERITIES = ("firing", "pending", "resolved"), ("critical", "warning", "info")  # the worst first
 SILENCES = (("2h", 7200.0), ("1d", DAY_S))
+NODE_ROWS = 200  # of the table of nodes, the drained ones first
 ACTIONS = ("drain", "update-partition", "reserve")
 MAX_CONFIG_CHARS = 20_000
 USUAL_DAYS, MAX_DAYS = 28, 92  # to replay
-HISTORY_ROWS, MAX_REPLAYED = 1000, 5000  # jobs of one answer, and of a replay
+MAX_REPLAYED = 5000  # jobs of a replay
+LEAST_DRAWS, MOST_DRAWN = 10, 200_000  # draws of a forecast, and jobs in all of them
+SEED = 1  # as of the command
 LEVELS = 5  # of a link's rate, each in a colour of its own
 # Of the form: name, title, example, and the least and the greatest value of a number.
 MODEL_FIELDS = (
@@ -57,6 +74,12 @@ CHOICES = (
     ("use", "To", ("train", "serve")),
     ("dtype", "Weights", ("", *sorted(memory.BYTES))),
     ("optimizer", "Optimizer", ("adamw", *sorted(set(memory.OPTIMIZERS) - {"adamw"}))),
+)
+PRICES = (
+    ("price", "Price of all of them", "2400"),
+    ("watts", "Watts under load", "450"),
+    ("kwh", "Price of a kWh", "0.30"),
+    ("cloud", "Price of an hour elsewhere", "1.10"),
 )
 FLAGS = (("recompute", "Recompute activations"), ("zero", "Divide the optimizer among the nodes"))
 
@@ -96,9 +119,9 @@ class AdminPages:
         needed = {"nodes": "/v1/nodes", "partitions": "/v1/partitions", "reservations": "/v1/reservations"}
         found = await self._site.load(request, needed)
         may = {name: name in found["me"]["actions"] for name in ACTIONS}
-        return self._site.page(
-            request, "admin.html", {**found, "may": may, "states": [one.value for one in PartitionState]}
-        )
+        rows = sorted(found["nodes"]["nodes"], key=lambda node: not node["drained"])
+        values: Json = {"may": may, "states": [one.value for one in PartitionState], "rows": rows[:NODE_ROWS]}
+        return self._site.page(request, "admin.html", {**found, **values, "left_out": len(rows) - NODE_ROWS})
 
     async def alerts(self, request: Request) -> Response:
         """Show what is wrong now, and for those who may silence: silences and receivers."""
@@ -143,45 +166,50 @@ class AdminPages:
         return self._site.page(request, "plan.html", {**found, **values})
 
     async def worth(self, request: Request) -> Response:
-        """Show what other machines would have been worth: the past again, with them."""
-        given = query_of(request, ("add", "partition", "days"))
+        """Show what other machines would be worth: the past again, the weeks ahead, and costs."""
+        given = query_of(request, ("add", "partition", "days", *(name for name, _, _ in PRICES)))
         found = await self._site.load(request, {})
         days = min(max(_whole(given["days"] or str(USUAL_DAYS), "days"), 1), MAX_DAYS)
-        values: Json = {"given": given | {"days": str(days)}, "answer": None, "why": "", "command": ""}
+        values: Json = {
+            "given": given | {"days": str(days)},
+            "prices": PRICES,
+            "answer": None,
+            "why": "",
+            "command": "",
+        }
         if given["add"]:
-            partition = ["--partition", given["partition"]] if given["partition"] else []
+            valued = [f"--{name}={given[name]}" for name in ("partition", *(one[0] for one in PRICES)) if given[name]]
             values["command"] = shlex.join(
-                ["hpcsched", "plan", "worth", "--add", given["add"], "--days", str(days), *partition]
+                ["hpcsched", "plan", "worth", "--add", given["add"], "--days", str(days), *valued]
             )
-            past, is_whole = await self._past(request, found, days)
             try:
+                prices = prices_of(given)
+                past, is_whole = await self._past(request, found, days)
                 new = added_nodes(given["add"].split(","), past, given["partition"] or None)
             except RequestError as error:
                 values["why"] = str(error)
             else:
-                values["answer"] = await self._replayed(past, new, days) | {"is_whole": is_whole}
+                values["answer"] = await self._replayed(past, new, days, prices) | {"is_whole": is_whole}
         return self._site.page(request, "worth.html", {**found, **values})
 
     async def _past(self, request: Request, found: Json, days: int) -> tuple[Past, bool]:
         """Return the cluster's past, and whether all jobs are in it. Raises ProblemError."""
         shown = await self._site.load(request, {"snapshot": "/v1/snapshot"}, None, found)
         snapshot = snapshot_from_json(shown["snapshot"]["snapshot"])[0]
-        views: list[Json] = []
-        query: Json = {"start_s": snapshot.now_s - (days + WARM_DAYS) * DAY_S, "limit": HISTORY_ROWS}
-        while True:
-            page = (await self._site.load(request, {"page": f"/v1/history?{urlencode(query)}"}, None, found))["page"]
-            views += page["jobs"]
-            query["after"] = page.get("next_cursor")
-            if not query["after"] or len(views) >= MAX_REPLAYED:
-                return past_of(snapshot, views), not query["after"]
+        since_s = snapshot.now_s - (max(days, HISTORY_DAYS) + WARM_DAYS) * DAY_S
+        views, is_whole = await self._site.history(request, found, {"start_s": since_s}, MAX_REPLAYED)
+        return past_of(snapshot, views), is_whole
 
-    async def _replayed(self, past: Past, new: PlanNodes, days: int) -> Json:
-        """Return the replay, computed in a thread; one at a time. Raises ProblemError."""
+    async def _replayed(self, past: Past, new: PlanNodes, days: int, prices: Prices) -> Json:
+        """Return the replay and the forecast, computed in a thread.
+
+        One at a time. Raises ProblemError.
+        """
         if self._replay is not None and not self._replay.done():
             raise ProblemError(
                 503, "cannot compute now: another replay is being computed; ask again", {"retry-after": "5"}
             )
-        self._replay = self._replays.submit(worth_of, past, new, days)
+        self._replay = self._replays.submit(worth_of, past, new, days, prices)
         return await asyncio.wrap_future(self._replay)
 
 
@@ -191,7 +219,7 @@ class AdminPages:
 def alert_rows(answer: Json) -> list[Json]:
     """Return the alerts as the page shows them, the worst first, with silences to offer."""
     rows = []
-    for alert in answer["alerts"]:
+    for alert in worst_first(answer["alerts"]):
         labels = {"rule": alert["rule"], **alert["labels"]}
         over = alert["phase"] == "resolved"
         rows.append(
@@ -202,14 +230,7 @@ def alert_rows(answer: Json) -> list[Json]:
                 "buttons": [] if over else list(_silences_of(labels, answer["now_s"])),
             }
         )
-    return sorted(
-        rows,
-        key=lambda row: (_place(PHASES, row["phase"]), _place(SEVERITIES, row["severity"]), row["at_s"]),
-    )
-
-
-def _place(names: Sequence[str], name: str) -> int:
-    return names.index(name) if name in names else len(names)
+    return rows
 
 
 def _silences_of(labels: Mapping[str, str], now_s: float) -> Iterator[Json]:
@@ -327,21 +348,58 @@ def rooms_of(nodes: Sequence[Json], gpu_memory: str) -> list[tuple[str, int]]:
     return found
 
 
-def worth_of(past: Past, new: PlanNodes, days: int) -> Json:
-    """Return the last days with more machines: sentences, and the users that waited most."""
-    span = (past.now_s - days * DAY_S, past.now_s)
-    now, then = (replayed(machines, past.jobs, *span) for machines in (past.machines, (*past.machines, *new)))
+def prices_of(given: Mapping[str, str]) -> Prices:
+    """Return the prices of the form. Raises RequestError."""
+    found = {name: number(given[name], title.lower()) for name, title, _ in PRICES if given[name]}
+    for name, title, _ in PRICES:
+        if not 0 <= found.get(name, 0) <= MOST_PRICE:
+            raise RequestError(f"cannot compute with {title.lower()} {found[name]:g}: it is 0 to {MOST_PRICE:.0f}")
+    return Prices(**found)
+
+
+def worth_of(past: Past, new: PlanNodes, days: int, prices: Prices) -> Json:
+    """Return the last days and the days ahead with more machines, costs, and waits of users."""
+    span, more = (past.now_s - days * DAY_S, past.now_s), (*past.machines, *new)
+    now, then = (replayed(machines, past.jobs, *span) for machines in (past.machines, more))
     if not now.waits.jobs:
-        return {
-            "sentences": [f"No job was submitted in the last {days} days: nothing to replay."],
-            "rows": [],
-            "instead": [],
-        }
+        nothing = f"No job was submitted in the last {days} days: nothing to replay."
+        return {"sentences": [nothing], "forecast": [], "costs": [], "bands": [], "rows": [], "instead": []}
+    draws = draws_of(len(past.jobs), past.whole_days, days)
+    drawn = days_ahead((past.machines, more), past, days, draws, SEED)
+    answer: Json = {"days": days}
+    if drawn is not None:
+        answer["ahead"] = {"draws": draws, "now": bands_of(drawn, 0), "with": bands_of(drawn, 1)}
     worst = sorted(now.by_user.items(), key=lambda item: -item[1].total_s)[:10]
     rows = [(user, waits.jobs, hours_text(waits.mean_s), hours_text(then.by_user[user].mean_s)) for user, waits in worst
             if user in then.by_user]  # fmt: skip
-    instead = [each["text"] for each in instead_of(past, span, now)]
-    return {"sentences": [*replay_sentences(days, now, then), UNKNOWN], "rows": rows, "instead": instead}
+    return {
+        "sentences": [*replay_sentences(days, now, then), UNKNOWN],
+        "forecast": forecast_lines(answer, past),
+        "bands": band_rows(answer["ahead"]) if "ahead" in answer else [],
+        "costs": cost_lines(costs_of(now, then, new, days, prices)),
+        "rows": rows,
+        "instead": [each["text"] for each in instead_of(past, span, now)],
+    }
+
+
+def draws_of(jobs: int, whole_days: int, days: int) -> int:
+    """Return the number of draws of a forecast: fewer than the command's for many jobs."""
+    jobs_of_a_draw = jobs / max(1, whole_days) * (days + WARM_DAYS)
+    return int(max(LEAST_DRAWS, min(DRAWS, MOST_DRAWN / max(1.0, 2 * jobs_of_a_draw))))
+
+
+def band_rows(ahead: Json) -> list[list[str]]:
+    """Return the forecast as rows: a name, then median, low and high without and with more."""
+
+    def row(title: str, name: str, text: Callable[[float], str]) -> list[str]:
+        bands = [ahead[which][name] for which in ("now", "with")]
+        return [title, *(text(band[part]) for band in bands for part in ("median", "low", "high"))]
+
+    rows = [row("Mean wait", "wait_mean_s", hours_text), row("Use of CPUs", "utilization", "{:.0%}".format)]
+    if ahead["with"]["gpu_utilization"]["high"]:
+        rows += [row("Mean wait of GPU jobs", "gpu_wait_mean_s", hours_text)]
+        rows += [row("Use of GPUs", "gpu_utilization", "{:.0%}".format)]
+    return rows
 
 
 def _whole(text: str, what: str) -> int:

@@ -19,8 +19,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
-from html import escape
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +30,7 @@ from urllib.parse import parse_qs, parse_qsl, quote, urlencode, urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hpcnode.wire.connection_limits import Rates
@@ -111,6 +111,7 @@ class GatewayApp:
         self._settings = settings
         self._rates = Rates(settings.rate, settings.burst, time.monotonic)
         self._known: OrderedDict[bytes, str] = OrderedDict()  # credentials, and the uid of each
+        self.open_streams = 0  # of events: as many pages are open, about
         self._asked: Counter[str] = Counter()  # requests that the controller is answering, by user or address
         self._routing = Routing()
         self._openapi = json.dumps(openapi(), separators=(",", ":")).encode()
@@ -443,12 +444,15 @@ class GatewayApp:
         first = await anext(pieces)
 
         async def whole() -> AsyncIterator[bytes]:
-            yield first
+            self.open_streams += route.path == "/events"
             try:
+                yield first
                 async for piece in pieces:
                     yield piece
             except (ProblemError, UpstreamError) as error:
                 yield _event("error", {"error": str(error)})
+            finally:
+                self.open_streams -= route.path == "/events"
 
         return StreamingResponse(whole(), headers=SAFE_HEADERS, media_type="text/event-stream")
 
@@ -581,12 +585,12 @@ FIRST_IMPORTS = ("anyio._backends._asyncio", "concurrent.futures.thread", "encod
 
 
 class OidcLogin:
-    """Logins at one provider.
+    """Logins at one provider. `page` makes the page after a login, of the user's name.
 
     The secret is read at the start, when the gateway may still be root.
     """
 
-    def __init__(self, app: GatewayApp, settings: GatewaySettings) -> None:
+    def __init__(self, app: GatewayApp, settings: GatewaySettings, page: Callable[[Request, str], Response]) -> None:
         import httpx  # of the extra [oidc]
         from authlib.integrations.base_client import OAuthError
         from authlib.integrations.httpx_client import AsyncOAuth2Client
@@ -595,7 +599,7 @@ class OidcLogin:
             import_module(name)
         self._http, self._oauth_client, self._oauth_error = httpx, AsyncOAuth2Client, OAuthError
         AsyncOAuth2Client()  # it imports its transport, whose name changes with the version
-        self._app = app
+        self._app, self._page = app, page
         self._oidc = settings.oidc
         self._callback = settings.url.rstrip("/") + CALLBACK_PATH
         self._secret = _secret_of(Path(self._oidc.client_secret)) if self._oidc.client_secret else None
@@ -646,9 +650,7 @@ class OidcLogin:
             raise ProblemError(401, f"cannot log in: the provider says: {why}")
         token = await self._exchanged(code, verifier)
         reply = await self._app.public(request, "/v1/logins/finish", {"state": state, "id_token": token})
-        answer = await self._app.opened(request, reply, lambda user: HTMLResponse(
-            f"<!doctype html><title>hpcsched</title><p>You are logged in as {escape(user)}.", headers=SAFE_HEADERS
-        ))  # fmt: skip
+        answer = await self._app.opened(request, reply, partial(self._page, request))
         answer.delete_cookie(LOGIN_COOKIE, path="/", secure=True, httponly=True, samesite="lax")
         return answer
 

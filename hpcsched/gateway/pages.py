@@ -6,8 +6,12 @@ Without scripts the pages are whole, and read only; the script keeps them up to 
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
 from starlette.requests import Request
@@ -15,18 +19,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hpcsched.gateway.admin import AdminPages
-from hpcsched.gateway.app import ProblemError
+from hpcsched.gateway.app import ProblemError, packed
 from hpcsched.gateway.charts import Chart, ScheduleBar, schedule
-from hpcsched.gateway.site import Json, Page, Site, query_of
+from hpcsched.gateway.site import PAGE_HEADERS, Json, Page, Site, query_of
 from hpcsched.gateway.work import WorkPages
-from hpcsched.listing.overview import totals, troubles
+from hpcsched.listing.efficiency import efficiency_line
+from hpcsched.listing.jobs import energy_text
+from hpcsched.listing.overview import takes_jobs, totals, troubles
 from hpcsched.listing.text import clean, date_text, output_text
+from hpcsched.metrics.usage_report import HOUR_S, Period, UsageRow, total_of, usage_rows
+from hpcsched.model.tariff import EnergyPrices, PriceSteps
 from hpcsched.model.units import format_mem, format_time_s
 
 ACTIVE = "PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
 ON_NODES = "CONFIGURING,RUNNING,SUSPENDED,COMPLETING"
 ROWS = 100  # jobs on a page of the list
 FIRST_ROWS = 20  # ... on the overview
+NODE_ROWS = 200  # nodes on a page of the list
+SCHEDULE_ROWS = 60  # of the schedule: more nodes than this are shown only if they have bars
 MAX_BARS = 500
 MAX_LOG_BYTES = 64 << 10
 RANGES = {"1h": 3600.0, "1d": 86_400.0, "30d": 2_592_000.0}
@@ -68,6 +78,7 @@ class Pages:
             "/node/{node}": self.node,
             "/queue": self.queue,
             "/use": self.use,
+            "/use/report": self.report,
         }
         others = (WorkPages(self._site), AdminPages(self._site))
         routes = [route for one in others for route in one.routes()]
@@ -128,10 +139,12 @@ class Pages:
         if job["state"] == "RUNNING" and count == 1:
             more["slow"] = f"/v1/job/{name}/slow"
         if job["started_at_s"]:
+            more["past"] = f"/v1/history?{urlencode({'id': target, 'energy': 1, 'limit': ROWS})}"
+            more["config"] = "/v1/config"
             to_s = job["ended_at_s"] or shown["now_s"]
             more["history"] = _history_path(target, [one[2] for one in JOB_CHARTS], from_s, max(to_s, from_s + 60))
         found = await self._site.load(request, {}, more, shown)
-        found = {"why": None, "slow": None, "story": None, "history": None, **found}
+        found = {**dict.fromkeys(("why", "slow", "story", "history", "past", "config")), **found}
         return self._site.page(
             request,
             "job.html",
@@ -145,7 +158,7 @@ class Pages:
                 "actions": actions_for(
                     job, str(job["array_job_id"]) if count > 1 else job["display_id"], found["me"]["actions"]
                 ),
-                "facts": facts_of(job),
+                "facts": [*facts_of(job), *use_facts_of(job, found["past"], found["config"])],
             },
         )
 
@@ -167,9 +180,20 @@ class Pages:
         return self._site.page(request, "log.html", values)
 
     async def nodes(self, request: Request) -> Response:
-        """List the nodes."""
+        """List the nodes, with filters."""
+        given = query_of(request, ("name", "state", "after"))
         found = await self._site.load(request, {"nodes": "/v1/nodes"})
-        return self._site.page(request, "nodes.html", {**found, "totals": totals(found["nodes"]["nodes"])})
+        everything = found["nodes"]["nodes"]
+        wanted = {"": (True, False), "up": (True,), "trouble": (False,)}.get(given["state"])
+        if wanted is None:
+            raise ProblemError(400, "cannot show those nodes: state is up or trouble")
+        matching = [node for node in everything if given["name"] in node["name"] and takes_jobs(node) in wanted]
+        first = next((at for at, node in enumerate(matching, 1) if node["name"] == given["after"]), 0)
+        rows = matching[first : first + NODE_ROWS]
+        more = {"name": given["name"], "state": given["state"], "after": rows[-1]["name"]} if rows else {}
+        is_last = first + NODE_ROWS >= len(matching)
+        values = {"rows": rows, "given": given, "next": "" if is_last else f"/nodes?{urlencode(more)}"}
+        return self._site.page(request, "nodes.html", {**found, **values, "totals": totals(everything)})
 
     async def node(self, request: Request) -> Response:
         """Show a node: its state, jobs, resources and use."""
@@ -208,15 +232,109 @@ class Pages:
             },
         )
         from_s, to_s = found["now_s"] - SCHEDULE_S / 24, found["now_s"] + SCHEDULE_S
-        rows = [node["name"] for node in found["nodes"]["nodes"]]
+        names = [node["name"] for node in found["nodes"]["nodes"]]
         bars = bars_of(found["running"]["jobs"], found["reservations"]["reservations"], to_s)
+        rows = rows_of_schedule(names, bars)
         expected, later = expected_starts(found["waiting"]["jobs"], to_s)
         drawing = schedule([*rows, *(bar.row for bar in expected)], [*bars, *expected], from_s, to_s)
-        return self._site.page(request, "queue.html", {**found, "drawing": drawing, "later": later})
+        values = {"drawing": drawing, "later": later, "left_out": len(names) - len(rows)}
+        return self._site.page(request, "queue.html", {**found, **values})
 
     async def use(self, request: Request) -> Response:
         """Show shares and usage of accounts and users."""
         return self._site.page(request, "use.html", await self._site.load(request, {"shares": "/v1/shares"}))
+
+    async def report(self, request: Request) -> Response:
+        """Show what users, accounts, partitions or nodes used and wasted in a month; also as CSV."""
+        given = query_of(request, ("by", "month", "format"))
+        by, month = given["by"] or REPORTED[0], given["month"] or MONTHS[0]
+        if by not in REPORTED or month not in MONTHS or given["format"] not in ("", "csv"):
+            raise ProblemError(
+                400, f"cannot report that: by {', '.join(REPORTED)}; month {', '.join(MONTHS)}; format csv"
+            )
+        found = await self._site.load(request, {})
+        period = month_of(found["now_s"], month)
+        prices = {"start_s": max(0.0, period.start_s), "end_s": max(0.0, period.until_s)}
+        found = await self._site.load(request, {"tariff": f"/v1/tariff?{urlencode(prices)}"}, None, found)
+        query = {"attempts": 1, "energy": 1, "start_s": period.start_s, "end_s": period.end_s}
+        jobs, is_whole = await self._site.history(request, found, query, MAX_REPORTED)
+        tariff = found["tariff"]
+        energy = EnergyPrices(PriceSteps(tariff["kwh"]), PriceSteps(tariff["gco2_per_kwh"]))
+        rows = usage_rows(jobs, [period], (by,), None, energy)
+        if given["format"]:
+            return csv_answer(request, by, rows, tariff, f"use-{period.name}-{by}.csv")
+        columns = [one for one in USE_COLUMNS if any(one.value(row, tariff) is not None for row in rows)]
+        values = {"by": by, "month": month, "bys": REPORTED, "months": MONTHS, "is_whole": is_whole, "period": period}
+        values |= {"titles": [one.title.format(currency=tariff["currency"]) for one in columns]}
+        values |= {"rows": [(row.key[0], [one.shown(row, tariff) for one in columns]) for row in rows]}
+        values |= {"total": [one.shown(total_of(rows), tariff) for one in columns] if rows else []}
+        return self._site.page(request, "report.html", {**found, **values})
+
+
+# ----- the report
+
+
+REPORTED = ("user", "account", "partition", "node")
+MONTHS = ("this", "last")
+MAX_REPORTED = 5000  # jobs
+
+
+class UseColumn(NamedTuple):
+    """A column of the report, of a row and the API's tariff.
+
+    `value`: None if it is not known; `shape`: how it is written.
+    """
+
+    title: str
+    name: str
+    value: Callable[[UsageRow, Json], float | None]
+    shape: str = "{:,.1f}"
+
+    def shown(self, row: UsageRow, tariff: Json) -> str:
+        """Return the value as the page has it."""
+        value = self.value(row, tariff)
+        return "" if value is None else format_time_s(value) if self.shape == "time" else self.shape.format(value)
+
+
+def _priced(row: UsageRow, tariff: Json) -> float | None:
+    has_prices = tariff["cpu_hour"] or tariff["gpu_hour"] or any(price for _, price in tariff["kwh"])
+    return row.cost(tariff["cpu_hour"], tariff["gpu_hour"]) if has_prices else None
+
+
+USE_COLUMNS = (
+    UseColumn("Jobs", "jobs", lambda row, _: len(row.jobs), "{:,}"),
+    UseColumn("CPU hours", "cpu_hours", lambda row, _: row.cpu_s / HOUR_S),
+    UseColumn("GPU hours", "gpu_hours", lambda row, _: row.gpu_s / HOUR_S),
+    UseColumn("Mean wait", "mean_wait_s", lambda row, _: row.mean_wait_s, "time"),
+    UseColumn("Unused CPU hours", "unused_cpu_hours",
+              lambda row, _: None if row.unused_cpu_s is None else row.unused_cpu_s / HOUR_S),
+    UseColumn("Failed and requeued", "lost_cpu_hours", lambda row, _: (row.failed_cpu_s + row.requeued_cpu_s) / HOUR_S),
+    UseColumn("kWh", "kwh", lambda row, _: None if row.joules is None else row.joules / 3.6e6),
+    UseColumn("{currency}", "cost", _priced, "{:,.2f}"),
+)  # fmt: skip
+
+
+def month_of(now_s: float, which: str) -> Period:
+    """Return this month so far, or the last one, in local time."""
+    now = datetime.fromtimestamp(now_s)
+    first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    if which == "this":
+        return Period(first.timestamp(), now_s, now_s, first.strftime("%Y-%m"))
+    before = (first - timedelta(days=1)).replace(day=1)
+    return Period(before.timestamp(), first.timestamp(), now_s, before.strftime("%Y-%m"))
+
+
+def csv_answer(request: Request, by: str, rows: Sequence[UsageRow], tariff: Json, name: str) -> Response:
+    """Return the report as a file; no text in it is a formula for spreadsheets."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([by, *(one.name for one in USE_COLUMNS)])
+    for row in rows:
+        key, values = clean(row.key[0]), [one.value(row, tariff) for one in USE_COLUMNS]
+        key = f"'{key}" if key.startswith(("=", "+", "-", "@")) else key
+        writer.writerow([key, *("" if value is None else f"{value:.10g}" for value in values)])
+    headers = {**PAGE_HEADERS, "content-disposition": f'attachment; filename="{name}"'}
+    return packed(request, text.getvalue().encode("utf-8", "replace"), "text/csv; charset=utf-8", headers)
 
 
 # ----- what the pages show
@@ -285,6 +403,12 @@ def expected_starts(jobs: Sequence[Json], to_s: float) -> tuple[list[ScheduleBar
     return bars, later
 
 
+def rows_of_schedule(names: Sequence[str], bars: Sequence[ScheduleBar]) -> list[str]:
+    """Return the nodes to draw: all of a few, else those with bars."""
+    busy = {bar.row for bar in bars}
+    return list(names if len(names) <= SCHEDULE_ROWS else [name for name in names if name in busy][:NODE_ROWS])
+
+
 def actions_for(job: Json, name: str, may: Sequence[str]) -> list[Json]:
     """Return the actions of a job that the session may do.
 
@@ -326,6 +450,20 @@ def facts_of(job: Json) -> list[tuple[str, str]]:
         ("Command", job["submit_line"] or ""),
         ("Comment", job["comment"] or ""),
     ]
+    return [(name, value) for name, value in facts if value]
+
+
+def use_facts_of(job: Json, past: Json | None, config: Json | None) -> list[tuple[str, str]]:
+    """Return the efficiency of a job, its energy, and its price if there are prices."""
+    view = next((one for one in (past or {}).get("jobs", ()) if one["id"] == job["id"]), None)
+    if view is None:
+        return []
+    uses, cost = view.get("energy") or [], (config or {}).get("cost", {})
+    hours = job["elapsed_s"] / HOUR_S
+    price = hours * (job["num_cpus"] * cost.get("cpu_hour", 0) + job["gpus"] * cost.get("gpu_hour", 0))
+    facts = [("Efficiency", efficiency_line(view))]
+    facts += [("Energy", energy_text(uses, cost.get("currency", "")))] if uses else []
+    facts += [(f"Price of attempt {job['attempt']}", f"{price:.2f} {cost.get('currency', '')}")] if price else []
     return [(name, value) for name, value in facts if value]
 
 

@@ -133,6 +133,7 @@ ROUTES: tuple[ApiRoute, ...] = (
     ApiRoute("GET", "/priorities", "read", "Priorities of waiting jobs", (*_JOBS, *_PAGE), answer="page"),
     ApiRoute("GET", "/outages", "read", "Times in which nodes took no jobs",
              (("start_s", TIME), ("end_s", TIME), *_texts("kinds"), *_PAGE), answer="page"),
+    ApiRoute("GET", "/tariff", "read", "Prices of a period", (("start_s", TIME), ("end_s", TIME))),
     ApiRoute("GET", "/metrics/history", "read", "What a node or job used in a period",
              (*_texts("target", "series", "of"), ("from_s", TIME), ("to_s", TIME), ("step_s", STEP),
               ("known_only", FLAG))),

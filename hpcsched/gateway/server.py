@@ -29,6 +29,7 @@ import anyio
 import httptools
 import uvicorn
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -172,13 +173,12 @@ class GatewayServer:
     ) -> None:
         self._settings = settings
         self._tls = tls
-        logins = _login_routes(app, settings)
-        site = Site(app, has_oidc=bool(logins), own_templates=places.templates)
+        site = Site(app, has_oidc=bool(settings.oidc.issuer), own_templates=places.templates)
         jobs = JobProxy(app, site, places.steps_socket, settings.job_hosts, settings.session_s)
         terminals = Terminals(app, site, places.steps_socket)
         routes = [
             *SlurmPaths(app).routes(),
-            *logins,
+            *_login_routes(app, settings, site.logged_in),
             *jobs.routes(),
             *terminals.routes(),
             *Pages(site).routes(),
@@ -569,12 +569,14 @@ class GatewayConnection(HttpToolsProtocol):
             self.transport.abort()
 
 
-def _login_routes(app: GatewayApp, settings: GatewaySettings) -> list[Route]:
+def _login_routes(
+    app: GatewayApp, settings: GatewaySettings, logged_in: Callable[[Request, str], Response]
+) -> list[Route]:
     """Return the routes of a login at a provider, if one is configured. Raises ConfigError."""
     if not settings.oidc.issuer:
         return []
     try:
-        return OidcLogin(app, settings).routes()
+        return OidcLogin(app, settings, logged_in).routes()
     except ImportError as error:
         raise ConfigError(
             f"cannot start the gateway: [gateway.oidc] needs {error.name}: pip install 'hpcsched[oidc]'"

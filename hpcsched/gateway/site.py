@@ -37,6 +37,9 @@ Json = dict[str, Any]
 Load = Mapping[str, str]  # what a page needs: a name, and the controller's path
 Page = Callable[[Request], Awaitable[Response]]
 
+HISTORY_ROWS = 1000  # jobs of one answer
+# A page asks for itself again at most once in so long, for each page that is open: many pages are 10 % of a core together.
+REFRESH_MS_EACH = 80
 HERE = Path(hpcsched.__file__).parent / "web"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE_HEADERS = SAFE_HEADERS | {
@@ -139,6 +142,7 @@ class Site:
         return [
             Route("/static/{name}", self.app.guarded(self.static), methods=["GET"]),
             *self.routes({"/login": self.login}),
+            Route("/{path:path}", self.nothing, methods=["GET"]),
         ]
 
     def _guarded(self, page: Page) -> Page:
@@ -171,7 +175,8 @@ class Site:
     ) -> Response:
         """Return the page that the template `name` makes of the values."""
         body = self._pages[name].render({"me": None, "cluster": "", **values}).encode("utf-8", "replace")
-        return packed(request, body, HTML, {**PAGE_HEADERS, **(headers or {})}, status)
+        pace = {"x-hpcsched-refresh-ms": str(REFRESH_MS_EACH * self.app.open_streams)}
+        return packed(request, body, HTML, {**PAGE_HEADERS, **pace, **(headers or {})}, status)
 
     async def load(self, request: Request, needed: Load, wanted: Load | None = None, known: Json | None = None) -> Json:
         """Return the controller's answers by name, added to those that are `known`.
@@ -194,6 +199,20 @@ class Site:
         found["cluster"], found["now_s"] = found["ping"]["cluster"], found["ping"]["now_s"]
         return found
 
+    async def history(self, request: Request, known: Json, query: Json, most: int) -> tuple[list[Json], bool]:
+        """Return the newest jobs of the history, about `most`, and whether they are all.
+
+        Raises ProblemError.
+        """
+        jobs: list[Json] = []
+        asked = {**query, "limit": HISTORY_ROWS}
+        while True:
+            page = (await self.load(request, {"page": f"/v1/history?{urlencode(asked)}"}, None, known))["page"]
+            jobs += page["jobs"]
+            asked["after"] = page.get("next_cursor")
+            if not asked["after"] or len(jobs) >= most:
+                return jobs, not asked["after"]
+
     async def static(self, request: Request) -> Response:
         """Send a file of the pages; its address changes with its content."""
         self.app.count(request)
@@ -206,6 +225,25 @@ class Site:
             raise ProblemError(404, f"cannot find {request.url.path[:200]!r}")
         headers = {**PAGE_HEADERS, "cache-control": "public, max-age=31536000, immutable"}
         return packed(request, found[0], found[1] + "; charset=utf-8", headers)
+
+    async def nothing(self, request: Request) -> Response:
+        """Answer for an unknown address: a page for browsers, problem details for others."""
+        if "text/html" not in request.headers.get("accept", ""):
+            answer: Response = await self.app.guarded(self.app.nothing)(request)
+            return answer
+
+        async def missing(request: Request) -> Response:
+            self.app.count(request)
+            raise ProblemError(404, f"cannot find {request.url.path[:200]!r}")
+
+        return await self._guarded(missing)(request)
+
+    def logged_in(self, request: Request, user: str) -> Response:
+        """Return the page after a login at a provider.
+
+        Only requests of this page carry the new cookie: it is strict, and the login came from another site.
+        """
+        return self.page(request, "loggedin.html", {"user": user})
 
     async def login(self, request: Request) -> Response:
         """Ask for a click, because programs that preview links must not use up the code."""

@@ -67,7 +67,7 @@ DIRECT = {
     "account": "account", "array": "array", "comment": "comment", "constraint": "constraint",
     "contiguous": "contiguous", "cpus-per-task": "cpus_per_task", "error": "stderr", "elastic": "elastic",
     "exclude": "exclude", "exclusive": "exclusive", "gpus": "gpus_total", "gpus-per-node": "gpus_per_node",
-    "gpus-per-task": "gpus_per_task", "hint": "hints", "hold": "hold", "distribution": "distribution",
+    "gpu-power": "gpu_power", "gpus-per-task": "gpus_per_task", "hint": "hints", "hold": "hold", "distribution": "distribution",
     "input": "stdin", "job-name": "name", "kill-on-invalid-dep": "kill_on_invalid_dep", "lease": "lease",
     "licenses": "licenses", "mail-user": "mail_user", "mem": "mem_per_node_mib", "mem-per-cpu": "mem_per_cpu_mib",
     "mincpus": "mincpus", "nice": "nice", "nodelist": "nodelist", "ntasks": "ntasks",
@@ -142,6 +142,8 @@ def _fields_of(values: Mapping[str, Any], work_dir: str, now_s: float) -> dict[s
         fields["begin_at_s"] = int(parse_when(values["begin"], now_s))
     if "deadline" in values:
         fields["deadline_at_s"] = int(parse_when(values["deadline"], now_s))
+    if "cheap-by" in values:
+        fields["cheap_by_s"] = int(parse_when(values["cheap-by"], now_s))
     if "dependency" in values:
         fields["dependency"], fields["dependency_any"] = parse_dependency(values["dependency"])
     parse_constraint(values.get("constraint", ""))
@@ -412,6 +414,7 @@ MAX_TEXT = 4_096
 MAX_NAME = 1_024
 MAX_ARGS_BYTES = 512 << 10
 MAX_GPUS = 100_000
+MAX_GPU_WATTS = 10_000
 _TEXTS = (
     "name", "script_path", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos",
     "reservation", "comment",
@@ -563,6 +566,7 @@ def _check_numbers(spec: JobSpec) -> None:
     _check_range("nice", spec.nice, -MAX_NICE, MAX_NICE)
     _check_range("mincpus", spec.mincpus, 0, MAX_COUNT)
     _check_range("tmp", spec.tmp_mib, 0, 1 << 53)
+    _check_range("gpu-power", spec.gpu_power, 0, MAX_GPU_WATTS)
     _check_range("switches", spec.switches, 0, MAX_COUNT)
     for option, value, low, high in (
         ("switches", spec.switches_wait_s, 0, UNLIMITED_S),
@@ -574,6 +578,7 @@ def _check_numbers(spec: JobSpec) -> None:
         ("time-min", spec.time_min_s, 1, UNLIMITED_S),
         ("begin", spec.begin_at_s, 0, _LATEST_S),
         ("deadline", spec.deadline_at_s, 1, _LATEST_S),
+        ("cheap-by", spec.cheap_by_s, 1, _LATEST_S),
         ("priority", spec.priority, 0, MAX_PRIORITY),
     ):
         if value is not None:
@@ -584,6 +589,9 @@ def _check_numbers(spec: JobSpec) -> None:
 
 def _check_together(spec: JobSpec) -> None:
     """Raise RequestError if two numbers of `spec` exclude each other."""
+    has_gpus = any(one.gpus_per_node or one.gpus_total or one.gpus_per_task for one in (spec, *spec.components))
+    if spec.gpu_power and not has_gpus:
+        raise RequestError("cannot limit the power of GPUs: the job asks for no whole GPUs, as with --gpus-per-node=1")
     if spec.mem_per_node_mib is not None and spec.mem_per_cpu_mib is not None:
         raise RequestError("cannot take both --mem and --mem-per-cpu: they exclude each other")
     _check_task_counts(spec)

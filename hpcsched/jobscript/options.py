@@ -77,6 +77,7 @@ _JOB_OPTIONS = (
          parse=values.parse_array, variable="ARRAY_INX"),
     _job("begin", "b", "TIME", help="do not start before TIME: 16:00, tomorrow, now+1hour, 2027-01-20T12:34:00"),
     _job("chdir", "D", "DIR", help="run in DIR; default: the current directory", aliases=("workdir",)),
+    _job("cheap-by", "", "TIME", help="start when energy is cheap, so that the job ends by TIME: see [cost]"),
     _job("comment", "", "TEXT", help="comment on the job"),
     _job("constraint", "C", "FEATURES", help="nodes with these features: a&b, a|b, a&(b|c); a number of each kind: "
          "[a*2&b*1]; all of one kind: [a|b]", variable="CONSTRAINT"),
@@ -99,6 +100,8 @@ _JOB_OPTIONS = (
     _job("export", "", "LIST", help="export environment variables: ALL (default), NONE, or NAME,NAME=VALUE; "
          "ALL,NAME=VALUE adds",
          parse=parse_export, variable="EXPORT"),
+    _job("gpu-power", "", "WATTS", help="limit each GPU of the job to so many watts; the former limit returns at its end",
+         parse=values.parse_count),
     _job("gpus", "G", "[TYPE:]N", help="GPUs for the whole job", parse=values.parse_gpus, variable="GPUS"),
     _job("gpus-per-node", "", "[TYPE:]N", help="GPUs on each node", parse=values.parse_gpus, variable="GPUS_PER_NODE"),
     _job("gpus-per-task", "", "[TYPE:]N", help="GPUs per task", parse=values.parse_gpus, variable="GPUS_PER_TASK"),

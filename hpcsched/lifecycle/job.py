@@ -121,7 +121,7 @@ def submitted_jobs(event: Submitted, spec: JobSpec, ids: Iterable[int] | None = 
         partition=event.partition,
         time_limit_s=event.time_limit_s,
         not_before_s=spec.begin_at_s,
-        eligible_at_s=None if spec.hold or spec.dependency or spec.begin_at_s else event.at_s,
+        eligible_at_s=event.at_s if not (spec.hold or spec.dependency or spec.begin_at_s or spec.cheap_by_s) else None,
     )
     if spec.array is None:
         return (first,)

@@ -201,6 +201,20 @@ def _detail_use(job: Job) -> str:
     return ", ".join(parts) + f"; hwhy --slow {job['display_id']} judges it"
 
 
+def energy_text(uses: Sequence[Job], currency: str) -> str:
+    """Return energy with its sources, and with price and CO2 if these are known.
+
+    `uses`: as the API's history has them.
+    """
+    joules = sum(use["joules"] for use in uses)
+    costs, grams = ([use[key] for use in uses if use.get(key) is not None] for key in ("cost", "co2_g"))
+    amount = f"{joules / 3.6e6:.3g} kWh" if joules >= 3600 else f"{joules:.0f} J"
+    parts = [f"{amount} ({'+'.join(sorted({str(use['source']) for use in uses}))})"]
+    parts += [f"{sum(costs):.2f} {currency}".rstrip()] if costs else []
+    parts += [f"{sum(grams) / 1000:.3g} kg CO2"] if grams else []
+    return ", ".join(parts)
+
+
 def time_left(job: Job) -> str:
     """Return how much of its time limit the job has left."""
     if job["time_limit_s"] is None:
@@ -266,6 +280,8 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("account", job["account"]),
         ("depends on", job["dependency"]),
         ("deadline", when_text(job["deadline_at_s"], now_s) if job.get("deadline_at_s") else ""),
+        ("cheap by", when_text(job["cheap_by_s"], now_s) if job.get("cheap_by_s") else ""),
+        ("GPU power", f"{job['gpu_power']} W each" if job.get("gpu_power") else ""),
         ("in", f"reservation {job['reservation']}" if job.get("reservation") else ""),
         ("features", job["constraint"]),
         ("prefers", job.get("prefer", "")),

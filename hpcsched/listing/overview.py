@@ -57,3 +57,23 @@ def troubles(ping: Json, nodes: Sequence[Json]) -> list[dict[str, str]]:
         text = f"{ping['undecided']} launches from before a restore wait for a decision"
         found.append({"text": text, "command": "hctl strays"})
     return found
+
+
+PHASES, SEVERITIES = ("firing", "pending", "resolved"), ("critical", "warning", "info")  # the worst first
+
+
+def worst_first(alerts: Sequence[Json]) -> list[Json]:
+    """Return alerts as the API has them in the order in which people look at them."""
+    return sorted(
+        alerts, key=lambda one: (_place(PHASES, one["phase"]), _place(SEVERITIES, one["severity"]), _at_s(one))
+    )
+
+
+def _place(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+def _at_s(alert: Json) -> float:
+    """Return since when the alert is in its phase."""
+    at_s = alert["ended_at_s"] if alert["phase"] == "resolved" else alert["since_s"]
+    return float(at_s or 0.0)

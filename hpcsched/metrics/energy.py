@@ -20,6 +20,7 @@ from typing import Any
 
 from hpcsched.metrics.series import NodeSample, Value
 from hpcsched.metrics.usage_report import Period
+from hpcsched.model.tariff import NO_PRICES, EnergyPrices
 
 Json = dict[str, Any]
 JobKey = tuple[int, int]  # job and attempt
@@ -37,9 +38,11 @@ class NodeEnergy:
     joules: float
     source: str  # MEASURED or COMPONENT
     covered_s: float
+    cost: float = 0.0
+    co2_g: float = 0.0
 
 
-def node_energy(answer: Json, period: Period) -> NodeEnergy | None:
+def node_energy(answer: Json, period: Period, prices: EnergyPrices = NO_PRICES) -> NodeEnergy | None:
     """Return the energy of a node in the period, None if nothing was measured.
 
     `answer`: of `/v1/metrics/history` for `SERIES`, with a step that divides the period finely.
@@ -49,16 +52,21 @@ def node_energy(answer: Json, period: Period) -> NodeEnergy | None:
         watts.setdefault(_meter_of(one), []).append(one["values"])
     source = MEASURED if "whole" in watts else COMPONENT
     chosen = _chosen(watts)
-    joules = covered_s = 0.0
+    joules = covered_s = cost = co2_g = 0.0
     for step in range(answer["count"]):
         values = [series[step] for series in chosen]
         known = [value for value in values if value is not None]
         begin_s = answer["from_s"] + step * answer["step_s"]
         lasted_s = period.overlap_s(begin_s, min(begin_s + answer["step_s"], period.now_s))
         if known and len(known) == len(values):  # a sum without one of its meters would be too low
+            begin_s = max(begin_s, period.start_s)
             joules += sum(known) * lasted_s
+            cost += prices.cost(sum(known) * lasted_s, begin_s, begin_s + lasted_s)
+            co2_g += prices.co2_g(sum(known) * lasted_s, begin_s, begin_s + lasted_s)
             covered_s += lasted_s
-    return NodeEnergy(joules=joules, source=source, covered_s=covered_s) if covered_s else None
+    if not covered_s:
+        return None
+    return NodeEnergy(joules=joules, source=source, covered_s=covered_s, cost=cost, co2_g=co2_g)
 
 
 def _meter_of(series: Json) -> str:

@@ -9,7 +9,7 @@ nodes and outages those of the API.
   So allocated, down, drained, off and idle add up to the capacity.
 - The cpu time of an attempt is known when its steps have ended, and of a running job from its last sample. It counts as if it was
   spent evenly over what the attempt held. An attempt without a known cpu time is not among the measured ones.
-- So does the energy that an attempt caused on a node, over the time for which it held the node.
+- So does the energy that an attempt caused on a node, over the time for which it held the node. It has the prices of that time.
 - A wait belongs to the start of the attempt that ended it.
 """
 
@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from hpcsched.model.accounting import CPU, GPU, MEM, NODE, Tariff
+from hpcsched.model.accounting import CPU, GPU, MEM, NODE
+from hpcsched.model.tariff import NO_PRICES, EnergyPrices
 
 Json = dict[str, Any]
 
@@ -73,6 +74,8 @@ class UsageRow:
     failed_cpu_s: float = 0.0  # of the last attempts of failed jobs
     waits_s: list[float] = field(default_factory=list)
     joules: float | None = None  # None: nothing was measured
+    energy_cost: float = 0.0  # at the prices of the time when it was used
+    co2_g: float = 0.0
 
     @property
     def unused_cpu_s(self) -> float | None:
@@ -93,10 +96,9 @@ class UsageRow:
         """Return the mean wait, None without starts."""
         return sum(self.waits_s) / len(self.waits_s) if self.waits_s else None
 
-    def cost(self, tariff: Tariff) -> float:
-        """Return the price of the use, in the currency of the tariff."""
-        energy = (self.joules or 0.0) / 3.6e6 * tariff.kwh
-        return self.cpu_s / HOUR_S * tariff.cpu_hour + self.gpu_s / HOUR_S * tariff.gpu_hour + energy
+    def cost(self, cpu_hour: float, gpu_hour: float) -> float:
+        """Return the price of the use, with the prices of an hour of a cpu and of a GPU."""
+        return self.cpu_s / HOUR_S * cpu_hour + self.gpu_s / HOUR_S * gpu_hour + self.energy_cost
 
     def tres_s(self, tres: str) -> float:
         """Return the seconds of a TRES; that of billing is that of cpus."""
@@ -113,7 +115,8 @@ class UsageRow:
 
 
 _SUMS = (
-    "cpu_s", "gpu_s", "mem_mib_s", "node_s", "measured_cpu_s", "busy_cpu_s", "requeued_cpu_s", "failed_cpu_s"
+    "cpu_s", "gpu_s", "mem_mib_s", "node_s", "measured_cpu_s", "busy_cpu_s", "requeued_cpu_s", "failed_cpu_s",
+    "energy_cost", "co2_g",
 )  # fmt: skip
 
 
@@ -123,8 +126,9 @@ def unknown_jobs(jobs: Iterable[Json]) -> int:
 
 
 def usage_rows(
-    jobs: Iterable[Json], periods: Sequence[Period], by: Sequence[str], names: Mapping[str, str] | None = None
-) -> list[UsageRow]:
+    jobs: Iterable[Json], periods: Sequence[Period], by: Sequence[str], names: Mapping[str, str] | None = None,
+    prices: EnergyPrices = NO_PRICES,
+) -> list[UsageRow]:  # fmt: skip
     """Return a row for each combination of the dimensions in `by` that was used.
 
     The rows are in order of their keys. The periods do not overlap; the dimension "month" is their name. `names`: the present
@@ -138,7 +142,7 @@ def usage_rows(
 
     for job in jobs:
         for attempt in job["attempts"] or ():
-            _add_attempt(job, attempt, periods, names or {}, row_of)
+            _add_attempt(job, attempt, periods, names or {}, row_of, prices)
     return [rows[key] for key in sorted(rows)]
 
 
@@ -164,6 +168,7 @@ def _add_attempt(
     periods: Sequence[Period],
     names: Mapping[str, str],
     row_of: Callable[[Json, Period, str], UsageRow],
+    prices: EnergyPrices,
 ) -> None:
     holdings = attempt["holdings"]
     joules = _joules_by_second(job, attempt, periods)
@@ -188,9 +193,16 @@ def _add_attempt(
                 row.measured_cpu_s += cpu_s
                 row.busy_cpu_s += cpu_s * busy_part
             if held["node"] in joules:
-                row.joules = (row.joules or 0.0) + joules[held["node"]] * lasted_s
+                since_s = max(period.start_s, held["since_s"])
+                _add_energy(row, joules[held["node"]] * lasted_s, since_s, since_s + lasted_s, prices)
             row.requeued_cpu_s += cpu_s * attempt["requeued"]
             row.failed_cpu_s += cpu_s * is_failed
+
+
+def _add_energy(row: UsageRow, joules: float, start_s: float, end_s: float, prices: EnergyPrices) -> None:
+    row.joules = (row.joules or 0.0) + joules
+    row.energy_cost += prices.cost(joules, start_s, end_s)
+    row.co2_g += prices.co2_g(joules, start_s, end_s)
 
 
 def _joules_by_second(job: Json, attempt: Json, periods: Sequence[Period]) -> dict[str, float]:

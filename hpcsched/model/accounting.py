@@ -137,17 +137,6 @@ class EnergyUse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tariff:
-    """[cost]: what reports charge; see `hpcsched.config.keys.COST` for each. 0: nothing."""
-
-    currency: str = "EUR"
-    cpu_hour: float = 0.0
-    gpu_hour: float = 0.0
-    kwh: float = 0.0
-    gco2_per_kwh: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
     """The accounting configuration.
 

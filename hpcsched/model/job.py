@@ -81,6 +81,7 @@ class Reason(StrEnum):
     RAISED_SIGNAL = "RaisedSignal"
     OUT_OF_MEMORY = "OutOfMemory"
     LICENSES = "Licenses"
+    POWER_NOT_AVAIL = "PowerNotAvail"
     INVALID_ACCOUNT = "InvalidAccount"
     INVALID_QOS = "InvalidQOS"
     ACCOUNT_NOT_ALLOWED = "AccountNotAllowed"  # in its partition

@@ -154,6 +154,7 @@ class NodeSpec:
     suspend_after: float | None = None  # seconds; 0: it stays on; None: as in [power]
     idle_watts: float = 0.0  # of its power without GPUs, as declared; 0: not known
     peak_watts: float = 0.0
+    gpu_watts: float = 0.0  # the power limit of each GPU; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +273,18 @@ class Node:
         if not self.spec.gpus:
             wanted.discard("gpus")
         return tuple(ability for ability in self.abilities if not ability.can and ability.word in wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circuit:
+    """Nodes with a common supply of power, and what they may take together.
+
+    The one without a name is that of all nodes.
+    """
+
+    name: str = ""
+    budget_watts: float
+    nodes: tuple[NodeName, ...] = ()  # empty: all
 
 
 class PartitionState(StrEnum):

@@ -125,6 +125,8 @@ class JobSpec:
     kill_on_invalid_dep: bool = False  # it is cancelled if a dependency can never be satisfied
     begin_at_s: int | None = None  # Unix time
     deadline_at_s: int | None = None  # Unix time: it does not start if it cannot end before
+    cheap_by_s: int | None = None  # Unix time: by which it must have ended if it waits for cheap energy
+    gpu_power: int = 0  # watts to which each of its GPUs is limited; 0: not limited
     reservation: str = ""
     hold: bool = False
     nice: int = 0

@@ -1,11 +1,11 @@
-"""Say what other machines would have been worth: the past, replayed with them.
+"""Say what other machines would be worth: the past, the weeks ahead, and costs.
 
-Pure: the snapshot and the history are arguments, as the API shows them. `hpcsched.planner.capacity` replays.
+Pure: the snapshot and the history are arguments, as the API shows them. `hpcsched.planner.capacity` replays and draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,16 @@ from hpcsched.listing.text import clean
 from hpcsched.model.units import format_time_s, nearest
 from hpcsched.planner.capacity import (
     DAY_S,
+    HISTORY_DAYS,
+    LEAST_DAYS,
+    Ahead,
     Arrival,
     PlanNode,
     PlanNodes,
     ReplayResult,
+    ahead,
     day_of,
+    days_of,
     is_idle,
     memory_bound,
     replayed,
@@ -33,6 +38,8 @@ from hpcsched.sim.forecast import NEW_NODES, new_nodes
 Json = dict[str, Any]
 MOST_NODES = 1000
 MOST_LEFT_S = 28 * DAY_S  # of a job that runs
+HOURS_A_YEAR = 8766.0
+MOST_PRICE = 1e9
 UNKNOWN = "Not in this: that people submit more when there is more, and that another machine has another speed."
 
 
@@ -203,6 +210,113 @@ def instead_of(past: Past, span: tuple[float, float], now: ReplayResult) -> list
             result,
         )
     return sorted(found, key=lambda each: float(each["wait_mean_s"]))
+
+
+# ----- the weeks ahead
+
+
+VALUES: dict[str, Callable[[ReplayResult], float]] = {
+    "wait_mean_s": lambda replay: replay.waits.mean_s,
+    "gpu_wait_mean_s": lambda replay: replay.gpu_waits.mean_s,
+    "utilization": lambda replay: replay.utilization,
+    "gpu_utilization": lambda replay: replay.gpu_utilization,
+    "jobs": lambda replay: float(replay.waits.jobs),
+}
+
+
+def bands_of(drawn: Ahead, variant: int) -> dict[str, dict[str, float]]:
+    """Return the band of each value with a variant of the machines."""
+    return {name: drawn.band(variant, value)._asdict() for name, value in VALUES.items()}
+
+
+def days_ahead(variants: Sequence[PlanNodes], past: Past, days: int, draws: int, seed: int) -> Ahead | None:
+    """Return the draws of the days ahead, None with too little history."""
+    if past.whole_days < LEAST_DAYS:
+        return None
+    first = day_of(past.now_s, past.local)
+    return ahead(variants, days_of(past.jobs, past.local), first, past.local, count=days, draws=draws, seed=seed)
+
+
+def forecast_lines(answer: Json, past: Past) -> list[str]:
+    """Return the forecast in sentences, or why there is none."""
+    if "ahead" not in answer:
+        return [f"No forecast: there are {past.whole_days} days of history; it needs {LEAST_DAYS}."]
+    now, then = (_words(answer["ahead"][which]["wait_mean_s"]) for which in ("now", "with"))
+    lines = [
+        f"The next {answer['days']} days ({answer['ahead']['draws']} draws): {now} -> {then}    80 % of the draws are within"
+    ]
+    tested = answer.get("backtest")
+    if tested:
+        lines.append(
+            f"  Back-test on this past: of {tested['windows']} periods {tested['wait_within']} had their mean wait within, "
+            f"{tested['gain_within']} the gain, {tested['sign_right']} its sign"
+        )
+    elif "backtest" in answer:
+        lines.append(f"  No back-test: it needs {HISTORY_DAYS} days of history and a period after them.")
+    return lines
+
+
+def _words(band: Mapping[str, float]) -> str:
+    return f"{hours_text(band['median'])} ({hours_text(band['low'])} to {hours_text(band['high'])})"
+
+
+# ----- costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What more machines cost, None if it is not known.
+
+    `price`: of all of them; `watts`: of all of them under load; `kwh`: of electricity; `cloud`: of an hour of such a node
+    elsewhere.
+    """
+
+    price: float | None = None
+    watts: float | None = None
+    kwh: float | None = None
+    cloud: float | None = None
+
+
+def costs_of(now: ReplayResult, then: ReplayResult, new: PlanNodes, days: int, prices: Prices) -> Json:
+    """Return the costs that can be told from the prices."""
+    price, watts, kwh, cloud = prices.price, prices.watts, prices.kwh, prices.cloud
+    saved_h = (now.waits.total_s - then.waits.total_s) / HOUR_S * 365.25 / days
+    used = then.gpu_utilization if any(machine.gpus for machine in new) else then.utilization
+    found: Json = {"saved_wait_h_a_year": saved_h, "use": used}
+    power = watts * used * HOURS_A_YEAR / 1000 * kwh if watts is not None and kwh is not None else None
+    if power is not None:
+        found["electricity_a_year"] = power
+    if price is not None:
+        found["price"] = price
+        found["first_year"] = price + (power or 0.0)
+        found["per_saved_h"] = found["first_year"] / saved_h if saved_h > 0 else None
+    if cloud is not None:
+        found["cloud_a_year"] = cloud * used * HOURS_A_YEAR * len(new)
+        if price is not None:
+            yearly = found["cloud_a_year"] - (power or 0.0)
+            found["years_to_pay"] = price / yearly if yearly > 0 else None
+    return found
+
+
+def cost_lines(costs: Json) -> list[str]:
+    """Return the costs in sentences."""
+    lines = []
+    if "price" in costs:
+        per = costs["per_saved_h"]
+        each = (
+            f"{per:.2f} for each hour of waiting saved in the first year" if per is not None else "it saves no waiting"
+        )
+        power = (
+            f" and {costs['electricity_a_year']:.0f} a year for electricity" if "electricity_a_year" in costs else ""
+        )
+        lines.append(f"Costs {costs['price']:.0f}{power} at {costs['use']:.0%} use: {each}")
+    elif "electricity_a_year" in costs:
+        lines.append(f"Costs {costs['electricity_a_year']:.0f} a year for electricity at {costs['use']:.0%} use")
+    if "cloud_a_year" in costs:
+        years = costs.get("years_to_pay")
+        paid = f"; it pays for itself in {years:.1f} years" if years is not None else ""
+        lines.append(f"The same hours elsewhere: {costs['cloud_a_year']:.0f} a year{paid}")
+    return lines
 
 
 def hours_text(seconds: float) -> str:

@@ -31,6 +31,7 @@ from hpcsched.model.job import Reason
 from hpcsched.model.reservation import ReservedInterval
 from hpcsched.model.units import MINUTE_S, UNLIMITED_S, format_mem, format_time_s
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.energy import advice
 from hpcsched.sched.place.request import GpuCounts, ResourceRequest, Shape
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.plan import steps_of
@@ -64,6 +65,7 @@ class Explanation:
     expected_start_s: float | None = None
     firm: bool = False  # it starts no later if running jobs run to their time limits
     place: ExpectedPlace | None = None  # the nodes of that start, and the jobs that end before it
+    cheaper: str = ""  # what a later start would save, as a sentence
     smaller: tuple[str, ...] | None = None  # smaller requests that would start now; None: its size is not the reason
 
 
@@ -93,6 +95,7 @@ def explain(snapshot: Snapshot, policy: Policy, the_plan: Plan, job_id: JobId) -
         firm=wait.reason is Reason.RESOURCES and policy.backfill is not Backfill.DEFAULT,
         place=place,
         smaller=smaller_requests(what_if, job.request) if what_if is not None else None,
+        cheaper=advice(snapshot, job, job.request.time_limit_s),
     )
 
 
@@ -107,6 +110,7 @@ def in_words(explanation: Explanation, now_s: float) -> str:
         lines.append(f"It would start now {_either(explanation.smaller)}.")
     elif explanation.smaller is not None:
         lines.append("Nothing that is smaller in one thing alone would start now.")
+    lines += [explanation.cheaper] if explanation.cheaper else []
     lines += [f"  {name} {verdict or 'has room now'}" for name, verdict in explanation.nodes.items()]
     return "\n".join(lines)
 

@@ -36,6 +36,7 @@ from hpcsched.model.node import Share
 from hpcsched.model.reservation import NEVER_S, Interval, Reservation
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
+from hpcsched.sched.energy import cheap_start, clock, money
 from hpcsched.sched.guard import guarded
 from hpcsched.sched.place.node_fit import NodePart, Seat
 from hpcsched.sched.place.request import ResourceRequest, Shape
@@ -64,6 +65,8 @@ def steps_of(current: SchedulingPass) -> Iterator[None]:
     queue = yield from _queue_in_order(current)
     if policy.backfill is Backfill.CONSERVATIVE:
         yield from _keep_promises(current, queue)
+    queue = _hold_for_price(current, queue)
+    yield
     if policy.backfill is Backfill.DEFAULT:
         yield from guarded(current, queue)
         current.starts_are_final = True
@@ -91,6 +94,39 @@ def _queue_in_order(current: SchedulingPass) -> Generator[None, None, list[Pendi
     if others:  # jobs that wait for a begin time, a dependency or a limit have a priority too
         yield from order_in_steps(others, snapshot.partitions, scale, policy, current.priorities)
     return (yield from order_in_steps(eligible, snapshot.partitions, scale, policy, current.priorities))
+
+
+def _hold_for_price(current: SchedulingPass, queue: Sequence[PendingJob]) -> list[PendingJob]:
+    """Return the queue without the jobs that wait for cheap hours, and record their waits."""
+    if not current.snapshot.tariff.kwh.windows:
+        return list(queue)
+    known: dict[tuple[object, ...], Wait | None] = {}
+    held: dict[JobId, Wait] = {}
+    for job in queue:
+        if job.cheap_by_s is None or job.since_s is not None or job.id in held or job.id in current.started_ids:
+            continue
+        key = job.request, job.partition, job.reservation, job.licenses, job.cheap_by_s, job.gpu_power
+        if key not in known:
+            known[key] = _wait_for_price(current, job, job.cheap_by_s)
+        if (wait := known[key]) is not None:
+            held[job.id] = wait
+    current.waits.update(held)
+    return [job for job in queue if job.id not in held]
+
+
+def _wait_for_price(current: SchedulingPass, job: PendingJob, by_s: float) -> Wait | None:
+    snapshot, placement, limit_s = current.snapshot, current.placement, current.run_times.limit_s(job)
+
+    def start_from(at_s: float) -> float | None:
+        found = placement.earliest(job, at_s)
+        return None if found is None else found[0]
+
+    found = cheap_start(snapshot.tariff, limit_s, snapshot.now_s, by_s - limit_s, start_from)
+    if found is None:
+        return None
+    saved, at = money(snapshot, job, found), clock(found.start_s, snapshot.now_s)
+    text = f"it starts at {at}, when energy is cheap, which saves {saved}"
+    return Wait(reason=Reason.BEGIN_TIME, detail=text, expected_start_s=found.start_s)
 
 
 class _Backfill:
@@ -167,7 +203,7 @@ class _Backfill:
             return
         if queue.wait_behind_head is None:
             queue.wait_behind_head = behind_head(queue.head.display_id, job.partition)
-        current.waits[job.id] = current.placement.short_of_licenses(job) or queue.wait_behind_head
+        current.waits[job.id] = current.short_of(job) or queue.wait_behind_head
         if queue.slots < self._slots_wanted or current.placement.slots.of(job) is not None:
             queue.slots += 1
             self._expect(job, firm=self._keeps_promises)
@@ -177,7 +213,7 @@ class _Backfill:
     def _make_head(self, job: PendingJob, queue: PartitionQueue) -> None:
         current, placement = self._current, self._current.placement
         reserved = placement.wait_for_reservation(job, queue)
-        short = placement.short_of_licenses(job)
+        short = current.short_of(job)
         start_s = current.reserve(job, firm=self._keeps_promises)
         wait = reserved or short or Wait(reason=Reason.RESOURCES, detail=_shortfall(current, job))
         current.waits[job.id] = replace(wait, expected_start_s=placement.sure(start_s))
@@ -329,9 +365,9 @@ def _still_possible(
 def _free_from(
     placement: Placement, job: PendingJob, parts: Sequence[NodePart], limit_s: float, from_s: float
 ) -> float:
-    """Return the first time at which `job` can have exactly these parts and its licences.
+    """Return the first time at which `job` can have exactly these parts and licences.
 
-    The time is not before `from_s`. `NEVER_S`: never.
+    There is power for them, too. The time is not before `from_s`. `NEVER_S`: never.
     """
     closed, profiles = placement.closed.to(job.reservation), placement.timeline.profiles
     start_s = from_s
@@ -340,7 +376,7 @@ def _free_from(
         for part in parts:
             found_s = profiles[part.node].earliest(part.use, limit_s, found_s)
             found_s = _opens_s(closed.get(part.node, ()), limit_s, found_s)
-        found_s = placement.licenses.earliest(job.licenses, limit_s, found_s)
+        found_s = placement.licenses.earliest(placement.counts_of(job, parts), limit_s, found_s)
         if found_s == start_s:
             break
         start_s = found_s

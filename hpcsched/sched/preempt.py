@@ -46,6 +46,7 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition, Share, without_cpus
 from hpcsched.sched.decisions import Plan, Preemption, Resize, Start, Victim, Wait
+from hpcsched.sched.energy import has_power
 from hpcsched.sched.plan import Make, as_running, plan, start_behind, start_of, started
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.priority import in_order, scale_of
@@ -612,7 +613,7 @@ class _Stages:
             snapshot = self.snapshot
             if rivals:
                 snapshot = self._with_starts(snapshot, self.make(replace(snapshot, pending=rivals), self.policy))
-            if _has_room(snapshot, job):
+            if _has_room(snapshot, job) and has_power(snapshot, job, job.lent_shares):
                 found.append(job.id)
                 back = replace(job, shares=job.lent_shares, lent_shares=(), runs=True)
                 running = tuple(back if other is job else other for other in self.snapshot.running)

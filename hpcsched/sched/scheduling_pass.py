@@ -1,8 +1,8 @@
 """The state of one scheduling pass: where and when jobs fit, starts and reserved slots.
 
-`plan` and the policies decide the order. `SchedulingPass` applies each decision to the nodes, the licences, the limits and the
-reserved slots, so that every later decision of the pass includes it. `Placement` says where and when a job fits: now, later, or
-never. It combines nodes over time (`place.timeline`, `place.groups`), licences, reserved slots and run times.
+`plan` and the policies decide the order. `SchedulingPass` applies each decision to the nodes, the licences, the power, the limits
+and the reserved slots, so that every later decision of the pass includes it. `Placement` says where and when a job fits: now,
+later, or never. It combines nodes over time (`place.timeline`, `place.groups`), licences, power, reserved slots and run times.
 
 Within one pass, free resources only shrink. So a shape that did not fit is not tried again, and the seats of a shape are
 updated only on nodes with a new start. This makes passes over long queues cheap.
@@ -28,6 +28,7 @@ from hpcsched.model.node import Partition, Share
 from hpcsched.model.reservation import NEVER_S, Closed, Reservation, ReservedInterval
 from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.decisions import Plan, Start, Wait
+from hpcsched.sched.energy import PowerCounts, no_power
 from hpcsched.sched.experience import Needed
 from hpcsched.sched.limits import LimitCounts
 from hpcsched.sched.place.feasible import impossible_shape, never_fits
@@ -46,7 +47,7 @@ from hpcsched.sched.queues import (
     wait_for_reservation,
 )
 from hpcsched.sched.sentences import listed, needs, plural
-from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, PromisedPart, Snapshot, allows
+from hpcsched.sched.snapshot import NodeView, PendingJob, Promise, PromisedPart, RunningJob, Snapshot, allows
 from hpcsched.sched.tres import Held, held_by, held_of
 
 SUM_ERROR_S = 1e-6  # more than the rounding error of a sum of Unix times
@@ -113,6 +114,7 @@ class RunTimes:
 
 
 Found = TypeVar("Found")
+CountsOf = Callable[[PendingJob, Sequence[NodePart]], LicenseCounts]
 
 
 def longest(fits: Callable[[float], Found | None], least_s: float, most_s: float) -> tuple[Found, float] | None:
@@ -179,7 +181,10 @@ class FreeLicenses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedSlot:
-    """Parts of nodes, and licences, that are reserved for a job over ``[start_s, end_s)``."""
+    """Parts of nodes, and licences, that are reserved for a job over ``[start_s, end_s)``.
+
+    Watts of circuits are among the licences.
+    """
 
     partition: str
     start_s: float
@@ -191,13 +196,14 @@ class ReservedSlot:
 class ReservedSlots:
     """The reserved slots of one pass, at most one for each job.
 
-    `promises`: the slots that later passes keep.
+    `promises`: the slots that later passes keep. `counts_of`: the licences and the power of a job on some parts of nodes.
     """
 
-    def __init__(self, timeline: Timeline, licenses: FreeLicenses) -> None:
+    def __init__(self, timeline: Timeline, licenses: FreeLicenses, counts_of: CountsOf) -> None:
         self.promises: dict[JobId, Promise] = {}
         self._timeline = timeline
         self._licenses = licenses
+        self._counts_of = counts_of
         self._slots: dict[JobId, ReservedSlot] = {}
 
     def of(self, job: PendingJob) -> ReservedSlot | None:
@@ -225,9 +231,10 @@ class ReservedSlots:
         """Reserve `parts` for `job`, which has no slot yet."""
         for part in parts:
             self._timeline.reserve(part.node, start_s, end_s, part.use)
-        self._licenses.take(job.licenses, start_s, end_s)
+        counts = self._counts_of(job, parts)
+        self._licenses.take(counts, start_s, end_s)
         self._slots[job.id] = ReservedSlot(
-            partition=job.partition, start_s=start_s, end_s=end_s, parts=parts, licenses=job.licenses
+            partition=job.partition, start_s=start_s, end_s=end_s, parts=parts, licenses=counts
         )
 
     def promise(self, job: PendingJob) -> None:
@@ -267,14 +274,14 @@ class ReservedSlots:
             self.promises[job.id] = promise
         return slot
 
-    def has_licenses(self, job: PendingJob, limit_s: float) -> bool:
-        """Say whether the licences of `job` are free now, including those of its own slot."""
-        if not job.licenses:
+    def has_licenses(self, job: PendingJob, counts: LicenseCounts, limit_s: float) -> bool:
+        """Say whether `counts` of licences are free now, including those of its own slot."""
+        if not counts:
             return True
         now_s, slot, licenses = self._timeline.now_s, self._slots.get(job.id), self._licenses
         if slot is not None:
             licenses.give(slot.licenses, slot.start_s, slot.end_s)
-        has = licenses.earliest(job.licenses, limit_s, now_s) <= now_s
+        has = licenses.earliest(counts, limit_s, now_s) <= now_s
         if slot is not None:
             licenses.take(slot.licenses, slot.start_s, slot.end_s)
         return has
@@ -299,10 +306,14 @@ class Placement:
         self.closed, mix = Closed(snapshot.reserved_intervals, self.timeline.index), mix_of(snapshot)
         self.groups = ShapeGroups(snapshot, self.timeline, self.closed, mix)
         self._unreserved = ShapeGroups(snapshot, self.timeline, Closed((), self.timeline.index), mix)
-        self._total_licenses = dict(snapshot.ledger.accounting.licenses)
-        held = [(job.licenses, self.timeline.end_of(job)) for job in snapshot.running if job.licenses]
+        self.power = PowerCounts(snapshot.circuits, snapshot.nodes)
+        self._total_licenses = {**dict(snapshot.ledger.accounting.licenses), **self.power.totals}
+        held = [
+            (self._held_by(job), self.timeline.end_of(job)) for job in snapshot.running if job.licenses or self.power
+        ]
         self.licenses = FreeLicenses(snapshot.now_s, self._total_licenses, held)
-        self.slots = ReservedSlots(self.timeline, self.licenses)
+        self.slots = ReservedSlots(self.timeline, self.licenses, self.counts_of)
+        self._short_of_power: dict[JobId, LicenseCounts] = {}  # jobs that fit on nodes now: the power that they lack
         self._snapshot = snapshot
         self._never: dict[ShapeGroup | ComponentGroup, Wait | None] = {}
         self._most_free_cpus: dict[str, tuple[int, int]] = {}  # by partition: starts when computed, cpus
@@ -311,9 +322,27 @@ class Placement:
         """Return the group of jobs of the same shape, partition and reservation."""
         return self.groups.of(job, self.queues.of(job).nodes)
 
+    def _held_by(self, job: RunningJob) -> LicenseCounts:
+        return (*job.licenses, *self.power.of_shares(job.shares, job.gpu_power)) if self.power else job.licenses
+
+    def counts_of(self, job: PendingJob, parts: Iterable[NodePart]) -> LicenseCounts:
+        """Return the licences and the power of `job` on these parts of nodes."""
+        return (*job.licenses, *self.power.of_parts(parts, job.gpu_power)) if self.power else job.licenses
+
     def has_licenses(self, job: PendingJob, end_s: float) -> bool:
         """Say whether the licences of `job` are free from now until `end_s`."""
-        return not job.licenses or self.slots.has_licenses(job, end_s - self.timeline.now_s)
+        return not job.licenses or self.slots.has_licenses(job, job.licenses, end_s - self.timeline.now_s)
+
+    def _with_power(self, job: PendingJob, parts: list[NodePart] | None, end_s: float) -> list[NodePart] | None:
+        """Return `parts` if there is power for them from now until `end_s`, else None."""
+        if parts is None or not self.power:
+            return parts
+        counts = self.power.of_parts(parts, job.gpu_power)
+        if self.slots.has_licenses(job, counts, end_s - self.timeline.now_s):
+            self._short_of_power.pop(job.id, None)
+            return parts
+        self._short_of_power[job.id] = counts
+        return None
 
     def least_end_s(self, job: PendingJob, start_s: float) -> float:
         """Return the end of a slot for `job` if it starts at `start_s`."""
@@ -334,12 +363,12 @@ class Placement:
             slot = self.slots.of(job)
             if slot is not None and slot.partition == job.partition:
                 parts = group.place_with(slot.parts, slot.start_s, end_s)
-        return parts, end_s
+        return self._with_power(job, parts, end_s), end_s
 
     def offer(self, job: PendingJob) -> list[NodePart] | None:
         """Return the parts of one more job that is next in the queue; None if it waits."""
         end_s = self.least_end_s(job, self.timeline.now_s)
-        return self.group(job).place(end_s) if self.has_licenses(job, end_s) else None
+        return self._with_power(job, self.group(job).place(end_s), end_s) if self.has_licenses(job, end_s) else None
 
     def _now_until(self, job: PendingJob, end_s: float) -> tuple[list[NodePart] | None, float]:
         """Return the parts of `job` now, and the latest possible end, at most `end_s`.
@@ -348,7 +377,8 @@ class Placement:
         """
 
         def fits(until_s: float) -> list[NodePart] | None:
-            return self.group(job).place(until_s) if self.has_licenses(job, until_s) else None
+            parts = self.group(job).place(until_s) if self.has_licenses(job, until_s) else None
+            return self._with_power(job, parts, until_s)
 
         now_s, aside = self.timeline.now_s, self.slots.put_aside(job.id)  # it may get more than its own slot
         found = longest(fits, min(end_s, now_s + self.run_times.least_s(job, now_s)), end_s)
@@ -423,16 +453,17 @@ class Placement:
         return found
 
     def _earliest_for(self, job: PendingJob, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
-        """Return the earliest start of `job` with nodes and licences free for `limit_s`.
+        """Return the earliest start of `job` with nodes, licences and power free for `limit_s`.
 
         The start is at `from_s` or later. None: never.
         """
         group = self.group(job)
         while True:
             found = group.earliest(limit_s, from_s)
-            if found is None or not job.licenses:
+            counts = self.counts_of(job, found[1]) if found is not None else ()
+            if found is None or not counts:
                 return found
-            from_s = self.licenses.earliest(job.licenses, limit_s, found[0])
+            from_s = self.licenses.earliest(counts, limit_s, found[0])
             if from_s == NEVER_S:
                 return None
             if from_s == found[0]:
@@ -458,6 +489,11 @@ class Placement:
         if self.has_licenses(job, self.least_end_s(job, self.timeline.now_s)):
             return None
         return no_licenses(job.licenses, self.licenses.free_now(), self._total_licenses)
+
+    def short_of_power(self, job: PendingJob) -> Wait | None:
+        """Return the wait of `job` if only power has kept it from starting; None: other things."""
+        lacking = self._short_of_power.get(job.id)
+        return None if lacking is None else no_power(lacking, self.licenses.free_now(), self._total_licenses)
 
     def wait_for_reservation(self, job: PendingJob, queue: PartitionQueue) -> Wait | None:
         """Return the wait of `job` if only reservations keep it from starting now.
@@ -602,6 +638,7 @@ class SchedulingPass:
         nodes = {share.node: self.snapshot.nodes[timeline.index[share.node]] for share in start.shares}
         self.limits.started(job, held_by(start.shares, nodes, job.licenses) if self.limits.limited else {})
         placement.licenses.take(job.licenses, timeline.now_s, end_s)
+        placement.licenses.take(placement.power.of_shares(start.shares, job.gpu_power), timeline.now_s, end_s)
         self.started_ids.add(job.id)
 
     def _start(self, job: PendingJob, parts: list[NodePart], held: Held, end_s: float) -> None:
@@ -615,8 +652,7 @@ class SchedulingPass:
         time_limit_s = limit_s if limit_s < asked_s else None
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=time_limit_s))
         self.limits.started(job, held)
-        if job.licenses:
-            placement.licenses.take(job.licenses, now_s, end_s)
+        placement.licenses.take(placement.counts_of(job, parts), now_s, end_s)
 
     def _take(self, part: NodePart, end_s: float) -> Share:
         grant = self.placement.timeline.start(part.node, end_s, part.use)
@@ -625,6 +661,10 @@ class SchedulingPass:
         return Share(
             node=name, cpus=cpus, mem_mib=mem_mib, tasks=part.tasks, component=part.component, **grant._asdict()
         )
+
+    def short_of(self, job: PendingJob) -> Wait | None:
+        """Return the wait of `job` if it lacks licences or power now; None: it does not."""
+        return self.placement.short_of_licenses(job) or self.placement.short_of_power(job)
 
     def _held(self, job: PendingJob, parts: list[NodePart]) -> Held:
         """Return the resources of `job` with these parts, under the names of limits."""

@@ -22,9 +22,10 @@ from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.codec import value_from_json, value_to_json
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Refusal
-from hpcsched.model.node import Gpu, Link, Node, Partition, PartitionState, Power, Share
+from hpcsched.model.node import Circuit, Gpu, Link, Node, Partition, PartitionState, Power, Share
 from hpcsched.model.reservation import Reservation, ReservedInterval, at, reserved_intervals_of
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
+from hpcsched.model.tariff import NO_TARIFF, Tariff
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.experience import NO_EXPERIENCE, Experience
 from hpcsched.sched.fairshare import UsedResources
@@ -59,6 +60,9 @@ class NodeView:
     near: tuple[tuple[int, int], ...] = ()  # see `hpcsched.model.node.MeasuredNode`
     link_bit: int = 0
     tmp_mib: int = 0
+    idle_watts: float = 0.0  # as declared, without GPUs
+    peak_watts: float = 0.0
+    gpu_watts: float = 0.0  # of each GPU
     why_not: str = ""
     awaited: bool = False  # it has not answered yet since the controller started, and is not down
 
@@ -111,6 +115,7 @@ class RunningJob:
     qos: str = ""
     partition: str = ""
     licenses: LicenseCounts = ()
+    gpu_power: int = 0  # watts to which its GPUs are limited; 0: not limited
     runs: bool = False  # it is not starting, suspended or ending
     ending: bool = False
     may_run_again: bool | None = False  # whether it may be requeued; None: by the rules of the cluster
@@ -152,6 +157,8 @@ class PendingJob:
     account: str = ""
     qos: str = ""
     licenses: LicenseCounts = ()
+    gpu_power: int = 0
+    cheap_by_s: float | None = None  # it waits for cheap energy, and ends by then
     switches_wait_s: float | None = None  # time of its wait for few switches; None: the time of the policy
     time_min_s: int | None = None  # its time limit may be lowered to this, so that it starts earlier or at all
     lowers: bool = False  # --time-min was given: the limit that it starts with becomes its time limit
@@ -230,6 +237,8 @@ class Snapshot:
     reserved_intervals: tuple[ReservedInterval, ...] = ()  # from these reservations
     promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the previous pass
     experience: Experience = NO_EXPERIENCE
+    tariff: Tariff = NO_TARIFF
+    circuits: tuple[Circuit, ...] = ()
 
 
 class SnapshotCache:
@@ -298,6 +307,8 @@ def snapshot_of(
     promises: Mapping[JobId, Promise] = MappingProxyType({}),
     experience: Experience = NO_EXPERIENCE,
     held_back: Container[JobId] = frozenset(),
+    tariff: Tariff = NO_TARIFF,
+    circuits: tuple[Circuit, ...] = (),
 ) -> Snapshot:
     """Return the snapshot of the cluster at `now_s`.
 
@@ -323,6 +334,8 @@ def snapshot_of(
         reserved_intervals=reserved_intervals_of(current, now_s),
         promises=promises,
         experience=experience,
+        tariff=tariff,
+        circuits=circuits,
     )
 
 
@@ -407,6 +420,9 @@ def node_view(node: Node) -> NodeView:
         near=node.measured.near,
         link_bit=node.measured.link_bit,
         tmp_mib=spec.tmp_mib or UNKNOWN_TMP_MIB,
+        idle_watts=spec.idle_watts,
+        peak_watts=spec.peak_watts,
+        gpu_watts=spec.gpu_watts,
         why_not=_why_not(node),
         awaited=node.link is Link.UNKNOWN and not node.drained and not node.power.is_off,
     )
@@ -447,6 +463,8 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         account=job.account,
         qos=job.qos,
         licenses=job.spec.licenses,
+        gpu_power=job.spec.gpu_power,
+        cheap_by_s=job.spec.cheap_by_s,
         reserved_shares=job.reserved_shares,
         switches_wait_s=job.spec.switches_wait_s,
         time_min_s=time_min_s(job),
@@ -499,6 +517,7 @@ def running_job(
         qos=job.qos,
         partition=job.partition or job.spec.partition or default,
         licenses=job.spec.licenses,
+        gpu_power=job.spec.gpu_power,
     )
 
 

@@ -27,7 +27,7 @@ from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 SHORTEST_S = 1.0
-_IN_QUEUE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
+_IN_QUEUE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES, Reason.POWER_NOT_AVAIL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,8 +158,8 @@ class RowList(Widget):
         kept = self.current
         self.view = view
         self.has_cursor = any(row.kind != "text" for row in view.rows)
-        if kept is not None and self.has_cursor and not self._is(self.at, kept):
-            self.at = next((at for at in range(len(view.rows)) if self._is(at, kept)), self.at)
+        if kept is not None and self.has_cursor:
+            self.at = self._place_of(kept)
         self.at = max(0, min(self.at, len(view.rows) - 1))
         if self.has_cursor:
             self._settle(1)
@@ -167,9 +167,17 @@ class RowList(Widget):
             self.first = len(view.rows)
         self._scroll()
 
-    def _is(self, at: int, row: Row) -> bool:
+    def _place_of(self, row: Row) -> int:
+        """Return where a row is now; the place of the cursor, if it is gone.
+
+        Rows move little: the places near the cursor are looked at first.
+        """
         rows = self.view.rows
-        return at < len(rows) and (rows[at].kind, rows[at].key, rows[at].name) == (row.kind, row.key, row.name)
+        for distance in range(max(self.at + 1, len(rows) - self.at)):
+            for at in {self.at - distance, self.at + distance}:
+                if 0 <= at < len(rows) and rows[at][:3] == row[:3]:
+                    return at
+        return self.at
 
     def _settle(self, step: int) -> None:
         """Move the cursor from a row of text to the next row that keys act on."""
@@ -271,6 +279,7 @@ class MonitorApp(App[int]):
         super().__init__(ansi_color=True)
         self._interval_s = interval_s
         self._seen = ClusterScreen()
+        self._made: tuple[ClusterScreen | None, tuple[str, int], View] = (None, ("", 0), View([], []))
         self._job_seen: str | None = None
         self._screen_name = SCREENS[0]
         self._folded, self._ended = True, False
@@ -337,7 +346,7 @@ class MonitorApp(App[int]):
     def _looked(self, message: Looked) -> None:
         screen = message.screen
         try:
-            view_of(self._screen_name, screen, self.size.width), headline(screen)
+            self._view(screen), headline(screen)
         except Exception as error:
             screen = ClusterScreen(trouble=_unreadable(error))
         if screen.controller is None and not screen.nodes:  # an error: what was seen last stays
@@ -347,12 +356,24 @@ class MonitorApp(App[int]):
 
     # ----- what is shown
 
+    def _view(self, screen: ClusterScreen) -> View:
+        """Return the chosen screen.
+
+        It is made once for each look at the cluster: keys are more frequent.
+        """
+        place = (self._screen_name, self.size.width)
+        seen, made_at, view = self._made
+        if seen is not screen or made_at != place:
+            view = view_of(self._screen_name, screen, self.size.width)
+            self._made = (screen, place, view)
+        return view
+
     def _show(self) -> None:
         """Show the chosen screen or page with what is known."""
         width = self.size.width
         page = self._pages[-1] if self._pages else None
         words = self._words_of.get(self._place(), "")
-        view = view_of(self._screen_name, self._seen, width) if page is None else self._page_view(page, width)
+        view = self._view(self._seen) if page is None else self._page_view(page, width)
         shown = filtered(view, words)
         note = f"/{words} {len(shown.rows)} of {len(view.rows)}" if words else ""
         second = tabs(self._screen_name, width, note) if page is None else [(" " + clean(page.title), "reverse")]

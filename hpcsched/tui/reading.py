@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,9 @@ from hpcsched.tui.training import MetricsReader, TrainingRun
 TIMEOUT_S = 5.0
 LOG_EVERY_S = 1.0
 LOG_BYTES = 4000
+ENERGY_EVERY_S = 60.0  # the controller writes it once a minute
+ENERGY_DAYS, MOST_OF_ENERGY = 7, 1000  # what the screen of use looks back to: days, and their newest jobs
+MOST_KNOWN = 100  # answers that change slowly
 MOST_RUNNING, MOST_WAITING = 500, 100  # jobs with all of their facts
 SEPARATOR = "\ue000"  # never in a value: it is not printable; the gateway refuses control characters
 COLUMNS = SEPARATOR.join(("%A", "%i", "%j", "%u", "%T", "%M", "%R", "%r", "%P", "%L"))
@@ -54,13 +59,36 @@ class QueuedJob(NamedTuple):
 class Asked:
     """What to ask for, beside the controller's state and the nodes.
 
-    `parts`: of "queue", "jobs" (those that run or wait, with all facts), "reservations", "slow", "shares". `has_ended`: ended
-    jobs, too. `is_folded`: one row for the tasks of an array.
+    `parts`: of "queue", "jobs" (those that run or wait, with all facts), "reservations", "slow", "alerts", "shares", "energy".
+    `has_ended`: ended jobs, too. `is_folded`: one row for the tasks of an array.
     """
 
     parts: frozenset[str] = frozenset({"queue"})
     has_ended: bool = True
     is_folded: bool = True
+
+
+class UserEnergy(NamedTuple):
+    """What the jobs of a user caused; price and CO2 are None without a tariff.
+
+    `source`: how it is known, see `hpcsched.metrics.energy`.
+    """
+
+    user: str
+    joules: float
+    source: str
+    cost: float | None = None
+    co2_g: float | None = None
+
+
+class UsersEnergy(NamedTuple):
+    """The energy of users in the last `ENERGY_DAYS` days, the most first.
+
+    `is_whole`: it is that of all jobs, not of the newest only.
+    """
+
+    users: tuple[UserEnergy, ...]
+    is_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +104,11 @@ class ClusterScreen:
     waiting: tuple[Mapping[str, Any], ...] = ()
     reservations: tuple[Mapping[str, Any], ...] = ()
     findings: Mapping[str, Any] = field(default_factory=dict)  # what holds up the queue
+    alerts: Mapping[str, Any] = field(default_factory=dict)  # as the API has them; "trouble": why there are none
     shares: tuple[Mapping[str, Any], ...] = ()
+    energy: UsersEnergy | None = None
+    currency: str = ""
+    job_energy: tuple[Mapping[str, Any], ...] = ()  # of the selected job, by attempt and node
     job: Mapping[str, Any] | None = None  # the selected job, as the API shows one job
     run: TrainingRun = field(default_factory=TrainingRun)
     log: tuple[str, ...] = ()
@@ -97,6 +129,7 @@ class ClusterReader:
         self._runs: dict[int, MetricsReader] = {}
         self._last = ClusterScreen()
         self._log_of: tuple[int, float] = (0, 0.0)
+        self._known: dict[str, tuple[float, Any]] = {}  # answers that change slowly, and until when they are used
 
     def look(self, chosen: str | int | None = None, asked: Asked | None = None) -> ClusterScreen:
         """Return the cluster as it is now, with the job `chosen`, if there is one."""
@@ -123,12 +156,33 @@ class ClusterReader:
             found["reservations"] = tuple(_get("/v1/reservations")["reservations"])
         if "slow" in asked.parts:
             found["findings"] = _get("/v1/slow")
+        if "alerts" in asked.parts:
+            found["alerts"] = _alerts()
         if "shares" in asked.parts:
             found["shares"] = tuple(_get("/v1/shares")["shares"])
+        if "energy" in asked.parts:
+            found["energy"] = self._slowly("energy", partial(users_energy, found["now_s"]), None)
+            found["currency"] = self._slowly("currency", _currency, "")
         job = self._job(chosen)
         if job is not None:
             found |= {"run": self._run(job).read(), "log": self._log(job["id"])}
+            found["job_energy"] = self._slowly(f"energy {job['id']}", partial(_energy_of, job["id"]), ())
+            found["currency"] = self._slowly("currency", _currency, "")
         return dataclasses.replace(self._last, **found, trouble="", job=job)
+
+    def _slowly(self, name: str, read: Callable[[], Any], unknown: Any) -> Any:
+        """Return what `read` returned within the last minute.
+
+        If it is refused, what it returned last, else `unknown`: the history may be hidden from this user.
+        """
+        until_s, value = self._known.get(name, (0.0, unknown))
+        if time.monotonic() >= until_s:
+            with suppress(HpcschedError):
+                value = read()
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[name] = time.monotonic() + ENERGY_EVERY_S, value
+        return value
 
     def _queue(self, asked: Asked) -> tuple[QueuedJob, ...]:
         fold = {"fold": "1"} if asked.is_folded else {"array": "1"}
@@ -181,6 +235,52 @@ class ClusterReader:
 
 def _get(path: str) -> dict[str, Any]:
     return client.call("GET", path, timeout_s=TIMEOUT_S)
+
+
+def _alerts() -> Mapping[str, Any]:
+    """Return the alerts; they may be switched off, or their child may not run."""
+    try:
+        return _get("/v1/alerts")
+    except HpcschedError as error:
+        return {"alerts": [], "left_out": 0, "trouble": str(error)}
+
+
+def _currency() -> str:
+    return str(_get("/v1/config").get("cost", {}).get("currency", ""))
+
+
+def _energy_of(job: int) -> tuple[Mapping[str, Any], ...]:
+    """Return the energy that a job caused, by attempt and node."""
+    jobs = _get(client.query("/v1/history", id=str(job), energy="1", limit="10"))["jobs"]
+    return tuple(use for one in jobs if one["id"] == job for use in one.get("energy") or ())
+
+
+def users_energy(now_s: float) -> UsersEnergy:
+    """Return the energy of each user's jobs in the last days. Raises HpcschedError."""
+    from hpcsched.metrics.usage_report import Period, usage_rows  # the first screen does not need it
+    from hpcsched.model.tariff import EnergyPrices, PriceSteps
+
+    since_s = max(0.0, now_s - ENERGY_DAYS * 86_400.0)
+    wanted = {"attempts": "1", "energy": "1", "limit": str(MOST_OF_ENERGY)}
+    answer = _get(client.query("/v1/history", start_s=since_s, end_s=now_s, **wanted))
+    tariff = _get(client.query("/v1/tariff", start_s=since_s, end_s=now_s))
+    kwh, co2 = tariff["kwh"], tariff["gco2_per_kwh"]
+    prices = EnergyPrices(PriceSteps(kwh), PriceSteps(co2))
+    sources: dict[str, set[str]] = {}
+    for job in answer["jobs"]:
+        sources.setdefault(job["user"], set()).update(use["source"] for use in job.get("energy") or ())
+    found = [
+        UserEnergy(
+            row.key[0],
+            row.joules,
+            "+".join(sorted(sources[row.key[0]])),
+            row.energy_cost if any(price for _, price in kwh) else None,
+            row.co2_g if any(grams for _, grams in co2) else None,
+        )
+        for row in usage_rows(answer["jobs"], [Period(since_s, now_s, now_s)], ("user",), None, prices)
+        if row.joules is not None
+    ]
+    return UsersEnergy(tuple(sorted(found, key=lambda one: -one.joules)), not answer.get("next_cursor"))
 
 
 def queue_of(text: str) -> tuple[QueuedJob, ...]:

@@ -11,14 +11,24 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
-from hpcsched.listing.jobs import ACTIVE_STATES, detail_lines, end_s, gpu_use_text, reason, shown_state, step_text
-from hpcsched.listing.overview import takes_jobs, totals, troubles
+from hpcsched.listing.jobs import (
+    ACTIVE_STATES,
+    detail_lines,
+    end_s,
+    energy_text,
+    gpu_use_text,
+    reason,
+    shown_state,
+    step_text,
+)
+from hpcsched.listing.overview import takes_jobs, totals, troubles, worst_first
 from hpcsched.listing.text import clean, columns, when_text
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.tui.lines import Line, bar, cell, state_style, wrapped
-from hpcsched.tui.reading import ClusterScreen, QueuedJob
+from hpcsched.tui.reading import ENERGY_DAYS, MOST_OF_ENERGY, ClusterScreen, QueuedJob
 from hpcsched.tui.training import checkpoint_lines, curve_lines, training_lines
 
 Json = Mapping[str, Any]
@@ -29,14 +39,15 @@ PARTS = {  # what each screen needs, see `Asked`
     "jobs": frozenset({"queue"}),
     "nodes": frozenset[str](),
     "queue": frozenset({"jobs", "reservations"}),
-    "health": frozenset({"slow"}),
-    "use": frozenset({"shares"}),
+    "health": frozenset({"slow", "alerts"}),
+    "use": frozenset({"shares", "energy"}),
 }
 SEARCHED = (
     ("display_id", "name", "user", "account", "partition", "state", "node_list", "reason", "reason_detail")
     + ("features", "partitions", "link_why", "drained_why", "launch_failure")
 )  # fmt: skip
 SPAN_S = 86_400.0  # of the schedule
+ALERT_STYLES = {"critical": "bold red", "warning": "yellow"}
 CURVE_HEIGHT = 8
 LOG_LINES = 10
 
@@ -61,7 +72,24 @@ class Row(NamedTuple):
         return " ".join(str(self.value.get(name, "")) for name in SEARCHED).lower()
 
 
-@dataclass(frozen=True, slots=True)
+class QueuedRows(Sequence[Row]):
+    """The rows of the queue, made when they are looked at: there may be 10,000."""
+
+    def __init__(self, queue: Sequence[QueuedJob]) -> None:
+        self._queue = queue
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | list[Row]:
+        return _queued_row(self._queue[at]) if isinstance(at, int) else [_queued_row(job) for job in self._queue[at]]
+
+
+@dataclass(frozen=True)
 class View:
     """A screen: a header that does not scroll, and rows.
 
@@ -71,6 +99,11 @@ class View:
     header: Line
     rows: Sequence[Row]
     schedule_from_s: float | None = None
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """What a filter looks into, row by row, in lower case. A filter asks again with each key."""
+        return [row.text() for row in self.rows]
 
 
 def text_row(*parts: tuple[str, str]) -> Row:
@@ -83,7 +116,7 @@ def filtered(view: View, words: str) -> View:
     wanted = words.lower().split()
     if not wanted:
         return view
-    rows = [row for row in view.rows if (text := row.text()) is not None and all(word in text for word in wanted)]
+    rows = [view.rows[at] for at, text in enumerate(view.texts) if all(word in text for word in wanted)]
     return View(view.header, rows, view.schedule_from_s)
 
 
@@ -109,7 +142,7 @@ def view_of(name: str, screen: ClusterScreen, width: int) -> View:
         case "overview":
             return _overview(screen, width)
         case "jobs":
-            return View([(_queued_header(width), "bold")], [_queued_row(job) for job in screen.queue])
+            return View([(_queued_header(width), "bold")], QueuedRows(screen.queue))
         case "nodes":
             return View([(NODE_HEADER, "bold")], [_node_row(node) for node in screen.nodes])
         case "queue":
@@ -117,7 +150,7 @@ def view_of(name: str, screen: ClusterScreen, width: int) -> View:
         case "health":
             return _health(screen, width)
         case _:
-            return _use(screen)
+            return _use(screen, width)
 
 
 def headline(screen: ClusterScreen) -> Line:
@@ -353,25 +386,48 @@ def _schedule_line(job: Json, now_s: float, width: int) -> Line:
 
 
 def _health(screen: ClusterScreen, width: int) -> View:
-    """Return what is wrong with nodes and controller, and what holds up the queue."""
+    """Return what is wrong with nodes and controller, the alerts, and what holds up the queue."""
     rows: list[Row] = []
     ping = dict(screen.controller or {"not_taken": (), "undecided": 0})
     for trouble in troubles(ping, screen.nodes):
         rows += [text_row(("  " + part, "red")) for part in wrapped(trouble["text"], width - 4)]
         rows.append(text_row(("      $ " + clean(trouble["command"]), "")))
+    rows += _alert_rows(screen, width)
     for finding in screen.findings.get("findings", ()):
         where = f" on {finding['node']}" if finding["node"] else ""
         text = f"{finding['cause']}{where}: {finding['text']}"
         rows += [text_row(("  " + part, "yellow")) for part in wrapped(text, width - 4)]
         rows += [text_row(("      " + part, "")) for part in wrapped(finding["remedy"], width - 8)]
     if not rows:
-        rows.append(text_row(("  no node and nothing in the queue needs help", "green")))
+        rows.append(text_row(("  no node and nothing in the queue needs help, and no alert is active", "green")))
         rows += [text_row(("  " + part, "dim")) for part in wrapped(screen.findings.get("text", ""), width - 4)]
     return View([("  WHAT IS WRONG, AND WHAT HELPS   (hpcsched doctor looks deeper)", "bold")], rows)
 
 
-def _use(screen: ClusterScreen) -> View:
-    """Return shares and usage of accounts and users."""
+def _alert_rows(screen: ClusterScreen, width: int) -> list[Row]:
+    """Return the alerts, the worst first; those that are over last, and dim."""
+    rows: list[Row] = []
+    for alert in worst_first(screen.alerts.get("alerts", ())):
+        is_over = alert["phase"] == "resolved"
+        style = "dim" if is_over else ALERT_STYLES.get(alert["severity"], "")
+        where = ", ".join(alert["labels"].values())
+        quiet = f" ({alert['quiet']})" if alert["quiet"] else ""
+        since = when_text(alert["ended_at_s"] if is_over else alert["since_s"], screen.now_s)
+        head = f"{alert['severity']} {alert['rule']}{' of ' + where if where else ''}: {alert['phase']} since {since}{quiet}"
+        rows += [text_row(("  " + part, style)) for part in wrapped(head, width - 4)]
+        rows += [text_row(("      " + part, "dim" if is_over else "")) for part in wrapped(alert["text"], width - 8)]
+        if alert["remedy"] and not is_over:
+            rows.append(text_row(("      $ " + clean(alert["remedy"]), "")))
+    if screen.alerts.get("left_out"):
+        rows.append(
+            text_row((f"  and {screen.alerts['left_out']} more alerts, which are too many to be told", "yellow"))
+        )
+    rows += [text_row(("  " + part, "dim")) for part in wrapped(screen.alerts.get("trouble", ""), width - 4)]
+    return rows
+
+
+def _use(screen: ClusterScreen, width: int) -> View:
+    """Return shares and usage of accounts and users, and the energy of the users' jobs."""
     header = f"  {'ACCOUNT':<20} {'USER':<10} {'SHARES':>7} {'DUE':>6} {'USED':>6}  {'':<10} {'FAIRSHARE':>9}"
     rows = []
     for line in screen.shares:
@@ -383,7 +439,30 @@ def _use(screen: ClusterScreen) -> View:
             f"{used:>6.1%}  {bar(used, 1.0, 10)} {fair:>9}"
         )
         rows.append(text_row((text, "" if line["user"] else "bold")))
-    return View([(header, "bold")], rows or [text_row(("  no usage yet", "dim"))])
+    rows = rows or [text_row(("  no usage yet", "dim"))]
+    return View([(header, "bold")], [*rows, *_energy_rows(screen, width)])
+
+
+def _energy_rows(screen: ClusterScreen, width: int) -> list[Row]:
+    """Return the energy of the users' jobs, with price and CO2 if the configuration has them."""
+    energy = screen.energy
+    title = f"  ENERGY OF THE LAST {ENERGY_DAYS} DAYS"
+    if not energy or not energy.users:
+        why = "no meter of a node is known, and no power is declared for a node (idle_watts, peak_watts)"
+        return [
+            text_row(),
+            text_row((title, "bold")),
+            *(text_row(("  " + part, "dim")) for part in wrapped(why, width - 4)),
+        ]
+    whole = sum(one.joules for one in energy.users)
+    rows = [
+        text_row(),
+        text_row((title + ("" if energy.is_whole else f", OF THE NEWEST {MOST_OF_ENERGY} JOBS"), "bold")),
+    ]
+    for one in energy.users:
+        head = f"  {cell(one.user, 10)} {bar(one.joules, whole, 8)} {one.joules / max(whole, 1e-9):>6.1%}  "
+        rows.append(text_row((head, ""), (clean(energy_text([one._asdict()], screen.currency)), "")))
+    return rows
 
 
 # ----- one job
@@ -395,7 +474,12 @@ def job_rows(screen: ClusterScreen, width: int) -> list[Row]:
     if job is None:
         return [text_row(("this job is not known any more: hacct shows ended jobs", "yellow"))]
     rows = []
-    for at, line in enumerate(detail_lines(dict(job), screen.now_s)):
+    lines = detail_lines(dict(job), screen.now_s)
+    if screen.job_energy:
+        lines.append(
+            f"  {'energy':<10} {clean(energy_text([dict(use) for use in screen.job_energy], screen.currency))}"
+        )
+    for at, line in enumerate(lines):
         parts = wrapped(line[13:], width - 14) if at and len(line) > width else [line[13:] if at else line]
         rows += [text_row((line[:13] if at and not row else " " * 13 * bool(at), "dim"), (part, "" if at else "bold"))
                  for row, part in enumerate(parts)]  # fmt: skip

@@ -205,6 +205,7 @@ class Grammar:
             "/v1/jobs" + self._query(filters), "/v1/queue" + self._query(filters + layout),
             "/v1/priorities" + self._query(filters),
             "/v1/outages" + self._query(["start_s", "end_s", "kinds"]),
+            "/v1/tariff" + self._query(["start_s", "end_s"]),
             "/v1/history" + self._query(["id", "user", "state", "name", "start_s", "end_s", "limit", "attempts", "energy"]),
             "/v1/nodes" + self._query(["share_file", "file", "sha256", "uid"]),
             "/v1/log" + self._query(["job", "stream", "offset", "limit"]),

@@ -1,8 +1,9 @@
-"""A controller with its API, over nodes that are only pretended: `python -m tests.bench.planning_head SOCKET NODES JOBS POLICY`.
+"""A controller with its API, over nodes that are only pretended: `planning_head SOCKET NODES JOBS POLICY [TABLES [LEAST-MOST]]`.
 
 The nodes answer at once that a job has started, and after some time that it has ended; so plans go on all the time. Prints
 "ready" once all jobs have been submitted and the first plan is made, and when it is told to stop (by a line) what the ticks took,
-in processor time. A POLICY is that of backfill, or with preemption `easy+preemption`.
+in processor time. A POLICY is that of backfill, or with preemption `easy+preemption`. TABLES is more of hpcsched.toml, as JSON; a
+job runs for LEAST to MOST seconds.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ PREEMPTION = {  # with POLICY+preemption every tenth job may take the place of t
 class Head:
     """The ports of a controller whose nodes are pretended."""
 
-    def __init__(self, directory: Path, nodes: int, policy: str) -> None:
+    def __init__(
+        self, directory: Path, nodes: int, policy: str, tables: dict[str, Any], runs_s: tuple[float, float]
+    ) -> None:
         engine = open_database(directory / "queue.db", make=True)
         policy, _, preempts = policy.partition("+")
-        config = build_config(PREEMPTION if preempts else {}, [], config_dir=directory, environ={})
+        self._runs_s = runs_s
+        config = build_config(tables | (PREEMPTION if preempts else {}), [], config_dir=directory, environ={})
         state = ClusterState(config=config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
         names = [NodeName(f"n{at}") for at in range(nodes)]
         state.nodes = {name: _node(name) for name in names}
@@ -71,7 +75,7 @@ class Head:
         if isinstance(message, protocol.Launch):
             self.started += 1
             loop.call_later(0.001, self._report, node, message.token, protocol.STARTED)
-            loop.call_later(self._chance.uniform(*RUNS_S), self._report, node, message.token, protocol.ENDED)
+            loop.call_later(self._chance.uniform(*self._runs_s), self._report, node, message.token, protocol.ENDED)
         elif isinstance(message, protocol.EndJob):
             gone = protocol.JobGone(incarnation=message.incarnation, job_id=message.job_id, attempt=message.attempt)
             loop.call_later(0.001, self.controller.node_says, node, gone)
@@ -139,10 +143,13 @@ async def _submit(head: Head, specs: list[JobSpec]) -> None:
             raise answer
 
 
-async def serve(path: Path, nodes: int, jobs: int, policy: str) -> None:
+async def serve(
+    path: Path, nodes: int, jobs: int, policy: str, tables: str = "{}", runs_s: str = f"{RUNS_S[0]}-{RUNS_S[1]}"
+) -> None:
     """Serve at `path` until a line comes in."""
+    least, _, most = runs_s.partition("-")
     with tempfile.TemporaryDirectory() as directory:
-        head = Head(Path(directory), nodes, policy)
+        head = Head(Path(directory), nodes, policy, json.loads(tables), (float(least), float(most)))
         backend = ControllerBackend(
             head.controller,
             SimpleNamespace(),  # type: ignore[arg-type]  # no route that is asked needs the connections
@@ -156,6 +163,7 @@ async def serve(path: Path, nodes: int, jobs: int, policy: str) -> None:
         server = make_server(backend, coming)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
+        path.chmod(0o666)  # a gateway has an account of its own
         listener.listen()
         await server.serve(listener)
         await _submit(head, _specs(jobs, preemption="+" in policy))
@@ -171,4 +179,4 @@ async def serve(path: Path, nodes: int, jobs: int, policy: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

@@ -54,6 +54,7 @@ KEYS = (
     ("s", "Submit a job"),
     ("p", "Does a model fit?"),
     ("m", "Network between nodes"),
+    ("l", "Alerts"),
     ("a", "Administration"),
     ("o", "Overview"),
 )
@@ -221,6 +222,7 @@ def test_no_page_has_a_barrier_for_people_with_disabilities(served: Served, page
         "/node/n1",
         "/queue",
         "/use",
+        "/use/report",
         "/submit",
         "/alerts",
         "/network",

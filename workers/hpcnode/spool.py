@@ -178,8 +178,8 @@ KEPT = frozenset({"spec", "lock", "started", "final"})
 REUSED = ("spec", "started", "final")
 MAX_SPARE = 128  # entries
 # Ends of names beside the record of a job with scripts.
-SCRIPT_STATE, SCRIPT_RESULT, SCRIPT_LOCK, NEW_RECORD = ".state", ".result", ".lock", ".new"
-BESIDE_RECORD = (SCRIPT_STATE, SCRIPT_RESULT, SCRIPT_LOCK, NEW_RECORD)
+SCRIPT_STATE, SCRIPT_RESULT, SCRIPT_LOCK, SCRIPT_POWER, NEW_RECORD = ".state", ".result", ".lock", ".power", ".new"
+BESIDE_RECORD = (SCRIPT_STATE, SCRIPT_RESULT, SCRIPT_LOCK, SCRIPT_POWER, NEW_RECORD)
 NOBODY = -1  # the user of a spare entry without a script
 
 

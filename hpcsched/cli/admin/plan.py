@@ -42,13 +42,11 @@ from hpcsched.planner.capacity import (
     HISTORY_DAYS,
     LEAST_DAYS,
     WARM_DAYS,
-    Ahead,
     Arrival,
     Band,
     PlanNode,
     PlanNodes,
     ReplayResult,
-    ahead,
     backtest,
     day_of,
     days_of,
@@ -68,9 +66,17 @@ from hpcsched.planner.fits import (
 )
 from hpcsched.planner.windows import HOUR_S, NodeUse, QuietWindow, quiet_windows
 from hpcsched.planner.worth import (
+    HOURS_A_YEAR,
+    MOST_PRICE,
     UNKNOWN,
     Past,
+    Prices,
     added_nodes,
+    bands_of,
+    cost_lines,
+    costs_of,
+    days_ahead,
+    forecast_lines,
     hours_text,
     instead_of,
     machines_of,
@@ -83,8 +89,6 @@ from hpcsched.sim.swf import read_trace
 
 Json = dict[str, Any]
 MOST_JOBS = 200_000  # of the history: more would not fit into the memory of a laptop
-HOURS_A_YEAR = 8766.0
-MOST_PRICE = 1e9
 
 
 class Money(click.FloatRange):
@@ -200,12 +204,13 @@ def worth(
     answer: Json = {"source": past.name, "days": days, "added": [_machine_json(machine) for machine in new]}
     now, then = (replayed(machines, past.jobs, *span) for machines in (past.machines, more))
     answer["past"] = {"now": asdict(now), "with": asdict(then)}
-    drawn = _ahead((past.machines, more), past, days, draws, seed)
+    drawn = days_ahead((past.machines, more), past, days, draws, seed)
     if drawn is not None:
-        answer["ahead"] = {"draws": draws, "now": _bands_json(drawn, 0), "with": _bands_json(drawn, 1)}
+        answer["ahead"] = {"draws": draws, "now": bands_of(drawn, 0), "with": bands_of(drawn, 1)}
     if test_back:
         answer["backtest"] = _backtest_json(past, more, days, draws, seed)
-    answer["costs"] = _costs(now, then, new, days, price, watts, kwh, cloud)
+    prices = Prices(price=price, watts=watts, kwh=kwh, cloud=cloud)
+    answer["costs"] = costs_of(now, then, new, days, prices)
     answer["instead"] = instead_of(past, span, now)
     if as_json:
         print_json(answer)
@@ -220,8 +225,8 @@ def _worth_text(answer: Json, past: Past, now: ReplayResult, then: ReplayResult)
     first, *others = replay_sentences(answer["days"], now, then)
     lines = [first, *(f"  {text}" for text in others)]
     lines += _table_lines(now, then)
-    lines += _ahead_lines(answer, past)
-    lines += _cost_lines(answer["costs"])
+    lines += forecast_lines(answer, past)
+    lines += cost_lines(answer["costs"])
     lines += [f"Instead: {each['text']}" for each in answer["instead"]]
     lines.append(UNKNOWN)
     return "\n".join(lines) + "\n"
@@ -250,73 +255,6 @@ def _table_lines(now: ReplayResult, then: ReplayResult) -> list[str]:
     return columns(("", "NAME", "JOBS", "WAIT", "WITH_IT"), rows, right=(2, 3, 4)).rstrip("\n").split("\n")
 
 
-def _ahead_lines(answer: Json, past: Past) -> list[str]:
-    if "ahead" not in answer:
-        return [f"No forecast: there are {past.whole_days} days of history; it needs {LEAST_DAYS}."]
-    now, then = (_words(answer["ahead"][which]["wait_mean_s"]) for which in ("now", "with"))
-    lines = [
-        f"The next {answer['days']} days ({answer['ahead']['draws']} draws): {now} -> {then}    80 % of the draws are within"
-    ]
-    tested = answer.get("backtest")
-    if tested:
-        lines.append(
-            f"  Back-test on this past: of {tested['windows']} periods {tested['wait_within']} had their mean wait within, "
-            f"{tested['gain_within']} the gain, {tested['sign_right']} its sign"
-        )
-    elif "backtest" in answer:
-        lines.append(f"  No back-test: it needs {HISTORY_DAYS} days of history and a period after them.")
-    return lines
-
-
-def _costs(
-    now: ReplayResult,
-    then: ReplayResult,
-    new: PlanNodes,
-    days: int,
-    price: float | None,
-    watts: float | None,
-    kwh: float | None,
-    cloud: float | None,
-) -> Json:
-    """Return the costs that can be told from what was given."""
-    saved_h = (now.waits.total_s - then.waits.total_s) / HOUR_S * 365.25 / days
-    used = then.gpu_utilization if any(machine.gpus for machine in new) else then.utilization
-    found: Json = {"saved_wait_h_a_year": saved_h, "use": used}
-    power = watts * used * HOURS_A_YEAR / 1000 * kwh if watts is not None and kwh is not None else None
-    if power is not None:
-        found["electricity_a_year"] = power
-    if price is not None:
-        found["price"] = price
-        found["first_year"] = price + (power or 0.0)
-        found["per_saved_h"] = found["first_year"] / saved_h if saved_h > 0 else None
-    if cloud is not None:
-        found["cloud_a_year"] = cloud * used * HOURS_A_YEAR * len(new)
-        if price is not None:
-            yearly = found["cloud_a_year"] - (power or 0.0)
-            found["years_to_pay"] = price / yearly if yearly > 0 else None
-    return found
-
-
-def _cost_lines(costs: Json) -> list[str]:
-    lines = []
-    if "price" in costs:
-        per = costs["per_saved_h"]
-        each = (
-            f"{per:.2f} for each hour of waiting saved in the first year" if per is not None else "it saves no waiting"
-        )
-        power = (
-            f" and {costs['electricity_a_year']:.0f} a year for electricity" if "electricity_a_year" in costs else ""
-        )
-        lines.append(f"Costs {costs['price']:.0f}{power} at {costs['use']:.0%} use: {each}")
-    elif "electricity_a_year" in costs:
-        lines.append(f"Costs {costs['electricity_a_year']:.0f} a year for electricity at {costs['use']:.0%} use")
-    if "cloud_a_year" in costs:
-        years = costs.get("years_to_pay")
-        paid = f"; it pays for itself in {years:.1f} years" if years is not None else ""
-        lines.append(f"The same hours elsewhere: {costs['cloud_a_year']:.0f} a year{paid}")
-    return lines
-
-
 # ----- forecast
 
 
@@ -326,13 +264,13 @@ def _cost_lines(costs: Json) -> list[str]:
 def forecast(days: int, draws: int, seed: int, trace: Path | None, cpus: int | None, as_json: bool) -> int:
     """Forecast use and waits of the days ahead, as bands."""
     past = _past(trace, cpus, HISTORY_DAYS)
-    drawn = _ahead((past.machines,), past, days, draws, seed)
+    drawn = days_ahead((past.machines,), past, days, draws, seed)
     if drawn is None:
         raise RequestError(
             f"cannot forecast: there are {past.whole_days} days of history, and a forecast needs {LEAST_DAYS}. "
             f"hpcsched plan worth replays what there is"
         )
-    bands = _bands_json(drawn, 0)
+    bands = bands_of(drawn, 0)
     if as_json:
         print_json({"source": past.name, "days": days, "draws": draws, **bands})
         return 0
@@ -800,14 +738,6 @@ def _span(past: Past, days: int) -> tuple[float, float]:
     return past.now_s - days * DAY_S, past.now_s
 
 
-def _ahead(variants: Sequence[PlanNodes], past: Past, days: int, draws: int, seed: int) -> Ahead | None:
-    """Return the draws of the days ahead, None with too little history."""
-    if past.whole_days < LEAST_DAYS:
-        return None
-    first = day_of(past.now_s, past.local)
-    return ahead(variants, days_of(past.jobs, past.local), first, past.local, count=days, draws=draws, seed=seed)
-
-
 def _backtest_json(past: Past, more: PlanNodes, days: int, draws: int, seed: int) -> Json | None:
     if past.whole_days < HISTORY_DAYS + days:
         return None
@@ -817,22 +747,5 @@ def _backtest_json(past: Past, more: PlanNodes, days: int, draws: int, seed: int
     return tested._asdict()
 
 
-VALUES: dict[str, Callable[[ReplayResult], float]] = {
-    "wait_mean_s": lambda replay: replay.waits.mean_s,
-    "gpu_wait_mean_s": lambda replay: replay.gpu_waits.mean_s,
-    "utilization": lambda replay: replay.utilization,
-    "gpu_utilization": lambda replay: replay.gpu_utilization,
-    "jobs": lambda replay: float(replay.waits.jobs),
-}
-
-
-def _bands_json(drawn: Ahead, variant: int) -> dict[str, dict[str, float]]:
-    return {name: drawn.band(variant, value)._asdict() for name, value in VALUES.items()}
-
-
 def _machine_json(machine: PlanNode) -> Json:
     return {**machine._asdict(), "partitions": sorted(machine.partitions)}
-
-
-def _words(band: Mapping[str, float]) -> str:
-    return f"{hours_text(band['median'])} ({hours_text(band['low'])} to {hours_text(band['high'])})"

@@ -515,6 +515,30 @@ def license_lines(license: Json) -> list[Words]:
     ]
 
 
+def circuit_lines(circuit: Json) -> list[Words]:
+    """Return the lines of a circuit with its power budget."""
+    measured = circuit["measured_watts"]
+    taken = "N/A" if measured is None else f"{measured:.0f}"
+    lines: list[Words] = [
+        [
+            ("CircuitName", circuit["name"]),
+            ("BudgetWatts", f"{circuit['budget_watts']:g}"),
+            ("Nodes", circuit["nodes"]),
+        ],
+        [
+            ("JobWatts", circuit["total_watts"]),
+            ("UsedWatts", circuit["used_watts"]),
+            ("FreeWatts", circuit["free_watts"]),
+        ],
+        [
+            ("TakenWatts", taken),
+            ("Source", "+".join(circuit["sources"]) or "none"),
+            ("OfNodes", circuit["measured_nodes"]),
+        ],
+    ]
+    return lines + ([[("NotDeclared", circuit["unknown"])]] if circuit["unknown"] else [])
+
+
 def config_text(config: Json) -> str:
     """Return the configuration as ``name = value`` lines; tables in it as ``table.name``."""
     flat = dict(_flat(config, ""))

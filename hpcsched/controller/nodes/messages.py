@@ -647,13 +647,20 @@ def claim_part(job: Job, cluster: ClusterState, node: NodeName) -> protocol.Laun
 
 def job_scripts(job: Job, cluster: ClusterState, node: NodeName) -> protocol.JobScripts:
     """Return the prolog and epilog of the job on `node`, with their environment."""
-    settings = cluster.config.controller
-    if not settings.prolog and not settings.epilog:
+    settings, watts = cluster.config.controller, job.spec.gpu_power
+    if not settings.prolog and not settings.epilog and not watts:
         return protocol.JobScripts()
     share = next((share for share in (*job.shares, *job.joining) if share.node == node), None)
+    names = devices_of(cluster.nodes[node]) if node in cluster.nodes else {}
+    gpus = [names.get(index, str(index)) for index in share.gpus] if share is not None and watts else []
     env = script_environment(job, cluster=cluster.config.name, share_dir=cluster.config.share, share=share)
     return protocol.JobScripts(
-        prolog=settings.prolog, epilog=settings.epilog, limit_s=settings.prolog_epilog_timeout, env=env
+        prolog=settings.prolog,
+        epilog=settings.epilog,
+        limit_s=settings.prolog_epilog_timeout,
+        env=env,
+        gpu_power=watts if gpus else 0,
+        gpus=gpus,
     )
 
 

@@ -30,9 +30,9 @@ from hpcsched.model.spec import Dependency, JobSpec
 from hpcsched.model.units import UNLIMITED_S, format_time_s, known_limit_s, nearest
 from hpcsched.sched.fairshare import factor_of, weights_of
 from hpcsched.sched.limits import EACH_USER, SUBMISSION, Holder, Kind, LimitRule, Whose, never_text, rules_of, why_never
-from hpcsched.sched.place.feasible import impossible
-from hpcsched.sched.place.request import request_of
-from hpcsched.sched.snapshot import LEAST_LIMIT_S, node_view
+from hpcsched.sched.place.feasible import impossible_shape, too_long
+from hpcsched.sched.place.request import ResourceRequest, Shape, request_of
+from hpcsched.sched.snapshot import LEAST_LIMIT_S, NodeView, node_view
 from hpcsched.sched.tres import least_there, with_billing
 from hpcsched.state.cluster import ClusterState, set_apart
 from hpcsched.state.transaction import Transaction
@@ -46,6 +46,7 @@ _OF_THE_COMMAND = frozenset(
         "submit_host",
         "begin_at_s",
         "deadline_at_s",
+        "cheap_by_s",
         "script_bytes",
         "signed",
         "signed_until_s",
@@ -75,9 +76,10 @@ def submit(
     authorize(identity, Action.SUBMIT)
     check_account(tx.cluster, identity)
     answers: list[dict[str, int]] = []
+    looks = PartitionLooks(tx.cluster)
     for number, spec in enumerate(specs):
         try:
-            jobs = _submitted(tx, identity, spec)
+            jobs = _submitted(tx, identity, spec, looks)
         except RequestError as error:
             error.at = number
             raise
@@ -87,7 +89,7 @@ def submit(
     return answers
 
 
-def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
+def _submitted(tx: Transaction, identity: Identity, spec: JobSpec, looks: PartitionLooks) -> list[Job]:
     check_rank(identity, spec.nice, spec.priority)
     if any(one.script_sha256 or one.script_bytes for one in (spec, *spec.components)):
         raise RequestError(
@@ -98,7 +100,7 @@ def _submitted(tx: Transaction, identity: Identity, spec: JobSpec) -> list[Job]:
         check_signed(spec, user=identity.user, uid=identity.uid, cluster=cluster, now_s=tx.now_s)
     spec = settle(tx.cluster, identity.user, spec)
     check_share_of_queue(tx.cluster, identity, spec)
-    partitions, limit_s = place_of(tx.cluster, identity, spec, tx.now_s)
+    partitions, limit_s = place_of(tx.cluster, identity, spec, tx.now_s, looks)
     names = ",".join(partition.name for partition in partitions)
     scripts, large = tx.cluster.scripts, tx.cluster.large_texts
     large_before = large.bytes_of(identity.uid)
@@ -132,7 +134,7 @@ def check_rank(identity: Identity, nice: int, priority: int | None) -> None:
 
 
 def place_of(
-    cluster: ClusterState, identity: Identity, spec: JobSpec, now_s: float
+    cluster: ClusterState, identity: Identity, spec: JobSpec, now_s: float, looks: PartitionLooks | None = None
 ) -> tuple[list[Partition], int | None]:
     """Return the requested partitions in which the job can run, and its time limit.
 
@@ -153,8 +155,41 @@ def place_of(
     if spec.deadline_at_s is not None:
         least_s = spec.time_min_s if spec.time_min_s is not None else spec.time_limit_s
         check_deadline(spec.deadline_at_s, least_s, max(now_s, spec.begin_at_s or 0))
-    partitions = possible_partitions(cluster, spec, partitions, spec.time_limit_s, reservation)
+    if spec.cheap_by_s is not None:
+        check_cheap_by(spec.cheap_by_s, limit_s, max(now_s, spec.begin_at_s or 0))
+    partitions = possible_partitions(cluster, spec, partitions, spec.time_limit_s, reservation, looks)
     return admit(cluster, identity.user, spec, partitions, limit_s)
+
+
+class PartitionLooks:
+    """Why jobs can never run in partitions.
+
+    Jobs of one request that ask for the same are tried once.
+    """
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
+        self._views: dict[tuple[str, str], list[NodeView]] = {}
+        self._found: dict[tuple[Shape, str, str], str | None] = {}
+
+    def why_not(self, request: ResourceRequest, partition: Partition, reservation: Reservation | None) -> str | None:
+        """Return why a job with `request` can never run there; None if it can."""
+        place = partition.name, reservation.name if reservation is not None else ""
+        why = too_long(request, partition)
+        if why is None:
+            key = request.shape, *place
+            if key not in self._found:
+                nodes = self._nodes(place, partition, reservation)
+                self._found[key] = impossible_shape(request.shape, nodes, partition)
+            why = self._found[key]
+        return f"in reservation {place[1]!r}: {why}" if why is not None and reservation is not None else why
+
+    def _nodes(self, place: tuple[str, str], partition: Partition, reservation: Reservation | None) -> list[NodeView]:
+        if place not in self._views:
+            names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
+            nodes = self._cluster.nodes
+            self._views[place] = [node_view(nodes[name]) for name in names if name in nodes]
+        return self._views[place]
 
 
 def possible_partitions(
@@ -163,19 +198,17 @@ def possible_partitions(
     partitions: Sequence[Partition],
     limit_s: int | None,
     reservation: Reservation | None = None,
+    looks: PartitionLooks | None = None,
 ) -> list[Partition]:
     """Return those of `partitions` in which a job of `spec` can run (in `reservation`).
 
     If there is none, the job is refused with the reason of the first partition.
     """
+    looks = looks or PartitionLooks(cluster)
     refused: list[str] = []
     found = []
     for partition in partitions:
-        request = request_of(spec, partition, time_limit_s=limit_s)
-        names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
-        nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
-        why = impossible(request, nodes, partition)
-        why = f"in reservation {reservation.name!r}: {why}" if why is not None and reservation is not None else why
+        why = looks.why_not(request_of(spec, partition, time_limit_s=limit_s), partition, reservation)
         refused += [why] if why is not None else []
         found += [partition] if why is None else []
     if not found:
@@ -463,6 +496,19 @@ def dependency_circle(cluster: ClusterState, job: Job, terms: Iterable[Dependenc
             return way[::-1]
         to_see += [(other, waited) for other in _waited_for(cluster, waited.dependency)]
     return []
+
+
+def check_cheap_by(by_s: float, limit_s: int | None, from_s: float) -> None:
+    """Reject a time by which a job that starts at `from_s` or later cannot end.
+
+    Raises RequestError.
+    """
+    known_s = known_limit_s(limit_s)
+    if known_s is None:
+        raise RequestError("cannot find cheap hours for a job of unlimited time: give --time, or leave out --cheap-by")
+    if from_s + known_s > by_s:
+        left = f"{format_time_s(int(by_s - from_s))} is left" if by_s > from_s else "no time is left"
+        raise RequestError(f"cannot end by --cheap-by: the time limit is {format_time_s(known_s)}, and {left}")
 
 
 def check_deadline(deadline_s: float, limit_s: int | None, from_s: float) -> None:

@@ -47,6 +47,7 @@ from hpcsched.errors import NotFoundError, RequestError, UnavailableError, repor
 from hpcsched.lifecycle.job import limit_at_s
 from hpcsched.listing.efficiency import efficiency_line
 from hpcsched.metrics.bench import slow_tests
+from hpcsched.metrics.energy import ESTIMATED
 from hpcsched.metrics.findings import Bottleneck
 from hpcsched.model.codec import value_to_json
 from hpcsched.model.hostlist import expand_hostlist
@@ -244,10 +245,24 @@ class AlertFeed:
         cluster, backup = self._cluster, self._cluster.backup
         first = [job_id for job_id in itertools.islice(cluster.pending, MOST_UNPLANNED) if job_id not in cluster.waits]
         unplanned = sum(now_s - cluster.jobs[job_id].submitted_at_s > UNPLANNED_S for job_id in first)
+        made = WatchedCluster(unplanned=unplanned, circuits=self._circuits(now_s))
         if backup is None:
-            return WatchedCluster(unplanned=unplanned)
+            return made
         age_s = max(0.0, now_s - backup.newest_at_s) if backup.newest_at_s else None
-        return WatchedCluster(backup=(age_s, cluster.config.backup.every, backup.why), unplanned=unplanned)
+        return replace(made, backup=(age_s, cluster.config.backup.every, backup.why))
+
+    def _circuits(self, now_s: float) -> list[tuple[str, float, float]]:
+        """Return each circuit with what the meters of its nodes show, and its budget."""
+        known = {name: self._controller.energy.watts(name, now_s) for name in self._cluster.nodes}
+        metered = {name: one[0] for name, one in known.items() if one is not None and one[1] != ESTIMATED}
+        return [
+            (
+                one.name,
+                sum(watts for name, watts in metered.items() if not one.nodes or name in one.nodes),
+                one.budget_watts,
+            )
+            for one in self._cluster.config.circuits
+        ]
 
     # ----- running jobs
 

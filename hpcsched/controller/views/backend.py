@@ -72,9 +72,10 @@ from hpcsched.controller.requests.update import update
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.views.alerts import AlertFeed, read_end, read_silence
 from hpcsched.controller.views.findings import findings_of_job, findings_of_queue
-from hpcsched.controller.views.history import history_text, outages_of, story_of
+from hpcsched.controller.views.history import history_text, outages_of, story_of, tariff_of
 from hpcsched.controller.views.queue import (
     Reading,
+    circuit_views,
     first_waiting,
     license_views,
     priority_views,
@@ -105,6 +106,7 @@ from hpcsched.model.job import FINAL, Job, JobState, Reason, TrainingStatus
 from hpcsched.model.node import OURSELVES, TESTING, Link
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.tariff import Tariff, as_written
 from hpcsched.model.units import format_time_s, nearest, number, parse_signal, whole_number
 from hpcsched.recorder import Recorder
 from hpcsched.sched.sentences import plural
@@ -151,6 +153,17 @@ def _error_of(answer: object) -> str:
 def _roles_of(config: Config) -> dict[str, list[str]]:
     """Return the members of each list of [roles]."""
     return {role: list(getattr(config.access, role)) for role in ("admins", "operators", "viewers", "services")}
+
+
+def _cost_view(tariff: Tariff) -> Json:
+    """Return [cost] as it is written in the configuration."""
+    return {
+        "currency": tariff.currency,
+        "cpu_hour": tariff.cpu_hour,
+        "gpu_hour": tariff.gpu_hour,
+        "kwh": as_written(tariff.kwh),
+        "gco2_per_kwh": as_written(tariff.gco2_per_kwh),
+    }
 
 
 class ControllerBackend(Reading):
@@ -479,6 +492,10 @@ class ControllerBackend(Reading):
 
     async def history(self, identity: Identity, query: Json) -> bytes:
         return await history_text(self._database, self._cluster, identity, query, self._clock())
+
+    async def tariff(self, query: Json) -> Json:
+        """Return the prices of the period of the query. Raises RequestError."""
+        return await asyncio.to_thread(tariff_of, self._cluster.config.cost, query)
 
     async def outages(self, identity: Identity, query: Json) -> Json:
         """Return when nodes did not answer in the period of the query.
@@ -1123,7 +1140,8 @@ class ControllerBackend(Reading):
 
     def partitions(self, identity: Identity) -> Json:
         nodes = self._visible_nodes(identity, node_views(self._cluster, self._clock()))
-        return {"partitions": partition_views(self._cluster, nodes)}
+        circuits = circuit_views(self._cluster, self._controller.energy, self._clock())
+        return {"partitions": partition_views(self._cluster, nodes), "circuits": circuits}
 
     def config(self, identity: Identity) -> Json:
         config = self._cluster.config
@@ -1135,7 +1153,7 @@ class ControllerBackend(Reading):
         accounting = value_to_json(config.accounting)
         return {
             "config": shown,
-            "cost": asdict(config.cost),
+            "cost": _cost_view(config.cost),
             "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
         }
 

@@ -62,6 +62,7 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, MAX_COMPONENTS, Job, TrainingStatus, components_of, exit_words
 from hpcsched.model.node import Link, Share
+from hpcsched.model.tariff import JOULES_PER_KWH, LATEST_S, MAX_PERIOD_S, Tariff, prices_of, steps_of
 from hpcsched.model.trigger import Trigger
 from hpcsched.model.units import format_time_s, number, whole_number
 from hpcsched.sched.policy import Policy
@@ -87,13 +88,17 @@ class _Extras(NamedTuple):
 
 
 class _HistorySlice(NamedTuple):
-    """Some of the jobs, with their steps and other rows."""
+    """Some of the jobs, with their steps and other rows.
+
+    `attempts`: None: not asked for, and not needed for the prices of energy.
+    """
 
     jobs: list[Job]
     steps: list[StepRecord]
     training: dict[int, TrainingStatus]
-    attempts: dict[int, tuple[Attempt, ...] | None] | None  # None: not asked for
+    attempts: dict[int, tuple[Attempt, ...] | None] | None
     energy: dict[int, list[EnergyUse]] | None
+    extras: _Extras
 
 
 def outages_of(database: Path, query: Json) -> Json:
@@ -105,18 +110,34 @@ def outages_of(database: Path, query: Json) -> Json:
     kinds = [word for word in query.get("kinds", "down").split(",") if word]
     if unknown := sorted(set(kinds).difference(OUTAGES)):
         raise RequestError(f"cannot read outages of kind {unknown[0][:60]!r}: there are {', '.join(OUTAGES)}")
-    try:
-        after_s, before_s = (number(query[name], name) for name in ("start_s", "end_s"))
-    except KeyError as missing:
-        raise RequestError(f"cannot read outages: the query has no {missing.args[0]}") from None
-    except ValueError as error:
-        raise RequestError(f"cannot read outages: {error}") from None
+    after_s, before_s = _period_of(query, "outages")
     store = Store(open_read_only(database))
     try:
         found = [outage._asdict() for outage in store.outages(after_s, before_s) if outage.kind in kinds]
         return {"outages": found, "first_seen_s": store.first_seen()}
     finally:
         store.close()
+
+
+def tariff_of(tariff: Tariff, query: Json) -> Json:
+    """Return [cost] with the prices of energy over the period of the query.
+
+    Raises RequestError. Each is a list of times with the price from then on.
+    """
+    start_s, end_s = _period_of(query, "the tariff")
+    if not 0 <= start_s <= end_s <= min(start_s + MAX_PERIOD_S, LATEST_S):
+        raise RequestError("cannot read the tariff: a period must end after its start, and have at most 11 years")
+    prices = prices_of(tariff, start_s, end_s)
+    shown = {name: getattr(tariff, name) for name in ("currency", "cpu_hour", "gpu_hour")}
+    return shown | {"kwh": prices.kwh.steps, "gco2_per_kwh": prices.gco2_per_kwh.steps}
+
+
+def _period_of(query: Json, what: str) -> tuple[float, float]:
+    """Return `start_s` and `end_s` of the query. Raises RequestError."""
+    try:
+        return number(query["start_s"], "start_s"), number(query["end_s"], "end_s")
+    except KeyError as missing:
+        raise RequestError(f"cannot read {what}: the query has no {missing.args[0]}") from None
 
 
 async def history_text(database: Path, cluster: ClusterState, identity: Identity, query: Json, now_s: float) -> bytes:
@@ -135,7 +156,9 @@ async def history_text(database: Path, cluster: ClusterState, identity: Identity
     try:
         ids = await loop.run_in_executor(thread, _ids, store, wanted)
         for at in range(0, len(ids), PART_JOBS):
-            part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS], extras)
+            part = await loop.run_in_executor(
+                thread, _read, store, ids[at : at + PART_JOBS], extras, cluster.config.cost
+            )
             for view in _views(part, cluster, identity, now_s):
                 texts.append(json_text(view))
                 if breaks.due():
@@ -158,12 +181,14 @@ def _ids(store: Store, query: HistoryQuery) -> list[int]:
     return sorted(set(found))
 
 
-def _read(store: Store, ids: Sequence[int], extras: _Extras) -> _HistorySlice:
+def _read(store: Store, ids: Sequence[int], extras: _Extras, tariff: Tariff) -> _HistorySlice:
     found = store.jobs(ids)
-    attempts = store.attempts(found) if extras.attempts else None
     energy = store.load_energies(ids) if extras.energy else None
+    attempts = store.attempts(found) if extras.attempts else None
+    if attempts is None and energy and (tariff.kwh.windows or tariff.gco2_per_kwh.windows):
+        attempts = store.attempts([job for job in found if job.id in energy])
     training = {} if extras.attempts else store.load_training(ids)
-    return _HistorySlice(found, store.load_steps(ids), training, attempts, energy)
+    return _HistorySlice(found, store.load_steps(ids), training, attempts, energy, extras)
 
 
 def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s: float) -> Iterator[Json]:
@@ -173,8 +198,8 @@ def _views(part: _HistorySlice, cluster: ClusterState, identity: Identity, now_s
     for job in part.jobs:
         if not allows(identity, Action.VIEW_JOBS, job):
             continue
-        energy = [use._asdict() for use in (part.energy or {}).get(job.id, [])]
-        if part.attempts is not None:
+        energy = _energy_views((part.energy or {}).get(job.id, []), (part.attempts or {}).get(job.id), cluster, now_s)
+        if part.extras.attempts:
             if allows(identity, Action.VIEW_USAGE, job):
                 yield _use_view(job, part, cluster, steps.get(job.id, [])) | ({"energy": energy} if energy else {})
             continue
@@ -218,6 +243,33 @@ def _attempt_views(attempts: tuple[Attempt, ...] | None) -> list[Json] | None:
         }
         for attempt in attempts
     ]
+
+
+def _energy_views(
+    uses: Sequence[EnergyUse], attempts: Sequence[Attempt] | None, cluster: ClusterState, now_s: float
+) -> list[Json]:
+    """Return the energy of a job with its price and CO2, None without a tariff.
+
+    The prices are those of the time for which each attempt held the node, else those outside of windows.
+    """
+    tariff = cluster.config.cost
+    held: dict[tuple[int, str], tuple[float, float]] = {}
+    for attempt in attempts or ():
+        for one in attempt.holdings:
+            until_s = now_s if one.until_s is None else one.until_s
+            first_s, last_s = held.get((attempt.number, one.node), (one.since_s, until_s))
+            held[attempt.number, one.node] = min(first_s, one.since_s), max(last_s, until_s)
+    found = []
+    for use in uses:
+        period = held.get((use.attempt, use.node))
+        kwh, co2 = (
+            (price.default if period is None else steps_of(price, *period).mean(*period)) * use.joules / JOULES_PER_KWH
+            for price in (tariff.kwh, tariff.gco2_per_kwh)
+        )
+        found.append(
+            use._asdict() | {"cost": kwh if tariff.kwh else None, "co2_g": co2 if tariff.gco2_per_kwh else None}
+        )
+    return found
 
 
 def _is_in(step: Json, component: Job) -> bool:

@@ -17,6 +17,7 @@ from hpcsched.api.connection_limits import AnswerPauses
 from hpcsched.api.identity import is_account
 from hpcsched.api.views import JobView, elapsed_s, job_view, jobs_text, json_text, wait_detail
 from hpcsched.auth.authorize import AccessPolicy, Action, Identity, Reach, allows, reach
+from hpcsched.controller.energy import EnergyLedger
 from hpcsched.controller.requests.job_ids import MAX_TASKS, check_references, find_jobs, is_special, listed_of
 from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.errors import NotFoundError, RequestError
@@ -29,12 +30,13 @@ from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, Reason, components_of
 from hpcsched.model.units import whole_number
+from hpcsched.sched.energy import advice, circuit_watts
 from hpcsched.sched.explain import WhatIf, explain, in_words
 from hpcsched.sched.fairshare import ShareUsage, UsedResources, share_usages
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.priority import Breakdown, breakdown_of, scale_of
-from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, node_view
 from hpcsched.state.cluster import ClusterState
 
 Json = dict[str, Any]
@@ -64,6 +66,7 @@ def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
         "expected_start_s": found.expected_start_s,
         "expected_place": asdict(found.place) if found.place is not None else None,
         "smaller": list(found.smaller or ()),
+        "cheaper": found.cheaper,
     }
 
 
@@ -87,8 +90,9 @@ def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId, identity: Ide
             nodes = [share.node for share in start.shares]
             answer |= {"start_s": snapshot.now_s, "nodes": nodes, "node_list": compress_hostlist(nodes)}
             answer |= {"cpus": sum(share.cpus for share in start.shares), "partition": start.partition}
+            cheaper = advice(snapshot, job, job.request.time_limit_s)
             text = f"would start at once on {answer['node_list']} in partition {start.partition}"
-            return answer | {"reason": "None", "text": text}
+            return answer | {"reason": "None", "text": f"{text}. {cheaper}" if cheaper else text}
     wait = made.waits[job_id]
     answer |= {"reason": wait.reason.value, "start_s": wait.expected_start_s}
     place = WhatIf(snapshot, policy, job).place() if wait.reason in (Reason.RESOURCES, Reason.PRIORITY) else None
@@ -135,6 +139,39 @@ def _priority_view(job: PendingJob, parts: Breakdown) -> Json:
         "factors": {name: factors[name] for name in WEIGHED if name in factors},
         "tres_factors": {name: part for name, part in factors.items() if name not in WEIGHED},
     }
+
+
+def circuit_views(cluster: ClusterState, ledger: EnergyLedger, now_s: float) -> list[Json]:
+    """Return the circuits: their budgets, what jobs count, and what their nodes take now.
+
+    `measured_watts`: of the nodes of which it is known, by the named sources. `unknown`: nodes that count nothing, because their
+    power is not declared.
+    """
+    nodes = [node_view(node) for node in cluster.nodes.values()]
+    held = [(job.holding, job.spec.gpu_power) for job in cluster.active_jobs()]
+    found = []
+    for circuit, total, used in circuit_watts(cluster.config.circuits, nodes, held):
+        mine = [node for node in nodes if not circuit.nodes or node.name in circuit.nodes]
+        watts = [known for node in mine if (known := ledger.watts(node.name, now_s)) is not None]
+        found.append(
+            {
+                "name": circuit.name,
+                "budget_watts": circuit.budget_watts,
+                "total_watts": total,
+                "used_watts": used,
+                "free_watts": max(0, total - used),
+                "measured_watts": sum(value for value, _ in watts) if watts else None,
+                "measured_nodes": len(watts),
+                "sources": sorted({source for _, source in watts}),
+                "nodes": compress_hostlist([node.name for node in mine]),
+                "unknown": compress_hostlist([node.name for node in mine if _is_undeclared(node)]),
+            }
+        )
+    return found
+
+
+def _is_undeclared(node: NodeView) -> bool:
+    return not node.peak_watts or bool(node.gpus and not node.gpu_watts)
 
 
 def license_views(cluster: ClusterState) -> list[Json]:

@@ -157,6 +157,7 @@ def _gets(routes: _Routes) -> list[web.Route]:
         web.get("/v1/alerts", by(lambda call: call.backend.alerts(call.identity), "alerts")),
         web.get("/v1/reservations", by(lambda call: call.backend.reservations(call.identity), "reservations")),
         web.get("/v1/config", by(lambda call: call.backend.config(call.identity))),
+        web.get("/v1/tariff", routes.in_turn(by(lambda call: call.backend.tariff(call.query)))),
         web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/outages",
                 routes.in_turn(by(lambda call: call.backend.outages(call.identity, call.query), "outages"))),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.ids import NodeName
-from hpcsched.model.node import ANY_GPU, Gpu, Node, Partition
+from hpcsched.model.node import ANY_GPU, Gpu, Partition
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gang import choose, seats_apart
@@ -17,7 +17,9 @@ from hpcsched.sched.place.node_fit import Seat, mem_least, seat_of, tasks_that_f
 from hpcsched.sched.place.request import ResourceRequest, Shape, gpu_count, gpus_least
 from hpcsched.sched.place.timeline import whole
 from hpcsched.sched.sentences import gpu_words, listed, needs, plural, shard_words, spelled
-from hpcsched.sched.snapshot import NodeView, allows, node_view
+from hpcsched.sched.snapshot import NodeView, allows
+
+SOME_NODES = (16, 128)  # most jobs fit on so many of a large cluster, and no more are looked at
 
 
 def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
@@ -34,7 +36,8 @@ def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
         return not _has_seats(shape, nodes, shape.nodes_min)
     places = {node.name: at for at, node in enumerate(nodes)}
     required = frozenset(places.get(name, -1) for name in shape.nodelist)
-    return choose(shape, sorted(_seats(shape, nodes)), required) is None
+    some = [count for count in SOME_NODES if shape.nodes_min <= count < len(nodes)]
+    return all(choose(shape, sorted(_seats(shape, nodes[:count])), required) is None for count in (*some, len(nodes)))
 
 
 def _components_never_fit(components: Sequence[Shape], nodes: Sequence[NodeView]) -> bool:
@@ -50,15 +53,6 @@ def _components_never_fit(components: Sequence[Shape], nodes: Sequence[NodeView]
         return choose(components[at], [seat for seat in seats[at] if seat.node not in taken], required[at])
 
     return seats_apart(components, pick) is None
-
-
-def impossible(request: ResourceRequest, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
-    """Explain, with numbers, why a job with `request` can never run in `partition`.
-
-    None: it can run.
-    """
-    views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes]
-    return _too_long(request, partition) or impossible_shape(request.shape, views, partition)
 
 
 def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partition) -> str | None:
@@ -87,7 +81,8 @@ def _impossible_components(shape: Shape, nodes: list[NodeView], partition: Parti
     return None
 
 
-def _too_long(request: ResourceRequest, partition: Partition) -> str | None:
+def too_long(request: ResourceRequest, partition: Partition) -> str | None:
+    """Explain why a partition allows no job so long; None if it does."""
     limit_s, most_s = request.time_limit_s, partition.max_time_s
     if most_s is None or (limit_s is not None and 0 < limit_s <= most_s):
         return None

@@ -2,9 +2,10 @@
 // Texts are set as text, never as markup; what replaces a section comes from our own pages.
 
 const API = "/api/v1";
-const REFRESH_MS = 1000; // from one refresh to the next
+const REFRESH_MS = 1000; // from one refresh to the next, at least: the gateway asks for more if many pages are open
 const GATHER_MS = 100; // changes within this time are one refresh
 const RETRY_MS = 5000; // after the stream has ended
+const LOOK_MS = 60_000; // nodes, alerts and clocks change without an event
 const MOST_CHARS = 1 << 20; // of output in the page
 const KEYS = { o: "/", j: "/jobs", n: "/nodes", q: "/queue", u: "/use", s: "/submit", p: "/plan", m: "/network", l: "/alerts", a: "/admin" };
 const ESCAPES = /\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]/g;
@@ -51,9 +52,10 @@ function stream(address, on, opened = null) {
 let refreshing = false;
 let waiting = 0;
 let refreshed = -REFRESH_MS;
+let pace = REFRESH_MS;
 
 function refreshSoon() {
-  if (!waiting) waiting = setTimeout(refresh, Math.max(GATHER_MS, refreshed + REFRESH_MS - performance.now()));
+  if (!waiting) waiting = setTimeout(refresh, Math.max(GATHER_MS, refreshed + pace - performance.now()));
 }
 
 async function refresh() {
@@ -63,6 +65,7 @@ async function refresh() {
   refreshed = performance.now();
   try {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, cache: "no-store" });
+    pace = Math.max(REFRESH_MS, Number(answer.headers.get("x-hpcsched-refresh-ms")));
     if (answer.status === 401) return say("The session has ended: run hpcsched web for a new link.", true);
     if (!answer.ok) return say(`The page cannot be read (${answer.status}); it shows its last state.`, true);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -463,4 +466,7 @@ const place = document.getElementById("terminal");
 if (served) opening(served);
 if (place) terminal(place);
 if (log) follow(log);
-else if (document.querySelector("[data-live]")) stream(() => `${API}/events`, { job: refreshSoon }, refreshSoon);
+else if (document.querySelector("[data-live]")) {
+  stream(() => `${API}/events`, { job: refreshSoon }, refreshSoon);
+  setInterval(() => document.hidden || refreshSoon(), LOOK_MS);
+}

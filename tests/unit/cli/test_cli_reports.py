@@ -6,6 +6,7 @@ import asyncio
 import csv
 import json
 import re
+import time
 from dataclasses import replace
 from email import message_from_string, policy
 from html.parser import HTMLParser
@@ -21,7 +22,8 @@ from hpcsched.auth.authorize import HIDEABLE, Identity
 from hpcsched.cli import hacct, hctl, hreport
 from hpcsched.cli.slurm import sreport
 from hpcsched.controller.requests import jobs
-from hpcsched.model.accounting import EnergyUse, Tariff
+from hpcsched.model.accounting import EnergyUse
+from hpcsched.model.tariff import Price, Tariff, price_of
 
 PERIOD = ("-S", f"uts{T0:.0f}", "-E", f"uts{T0 + 1000:.0f}")
 SREPORT_PERIOD = (f"start=uts{T0:.0f}", f"end=uts{T0 + 1000:.0f}", "-t", "Seconds", "-nP")
@@ -57,6 +59,7 @@ def serve(api: FakeApi, cluster: Cluster, identity: Identity = ROOT) -> None:
     api.answers["GET /v1/nodes"] = lambda _, given: asyncio.run(backend.nodes(identity, given))
     api.answers["GET /v1/outages"] = lambda _, given: asyncio.run(backend.outages(identity, given))
     api.answers["GET /v1/config"] = lambda *_: backend.config(identity)
+    api.answers["GET /v1/tariff"] = lambda _, given: asyncio.run(backend.tariff(given))
     api.answers["GET /v1/ping"] = {"cluster": "lab"}
     api.answers["GET /v1/metrics/history"] = (404, {"error": "there are none", "kind": "NotFoundError"})
 
@@ -304,13 +307,30 @@ def test_hacct_shows_the_energy_of_a_job_its_source_and_price(
     uses = [EnergyUse(1, 0, "n1", "component", 3.6e6), EnergyUse(1, 1, "n1", "estimated", 1.8e6)]
     served.ask(lambda tx: tx.put_energy(uses))
     served.ask(lambda tx: tx.put_energy(uses[:1]))
-    served.state.config = replace(served.state.config, cost=Tariff(kwh=0.3, gco2_per_kwh=400.0))
+    served.state.config = replace(served.state.config, cost=Tariff(kwh=Price(0.3), gco2_per_kwh=Price(400.0)))
     assert hacct.main(["-j", "1", "--energy"]) == 0
     head, _, row = capsys.readouterr().out.splitlines()
     assert head.split()[-4:] == ["EnergyWh", "EnergySource", "EnergyCost", "EnergyCO2"]
     assert row.split()[-4:] == ["2500.00", "component+estimated", "0.7500", "1000"]
     assert hacct.main(["-n", "-P", "-X", "-j", "1", "-o", "ConsumedEnergy,ConsumedEnergyRaw"]) == 0
     assert capsys.readouterr().out == "9.00M|9000000\n"
+
+
+def test_a_job_pays_the_prices_of_the_hours_in_which_it_ran(
+    served: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attempt 0 held n1 from T0 to T0+100, attempt 1 for 50 s from T0+130; the price falls at T0+80."""
+    at = time.localtime(T0 + 80)
+    assert at.tm_sec == 0
+    day = ("Mo", "Tu", "We", "Th", "Fr", "Sa", "Su")[at.tm_wday]
+    cheap = f"{day} {at.tm_hour:02}:{at.tm_min:02}-24:00"
+    served.ask(lambda tx: tx.put_energy([EnergyUse(1, number, "n1", "component", 3.6e6) for number in (0, 1)]))
+    served.state.config = replace(served.state.config, cost=Tariff(kwh=price_of({"default": 0.4, cheap: 0.1})))
+    assert hacct.main(["-n", "-P", "-X", "-j", "1", "-o", "EnergyCost"]) == 0
+    assert capsys.readouterr().out == "0.4400\n"
+    for by in ("user", "account", "account,month"):
+        (row,) = report(capsys, "cost", f"--by={by}")["rows"]
+        assert row["cost"] == pytest.approx(0.44)
 
 
 def test_energy_by_user_is_what_the_jobs_caused_in_the_period(

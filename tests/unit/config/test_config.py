@@ -145,6 +145,13 @@ def test_values_come_in_their_units(write: Write) -> None:
         ("[partitions.a]\nnodes = 'n[0-999999999]'\n", ["cannot expand"]),
         ("[partitions.'a b']\n", ["not a partition name"]),
         ("[partitions.a]\nmax_time = 5\ndefault_time = 6\n", ["default_time above its max_time"]),
+        ("[cost]\nkwh = 'cheap'\n", ["[cost] kwh = 'cheap'", "a number, or a table of windows"]),
+        ("[cost]\nkwh = {default = 1, '25:00-26:00' = 2}\n", ["[cost] kwh", "25:00 is not a time of day"]),
+        ("[cost]\nkwh = {default = 1, 'Sa 0:00-24:00' = 2, '22:00-6:00' = 3}\n", ["overlap"]),
+        ("[power]\nbudget_watts = -1\n", ["[power] budget_watts = -1", "0 or more"]),
+        ("[power.circuits.a]\nwatts = 100\n", ["[power.circuits.a]", "lacks the key 'nodes'"]),
+        ("[power.circuits.a]\nwatts = 100\nnodes = 'n7'\n", ["[power.circuits.a] names the node 'n7'"]),
+        ("[power.circuits.'a b']\nwatts = 100\nnodes = 'n1'\n", ["not a name of a circuit"]),
         ("[cluster\n", ["line 1"]),
     ],
 )
@@ -184,6 +191,18 @@ def test_what_is_wrong_in_a_node_file_is_named(write: Write, text: str, words: l
     assert "n1.toml" in said
     for word in words:
         assert word in said
+
+
+def test_circuits_begin_with_that_of_all_nodes(write: Write) -> None:
+    text = "[power]\nbudget_watts = 900\n[power.circuits.rack1]\nwatts = 400\nnodes = 'n1'\n"
+    path = write(text, n1=node(idle_watts=100, peak_watts=300, gpu_watts=250), n2=node(idle_watts=100))
+    config = load(path)
+    assert [(one.name, one.budget_watts, one.nodes) for one in config.circuits] == [
+        ("", 900, ()), ("rack1", 400, ("n1",))
+    ]  # fmt: skip
+    assert config.nodes[0].gpu_watts == 250
+    (path / "hpcsched.toml").write_text(text.replace("900", "200"))
+    assert "[power] allows 200 W, and its nodes take 200 W when they are idle" in refusal(path)
 
 
 def test_a_node_file_is_named_as_a_node(write: Write) -> None:

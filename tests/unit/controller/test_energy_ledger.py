@@ -155,5 +155,13 @@ def test_the_history_has_the_energy_on_request(cluster: Cluster) -> None:
 
     assert "energy" not in history()
     assert history(energy="1")["energy"] == [
-        {"job_id": 1, "attempt": 0, "node": "n1", "source": COMPONENT, "joules": pytest.approx(1000)}
+        {
+            "job_id": 1,
+            "attempt": 0,
+            "node": "n1",
+            "source": COMPONENT,
+            "joules": pytest.approx(1000),
+            "cost": None,
+            "co2_g": None,
+        }
     ]

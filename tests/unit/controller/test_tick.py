@@ -17,8 +17,11 @@ from hpcsched.controller.requests.submission import jobs_again
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, JobState, Reason
-from hpcsched.model.node import Link
+from hpcsched.model.node import Link, Partition
 from hpcsched.model.spec import ArraySpec
+from hpcsched.sched.place.feasible import impossible_shape
+from hpcsched.sched.place.request import Shape
+from hpcsched.sched.snapshot import NodeView
 from hpcsched.state.transaction import Transaction
 from hpcsched.store.store import HistoryQuery
 
@@ -92,6 +95,22 @@ def test_of_many_jobs_one_that_is_refused_is_told_by_its_number_and_none_is_queu
     assert caught.value.at == 2
     assert not cluster.state.jobs
     assert cluster.store.request_jobs(ANN.uid, "many") is None
+
+
+def test_jobs_of_one_request_that_ask_for_the_same_are_tried_on_the_nodes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, tried = Cluster("n1", "n2"), []
+
+    def counted(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
+        tried.append(shape.cpus_least)
+        return impossible_shape(shape, nodes, partition)
+
+    monkeypatch.setattr(submission, "impossible_shape", counted)
+    specs = [spec(name=f"j{at}", cpus_per_task=1 + at % 2, time_limit_s=60 + at, hold=True) for at in range(40)]
+    cluster.ask(lambda tx: submission.submit(tx, ANN, "", specs, cluster.store.request_jobs))
+    assert len(cluster.state.pending) == 40
+    assert sorted(tried) == [1, 2]
 
 
 def test_a_request_that_comes_twice_at_once_makes_one_job_and_hinders_nobody() -> None:

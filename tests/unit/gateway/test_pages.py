@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from datetime import datetime
 from html import unescape
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -18,15 +19,17 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 
 from jobs import T0
+from starlette.routing import Route
 from starlette.testclient import TestClient
 from unit.controller.cluster import ANN, BOB, ROOT, Cluster
 
 from hpcsched.auth.authorize import Identity
 from hpcsched.controller.requests import submission
 from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
+from hpcsched.gateway.admin import draws_of
 from hpcsched.gateway.app import COOKIE, GatewayApp
 from hpcsched.gateway.charts import Chart, ScheduleBar, rounded_up, schedule, short
-from hpcsched.gateway.pages import Pages, actions_for, expected_starts
+from hpcsched.gateway.pages import Pages, actions_for, expected_starts, month_of
 from hpcsched.gateway.site import Site
 from hpcsched.gateway.upstream import UpstreamReply
 from hpcsched.listing.overview import totals, troubles
@@ -46,6 +49,7 @@ HISTORY = {
         {"name": "job_memory_bytes", "labels": {}, "values": [1e9, 2e9, None]},
     ],
 }
+COST = {"currency": "EUR", "cpu_hour": 0.0, "gpu_hour": 0.0, "kwh": 0.3, "gco2_per_kwh": 0.0}
 HOSTILE = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -74,6 +78,7 @@ class Controller:
         self.links: list[LinkRun] = []
         self.alerts: list[dict[str, Any]] | None = [alert("NodeDown", "critical", node="n1")]
         self.history: list[dict[str, Any]] = []
+        self.snapshot_at_s: float | None = None  # None: now
         self.log = b"one\n\x1b[31mtwo\x1b[0m\n<b>three</b>\n"
 
     async def ask(
@@ -115,6 +120,12 @@ class Controller:
 
         return {"test": lambda: backend.test(identity, spec_from_json(body["job"])), "submit": submitted}
 
+    async def _snapshot(self, identity: Identity) -> Any:
+        answer = await self.cluster.backend().snapshot(identity)
+        inner = answer["snapshot"]["snapshot"]
+        inner["now_s"] = inner["now_s"] if self.snapshot_at_s is None else self.snapshot_at_s
+        return answer
+
     async def _alerts(self) -> Any:
         if self.alerts is None:
             raise UnavailableError("cannot use alerts: this controller has none")
@@ -153,8 +164,10 @@ class Controller:
             "alerts": self._alerts,
             "links": lambda: now({"now_s": T0, "links": [asdict(run) for run in self.links]}),
             "shares": lambda: now(backend.shares(identity)),
+            "config": lambda: now(backend.config(identity) | {"cost": COST}),
+            "tariff": lambda: now(COST | {"kwh": [[0.0, 0.3]], "gco2_per_kwh": []}),
             "history": lambda: now(HISTORY if "series" in query else {"jobs": self.history}),
-            "snapshot": lambda: backend.snapshot(identity),
+            "snapshot": lambda: self._snapshot(identity),
             "log": lambda: now(self.log),
             "files": lambda: now(self._listed(query)),
             "file": lambda: now(
@@ -376,6 +389,117 @@ def test_nodes_a_node_the_queue_and_use_are_shown(cluster: Cluster, browser: Tes
     assert f"<title>job {job} train</title>" in queue
     assert "Accounts and users" in words(page(browser, "/use"))
     assert "cannot find node" in words(page(browser, "/node/n99", 404))
+
+
+def test_a_job_page_has_efficiency_energy_and_price(
+    cluster: Cluster, browser: TestClient, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cluster.submit(ANN, name="train", time_limit_s=7200)
+    cluster.run(job)
+    cluster.tick(3600.0)
+    cluster.end(job)
+    step = {"attempt": 0, "cpu_user_s": 900.0, "cpu_system_s": None, "max_rss_kib": 50 << 10, "ntasks": 1}
+    energy = [{"job_id": job, "attempt": 0, "node": "n1", "source": "estimated", "joules": 7.2e6, "cost": 0.6}]
+    shown = cluster.backend().job(ANN, str(job))["jobs"][0]
+    controller.history = [shown | {"steps": [step], "energy": energy}]
+    text = words(page(browser, f"/job/{job}"))
+    assert "Efficiency used 50% of its time limit, 25% of its CPUs" in text
+    assert "Energy 2 kWh (estimated), 0.60 EUR" in text
+    assert "Price" not in text
+    monkeypatch.setitem(COST, "cpu_hour", 0.5)
+    assert "Price of attempt 0 0.50 EUR" in words(page(browser, f"/job/{job}"))
+    controller.history = []
+    assert "Efficiency" not in words(page(browser, f"/job/{job}"))
+
+
+def test_nodes_are_filtered_and_have_pages(browser: TestClient, cluster: Cluster) -> None:
+    for number in range(500):
+        name = NodeName(f"m{number:03}")
+        cluster.state.nodes[name] = replace(
+            cluster.state.nodes[NodeName("n1")], spec=replace(cluster.state.nodes[NodeName("n1")].spec, name=name)
+        )
+    cluster.ask(lambda tx: _drain(tx, "m007"))
+    first = page(browser, "/nodes")
+    assert first.count("<tr id=") == 200
+    more = re.search(r'<a href="(/nodes\?[^"]*)" rel="next"', first)
+    assert more is not None
+    second = page(browser, unescape(more[1]))
+    assert first.rpartition('id="node-')[2][:4] < second.partition('id="node-')[2][:4]
+    assert page(browser, "/nodes?name=m00").count("<tr id=") == 10
+    assert "fan is loud" in words(page(browser, "/nodes?state=trouble"))
+    assert page(browser, "/nodes?state=trouble").count("<tr id=") == 1
+    assert "state is up or trouble" in words(page(browser, "/nodes?state=x", 400))
+    queue = page(browser, "/queue")
+    assert "502 nodes without jobs and reservations are not shown" in words(queue)
+    browser.cookies.set(COOKIE, "roots")
+    admin = page(browser, "/admin")
+    assert words(admin).index("m007") < words(admin).index("m000")
+    assert "302 nodes that are not drained are not shown" in words(admin)
+
+
+def used(user: str, job_id: int, *, energy: float | None = None, since_s: float = T0 - 7200) -> dict[str, Any]:
+    """Return a job as reports count it: an hour on two cpus of n1, of which one was busy."""
+    held = {"node": "n1", "since_s": since_s, "until_s": since_s + 3600, "cpus": 2, "gpus": 0, "mem_mib": 100}
+    times = {"allocated_at_s": since_s, "ended_at_s": since_s + 3600, "waited_s": 600.0}
+    use = {"job_id": job_id, "attempt": 0, "node": "n1", "source": "estimated", "joules": energy}
+    return {
+        "id": job_id, "user": user, "account": "", "partition": "main", "state": "FAILED", "use": None,
+        "steps": [{"attempt": 0, "cpu_user_s": 3600.0, "cpu_system_s": None}], "energy": [use] if energy else [],
+        "attempts": [{"attempt": 0, "requeued": False, "holdings": [held], **times}],
+    }  # fmt: skip
+
+
+def test_use_waste_and_cost_of_a_month_are_shown_and_sent_as_csv(browser: TestClient, controller: Controller) -> None:
+    controller.history = [used("ann", 1, energy=3.6e6), used("ann", 2), used("=bob()", 3)]
+    shown = words(page(browser, "/use/report"))
+    assert "User Jobs CPU hours GPU hours Mean wait Unused CPU hours Failed and requeued kWh EUR" in shown
+    assert "ann 2 4.0 0.0 10:00 2.0 4.0 1.0 0.30" in shown
+    assert "All 3 6.0 0.0 10:00 3.0 6.0 1.0 0.30" in shown
+    assert "hreport --by=user --month=this" in shown
+    assert "root 3" in words(page(browser, "/use/report?by=account"))
+    answer = browser.get("/use/report?format=csv")
+    assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+    assert 'filename="use-1970-01-user.csv"' in answer.headers["content-disposition"]
+    head, first, last = answer.text.splitlines()
+    assert head == "user,jobs,cpu_hours,gpu_hours,mean_wait_s,unused_cpu_hours,lost_cpu_hours,kwh,cost"
+    assert [first, last] == ["'=bob(),1,2,0,600,1,2,,0", "ann,2,4,0,600,2,4,1,0.3"]
+    assert "No job ran" in words(page(browser, "/use/report?month=last"))
+    for query in ("by=x", "month=9", "format=xls"):
+        assert "cannot report that" in words(page(browser, f"/use/report?{query}", 400))
+
+
+@pytest.mark.parametrize(
+    ("now", "which", "start", "end"),
+    [
+        ((2027, 1, 15), "this", (2027, 1, 1), (2027, 1, 15)),
+        ((2027, 1, 15), "last", (2026, 12, 1), (2027, 1, 1)),
+        ((2027, 3, 31), "last", (2027, 2, 1), (2027, 3, 1)),
+    ],
+)
+def test_a_month_begins_at_midnight_of_its_first_day(
+    now: tuple[int, int, int], which: str, start: tuple[int, int, int], end: tuple[int, int, int]
+) -> None:
+    found = month_of(datetime(*now).timestamp(), which)
+    assert [datetime.fromtimestamp(at_s) for at_s in found[:2]] == [datetime(*start), datetime(*end)]
+
+
+def test_pages_of_a_cluster_without_nodes_say_how_to_add_one() -> None:
+    empty = Cluster()
+    app = GatewayApp(Controller(empty), replace(empty.state.config.gateway, rate=1e6, burst=1e6))  # type: ignore[arg-type]
+    browser = TestClient(app.asgi(Pages(Site(app)).routes()), base_url="https://head", cookies={COOKIE: "roots"})
+    for path in ("/", "/nodes", "/queue"):
+        assert "hpcsched node add USER@HOST adds one" in words(page(browser, path))
+    for path in (
+        "/jobs",
+        "/use",
+        "/submit",
+        "/plan?params=7B",
+        "/network",
+        "/admin",
+        "/alerts",
+        "/plan/worth?add=1x2:4G",
+    ):
+        page(browser, path)
 
 
 # ----- submit, files, checkpoints
@@ -664,7 +788,111 @@ def test_the_past_is_replayed_with_other_machines(browser: TestClient, controlle
     assert "nothing to replay" in words(page(browser, "/plan/worth?add=1x2:4G"))
 
 
-PAGES = ["/", "/jobs", "/job/1", "/nodes", "/node/n1", "/queue", "/use", "/job/1/log", "/submit", "/job/1/files"]
+LATER_S = 1_800_000_000.0  # long after T0: forecasts need weeks of history
+
+
+def history_of(days: int, *, gpus: int = 0) -> list[dict[str, Any]]:
+    """Return six jobs of an hour each day, submitted at once: two nodes are too few for them."""
+    share = {"node": "n1", "cpus": 2, "mem_mib": 100, "gpus": list(range(gpus)), "tasks": 1, "shards": 0}
+    known = {
+        "user": "ann",
+        "partition": "main",
+        "eligible_at_s": 0,
+        "suspended_s": 0.0,
+        "shares": [share],
+        "attempt": 1,
+    }
+    times = [LATER_S - day * 86_400 + number for day in range(1, days + 1) for number in range(6)]
+    return [
+        known | {"id": at, "submitted_at_s": at_s, "started_at_s": at_s, "ended_at_s": at_s + 3600, "time_limit_s": 3600,
+                 "steps": []}
+        for at, at_s in enumerate(times, 1)
+    ]  # fmt: skip
+
+
+def test_worth_forecasts_the_weeks_ahead_and_computes_costs_as_the_command(
+    browser: TestClient, controller: Controller
+) -> None:
+    controller.snapshot_at_s, controller.history = LATER_S, history_of(40)
+    prices = "price=2400&watts=450&kwh=0.30&cloud=1.5"
+    shown = words(page(browser, f"/plan/worth?add=4x2:4G&days=14&{prices}"))
+    assert "--price=2400 --watts=450 --kwh=0.30 --cloud=1.5" in shown
+    assert "The next 14 days (40 draws): 59:58 (59:58 to 59:58) -> 0:00 (0:00 to 0:00) 80 % of the draws" in shown
+    assert "Mean wait 59:58 59:58 59:58 0:00 0:00 0:00" in shown
+    assert "Use of CPUs 12% 12% 12% 4% 4% 4%" in shown
+    assert "GPU" not in shown
+    assert re.search(r"Costs 2400 and \d+ a year for electricity at 4% use: \d+\.\d\d for each hour", shown)
+    assert "The same hours elsewhere:" in shown
+    controller.history = history_of(20)
+    shown = words(page(browser, "/plan/worth?add=4x2:4G"))
+    assert "No forecast: there are 20 days of history; it needs 28." in shown
+    assert "Costs" not in shown
+
+
+@pytest.mark.parametrize("query", ["price=x", "watts=-1", "kwh=nan", "cloud=inf", "price=1e300", "kwh=" + "9" * 200])
+def test_costs_of_no_price_say_why(browser: TestClient, controller: Controller, query: str) -> None:
+    controller.history = history_of(2)
+    assert "cannot" in words(page(browser, f"/plan/worth?add=1x2:4G&{query}"))
+
+
+@pytest.mark.parametrize(("jobs", "days", "draws"), [(0, 0, 40), (1000, 80, 40), (5000, 7, 10), (5000, 60, 34)])
+def test_a_forecast_of_many_jobs_has_fewer_draws(jobs: int, days: int, draws: int) -> None:
+    assert draws_of(jobs, days, 28) == draws
+
+
+def test_an_address_that_there_is_not_is_a_page_for_browsers_alone(browser: TestClient) -> None:
+    answer = browser.get("/<b>none", headers={"accept": "text/html,*/*"})
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert "<h1>404</h1>" in answer.text
+    assert "<b>none" not in answer.text
+    assert browser.get("/none").json()["kind"] == "NotFoundError"
+    assert browser.post("/none", headers={"accept": "text/html"}).status_code in (404, 405)
+
+
+def test_pages_ask_for_themselves_less_often_the_more_are_open(
+    cluster: Cluster, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = GatewayApp(controller, cluster.state.config.gateway)  # type: ignore[arg-type]
+    browser = TestClient(app.asgi(Pages(Site(app)).routes()), base_url="https://head", cookies={COOKIE: "anns"})
+    known, seen = controller.ask, []
+
+    async def ask(method: str, path: str, *rest: Any, **more: Any) -> UpstreamReply:
+        if not path.startswith("/v1/events"):
+            return await known(method, path, *rest, **more)
+        seen.append(app.open_streams)
+        answer = {"events": [], "next": 1} if len(seen) == 1 else {"error": "gone", "kind": "UnavailableError"}
+        return UpstreamReply(200 if len(seen) == 1 else 503, {}, json.dumps(answer).encode())
+
+    monkeypatch.setattr(controller, "ask", ask)
+    assert "gone" in browser.get("/api/v1/events").text
+    assert (seen, app.open_streams) == ([0, 1], 0)
+    assert browser.get("/").headers["x-hpcsched-refresh-ms"] == "0"
+    app.open_streams = 100
+    assert int(browser.get("/").headers["x-hpcsched-refresh-ms"]) >= 5000
+
+
+def test_a_login_at_a_provider_leads_to_the_overview(cluster: Cluster, controller: Controller) -> None:
+    app = GatewayApp(controller, cluster.state.config.gateway)  # type: ignore[arg-type]
+    site = Site(app)
+    route = Route("/back", lambda request: site.logged_in(request, "<b>ann"))
+    text = page(TestClient(app.asgi([route]), base_url="https://head"), "/back")
+    assert "You are logged in as &lt;b&gt;ann." in text
+    assert 'http-equiv="refresh" content="0; url=/"' in text
+
+
+PAGES = [
+    "/",
+    "/jobs",
+    "/job/1",
+    "/nodes",
+    "/node/n1",
+    "/queue",
+    "/use",
+    "/use/report",
+    "/job/1/log",
+    "/submit",
+    "/job/1/files",
+]
 PAGES += [
     "/admin",
     "/alerts",
@@ -727,12 +955,23 @@ def test_no_text_of_any_answer_is_markup_on_any_page(
         for job in (running, waiting)
         for page in ("", "/files", "/file?path=x", "/checkpoints", "/log")
     ]
-    others = ["/", "/jobs", "/nodes", "/queue", "/use", "/network", "/admin", "/alerts"]
+    others = [
+        "/",
+        "/jobs",
+        "/nodes",
+        "/queue",
+        "/use",
+        "/network",
+        "/admin",
+        "/alerts",
+    ]
     others += [] if "/" in hostile else [f"/node/{quote('n1' + hostile, safe='')}"]
     for path in [*jobs, *others, f"/submit?from={running}", "/plan?params=7B", "/plan/worth?add=1x2:4G"]:
         text = page(browser, path)
         assert hostile not in text or hostile == "{{ 7 * 7 }}", path
         assert "49" not in words(text), path
+    controller.history = [used("ann", running, energy=1.0)]
+    assert hostile not in page(browser, "/use/report") or hostile == "{{ 7 * 7 }}"
 
 
 def _reserve(cluster: Cluster) -> None:

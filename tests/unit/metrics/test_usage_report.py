@@ -19,7 +19,8 @@ from hpcsched.metrics.usage_report import (
     usage_rows,
     with_first_seen,
 )
-from hpcsched.model.accounting import GPU, NODE, Tariff
+from hpcsched.model.accounting import GPU, NODE
+from hpcsched.model.tariff import EnergyPrices, PriceSteps
 
 Json = dict[str, Any]
 DAY = Period(0.0, 86_400.0, 86_400.0)
@@ -108,8 +109,19 @@ def test_a_job_whose_events_do_not_fit_together_is_counted_as_unknown() -> None:
 
 
 def test_the_cost_is_that_of_cpus_gpus_and_measured_energy() -> None:
-    row = UsageRow(key=(), cpu_s=7200, gpu_s=3600, joules=3.6e6)
-    assert row.cost(Tariff(cpu_hour=0.01, gpu_hour=0.5, kwh=0.3)) == pytest.approx(0.02 + 0.5 + 0.3)
+    row = UsageRow(key=(), cpu_s=7200, gpu_s=3600, joules=3.6e6, energy_cost=0.3)
+    assert row.cost(0.01, 0.5) == pytest.approx(0.02 + 0.5 + 0.3)
+
+
+def test_energy_has_the_prices_of_the_time_in_which_it_was_used() -> None:
+    prices = EnergyPrices(PriceSteps([(0, 0.4), (3600, 0.2)]), PriceSteps([(0, 100)]))
+    use = {"job_id": 1, "attempt": 0, "node": "n1", "source": "component", "joules": 4 * 3.6e6}
+    one = job(1, attempt(held("n1", 1800, 9000)), energy=[use])
+    row = only(usage_rows([one], [DAY], ("user",), prices=prices))
+    assert row.energy_cost == pytest.approx(1 * 0.4 + 3 * 0.2)
+    assert row.co2_g == pytest.approx(400)
+    parts = usage_rows([one], [Period(0, 3600, 9000, "a"), Period(3600, 9000, 9000, "b")], ("month",), prices=prices)
+    assert [part.energy_cost for part in parts] == [pytest.approx(0.4), pytest.approx(0.6)]
 
 
 def test_a_drained_node_is_not_idle_but_what_runs_there_is_allocated() -> None:

@@ -7,16 +7,14 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from unit.sched.world import World, spec_of, world
+from unit.sched.world import World, refusal_of, spec_of, world
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.request import request_of, whole_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
 from hpcsched.sched.sentences import needs
-from hpcsched.sched.snapshot import node_view
 from hpcsched.sched.tres import least_of
 
 
@@ -70,7 +68,7 @@ def test_a_place_is_found_wherever_there_is_one(seed: int) -> None:
     sketch = hetjob(world(nodes, waiting=[f"1: {words[0]} 60s"]), 1, *words[1:])
     assert bool(sketch.starts()) is there
     request = request_of(sketch.job(1).spec, sketch.partitions[0])
-    assert (impossible(request, map(node_view, sketch.nodes), sketch.partitions[0]) is None) is there
+    assert (refusal_of(request, sketch.nodes, sketch.partitions[0]) is None) is there
 
 
 @pytest.mark.parametrize("backfill", list(Backfill))
@@ -116,6 +114,6 @@ def test_what_it_asks_for_is_the_sum_of_its_components() -> None:
 )
 def test_what_never_fits_is_refused(components: list[str], why: str) -> None:
     sketch = hetjob(world("2x8", waiting=["1: 1c 60s"]), 1, *components)
-    said = impossible(request_of(sketch.job(1).spec, sketch.partitions[0]), sketch.nodes, sketch.partitions[0])
+    said = refusal_of(request_of(sketch.job(1).spec, sketch.partitions[0]), sketch.nodes, sketch.partitions[0])
     assert said is not None
     assert why in said

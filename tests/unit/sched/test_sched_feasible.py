@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.sched.world import spec_of, world
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.sched.world import refusal_of, spec_of, world
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import GpuRequest, Link
 from hpcsched.model.units import UNLIMITED_S
-from hpcsched.sched.place.feasible import impossible
+from hpcsched.sched.place import feasible
 from hpcsched.sched.place.request import request_of
 
 NODES = "3x4/8000 1x8/16000/2xa100+big"
@@ -19,7 +21,7 @@ NODES = "3x4/8000 1x8/16000/2xa100+big"
 def refusal(words: str, partition: dict[str, object] | None = None, **changes: object) -> str | None:
     sketch = world(NODES)
     main = replace(sketch.partitions[0], **(partition or {}))  # type: ignore[arg-type]
-    return impossible(request_of(replace(spec_of(words), **changes), main), sketch.nodes, main)  # type: ignore[arg-type]
+    return refusal_of(request_of(replace(spec_of(words), **changes), main), sketch.nodes, main)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -87,4 +89,25 @@ def test_what_can_run_is_not_refused(words: str) -> None:
 def test_nodes_that_are_down_or_drained_count_as_able() -> None:
     sketch = world("2x4").change_node("n1", link=Link.DOWN).change_node("n2", drained=True)
     main = sketch.partitions[0]
-    assert impossible(request_of(spec_of("2 nodes 4c"), main), sketch.nodes, main) is None
+    assert refusal_of(request_of(spec_of("2 nodes 4c"), main), sketch.nodes, main) is None
+
+
+@given(
+    sizes=st.lists(st.sampled_from((1, 2, 4, 8)), min_size=1, max_size=9),
+    tasks=st.integers(1, 30),
+    nodes=st.integers(1, 4),
+    named=st.booleans(),
+)
+def test_a_look_at_some_nodes_refuses_what_a_look_at_all_refuses(
+    sizes: list[int], tasks: int, nodes: int, named: bool
+) -> None:
+    sketch = world(" ".join(f"1x{size}" for size in sizes))
+    spec = spec_of(f"{min(nodes, tasks)} nodes {tasks} tasks")
+    spec = replace(spec, nodelist=(sketch.nodes[-1].name,) if named else ())
+    main = sketch.partitions[0]
+    found = []
+    for some in ((), (1, 3)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feasible, "SOME_NODES", some)
+            found.append(refusal_of(request_of(spec, main), sketch.nodes, main))
+    assert found[0] == found[1]

@@ -9,15 +9,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.sched.world import World, world
+from unit.sched.world import World, refusal_of, world
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import MeasuredNode
-from hpcsched.sched.place.feasible import impossible
 from hpcsched.sched.place.gang import MOST_FIRST, _Choice, _linked, _reached
 from hpcsched.sched.place.node_fit import Seat
 from hpcsched.sched.place.request import request_of
-from hpcsched.sched.snapshot import NodeView, node_view
+from hpcsched.sched.snapshot import NodeView
 
 KINDS = "2x4+a 2x4+b 1x4+a+b"  # n1 n2 are a, n3 n4 b, n5 both
 
@@ -87,7 +86,7 @@ def test_tasks_and_kinds_together() -> None:
 def test_what_never_can_be_is_refused_with_the_number(job: str, why: str) -> None:
     sketch = world(KINDS, waiting=[f"9: {job}"])
     request = request_of(sketch.job(9).spec, sketch.partitions[0])
-    said = impossible(request, [node_view(node) for node in sketch.nodes], sketch.partitions[0])
+    said = refusal_of(request, sketch.nodes, sketch.partitions[0])
     assert said is not None
     assert why in said
 

@@ -22,10 +22,12 @@ from hpcsched.model.node import Gpu, GpuRequest, Link, Node, NodeSpec, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.place.feasible import impossible_shape, too_long
+from hpcsched.sched.place.request import ResourceRequest
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt import full_plan
-from hpcsched.sched.snapshot import Snapshot, snapshot_of
+from hpcsched.sched.snapshot import Snapshot, node_view, snapshot_of
 
 MEM_MIB = 1000  # of a node that does not say
 
@@ -98,6 +100,12 @@ def world(
 def spec_of(text: str) -> JobSpec:
     """Return the spec that the words of a job spell."""
     return JobSpec(name="j", script="#!/bin/sh\n", work_dir="/", **_spec_fields(text.split()))
+
+
+def refusal_of(request: ResourceRequest, nodes: Iterable[Node], partition: Partition) -> str | None:
+    """Return why a job with `request` is refused at submission; None: it is not."""
+    views = [node_view(node) for node in nodes]
+    return too_long(request, partition) or impossible_shape(request.shape, views, partition)
 
 
 def _nodes(text: str) -> list[Node]:

@@ -34,6 +34,28 @@ def queue_line(number: int, display_id: str, name: str = "train", state: str = "
     return SEPARATOR.join(values) + "\n"
 
 
+def alert(rule: str, severity: str = "warning", phase: str = "firing", **labels: str) -> dict[str, Any]:
+    """Return an alert as the controller shows it."""
+    times = {"since_s": NOW_S - 600, "ended_at_s": NOW_S - 60 if phase == "resolved" else None}
+    texts = {"text": f"what {rule} means", "remedy": "hpcsched doctor n1", "quiet": ""}
+    return {"rule": rule, "severity": severity, "phase": phase, "labels": labels, **times, **texts}
+
+
+def energy_of(user: str, job_id: int, joules: float, source: str = "component") -> dict[str, Any]:
+    """Return a job as reports count it: an hour on n1, and its energy."""
+    held = {"node": "n1", "since_s": NOW_S - 3600, "until_s": NOW_S, "cpus": 2, "gpus": 0, "mem_mib": 100}
+    times = {"allocated_at_s": NOW_S - 3600, "ended_at_s": None, "waited_s": 0.0}
+    use = {"job_id": job_id, "attempt": 0, "node": "n1", "source": source, "joules": joules}
+    use |= {"cost": joules / 3.6e6 * 0.3, "co2_g": joules / 3.6e6 * 400}
+    return {
+        "id": job_id, "user": user, "account": "", "state": "RUNNING", "use": None, "steps": [], "energy": [use],
+        "attempts": [{"attempt": 0, "requeued": False, "holdings": [held], **times}],
+    }  # fmt: skip
+
+
+TARIFF = {"currency": "EUR", "cpu_hour": 0.0, "gpu_hour": 0.0, "kwh": [[0.0, 0.3]], "gco2_per_kwh": [[0.0, 400.0]]}
+
+
 def serve(api: FakeApi, *lines: str, nodes: list[dict[str, Any]] | None = None) -> None:
     """Answer as a controller with two nodes, a job that runs and one that waits."""
     found = nodes if nodes is not None else [node("n1", **FACTS), node("n2", **FACTS, state="IDLE", jobs=[])]
@@ -55,6 +77,10 @@ def serve(api: FakeApi, *lines: str, nodes: list[dict[str, Any]] | None = None) 
         "GET /v1/slow": {"findings": [], "text": "nothing holds up the queue"},
         "GET /v1/reservations": {"reservations": []},
         "GET /v1/shares": {"shares": []},
+        "GET /v1/alerts": {"alerts": [], "left_out": 0},
+        "GET /v1/history": {"jobs": []},
+        "GET /v1/config": {"cost": {"currency": "EUR"}},
+        "GET /v1/tariff": TARIFF,
     }
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from fake_api import NOW_S, FakeApi, job, running
-from monitored import FACTS, PING, queue_line, serve
+from monitored import FACTS, PING, alert, energy_of, queue_line, serve
 from screens import node, training
 
+from hpcsched.tui import reading, views
 from hpcsched.tui.lines import bar, cell, plain
-from hpcsched.tui.reading import ClusterReader, ClusterScreen, queue_of
+from hpcsched.tui.reading import Asked, ClusterReader, ClusterScreen, UserEnergy, UsersEnergy, queue_of
 from hpcsched.tui.views import (
     SCREENS,
     command_name,
@@ -77,6 +78,89 @@ def test_health_names_what_is_wrong_and_the_command_that_helps() -> None:
         assert part in text
 
 
+def test_health_has_the_alerts_the_worst_first_and_those_that_are_over_last() -> None:
+    alerts = [
+        alert("DiskFull", "warning", "resolved", node="n2"),
+        alert("JobWaste", "info", job="7") | {"quiet": "silence 3"},
+        alert("NodeDown", "critical", node="n1"),
+    ]
+    text = text_of(seen(alerts={"alerts": alerts, "left_out": 4}), "health")
+    assert "critical NodeDown of n1: firing since 07:50:00" in text
+    assert "(silence 3)" in text
+    assert "warning DiskFull of n2: resolved since 07:59:00" in text
+    assert "and 4 more alerts" in text
+    assert text.count("$ hpcsched doctor n1") == 2  # nothing is to be done for an alert that is over
+    places = [text.index(rule) for rule in ("NodeDown", "JobWaste", "DiskFull")]
+    assert places == sorted(places)
+    assert "alerts: they are switched off" in text_of(
+        seen(alerts={"trouble": "alerts: they are switched off"}), "health"
+    )
+
+
+def test_use_has_the_energy_of_users_with_its_source_price_and_co2() -> None:
+    energy = UsersEnergy(
+        (UserEnergy("ann", 7.2e6, "component", 0.6, 800.0), UserEnergy("bob", 3.6e6, "estimated")), False
+    )
+    lines = text_of(seen(energy=energy, currency="EUR"), "use").splitlines()
+    assert "OF THE NEWEST 1000 JOBS" in lines[-3]
+    assert lines[-2].split() == [
+        "ann",
+        "#####---",
+        "66.7%",
+        "2",
+        "kWh",
+        "(component),",
+        "0.60",
+        "EUR,",
+        "0.8",
+        "kg",
+        "CO2",
+    ]
+    assert "1 kWh (estimated)" in lines[-1]
+    assert max(map(len, lines)) <= 80
+    assert "no meter of a node is known" in text_of(seen(), "use")
+
+
+def test_details_of_a_job_have_its_energy() -> None:
+    uses = (
+        {"source": "component", "joules": 3.6e6, "cost": 0.3, "co2_g": 400.0},
+        {"source": "estimated", "joules": 1.8e6, "cost": 0.15, "co2_g": 200.0},
+    )
+    text = "\n".join(plain(row.value) for row in job_rows(seen(job=running(11), job_energy=uses, currency="EUR"), 80))
+    assert "energy     1.5 kWh (component+estimated), 0.45 EUR, 0.6 kg CO2" in text
+    assert "energy" not in "\n".join(plain(row.value) for row in job_rows(seen(job=running(11)), 80))
+
+
+def test_energy_is_asked_for_once_a_minute(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(api)
+    api.answers["GET /v1/history"] = {"jobs": [energy_of("ann", 11, 3.6e6), energy_of("bob", 12, 7.2e6)]}
+    reader, asked = ClusterReader(), Asked(parts=frozenset({"energy"}))
+    for _ in range(3):
+        screen = reader.look(None, asked)
+    assert screen.energy is not None
+    assert [(one.user, one.joules, one.source) for one in screen.energy.users] == [
+        ("bob", 7.2e6, "component"), ("ann", 3.6e6, "component"),
+    ]  # fmt: skip
+    assert [one.cost for one in screen.energy.users] == [pytest.approx(0.6), pytest.approx(0.3)]
+    assert (len(api.requests("GET /v1/history")), screen.currency) == (1, "EUR")
+    assert reader.look("11", Asked()).job_energy[0]["joules"] == 3.6e6
+    monkeypatch.setattr(reading, "ENERGY_EVERY_S", -1.0)
+    reader = ClusterReader()
+    reader.look(None, asked)
+    api.answers["GET /v1/history"] = (403, {"error": "hidden", "kind": "PermissionDeniedError"})
+    screen = reader.look(None, asked)
+    assert screen.energy is not None  # what was read last
+    assert screen.controller is not None
+
+
+def test_alerts_that_are_switched_off_are_no_trouble_of_the_controller(api: FakeApi) -> None:
+    serve(api)
+    api.answers["GET /v1/alerts"] = (503, {"error": "cannot use alerts: they are off", "kind": "UnavailableError"})
+    screen = ClusterReader().look(None, Asked(parts=frozenset({"alerts"})))
+    assert screen.controller is not None
+    assert screen.alerts["trouble"] == "cannot use alerts: they are off"
+
+
 def test_the_schedule_draws_what_runs_and_what_is_expected() -> None:
     first, last = text_of(seen(running=(running(11, time_limit_s=12 * 3600),)), "queue").splitlines()[1:]
     assert first.count("#") == pytest.approx(43 * 12 / 24, abs=1)
@@ -101,6 +185,22 @@ def test_a_filter_keeps_rows_with_all_words() -> None:
     assert filtered(view, "").rows == view.rows
 
 
+def test_rows_of_the_queue_are_made_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    known = views._queued_row
+
+    def counted(job: Any) -> Any:
+        made.append(job.display_id)
+        return known(job)
+
+    monkeypatch.setattr(views, "_queued_row", counted)
+    queue = queue_of("".join(queue_line(number, str(number)) for number in range(10_000)))
+    view = view_of("jobs", seen(queue=queue), 80)
+    assert (len(view.rows), made) == (10_000, [])
+    assert [row.name for row in view.rows[3:5]] == ["3", "4"]
+    assert made == ["3", "4"]
+
+
 def test_a_folded_row_names_its_tasks_for_commands_and_one_for_details() -> None:
     assert command_name("12_[1-9%2]") == "12_[1-9]"
     assert first_task("12_[1-9%2]") == "12_1"
@@ -117,6 +217,10 @@ def test_text_of_users_has_no_control_characters_on_any_screen() -> None:
         waiting=(job(12, **named),),
         job=running(11, **named, comment=HOSTILE),
         log=(HOSTILE,),
+        alerts={"alerts": [alert(HOSTILE, node=HOSTILE) | {"text": HOSTILE, "remedy": HOSTILE, "quiet": HOSTILE}]},
+        energy=UsersEnergy((UserEnergy(HOSTILE, 1.0, "component", 1.0),), True),
+        currency=HOSTILE,
+        job_energy=({"source": HOSTILE, "joules": 1.0, "cost": 1.0},),
         run=dataclasses.replace(training(), backend=HOSTILE),
     )
     texts = [text_of(hostile, name) for name in SCREENS]

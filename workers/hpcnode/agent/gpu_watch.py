@@ -203,10 +203,35 @@ class Nvml:
         self._library, self._ctypes = library, ctypes
         self._is_ready = False
 
+    def begin(self) -> bool:
+        """Return whether the driver is loaded."""
+        self._is_ready = self._is_ready or self._call("nvmlInit_v2") == 0
+        return self._is_ready
+
+    def device(self, gpu: str) -> Any:
+        """Return the handle of a GPU by index or UUID, None if there is no such GPU."""
+        c, device = self._ctypes, self._ctypes.c_void_p()
+        if gpu.isdigit():
+            status = self._call("nvmlDeviceGetHandleByIndex_v2", c.c_uint(int(gpu)), c.byref(device))
+        else:
+            status = self._call("nvmlDeviceGetHandleByUUID", c.c_char_p(gpu.encode()), c.byref(device))
+        return device if status == 0 else None
+
+    def power_limits(self, device: Any) -> Optional[Tuple[int, int, int]]:
+        """Return the limit of a GPU, and the least and the most that it may be, in milliwatts."""
+        c = self._ctypes
+        now, least, most = c.c_uint(), c.c_uint(), c.c_uint()
+        asked = self._call("nvmlDeviceGetPowerManagementLimit", device, c.byref(now))
+        bounds = self._call("nvmlDeviceGetPowerManagementLimitConstraints", device, c.byref(least), c.byref(most))
+        return None if asked or bounds else (now.value, least.value, most.value)
+
+    def set_power_limit(self, device: Any, milliwatts: int) -> int:
+        """Limit a GPU; return the driver's status, 0 if that is done."""
+        return self._call("nvmlDeviceSetPowerManagementLimit", device, self._ctypes.c_uint(milliwatts))
+
     def look(self) -> Values:
         """Return the values of all GPUs; {} if the driver is not loaded."""
-        if not self._is_ready:
-            self._is_ready = self._call("nvmlInit_v2") == 0
+        self.begin()
         count = self._uint("nvmlDeviceGetCount_v2")
         if count is None:
             self._is_ready = False  # the driver was unloaded

@@ -3,6 +3,9 @@
     prolog --0--> ready --the job is over here--> epilog --> (gone)
        +--else--> refused ---------^
 
+A limit of the power of the job's GPUs (`gpu_power`) is set before the prolog, and set back after the epilog. A limit that cannot
+be set is the fault of the job and not of the node.
+
 The prolog runs before anything of the job starts here, the epilog after all of it has ended, both as the account of the agent
 and outside of the job's sandbox (`hpcnode.os.program`). Nothing of the job starts without a prolog that has succeeded. The
 epilog runs wherever a prolog was begun, whatever became of it, and the node is not clear before it has ended.
@@ -26,12 +29,14 @@ import os
 from contextlib import suppress
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Protocol, Tuple
 
+from hpcnode.agent import gpu_power
+from hpcnode.agent.gpu_watch import LIBRARY
 from hpcnode.agent.helpers import ask_child
 from hpcnode.os.account import why_not_as_root
 from hpcnode.os.durable import read_object, to_bytes, write_plainly
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop
-from hpcnode.spool import SCRIPT_LOCK, SCRIPT_RESULT, Found, Spool, remove_file, token_of
+from hpcnode.spool import SCRIPT_LOCK, SCRIPT_POWER, SCRIPT_RESULT, Found, Spool, remove_file, token_of
 from hpcnode.wire import protocol
 from hpcnode.wire.message import WireError, from_fields, to_fields
 from hpcnode.wire.protocol import Life, Token, read_token
@@ -131,7 +136,7 @@ class ScriptRecords:
         entry, launch = launches[0]
         record = _Record(entry.token, token_of(entry), launch.scripts, entry.boot_id)
         record.claims = any(each.step in (protocol.BATCH, protocol.ALLOC) for _, each in launches)
-        if not launch.scripts.prolog or any(each.started or each.final for each in found):
+        if not _has_work(launch.scripts, PROLOG) or any(each.started or each.final for each in found):
             record.state = READY
         return record
 
@@ -155,7 +160,7 @@ class ScriptRecords:
         Raises OSError if the record cannot be written.
         """
         scripts = launch.scripts
-        if not self._records and not scripts.prolog and not scripts.epilog:
+        if not self._records and not _has_any(scripts):
             return GO
         for older in self._of(key.job):
             if older.key.life < key.life:
@@ -165,7 +170,7 @@ class ScriptRecords:
         claims = launch.step in (protocol.BATCH, protocol.ALLOC)
         record = self._records.get((key.job, key.life))
         if record is None:
-            if not scripts.prolog and not scripts.epilog:
+            if not _has_any(scripts):
                 return GO
             record = self._begin(key, launch, claims)
         elif claims and not record.claims:
@@ -180,7 +185,7 @@ class ScriptRecords:
         record.claims = claims
         self._write(record, durably=True)
         self._records[key.job, key.life] = record
-        if launch.scripts.prolog:
+        if _has_work(launch.scripts, PROLOG):
             self._run(record)
         else:
             record.state = READY
@@ -243,7 +248,7 @@ class ScriptRecords:
 
     def _begin_epilog(self, record: _Record) -> None:
         record.state = EPILOG
-        if not record.scripts.epilog:
+        if not _has_work(record.scripts, EPILOG):
             self._end(record)
             return
         self._write(record)
@@ -254,7 +259,7 @@ class ScriptRecords:
         self._runner.run(record.name, record.state, record.scripts, lambda why: self._script_over(record, why))
 
     def _script_over(self, record: _Record, why: str) -> None:
-        if why:
+        if why and not is_of_job(why):
             why = "%s %s" % (record.state, why)
             record.failures.append(why)
             self._report(record, why)
@@ -303,13 +308,27 @@ class ScriptRecords:
             self._log("cannot note the %s of %s: %s" % (record.state, record.name, error.strerror))
 
 
+def is_of_job(why: str) -> bool:
+    """Return whether a launch is refused for what its job has requested, and not for the node."""
+    return why.startswith(gpu_power.GPU_POWER)
+
+
+def _has_any(scripts: protocol.JobScripts) -> bool:
+    return bool(scripts.prolog or scripts.epilog or scripts.gpu_power)
+
+
+def _has_work(scripts: protocol.JobScripts, state: str) -> bool:
+    return bool((scripts.prolog if state == PROLOG else scripts.epilog) or scripts.gpu_power)
+
+
 class ScriptRunner:
     """Runs scripts in children that outlive the agent."""
 
-    def __init__(self, loop: Loop, folder: str, faults: CrashPoints) -> None:
+    def __init__(self, loop: Loop, folder: str, faults: CrashPoints, library: str = LIBRARY) -> None:
         self._loop = loop
         self._folder = folder
         self._faults = faults
+        self._library = library
 
     def run(self, name: str, state: str, scripts: protocol.JobScripts, over: Callable[[str], None]) -> None:
         """Run the script of this state, or wait for one that an earlier agent has begun."""
@@ -338,20 +357,17 @@ class ScriptRunner:
 
     def forget(self, name: str) -> None:
         """Remove what is beside the record."""
-        for end in (SCRIPT_RESULT, SCRIPT_LOCK):
+        for end in (SCRIPT_RESULT, SCRIPT_LOCK, SCRIPT_POWER):
             with suppress(OSError):  # what is left there is of no later job
                 remove_file(os.path.join(self._folder, name) + end)
 
     def _fork(
         self, path: str, state: str, scripts: protocol.JobScripts, lock_fd: int, over: Callable[[str], None]
     ) -> None:
-        program = scripts.prolog if state == PROLOG else scripts.epilog
         env = dict(scripts.env, SLURM_SCRIPT_CONTEXT=CONTEXTS[state], HPCSCHED_SCRIPT_CONTEXT=CONTEXTS[state])
 
         def work() -> bytes:
-            from hpcnode.os.program import run  # in a child; see `agent` on the cost of imports
-
-            why = why_not_as_root(program) or run(program, env, scripts.limit_s)
+            why = self._done(path, state, scripts, env)
             self._faults.reached("%s.ran" % state)
             write_plainly(path + SCRIPT_RESULT + ".new", to_bytes({"state": state, "why": why}), 0o600, new=False)
             os.rename(path + SCRIPT_RESULT + ".new", path + SCRIPT_RESULT)
@@ -362,6 +378,20 @@ class ScriptRunner:
             over("was killed before its end was known" if found is None else found)
 
         ask_child(self._loop, work, done, scripts.limit_s + MARGIN_S, keep=(lock_fd,))
+
+    def _done(self, path: str, state: str, scripts: protocol.JobScripts, env: Dict[str, str]) -> str:
+        """Do the work of a state, in a child; return why it failed, "" if it did not."""
+        from hpcnode.os.program import run  # in a child; see `agent` on the cost of imports
+
+        program = scripts.prolog if state == PROLOG else scripts.epilog
+        why = ""
+        if scripts.gpu_power and state == PROLOG:
+            why = gpu_power.limit(path + SCRIPT_POWER, scripts.gpus, scripts.gpu_power, self._library)
+        if program and not why:
+            why = why_not_as_root(program) or run(program, env, scripts.limit_s)
+        if scripts.gpu_power and state == EPILOG:
+            why = "; ".join(filter(None, (why, gpu_power.restore(path + SCRIPT_POWER, self._library))))
+        return why
 
 
 def _result(path: str, state: str) -> Optional[str]:

@@ -23,7 +23,7 @@ import errno
 import time
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
-from hpcnode.agent.job_scripts import GO, ScriptControl, ScriptRecords
+from hpcnode.agent.job_scripts import GO, ScriptControl, ScriptRecords, is_of_job
 from hpcnode.agent.launch_check import LaunchCheck
 from hpcnode.entry import Entries, Entry, ShepherdControl, mismatch, report_of
 from hpcnode.lease import Leases
@@ -539,7 +539,7 @@ class Ledger:
         if why is None:
             self._waiting.add(entry.token)
         elif why != GO:
-            self._refuse(entry, why, node_fault=True)
+            self._refuse(entry, why, node_fault=not is_of_job(why))
         return why == GO
 
     def _scripts_changed(self, job: Tuple[str, int]) -> None:

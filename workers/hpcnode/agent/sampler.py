@@ -24,6 +24,7 @@ import time
 from contextlib import suppress
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
 
+from hpcnode.agent import ipmi
 from hpcnode.agent.gpu_watch import GpuWatch
 from hpcnode.agent.helpers import Answer, Helpers
 from hpcnode.entry import Entry
@@ -46,6 +47,7 @@ MAX_COLUMNS = 512  # the controller takes no more than twice as many
 MAX_LINE = 1 << 20
 SECTOR_BYTES = 512
 MAX_LABEL = 100
+MACHINE_POWER = "node_power_watts:power_meter"  # the name of the hwmon chip of such meters
 RANGE = "range of "  # with an energy counter: where it starts again
 HUNG_AGAIN_S, HUNG_MOST_S = 120.0, 3600.0  # a file system that hung is asked again after a pause that doubles
 JOB_SHARE = 5e-4  # of a core: looks at jobs take less than this part of the time
@@ -319,14 +321,20 @@ def file_systems(mounts: Iterable[str], deadline_s: float = STAT_DEADLINE_S) -> 
     return found
 
 
-def sensors(sys: str = "/sys") -> Values:
-    """Return temperatures, power, energy, throttling, memory errors and link changes."""
+def sensors(sys: str = "/sys", watts: Callable[[], Optional[float]] = ipmi.measured_watts) -> Values:
+    """Return temperatures, power, energy, throttling, memory errors and link changes.
+
+    `watts` asks the management board, if no other meter measures the whole machine.
+    """
     found: Values = {}
     for part in (_hwmon, _thermal_zones, _throttling, _edac, _power_supply, _rapl, _carriers):
         try:
             part(sys, found)
         except (OSError, ValueError):
             continue
+    if not any(column.startswith(MACHINE_POWER) for column in found):
+        with suppress(OSError):
+            found.update((MACHINE_POWER + "/dcmi", value) for value in (watts(),) if value is not None)
     return found
 
 

@@ -296,13 +296,15 @@ class JobScripts(Message):
     """The administrator's programs around a job's processes on a node.
 
     See `hpcnode.agent.job_scripts`. `prolog` and `epilog` are absolute paths, "" for none. Each may run for `limit_s`. `env` is
-    their environment.
+    their environment. `gpu_power`: the watts to which the `gpus` of the job, by index or UUID, are limited meanwhile; 0: not.
     """
 
     prolog: str = ""
     epilog: str = ""
     limit_s: float = 0.0
     env: Dict[str, str] = fresh(dict)
+    gpu_power: int = 0
+    gpus: List[str] = fresh(list)
 
 
 class Launch(Message):
