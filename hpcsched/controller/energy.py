@@ -1,20 +1,22 @@
 """Charge jobs for the energy that they cause on their nodes, sample after sample.
 
 `hpcsched.metrics.energy` decides what a node used and which part of it is of which job. The ledger keeps what it needs between
-samples, and writes increments to the database once a minute, and soon after a job has ended. What was not written when the
-controller is killed is lost: a minute at most.
+samples, and writes increments to the database once a minute, and soon after a job has ended. With them it writes what the meters
+of the nodes showed then. The counters of nodes continue while no controller runs, so the next one splits what was used since.
+Only the energy of jobs that ended meanwhile is not charged from the last write on, nor is that of a gap of more than an hour.
 
 A node looks at its jobs less often than at itself. The energy of the samples between is split at the next look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcsched.metrics.energy import DeclaredPower, JobKey, JobPart, interval_energy, split
-from hpcsched.metrics.series import JobRow, NodeSample
+from hpcsched.metrics.energy import SERIES, DeclaredPower, JobKey, JobPart, interval_energy, split
+from hpcsched.metrics.series import SAMPLED, JobRow, NodeSample, read_column
 from hpcsched.model.accounting import EnergyUse
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Job
@@ -24,6 +26,7 @@ from hpcsched.state.transaction import Transaction
 
 WRITE_EVERY_S = 60.0
 RECENT_S = 180.0
+_MARKED = frozenset({*SERIES, "node_cpu_seconds_total"})
 _Use = tuple[JobId, int, NodeName, str]  # job, attempt, node and source
 
 
@@ -38,12 +41,19 @@ class _Metered:
 class EnergyLedger:
     """The energy of jobs that is not written yet.
 
-    `keep` runs a transaction, and retries it until it succeeds.
+    `keep` runs a transaction, and retries it until it succeeds. `marks`: of the previous controller, by node.
     """
 
-    def __init__(self, cluster: ClusterState, keep: Callable[[Callable[[Transaction], Any]], None]) -> None:
+    def __init__(
+        self,
+        cluster: ClusterState,
+        keep: Callable[[Callable[[Transaction], Any]], None],
+        marks: Mapping[str, str] | None = None,
+    ) -> None:
         self._cluster = cluster
         self._keep = keep
+        self._marks = dict(marks or {})
+        self._changed: set[NodeName] = set()  # nodes that were split since the last write
         self._nodes: dict[NodeName, _Metered] = {}
         self._unwritten: dict[_Use, float] = {}
         self._written_s = float("-inf")
@@ -61,7 +71,7 @@ class EnergyLedger:
             self._nodes.pop(sample.node, None)
             self._watts.pop(sample.node, None)
             return
-        last = self._nodes.get(sample.node)
+        last = self._nodes.get(sample.node) or _marked(sample.node, self._marks.pop(sample.node, ""))
         if last is None or last.sample.boot_id != sample.boot_id:
             self._nodes[sample.node] = _Metered(sample, _cpu_times(sample))
         elif sample.jobs or not any(self._job(key, sample.node) for key in last.cpu_s):
@@ -73,16 +83,17 @@ class EnergyLedger:
     def _split(self, node: Node, last: _Metered, sample: NodeSample) -> None:
         declared = DeclaredPower(idle_watts=node.spec.idle_watts, peak_watts=node.spec.peak_watts)
         energy = interval_energy(last.sample, sample, declared)
+        self._changed.add(sample.node)
         if energy is None:
             return
         self._watts[sample.node] = sample.received_at_s, energy.joules / energy.lasted_s, energy.source
-        parts = [part for row in sample.jobs if (part := self._part(row, last, sample.node)) is not None]
+        parts = [part for row in sample.jobs if (part := self._part(row, last, sample)) is not None]
         for key, joules in split(energy, parts, node.spec.cpus, declared).jobs_j.items():
             use = JobId(key[0]), key[1], sample.node, energy.source
             self._unwritten[use] = self._unwritten.get(use, 0.0) + joules
 
-    def _part(self, row: JobRow, last: _Metered, node: NodeName) -> JobPart | None:
-        key = row.job_id, row.attempt
+    def _part(self, row: JobRow, last: _Metered, sample: NodeSample) -> JobPart | None:
+        key, node = (row.job_id, row.attempt), sample.node
         job = self._job(key, node)
         share = next((share for share in job.holding if share.node == node), None) if job is not None else None
         if job is None or share is None:
@@ -93,7 +104,10 @@ class EnergyLedger:
             before_s = 0.0 if is_new else _cpu_time(row)
         part = share.shards / share.shards_of if share.shards else 1.0
         gpus = {str(index): part for index in share.gpus}
-        return JobPart(key=key, cpu_s=max(0.0, _cpu_time(row) - before_s), cpus=share.cpus, gpus=gpus)
+        lasted_s = max(1e-3, sample.received_at_s - last.sample.received_at_s)
+        held_s = min(lasted_s, max(0.0, sample.received_at_s - (job.allocated_at_s or 0.0)))
+        cpus = share.cpus * held_s / lasted_s
+        return JobPart(key=key, cpu_s=max(0.0, _cpu_time(row) - before_s), cpus=cpus, gpus=gpus)
 
     def _job(self, key: JobKey, node: NodeName) -> Job | None:
         """Return the job if that attempt holds the node."""
@@ -112,8 +126,39 @@ class EnergyLedger:
         uses = [EnergyUse(*use, joules) for use, joules in self._unwritten.items() if joules > 0]
         self._unwritten.clear()
         self._written_s = now_s
+        marks = {name: _mark(self._nodes[name]) for name in self._changed if name in self._nodes}
+        self._changed.clear()
         if uses:
-            self._keep(lambda tx: tx.put_energy(uses))
+            self._keep(lambda tx: tx.put_energy(uses, marks))
+
+
+def _mark(metered: _Metered) -> str:
+    """Return what the next controller needs of a node's meters."""
+    sample = metered.sample
+    values = {
+        column.key: value
+        for column, value in zip(sample.columns, sample.values, strict=True)
+        if column.series.name in _MARKED and value is not None
+    }
+    cpu_s = [[*key, seconds] for key, seconds in metered.cpu_s.items()]
+    return json.dumps({"boot_id": sample.boot_id, "at_s": sample.received_at_s, "values": values, "cpu_s": cpu_s})
+
+
+def _marked(node: NodeName, mark: str) -> _Metered | None:
+    """Return what a mark says, None if there is none or it is damaged."""
+    try:
+        read = json.loads(mark)
+        known = [(read_column(key, SAMPLED), float(value)) for key, value in read["values"].items()]
+        sample = NodeSample(
+            node=node,
+            boot_id=str(read["boot_id"]),
+            received_at_s=float(read["at_s"]),
+            columns=tuple([column for column, _ in known if column is not None]),
+            values=tuple([value for column, value in known if column is not None]),
+        )
+        return _Metered(sample, {(job_id, attempt): float(seconds) for job_id, attempt, seconds in read["cpu_s"]})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _cpu_times(sample: NodeSample) -> dict[JobKey, float]:

@@ -224,7 +224,7 @@ class Controller:
         self._memory = memory_of(store, cluster, policy, self._views)
         self.metrics = ControllerMetrics(cluster)
         self.training = Trainings(cluster, lambda work: self.ask(work, _log_failure, keep=True))
-        self.energy = EnergyLedger(cluster, lambda work: self.ask(work, _log_failure, keep=True))
+        self.energy = EnergyLedger(cluster, lambda work: self.ask(work, _log_failure, keep=True), store.energy_marks())
         self.metrics.listeners.append(self.energy.sampled)
         # (node, incarnation, job) -> the last attempt and stay there that is being ended
         self.orphans: dict[tuple[NodeName, str, int], tuple[int, int]] = {}

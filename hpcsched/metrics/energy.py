@@ -126,12 +126,12 @@ class IntervalEnergy:
 class JobPart:
     """What an attempt of a job had of a node between two samples.
 
-    `gpus`: the part of each GPU, by index.
+    `cpus`: fewer if it did not hold them all the time. `gpus`: the part of each GPU, by index.
     """
 
     key: JobKey
     cpu_s: float
-    cpus: int
+    cpus: float
     gpus: Mapping[str, float] = field(default_factory=dict)
 
 

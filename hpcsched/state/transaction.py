@@ -140,6 +140,7 @@ class WriteBatch:
     training: dict[int, TrainingStatus] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
     energies: list[EnergyUse] = field(default_factory=list)  # added to what is stored
+    energy_marks: dict[str, str] = field(default_factory=dict)  # by node
     benches: list[BenchRun] = field(default_factory=list)
     links: list[LinkRun] = field(default_factory=list)
     # Tokens from before a restore whose jobs continue.
@@ -327,9 +328,13 @@ class Transaction:
         """Add a training program's status to the commit."""
         self.batch.training[training.job_id] = training
 
-    def put_energy(self, uses: Sequence[EnergyUse]) -> None:
-        """Add energy of jobs to the commit, which is added to what they used before."""
+    def put_energy(self, uses: Sequence[EnergyUse], marks: Mapping[str, str]) -> None:
+        """Add energy of jobs to the commit, which is added to what they used before.
+
+        `marks`: what the meters of nodes showed when that was known.
+        """
         self.batch.energies += uses
+        self.batch.energy_marks.update(marks)
 
     def put_failure(self, failure: RankFailure) -> None:
         """Add a rank's failure to the commit; the first report of a rank counts."""

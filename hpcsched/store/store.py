@@ -113,6 +113,7 @@ ADOPTED = "adopted:"  # keys of the table meta
 CLOCK = "clock"
 CLUSTER = "cluster"
 CLUSTER_ID = "cluster_id"
+ENERGY_MARK = "energy:"
 GIVEN_UP = "given-up:"
 PARTITION = "partition:"  # the state that an admin set
 
@@ -632,6 +633,10 @@ class Store:
         """Return the partition states that admins set, by name."""
         return {name: PartitionState(state) for name, state in self._facts(PARTITION).items()}
 
+    def energy_marks(self) -> dict[str, str]:
+        """Return what the meters of nodes showed when energy was last written, by node."""
+        return self._facts(ENERGY_MARK)
+
     def clock(self) -> str:
         """Return the last record of the head node's clocks; "" if there is none."""
         return self._meta(CLOCK)
@@ -1028,6 +1033,7 @@ def _attempts_over(changed: Iterable[Job], events: Iterable[JobEvent]) -> list[R
 def _facts(batch: WriteBatch) -> list[tuple[str, str]]:
     facts = [(PARTITION + name, state.value) for name, state in batch.partitions.items()]
     facts += [(ADOPTED + token, "") for token in batch.adopted]
+    facts += [(ENERGY_MARK + node, mark) for node, mark in batch.energy_marks.items()]
     return [*facts, (CLOCK, batch.clock)] if batch.clock else facts
 
 

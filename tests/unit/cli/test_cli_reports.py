@@ -305,8 +305,8 @@ def test_hacct_shows_the_energy_of_a_job_its_source_and_price(
     served: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uses = [EnergyUse(1, 0, "n1", "component", 3.6e6), EnergyUse(1, 1, "n1", "estimated", 1.8e6)]
-    served.ask(lambda tx: tx.put_energy(uses))
-    served.ask(lambda tx: tx.put_energy(uses[:1]))
+    served.ask(lambda tx: tx.put_energy(uses, {}))
+    served.ask(lambda tx: tx.put_energy(uses[:1], {}))
     served.state.config = replace(served.state.config, cost=Tariff(kwh=Price(0.3), gco2_per_kwh=Price(400.0)))
     assert hacct.main(["-j", "1", "--energy"]) == 0
     head, _, row = capsys.readouterr().out.splitlines()
@@ -324,7 +324,7 @@ def test_a_job_pays_the_prices_of_the_hours_in_which_it_ran(
     assert at.tm_sec == 0
     day = ("Mo", "Tu", "We", "Th", "Fr", "Sa", "Su")[at.tm_wday]
     cheap = f"{day} {at.tm_hour:02}:{at.tm_min:02}-24:00"
-    served.ask(lambda tx: tx.put_energy([EnergyUse(1, number, "n1", "component", 3.6e6) for number in (0, 1)]))
+    served.ask(lambda tx: tx.put_energy([EnergyUse(1, number, "n1", "component", 3.6e6) for number in (0, 1)], {}))
     served.state.config = replace(served.state.config, cost=Tariff(kwh=price_of({"default": 0.4, cheap: 0.1})))
     assert hacct.main(["-n", "-P", "-X", "-j", "1", "-o", "EnergyCost"]) == 0
     assert capsys.readouterr().out == "0.4400\n"
@@ -336,7 +336,7 @@ def test_a_job_pays_the_prices_of_the_hours_in_which_it_ran(
 def test_energy_by_user_is_what_the_jobs_caused_in_the_period(
     served: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served.ask(lambda tx: tx.put_energy([EnergyUse(1, 0, "n1", "component", 3.6e6)]))
+    served.ask(lambda tx: tx.put_energy([EnergyUse(1, 0, "n1", "component", 3.6e6)], {}))
     told = report(capsys, "energy")
     assert told["rows"] == [{"user": "ann", "kwh": pytest.approx(1.0), "co2_kg": None}]
     assert told["energy_source"] == "component"

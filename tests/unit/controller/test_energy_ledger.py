@@ -12,7 +12,7 @@ import pytest
 from cluster import ANN, BOB, ROOT, Cluster
 
 from hpcnode.wire import protocol
-from hpcsched.controller.energy import WRITE_EVERY_S
+from hpcsched.controller.energy import WRITE_EVERY_S, EnergyLedger
 from hpcsched.metrics.energy import COMPONENT, ESTIMATED
 from hpcsched.model.ids import NodeName
 
@@ -98,6 +98,56 @@ def test_the_energy_is_written_once_a_minute_and_after_the_end(cluster: Cluster)
     cluster.end(1)
     node.work(10.0)
     assert energies(cluster)[1] == pytest.approx(3 * 1000 + WRITE_EVERY_S * 10 + 45)
+
+
+def restarted(cluster: Cluster) -> None:
+    """Kill the controller: the next one knows what is in the database."""
+    killed = cluster.controller.energy
+    cluster.controller.metrics.listeners.remove(killed.sampled)
+    marks = cluster.store.energy_marks()
+    energy = EnergyLedger(cluster.state, lambda work: cluster.controller.ask(work, lambda _: None, keep=True), marks)
+    cluster.controller.energy = energy
+    cluster.controller.metrics.listeners.append(energy.sampled)
+
+
+def test_a_killed_controller_loses_no_energy_of_a_running_job(cluster: Cluster) -> None:
+    node = MeteredNode(cluster)
+    node.sample()
+    cluster.run(cluster.submit())
+    node.work(10.0, j1=10.0)  # written
+    for _ in range(3):
+        node.work(10.0, j1=10.0)
+    assert energies(cluster)[1] == pytest.approx(1000)
+    restarted(cluster)
+    node.work(300.0, j1=100.0)
+    assert energies(cluster)[1] == pytest.approx(node.joules)
+
+
+def test_a_job_pays_no_idle_power_from_before_its_start(cluster: Cluster) -> None:
+    spec = replace(cluster.state.nodes[NodeName("n1")].spec, idle_watts=10.0)
+    cluster.state.nodes[NodeName("n1")] = replace(cluster.state.nodes[NodeName("n1")], spec=spec)
+    node = MeteredNode(cluster)
+    node.sample()
+    node.joules += 10 * 90.0
+    cluster.tick(90.0)
+    cluster.run(cluster.submit())
+    node.work(10.0)
+    assert energies(cluster)[1] == pytest.approx(10 * 10 / 2)  # of its one cpu of two, for 10 of 100 s
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["", "{", "[]", "{}", '{"boot_id": "b", "at_s": "x", "values": {}, "cpu_s": []}',
+     '{"boot_id": "b", "at_s": 1, "values": {"what": 1}, "cpu_s": [[1]]}'],
+)  # fmt: skip
+def test_a_damaged_mark_counts_as_none(cluster: Cluster, mark: str) -> None:
+    node = MeteredNode(cluster)
+    cluster.ask(lambda tx: tx.put_energy([], {"n1": mark}))
+    restarted(cluster)
+    node.sample()
+    cluster.run(cluster.submit())
+    node.work(10.0, j1=10.0)
+    assert energies(cluster)[1] == pytest.approx(1000)
 
 
 def test_samples_without_jobs_wait_for_the_next_look_at_jobs(cluster: Cluster) -> None:
