@@ -106,6 +106,8 @@ def _test(setup: Setup, request: Submission) -> int:
         print_json(answer)
     else:
         print(f"{setup.name}: {start_words(answer)}", file=sys.stderr)
+        if answer.get("cheaper") and not setup.slurms:
+            print(f"{setup.name}: {clean(answer['cheaper'])}", file=sys.stderr)
     return 0
 
 

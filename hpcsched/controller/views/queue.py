@@ -84,15 +84,15 @@ def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId, identity: Ide
         "nodes": [],
         "node_list": "",
         "cpus": 0,
+        "cheaper": advice(snapshot, job, job.request.time_limit_s),
     }
     for start in made.starts:
         if start.job_id == job_id:
             nodes = [share.node for share in start.shares]
             answer |= {"start_s": snapshot.now_s, "nodes": nodes, "node_list": compress_hostlist(nodes)}
             answer |= {"cpus": sum(share.cpus for share in start.shares), "partition": start.partition}
-            cheaper = advice(snapshot, job, job.request.time_limit_s)
             text = f"would start at once on {answer['node_list']} in partition {start.partition}"
-            return answer | {"reason": "None", "text": f"{text}. {cheaper}" if cheaper else text}
+            return answer | {"reason": "None", "text": text}
     wait = made.waits[job_id]
     answer |= {"reason": wait.reason.value, "start_s": wait.expected_start_s}
     place = WhatIf(snapshot, policy, job).place() if wait.reason in (Reason.RESOURCES, Reason.PRIORITY) else None
