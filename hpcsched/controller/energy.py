@@ -126,7 +126,7 @@ class EnergyLedger:
         uses = [EnergyUse(*use, joules) for use, joules in self._unwritten.items() if joules > 0]
         self._unwritten.clear()
         self._written_s = now_s
-        marks = {name: _mark(self._nodes[name]) for name in self._changed if name in self._nodes}
+        marks = {str(name): _mark(self._nodes[name]) for name in self._changed if name in self._nodes}
         self._changed.clear()
         if uses:
             self._keep(lambda tx: tx.put_energy(uses, marks))

@@ -124,7 +124,7 @@ def _period(given: Mapping[str, str], now_s: float) -> Period:
 
 def _jobs(period: Period, given: Mapping[str, str]) -> list[Json]:
     users = given.get("users") or given.get("user", "")
-    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1)["jobs"]
+    jobs = client.history(user=users, start_s=period.start_s, end_s=period.end_s, attempts=1, energy=1)["jobs"]
     if unknown := unknown_jobs(jobs):
         complain("sreport", f"the use of {unknown} jobs is not in it: their events do not fit together")
     accounts = (given.get("accounts") or given.get("account", "")).split(",")
@@ -132,9 +132,9 @@ def _jobs(period: Period, given: Mapping[str, str]) -> list[Json]:
 
 
 def _used(period: Period, jobs: Sequence[Json], tres: Sequence[str]) -> dict[tuple[str, str], list[float]]:
-    """Return (account, user) -> seconds of each TRES."""
+    """Return (account, user) -> seconds of each TRES, and then the energy in joules."""
     rows = usage_rows(jobs, [period], ("account", "user"))
-    return {(row.key[0], row.key[1]): [row.tres_s(name) for name in tres] for row in rows}
+    return {(row.key[0], row.key[1]): [*(row.tres_s(name) for name in tres), row.joules or 0.0] for row in rows}
 
 
 # ----- the reports: title, columns, and rows of (texts, seconds of each TRES by column)
@@ -165,10 +165,11 @@ def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -
     for account in sorted({account for account, _ in used}):
         mine = {user: sums for (name, user), sums in used.items() if name == account}
         for at, name in enumerate(tres):
-            rows.append(([own_cluster(), account, "", ""], name, [sum(sums[at] for sums in mine.values()), 0.0]))
+            whole = [sum(sums[column] for sums in mine.values()) for column in (at, -1)]
+            rows.append(([own_cluster(), account, "", ""], name, whole))
         for user in sorted(mine):
             rows += [
-                ([own_cluster(), account, user, _full_name(user)], name, [mine[user][at], 0.0])
+                ([own_cluster(), account, user, _full_name(user)], name, [mine[user][at], mine[user][-1]])
                 for at, name in enumerate(tres)
             ]
     columns = [
@@ -183,7 +184,7 @@ def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -
 def _by_user(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
     used = _used(period, _jobs(period, given), tres)
     rows = [
-        ([own_cluster(), user, _full_name(user), account], name, [sums[at], 0.0])
+        ([own_cluster(), user, _full_name(user), account], name, [sums[at], sums[-1]])
         for (account, user), sums in sorted(used.items(), key=lambda item: item[0][::-1])
         for at, name in enumerate(tres)
     ]
@@ -197,14 +198,15 @@ def _top(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple
     used = _used(period, _jobs(period, given), tres)
     best = sorted(used.items(), key=lambda item: -item[1][0])[: int(count)]
     rows = [
-        ([own_cluster(), user, _full_name(user), account], name, [sums[at], 0.0])
+        ([own_cluster(), user, _full_name(user), account], name, [sums[at], sums[-1]])
         for (account, user), sums in best
         for at, name in enumerate(tres)
     ]
     return f"Top {count} Users {_span(period, seconds=True)}", (_USER_COLUMNS, _VALUES), rows
 
 
-_VALUES = [ReportColumn("Used", 8), ReportColumn("Energy", 8)]
+ENERGY = ReportColumn("Energy", 8)  # in joules
+_VALUES = [ReportColumn("Used", 8), ENERGY]
 _USER_COLUMNS = [
     ReportColumn("Cluster", 9),
     ReportColumn("Login", 9),
@@ -269,7 +271,10 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
     table = []
     for names, tres_name, numbers in rows:
         total = numbers[-1] if len(values) > 2 else whole[tres_name]
-        numbers_text = [write(number, total) for number in numbers]
+        numbers_text = [
+            f"{number:.0f}" if column is ENERGY else write(number, total)
+            for column, number in zip(values, numbers, strict=True)
+        ]
         table.append([*map(clean, names), *([tres_name] if by_tres else []), *numbers_text])
     if not words.has("noheader"):
         if not words.has("quiet"):

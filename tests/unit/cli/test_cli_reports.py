@@ -333,6 +333,14 @@ def test_a_job_pays_the_prices_of_the_hours_in_which_it_ran(
         assert row["cost"] == pytest.approx(0.44)
 
 
+def test_sreport_shows_the_energy_of_users_in_joules(served: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    served.ask(lambda tx: tx.put_energy([EnergyUse(1, 0, "n1", "component", 7200.0)], {}))
+    assert sreport.main(["user", "top", *SREPORT_PERIOD]) == 0
+    assert capsys.readouterr().out == "lab|ann||root|150|7200\n"
+    assert sreport.main(["cluster", "accountutilizationbyuser", *SREPORT_PERIOD]) == 0
+    assert [line.split("|")[-1] for line in capsys.readouterr().out.splitlines()] == ["7200", "7200"]
+
+
 def test_energy_by_user_is_what_the_jobs_caused_in_the_period(
     served: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
